@@ -1,0 +1,97 @@
+"""Graph in, graph out: the passes that turn a decoder's graph over ``[B, S]`` into one over the ragged batch ``[1, T]``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+import selective_compile.ops  # noqa: F401  (registers the operators that the flat graph calls)
+from selective_compile.passes.attention import recognise_attention
+from selective_compile.passes.flatten import FlatGraph, flatten
+from selective_compile.passes.lower import lower
+from selective_compile.passes.mask_proof import prove_masks
+from selective_compile.passes.normalise import normalise
+from selective_compile.passes.output_tails import Tail, take_off_tails
+from selective_compile.passes.sampled_rows import keep_sampled_rows
+from selective_compile.passes.token_axes import mark_token_axes
+from selective_compile.passes.traced_graph import AttentionCall, RefusedError, Refusal, TracedGraph
+
+__all__ = ["PIPELINE", "AttentionCall", "FlatGraph", "PassRecord", "RefusedError", "Refusal", "Rewrite", "rewrite"]
+
+ANALYSES: tuple[tuple[str, Callable[[TracedGraph], int]], ...] = (
+    ("mark token axes", mark_token_axes),  # first: every later proof reads which dimension enumerates tokens
+    ("recognise attention", recognise_attention),  # needs the marks: a softmax over keys is one over a token axis
+    ("prove masks", prove_masks),  # needs the calls: a mask is what is added to or hides their scores
+)
+REWRITES: tuple[tuple[str, Callable[[FlatGraph], int]], ...] = (
+    ("keep sampled rows", keep_sampled_rows),  # on the flat graph, where a row is a token
+    ("lower", lower),  # last: it names kernels, which no analysis reads
+)
+PIPELINE = (*(name for name, _ in ANALYSES), "flatten", *(name for name, _ in REWRITES))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassRecord:
+    """What one pass did: values marked, calls found, nodes rewritten; and how long it took."""
+
+    name: str
+    count: int
+    seconds: float
+
+
+@dataclass(kw_only=True)
+class Rewrite:
+    """The pipeline's result: what was proved and, unless something was refused, the flat graph."""
+
+    traced: TracedGraph
+    flat: FlatGraph | None = None
+    tails: tuple[Tail, ...] = ()
+    records: list[PassRecord] = field(default_factory=list)
+
+    @property
+    def refusals(self) -> list[Refusal]:
+        return self.traced.refusals
+
+    @property
+    def logits_shape(self) -> tuple[Any, ...]:
+        """Shape of the first output in the ``[B, S]`` graph."""
+        return tuple(self.traced.output_node.args[0][0].meta["val"].shape)  # type: ignore[index,union-attr]
+
+    def timed(self, name: str, work: Callable[[], int]) -> None:
+        start = time.perf_counter()
+        count = work()
+        self.records.append(PassRecord(name=name, count=count, seconds=time.perf_counter() - start))
+
+
+def rewrite(module: fx.GraphModule, examples: Sequence[Any], *, paged: bool) -> Rewrite:
+    """Run the pipeline on Dynamo's graph.
+
+    ``paged``: for the engine, with KV pools and sampled rows; otherwise for a padded call, whole in one step.  What
+    cannot be proved stands in ``refusals`` and leaves ``flat`` None.  Raises `RefusedError` when the graph's inputs are
+    not those of a decoder at all.
+    """
+    traced = normalise(module, examples)
+    result = Rewrite(traced=traced, tails=take_off_tails(traced.module))
+    for name, analysis in ANALYSES:
+        result.timed(name, lambda analysis=analysis: analysis(traced))  # type: ignore[misc]
+    if traced.refusals:
+        return result
+    try:
+        result.timed("flatten", lambda: flatten_into(result, paged=paged))
+    except RefusedError:
+        return result
+    flat = result.flat
+    assert flat is not None
+    for name, transform in REWRITES:
+        if paged or transform is not keep_sampled_rows:
+            result.timed(name, lambda transform=transform: transform(flat))  # type: ignore[misc]
+    return result
+
+
+def flatten_into(result: Rewrite, *, paged: bool) -> int:
+    result.flat = flatten(result.traced, paged=paged)
+    return len(result.traced.calls)

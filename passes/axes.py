@@ -1,0 +1,136 @@
+"""The abstract value of token-axis marking: which factors of which dimensions enumerate tokens.
+
+A dimension is written as its factors, major to minor: a batch of ``B`` requests, their ``S`` tokens, and plain
+integers.  ``[B, S, 64]`` is ``((BATCH,), (TOKEN,), (64,))``; after ``view(B * S, 64)`` it is
+``((BATCH, TOKEN), (64,))``; a dimension of size 1 has no factors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import sympy
+
+if TYPE_CHECKING:
+    from torch import fx
+
+
+class Axis(Enum):
+    """A factor of a dimension that is not a plain constant."""
+
+    BATCH = "batch"
+    TOKEN = "token"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+Factor = Axis | int
+Dim = tuple[Factor, ...]
+
+
+class Mixes(Exception):
+    """Raised by a transfer rule: the node mixes tokens, or the rule cannot show that it does not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axes:
+    """What is known of one tensor.
+
+    The claim: the element at batch index b and token index s is a function of token (b, s) alone (of the two tokens
+    it names, where two dimensions carry TOKEN), of constants, and of nothing else.  ``iota`` says that the value is
+    its own index along that axis.  ``inputs`` are the token-carrying graph inputs that the value depends on.
+    ``probed`` says that the claim rests on evaluation (`positional`), not on a rule.
+    """
+
+    dims: tuple[Dim, ...]
+    iota: Axis | None = None
+    inputs: frozenset[fx.Node] = frozenset()
+    probed: bool = False
+
+    def holding(self, axis: Axis) -> tuple[int, ...]:
+        """Dimensions that have ``axis`` among their factors."""
+        return tuple(i for i, dim in enumerate(self.dims) if axis in dim)
+
+    @property
+    def is_constant(self) -> bool:
+        return not any(isinstance(f, Axis) for dim in self.dims for f in dim)
+
+    @property
+    def is_pair(self) -> bool:
+        return len(self.holding(Axis.TOKEN)) == 2
+
+    def labelled(self, index: int) -> bool:
+        return any(isinstance(f, Axis) for f in self.dims[index])
+
+    def plain(self) -> Axes:
+        return replace(self, iota=None, probed=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The two symbols of a captured graph.  ``batch`` is None where the batch is the constant 1."""
+
+    batch: sympy.Symbol | None
+    token: sympy.Symbol
+
+    def dim(self, size: object) -> Dim:
+        """The factors of a freshly created dimension of ``size`` (int or SymInt); `Mixes` if it is another expression."""
+        coefficient, batch, token = self.monomial(size)
+        if batch > 1 or token > 1:
+            raise Mixes(f"a new dimension of size {size}, which is no multiple of batch and tokens")
+        factors: list[Factor] = [Axis.BATCH] * batch + [Axis.TOKEN] * token
+        return tuple(factors) + ((coefficient,) if coefficient != 1 else ())
+
+    def monomial(self, size: object) -> tuple[int, int, int]:
+        """``size`` as coefficient * batch**i * token**j; `Mixes` where it is no such product."""
+        if isinstance(size, int):
+            return size, 0, 0
+        expression = size.node.expr if hasattr(size, "node") else sympy.sympify(size)
+        powers = dict(expression.as_powers_dict())
+        counts = [int(powers.pop(s, 0)) if s is not None else 0 for s in (self.batch, self.token)]
+        rest = sympy.Mul(*(base**power for base, power in powers.items()))
+        if not rest.is_Integer:
+            raise Mixes(f"size {expression} is not a product of batch, tokens and a constant")
+        return int(rest), counts[0], counts[1]
+
+
+def regroup(dims: tuple[Dim, ...], sizes: Sizes, shape: tuple[object, ...]) -> tuple[Dim, ...]:
+    """The factors of ``dims`` distributed over a new ``shape`` (a row-major view); `Mixes` if a factor is cut unevenly."""
+    factors = [f for dim in dims for f in dim]
+    regrouped: list[Dim] = []
+    for size in shape:
+        coefficient, batch, token = sizes.monomial(size)
+        taken: list[Factor] = []
+        while (coefficient, batch, token) != (1, 0, 0):
+            if not factors:
+                raise Mixes("a view that the factors of its input do not fill")
+            head = factors.pop(0)
+            if head is Axis.BATCH and batch:
+                batch -= 1
+            elif head is Axis.TOKEN and token:
+                token -= 1
+            elif isinstance(head, int) and head and coefficient % head == 0:
+                coefficient //= head
+            elif isinstance(head, int) and coefficient > 1 and head % coefficient == 0:
+                factors.insert(0, head // coefficient)
+                head, coefficient = coefficient, 1
+            else:
+                raise Mixes("a view that cuts across the token dimension")
+            taken.append(head)
+        regrouped.append(tuple(taken))
+    return tuple(merge_plain(dim) for dim in regrouped)
+
+
+def merge_plain(dim: Dim) -> Dim:
+    """Neighbouring plain factors multiplied together."""
+    merged: list[Factor] = []
+    for factor in dim:
+        last = merged[-1] if merged else None
+        if isinstance(factor, int) and isinstance(last, int):
+            merged[-1] = last * factor
+        elif factor != 1:
+            merged.append(factor)
+    return tuple(merged)

@@ -1,0 +1,274 @@
+"""Pass 5: the graph over ``[B, S]`` becomes a graph over the ragged batch ``[1, T]``.
+
+Before::  linear(x [B, S, h]); sdpa(q [B, H, S, D], k, v, mask [B, 1, S, S]); arange(S)
+After::   linear(x [1, T, h]); selective.ragged_attention(q [T, H, D], k [T, K, D], v, pools, metadata); positions [T]
+
+Everything that pass 2 proved token-wise is left as it is: the captured graph is symbolic in batch and tokens, and a
+ragged batch is one request of T tokens to it.  Only three things know better: attention (replaced by the ragged op),
+token numbers (replaced by the positions input), and the outputs.  Declines when something is left that is refused, or
+when a node that survives reads tokens by their own index.
+"""
+
+from __future__ import annotations
+
+
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from selective_compile.passes.axes import Axes, Axis, Sizes
+from selective_compile.passes.normalise import Symbols, retrace, tidy
+from selective_compile.passes.positional import is_positional_root, straight_line
+from selective_compile.passes.rules_create import reads_own_index
+from selective_compile.passes.traced_graph import AttentionCall, Input, Operand, RefusedError, TracedGraph
+
+aten = torch.ops.aten
+PAGED = ("cu_seqlens_q", "context_lens", "block_table", "slot_mapping")
+UNPAGED = ("cu_seqlens_q",)
+HINT_TOKENS = 48
+
+
+@dataclass(kw_only=True)
+class FlatGraph:
+    """The rewritten graph.  Placeholders in order: weights, token inputs ``[1, T]``, positions ``[T]`` if used,
+    metadata, then a key and a value pool per call site if paged, then ``logit_rows [R]`` once pass 8 has run."""
+
+    module: fx.GraphModule
+    weights: tuple[Input, ...]
+    tokens: tuple[Input, ...]
+    uses_positions: bool
+    metadata: tuple[str, ...]
+    calls: tuple[AttentionCall, ...]
+    symbols: Symbols
+    example_inputs: list[Any]
+    sizes: Sizes  # the symbols that the outputs' sizes are in
+    outputs: tuple[Axes | int | sympy.Expr, ...]  # what each output is in the [B, S] graph
+
+
+    @property
+    def device(self) -> torch.device:
+        return self.tokens[0].node.meta["val"].device
+
+
+class Flattener:
+    """Builds the flat graph in place of the ``[B, S]`` one."""
+
+    def __init__(self, traced: TracedGraph, *, paged: bool) -> None:
+        self.traced, self.paged = traced, paged
+        self.graph = traced.graph
+        self.metadata = PAGED if paged else UNPAGED
+        self.new: dict[str, fx.Node] = {}
+        self.symbols = Symbols()
+        self.fakes: dict[fx.Node, Any] = {}
+
+    def run(self) -> FlatGraph:
+        outputs = self.output_axes()
+        self.add_placeholders()
+        for index, call in enumerate(self.traced.calls):
+            self.replace_attention(index, call)
+        self.graph.eliminate_dead_code()
+        self.replace_positions()
+        self.check_survivors()
+        self.replace_sizes()
+        return self.finish(outputs)
+
+    def output_axes(self) -> tuple[Axes | int | sympy.Expr, ...]:
+        """What each output is in the ``[B, S]`` graph; sizes leave the graph, the caller knows them."""
+        output = self.traced.output_node
+        results = list(output.args[0])  # type: ignore[arg-type]
+        found: list[Axes | int | sympy.Expr] = []
+        for place, result in enumerate(results):
+            value = result.meta.get("val") if isinstance(result, fx.Node) else result
+            if isinstance(value, (int, torch.SymInt)):
+                found.append(value if isinstance(value, int) else value.node.expr)
+                results[place] = None
+            elif isinstance(result, fx.Node) and result in self.traced.axes:
+                found.append(self.traced.axes[result])
+            else:
+                self.traced.refuse(output, f"its output {result} is not a tensor that could be followed")
+                raise RefusedError(self.traced.refusals)
+        output.args = (tuple(results),)
+        return tuple(found)
+
+    def add_placeholders(self) -> None:
+        last = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
+        names = ["positions", *self.metadata]
+        if self.paged:
+            names += [f"{kind}_pool_{i}" for i in range(len(self.traced.calls)) for kind in ("key", "value")]
+        for name in names:
+            with self.graph.inserting_after(last):
+                last = self.new[name] = self.graph.placeholder(name)
+
+    def replace_attention(self, index: int, call: AttentionCall) -> None:
+        with self.graph.inserting_before(call.output):
+            query, key, value = (self.arranged(x) for x in (call.query, call.key, call.value))
+            assert call.family is not None
+            options = (call.scale, call.family.window, call.softcap)
+            metadata = [self.new[name] for name in self.metadata]
+            if self.paged:
+                pools = (self.new[f"key_pool_{index}"], self.new[f"value_pool_{index}"])
+                op, arguments = torch.ops.selective.ragged_attention.default, (query, key, value, *pools, *metadata, *options)
+            else:
+                op, arguments = torch.ops.selective.varlen_attention.default, (query, key, value, *metadata, *options)
+            mixed = self.graph.call_function(op, arguments)
+            result = self.shaped_as_output(call, mixed)
+        call.output.replace_all_uses_with(result)
+
+    def arranged(self, operand: Operand) -> fx.Node:
+        """``[T, heads, head size]``: a permutation and a reshape (a view wherever the strides allow it)."""
+        moved = self.graph.call_function(aten.permute.default, (operand.node, list(operand.order)))
+        shape = [-1, operand.heads, operand.head_size]
+        return self.graph.call_function(aten.reshape.default, (moved, shape))
+
+    def shaped_as_output(self, call: AttentionCall, mixed: fx.Node) -> fx.Node:
+        """``[T, H, Dv]`` brought to the shape of the node it replaces, its batch being 1."""
+        shape = self.sizes_of(call.output)
+        places = {dim: source for dim, source in enumerate(call.output_order)}
+        last = len(shape) - 1
+        depth = next(d for d, source in places.items() if source == last)
+        token = next(d for d, source in places.items() if source == last - 1)
+        heads = sorted((d for d in places if d not in (depth, token)), key=lambda d: places[d])
+        order = [token, *heads, depth]
+        spread = self.graph.call_function(aten.reshape.default, (mixed, [shape[d] for d in order]))
+        back = [order.index(d) for d in range(len(shape))]
+        return self.graph.call_function(aten.permute.default, (spread, back))
+
+    def sizes_of(self, node: fx.Node) -> list[int]:
+        """Sizes in the flat graph, -1 for the tokens; a batch, alone or merged with heads, counts 1."""
+        sizes: list[int] = []
+        for dim in self.traced.axes[node].dims:
+            plain = [f for f in dim if isinstance(f, int)]
+            product = 1
+            for factor in plain:
+                product *= factor
+            sizes.append(-1 if Axis.TOKEN in dim else product)
+        return sizes
+
+    def replace_positions(self) -> None:
+        """Whatever numbers tokens and is still needed becomes ``first + step * positions``."""
+        for node in reversed(list(self.graph.nodes)):
+            axes = self.traced.axes.get(node)
+            if axes is None or not node.users or not is_positional_root(axes, node):
+                continue
+            line = straight_line(self.traced, node)
+            if line is None:
+                self.traced.refuse(node, "its values by position are no straight line, and no table of them is kept")
+                continue
+            with self.graph.inserting_before(node):
+                new = self.numbered(node, *line)
+            node.replace_all_uses_with(new)
+        self.graph.eliminate_dead_code()
+
+    def numbered(self, node: fx.Node, first: int, step: int) -> fx.Node:
+        call = self.graph.call_function
+        scaled = call(aten.mul.Tensor, (self.new["positions"], step)) if step != 1 else self.new["positions"]
+        moved = call(aten.add.Tensor, (scaled, first)) if first else scaled
+        cast = call(aten.to.dtype, (moved, node.meta["val"].dtype))
+        return call(aten.reshape.default, (cast, self.sizes_of(node)))
+
+    def check_survivors(self) -> None:
+        """What is left must be token-wise: reads at a token's own index and pairs of tokens belong to masks only."""
+        for node in self.graph.nodes:
+            axes = self.traced.axes.get(node)
+            if axes is None or node.op != "call_function":
+                continue
+            if reads_own_index(node, self.traced.axes):
+                self.traced.refuse(node, "it reads tokens at their own index, outside a mask")
+            elif axes.is_pair:
+                self.traced.refuse(node, "it holds a value for each pair of tokens, outside an attention")
+            elif axes.iota is Axis.BATCH:
+                self.traced.refuse(node, "it numbers requests, outside a mask")
+        if self.traced.refusals:
+            raise RefusedError(self.traced.refusals)
+
+    def replace_sizes(self) -> None:
+        """Batch sizes become 1, token counts the size of the first token input."""
+        first = self.traced.tokens()[0].node
+        after = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
+        with self.graph.inserting_after(after):
+            total = self.graph.call_function(aten.sym_size.int, (first, 1))
+        for given in self.traced.inputs:
+            if given.place == "size":
+                is_tokens = given.node.meta["val"].node.expr == self.traced.sizes.token
+                given.node.replace_all_uses_with(total if is_tokens else 1)  # type: ignore[arg-type]
+
+    def finish(self, outputs: tuple[Any, ...]) -> FlatGraph:
+        weights, tokens = self.ordered_inputs()
+        uses_positions = bool(self.new["positions"].users)
+        if not uses_positions:
+            self.graph.erase_node(self.new.pop("positions"))
+        self.graph.lint()
+        self.traced.module.recompile()
+        placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
+        fakes = tuple(self.fake(node) for node in placeholders)
+        module = retrace(self.traced.module, self.symbols, fakes)
+        tidy(module)
+        return FlatGraph(
+            module=module,
+            weights=weights,
+            tokens=tokens,
+            uses_positions=uses_positions,
+            metadata=self.metadata,
+            calls=tuple(self.traced.calls),
+            symbols=self.symbols,
+            example_inputs=list(fakes),
+            sizes=self.traced.sizes,
+            outputs=outputs,
+        )
+
+    def ordered_inputs(self) -> tuple[tuple[Input, ...], tuple[Input, ...]]:
+        """Weights still used, then token inputs; sizes and unused weights leave the graph."""
+        kept: dict[str, list[Input]] = {"weight": [], "tokens": []}
+        anchor = next(iter(self.new.values()))
+        for given in self.traced.inputs:
+            if given.place in kept and given.node.users:
+                kept[given.place].append(given)
+                if given.place == "tokens":
+                    anchor.prepend(given.node)
+            else:
+                self.graph.erase_node(given.node)
+        return tuple(kept["weight"]), tuple(kept["tokens"])
+
+    def fake(self, node: fx.Node) -> Any:
+        """A symbolic example of one placeholder of the flat graph."""
+        with self.symbols.mode:
+            total = self.symbols.size("token", HINT_TOKENS)
+            if node in self.new.values():
+                return self.fake_new(node.name, total)
+            value = node.meta["val"]
+            if node in {given.node for given in self.traced.tokens()}:
+                return torch.empty([1, total, *value.shape[2:]], dtype=value.dtype, device=value.device)
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+    def fake_new(self, name: str, total: Any) -> torch.Tensor:
+        device = self.traced.tokens()[0].node.meta["val"].device
+        requests = self.symbols.size("requests", 6)
+        if name in ("positions", "slot_mapping"):
+            return torch.empty([total], dtype=torch.int64, device=device)
+        if name == "cu_seqlens_q":
+            return torch.empty([requests + 1], dtype=torch.int32, device=device)
+        if name == "context_lens":
+            return torch.empty([requests], dtype=torch.int32, device=device)
+        if name == "block_table":
+            return torch.empty([requests, self.symbols.size("max_blocks", 9)], dtype=torch.int32, device=device)
+        kind, index = name.split("_pool_")
+        return self.fake_pool(self.traced.calls[int(index)], kind)
+
+    def fake_pool(self, call: AttentionCall, kind: str) -> torch.Tensor:
+        operand = call.key if kind == "key" else call.value
+        value = operand.node.meta["val"]
+        blocks, block_size = self.symbols.size("num_blocks", 27), self.symbols.size("block_size", 16)
+        shape = [blocks, call.key.heads, block_size, operand.head_size]
+        return torch.empty(shape, dtype=value.dtype, device=value.device)
+
+
+def flatten(traced: TracedGraph, *, paged: bool) -> FlatGraph:
+    """Raises `RefusedError` with everything that was refused so far and in this pass."""
+    if traced.refusals:
+        raise RefusedError(traced.refusals)
+    return Flattener(traced, paged=paged).run()
+
+

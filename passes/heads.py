@@ -1,0 +1,103 @@
+"""Queries, keys and values before heads are repeated and dimensions moved about."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from selective_compile.passes.axes import Axis
+from selective_compile.passes.evaluate import evaluate
+from selective_compile.passes.traced_graph import Operand, TracedGraph
+
+aten = torch.ops.aten
+MOVES = (
+    *(aten.reshape, aten.expand, aten.unsqueeze, aten.squeeze, aten.transpose, aten.permute, aten.slice, aten.select),
+    *(aten.repeat_interleave, aten.clone, aten.contiguous, aten.repeat, aten.movedim, aten.t),
+)
+PROBE_TOKENS = 3
+
+
+class Unreadable(Exception):
+    """An attention that cannot be read; ``node`` is where the reading stops."""
+
+    def __init__(self, node: fx.Node, reason: str) -> None:
+        super().__init__(reason)
+        self.node = node
+
+
+def operand_of(traced: TracedGraph, node: fx.Node, token: int, heads: tuple[int, ...], depth: int) -> Operand:
+    """The earliest value that ``node`` only rearranges, read as ``[tokens, heads, head size]``.
+
+    ``node`` has its tokens, heads and head size at the given dimensions.  Each candidate further up the chain of data
+    movements is checked by running the chain on element numbers: head h of ``node`` must be head ``h // group`` of it.
+    """
+    head_size = int(node.meta["val"].shape[depth])
+    heads = tuple(d for d in heads if not only_batch(traced, node, d))
+    best = given = as_given(traced, node, token, heads, depth)
+    source = node
+    while getattr(source.target, "overloadpacket", None) in MOVES and isinstance(source.args[0], fx.Node):
+        source = source.args[0]
+        candidate = leading_tokens(traced, source, head_size)
+        if candidate is not None and repeats(traced, candidate, node, (token, *heads, depth), given.heads):
+            best = candidate
+    return best
+
+
+def only_batch(traced: TracedGraph, node: fx.Node, dim: int) -> bool:
+    return traced.axes[node].dims[dim] == (Axis.BATCH,)
+
+
+def as_given(traced: TracedGraph, node: fx.Node, token: int, heads: tuple[int, ...], depth: int) -> Operand:
+    rest = [d for d in range(node.meta["val"].dim()) if d not in (token, *heads, depth)]
+    if any(traced.axes[node].dims[d] not in ((), (Axis.BATCH,)) for d in rest):
+        raise Unreadable(node, "it has a dimension that is neither batch, heads, tokens nor head size")
+    count = 1
+    for d in heads:
+        count *= plain_size(traced, node, d)
+    return Operand(
+        node=node, order=(*rest, token, *heads, depth), heads=count, head_size=int(node.meta["val"].shape[depth])
+    )
+
+
+def plain_size(traced: TracedGraph, node: fx.Node, dim: int) -> int:
+    """Heads in a dimension, also where they are merged with the batch (``B * H``)."""
+    factors = traced.axes[node].dims[dim]
+    if Axis.TOKEN in factors:
+        raise Unreadable(node, f"its dimension {dim} must be heads, and it enumerates tokens")
+    size = 1
+    for factor in factors:
+        size *= factor if isinstance(factor, int) else 1
+    return size
+
+
+def leading_tokens(traced: TracedGraph, source: fx.Node, head_size: int) -> Operand | None:
+    """``source`` as an operand with its tokens first and its other dimensions in order, if that has whole heads."""
+    axes = traced.axes.get(source)
+    if axes is None:
+        return None
+    tokens = axes.holding(Axis.TOKEN)
+    if len(tokens) != 1 or axes.dims[tokens[0]] != (Axis.TOKEN,):
+        return None
+    rest = [d for d in range(len(axes.dims)) if d != tokens[0]]
+    width = 1
+    for d in rest:
+        width *= plain_size(traced, source, d)
+    if width % head_size:
+        return None
+    return Operand(node=source, order=(tokens[0], *rest), heads=width // head_size, head_size=head_size)
+
+
+def repeats(traced: TracedGraph, candidate: Operand, node: fx.Node, order: tuple[int, ...], heads: int) -> bool:
+    """Whether head h of ``node`` is head ``h // (heads // candidate.heads)`` of the candidate, for every element."""
+    if heads % candidate.heads:
+        return False
+    shape = [
+        PROBE_TOKENS if dim == (Axis.TOKEN,) else plain_size(traced, candidate.node, i)
+        for i, dim in enumerate(traced.axes[candidate.node].dims)
+    ]
+    numbers = torch.arange(int(torch.tensor(shape).prod()), dtype=torch.int64).reshape(shape)
+    moved = evaluate(traced, node, batch=1, tokens=PROBE_TOKENS, given={candidate.node: numbers})
+    rest = [d for d in range(moved.dim()) if d not in order]
+    seen = moved.permute(*rest, *order).reshape(PROBE_TOKENS, heads, candidate.head_size)
+    expected = numbers.permute(*candidate.order).reshape(PROBE_TOKENS, candidate.heads, candidate.head_size)
+    return torch.equal(seen, expected.repeat_interleave(heads // candidate.heads, dim=1))

@@ -1,0 +1,215 @@
+"""Pass 4: prove what each attention's mask is.  An analysis: fills ``call.family`` or refuses.
+
+A mask that marking (pass 2) could follow is a function of the two positions it names and of the padding input.  So it
+is evaluated on probes and must equal a family on every one of them:
+
+* the mask's own graph on short batches, dense, with random paddings;
+* the same function on chosen far positions: around every integer constant in the mask's graph, and powers of two.
+
+Only real queries (padding input not 0) need to agree.  Families: causal, causal within a window.  Refused with its
+source line: what depends on token content, on a constant table, on two paddings, or equals no family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from selective_compile.passes.evaluate import ancestors, evaluate
+from selective_compile.passes.positional import at_positions, is_positional_root
+from selective_compile.passes.rules_create import reads_own_index
+from selective_compile.passes.score_chain import HIDDEN
+from selective_compile.passes.traced_graph import AttentionCall, MaskFamily, MaskTerm, TracedGraph
+
+aten = torch.ops.aten
+DENSE_LENGTHS = (2, 3, 5, 17, 40)
+FAR_POSITIONS = tuple(range(12)) + tuple(2**k + d for k in range(4, 17) for d in (-1, 0, 1))
+
+
+class Unproved(Exception):
+    """The mask equals no family; ``node`` is what to report."""
+
+    def __init__(self, node: fx.Node, reason: str) -> None:
+        super().__init__(reason)
+        self.node = node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """Allowed pairs of one request: ``allowed[i, j]`` for query position ``query[i]``, key position ``key[j]``."""
+
+    positions: torch.Tensor
+    allowed: torch.Tensor
+    hidden_keys: torch.Tensor
+    real_queries: torch.Tensor
+
+
+def prove_masks(traced: TracedGraph) -> int:
+    """Classify every call's mask; refuses what equals no family.  Returns the number proved."""
+    proved: dict[Any, MaskFamily] = {}
+    for call in traced.calls:
+        key = (call.causal_flag, call.masks)
+        try:
+            if key not in proved:
+                proved[key] = prove(traced, call)
+            call.family = proved[key]
+        except Unproved as failure:
+            traced.refuse(failure.node, f"mask of {call.name}: {failure}")
+    return sum(call.family is not None for call in traced.calls)
+
+
+def prove(traced: TracedGraph, call: AttentionCall) -> MaskFamily:
+    padding = padding_input(traced, call)
+    constants = sorted({c for term in call.masks for c in integer_constants(term.node)})
+    probes = list(dense_probes(traced, call, padding)) + list(far_probes(traced, call, padding, constants))
+    for window in candidates(probes, constants):
+        if all(agrees(probe, window) for probe in probes):
+            return MaskFamily(window=window, padding=padding)
+    node = call.masks[0].node if call.masks else call.output
+    raise Unproved(node, f"no mask family reproduces it (causal and windows were tried); {first_difference(probes)}")
+
+
+def padding_input(traced: TracedGraph, call: AttentionCall) -> fx.Node | None:
+    """The one token input that the masks depend on; refuses masks that read anything but positions and that input."""
+    found: set[fx.Node] = set()
+    tokens = {given.node for given in traced.tokens()}
+    for term in call.masks:
+        if term.node not in traced.axes:
+            raise Unproved(term.node, "its mask could not be followed back to positions")
+        for node in ancestors(term.node):
+            if node in tokens:
+                found.add(node)
+            elif node.op == "placeholder" and isinstance(node.meta["val"], torch.Tensor) and node.meta["val"].numel() > 1:
+                raise Unproved(term.node, f"its mask reads the weight or buffer {node.name}")
+            elif node in traced.sequence_nodes or node.target is aten.embedding.default:
+                raise Unproved(node, "its mask depends on what the tokens are")
+    if len(found) > 1:
+        raise Unproved(call.masks[0].node, f"its masks depend on several inputs: {sorted(n.name for n in found)}")
+    return found.pop() if found else None
+
+
+def integer_constants(node: fx.Node) -> Iterator[int]:
+    """Integers (and the size of embedded constants) that the mask's graph computes with."""
+    for current in ancestors(node):
+        for argument in (*current.args, *current.kwargs.values()):
+            if isinstance(argument, int) and not isinstance(argument, bool) and 1 < abs(argument) < 2**30:
+                yield abs(argument)
+        if current.op == "get_attr":
+            owner = current.graph.owning_module
+            value = getattr(owner, str(current.target))
+            if value.numel() == 1 and not value.dtype.is_floating_point and abs(int(value)) > 1:
+                yield abs(int(value))
+
+
+def dense_probes(traced: TracedGraph, call: AttentionCall, padding: fx.Node | None) -> Iterator[Probe]:
+    generator = torch.Generator().manual_seed(0)
+    batch = 3 if traced.sizes.batch is not None else 1
+    for length in DENSE_LENGTHS:
+        for round_ in range(1 if padding is None else 3):
+            real = torch.ones(batch, length, dtype=torch.int64)
+            if round_:
+                real = torch.randint(0, 2, (batch, length), generator=generator)
+                real[:, length // 2] = 1
+            given = {} if padding is None else {padding: real.to(padding.meta["val"].dtype)}
+            allowed = combined(traced, call, batch, length, given)
+            for row in range(batch):
+                yield Probe(
+                    positions=torch.arange(length),
+                    allowed=allowed[row],
+                    hidden_keys=real[row] == 0,
+                    real_queries=real[row] != 0,
+                )
+
+
+def far_probes(
+    traced: TracedGraph, call: AttentionCall, padding: fx.Node | None, constants: list[int]
+) -> Iterator[Probe]:
+    """The mask at chosen positions, which are sorted; reads at a token's own index are then reads at its place here."""
+    positions = far_positions(constants)
+    length = len(positions)
+    given: dict[fx.Node, Any] = {}
+    for node in {n for term in call.masks for n in ancestors(term.node)}:
+        if node in traced.axes and is_positional_root(traced.axes[node], node):
+            given[node] = at_positions(traced, node, positions)
+    if padding is not None:
+        given[padding] = torch.ones(1, length, dtype=padding.meta["val"].dtype)
+
+    def own_index(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not reads_own_index(node, traced.axes):
+            return args
+        indices = [i if i is None else places_of(traced.axes[n], i) for n, i in zip(node.args[1], args[1], strict=True)]  # type: ignore[arg-type,index]
+        return (args[0], indices)
+
+    allowed = combined(traced, call, 1, length, given, own_index)
+    everything = torch.ones(length, dtype=torch.bool)
+    yield Probe(positions=positions, allowed=allowed[0], hidden_keys=~everything, real_queries=everything)
+
+
+def places_of(axes: Any, index: torch.Tensor) -> torch.Tensor:
+    """An index that numbers tokens or requests, counted from 0 instead of by position."""
+    return index if axes.iota is None else torch.arange(index.numel()).reshape(index.shape)
+
+
+def far_positions(constants: Iterable[int]) -> torch.Tensor:
+    near = [c * k + d for c in constants for k in (1, 2) for d in (-2, -1, 0, 1, 2)]
+    chosen = sorted({p for p in (*FAR_POSITIONS, *near) if p >= 0})
+    return torch.tensor(chosen, dtype=torch.int64)
+
+
+def combined(
+    traced: TracedGraph, call: AttentionCall, batch: int, length: int, given: dict[fx.Node, Any], instead: Any = None
+) -> torch.Tensor:
+    """``[batch, length, length]``: pairs that the causal flag and every mask of the call allow, the same for all heads."""
+    allowed = torch.ones(batch, length, length, dtype=torch.bool)
+    if call.causal_flag:
+        positions = torch.arange(length)
+        allowed &= positions[None, :] <= positions[:, None]
+    for term in call.masks:
+        value = kept(term, evaluate(traced, term.node, batch=batch, tokens=length, given=given, instead=instead))
+        value = value.reshape((1,) * (4 - value.dim()) + tuple(value.shape))
+        if not bool((value == value[:, :1]).all()):
+            raise Unproved(term.node, "its mask differs between heads")
+        allowed &= value[:, 0]
+    return allowed
+
+
+def kept(term: MaskTerm, value: torch.Tensor) -> torch.Tensor:
+    if term.kind == "add":
+        hidden = value <= HIDDEN
+        if not bool((hidden | (value == 0)).all()):
+            raise Unproved(term.node, "it adds numbers to the scores that are neither 0 nor hide a key")
+        return ~hidden
+    return value if term.kind == "keep" else ~value
+
+
+def candidates(probes: list[Probe], constants: list[int]) -> list[int]:
+    """0 (no window) and every window that the probes' farthest allowed key, or a constant, suggests."""
+    reach = [0]
+    for probe in probes:
+        distance = probe.positions[:, None] - probe.positions[None, :]
+        seen = distance[probe.allowed & (distance >= 0)]
+        reach.append(int(seen.max()) + 1 if seen.numel() else 0)
+    near = {c + d for c in constants for d in (-1, 0, 1)}
+    return [0, *sorted({w for w in (*near, *reach) if w > 0})]
+
+
+def agrees(probe: Probe, window: int) -> bool:
+    distance = probe.positions[:, None] - probe.positions[None, :]
+    family = (distance >= 0) & ((distance < window) if window else True) & ~probe.hidden_keys[None, :]
+    return torch.equal(probe.allowed[probe.real_queries], family[probe.real_queries])
+
+
+def first_difference(probes: list[Probe]) -> str:
+    """Where the mask departs from plain causal, in words."""
+    for probe in probes:
+        distance = probe.positions[:, None] - probe.positions[None, :]
+        wrong = (probe.allowed != ((distance >= 0) & ~probe.hidden_keys[None, :])) & probe.real_queries[:, None]
+        if bool(wrong.any()):
+            i, j = wrong.nonzero()[0].tolist()
+            verb = "sees" if bool(probe.allowed[i, j]) else "does not see"
+            return f"the token at position {int(probe.positions[i])} {verb} the one at {int(probe.positions[j])}"
+    return "they agree on no probe"

@@ -1,0 +1,204 @@
+"""Pass 1: Dynamo's graph brought to one functional ATen graph in which attention is still one node.
+
+Before::  view_4 = linear_8.view((s33, s50, -1, 16));  key_1 = ....scaled_dot_product_attention(...)
+After::   aten.view.default(linear_8, [B, S, -1, 16]);  aten.scaled_dot_product_attention.default(...)
+
+The trace runs in a shape environment of our own with two symbols, one for the batch and one for the tokens of a
+request: whatever Dynamo called the sizes of the token inputs is brought to these two.  Declines (`RefusedError`) when
+an input is neither a weight nor a ``[B, S]`` token input, as a Hugging Face cache is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import fx
+from torch._decomp import get_decompositions
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from selective_compile.passes.axes import Sizes
+from selective_compile.passes.traced_graph import Input, Place, Refusal, RefusedError, TracedGraph
+
+aten = torch.ops.aten
+# Triangles are written as comparisons of index ranges, which the mask proof can evaluate at any position.
+INDEX_FORM = get_decompositions([aten.tril, aten.triu])
+
+
+def source_name(placeholder: fx.Node) -> str:
+    """Dynamo's name for where a placeholder's value comes from; torch 2.11 has a method where later ones have a property."""
+    argument = placeholder.meta.get("grapharg")
+    source = argument.source if argument is not None else placeholder.meta.get("_dynamo_source")
+    if source is None:
+        return placeholder.name
+    return source.name() if callable(source.name) else source.name
+
+
+def place_of(placeholder: fx.Node) -> Place:
+    """Whether a placeholder of Dynamo's graph is a weight, token ids (or a mask or positions over them), or a size."""
+    value = placeholder.meta["example_value"]
+    if isinstance(value, (torch.SymInt, int)):
+        return "size"
+    name = source_name(placeholder)
+    if "_parameters[" in name or "_buffers[" in name or isinstance(value, torch.nn.Parameter):
+        return "weight"
+    if value.dim() == 2 and not value.dtype.is_floating_point:
+        return "tokens"
+    if value.dim() == 3 and value.dtype.is_floating_point:
+        return "tokens"
+    return "other" if any(isinstance(size, torch.SymInt) for size in value.shape) or value.dim() > 1 else "weight"
+
+
+class Symbols:
+    """The two symbolic sizes of a trace and the fake inputs made of them."""
+
+    def __init__(self) -> None:
+        self.env = ShapeEnv()
+        self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+        self._made: dict[str, torch.SymInt] = {}
+
+    def size(self, name: str, hint: int) -> torch.SymInt:
+        if name not in self._made:
+            source = ConstantSource(name)
+            symbol = self.env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+            self._made[name] = self.env.create_symintnode(symbol, hint=hint, source=source)
+        return self._made[name]
+
+    def sizes(self) -> Sizes:
+        batch = self._made.get("batch")
+        return Sizes(batch=None if batch is None else batch.node.expr, token=self._made["token"].node.expr)
+
+
+def normalise(module: fx.GraphModule, examples: Sequence[Any]) -> TracedGraph:
+    """Retrace Dynamo's ``module`` called with ``examples`` (weights real, sizes SymInt).  Raises `RefusedError`."""
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    places = [place_of(node) for node in placeholders]
+    refused = [refused_input(node) for node, place in zip(placeholders, places, strict=True) if place == "other"]
+    refused += mismatched([node for node, place in zip(placeholders, places, strict=True) if place == "tokens"])
+    if refused:
+        raise RefusedError(refused)
+    symbols = Symbols()
+    with symbols.mode:
+        fakes = [fake_input(symbols, node, place) for node, place in zip(placeholders, places, strict=True)]
+    traced = retrace(module, symbols, fakes)
+    inputs = [
+        Input(index=index, node=node, source=source_name(old), place=place, example=example)
+        for index, (node, old, place, example) in enumerate(
+            zip((n for n in traced.graph.nodes if n.op == "placeholder"), placeholders, places, examples, strict=True)
+        )
+    ]
+    tidy(traced)
+    return TracedGraph(module=traced, inputs=inputs, sizes=symbols.sizes())
+
+
+def retrace(module: fx.GraphModule, symbols: Symbols, fakes: Sequence[Any]) -> fx.GraphModule:
+    """``module`` traced once more to ATen with ``fakes``, keeping stack traces, composite operators and float scalars."""
+
+    def run(*arguments: Any) -> Any:
+        with fx_traceback.preserve_node_meta():
+            return fx.Interpreter(module).run(*arguments)
+
+    with symbols.mode, torch.no_grad():
+        return make_fx(run, INDEX_FORM, tracing_mode="real", pre_dispatch=True)(*fakes)
+
+
+def fake_input(symbols: Symbols, node: fx.Node, place: Place) -> Any:
+    value = node.meta["example_value"]
+    if place == "size":
+        return size_symbol(symbols, node, value)
+    if place == "weight":
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    shape = [
+        symbols.size(name, hint_of(size)) if isinstance(size, torch.SymInt) else size
+        for name, size in zip(("batch", "token"), value.shape, strict=False)
+    ]
+    return torch.empty([*shape, *value.shape[2:]], dtype=value.dtype, device=value.device)
+
+
+def size_symbol(symbols: Symbols, node: fx.Node, value: Any) -> Any:
+    """Dynamo passes each symbolic size as an input of its own, named after the dimension it was first seen at."""
+    name = source_name(node)
+    for dimension, symbol in enumerate(("batch", "token")):
+        if name.endswith(f".size()[{dimension}]"):
+            return symbols.size(symbol, hint_of(value))
+    return hint_of(value)
+
+
+def hint_of(size: Any) -> int:
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def mismatched(tokens: list[fx.Node]) -> list[Refusal]:
+    """Token inputs whose sizes are not the common ``[B, S]`` with S symbolic (B may be the constant 1)."""
+    shapes = {tuple(hint_of(size) for size in node.meta["example_value"].shape[:2]) for node in tokens}
+    lengths = {length for _, length in shapes}
+    batches = {batch for batch, _ in shapes if batch != 1}
+    if len(lengths) != 1 or len(batches) > 1:
+        return [refused_input(node) for node in tokens]
+    return [node_refusal for node in tokens if (node_refusal := constant_size(node)) is not None]
+
+
+def constant_size(node: fx.Node) -> Refusal | None:
+    batch, length = node.meta["example_value"].shape[:2]
+    if isinstance(length, torch.SymInt) and (isinstance(batch, torch.SymInt) or batch == 1):
+        return None
+    return refused_input(node, "must have a batch and a number of tokens that the model does not turn into constants")
+
+
+def refused_input(node: fx.Node, must: str = "must be a weight or a [batch, tokens] input of one common size") -> Refusal:
+    shape = list(node.meta["example_value"].shape)
+    return Refusal(
+        node=node.name,
+        operator="graph input",
+        reason=f"{must}, got shape {shape} (caches of Hugging Face are not rewritten)",
+        source_line=source_name(node),
+        module="",
+    )
+
+
+def tidy(module: fx.GraphModule) -> int:
+    """Remove nodes that change nothing (aliases, full slices, casts to the same type); returns how many."""
+    removed = 0
+    for node in list(module.graph.nodes):
+        if node.target is aten.cat.default:
+            drop_empty_parts(node)
+        if node.op == "call_function" and changes_nothing(node):
+            source = node.args[0]
+            node.replace_all_uses_with(source[0] if isinstance(source, list) else source)
+            module.graph.erase_node(node)
+            removed += 1
+        elif node.target is aten.view.default:
+            node.target = aten.reshape.default  # a copy that was removed may have been what made the view legal
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return removed
+
+
+def drop_empty_parts(node: fx.Node) -> None:
+    """Hugging Face creates a cache as ``tensor([])`` and concatenates the first keys to it."""
+    parts = [part for part in node.args[0] if list(part.meta["val"].shape) != [0]]  # type: ignore[union-attr]
+    node.args = (parts, *node.args[1:])
+
+
+def changes_nothing(node: fx.Node) -> bool:
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet in (aten.alias, aten.detach_, aten.detach, aten.lift_fresh_copy):
+        return True
+    if packet is aten.dropout:
+        return not node.args[2]
+    if packet is aten.cat:
+        return len(node.args[0]) == 1  # type: ignore[arg-type]
+    before, after = (node.args[0].meta.get("val") if node.args and isinstance(node.args[0], fx.Node) else None), node.meta.get("val")
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return False
+    same = before.dtype == after.dtype and before.device == after.device and len(before.shape) == len(after.shape)
+    if packet in (aten.to, aten.type_as, aten.contiguous, aten._to_copy, aten.clone):
+        return same
+    if packet is aten.slice:
+        return same and str(before.shape) == str(after.shape)
+    return False

@@ -1,0 +1,95 @@
+"""Transfer rules for operators that combine or reorder elements along some dimensions: these must not be tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from selective_compile.passes.axes import Axes, Axis, Dim, Mixes, Sizes
+
+aten = torch.ops.aten
+
+
+def dims_along(node: fx.Node, position: int, default: Any = None) -> list[int]:
+    """The dimensions a node works along (argument ``position`` or ``dim=``), as non-negative numbers."""
+    rank = node.args[0].meta["val"].dim()  # type: ignore[union-attr]
+    given = node.args[position] if len(node.args) > position else node.kwargs.get("dim", default)
+    chosen = range(rank) if given is None or given == [] else ([given] if isinstance(given, int) else given)
+    return [dim % rank for dim in chosen] if rank else []  # type: ignore[union-attr,operator]
+
+
+def refuse_labelled(node: fx.Node, axes: Axes, dims: list[int]) -> None:
+    for dim in dims:
+        if axes.labelled(dim):
+            raise Mixes(f"combines values along dimension {dim}, which enumerates {named(axes.dims[dim])}")
+
+
+def named(dim: Dim) -> str:
+    return " and ".join({Axis.BATCH: "requests", Axis.TOKEN: "tokens"}[f] for f in dim if isinstance(f, Axis))
+
+
+def reduction(position: int = 1, keepdim_position: int = 2) -> Callable[..., Axes]:
+    def rule(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Axes:
+        axes, dims = axes_of(node.args[0]), dims_along(node, position)
+        refuse_labelled(node, axes, dims)
+        keep = node.args[keepdim_position] if len(node.args) > keepdim_position else node.kwargs.get("keepdim", False)
+        kept = tuple(() if i in dims else dim for i, dim in enumerate(axes.dims) if keep or i not in dims)
+        return Axes(dims=kept, inputs=axes.inputs)
+
+    return rule
+
+
+def along(position: int = 1, default: Any = -1) -> Callable[..., Axes]:
+    """The shape is kept; values mix along the given dimensions only."""
+
+    def rule(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Any:
+        axes, dims = axes_of(node.args[0]), dims_along(node, position, default)
+        if node.target in SOFTMAX and axes.is_pair and axes.dims[dims[0]] == (Axis.TOKEN,):
+            return "softmax over the key axis", axes.plain()
+        refuse_labelled(node, axes, dims)
+        return axes.plain()
+
+    return rule
+
+
+SOFTMAX = (aten.softmax.int, aten._softmax.default)
+
+
+def selection(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Axes:
+    """``topk`` and ``sort``: order within one unlabelled dimension, which changes its size at most."""
+    position = 2 if node.target is aten.topk.default else 1
+    axes, dims = axes_of(node.args[0]), dims_along(node, position, -1)
+    refuse_labelled(node, axes, dims)
+    size = node.meta["val"][0].shape[dims[0]]
+    cut: Dim = (size,) if size != 1 else ()
+    return Axes(dims=tuple(cut if i in dims else d for i, d in enumerate(axes.dims)), inputs=axes.inputs)
+
+
+def normalised_shape(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Axes:
+    """``layer_norm`` and ``rms_norm`` normalise over the last ``len(normalized_shape)`` dimensions."""
+    axes, count = axes_of(node.args[0]), len(node.args[1])  # type: ignore[arg-type]
+    refuse_labelled(node, axes, list(range(len(axes.dims) - count, len(axes.dims))))
+    if not all(axes_of(weight).is_constant for weight in node.args[2:4] if isinstance(weight, fx.Node)):
+        raise Mixes("normalises with a weight that depends on tokens")
+    return axes.plain()
+
+
+def attention(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Axes:
+    """One row per query; that rows mix only as a proved mask allows is for passes 3 and 4 to show."""
+    query, key, value = (axes_of(a) for a in node.args[:3])
+    return Axes(dims=(*query.dims[:-1], value.dims[-1]), inputs=query.inputs | key.inputs | value.inputs)
+
+
+REDUCTIONS: dict[Any, Callable[..., Any]] = {
+    **{op: reduction() for op in (aten.mean, aten.sum, aten.amax, aten.amin, aten.argmax, aten.argmin, aten.prod)},
+    **{op: reduction() for op in (aten.any, aten.all, aten.logsumexp)},
+    **{op: along() for op in (aten.softmax, aten._softmax, aten.log_softmax, aten.cumsum, aten.flip)},
+    aten.scaled_dot_product_attention: attention,
+    aten.topk: selection,
+    aten.sort: selection,
+    aten.layer_norm: normalised_shape,
+    aten.rms_norm: normalised_shape,
+}

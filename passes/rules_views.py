@@ -1,0 +1,155 @@
+"""Transfer rules for operators that move elements without changing them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from selective_compile.passes.axes import Axes, Axis, Dim, Mixes, Sizes, regroup
+from selective_compile.passes.rules_pointwise import broadcast
+from selective_compile.passes.rules_reduce import dims_along, refuse_labelled
+
+aten = torch.ops.aten
+AxesOf = Callable[[Any], Axes]
+
+
+def with_dims(axes: Axes, dims: tuple[Dim, ...] | list[Dim]) -> Axes:
+    return Axes(dims=tuple(dims), iota=axes.iota, inputs=axes.inputs)
+
+
+def reshape(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    axes = axes_of(node.args[0])
+    return with_dims(axes, regroup(axes.dims, sizes, tuple(node.meta["val"].shape)))
+
+
+def unsqueeze(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    axes, rank = axes_of(node.args[0]), node.meta["val"].dim()
+    at = node.args[1] % rank  # type: ignore[operator]
+    return with_dims(axes, (*axes.dims[:at], (), *axes.dims[at:]))
+
+
+def transpose(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    axes = axes_of(node.args[0])
+    dims, rank = list(axes.dims), len(axes.dims)
+    first, second = (node.args[1] % rank, node.args[2] % rank) if len(node.args) > 1 else (0, 1)  # type: ignore[operator]
+    dims[first], dims[second] = dims[second], dims[first]
+    return with_dims(axes, dims)
+
+
+def permute(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    axes = axes_of(node.args[0])
+    return with_dims(axes, [axes.dims[i] for i in node.args[1]])  # type: ignore[union-attr,index]
+
+
+def expand(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    """A dimension of size 1 repeated: the value is the same along it, so the new dimension may bear its size's name."""
+    axes, shape = axes_of(node.args[0]), node.meta["val"].shape
+    padded = ((),) * (len(shape) - len(axes.dims)) + axes.dims
+    return with_dims(axes, [dim if dim else sizes.dim(size) for dim, size in zip(padded, shape, strict=True)])
+
+
+def slice_(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    """A full slice was removed by pass 1, so what is left cuts its dimension."""
+    axes, value = axes_of(node.args[0]), node.meta["val"]
+    (dim,) = dims_along(node, 1, 0)
+    refuse_labelled(node, axes, [dim])
+    if not isinstance(value.shape[dim], int):
+        raise Mixes("reads a table by the number of tokens")
+    return with_dims(axes, replaced(axes.dims, dim, sizes.dim(value.shape[dim])))
+
+
+def replaced(dims: tuple[Dim, ...], at: int, new: Dim) -> tuple[Dim, ...]:
+    return (*dims[:at], new, *dims[at + 1 :])
+
+
+def select(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    axes = axes_of(node.args[0])
+    (dim,) = dims_along(node, 1, 0)
+    refuse_labelled(node, axes, [dim])
+    return with_dims(axes, (*axes.dims[:dim], *axes.dims[dim + 1 :]))
+
+
+def split(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    """``split`` and ``chunk`` of an unlabelled dimension; ``getitem`` then picks a part (see `getitem`)."""
+    axes = axes_of(node.args[0])
+    position = 1 if node.target is aten.unbind.int else 2
+    refuse_labelled(node, axes, dims_along(node, position, 0))
+    return axes
+
+
+def getitem(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    """One of several results; their labelled dimensions are the producer's, plain sizes are read off the value."""
+    axes, shape = axes_of(node.args[0]), node.meta["val"].shape
+    producer = node.args[0].target.overloadpacket  # type: ignore[union-attr]
+    dims = axes.dims
+    if producer is aten.unbind:
+        (gone,) = dims_along(node.args[0], 1, 0)  # type: ignore[arg-type]
+        dims = (*dims[:gone], *dims[gone + 1 :])
+    return with_dims(axes, [d if any(isinstance(f, Axis) for f in d) else sizes.dim(s) for d, s in zip(dims, shape, strict=True)])
+
+
+def cat(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    parts = [axes_of(part) for part in node.args[0]]  # type: ignore[union-attr]
+    parts = [axes for axes in parts if axes.dims != ((0,),)]  # an empty cache, as Hugging Face creates it
+    inputs = frozenset().union(*(axes.inputs for axes in parts))
+    if len(parts) == 1:
+        return Axes(dims=parts[0].dims, inputs=inputs)
+    rank = node.meta["val"].dim()
+    dim = (node.args[1] if len(node.args) > 1 else 0) % rank  # type: ignore[operator]
+    for axes in parts:
+        refuse_labelled(node, axes, [dim])
+    others = [replaced(axes.dims, dim, ()) for axes in parts]
+    return Axes(dims=replaced(broadcast(others), dim, sizes.dim(node.meta["val"].shape[dim])), inputs=inputs)
+
+
+def stack(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    parts = [axes_of(part) for part in node.args[0]]  # type: ignore[union-attr]
+    rank = node.meta["val"].dim()
+    dim = (node.args[1] if len(node.args) > 1 else 0) % rank  # type: ignore[operator]
+    dims = broadcast([axes.dims for axes in parts])
+    inputs = frozenset().union(*(axes.inputs for axes in parts))
+    return Axes(dims=(*dims[:dim], sizes.dim(len(parts)), *dims[dim:]), inputs=inputs)
+
+
+def squeeze(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    axes = axes_of(node.args[0])
+    gone = [d for d in dims_along(node, 1) if axes.dims[d] == ()]
+    if len(axes.dims) - len(gone) != node.meta["val"].dim():
+        raise Mixes("squeezes a dimension whose size is not known to be 1")
+    return with_dims(axes, [dim for i, dim in enumerate(axes.dims) if i not in gone])
+
+
+def repeat_interleave(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    """Heads repeated: along one unlabelled dimension, by a constant count."""
+    axes = axes_of(node.args[0])
+    (dim,) = dims_along(node, 2)
+    refuse_labelled(node, axes, [dim])
+    return with_dims(axes, replaced(axes.dims, dim, sizes.dim(node.meta["val"].shape[dim])))
+
+
+def same(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    """Casts and copies; a cast of an index to a float keeps its value but is no index any more."""
+    axes = axes_of(node.args[0])
+    return axes.plain() if node.meta["val"].dtype.is_floating_point else axes
+
+
+VIEWS: dict[Any, Callable[..., Any]] = {
+    **{op: reshape for op in (aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten)},
+    **{op: transpose for op in (aten.transpose, aten.t, aten.numpy_T)},
+    **{op: same for op in (aten.to, aten._to_copy, aten.type_as, aten.clone, aten.contiguous)},
+    **{op: split for op in (aten.split, aten.split_with_sizes, aten.chunk, aten.unbind)},
+    operator.getitem: getitem,
+    aten.unsqueeze: unsqueeze,
+    aten.squeeze: squeeze,
+    aten.permute: permute,
+    aten.expand: expand,
+    aten.slice: slice_,
+    aten.select: select,
+    aten.cat: cat,
+    aten.stack: stack,
+    aten.repeat_interleave: repeat_interleave,
+}

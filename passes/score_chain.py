@@ -1,0 +1,142 @@
+"""Reading an eager attention's scores backwards from the softmax: masks, softcap, scale, product of queries and keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from selective_compile.passes.axes import Axis
+from selective_compile.passes.contraction import Contraction, contraction_of
+from selective_compile.passes.heads import Unreadable
+from selective_compile.passes.traced_graph import MaskTerm, TracedGraph
+
+aten = torch.ops.aten
+# Scores at or below this are taken as hidden: exp of the difference to any score of usable size is 0 in float32.
+HIDDEN = -1e9
+PASSED_THROUGH = (aten.to, aten.reshape, aten._to_copy, aten.clone, aten.contiguous, aten.type_as)
+
+
+@dataclass(kw_only=True)
+class ScoreChain:
+    """``softcap * tanh(scale * q.k / softcap)`` plus masks; ``softcap`` 0 for none."""
+
+    scale: float = 1.0
+    softcap: float = 0.0
+    masks: list[MaskTerm] = field(default_factory=list)
+    product: Contraction | None = None
+    product_node: Any = None
+    _after_tanh: float | None = None
+
+    def multiply(self, factor: float) -> None:
+        self.scale *= factor
+
+    def tanh(self, node: fx.Node) -> None:
+        if self._after_tanh is not None:
+            raise Unreadable(node, "its scores pass through two tanh")
+        self._after_tanh, self.scale = self.scale, 1.0
+
+    def close(self, node: fx.Node) -> None:
+        """At the product: what was scaled after a tanh is the softcap, what was scaled before it 1 / softcap and more."""
+        if self._after_tanh is not None:
+            self.softcap = self._after_tanh
+            self.scale *= self.softcap
+        if self.softcap < 0 or self.scale == 0:
+            raise Unreadable(node, f"its scale {self.scale} or softcap {self.softcap} is out of range")
+
+
+def read_scores(traced: TracedGraph, softmax: fx.Node) -> ScoreChain:
+    """Raises `Unreadable` at the first operator that has no reading."""
+    if traced.axes[softmax].holding(Axis.TOKEN)[-1] != len(traced.axes[softmax].dims) - 1:
+        raise Unreadable(softmax, "its softmax must run along the last dimension")
+    chain, node = ScoreChain(), softmax.args[0]
+    while True:
+        assert isinstance(node, fx.Node)
+        product = contraction_of(node)
+        if product is not None:
+            return finish(chain, node, product)
+        node = step_back(traced, chain, node)
+
+
+def finish(chain: ScoreChain, node: fx.Node, product: Contraction) -> ScoreChain:
+    if product.bias is not None and product.beta != 0:
+        raise Unreadable(node, "a bias is added to its scores")
+    chain.multiply(product.alpha if product.bias is not None else 1.0)
+    chain.product, chain.product_node = product, node
+    if len(product.summed) != 1:
+        raise Unreadable(node, "queries and keys must be summed over exactly their head size")
+    chain.close(node)
+    return chain
+
+
+def step_back(traced: TracedGraph, chain: ScoreChain, node: fx.Node) -> Any:
+    """Take one operator into the chain; returns the node that carries the scores before it."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet in PASSED_THROUGH:
+        return node.args[0]
+    if packet in (aten.mul, aten.div) and isinstance(node.args[1], (int, float)):
+        factor = float(node.args[1])
+        chain.multiply(factor if packet is aten.mul else 1 / factor)
+        return node.args[0]
+    if packet is aten.tanh:
+        chain.tanh(node)
+        return node.args[0]
+    if packet is aten.add and node.kwargs.get("alpha", 1) == 1:
+        return take_added_mask(traced, chain, node)
+    if packet is aten.masked_fill:
+        return take_filled(traced, chain, node, scores=node.args[0], mask=node.args[1], fill=node.args[2], kind="drop")
+    if packet is aten.where:
+        return take_filled(traced, chain, node, scores=node.args[1], mask=node.args[0], fill=node.args[2], kind="keep")
+    raise Unreadable(node, f"no reading for {node.target} between the product of queries and keys and the softmax")
+
+
+def take_added_mask(traced: TracedGraph, chain: ScoreChain, node: fx.Node) -> Any:
+    first, second = node.args[:2]
+    scores, mask = (first, second) if carries_scores(traced, first) else (second, first)
+    if not carries_scores(traced, scores) or not isinstance(mask, fx.Node) or carries_scores(traced, mask):
+        raise Unreadable(node, "what is added to its scores is not a mask of positions")
+    no_factor_yet(chain, node)
+    chain.masks.append(MaskTerm(node=mask, kind="add"))
+    return scores
+
+
+def take_filled(traced: TracedGraph, chain: ScoreChain, node: fx.Node, *, scores: Any, mask: Any, fill: Any, kind: Any) -> Any:
+    if not carries_scores(traced, scores) or carries_scores(traced, mask):
+        raise Unreadable(node, "it must fill scores where a mask of positions says so")
+    if hidden_value(fill) is False:
+        raise Unreadable(node, f"its hidden scores must be at most {HIDDEN:g}, got {fill}")
+    no_factor_yet(chain, node)
+    chain.masks.append(MaskTerm(node=mask, kind=kind))
+    return scores
+
+
+def no_factor_yet(chain: ScoreChain, node: fx.Node) -> None:
+    """Between a mask and the softmax nothing may scale the scores: it would scale the mask as well."""
+    if chain.scale != 1.0 or chain._after_tanh is not None:
+        raise Unreadable(node, "a mask is applied before the scores are scaled or capped")
+
+
+def hidden_value(fill: Any) -> bool:
+    """Whether a scalar, or a constant tensor of one element made by ``full`` or ``scalar_tensor``, hides a score."""
+    if isinstance(fill, fx.Node):
+        made = [a for a in fill.args if isinstance(a, (int, float))]
+        fill = made[-1] if made else 0.0
+    return isinstance(fill, (int, float)) and fill <= HIDDEN
+
+
+def carries_scores(traced: TracedGraph, node: Any) -> bool:
+    """Scores depend on what the tokens are; masks on where they are and on which inputs hide them, never on a product."""
+    if not isinstance(node, fx.Node) or node not in traced.axes:
+        return False
+    seen, stack = set(), [node]
+    while stack:
+        current = stack.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        if contraction_of(current) is not None:
+            return True
+        stack.extend(current.all_input_nodes)
+    return False

@@ -1,0 +1,130 @@
+"""Pass 2: for every value, which dimension enumerates tokens.  An analysis: it changes no node.
+
+Abstract interpretation over `Axes`: one transfer rule per operator (`rules_*`), looked up by the operator alone.
+Pointwise operators are recognised by their tag.  A node whose rule raises `Mixes` and a node whose operator has no rule
+are refused with their source line, unless they are part of an attention (`sequence_nodes`, which pass 3 must cover) or
+lead to nothing but attention masks.  What depends on a refused node is unknown and not reported again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from selective_compile.passes.axes import Axes, Axis, Mixes, Sizes
+from selective_compile.passes.contraction import contraction_axes
+from selective_compile.passes.positional import positional
+from selective_compile.passes.rules_pointwise import UNTAGGED, pointwise
+from selective_compile.passes.rules_reduce import REDUCTIONS
+from selective_compile.passes.rules_views import VIEWS
+from selective_compile.passes.rules_create import CREATIONS
+from selective_compile.passes.traced_graph import Input, TracedGraph
+
+Rule = Callable[[fx.Node, Callable[[Any], Axes], Sizes], Axes]
+aten = torch.ops.aten
+RULES: dict[Any, Rule] = {**UNTAGGED, **VIEWS, **REDUCTIONS, **CREATIONS}
+
+
+HELD_TO_NO_DROPOUT = (aten.scaled_dot_product_attention.default,)  # pass 3 refuses it with a dropout other than 0
+
+
+class Unknown(Exception):
+    """An input of the node is unknown already, and was reported where it became so."""
+
+
+class SequenceNode(Exception):
+    """Raised by a rule: the node mixes tokens as attention does; ``axes`` hold if pass 3 recognises it."""
+
+    def __init__(self, kind: str, axes: Axes) -> None:
+        self.kind, self.axes = kind, axes
+
+
+def mark_token_axes(traced: TracedGraph) -> int:
+    """Fill ``traced.axes``, ``sequence_nodes`` and ``refusals``; returns the number of values marked."""
+    places = {given.node: given for given in traced.inputs}
+    for node in traced.graph.nodes:
+        if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor):
+            traced.axes[node] = placeholder_axes(places[node], traced.sizes)
+        elif node.op == "get_attr":
+            traced.axes[node] = Axes(dims=tuple((size,) if size != 1 else () for size in node.meta["val"].shape))
+        elif node.op == "call_function":
+            mark(traced, node)
+    return len(traced.axes)
+
+
+def placeholder_axes(given: Input, sizes: Sizes) -> Axes:
+    value = given.node.meta["val"]
+    if given.place != "tokens":
+        return Axes(dims=tuple((size,) if size != 1 else () for size in value.shape))
+    batch = (Axis.BATCH,) if not isinstance(value.shape[0], int) else ()
+    rest = tuple((size,) if size != 1 else () for size in value.shape[2:])
+    return Axes(dims=(batch, (Axis.TOKEN,), *rest), inputs=frozenset({given.node}))
+
+
+def mark(traced: TracedGraph, node: fx.Node) -> None:
+    def axes_of(value: Any) -> Axes:
+        if not isinstance(value, fx.Node):
+            return Axes(dims=())
+        if value not in traced.axes:
+            raise Unknown
+        return traced.axes[value]
+
+    if not has_tensor(node.meta.get("val")):
+        return  # a symbolic size
+    try:
+        traced.axes[node] = transfer(node, axes_of, traced.sizes)
+    except Unknown:
+        return
+    except SequenceNode as found:
+        traced.sequence_nodes[node] = found.kind
+        traced.axes[node] = found.axes
+    except Mixes as reason:
+        axes = positional(traced, node)
+        if axes is None:
+            traced.refuse(node, str(reason))
+        else:
+            traced.axes[node] = axes
+
+
+def has_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (isinstance(value, (tuple, list)) and any(map(has_tensor, value)))
+
+
+def transfer(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Axes:
+    """The rule for ``node``'s operator applied.  Raises `Mixes`, `Unknown` or `SequenceNode`."""
+    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and node.target not in HELD_TO_NO_DROPOUT:
+        raise Mixes("draws random numbers (is the model in training mode?)")
+    axes = contraction_axes(node, axes_of)
+    if axes is None:
+        rule = RULES.get(getattr(node.target, "overloadpacket", node.target))
+        if rule is not None:
+            axes = rule(node, axes_of, sizes)
+        elif is_pointwise(node):
+            axes = pointwise(node, axes_of, sizes)
+        else:
+            every_input_constant(node, axes_of)
+            axes = constant_like(node)
+    if not isinstance(axes, Axes):
+        raise SequenceNode(*axes)
+    return axes
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and not schema.is_mutable and torch.Tag.pointwise in node.target.tags  # type: ignore[union-attr]
+
+
+def every_input_constant(node: fx.Node, axes_of: Callable[[Any], Axes]) -> None:
+    """An operator without a rule keeps constants constant; on tokens it is unknown."""
+    if any(not axes_of(argument).is_constant for argument in node.all_input_nodes if has_tensor(argument.meta.get("val"))):
+        raise Mixes(f"no transfer rule for {node.target}: whether it treats tokens independently is unknown")
+
+
+def constant_like(node: fx.Node) -> Axes:
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor) or any(not isinstance(size, int) for size in value.shape):
+        raise Mixes(f"no transfer rule for {node.target}, and its result has a symbolic size")
+    return Axes(dims=tuple((size,) if size != 1 else () for size in value.shape))

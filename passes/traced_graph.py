@@ -1,0 +1,159 @@
+"""The decoder's graph as it goes through the passes, with what each pass has found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import fx
+
+from selective_compile.passes.axes import Axes, Sizes
+
+Place = Literal["weight", "tokens", "size", "other"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """One placeholder of the captured graph: where its value comes from and what it is."""
+
+    index: int
+    node: fx.Node
+    source: str
+    place: Place
+    example: torch.Tensor | int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """Something that could not be proved, with the place in the user's code it comes from."""
+
+    node: str
+    operator: str
+    reason: str
+    source_line: str
+    module: str
+
+    def __str__(self) -> str:
+        where = f" in {self.module}" if self.module else ""
+        return f"{self.operator} ({self.node}){where}: {self.reason}\n      {self.source_line}"
+
+
+class RefusedError(ValueError):
+    """The model holds something that could not be proved; ``refusals`` names each node and its source line."""
+
+    def __init__(self, refusals: list[Refusal]) -> None:
+        self.refusals = tuple(refusals)
+        listed = "\n  ".join(str(refusal) for refusal in refusals)
+        super().__init__(f"{len(refusals)} operation(s) could not be proved safe to batch selectively:\n  {listed}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operand:
+    """A query, key or value before head repetition: ``node`` with the dimension that enumerates tokens."""
+
+    node: fx.Node
+    order: tuple[int, ...]  # permutation that brings the operand to (tokens, heads ..., head size)
+    heads: int
+    head_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskTerm:
+    """One mask of an attention call: a boolean to keep, or floats to add to the scores."""
+
+    node: fx.Node
+    kind: Literal["keep", "drop", "add"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskFamily:
+    """What a mask was proved to be: causal, within the last ``window`` positions if that is not 0."""
+
+    window: int
+    padding: fx.Node | None  # the [B, S] graph input whose zeros hide keys
+
+    def __str__(self) -> str:
+        shape = f"causal, window {self.window}" if self.window else "causal"
+        return shape + (", keys hidden by the attention mask" if self.padding is not None else "")
+
+
+@dataclass(kw_only=True)
+class AttentionCall:
+    """One recognised attention: ``output`` is the node whose value the ragged op replaces."""
+
+    name: str
+    form: Literal["sdpa", "eager"]
+    output: fx.Node
+    output_order: tuple[int, ...]  # permutation of (tokens, heads ..., value size) into the output's dimensions
+    query: Operand
+    key: Operand
+    value: Operand
+    scale: float
+    softcap: float
+    causal_flag: bool
+    masks: tuple[MaskTerm, ...]
+    source_line: str
+    covers: frozenset[fx.Node]
+    family: MaskFamily | None = None
+
+
+@dataclass(kw_only=True)
+class TracedGraph:
+    """An ATen graph over ``[B, S]`` tokens and what was proved of it so far."""
+
+    module: fx.GraphModule
+    inputs: list[Input]
+    sizes: Sizes
+    axes: dict[fx.Node, Axes] = field(default_factory=dict)
+    sequence_nodes: dict[fx.Node, str] = field(default_factory=dict)
+    calls: list[AttentionCall] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    @property
+    def output_node(self) -> fx.Node:
+        return next(node for node in reversed(self.graph.nodes) if node.op == "output")
+
+    def tokens(self) -> list[Input]:
+        return [given for given in self.inputs if given.place == "tokens"]
+
+    def tensors(self) -> Iterator[fx.Node]:
+        return (node for node in self.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor))
+
+    def refuse(self, node: fx.Node, reason: str) -> None:
+        self.refusals.append(
+            Refusal(
+                node=node.name,
+                operator=str(node.target),
+                reason=reason,
+                source_line=source_line(node),
+                module=module_path(node),
+            )
+        )
+
+
+def source_line(node: fx.Node) -> str:
+    """``file:line code`` of the innermost user frame that made the node, or a note that it is unknown."""
+    trace = node.meta.get("stack_trace") or ""
+    frames = [line.strip() for line in trace.splitlines() if line.strip()]
+    starts = [i for i, line in enumerate(frames) if line.startswith("File ")]
+    if not starts:
+        return "source line unknown"
+    place = frames[starts[-1]].split('"')
+    number = place[2].split(",")[1].replace("line", "").strip()
+    code = frames[starts[-1] + 1] if starts[-1] + 1 < len(frames) else ""
+    return f"{place[1]}:{number}  {code}"
+
+
+def module_path(node: fx.Node) -> str:
+    """Dotted path of the module that made the node, from the model's root."""
+    stack = node.meta.get("nn_module_stack") or {}
+    if not stack:
+        return ""
+    path = str(next(reversed(stack.values()))[0])
+    return path.replace("L['self'].", "").replace("L['model'].", "").replace("L['self']", "")

@@ -1,0 +1,127 @@
+"""The `torch.compile` backend, and what the engine and `explain` need of it."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+
+from selective_compile.capture import capture
+from selective_compile.compiling import compiled_as_it_came
+from selective_compile.options import BackendOptions
+from selective_compile.padded_program import PaddedProgram
+from selective_compile.passes import RefusedError, rewrite
+from selective_compile.passes.normalise import place_of
+from selective_compile.report import Report, refused_report, report_on
+from selective_compile.step_program import CallSite, StepProgram, compile_step_program
+
+__all__ = ["CallSite", "SelectiveBackend", "StepProgram", "compile_step_program", "explain", "selective"]
+
+logger = logging.getLogger(__name__)
+KEPT_REPORTS = 64
+
+
+class SelectiveBackend:
+    """The callable behind ``torch.compile(model, backend="selective")``; ``reports`` holds what became of each graph."""
+
+    __name__ = "selective"
+
+    def __init__(self) -> None:
+        self.reports: deque[Report] = deque(maxlen=KEPT_REPORTS)
+
+    def __call__(
+        self,
+        module: fx.GraphModule,
+        examples: list[Any],
+        *,
+        options: dict[str, Any] | None = None,
+        mode: str | None = None,
+    ) -> Callable[..., Any]:
+        """Rewrite one of Dynamo's graphs for a padded call, or pass it to Inductor as it came and say why.
+
+        Raises:
+            ValueError: an unknown option or value; `mode` is not one of Inductor's that this backend can honour.
+        """
+        if mode not in (None, "default"):
+            raise ValueError(f"mode must be 'default' with backend 'selective', got {mode!r}")
+        chosen = BackendOptions(**(options or {}))
+        reason = why_not(examples)
+        if reason is None:
+            ask_for_symbolic_sizes(module)
+            program = self._rewritten(module, examples, chosen)
+            if program is not None:
+                return program
+        else:
+            self._note(refused_report("graph", reason))
+        return compiled_as_it_came(module, examples, inductor=chosen.inductor)
+
+    def _rewritten(self, module: fx.GraphModule, examples: list[Any], options: BackendOptions) -> Any:
+        try:
+            rewritten = rewrite(module, examples, paged=False)
+        except RefusedError as error:
+            self._note(refused_report("graph", "runs through Inductor as it came", error.refusals))
+            return None
+        note = "padding removed" if rewritten.flat is not None else "runs through Inductor as it came"
+        self._note(report_on(rewritten, "graph", note))
+        if rewritten.flat is None:
+            return None
+        return PaddedProgram(rewritten, module, examples, options)
+
+    def _note(self, report: Report) -> None:
+        self.reports.append(report)
+        logger.log(logging.INFO if report.ok else logging.WARNING, "%s", report)
+
+
+def why_not(examples: list[Any]) -> str | None:
+    """Why a graph must run as it came: gradients are recorded."""
+    wanted = torch.is_grad_enabled() and any(isinstance(e, torch.Tensor) and e.requires_grad for e in examples)
+    if wanted:
+        return "runs through Inductor as it came: gradients are recorded (call it under torch.no_grad() to rewrite it)"
+    return None
+
+
+def ask_for_symbolic_sizes(module: fx.GraphModule) -> None:
+    """Have Dynamo trace once more with batch and tokens symbolic, unless it did or a cache is in the graph.
+
+    By default Dynamo takes the sizes of a first call as constants.  A constant says nothing about which dimension is
+    the tokens', so nothing could be proved.
+    """
+    asked = False
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    if any(place_of(node) == "other" for node in placeholders):
+        return
+    for node in placeholders:
+        if place_of(node) != "tokens":
+            continue
+        example = node.meta["grapharg"].example
+        wanted = [d for d in (0, 1) if isinstance(node.meta["example_value"].shape[d], int) and example.shape[d] > 1]
+        missing = [d for d in wanted if d not in getattr(example, "_dynamo_weak_dynamic_indices", ())]
+        for dimension in missing:
+            torch._dynamo.maybe_mark_dynamic(example, dimension)
+            asked = True
+    if asked:
+        raise TensorifyScalarRestartAnalysis(restart_reason="selective: batch and tokens must be symbolic")
+
+
+selective = SelectiveBackend()
+
+
+def explain(model: nn.Module) -> Report:
+    """What the engine would make of ``model``: every attention call with what was proved, every refusal.
+
+    Raises:
+        ValueError: the model is in training mode.
+        torch._dynamo.exc.Unsupported: Dynamo cannot trace the model to one graph.
+    """
+    name = type(model).__name__
+    captured = capture(model)
+    try:
+        rewritten = rewrite(captured.module, captured.examples, paged=True)
+    except RefusedError as error:
+        return refused_report(name, "its inputs are not those of a decoder", error.refusals)
+    return report_on(rewritten, name)

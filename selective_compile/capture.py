@@ -1,0 +1,104 @@
+"""A model's own graph over ``[1, S]`` tokens, by Dynamo, without running the model."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+CAPTURE_TOKENS = 12  # any length that no model treats specially: not 0 or 1, and shorter than every window in use
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """Dynamo's graph from token ids (and an attention mask, if the model takes one) to logits ``[1, S, V]``."""
+
+    module: fx.GraphModule
+    examples: list[Any]
+
+
+class CaptureDone(BaseException):
+    """Leaves the compiled frame before it would run; it never leaves `capture`."""
+
+
+def capture(model: nn.Module) -> Captured:
+    """Trace ``model`` called with ids ``[1, S]``, S symbolic, and no cache.
+
+    Raises:
+        ValueError: the model is in training mode.
+        torch._dynamo.exc.Unsupported: Dynamo cannot trace the model to one graph.
+    """
+    if model.training:
+        raise ValueError("model must be in evaluation mode, got training mode; call model.eval()")
+    found: list[Captured] = []
+
+    def keep(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        found.append(Captured(module=module, examples=list(examples)))
+        return leave
+
+    ids = torch.zeros(1, CAPTURE_TOKENS, dtype=torch.int64, device=device_of(model))
+    call, arguments = logits_call(model, ids)
+    for argument in arguments:
+        torch._dynamo.mark_dynamic(argument, 1)
+    config = {"specialize_float": True, "assume_static_by_default": True, "inline_inbuilt_nn_modules": True}
+    with torch._dynamo.config.patch(config), torch.no_grad():
+        try:
+            torch.compile(call, backend=keep, fullgraph=True)(*arguments)
+        except CaptureDone:
+            pass
+    return found[0]
+
+
+def leave(*_: Any) -> Any:
+    raise CaptureDone
+
+
+def logits_call(model: nn.Module, ids: torch.Tensor) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    """A function from token inputs to logits, and example inputs.
+
+    An all-ones attention mask is passed where the model takes one: without it some models test whether positions are
+    packed, which would put a running sum into the mask.
+    """
+    names = inspect.signature(model.forward).parameters
+    options: dict[str, Any] = {}
+    if takes(model, names, "use_cache"):
+        options["use_cache"] = False
+
+    def masked(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        return logits_of(model(input_ids, attention_mask=attention_mask, **options))
+
+    def plain(input_ids: torch.Tensor) -> Any:
+        return logits_of(model(input_ids, **options))
+
+    if "attention_mask" in names:
+        return own_code(masked), [ids, torch.ones_like(ids)]
+    return own_code(plain), [ids]
+
+
+def takes(model: nn.Module, names: Any, argument: str) -> bool:
+    """Whether ``model`` understands ``argument``: by its signature, or as a Hugging Face model, which takes it in **kwargs."""
+    return argument in names or hasattr(getattr(model, "config", None), argument)
+
+
+def logits_of(result: Any) -> torch.Tensor:
+    if isinstance(result, torch.Tensor):
+        return result
+    return result.logits if hasattr(result, "logits") else result[0]
+
+
+def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with a code object of its own: Dynamo counts recompiles per code object, over all models captured."""
+    assert isinstance(function, types.FunctionType)
+    return types.FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+
+
+def device_of(model: nn.Module) -> torch.device:
+    first = next(model.parameters(), None)
+    return first.device if first is not None else torch.device("cpu")

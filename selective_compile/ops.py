@@ -1,0 +1,206 @@
+"""The custom operators: schemas, fakes, and the choice of implementation for a device.
+
+    selective::ragged_attention   write this step's keys and values into a paged KV pool, then attend
+    selective::varlen_attention   the same without a pool: a request's context is its own rows
+
+`selective_compile.reference` says what they compute. Both are for inference: they have no derivative, and
+refuse to run on tensors that require grad while gradients are recorded.
+
+They are registered through `torch.library.Library` and not `torch.library.custom_op`, whose Python wrapper
+costs several microseconds a call; a step of a 32-layer model makes 32 calls.
+
+Shapes and dtypes (T rows, N requests, H query heads, K key/value heads, D and Dv key and value head sizes;
+the last dimension of every tensor is contiguous):
+
+    query         [T, H, D] float32, bfloat16 or float16
+    key, value    [T, K, D], [T, K, Dv]; query head h reads key/value head h // (H // K)
+    key_pool      [num_blocks, K, block_size, D], changed in place; value_pool likewise with Dv; query's dtype
+    cu_seqlens_q  [N + 1] int32, rows of request n are cu_seqlens_q[n] : cu_seqlens_q[n + 1], possibly none
+    context_lens  [N] int32, tokens of the request in the pool after this step's write
+    block_table   [N, max_blocks] int32, block i of request n holds its tokens from i * block_size
+    slot_mapping  [T] int64, block * block_size + offset of the row's key and value, or -1: write nothing
+    scale         multiplies query . key; softcap > 0 then makes the score softcap * tanh(score / softcap)
+    window        > 0: a row at position p sees the positions j with p - window < j <= p; 0: all j <= p
+    result        [T, H, Dv], query's dtype; rows past cu_seqlens_q[N] are 0
+
+Blocks wholly in front of the window of a request's first row are not read either: they may have been freed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from selective_compile import reference
+
+Implementation = Literal["auto", "reference", "cpu", "triton"]
+
+_logger = logging.getLogger(__name__)
+_forced: ContextVar[Implementation] = ContextVar("selective_implementation", default="auto")
+
+
+@contextlib.contextmanager
+def forced_implementation(name: Implementation) -> Iterator[None]:
+    """Run the ops called inside with the implementation `name`; "auto" lets the device decide again.
+
+    Holds for the current thread (or asyncio task) only: a thread started inside enters it for itself. The
+    choice is made when an op runs, not when it is traced, so that one compiled graph serves every
+    implementation. "triton" on CPU tensors runs in Triton's interpreter, which is for tests.
+
+    Raises:
+        ValueError: the name is not one of `Implementation`.
+    """
+    if name not in get_args(Implementation):
+        raise ValueError(f"implementation must be one of {', '.join(get_args(Implementation))}, got {name!r}")
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def implementation_on(device_type: str) -> str:
+    """The name of the implementation that an op called here and now on "cpu" or "cuda" tensors would run.
+
+    Raises:
+        ValueError: the forced implementation does not run on this device, or no implementation does.
+        RuntimeError: the native CPU kernel was forced and cannot be built.
+    """
+    return _resolve(_forced.get(), device_type)
+
+
+@functools.cache
+def _resolve(name: Implementation, device_type: str) -> str:
+    if device_type not in ("cpu", "cuda"):
+        raise ValueError(f"the tensors' device must be cpu or cuda, got {device_type}")
+    if device_type == "cuda":
+        if name == "cpu":
+            raise ValueError("implementation must be auto, reference or triton on cuda tensors, got 'cpu'")
+        return "triton" if name == "auto" else name
+    if name in ("reference", "triton") or _native_cpu_available():
+        return "cpu" if name == "auto" else name
+    if name == "cpu":
+        raise RuntimeError("the native CPU kernels cannot be built here; the log has the compiler's message")
+    _logger.warning("no native CPU kernel can be built here: attention runs in the slow eager reference")
+    return "reference"
+
+
+def _native_cpu_available() -> bool:
+    from selective_compile.kernels import ragged_attention_cpu
+
+    return ragged_attention_cpu.available()
+
+
+@functools.cache
+def _kernel(op: str, name: Implementation, device_type: str) -> Callable[..., Tensor]:
+    return getattr(_module(_resolve(name, device_type)), op)
+
+
+def _module(resolved: str) -> ModuleType:
+    # Imported when first wanted: a machine without a GPU may lack Triton, and one with it a C++ compiler.
+    if resolved == "cpu":
+        from selective_compile.kernels import ragged_attention_cpu
+
+        return ragged_attention_cpu
+    if resolved == "triton":
+        from selective_compile.kernels import ragged_attention_triton
+
+        return ragged_attention_triton
+    return reference
+
+
+def _run_ragged_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
+    _refuse_gradients(query, key, value)
+    return _kernel("ragged_attention", _forced.get(), query.device.type)(query, key, value, *args)
+
+
+def _run_varlen_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
+    _refuse_gradients(query, key, value)
+    return _kernel("varlen_attention", _forced.get(), query.device.type)(query, key, value, *args)
+
+
+def _refuse_gradients(query: Tensor, key: Tensor, value: Tensor) -> None:
+    # Autograd would differentiate through the reference but not through a kernel: a gradient must not depend
+    # on which of them ran.
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        raise RuntimeError("the selective ops have no derivative: call them under torch.no_grad()")
+
+
+def _fake_ragged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    cu_seqlens_q: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    _check_rows(query, key, value)
+    for name, pool, rows in (("key_pool", key_pool, key), ("value_pool", value_pool, value)):
+        fits = pool.dim() == 4 and pool.shape[1] == rows.shape[1] and pool.shape[3] == rows.shape[2]
+        _require(fits, f"{name} must be [num_blocks, K, block_size, D], got {list(pool.shape)}")
+        _require(pool.dtype == query.dtype, f"{name} must be {query.dtype}, got {pool.dtype}")
+    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+
+
+def _fake_varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, scale: float, window: int, softcap: float
+) -> Tensor:
+    _check_rows(query, key, value)
+    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+
+
+def _check_rows(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        _require(tensor.dim() == 3, f"{name} must be [T, heads, size], got {list(tensor.shape)}")
+        _require(tensor.dtype == query.dtype, f"{name} must be {query.dtype}, got {tensor.dtype}")
+        torch._check(tensor.shape[0] == query.shape[0])
+    heads, kv_heads = query.shape[1], key.shape[1]
+    _require(query.shape[2] == key.shape[2], f"key must have head size {query.shape[2]}, got {key.shape[2]}")
+    _require(kv_heads == value.shape[1], f"value must have {kv_heads} heads, got {value.shape[1]}")
+    _require(heads % kv_heads == 0, f"query must have a multiple of {kv_heads} heads, got {heads}")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+_library = torch.library.Library("selective", "DEF")
+
+
+def _register(schema: str, run: Callable[..., Tensor], fake: Callable[..., Tensor]) -> torch._ops.OpOverload:
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, run, key)
+    torch.library.register_fake(f"selective::{name}", fake, lib=_library)
+    return getattr(torch.ops.selective, name).default
+
+
+ragged_attention = _register(
+    "ragged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) key_pool, Tensor(b!) value_pool, "
+    "Tensor cu_seqlens_q, Tensor context_lens, Tensor block_table, Tensor slot_mapping, "
+    "float scale, int window, float softcap) -> Tensor",
+    _run_ragged_attention,
+    _fake_ragged_attention,
+)
+varlen_attention = _register(
+    "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, "
+    "float scale, int window, float softcap) -> Tensor",
+    _run_varlen_attention,
+    _fake_varlen_attention,
+)

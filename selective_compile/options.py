@@ -1,0 +1,105 @@
+"""What a user can choose: `EngineConfig` for the engine, `BackendOptions` for `torch.compile`."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Self, get_args
+
+import torch
+
+from selective_compile.ops import Implementation
+
+
+class _NamedOptions:
+    """Refuses an option that does not exist with a ValueError, before the dataclass below it sees it."""
+
+    def __new__(cls, **options: Any) -> Self:
+        known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        for name in options:
+            if name not in known:
+                raise ValueError(f"option of {cls.__name__} must be one of {', '.join(known)}, got {name!r}")
+        return super().__new__(cls)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(_NamedOptions):
+    """How the engine schedules and what memory it takes.
+
+    Attributes:
+        token_budget: most tokens computed in one step, prefill and decode together.
+        max_requests: most requests in one step; more wait.
+        block_size: slots in a block, the unit in which KV memory is given out.
+        max_kv_tokens: slots of KV memory, rounded down to whole blocks; None: from the memory that is free.
+        kv_memory_fraction: the share of the free memory that the KV pools may take when max_kv_tokens is
+            None.
+        dtype: the dtype that the model must have; None: whatever it has. The engine never converts weights.
+        implementation: of the custom operators; "auto" takes the best there is for the device.
+        seed: of requests that bring none, mixed with their id: the same id samples the same tokens.
+        compile: False runs the rewritten graph without Inductor.
+
+    Raises:
+        ValueError: an unknown option, or a value outside of what it must be.
+    """
+
+    token_budget: int = 512
+    max_requests: int = 64
+    block_size: int = 16
+    max_kv_tokens: int | None = None
+    kv_memory_fraction: float = 0.9
+    dtype: torch.dtype | None = None
+    implementation: Implementation = "auto"
+    seed: int = 0
+    compile: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("token_budget", "max_requests", "block_size"):
+            _require_integer(name, getattr(self, name), at_least=1)
+        if self.max_kv_tokens is not None:
+            _require_integer("max_kv_tokens", self.max_kv_tokens, at_least=self.block_size)
+        fraction = self.kv_memory_fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
+            raise ValueError(f"kv_memory_fraction must be a number above 0 and at most 1, got {fraction!r}")
+        if self.dtype is not None and not (
+            isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
+        ):
+            raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {self.dtype!r}")
+        _require_implementation(self.implementation)
+        _require_integer("seed", self.seed, at_least=0)
+        _require_bool("compile", self.compile)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendOptions(_NamedOptions):
+    """`options=` of `torch.compile(model, backend="selective")`.
+
+    Attributes:
+        inductor: False runs the rewritten graph as it is, without compiling it.
+        implementation: of the custom operators; "auto" takes the best there is for the device.
+
+    Raises:
+        ValueError: an unknown option, or a value outside of what it must be.
+    """
+
+    inductor: bool = True
+    implementation: Implementation = "auto"
+
+    def __post_init__(self) -> None:
+        _require_bool("inductor", self.inductor)
+        _require_implementation(self.implementation)
+
+
+def _require_integer(name: str, value: object, *, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ValueError(f"{name} must be an integer of at least {at_least}, got {value!r}")
+
+
+def _require_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def _require_implementation(value: object) -> None:
+    if value not in get_args(Implementation):
+        known = ", ".join(repr(name) for name in get_args(Implementation))
+        raise ValueError(f"implementation must be one of {known}, got {value!r}")

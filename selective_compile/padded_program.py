@@ -1,0 +1,126 @@
+"""A padded call: its padding removed, the flat graph run on the real tokens, the rows put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from selective_compile.compiling import compiled, compiled_as_it_came
+from selective_compile.ops import forced_implementation
+from selective_compile.options import BackendOptions
+from selective_compile.passes import Rewrite
+from selective_compile.passes.axes import Axes, Axis
+from selective_compile.passes.traced_graph import Input
+
+
+class RealTokens:
+    """Where the real tokens of a ``[B, S]`` batch are.
+
+    Attributes:
+        flat: [T] int64, index of each real token in the flattened batch, requests in order.
+        columns: [T] int64, its column, which is its position to the model.
+        cu_seqlens_q: [B + 1] int32.
+        contiguous: every row's real tokens are side by side.
+    """
+
+    def __init__(self, mask: Tensor) -> None:
+        batch, self.length = mask.shape
+        lengths = mask.sum(1)
+        self.flat = mask.reshape(-1).nonzero()[:, 0]
+        self.columns = self.flat % self.length
+        self.cu_seqlens_q = torch.zeros(batch + 1, dtype=torch.int32, device=mask.device)
+        self.cu_seqlens_q[1:] = lengths.cumsum(0)
+        starts = mask.int().argmax(1)
+        ends = self.length - mask.flip(1).int().argmax(1)
+        self.contiguous = bool(((ends - starts == lengths) | (lengths == 0)).all())
+
+
+class PaddedProgram:
+    """Called with Dynamo's graph inputs in Dynamo's order; returns Dynamo's graph outputs."""
+
+    def __init__(self, rewritten: Rewrite, module: fx.GraphModule, examples: list[Any], options: BackendOptions) -> None:
+        flat = rewritten.flat
+        assert flat is not None
+        self._flat, self._tails = flat, rewritten.tails
+        self._module, self._examples, self._options = module, examples, options
+        self._inputs = rewritten.traced.tokens()
+        padding = {call.family.padding for call in flat.calls if call.family is not None}
+        self._mask = next((given.index for given in self._inputs if given.node in padding), None)
+        self._windowed = any(call.family is not None and call.family.window for call in flat.calls)
+        self._run = compiled(flat, inductor=options.inductor)
+        self._original: Callable[..., Any] | None = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        batch, length = self._batch_shape(arguments)
+        mask = self._real(arguments, batch, length)
+        real = RealTokens(mask)
+        if self._windowed and not real.contiguous:
+            return self._as_it_came(arguments)  # a window counts columns, and a hole in a row shifts them
+        if len(real.flat) < 2:
+            return self._as_it_came(arguments)  # T of 0 or 1 would be a graph of its own
+        with forced_implementation(self._options.implementation):
+            results = self._run(*self._flat_arguments(arguments, real, batch, length))
+        symbols = {self._flat.sizes.token: length, self._flat.sizes.batch: batch}
+        return tuple(
+            tail(padded(value, kind, real, batch, length)) if isinstance(kind, Axes) else size_value(kind, symbols)
+            for value, kind, tail in zip(results, self._flat.outputs, self._tails, strict=True)
+        )
+
+    def _batch_shape(self, arguments: tuple[Any, ...]) -> tuple[int, int]:
+        shapes = [arguments[given.index].shape[:2] for given in self._inputs]
+        return max(int(batch) for batch, _ in shapes), int(shapes[0][1])
+
+    def _real(self, arguments: tuple[Any, ...], batch: int, length: int) -> Tensor:
+        if self._mask is None:
+            return torch.ones(batch, length, dtype=torch.bool, device=self._flat.device)
+        return (arguments[self._mask] != 0).expand(batch, length)
+
+    def _flat_arguments(self, arguments: tuple[Any, ...], real: RealTokens, batch: int, length: int) -> list[Any]:
+        chosen: list[Any] = [arguments[given.index] for given in self._flat.weights]
+        chosen += [gathered(arguments, given, real, batch, length) for given in self._flat.tokens]
+        if self._flat.uses_positions:
+            chosen.append(real.columns)
+        return [*chosen, real.cu_seqlens_q]
+
+    def _as_it_came(self, arguments: tuple[Any, ...]) -> Any:
+        if self._original is None:
+            self._original = compiled_as_it_came(self._module, self._examples, inductor=self._options.inductor)
+        return self._original(*arguments)
+
+
+def gathered(arguments: tuple[Any, ...], given: Input, real: RealTokens, batch: int, length: int) -> Tensor:
+    """The real tokens of one ``[B, S, ...]`` input (or ``[1, S, ...]``, the same for all) as ``[1, T, ...]``."""
+    value = arguments[given.index]
+    value = value.expand(batch, length, *value.shape[2:])
+    return value.reshape(batch * length, *value.shape[2:])[real.flat][None]
+
+
+def padded(value: Tensor, axes: Axes, real: RealTokens, batch: int, length: int) -> Tensor:
+    """An output over ``[1, T]`` put back over ``[B, S]``; zeros where there is no token.
+
+    ``axes`` are those of the output in the ``[B, S]`` graph; a dimension may be batch, tokens, or both merged.
+    """
+    if axes.is_constant:
+        return value
+    token = axes.holding(Axis.TOKEN)[0]
+    rows = value.movedim(token, 0)
+    merged = Axis.BATCH in axes.dims[token]
+    full = rows.new_zeros(batch * length, *rows.shape[1:]).index_copy_(0, real.flat, rows)
+    if merged:
+        return full.movedim(0, token)
+    full = full.reshape(batch, length, *rows.shape[1:])
+    at = axes.holding(Axis.BATCH)
+    if not at:
+        assert batch == 1, "an output with tokens but no batch dimension in a batch of several requests"
+        return full.select(0, 0).movedim(0, token)
+    # Without its token dimension, an output still has its batch dimension, of size 1 here, at its place.
+    without = full.squeeze(2 + at[0] - (at[0] > token))
+    return without.movedim((0, 1), (at[0], token))
+
+
+def size_value(size: int | sympy.Expr, symbols: dict[Any, int]) -> int:
+    return size if isinstance(size, int) else int(size.subs({k: v for k, v in symbols.items() if k is not None}))

@@ -1,0 +1,117 @@
+"""What was rewritten and why: a `Report` prints as a page and exports as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Literal
+
+from selective_compile.passes import PassRecord, Refusal, Rewrite
+from selective_compile.passes.traced_graph import AttentionCall
+
+Verdict = Literal["ragged", "refused"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallReport:
+    """One attention call: what it was recognised as and what its mask was proved to be."""
+
+    name: str
+    form: str
+    mask: str
+    query_heads: int
+    kv_heads: int
+    head_size: int
+    scale: float
+    softcap: float
+    source_line: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The verdict on one graph.
+
+    ``ragged``: every operation that mixes tokens is a ragged attention.  ``refused``: ``refusals`` names what could not
+    be proved; the graph then runs as it came, or the engine refuses it.
+    """
+
+    model: str
+    verdict: Verdict
+    token_wise_nodes: int
+    calls: tuple[CallReport, ...]
+    refusals: tuple[Refusal, ...]
+    passes: tuple[PassRecord, ...]
+    note: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.verdict == "ragged"
+
+    def to_json(self, indent: int | None = 2) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=indent)
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}: {self.verdict}"]
+        if self.note:
+            lines.append(f"  {self.note}")
+        if self.calls:
+            lines.append(f"  {self.token_wise_nodes} token-wise operations run once over the tokens of all requests")
+            lines.append(f"  {len(self.calls)} attention calls run per request:")
+            lines += [f"    {text}" for text in grouped(self.calls)]
+        if self.refusals:
+            lines.append(f"  {len(self.refusals)} operations could not be proved:")
+            lines += [f"    {refusal}" for refusal in self.refusals]
+        return "\n".join(lines)
+
+
+def grouped(calls: tuple[CallReport, ...]) -> list[str]:
+    """One line per kind of call, with the names that share it."""
+    kinds: dict[str, list[str]] = {}
+    for call in calls:
+        heads = f"{call.query_heads}" if call.query_heads == call.kv_heads else f"{call.query_heads}/{call.kv_heads}"
+        cap = f", softcap {call.softcap:g}" if call.softcap else ""
+        kind = f"{call.form}, {heads} heads of {call.head_size}, scale {call.scale:.4g}{cap}: {call.mask}"
+        kinds.setdefault(kind, []).append(call.name)
+    return [f"{len(names):3d} x {kind}\n          {shortened(names)}" for kind, names in kinds.items()]
+
+
+def shortened(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= 2 else f"{names[0]} ... {names[-1]}"
+
+
+def report_on(rewritten: Rewrite, model: str, note: str = "") -> Report:
+    traced = rewritten.traced
+    attention = {node for call in traced.calls for node in call.covers}
+    marked = sum(node.op == "call_function" and node not in attention for node in traced.axes)
+    return Report(
+        model=model,
+        verdict="ragged" if rewritten.flat is not None else "refused",
+        token_wise_nodes=marked,
+        calls=tuple(call_report(call) for call in traced.calls if call.family is not None),
+        refusals=tuple(traced.refusals),
+        passes=tuple(rewritten.records),
+        note=note,
+    )
+
+
+def refused_report(model: str, note: str, refusals: tuple[Refusal, ...] = ()) -> Report:
+    return Report(
+        model=model, verdict="refused", token_wise_nodes=0, calls=(), refusals=refusals, passes=(), note=note
+    )
+
+
+def call_report(call: AttentionCall) -> CallReport:
+    return CallReport(
+        name=call.name,
+        form=call.form,
+        mask=str(call.family),
+        query_heads=call.query.heads,
+        kv_heads=call.key.heads,
+        head_size=call.key.head_size,
+        scale=call.scale,
+        softcap=call.softcap,
+        source_line=call.source_line,
+    )
+
+

@@ -1,0 +1,36 @@
+"""What one step gives the compiled model besides its weights and its KV pools."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInputs:
+    """The metadata of one step, every tensor on the model's device and contiguous.
+
+    T tokens of N requests lie end to end; R rows want logits. T is at least 2: a step of one token gets a
+    padding row (id 0, position 0, slot -1), because a tensor of length 1 would be specialised to a second
+    graph. Padding rows come after the last request's rows. T, N, R and max_blocks may change from step to
+    step, dtypes never do.
+
+    Attributes:
+        input_ids: [T] int64.
+        positions: [T] int64, the absolute position of each token in its request.
+        cu_seqlens_q: [N + 1] int32, request n has rows cu_seqlens_q[n] : cu_seqlens_q[n + 1]; may be none.
+        context_lens: [N] int32, tokens of the request in the pools once this step's are written.
+        block_table: [N, max_blocks] int32, block i of request n holds its tokens from i * block_size; the
+            entries past the context are 0 and never read.
+        slot_mapping: [T] int64, block * block_size + offset of each row's key and value; -1 for padding.
+        logit_rows: [R] int64, the rows whose logits are computed, in the order they are returned.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    cu_seqlens_q: Tensor
+    context_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+    logit_rows: Tensor

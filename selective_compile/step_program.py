@@ -1,0 +1,127 @@
+"""The engine's compiled step: a paged flat graph with the model's live weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selective_compile.capture import capture
+from selective_compile.compiling import compiled
+from selective_compile.ops import forced_implementation
+from selective_compile.options import EngineConfig
+from selective_compile.passes import RefusedError, Rewrite, rewrite
+from selective_compile.passes.flatten import FlatGraph
+from selective_compile.step import StepInputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallSite:
+    """One attention call of the graph and the KV pool it needs."""
+
+    name: str
+    num_query_heads: int
+    num_kv_heads: int
+    key_head_size: int
+    value_head_size: int
+    window: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class LiveWeights:
+    """The model's tensors that a graph reads, looked up anew when the model's own change."""
+
+    def __init__(self, model: nn.Module, flat: FlatGraph) -> None:
+        owners = {
+            id(tensor): (tensors, name)
+            for module in model.modules()
+            for tensors in (module._parameters, module._buffers)
+            for name, tensor in tensors.items()
+            if tensor is not None
+        }
+        self._slots = [owners.get(id(given.example)) for given in flat.weights]
+        self._constants = [given.example for given in flat.weights]
+
+    def tensors(self) -> list[Any]:
+        return [
+            constant if slot is None else slot[0][slot[1]]
+            for slot, constant in zip(self._slots, self._constants, strict=True)
+        ]
+
+    def version(self) -> tuple[tuple[int, int], ...]:
+        """Identity and in-place version of each tensor; tensors made in inference mode count no versions."""
+        return tuple((id(t), 0 if t.is_inference() else t._version) for t in self.tensors())
+
+
+class StepProgram:
+    """Callable on `StepInputs` and pools; see `selective_compile.step` for the shapes."""
+
+    def __init__(self, model: nn.Module, rewritten: Rewrite, config: EngineConfig) -> None:
+        flat = rewritten.flat
+        assert flat is not None
+        self.rewritten = rewritten
+        self.call_sites = tuple(call_site(call) for call in flat.calls)
+        self.device = flat.device
+        self.vocab_size = int(rewritten.logits_shape[-1])
+        self.max_positions: int | None = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        self.graphs = 1
+        self.weights = LiveWeights(model, flat)
+        self.weights_version = self.weights.version
+        self._flat = flat
+        self._implementation = config.implementation
+        self._run = compiled(flat, inductor=config.compile)
+
+    def __call__(self, inputs: StepInputs, pools: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Logits ``[R, V]``, one row per ``inputs.logit_rows``; writes this step's keys and values into ``pools``."""
+        arguments: list[Any] = self.weights.tensors()
+        arguments += [self._token_input(given, inputs) for given in self._flat.tokens]
+        if self._flat.uses_positions:
+            arguments.append(inputs.positions)
+        arguments += [inputs.cu_seqlens_q, inputs.context_lens, inputs.block_table, inputs.slot_mapping]
+        arguments += [tensor for pair in pools for tensor in pair]
+        arguments.append(inputs.logit_rows)
+        with torch.no_grad(), forced_implementation(self._implementation):
+            (logits,) = self._run(*arguments)
+        return logits.view(len(inputs.logit_rows), self.vocab_size)
+
+    def _token_input(self, given: Any, inputs: StepInputs) -> Tensor:
+        """Ids for the first token input; the attention mask of a ragged batch hides nothing."""
+        return inputs.input_ids[None] if given.index == self._ids_index else torch.ones_like(inputs.input_ids)[None]
+
+    @property
+    def _ids_index(self) -> int:
+        return min(given.index for given in self.rewritten.traced.tokens())
+
+
+def call_site(call: Any) -> CallSite:
+    value = call.value.node.meta["val"]
+    return CallSite(
+        name=call.name,
+        num_query_heads=call.query.heads,
+        num_kv_heads=call.key.heads,
+        key_head_size=call.key.head_size,
+        value_head_size=call.value.head_size,
+        window=call.family.window,
+        dtype=value.dtype,
+        device=value.device,
+    )
+
+
+def compile_step_program(model: nn.Module, config: EngineConfig) -> StepProgram:
+    """Capture, prove, rewrite and compile ``model`` for the engine.
+
+    Raises:
+        RefusedError: something could not be proved; every node is named with its source line.
+        ValueError: the model is in training mode.
+    """
+    captured = capture(model)
+    rewritten = rewrite(captured.module, captured.examples, paged=True)
+    if rewritten.flat is None:
+        raise RefusedError(rewritten.refusals)
+    return StepProgram(model, rewritten, config)
+
+
