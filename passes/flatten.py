@@ -116,6 +116,7 @@ class Flattener:
             mixed = self.graph.call_function(op, arguments)
             result = self.shaped_as_output(call, mixed)
         call.output.replace_all_uses_with(result)
+        self.graph.erase_node(call.output)  # dead code elimination keeps it: with dropout it would be random
 
     def arranged(self, operand: Operand) -> fx.Node:
         """``[T, heads, head size]``: a permutation and a reshape (a view wherever the strides allow it)."""
@@ -186,7 +187,7 @@ class Flattener:
 
     def replace_sizes(self) -> None:
         """Batch sizes become 1, token counts the size of the first token input."""
-        first = self.traced.tokens()[0].node
+        first = next(given.node for given in self.traced.tokens() if given.node.users)
         after = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
         with self.graph.inserting_after(after):
             total = self.graph.call_function(aten.sym_size.int, (first, 1))

@@ -26,17 +26,27 @@ from selective_compile.passes.axes import Sizes
 from selective_compile.passes.traced_graph import Input, Place, Refusal, RefusedError, TracedGraph
 
 aten = torch.ops.aten
+SOURCE = "selective_source"
 # Triangles are written as comparisons of index ranges, which the mask proof can evaluate at any position.
 INDEX_FORM = get_decompositions([aten.tril, aten.triu])
 
 
 def source_name(placeholder: fx.Node) -> str:
     """Dynamo's name for where a placeholder's value comes from; torch 2.11 has a method where later ones have a property."""
+    if SOURCE in placeholder.meta:
+        return placeholder.meta[SOURCE]
     argument = placeholder.meta.get("grapharg")
     source = argument.source if argument is not None else placeholder.meta.get("_dynamo_source")
     if source is None:
         return placeholder.name
     return source.name() if callable(source.name) else source.name
+
+
+def keep_sources(module: fx.GraphModule) -> None:
+    """Write each placeholder's source into its meta: Dynamo drops its own record of it once the backend returns."""
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            node.meta[SOURCE] = source_name(node)
 
 
 def place_of(placeholder: fx.Node) -> Place:
@@ -84,7 +94,8 @@ def normalise(module: fx.GraphModule, examples: Sequence[Any]) -> TracedGraph:
         raise RefusedError(refused)
     symbols = Symbols()
     with symbols.mode:
-        fakes = [fake_input(symbols, node, place) for node, place in zip(placeholders, places, strict=True)]
+        names = size_names(placeholders)
+        fakes = [fake_input(symbols, names, node, place) for node, place in zip(placeholders, places, strict=True)]
     traced = retrace(module, symbols, fakes)
     inputs = [
         Input(index=index, node=node, source=source_name(old), place=place, example=example)
@@ -107,10 +118,11 @@ def retrace(module: fx.GraphModule, symbols: Symbols, fakes: Sequence[Any]) -> f
         return make_fx(run, INDEX_FORM, tracing_mode="real", pre_dispatch=True)(*fakes)
 
 
-def fake_input(symbols: Symbols, node: fx.Node, place: Place) -> Any:
+def fake_input(symbols: Symbols, names: dict[str, str], node: fx.Node, place: Place) -> Any:
     value = node.meta["example_value"]
-    if place == "size":
-        return size_symbol(symbols, node, value)
+    if place == "size":  # Dynamo passes each symbolic size as an input of its own
+        name = names.get(str(value.node.expr)) if isinstance(value, torch.SymInt) else None
+        return hint_of(value) if name is None else symbols.size(name, hint_of(value))
     if place == "weight":
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     shape = [
@@ -120,13 +132,15 @@ def fake_input(symbols: Symbols, node: fx.Node, place: Place) -> Any:
     return torch.empty([*shape, *value.shape[2:]], dtype=value.dtype, device=value.device)
 
 
-def size_symbol(symbols: Symbols, node: fx.Node, value: Any) -> Any:
-    """Dynamo passes each symbolic size as an input of its own, named after the dimension it was first seen at."""
-    name = source_name(node)
-    for dimension, symbol in enumerate(("batch", "token")):
-        if name.endswith(f".size()[{dimension}]"):
-            return symbols.size(symbol, hint_of(value))
-    return hint_of(value)
+def size_names(placeholders: Sequence[fx.Node]) -> dict[str, str]:
+    """Dynamo's symbols for the first two sizes of each token input, by the name they have here."""
+    found: dict[str, str] = {}
+    for node in placeholders:
+        if place_of(node) == "tokens":
+            for name, size in zip(("batch", "token"), node.meta["example_value"].shape, strict=False):
+                if isinstance(size, torch.SymInt):
+                    found.setdefault(str(size.node.expr), name)
+    return found
 
 
 def hint_of(size: Any) -> int:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from selective_compile.passes.normalise import keep_sources
+
 CAPTURE_TOKENS = 12  # any length that no model treats specially: not 0 or 1, and shorter than every window in use
 
 
@@ -38,6 +40,7 @@ def capture(model: nn.Module) -> Captured:
     found: list[Captured] = []
 
     def keep(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        keep_sources(module)
         found.append(Captured(module=module, examples=list(examples)))
         return leave
 
@@ -45,7 +48,7 @@ def capture(model: nn.Module) -> Captured:
     call, arguments = logits_call(model, ids)
     for argument in arguments:
         torch._dynamo.mark_dynamic(argument, 1)
-    config = {"specialize_float": True, "assume_static_by_default": True, "inline_inbuilt_nn_modules": True}
+    config = {"specialize_float": True, "assume_static_by_default": True}
     with torch._dynamo.config.patch(config), torch.no_grad():
         try:
             torch.compile(call, backend=keep, fullgraph=True)(*arguments)
@@ -83,6 +86,11 @@ def logits_call(model: nn.Module, ids: torch.Tensor) -> tuple[Callable[..., Any]
 def takes(model: nn.Module, names: Any, argument: str) -> bool:
     """Whether ``model`` understands ``argument``: by its signature, or as a Hugging Face model, which takes it in **kwargs."""
     return argument in names or hasattr(getattr(model, "config", None), argument)
+
+
+def source_of(argument: str) -> str:
+    """Dynamo's name for an argument of the captured call."""
+    return f"L[{argument!r}]"
 
 
 def logits_of(result: Any) -> torch.Tensor:

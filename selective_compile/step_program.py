@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selective_compile.capture import capture
+from selective_compile.capture import capture, source_of
 from selective_compile.compiling import compiled
 from selective_compile.ops import forced_implementation
 from selective_compile.options import EngineConfig
 from selective_compile.passes import RefusedError, Rewrite, rewrite
 from selective_compile.passes.flatten import FlatGraph
+from selective_compile.passes.traced_graph import Input
 from selective_compile.step import StepInputs
 
 
@@ -88,13 +89,10 @@ class StepProgram:
             (logits,) = self._run(*arguments)
         return logits.view(len(inputs.logit_rows), self.vocab_size)
 
-    def _token_input(self, given: Any, inputs: StepInputs) -> Tensor:
-        """Ids for the first token input; the attention mask of a ragged batch hides nothing."""
-        return inputs.input_ids[None] if given.index == self._ids_index else torch.ones_like(inputs.input_ids)[None]
-
-    @property
-    def _ids_index(self) -> int:
-        return min(given.index for given in self.rewritten.traced.tokens())
+    def _token_input(self, given: Input, inputs: StepInputs) -> Tensor:
+        """Ids, or the attention mask of a ragged batch, which hides nothing."""
+        ids = inputs.input_ids[None]
+        return ids if given.source == source_of("input_ids") else torch.ones_like(ids)
 
 
 def call_site(call: Any) -> CallSite:

@@ -1,0 +1,47 @@
+# `make demo` and `make test` are all the set-up that a machine with python3.11, git, gcc, g++ and make needs.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+
+# The stamp is named after the contents of what was installed from, so that a checkout that only touches the files,
+# or a cached environment, installs nothing; and after the folder, which an editable install points at.
+INSTALLED := $(VENV)/installed-$(shell (pwd; cat pyproject.toml constraints.txt) | cksum | cut -d ' ' -f 1)
+INSTALL := $(BIN)/python -m pip install --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
+
+demo: $(INSTALLED) ## serve mixed requests on the model that ships; ARGS='--help' shows the options
+	$(BIN)/selective-compile demo $(ARGS)
+
+test: lint ## lint, then the whole test suite; ARGS='-m "not slow"' goes to pytest
+	$(BIN)/python -m pytest -q --durations=10 $(ARGS)
+
+lint: $(INSTALLED) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p selective_compile
+
+bench: $(INSTALLED)-bench ## throughput next to generate and generate_batch; wants a quiet machine
+	$(BIN)/selective-compile bench $(ARGS)
+
+clean: ## remove the environment, caches and build output
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and at its exact version: asked for without one, pip may try several builds of some GB each.
+$(INSTALLED):
+	$(PYTHON) -m venv $(VENV)
+	rm -f $(VENV)/installed-*
+	$(BIN)/python -m pip install "$$(grep '^torch==' constraints.txt)"
+	$(INSTALL) setuptools wheel
+	$(INSTALL) --no-build-isolation --editable '.[test]'
+	touch $@
+
+$(INSTALLED)-bench: $(INSTALLED)
+	$(INSTALL) --no-build-isolation --editable '.[test,bench]'
+	touch $@

@@ -1,0 +1,143 @@
+"""How near the native CPU attention kernel comes to the machine: decode to read bandwidth, prefill to matmul rate.
+
+    python benchmarks/cpu_attention.py --threads 2 --json result.json
+
+The kernel and the yardstick are timed in turns, and the figures are medians over the turns, so that a machine that is
+not quiet disturbs both. `share` is the kernel's rate over the yardstick's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from selective_compile.kernels.ragged_attention_cpu import ragged_attention, unavailable_reason
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def main() -> None:
+    arguments = _arguments()
+    if (reason := unavailable_reason()) is not None:
+        raise SystemExit(reason)
+    torch.set_num_threads(arguments.threads)
+    results = []
+    for name in arguments.dtypes:
+        for case in (decode, prefill):
+            results.append({"dtype": name, **case(DTYPES[name], arguments)})
+            print(_line(results[-1]), flush=True)
+    results.append(overhead())
+    print(f"launch       one row, 1 key: {results[-1]['microseconds']:.1f} us")
+    if arguments.json:
+        machine = {"processor": _processor(), "threads": arguments.threads, "torch": torch.__version__}
+        arguments.json.write_text(json.dumps({**machine, "results": results}, indent=1) + "\n")
+
+
+def decode(dtype: torch.dtype, arguments: argparse.Namespace) -> dict[str, float | str]:
+    """One row each of many requests with a long context; bytes of keys and values read per second."""
+    step = make_step([(1, arguments.context)] * arguments.requests, dtype, arguments)
+    read = 2 * arguments.requests * arguments.context * arguments.kv_heads * arguments.head_size * dtype.itemsize
+    block = torch.ones(2**28)  # 1 GiB: far beyond any cache
+    kernel, yardstick = turns(lambda: ragged_attention(*step), lambda: block.sum(), arguments.turns)
+    rate, floor = read / kernel / 1e9, block.nbytes / yardstick / 1e9
+    return {"case": "decode", "unit": "GB/s", "rate": rate, "yardstick": floor, "share": rate / floor}
+
+
+def prefill(dtype: torch.dtype, arguments: argparse.Namespace) -> dict[str, float | str]:
+    """A chunk of one request with as much again before it; operations per second, those above the diagonal not counted."""
+    rows = arguments.chunk
+    step = make_step([(rows, 2 * rows)], dtype, arguments)
+    pairs = rows * rows + rows * (rows + 1) / 2
+    operations = 4 * pairs * arguments.query_heads * arguments.head_size
+    a, b = (torch.randn(1024, 1024, dtype=dtype) for _ in range(2))
+    kernel, yardstick = turns(lambda: ragged_attention(*step), lambda: a @ b, arguments.turns)
+    rate, floor = operations / kernel / 1e9, 2 * 1024**3 / yardstick / 1e9
+    return {"case": "prefill", "unit": "GFLOP/s", "rate": rate, "yardstick": floor, "share": rate / floor}
+
+
+def overhead() -> dict[str, float | str]:
+    """Seconds of a call with next to nothing to compute: the launcher, the plan, the return."""
+    sizes = argparse.Namespace(query_heads=1, kv_heads=1, head_size=16, block_size=16)
+    step = make_step([(1, 1)], torch.float32, sizes)
+    seconds = []
+    for _ in range(20):
+        begin = time.perf_counter()
+        for _ in range(500):
+            ragged_attention(*step)
+        seconds.append((time.perf_counter() - begin) / 500)
+    return {"case": "launch", "unit": "us", "microseconds": min(seconds) * 1e6}
+
+
+def make_step(requests: list[tuple[int, int]], dtype: torch.dtype, sizes: argparse.Namespace) -> tuple:
+    """The arguments of ragged_attention for (rows, context length) pairs; blocks lie in random order."""
+    lengths, contexts = (torch.tensor(column, dtype=torch.int32) for column in zip(*requests, strict=True))
+    needed = [-(-context // sizes.block_size) for _, context in requests]
+    table = torch.zeros(len(requests), max(needed), dtype=torch.int32)
+    order = torch.randperm(sum(needed)).to(torch.int32)
+    for n, blocks in enumerate(order.split(needed)):
+        table[n, : len(blocks)] = blocks
+    shape = (sum(needed), sizes.kv_heads, sizes.block_size, sizes.head_size)
+    slots = [
+        table[n, position // sizes.block_size] * sizes.block_size + position % sizes.block_size
+        for n, (rows, context) in enumerate(requests)
+        for position in range(context - rows, context)
+    ]
+    rows = len(slots)
+    query = torch.randn(rows, sizes.query_heads, sizes.head_size).to(dtype)
+    key, value = (torch.randn(rows, sizes.kv_heads, sizes.head_size).to(dtype) for _ in range(2))
+    pools = [torch.randn(shape).to(dtype) for _ in range(2)]
+    cu_seqlens_q = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)])
+    mapping = torch.tensor(slots, dtype=torch.int64)
+    return (query, key, value, *pools, cu_seqlens_q, contexts, table, mapping, sizes.head_size**-0.5, 0, 0.0)
+
+
+def turns(first: Callable[[], Tensor], second: Callable[[], Tensor], count: int) -> tuple[float, float]:
+    """Median seconds of each, called in turns."""
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for turn in range(count + 1):
+        for timed, call in zip(seconds, (first, second), strict=True):
+            begin = time.perf_counter()
+            call()
+            if turn:  # the first one warms up
+                timed.append(time.perf_counter() - begin)
+    return statistics.median(seconds[0]), statistics.median(seconds[1])
+
+
+def _line(result: dict[str, float | str]) -> str:
+    rate, floor = f"{result['rate']:.1f}", f"{result['yardstick']:.1f}"
+    return f"{result['case']:8} {result['dtype']:9} {rate:>7} of {floor:>7} {result['unit']}: {result['share']:.2f}"
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--requests", type=int, default=16, help="of the decode case")
+    parser.add_argument("--context", type=int, default=8192, help="of each request of the decode case")
+    parser.add_argument("--chunk", type=int, default=512, help="rows of the prefill case")
+    parser.add_argument("--query-heads", type=int, default=16)
+    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--head-size", type=int, default=128)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

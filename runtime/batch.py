@@ -1,0 +1,119 @@
+"""Batch assembly: a step's plan becomes the model's input tensors, without a Python loop over tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from selective_compile.runtime.scheduler import StepPlan
+from selective_compile.step import StepInputs
+
+# Tensors of length 0 or 1 are specialised by torch's tracer; two of everything keeps one graph for every
+# step.
+SMALLEST = 2
+
+
+class BatchAssembler:
+    """Fills buffers that are allocated once; on a CPU the step's tensors are views of them.
+
+    What `assemble` returns holds until the next call: the caller has waited for the step's results by then,
+    hence for the copies to the device as well.
+    """
+
+    def __init__(
+        self, *, token_budget: int, max_requests: int, block_size: int, max_blocks: int, device: torch.device
+    ) -> None:
+        """`max_blocks`: the most that one request can hold."""
+        self._block_size = block_size
+        self._device = device
+        tokens, requests = max(token_budget, SMALLEST), max(max_requests, SMALLEST)
+        self._input_ids = self._buffer(tokens, torch.int64)
+        self._positions = self._buffer(tokens, torch.int64)
+        self._slot_mapping = self._buffer(tokens, torch.int64)
+        self._cu_seqlens_q = self._buffer(requests + 1, torch.int32)
+        self._context_lens = self._buffer(requests, torch.int32)
+        self._logit_rows = self._buffer(requests, torch.int64)
+        self._block_table = self._buffer(requests * max(max_blocks, SMALLEST), torch.int32)
+
+    def assemble(self, plan: StepPlan) -> StepInputs:
+        """The inputs of a plan with at least one share.
+
+        T, N, R and max_blocks are at least 2: a padding row, an empty request, rows of logits that nobody
+        asked for and unused table entries make up for what is missing. The first rows of logits belong, in
+        order, to the shares that sample.
+        """
+        counts = np.array([share.num_tokens for share in plan.shares], dtype=np.int32)
+        starts = np.array([share.start for share in plan.shares], dtype=np.int32)
+        cu_seqlens, context_lens = self._lengths(counts, starts)
+        table = self._tables(plan)
+        owners = np.repeat(np.arange(len(counts)), counts)  # [T], the request of each row
+        self._rows(plan, owners, starts - cu_seqlens[: len(counts)], table)
+        samples = np.array([share.samples for share in plan.shares])
+        return StepInputs(
+            input_ids=self._take(self._input_ids, len(owners)),
+            positions=self._take(self._positions, len(owners)),
+            cu_seqlens_q=self._take(self._cu_seqlens_q, len(cu_seqlens)),
+            context_lens=self._take(self._context_lens, len(context_lens)),
+            block_table=self._take(self._block_table, table.size).view(table.shape),
+            slot_mapping=self._take(self._slot_mapping, len(owners)),
+            logit_rows=self._logits_of(cu_seqlens[1 : len(counts) + 1][samples] - 1),
+        )
+
+    def _lengths(
+        self, counts: NDArray[np.int32], starts: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """cu_seqlens_q [N + 1] and context_lens [N]."""
+        requests = len(counts)
+        padded = max(requests, SMALLEST)
+        cu_seqlens = self._cu_seqlens_q.numpy()[: padded + 1]
+        cu_seqlens[0] = 0
+        counts.cumsum(out=cu_seqlens[1 : requests + 1])
+        cu_seqlens[requests + 1 :] = cu_seqlens[requests]
+        context_lens = self._context_lens.numpy()[:padded]
+        np.add(starts, counts, out=context_lens[:requests])
+        context_lens[requests:] = 0
+        return cu_seqlens, context_lens
+
+    def _tables(self, plan: StepPlan) -> NDArray[np.int32]:
+        """[N, max_blocks], as wide as this step's largest request."""
+        width = max(SMALLEST, max(len(share.state.blocks) for share in plan.shares))
+        height = max(SMALLEST, len(plan.shares))
+        table = self._block_table.numpy()[: height * width].reshape(height, width)
+        table.fill(0)
+        for row, share in zip(table, plan.shares, strict=False):
+            blocks = share.state.blocks
+            row[: len(blocks)] = blocks
+        return table
+
+    def _rows(
+        self, plan: StepPlan, owners: NDArray[np.int64], offsets: NDArray[np.int32], table: NDArray[np.int32]
+    ) -> None:
+        """Token id, position and slot of each row; `offsets` [N] is what to add to a row for its position."""
+        tokens = len(owners)
+        pieces = [
+            np.frombuffer(share.state.tokens, np.int64)[share.start : share.start + share.num_tokens]
+            for share in plan.shares
+        ]
+        np.concatenate(pieces, out=self._input_ids.numpy()[:tokens])
+        positions = np.add(np.arange(tokens), offsets[owners], out=self._positions.numpy()[:tokens])
+        blocks, inside = np.divmod(positions, self._block_size)
+        slots = self._slot_mapping.numpy()
+        np.add(table[owners, blocks].astype(np.int64) * self._block_size, inside, out=slots[:tokens])
+        self._input_ids.numpy()[tokens:SMALLEST] = 0
+        self._positions.numpy()[tokens:SMALLEST] = 0
+        slots[tokens:SMALLEST] = -1
+
+    def _logits_of(self, rows: NDArray[np.int32]) -> Tensor:
+        logit_rows = self._logit_rows.numpy()
+        logit_rows[: len(rows)] = rows
+        logit_rows[len(rows) : SMALLEST] = 0
+        return self._take(self._logit_rows, len(rows))
+
+    def _buffer(self, size: int, dtype: torch.dtype) -> Tensor:
+        # Only from pinned memory does a copy to the device run beside the host's work.
+        return torch.zeros(size, dtype=dtype, pin_memory=self._device.type == "cuda")
+
+    def _take(self, buffer: Tensor, size: int) -> Tensor:
+        return buffer[: max(size, SMALLEST)].to(self._device, non_blocking=True)

@@ -1,0 +1,318 @@
+"""The engine: requests in, one step at a time, tokens out."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Condition, Lock
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from selective_compile.backend import StepProgram
+from selective_compile.options import EngineConfig
+from selective_compile.runtime.background import BackgroundThread
+from selective_compile.runtime.batch import BatchAssembler
+from selective_compile.runtime.block_pool import BlockPool
+from selective_compile.runtime.generation import GenerationParams
+from selective_compile.runtime.model_runner import ModelRunner
+from selective_compile.runtime.prompt import check_length, check_request_id, token_ids
+from selective_compile.runtime.request import FinishReason, Request
+from selective_compile.runtime.request_state import RequestId, RequestState
+from selective_compile.runtime.sampler import SampledTokens, sample
+from selective_compile.runtime.scheduler import Scheduler, StepPlan
+from selective_compile.runtime.stats import EngineStats, StepObserver, StepRecord
+from selective_compile.step import StepInputs
+
+logger = logging.getLogger(__name__)
+
+
+class StepError(RuntimeError):
+    """A step failed. Its running requests have ended with "error"; the engine can go on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """A scheduled step: `requests` are those of the plan's shares, in the same order."""
+
+    plan: StepPlan
+    requests: tuple[Request, ...]
+    inputs: StepInputs
+
+
+class Engine:
+    """Serves requests on one model, choosing anew at each step which of them run.
+
+    Every method may be called from any thread. Two locks: `_stepping` is held for a step, the model's run
+    included, so that there is one step at a time; `_guard` is held for moments and protects all state, so
+    that submitting, cancelling and `stats` never wait for the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: EngineConfig | None = None,
+        *,
+        program: StepProgram | None = None,
+        observers: Sequence[StepObserver] = (),
+    ) -> None:
+        """Compile the model and allocate the KV pools.
+
+        Args:
+            model: a causal decoder; it is left as it is, its weights are shared.
+            config: None takes the defaults.
+            program: the model already compiled, so that several engines can share it.
+            observers: called after each step, in the thread that ran it. They must not raise: an exception
+                leaves `step`, and ends the background thread.
+
+        Raises:
+            ValueError: the model cannot be rewritten, or the configuration does not go with it.
+        """
+        self.config = config if config is not None else EngineConfig()
+        self._model = model
+        self._observers = tuple(observers)
+        self._runner = ModelRunner(model, self.config, program)
+        self._program = self._runner.program
+        sizes = {
+            "token_budget": self.config.token_budget,
+            "max_requests": self.config.max_requests,
+            "block_size": self.config.block_size,
+        }
+        self._scheduler = Scheduler(BlockPool(self._runner.num_blocks), **sizes)
+        longest = self._pool_tokens
+        if self._program.max_positions is not None:
+            longest = min(longest, self._program.max_positions)
+        max_blocks = self._scheduler.blocks_for(longest)
+        self._assembler = BatchAssembler(**sizes, max_blocks=max_blocks, device=self._program.device)
+        self._stepping = Lock()
+        self._guard = Condition()  # notified when there is work
+        self._live: dict[RequestId, Request] = {}
+        self._submitted = 0
+        self._background = BackgroundThread(
+            guard=self._guard,
+            has_work=lambda: self._scheduler.has_work,
+            step=self.drive,
+            on_stop=self._wake_readers,
+        )
+        self._steps = 0
+        self._tokens_computed = 0
+        self._tokens_generated = 0
+        self._last_step_seconds: float | None = None
+
+    def submit(
+        self,
+        prompt_ids: Any,
+        generation_config: GenerationConfig | None = None,
+        request_id: RequestId | None = None,
+        **options: Any,
+    ) -> Request:
+        """Queue a request; it enters a step as soon as there is room.
+
+        Args:
+            prompt_ids: its token ids: a sequence, an array or a tensor of one dimension.
+            generation_config: as for `model.generate`; what it leaves open comes from
+                `model.generation_config`.
+            request_id: a string or an integer that no unfinished request has; None: one is made up.
+            options: single fields of a GenerationConfig, which come first, and `seed` and `logprobs`.
+
+        Raises:
+            ValueError: anything about it is wrong; other requests are not affected.
+        """
+        prompt = token_ids(prompt_ids, self._program.vocab_size)
+        with self._guard:
+            chosen_id = self._choose_id(request_id)
+            params = GenerationParams.resolve(
+                generation_config,
+                options,
+                getattr(self._model, "generation_config", None),
+                prompt_length=len(prompt),
+                max_positions=self._program.max_positions,
+                default_seed=_seed_of(self.config.seed, chosen_id),
+            )
+            check_length(
+                len(prompt),
+                params.max_new_tokens,
+                max_positions=self._program.max_positions,
+                pool_tokens=self._pool_tokens,
+            )
+            state = RequestState(chosen_id, self._submitted, prompt)
+            request = Request(state, params, self)
+            self._submitted += 1
+            self._live[chosen_id] = request
+            self._scheduler.add(state)
+            self._guard.notify_all()
+        return request
+
+    def step(self) -> bool:
+        """One iteration: schedule, assemble, run, sample, publish. False: there was nothing to do.
+
+        Raises:
+            StepError: the step failed. All running requests have ended with "error"; waiting ones go on.
+        """
+        with self._stepping:
+            started = time.perf_counter()
+            with self._failure_ends_running_requests():
+                step = self._schedule()
+                if step is None:
+                    return False
+                logits = self._runner.run(step.inputs)
+                self._publish(step, self._sample(step, logits))
+            self._observe(step.plan, time.perf_counter() - started)
+        return True
+
+    def cancel(self, request: Request) -> None:
+        """End a request with "cancelled" and free its blocks; without effect on one that has finished."""
+        with self._guard:
+            if not request.finished:
+                self._remove(request)
+                request.finish("cancelled")
+
+    @contextmanager
+    def running(self) -> Iterator[Engine]:
+        """Run the steps in a background thread, which sleeps while there is nothing to do.
+
+        At the end the thread stops after the step it is in. Requests that have not finished by then stay, and
+        go on as soon as someone calls `step` or reads from them.
+
+        Raises:
+            RuntimeError: a background thread runs already.
+        """
+        with self._background.running():
+            yield self
+
+    @property
+    def driven(self) -> bool:
+        """Whether a background thread runs the steps."""
+        return self._background.alive
+
+    def drive(self) -> None:
+        """Run a step for those who learn of its failure from their requests."""
+        try:
+            self.step()
+        except StepError:
+            logger.exception("a step failed; its requests have ended with an error")
+
+    def stats(self) -> EngineStats:
+        with self._guard:
+            pool = self._scheduler.pool
+            return EngineStats(
+                steps=self._steps,
+                running=self._scheduler.num_running,
+                waiting=self._scheduler.num_waiting,
+                blocks_free=pool.num_free,
+                blocks_used=pool.num_blocks - pool.num_free,
+                blocks_max=pool.num_blocks,
+                block_size=self.config.block_size,
+                preemptions=self._scheduler.preemptions,
+                tokens_computed=self._tokens_computed,
+                tokens_generated=self._tokens_generated,
+                graphs=self._program.graphs,
+                last_step_seconds=self._last_step_seconds,
+            )
+
+    @property
+    def _pool_tokens(self) -> int:
+        return self._runner.num_blocks * self.config.block_size
+
+    def _choose_id(self, request_id: RequestId | None) -> RequestId:
+        if request_id is None:
+            number = self._submitted
+            while (made_up := f"request-{number}") in self._live:
+                number += 1
+            return made_up
+        if check_request_id(request_id) in self._live:
+            raise ValueError(f"request_id must not be that of an unfinished request, got {request_id!r}")
+        return request_id
+
+    def _schedule(self) -> _Step | None:
+        with self._guard:
+            if not self._scheduler.has_work:
+                return None
+            if self._runner.weights_changed():
+                self._scheduler.preempt_all()
+            plan = self._scheduler.schedule()
+            requests = tuple(self._live[share.state.request_id] for share in plan.shares)
+            # Under the lock, since cancelling a request takes its blocks away.
+            inputs = self._assembler.assemble(plan)
+            for share, request in zip(plan.shares, requests, strict=True):
+                if share.start == 0:
+                    request.start()
+            return _Step(plan=plan, requests=requests, inputs=inputs)
+
+    def _sample(self, step: _Step, logits: Tensor) -> SampledTokens:
+        """One token for each share that samples; the first rows of the logits are theirs, in this order."""
+        pairs = zip(step.requests, step.plan.shares, strict=True)
+        sampling = [request for request, share in pairs if share.samples]
+        return sample(
+            logits[: len(sampling)],
+            [request.params for request in sampling],
+            [request.state.generated for request in sampling],
+        )
+
+    def _publish(self, step: _Step, sampled: SampledTokens) -> None:
+        """Hand out the tokens; requests that are done leave, with their blocks."""
+        outcomes = iter(zip(sampled.tokens, sampled.logprobs, strict=True))
+        with self._guard:
+            self._steps += 1
+            self._tokens_computed += step.plan.num_tokens
+            for share, request in zip(step.plan.shares, step.requests, strict=True):
+                token, logprob = next(outcomes) if share.samples else (None, 0.0)
+                if request.finished:  # cancelled while the model ran
+                    continue
+                self._scheduler.advance(share, token)
+                if token is not None:
+                    self._tokens_generated += 1
+                    reason = _finish_reason(request, token)
+                    if reason is not None:
+                        self._remove(request)
+                    request.publish(token, logprob, reason)
+
+    def _remove(self, request: Request) -> None:
+        self._scheduler.remove(request.state)
+        del self._live[request.request_id]
+
+    @contextmanager
+    def _failure_ends_running_requests(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            message = f"step {self._steps} failed: {type(error).__name__}: {error}"
+            with self._guard:
+                self._steps += 1
+                for state in list(self._scheduler.running()):
+                    request = self._live[state.request_id]
+                    self._remove(request)
+                    request.finish("error", message)
+            if isinstance(error, Exception):
+                raise StepError(message) from error
+            raise
+
+    def _observe(self, plan: StepPlan, seconds: float) -> None:
+        self._last_step_seconds = seconds
+        if self._observers:
+            record = StepRecord.of_plan(plan, step=self._steps - 1, seconds=seconds)
+            for observer in self._observers:
+                observer(record)
+
+    def _wake_readers(self) -> None:
+        with self._guard:
+            requests = list(self._live.values())
+        for request in requests:
+            request.wake()
+
+
+def _finish_reason(request: Request, token: int) -> FinishReason | None:
+    if token in request.params.eos_token_ids:
+        return "stop"
+    return "length" if request.state.generated == request.params.max_new_tokens else None
+
+
+def _seed_of(engine_seed: int, request_id: RequestId) -> int:
+    """64 bits that depend on the engine's seed and the request's id, the same in every process."""
+    digest = hashlib.blake2b(f"{engine_seed}:{request_id!r}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

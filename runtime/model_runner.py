@@ -1,0 +1,52 @@
+"""The model runner: the compiled model, its KV pools, and whether its weights have changed since."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from selective_compile.backend import StepProgram, compile_step_program
+from selective_compile.options import EngineConfig
+from selective_compile.runtime.kv_cache import allocate_pools, num_blocks
+from selective_compile.step import StepInputs
+
+
+class ModelRunner:
+    """Runs one step of the model on the device, and owns the device memory of the engine."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig, program: StepProgram | None = None) -> None:
+        """Compile the model, unless its program is given, and allocate the pools.
+
+        Raises:
+            ValueError: the model has another dtype than `config.dtype`, or the pools find no memory.
+        """
+        _check_dtype(model, config)
+        self.program = compile_step_program(model, config) if program is None else program
+        self.num_blocks = num_blocks(
+            self.program.call_sites,
+            config,
+            max_positions=self.program.max_positions,
+            device=self.program.device,
+        )
+        self._pools = allocate_pools(self.program.call_sites, self.num_blocks, config.block_size)
+        self._weights_version = self.program.weights_version()
+
+    def weights_changed(self) -> bool:
+        """Whether the weights are others than at the last call: then what the pools hold is of no use."""
+        version = self.program.weights_version()
+        changed = version != self._weights_version
+        self._weights_version = version
+        return changed
+
+    @torch.no_grad()
+    def run(self, inputs: StepInputs) -> Tensor:
+        """Compute the step's tokens, writing their keys and values into the pools; logits [R, V]."""
+        return self.program(inputs, self._pools)
+
+
+def _check_dtype(model: nn.Module, config: EngineConfig) -> None:
+    if config.dtype is not None:
+        dtypes = {parameter.dtype for parameter in model.parameters()}
+        if dtypes != {config.dtype}:
+            found = ", ".join(sorted(str(dtype) for dtype in dtypes))
+            raise ValueError(f"dtype must be that of the model's weights ({found}), got {config.dtype}")

@@ -1,0 +1,78 @@
+"""Checks on what a user submits, before anything of it is kept."""
+
+from __future__ import annotations
+
+import operator
+from array import array
+from collections.abc import Iterable
+from typing import Any
+
+from selective_compile.runtime.request_state import RequestId
+
+
+def token_ids(prompt_ids: Any, vocab_size: int) -> array[int]:
+    """The prompt as 64-bit integers.
+
+    Args:
+        prompt_ids: one request's token ids: a sequence, an array or a tensor of one dimension.
+        vocab_size: V, the ids are 0 .. V - 1.
+
+    Raises:
+        ValueError: it is empty, not one-dimensional, or holds something else than token ids.
+    """
+    # Arrays and tensors become Python numbers in one go rather than element by element.
+    items = prompt_ids.tolist() if hasattr(prompt_ids, "tolist") else prompt_ids
+    if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
+        raise ValueError(f"prompt_ids must be a sequence of token ids, got {prompt_ids!r}")
+    ids = array("q", (_token_id(item, vocab_size) for item in items))
+    if not ids:
+        raise ValueError("prompt_ids must hold at least one token id, got none")
+    return ids
+
+
+def _token_id(item: Any, vocab_size: int) -> int:
+    try:
+        token = None if isinstance(item, bool) else operator.index(item)
+    except TypeError:
+        token = None
+    if token is None:
+        raise ValueError(f"prompt_ids must be integers in one dimension, got {item!r} among them")
+    if not 0 <= token < vocab_size:
+        raise ValueError(
+            f"prompt_ids must be at least 0 and less than the vocabulary size {vocab_size}, got {token}"
+        )
+    return token
+
+
+def check_request_id(request_id: Any) -> RequestId:
+    """The id itself, if it is one.
+
+    Raises:
+        ValueError: it is neither a string nor an integer.
+    """
+    if isinstance(request_id, bool) or not isinstance(request_id, (int, str)):
+        raise ValueError(f"request_id must be a string or an integer, got {request_id!r}")
+    return request_id
+
+
+def check_length(
+    prompt_length: int, max_new_tokens: int, *, max_positions: int | None, pool_tokens: int
+) -> None:
+    """Refuse a request that the model's positions or the whole pool would not be enough for.
+
+    The last new token is not computed with, so it takes no position and no slot.
+
+    Raises:
+        ValueError: the prompt, or the prompt and what may be generated, is too long.
+    """
+    limits = [("block pool", pool_tokens)]
+    if max_positions is not None:
+        limits.append(("model's positions", max_positions))
+    for what, limit in limits:
+        if prompt_length > limit:
+            raise ValueError(f"prompt_ids must be at most {limit} tokens for the {what}, got {prompt_length}")
+        if prompt_length + max_new_tokens - 1 > limit:
+            raise ValueError(
+                f"max_new_tokens must be at most {limit - prompt_length + 1} for the {what} of {limit} tokens, "
+                f"after {prompt_length} of prompt, got {max_new_tokens}"
+            )

@@ -1,0 +1,215 @@
+"""The handle that a user holds on a request: its tokens as they come, its end, cancelling it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from threading import Condition
+from typing import Literal, Protocol
+
+from selective_compile.runtime.generation import GenerationParams
+from selective_compile.runtime.request_state import RequestId, RequestState
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class RequestOwner(Protocol):
+    """The part of the engine that a handle needs."""
+
+    @property
+    def driven(self) -> bool:
+        """Whether a background thread runs the steps, so that a reader only has to wait."""
+
+    def drive(self) -> None:
+        """Run a step on behalf of a reader that waits; a step that fails says so in its requests."""
+
+    def cancel(self, request: Request) -> None:
+        """End the request and free its blocks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestTiming:
+    """Seconds since `submit`; None for what did not happen."""
+
+    queued: float | None
+    first_token: float | None
+    total: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestResult:
+    """How a request ended.
+
+    Attributes:
+        tokens: the generated token ids, the end-of-sequence id included where there was one; not the prompt.
+        finish_reason: "stop" (an end-of-sequence id), "length" (as many tokens as allowed), "cancelled" or
+            "error".
+        error: the message when finish_reason is "error", else None.
+        logprobs: of each token under the model's own distribution, before temperature and filters; None
+            unless the request asked for them with `logprobs=True`.
+    """
+
+    request_id: RequestId
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    error: str | None
+    logprobs: tuple[float, ...] | None
+    timing: RequestTiming
+
+
+class Request:
+    """What `Engine.submit` returns. Every method may be called from any thread.
+
+    Iterating gives the token ids as they are generated; each iterator starts with the first. Where no
+    background thread runs the engine (`Engine.running`), the reader that waits runs it, for all requests.
+    """
+
+    def __init__(self, state: RequestState, params: GenerationParams, owner: RequestOwner) -> None:
+        self.request_id = state.request_id
+        self.params = params
+        self.state = state
+        self._owner = owner
+        self._changed = Condition()
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._finish_reason: FinishReason | None = None
+        self._error: str | None = None
+        self._submitted_at = time.perf_counter()
+        self._scheduled_at: float | None = None
+        self._first_token_at: float | None = None
+        self._finished_at: float | None = None
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.state.tokens[: self.state.prompt_length].tolist()
+
+    @property
+    def tokens(self) -> list[int]:
+        """The ids generated so far, as a copy."""
+        with self._changed:
+            return self._tokens.copy()
+
+    @property
+    def logprobs(self) -> list[float] | None:
+        """Log probabilities of the tokens so far, as a copy; None unless asked for."""
+        with self._changed:
+            return self._logprobs.copy() if self.params.logprobs else None
+
+    @property
+    def finished(self) -> bool:
+        return self._finish_reason is not None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self._finish_reason
+
+    @property
+    def error(self) -> str | None:
+        return self._error
+
+    @property
+    def timing(self) -> RequestTiming:
+        def since_submit(moment: float | None) -> float | None:
+            return None if moment is None else moment - self._submitted_at
+
+        return RequestTiming(
+            queued=since_submit(self._scheduled_at),
+            first_token=since_submit(self._first_token_at),
+            total=since_submit(self._finished_at),
+        )
+
+    def cancel(self) -> None:
+        """End the request now and free its memory; without effect on one that has finished."""
+        self._owner.cancel(self)
+
+    def result(self, timeout: float | None = None) -> RequestResult:
+        """Wait for the end. A request that failed returns too: finish_reason "error", and the message in
+        `error`.
+
+        Raises:
+            TimeoutError: it has not ended within `timeout` seconds. It goes on; ask again or cancel it.
+        """
+        deadline = None if timeout is None else time.perf_counter() + timeout
+        if not self._wait_for(lambda: self.finished, deadline):
+            raise TimeoutError(
+                f"request {self.request_id!r} must finish within {timeout} seconds, has not yet"
+            )
+        assert self._finish_reason is not None
+        return RequestResult(
+            request_id=self.request_id,
+            tokens=tuple(self._tokens),
+            finish_reason=self._finish_reason,
+            error=self._error,
+            logprobs=tuple(self._logprobs) if self.params.logprobs else None,
+            timing=self.timing,
+        )
+
+    def __iter__(self) -> Iterator[int]:
+        """Stream the generated token ids.
+
+        Raises:
+            RuntimeError: the request ended with an error, after the tokens generated before it.
+        """
+        position = 0
+        while True:
+            self._wait_for(lambda seen=position: len(self._tokens) > seen or self.finished, None)  # type: ignore[misc]
+            fresh = self._tokens[position:]
+            if not fresh:
+                break
+            yield from fresh
+            position += len(fresh)
+        if self._error is not None:
+            raise RuntimeError(f"request {self.request_id!r} failed: {self._error}")
+
+    def __repr__(self) -> str:
+        ended = self._finish_reason or "not finished"
+        return f"Request({self.request_id!r}, {len(self._tokens)} tokens, {ended})"
+
+    def start(self) -> None:
+        """For the engine: the request is in a step for the first time, or again after a preemption."""
+        if self._scheduled_at is None:
+            self._scheduled_at = time.perf_counter()
+
+    def publish(self, token: int, logprob: float, finish_reason: FinishReason | None) -> None:
+        """For the engine: one more token, the last one where there is a finish reason."""
+        with self._changed:
+            self._tokens.append(token)
+            self._logprobs.append(logprob)
+            if self._first_token_at is None:
+                self._first_token_at = time.perf_counter()
+            if finish_reason is not None:
+                self._end(finish_reason)
+            self._changed.notify_all()
+
+    def finish(self, finish_reason: FinishReason, error: str | None = None) -> None:
+        """For the engine: the end, without another token."""
+        with self._changed:
+            self._error = error
+            self._end(finish_reason)
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """For the engine: make readers look again at who runs the steps."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def _end(self, finish_reason: FinishReason) -> None:
+        assert self._finish_reason is None, self
+        self._finished_at = time.perf_counter()
+        self._finish_reason = finish_reason
+
+    def _wait_for(self, ready: Callable[[], bool], deadline: float | None) -> bool:
+        """Wait for, or work towards, `ready`; False when the deadline comes first."""
+        while not ready():
+            left = None if deadline is None else deadline - time.perf_counter()
+            if left is not None and left <= 0:
+                return False
+            with self._changed:
+                # Under the condition, or the wake of a background thread that stops here would be missed.
+                driven = self._owner.driven
+                if driven:
+                    self._changed.wait(left)
+            if not driven:
+                self._owner.drive()
+        return True

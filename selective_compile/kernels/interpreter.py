@@ -1,0 +1,31 @@
+"""Run a Triton kernel on CPU tensors in Triton's interpreter, without the variable TRITON_INTERPRET.
+
+That variable is read when Triton is imported and turns every kernel of the process, so that nothing can be
+compiled beside it. Here one kernel is interpreted when it is called, and the same object still compiles.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any
+
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+
+@functools.cache
+def interpreted(kernel: Any) -> Any:
+    """The kernel as an interpreted one: same parameters, same `[grid](...)` launch, CPU tensors.
+
+    The jitted functions it calls are interpreted too. A kernel must call `tl.reduce(x, axis, combine)` in
+    place of `tl.max` and the like, which are jitted functions of Triton itself and out of reach.
+    """
+    if isinstance(kernel, InterpretedFunction):
+        return kernel
+    # Only what the kernel names: kernels of one module see each other, and need not be interpreted together.
+    module, names = kernel.fn.__globals__, kernel.fn.__code__.co_names
+    scope = {name: module[name] for name in names if name in module}
+    scope |= {name: interpreted(value) for name, value in scope.items() if isinstance(value, JITFunction)}
+    # The interpreter adds its own names to the function's globals: this copy keeps them out of the module.
+    return InterpretedFunction(types.FunctionType(kernel.fn.__code__, scope, kernel.fn.__name__))

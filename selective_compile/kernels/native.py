@@ -1,0 +1,126 @@
+"""Build a C++ source file with a plain C interface into a shared library, once per machine, and load it.
+
+No header of torch or Python is used: a build takes seconds, and the library works with every version of both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+_logger = logging.getLogger(__name__)
+
+COMPILERS = ("c++", "g++", "clang++")
+# No -ffast-math: masked scores are infinite, and a NaN of the model must stay one.
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-fno-math-errno", "-w")
+
+
+class NativeBuildError(RuntimeError):
+    """There is no C++ compiler, or none that is there can build the source; the message has what each one said."""
+
+
+def load(source: Path, cache: Path | None = None) -> ctypes.CDLL:
+    """The library built from `source`: from the cache folder, or else built into it first.
+
+    Raises:
+        NativeBuildError: it cannot be built or loaded here.
+    """
+    failures = []
+    for name in COMPILERS:
+        compiler = shutil.which(name)
+        if compiler is None:
+            failures.append(f"{name}: not found")
+            continue
+        try:
+            return _load_with(compiler, source, cache or cache_folder())
+        except (OSError, subprocess.CalledProcessError) as error:
+            said = getattr(error, "stderr", None) or str(error)
+            failures.append(f"{compiler}: {said.strip()[-2000:]}")
+    raise NativeBuildError(f"cannot build {source.name}: " + "; ".join(failures))
+
+
+def _load_with(compiler: str, source: Path, cache: Path) -> ctypes.CDLL:
+    with _writable(cache) as folder:
+        library = folder / library_name(compiler, source)
+        if not library.exists():
+            _build(compiler, source, library)
+        return ctypes.CDLL(str(library))
+
+
+def _build(compiler: str, source: Path, library: Path) -> None:
+    _logger.info("building %s with %s", source.name, compiler)
+    # Under a name of its own, then renamed: another process may be building the same library at this moment.
+    descriptor, unfinished = tempfile.mkstemp(prefix=library.stem, suffix=".unfinished", dir=library.parent)
+    os.close(descriptor)
+    try:
+        command = [compiler, *FLAGS, str(source), "-o", unfinished]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        os.replace(unfinished, library)
+    finally:
+        Path(unfinished).unlink(missing_ok=True)
+
+
+def library_name(compiler: str, source: Path) -> str:
+    """Names everything that the machine code depends on; -march=native makes the processor one of these."""
+    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
+    parts = (source.read_text(), *FLAGS, compiler, version, processor())
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    return f"{source.stem}-{digest}{sysconfig.get_config_var('SHLIB_SUFFIX') or '.so'}"
+
+
+def processor() -> str:
+    """What tells this processor's instruction set from another's; a cache folder may be shared by machines."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        kept = ("flags", "Features", "model name", "CPU part")
+        return "\n".join(sorted({line for line in lines if line.startswith(kept)}))
+    return f"{platform.machine()} {platform.processor()} {platform.node()}"
+
+
+def cache_folder() -> Path:
+    """Where libraries are kept: the user's cache folder, as the XDG base directory specification places it."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path("~/.cache").expanduser()) / "selective_compile"
+
+
+@contextlib.contextmanager
+def _writable(cache: Path) -> Iterator[Path]:
+    """The cache folder; where it cannot be written, a temporary one. A loaded library outlives its file."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        writable = os.access(cache, os.W_OK)
+    except OSError:
+        writable = False
+    if writable:
+        yield cache
+        return
+    with tempfile.TemporaryDirectory(prefix="selective_compile-") as folder:
+        yield Path(folder)
+
+
+@functools.cache
+def torch_parallel() -> int:
+    """The address of GOMP_parallel in the OpenMP runtime that torch itself runs on; 0 if torch runs without one.
+
+    GNU's runtime has it, and so have LLVM's and Intel's. Looked up through torch's own library and its dependencies:
+    linked by name, a kernel could bring a second runtime into the process, whose threads fight torch's for the cores.
+    """
+    try:
+        entry = ctypes.CDLL(torch._C.__file__).GOMP_parallel
+    except (AttributeError, OSError):
+        _logger.warning("torch's OpenMP runtime was not found: native kernels run on one thread")
+        return 0
+    return ctypes.cast(entry, ctypes.c_void_p).value or 0

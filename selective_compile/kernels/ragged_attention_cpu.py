@@ -1,0 +1,186 @@
+"""Ragged attention on CPUs: the launchers of the C++ kernel beside this file, built when first used.
+
+Legend
+    packed   the kernel's one argument: addresses, sizes and strides as 8-byte fields, in the order of `Call` in
+             ragged_attention_cpu.cpp. One struct.pack costs a third of what forty ctypes arguments do
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selective_compile.kernels import native
+
+_logger = logging.getLogger(__name__)
+
+_pack = struct.Struct("=36q2d").pack
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_REFUSALS = {
+    1: "cu_seqlens_q must start at 0, never fall, and end at or below the number of rows",
+    2: "context_lens must be at least the request's rows and at most max_blocks * block_size",
+    3: "block_table must name blocks of the pool",
+    4: "slot_mapping must name slots of the pool, or be negative",
+}
+
+
+def available() -> bool:
+    """Whether the kernel can run here; `unavailable_reason` says why not."""
+    return unavailable_reason() is None
+
+
+@functools.cache
+def unavailable_reason() -> str | None:
+    """Why the kernel cannot be built here, with the compiler's message, or None."""
+    try:
+        _kernel()
+    except native.NativeBuildError as error:
+        _logger.warning("%s", error)
+        return str(error)
+    return None
+
+
+@functools.cache
+def _kernel() -> Any:
+    function = native.load(Path(__file__).with_suffix(".cpp")).selective_attention
+    function.argtypes = None  # a bytes object passes as its address; without argtypes ctypes skips a conversion
+    return function
+
+
+def ragged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    cu_seqlens_q: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """`selective::ragged_attention` (shapes: `selective_compile.ops`). Returns [T, H, Dv].
+
+    Raises:
+        ValueError: a dtype or layout is not supported, or the metadata point outside the tensors. The pools are
+            unchanged then.
+        NativeBuildError: the kernel cannot be built here.
+    """
+    _check_metadata(cu_seqlens_q, context_lens, block_table, slot_mapping, rows=query.shape[0])
+    if not (key_pool.dtype is query.dtype and value_pool.dtype is query.dtype):
+        raise ValueError(f"the pools must be {query.dtype}, got {key_pool.dtype} and {value_pool.dtype}")
+    num_blocks, _, block_size, _ = key_pool.shape
+    key_block, key_head, key_slot, key_last = key_pool.stride()
+    value_block, value_head, value_slot, value_last = value_pool.stride()
+    if not key_last == value_last == 1:
+        raise ValueError("the last dimension of the pools must be contiguous")
+    return _launch(
+        query,
+        key,
+        value,
+        (key_pool.data_ptr(), value_pool.data_ptr(), cu_seqlens_q.data_ptr(), context_lens.data_ptr()),
+        (block_table.data_ptr(), slot_mapping.data_ptr()),
+        (context_lens.numel(), block_size, num_blocks, block_table.shape[1], block_table.stride(0)),
+        (key_block, key_head, key_slot, value_block, value_head, value_slot),
+        (window, scale, softcap),
+    )
+
+
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, scale: float, window: int, softcap: float
+) -> Tensor:
+    """`selective::varlen_attention` (shapes: `selective_compile.ops`). Returns [T, H, Dv].
+
+    The kernel reads key and value where they lie: to it they are a pool of one block.
+
+    Raises:
+        ValueError: a dtype or layout is not supported, or cu_seqlens_q points outside the tensors.
+        NativeBuildError: the kernel cannot be built here.
+    """
+    if not (cu_seqlens_q.dtype is torch.int32 and cu_seqlens_q.is_contiguous()):
+        raise ValueError(f"cu_seqlens_q must be contiguous int32, got {cu_seqlens_q.dtype}")
+    key_row, key_head, _ = key.stride()
+    value_row, value_head, _ = value.stride()
+    return _launch(
+        query,
+        key,
+        value,
+        (key.data_ptr(), value.data_ptr(), cu_seqlens_q.data_ptr(), 0),
+        (0, 0),
+        (cu_seqlens_q.numel() - 1, 0, 0, 0, 0),
+        (0, key_head, key_row, 0, value_head, value_row),
+        (window, scale, softcap),
+    )
+
+
+def _launch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pools_and_lengths: tuple[int, int, int, int],
+    blocks: tuple[int, int],
+    sizes: tuple[int, int, int, int, int],
+    pool_strides: tuple[int, int, int, int, int, int],
+    score: tuple[int, float, float],
+) -> Tensor:
+    dtype = query.dtype
+    if dtype not in _DTYPES:
+        raise ValueError(f"query must be float32, bfloat16 or float16, got {dtype}")
+    if not (key.dtype is dtype and value.dtype is dtype):
+        raise ValueError(f"key and value must be {dtype}, got {key.dtype} and {value.dtype}")
+    rows, query_heads, size = query.shape
+    _, heads, value_size = value.shape
+    query_row, query_head, query_last = query.stride()
+    key_row, key_head, key_last = key.stride()
+    value_row, value_head, value_last = value.stride()
+    if not query_last == key_last == value_last == 1:
+        raise ValueError("the last dimension of query, key and value must be contiguous")
+    output = query.new_empty((rows, query_heads, value_size))
+    # One line per line of `Call`.
+    packed = _pack(
+        *(output.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr()),
+        *pools_and_lengths,
+        *blocks,
+        native.torch_parallel(),
+        *(_DTYPES[dtype], torch.get_num_threads()),
+        *(rows, query_heads, heads, size, value_size),
+        *sizes,
+        *(query_row, query_head, key_row, key_head, value_row, value_head),
+        *pool_strides,
+        *score,
+    )
+    status = _kernel()(packed)
+    if status:
+        raise ValueError(_REFUSALS[status])
+    return output
+
+
+def _check_metadata(
+    cu_seqlens_q: Tensor, context_lens: Tensor, block_table: Tensor, slot_mapping: Tensor, *, rows: int
+) -> None:
+    requests = context_lens.numel()
+    if not (
+        cu_seqlens_q.dtype is context_lens.dtype is block_table.dtype is torch.int32
+        and slot_mapping.dtype is torch.int64
+        and cu_seqlens_q.is_contiguous()
+        and context_lens.is_contiguous()
+        and slot_mapping.is_contiguous()
+        and (block_table.stride(1) == 1 or block_table.shape[1] < 2)
+    ):
+        raise ValueError("the metadata must be contiguous and int32, the slot mapping int64")
+    if not (
+        cu_seqlens_q.numel() == requests + 1
+        and block_table.shape[0] == requests
+        and slot_mapping.numel() == rows
+    ):
+        raise ValueError(
+            "cu_seqlens_q, context_lens, block_table and slot_mapping must have N + 1, N, N and T entries"
+        )

@@ -1,0 +1,59 @@
+"""Prompts of mixed lengths for the shipped model, with the answers they must get."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import Final
+
+from selective_compile.tiny_model.corpus import TASKS, Document
+
+SHORTEST: Final = 5
+LONGEST: Final = 400
+FEWEST_NEW_TOKENS: Final = 4
+MOST_NEW_TOKENS: Final = 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoPrompt:
+    """A prompt, how many tokens to generate, and the text that greedy decoding must give within them."""
+
+    text: str
+    max_new_tokens: int
+    answer: str | None
+    """What must come, cut at `max_new_tokens` bytes; `None` where more than one continuation is right."""
+
+    def is_right(self, continuation: str) -> bool:
+        """Whether `continuation`, without special tokens, is the answer; anything is if there is no one."""
+        return self.answer is None or continuation == self.answer
+
+
+def _closed(document: Document) -> DemoPrompt:
+    """All of a document's prompt, so that one answer follows; there is room for the answer's `<eos>`."""
+    tokens = min(max(len(document.answer) + 1, FEWEST_NEW_TOKENS), MOST_NEW_TOKENS)
+    return DemoPrompt(text=document.prompt, max_new_tokens=tokens, answer=document.answer[:tokens])
+
+
+def _open(document: Document, rng: Random) -> DemoPrompt:
+    """The first half of a document's prompt: the model makes up the rest."""
+    half = document.prompt[: max(SHORTEST, len(document.prompt) // 2)]
+    return DemoPrompt(text=half, max_new_tokens=rng.randint(FEWEST_NEW_TOKENS, MOST_NEW_TOKENS), answer=None)
+
+
+def demo_prompts(count: int = 24, seed: int = 0) -> list[DemoPrompt]:
+    """`count` prompts of 5 to 400 bytes, 4 to 120 new tokens each, of all tasks in turn; one in 12 is open.
+
+    Raises:
+        ValueError: `count` is below 1.
+    """
+    if count < 1:
+        raise ValueError(f"count must be 1 or more, got {count}")
+    rng = Random(seed)
+    prompts: list[DemoPrompt] = []
+    while len(prompts) < count:
+        task = TASKS[len(prompts) % len(TASKS)]
+        document = task.write(rng, rng.randint(1, task.largest))
+        if SHORTEST <= len(document.prompt) <= LONGEST:
+            prompts.append(_open(document, rng) if len(prompts) % 12 == 11 else _closed(document))
+    rng.shuffle(prompts)
+    return prompts

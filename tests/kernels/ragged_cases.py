@@ -1,0 +1,172 @@
+"""Steps for the tests of the ragged attention kernels: a `Case` has sizes, `make_inputs` draws tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from selective_compile import reference
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One step: `requests` are (rows in this step, tokens already in the pool)."""
+
+    name: str
+    requests: tuple[tuple[int, int], ...]
+    query_heads: int = 4
+    kv_heads: int = 2
+    key_size: int = 16
+    value_size: int = 16
+    block_size: int = 16
+    window: int = 0
+    softcap: float = 0.0
+    scale: float = 0.3
+    padding_rows: int = 0
+    strided: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """The arguments of `selective::ragged_attention`, in the schema's order."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_pool: Tensor
+    value_pool: Tensor
+    cu_seqlens_q: Tensor
+    context_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+    scale: float
+    window: int
+    softcap: float
+
+    def ragged(self) -> tuple:
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+
+    def varlen(self) -> tuple:
+        return (self.query, self.key, self.value, self.cu_seqlens_q, self.scale, self.window, self.softcap)
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        """A copy with its own pools; what is drawn in one dtype can be checked in another."""
+        tensors = {name: getattr(self, name) for name in ("query", "key", "value", "key_pool", "value_pool")}
+        return dataclasses.replace(
+            self, **{name: tensor.to(dtype, copy=True) for name, tensor in tensors.items()}
+        )
+
+
+PREFILL = ((5, 0), (37, 0), (1, 0))
+CHUNK = ((7, 21), (19, 40), (3, 1))
+DECODE = ((1, 0), (1, 33), (1, 15), (1, 16), (1, 70))
+MIXED = ((1, 30), (23, 9), (0, 12), (1, 0), (40, 0), (0, 0), (1, 64))
+
+CASES = (
+    Case(name="prefill", requests=PREFILL),
+    Case(name="chunk", requests=CHUNK, block_size=8),
+    Case(name="decode", requests=DECODE),
+    Case(name="mixed", requests=MIXED, padding_rows=3),
+    Case(name="one_row", requests=((1, 4),), padding_rows=1),
+    Case(name="only_padding", requests=((0, 0), (0, 9)), padding_rows=2),
+    Case(name="no_request", requests=(), padding_rows=2),
+    Case(name="no_grouping", requests=MIXED, query_heads=3, kv_heads=3),
+    Case(name="group_of_7", requests=MIXED, query_heads=14, kv_heads=2),
+    Case(name="one_kv_head", requests=DECODE, query_heads=5, kv_heads=1),
+    Case(name="window_of_1", requests=MIXED, window=1),
+    Case(name="window_shorter_than_a_block", requests=MIXED, window=5, block_size=8),
+    Case(name="window_over_blocks", requests=((1, 130), (70, 90), (2, 0)), window=33, padding_rows=1),
+    Case(name="softcap", requests=MIXED, softcap=1.5),
+    Case(name="softcap_saturated", requests=DECODE, softcap=0.5, scale=90.0),
+    Case(name="window_and_softcap", requests=MIXED, softcap=3.0, window=11, block_size=32),
+    Case(name="block_size_32", requests=CHUNK, block_size=32),
+    Case(name="block_size_5", requests=CHUNK, block_size=5),
+    Case(name="block_size_128", requests=MIXED, block_size=128),
+    Case(name="wide_values", requests=MIXED, key_size=24, value_size=40),
+    Case(name="narrow_values", requests=CHUNK, key_size=48, value_size=8),
+    Case(name="head_size_64", requests=MIXED, key_size=64, value_size=64, strided=True),
+    Case(name="head_size_80", requests=CHUNK, key_size=80, value_size=80),
+    Case(name="head_size_128", requests=DECODE, key_size=128, value_size=128, scale=0.09),
+    Case(name="strided", requests=MIXED, strided=True, padding_rows=2),
+)
+
+
+def make_inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
+    """Draw a step on the CPU. All that may not be read is NaN: unused slots, padding rows."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([rows for rows, _ in case.requests], dtype=torch.int64)
+    contexts = torch.tensor([rows + past for rows, past in case.requests], dtype=torch.int64)
+    used, num_rows = int(lengths.sum()), int(lengths.sum()) + case.padding_rows
+    sizes = (
+        (case.query_heads, case.key_size),
+        (case.kv_heads, case.key_size),
+        (case.kv_heads, case.value_size),
+    )
+    rows = [_draw(num_rows, heads, size, generator, strided=case.strided).to(dtype) for heads, size in sizes]
+    for tensor in rows:
+        tensor[used:] = torch.nan
+    table, num_blocks = _draw_block_table(contexts, case.block_size, generator)
+    pools = [
+        torch.full((num_blocks, case.kv_heads, case.block_size, size), torch.nan) for _, size in sizes[1:]
+    ]
+    slots = torch.full((num_rows,), -1)
+    begin = 0
+    for n, (count, past) in enumerate(case.requests):
+        positions = torch.arange(past + count)
+        blocks, offsets = table[n, positions // case.block_size].long(), positions % case.block_size
+        # In front of the window of the first row that is computed, blocks are gone: those keys stay NaN.
+        visible = slice(max(0, past - case.window + 1) if case.window else 0, past)
+        for pool in pools:
+            drawn = torch.randn(past + count, case.kv_heads, pool.shape[-1], generator=generator)
+            pool[blocks[visible], :, offsets[visible]] = drawn[visible]
+        slots[begin : begin + count] = (blocks * case.block_size + offsets)[past:]
+        begin += count
+    return Inputs(
+        query=rows[0],
+        key=rows[1],
+        value=rows[2],
+        key_pool=pools[0].to(dtype),
+        value_pool=pools[1].to(dtype),
+        cu_seqlens_q=torch.cat([torch.zeros(1), lengths.cumsum(0)]).to(torch.int32),
+        context_lens=contexts.to(torch.int32),
+        block_table=table,
+        slot_mapping=slots,
+        scale=case.scale,
+        window=case.window,
+        softcap=case.softcap,
+    )
+
+
+def exact_ragged(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """The reference's result and pools in float64, from the same (rounded) inputs."""
+    wide = inputs.to(torch.float64)
+    return reference.ragged_attention(*wide.ragged()), wide.key_pool, wide.value_pool
+
+
+def exact_varlen(inputs: Inputs) -> Tensor:
+    return reference.varlen_attention(*inputs.to(torch.float64).varlen())
+
+
+def _draw(rows: int, heads: int, size: int, generator: torch.Generator, *, strided: bool) -> Tensor:
+    """[rows, heads, size]; strided: a view with gaps between rows and heads, as of a fused projection."""
+    if not strided:
+        return torch.randn(rows, heads, size, generator=generator)
+    return torch.randn(heads, rows + 1, size + 8, generator=generator)[:, 1:, 8:].transpose(0, 1)
+
+
+def _draw_block_table(contexts: Tensor, block_size: int, generator: torch.Generator) -> tuple[Tensor, int]:
+    """[N, max_blocks] int32, blocks in random order, and the size of the pool: one more than are used."""
+    needed = [-(-int(context) // block_size) for context in contexts]
+    num_blocks = sum(needed) + 1
+    # Block 0, which unused entries name, is nobody's: it holds NaN.
+    order = 1 + torch.randperm(num_blocks - 1, generator=generator)
+    table = torch.zeros(len(needed), max([*needed, 1]), dtype=torch.int32)
+    for n, blocks in enumerate(order.split(needed)):
+        table[n, : len(blocks)] = blocks
+    return table, num_blocks

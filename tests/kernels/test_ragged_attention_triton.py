@@ -1,0 +1,274 @@
+"""The Triton kernel: its numbers in Triton's interpreter, and compiled for four targets without a GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from tests.kernels.ragged_cases import CASES, Case, exact_ragged, exact_varlen, make_inputs
+
+triton = pytest.importorskip("triton")
+launcher = pytest.importorskip("selective_compile.kernels.ragged_attention_triton")
+compiler = pytest.importorskip("triton.backends.compiler")
+compiling = pytest.mark.skipif(
+    not isinstance(launcher._attention_kernel, triton.JITFunction),
+    reason="TRITON_INTERPRET is set: kernels cannot be compiled",
+)
+
+# Several roundings of a weight and of the result, on values of order 1.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+HALF_PRECISION = ("mixed", "window_and_softcap", "wide_values", "head_size_80", "strided")
+RUNS = [(case, torch.float32) for case in CASES]
+RUNS += [
+    (case, dtype)
+    for case in CASES
+    if case.name in HALF_PRECISION
+    for dtype in (torch.bfloat16, torch.float16)
+]
+
+
+@pytest.fixture
+def nan_filled_outputs(monkeypatch):
+    """What a launcher allocates holds NaN, so that an element the kernel leaves out shows."""
+    new_empty = torch.Tensor.new_empty
+
+    def filled(self, *size, **options):
+        tensor = new_empty(self, *size, **options)
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", filled)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
+@pytest.mark.parametrize(("case", "dtype"), RUNS, ids=str)
+def test_ragged_attention(case, dtype, nan_filled_outputs):
+    inputs = make_inputs(case, dtype)
+    expected, key_pool, value_pool = exact_ragged(inputs)
+    output = launcher.ragged_attention(*inputs.ragged())
+    assert (output.dtype, output.shape) == (dtype, expected.shape)
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=TOLERANCE[dtype])
+    # Exactly: written slots are copies, all others (NaN among them) are as before.
+    for pool, exact in ((inputs.key_pool, key_pool), (inputs.value_pool, value_pool)):
+        torch.testing.assert_close(pool.double(), exact, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
+@pytest.mark.parametrize(("case", "dtype"), RUNS, ids=str)
+def test_varlen_attention(case, dtype, nan_filled_outputs):
+    inputs = make_inputs(case, dtype)
+    output = launcher.varlen_attention(*inputs.varlen())
+    torch.testing.assert_close(output.double(), exact_varlen(inputs), rtol=0, atol=TOLERANCE[dtype])
+
+
+def test_the_cases_cover_both_tiles_and_several_tiles_of_one_request():
+    tall, rows_per_tile = set(), []
+    for case in CASES:
+        rows = sum(count for count, _ in case.requests) + case.padding_rows
+        tile = config(rows, len(case.requests), case.query_heads // case.kv_heads, case.key_size, 4)
+        tall.add(tile.block_m > 16)
+        rows_per_tile += [
+            count * case.query_heads // case.kv_heads / tile.block_m for count, _ in case.requests
+        ]
+    assert tall == {True, False}
+    assert max(rows_per_tile) > 2
+
+
+def config(rows: int, requests: int, group: int, size: int, width: int):
+    return launcher.tile_config(
+        num_rows=rows,
+        num_requests=requests,
+        group=group,
+        key_size=size,
+        value_size=size,
+        bytes_per_element=width,
+    )
+
+
+class Recorder:
+    """Stands in for a kernel: what `launch(kernel, grid, args, options)` returns is appended to `seen`."""
+
+    def __init__(self, launch):
+        self.seen, self.launch = [], launch
+
+    def __call__(self, kernel, tensor):
+        self.kernel = kernel
+        return self
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.seen.append(self.launch(self.kernel, grid, args, options))
+
+
+def test_the_grid_does_not_depend_on_lengths(monkeypatch):
+    """The same T and N with other lengths give the same launches."""
+    recorder = Recorder(lambda kernel, grid, args, options: grid)
+    monkeypatch.setattr(launcher, "_on_device", recorder)
+    for requests in (((40, 0), (1, 3), (1, 90)), ((1, 0), (1, 3), (40, 9))):
+        launcher.ragged_attention(*make_inputs(Case(name="", requests=requests), torch.float32).ragged())
+    assert len(recorder.seen) == 4
+    assert recorder.seen[:2] == recorder.seen[2:]
+
+
+class NoDevice:
+    """As much of a Triton driver as compiling for a launch asks for; its number is no real device's."""
+
+    def get_current_device(self):
+        return 1000
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return compiler.GPUTarget("cuda", 90, 32)
+
+
+@compiling
+def test_steps_of_every_shape_share_two_compiled_kernels(monkeypatch):
+    """T, N, the width of the block table and the alignment of the metadata may not cause a recompile."""
+    monkeypatch.setattr(triton.runtime.driver, "_active", NoDevice())
+    recorder = Recorder(lambda kernel, grid, args, rest: (kernel, kernel.warmup(*args, grid=grid, **rest)))
+    monkeypatch.setattr(launcher, "_on_device", recorder)
+    shapes = (((3, 5), (1, 20)), ((64, 0),), ((16, 0),) * 16)
+    shapes += (((1, 0),) * 16, ((1, 0),), ((1, 97), (0, 0), (8, 300)))
+    for requests in shapes:
+        case = Case(name="", requests=requests, key_size=64, value_size=64)
+        arguments = list(make_inputs(case, torch.bfloat16).ragged())
+        launcher.ragged_attention(*arguments)
+        for index in range(5, 9):
+            tensor = arguments[index]
+            arguments[index] = torch.cat([tensor.flatten()[:1], tensor.flatten()])[1:].view(tensor.shape)
+        launcher.ragged_attention(*arguments)
+    compiled = {(kernel, variant.hash) for kernel, variant in recorder.seen}
+    attention = [variant for kernel, variant in compiled if kernel is launcher._attention_kernel]
+    assert (len(attention), len(compiled)) == (2, 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    backend: str
+    arch: int | str
+    warp_size: int
+    shared_memory: int
+
+    def __str__(self) -> str:
+        return str(self.arch)
+
+
+# Shared memory that a block can have, in bytes: CUDA C++ Programming Guide, "Technical Specifications per
+# Compute Capability"; AMD CDNA 3 ISA, "Local data share".
+TARGETS = (
+    Target(backend="cuda", arch=80, warp_size=32, shared_memory=163 * 1024),
+    Target(backend="cuda", arch=90, warp_size=32, shared_memory=227 * 1024),
+    Target(backend="cuda", arch=100, warp_size=32, shared_memory=227 * 1024),
+    Target(backend="hip", arch="gfx942", warp_size=64, shared_memory=64 * 1024),
+)
+TENSORS = ("output", "query", "keys", "values", "key", "value", "key_pool", "value_pool")
+METADATA = {"cu_seqlens_q": "*i32", "context_lens": "*i32", "block_table": "*i32", "slot_mapping": "*i64"}
+
+
+def compile_ahead(kernel, target: Target, element: str, constants: dict, **options: int):
+    """Compile with what a launch would find: tensors aligned to 16 bytes, strides multiples of 16."""
+    signature, attributes = {}, {}
+    for index, parameter in enumerate(kernel.params):
+        name = parameter.name
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        signature[name] = "*" + element if name in TENSORS else METADATA.get(name, "i32")
+        if not parameter.do_not_specialize and not parameter.do_not_specialize_on_alignment:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
+    gpu = compiler.GPUTarget(target.backend, target.arch, target.warp_size)
+    return triton.compile(source, target=gpu, options=options | {"enable_fp_fusion": True})
+
+
+def compile_attention(target: Target, element: str, size: int, rows: int, **changes):
+    """The kernel as the launcher would ask for it: 8 requests, 4 query heads to each of 8 key/value heads."""
+    tile = config(rows, 8, 4, size, 4 if element == "fp32" else 2)
+    constants = {"SCALE": 0.1, "WINDOW": 0, "SOFTCAP": 0.0, "GROUP": 4, "HEADS": 32, "BLOCK_SIZE": 16}
+    constants |= {"KEY_SIZE": size, "VALUE_SIZE": size, "BLOCK_D": tile.block_d, "BLOCK_DV": tile.block_dv}
+    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "WIDEN": False}
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    return compile_ahead(launcher._attention_kernel, target, element, constants | changes, **options)
+
+
+def spilled_bytes(compiled, target: Target, folder) -> int:
+    """Bytes of local memory a thread needs; Triton's own `n_spills` wants a driver."""
+    if target.backend == "hip":
+        # Scalar registers spilled into lanes of vector registers never reach memory and are not counted.
+        return int(re.search(r"\.private_segment_fixed_size:\s+(\d+)", compiled.asm["amdgcn"])[1])
+    binary = folder / "kernel.cubin"
+    binary.write_bytes(compiled.asm["cubin"])
+    tool = triton.knobs.nvidia.cuobjdump.path
+    usage = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
+    stack, local = re.search(r"STACK:(\d+).*LOCAL:(\d+)", usage).groups()
+    return int(stack) + int(local)
+
+
+def assert_ships(compiled, target: Target, folder) -> None:
+    assert len(compiled.asm["cubin" if target.backend == "cuda" else "hsaco"]) > 0
+    assert compiled.metadata.shared <= target.shared_memory
+    assert spilled_bytes(compiled, target, folder) == 0
+
+
+@pytest.fixture(autouse=True)
+def triton_cache(tmp_path_factory, monkeypatch):
+    """A kernel compiled by an earlier run would prove nothing about this one."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+
+
+@pytest.mark.parametrize("rows", [8, 512], ids=["decode", "prefill"])
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("element", ["bf16", "fp32"])
+@compiling
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_attention_compiles_ahead_of_time_without_spills(target, element, size, rows, tmp_path):
+    assert_ships(compile_attention(target, element, size, rows), target, tmp_path)
+
+
+@compiling
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_window_softcap_and_padded_head_size_compile_ahead_of_time(target, tmp_path):
+    compiled = compile_attention(target, "fp16", 80, 512, WINDOW=100, SOFTCAP=50.0)
+    assert_ships(compiled, target, tmp_path)
+
+
+@compiling
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_head_size_256_compiles_ahead_of_time(target, tmp_path):
+    assert_ships(compile_attention(target, "bf16", 256, 512), target, tmp_path)
+
+
+@compiling
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_attention_without_a_pool_compiles_ahead_of_time(target, tmp_path):
+    assert_ships(compile_attention(target, "bf16", 128, 512, BLOCK_SIZE=0), target, tmp_path)
+
+
+@compiling
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_write_compiles_ahead_of_time(target, tmp_path):
+    constants = {"KV_HEADS": 8, "KEY_SIZE": 128, "VALUE_SIZE": 128, "BLOCK_SIZE": 16}
+    constants |= {"BLOCK_K": 8, "BLOCK_D": 128, "BLOCK_DV": 128}
+    assert_ships(
+        compile_ahead(launcher._write_kernel, target, "bf16", constants, num_warps=4), target, tmp_path
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ragged_attention_on_a_gpu(case, dtype, nan_filled_outputs):
+    inputs = make_inputs(case, dtype)
+    expected, key_pool, value_pool = exact_ragged(inputs)
+    on_gpu = [
+        argument.cuda() if isinstance(argument, torch.Tensor) else argument for argument in inputs.ragged()
+    ]
+    output = launcher.ragged_attention(*on_gpu)
+    torch.testing.assert_close(output.cpu().double(), expected, rtol=0, atol=TOLERANCE[dtype])
+    for pool, exact in ((on_gpu[3], key_pool), (on_gpu[4], value_pool)):
+        torch.testing.assert_close(pool.cpu().double(), exact, rtol=0, atol=0, equal_nan=True)

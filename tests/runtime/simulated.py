@@ -1,0 +1,123 @@
+"""A step program without a model: its logits are a hash of what it reads from the pools through the block table.
+
+A wrong slot, block table, position, chunk or stale block gives other tokens than `expected_tokens`, which knows no
+engine.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from selective_compile.backend import CallSite
+from selective_compile.options import EngineConfig
+from selective_compile.runtime import Engine, GenerationParams
+from selective_compile.runtime.sampler import sample
+from selective_compile.step import StepInputs
+
+VOCAB_SIZE = 61
+CPU = torch.device("cpu")
+
+
+def logits_of(tokens: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
+    """[VOCAB_SIZE] float32 from a context: three tensors [context length] float64."""
+    content = torch.stack([tokens, positions, weights]).to(torch.int64).numpy().tobytes()
+    generator = np.random.Generator(np.random.Philox(key=zlib.crc32(content)))
+    return torch.from_numpy(generator.standard_normal(VOCAB_SIZE, dtype=np.float32)) * 4
+
+
+class SimulatedProgram:
+    """Writes token ids into its key pool, positions and the weights' number into its value pool, and hashes them."""
+
+    vocab_size = VOCAB_SIZE
+    device = CPU
+    graphs = 1
+
+    def __init__(self, max_positions: int | None = None) -> None:
+        self.max_positions = max_positions
+        self.call_sites = (
+            CallSite(
+                name="call 0",
+                num_query_heads=1,
+                num_kv_heads=1,
+                key_head_size=1,
+                value_head_size=2,
+                window=0,
+                dtype=torch.float64,
+                device=CPU,
+            ),
+        )
+        self.weights = 0
+        self.before_run: Callable[[], None] = lambda: None
+
+    def weights_version(self) -> tuple[Any, ...]:
+        return (self.weights,)
+
+    def __call__(self, inputs: StepInputs, pools: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        self.before_run()
+        check_inputs(inputs)
+        ((keys, values),) = pools
+        written = inputs.slot_mapping >= 0
+        blocks, offsets = inputs.slot_mapping[written] // keys.shape[2], inputs.slot_mapping[written] % keys.shape[2]
+        keys[blocks, 0, offsets, 0] = inputs.input_ids[written].double()
+        values[blocks, 0, offsets, 0] = inputs.positions[written].double()
+        values[blocks, 0, offsets, 1] = float(self.weights)
+        return torch.stack([self._logits(inputs, keys, values, row) for row in inputs.logit_rows.tolist()])
+
+    def _logits(self, inputs: StepInputs, keys: Tensor, values: Tensor, row: int) -> Tensor:
+        request = int(torch.searchsorted(inputs.cu_seqlens_q, row, right=True)) - 1
+        after = int(inputs.cu_seqlens_q[request + 1]) - row
+        positions = torch.arange(int(inputs.context_lens[request]) - after + 1)
+        blocks = inputs.block_table[request][positions // keys.shape[2]].long()
+        offsets = positions % keys.shape[2]
+        stored = values[blocks, 0, offsets]
+        return logits_of(keys[blocks, 0, offsets, 0], stored[:, 0], stored[:, 1])
+
+
+def check_inputs(inputs: StepInputs) -> None:
+    """What every step must keep to, whatever the plan."""
+    ids, table, tokens = inputs.input_ids, inputs.block_table, int(inputs.cu_seqlens_q[-1])
+    assert ids.dtype == inputs.positions.dtype == inputs.slot_mapping.dtype == inputs.logit_rows.dtype == torch.int64
+    assert inputs.cu_seqlens_q.dtype == inputs.context_lens.dtype == table.dtype == torch.int32
+    assert ids.shape == inputs.positions.shape == inputs.slot_mapping.shape == (max(2, tokens),)
+    assert inputs.cu_seqlens_q.shape == (table.shape[0] + 1,) and inputs.context_lens.shape == table.shape[:1]
+    assert min(*table.shape, len(inputs.logit_rows)) >= 2
+    assert all(tensor.is_contiguous() for tensor in vars(inputs).values())
+    assert (inputs.slot_mapping[:tokens] >= 0).all() and (inputs.slot_mapping[tokens:] == -1).all()
+    assert inputs.slot_mapping[:tokens].unique().numel() == tokens
+    assert (inputs.logit_rows < max(tokens, 1)).all()
+
+
+class SimulatedModel(nn.Module):
+    """Has what the engine looks at: a generation_config, and a parameter of the pools' dtype."""
+
+    def __init__(self, **generation: Any) -> None:
+        super().__init__()
+        self.generation_config = GenerationConfig(**generation)
+        self.weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+
+def simulated_engine(
+    program: SimulatedProgram | None = None, observers: Sequence[Callable[[Any], None]] = (), **config: Any
+) -> Engine:
+    """An engine on the simulated program; 4,096 KV slots unless the configuration says otherwise."""
+    chosen = EngineConfig(**{"max_kv_tokens": 4096, **config})
+    return Engine(SimulatedModel(), chosen, program=program or SimulatedProgram(), observers=observers)
+
+
+def expected_tokens(prompt: Sequence[int], params: GenerationParams, weights: int = 0) -> list[int]:
+    """What a request generates, computed without engine, scheduler, batch or pools."""
+    context = list(prompt)
+    while True:
+        tokens = torch.tensor(context, dtype=torch.float64)
+        logits = logits_of(tokens, torch.arange(len(context)).double(), torch.full_like(tokens, weights))
+        generated = len(context) - len(prompt)
+        context += sample(logits[None], [params], [generated]).tokens
+        if context[-1] in params.eos_token_ids or generated + 1 == params.max_new_tokens:
+            return context[len(prompt) :]

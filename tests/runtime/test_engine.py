@@ -1,0 +1,406 @@
+"""The engine: the same tokens whatever the traffic; requests that end, fail, are cancelled or refused; nothing leaks."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import GenerationConfig
+
+from selective_compile.options import EngineConfig
+from selective_compile.runtime import Engine, Request, StepError, StepRecord
+from tests.runtime.simulated import (
+    VOCAB_SIZE,
+    SimulatedModel,
+    SimulatedProgram,
+    expected_tokens,
+    simulated_engine,
+)
+
+
+def run_until_idle(engine: Engine) -> None:
+    while engine.step():
+        check(engine)
+    check(engine)
+    assert_nothing_left(engine)
+
+
+def check(engine: Engine) -> None:
+    engine._scheduler.check()
+    stats = engine.stats()
+    assert stats.blocks_free + stats.blocks_used == stats.blocks_max
+    assert stats.running + stats.waiting == len(engine._live)
+
+
+def assert_nothing_left(engine: Engine) -> None:
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
+    assert not engine._live
+
+
+def expect(request: Request) -> None:
+    assert request.tokens == expected_tokens(request.prompt_ids, request.params), request
+
+
+def random_requests(count: int, seed: int) -> list[dict[str, Any]]:
+    """Arguments of `submit`: short and long, greedy and sampled, some that stop early."""
+    source = random.Random(seed)
+    return [
+        {
+            "prompt_ids": [source.randrange(VOCAB_SIZE) for _ in range(source.randint(1, 40))],
+            "request_id": f"r{number}",
+            "max_new_tokens": source.randint(1, 20),
+            "do_sample": source.random() < 0.5,
+            "temperature": 0.7,
+            "top_k": 20,
+            "top_p": 0.95,
+            "seed": number,
+            "eos_token_id": source.sample(range(VOCAB_SIZE), 2) if source.random() < 0.5 else None,
+        }
+        for number in range(count)
+    ]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    token_budget=st.integers(1, 64),
+    max_requests=st.integers(1, 10),
+    block_size=st.integers(1, 9),
+    spare_blocks=st.integers(0, 10),
+)
+def test_tokens_do_not_depend_on_traffic_budget_blocks_or_pool(
+    seed: int, token_budget: int, max_requests: int, block_size: int, spare_blocks: int
+) -> None:
+    """Random arrivals on pools that hold one to a few requests, so that there is preemption too."""
+    source = random.Random(seed)
+    arguments = random_requests(10, seed)
+    longest = max(len(one["prompt_ids"]) + one["max_new_tokens"] - 1 for one in arguments)
+    engine = simulated_engine(
+        token_budget=token_budget,
+        max_requests=max_requests,
+        block_size=block_size,
+        max_kv_tokens=(-(-longest // block_size) + spare_blocks) * block_size,
+    )
+    source.shuffle(arguments)
+    requests = []
+    for one in arguments:
+        requests.append(engine.submit(**one))
+        for _ in range(source.randint(0, 4)):
+            engine.step()
+            check(engine)
+    run_until_idle(engine)
+    for request in requests:
+        expect(request)
+
+
+def test_preemption_changes_no_token_and_repeats_none() -> None:
+    engine = simulated_engine(max_kv_tokens=48, block_size=4)
+    requests = [engine.submit([number, 5], max_new_tokens=30, do_sample=number % 2 == 1) for number in range(6)]
+    streams = [iter(request) for request in requests]
+    streamed = [[next(stream)] for stream in streams]
+    for tokens, stream in zip(streamed, streams, strict=True):
+        tokens += stream
+    stats = engine.stats()
+    assert stats.preemptions > 0
+    assert stats.tokens_generated == 6 * 30
+    # Every token but the last of each request is computed once, and some again.
+    assert stats.tokens_computed > 6 * (2 + 30 - 1)
+    for request, tokens in zip(requests, streamed, strict=True):
+        expect(request)
+        assert tokens == request.tokens
+    assert_nothing_left(engine)
+
+
+def test_stop_and_length() -> None:
+    engine = simulated_engine()
+    free = engine.submit([1, 2, 3], max_new_tokens=12)
+    run_until_idle(engine)
+    eos = free.tokens[6]
+    first = free.tokens.index(eos)
+    stopped = engine.submit([1, 2, 3], max_new_tokens=12, eos_token_id=[VOCAB_SIZE - 1, eos])
+    at_the_end = engine.submit([1, 2, 3], max_new_tokens=first + 1, eos_token_id=eos)
+    run_until_idle(engine)
+    assert (free.finish_reason, stopped.finish_reason, at_the_end.finish_reason) == ("length", "stop", "stop")
+    assert stopped.tokens == at_the_end.tokens == free.tokens[: first + 1]
+
+
+def test_a_prompt_and_its_tokens_may_fill_the_pool() -> None:
+    engine = simulated_engine(max_kv_tokens=16, block_size=4, token_budget=5)
+    requests = [engine.submit(range(12), max_new_tokens=5), engine.submit([3], max_new_tokens=16)]
+    run_until_idle(engine)
+    for request in requests:
+        expect(request)
+
+
+def test_an_unfinished_prompt_is_not_sampled() -> None:
+    engine = simulated_engine(token_budget=4)
+    request = engine.submit(range(9), max_new_tokens=2)
+    lengths = []
+    while engine.step():
+        lengths.append(len(request.tokens))
+    assert lengths == [0, 0, 1, 2]
+
+
+def test_new_weights_drop_what_the_old_ones_computed() -> None:
+    program = SimulatedProgram()
+    engine = simulated_engine(program)
+    request = engine.submit([4, 5, 6], max_new_tokens=6)
+    for _ in range(3):
+        engine.step()
+    before = request.tokens
+    program.weights = 1
+    run_until_idle(engine)
+    assert request.tokens[:3] == before
+    # As a prompt that contains what was generated, under the new weights alone.
+    params = engine.submit([1], max_new_tokens=3).params
+    assert request.tokens[3:] == expected_tokens([4, 5, 6, *before], params, weights=1)
+    assert engine.stats().preemptions == 1
+
+
+def test_the_default_seed_belongs_to_the_id() -> None:
+    def tokens(seed: int, request_id: str, others: int) -> list[int]:
+        engine = simulated_engine(seed=seed)
+        for _ in range(others):
+            engine.submit([1], max_new_tokens=2)
+        request = engine.submit([1, 2], request_id=request_id, max_new_tokens=20, do_sample=True)
+        return list(request)
+
+    assert tokens(0, "a", 0) == tokens(0, "a", 3)
+    assert len({tuple(tokens(seed, name, 0)) for seed in (0, 1) for name in "ab"}) == 4
+
+
+def test_logprobs() -> None:
+    engine = simulated_engine()
+    asked = engine.submit([1, 2], max_new_tokens=4, logprobs=True)
+    plain = engine.submit([1, 2], max_new_tokens=4)
+    result = asked.result()
+    assert result.logprobs is not None and len(result.logprobs) == 4
+    assert all(-5 < logprob < 0 for logprob in result.logprobs)
+    assert asked.logprobs == list(result.logprobs)
+    assert plain.result().logprobs is None and plain.logprobs is None
+
+
+def test_generation_config_of_request_and_model() -> None:
+    model = SimulatedModel(max_new_tokens=3, eos_token_id=VOCAB_SIZE + 5)
+    engine = Engine(model, EngineConfig(max_kv_tokens=256), program=SimulatedProgram())
+    by_default = engine.submit([1])
+    chosen = engine.submit([1], GenerationConfig(max_new_tokens=5))
+    run_until_idle(engine)
+    assert (len(by_default.tokens), len(chosen.tokens)) == (3, 5)
+    assert by_default.params.eos_token_ids == {VOCAB_SIZE + 5}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt_ids": []}, "prompt_ids must hold at least one token id, got none"),
+        ({"prompt_ids": [VOCAB_SIZE]}, f"less than the vocabulary size {VOCAB_SIZE}, got {VOCAB_SIZE}"),
+        ({"prompt_ids": [-1]}, "prompt_ids must be at least 0 .*got -1"),
+        ({"prompt_ids": [0.5]}, "prompt_ids must be integers in one dimension, got 0.5"),
+        ({"prompt_ids": "hello"}, "prompt_ids must be a sequence of token ids, got 'hello'"),
+        ({"prompt_ids": [1] * 65}, "prompt_ids must be at most 64 tokens for the block pool, got 65"),
+        ({"prompt_ids": [1] * 51}, "prompt_ids must be at most 50 tokens for the model's positions, got 51"),
+        ({"max_new_tokens": 99}, "max_new_tokens must be at most 64 for the block pool .*got 99"),
+        ({"max_new_tokens": 60}, "max_new_tokens must be at most 50 for the model's positions .*got 60"),
+        ({"request_id": "taken"}, "request_id must not be that of an unfinished request, got 'taken'"),
+        ({"request_id": 1.5}, "request_id must be a string or an integer, got 1.5"),
+        ({"max_tokens": 5}, "generation option must be one of .*, got 'max_tokens'"),
+        ({"num_beams": 4}, "generation option 'num_beams' must be 1 or None, got 4"),
+        ({"generation_config": {"max_new_tokens": 4}}, "generation_config must be a transformers.GenerationConfig"),
+        ({"do_sample": True, "temperature": 0}, "temperature must be a number above 0, got 0"),
+        ({"seed": -1}, "seed must be an integer of at least 0 and less than .*, got -1"),
+    ],
+)
+def test_bad_input_is_refused_and_touches_nobody_else(arguments: dict[str, Any], message: str) -> None:
+    engine = simulated_engine(SimulatedProgram(max_positions=50), max_kv_tokens=64)
+    other = engine.submit([1, 2, 3], request_id="taken", max_new_tokens=6)
+    engine.step()
+    before = engine.stats()
+    with pytest.raises(ValueError, match=message):
+        engine.submit(**{"prompt_ids": [1], **arguments})
+    assert engine.stats() == before
+    run_until_idle(engine)
+    expect(other)
+
+
+def test_an_id_may_be_used_again_once_its_request_has_ended() -> None:
+    engine = simulated_engine()
+    first = engine.submit([1], request_id=7, max_new_tokens=2)
+    run_until_idle(engine)
+    second = engine.submit([2], request_id=7, max_new_tokens=2)
+    run_until_idle(engine)
+    expect(first)
+    expect(second)
+
+
+def test_made_up_ids_avoid_those_of_the_user() -> None:
+    engine = simulated_engine()
+    taken = engine.submit([1], request_id="request-1")
+    made_up = [engine.submit([1]).request_id for _ in range(3)]
+    assert len({taken.request_id, *made_up}) == 4
+    run_until_idle(engine)
+
+
+def test_cancel_running_waiting_and_finished() -> None:
+    engine = simulated_engine(max_requests=2)
+    requests = [engine.submit([number], max_new_tokens=8) for number in range(4)]
+    for _ in range(3):
+        engine.step()
+    requests[1].cancel()
+    requests[3].cancel()
+    check(engine)
+    assert engine.stats().blocks_used == 1
+    run_until_idle(engine)
+    requests[0].cancel()
+    assert [request.finish_reason for request in requests] == ["length", "cancelled", "length", "cancelled"]
+    assert [len(request.tokens) for request in requests] == [8, 3, 8, 0]
+    assert requests[1].tokens == expected_tokens([1], requests[1].params)[:3]
+    assert requests[1].result().finish_reason == "cancelled"
+
+
+def test_cancelled_and_its_id_used_again_while_the_model_runs() -> None:
+    program = SimulatedProgram()
+    engine = simulated_engine(program)
+    old = engine.submit([1], request_id="a", max_new_tokens=8)
+    other = engine.submit([2], max_new_tokens=8)
+    engine.step()
+    replaced = []
+
+    def replace() -> None:
+        if not replaced:
+            old.cancel()
+            replaced.append(engine.submit([3], request_id="a", max_new_tokens=8))
+
+    program.before_run = replace
+    run_until_idle(engine)
+    assert (old.finish_reason, len(old.tokens)) == ("cancelled", 1)
+    for request in (other, *replaced):
+        expect(request)
+
+
+def test_a_failed_step_ends_its_running_requests_and_the_engine_goes_on() -> None:
+    program = SimulatedProgram()
+    engine = simulated_engine(program, max_requests=2)
+    requests = [engine.submit([number], max_new_tokens=4) for number in range(3)]
+    engine.step()
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    program.before_run = fail
+    with pytest.raises(StepError, match="step 1 failed: RuntimeError: out of memory") as error:
+        engine.step()
+    assert isinstance(error.value.__cause__, RuntimeError)
+    check(engine)
+    program.before_run = lambda: None
+    run_until_idle(engine)
+    for request in requests[:2]:
+        result = request.result()
+        assert (result.finish_reason, result.error) == ("error", "step 1 failed: RuntimeError: out of memory")
+        assert list(result.tokens) == expected_tokens(request.prompt_ids, request.params)[:1]
+        stream = iter(request)
+        assert next(stream) == result.tokens[0]
+        with pytest.raises(RuntimeError, match="failed: step 1 failed: RuntimeError: out of memory"):
+            next(stream)
+    expect(requests[2])
+    assert requests[2].error is None
+
+
+def test_a_reader_that_drives_learns_of_a_failure_from_its_request(caplog: pytest.LogCaptureFixture) -> None:
+    program = SimulatedProgram()
+    engine = simulated_engine(program, max_requests=1)
+    first, second = (engine.submit([number], max_new_tokens=4) for number in range(2))
+    failures = iter([RuntimeError("once")])
+
+    def fail_once() -> None:
+        for failure in failures:
+            raise failure
+
+    program.before_run = fail_once
+    assert second.result().finish_reason == "length"
+    assert first.result().error == "step 0 failed: RuntimeError: once"
+    assert "a step failed" in caplog.text
+
+
+def test_an_interrupt_is_passed_on_and_leaves_the_engine_whole() -> None:
+    program = SimulatedProgram()
+    engine = simulated_engine(program)
+    request = engine.submit([1], max_new_tokens=4)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    program.before_run = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        request.result()
+    program.before_run = lambda: None
+    assert request.finish_reason == "error"
+    assert engine.submit([1], max_new_tokens=4).result().finish_reason == "length"
+    assert_nothing_left(engine)
+
+
+def test_observers_see_every_share() -> None:
+    records: list[StepRecord] = []
+    engine = simulated_engine(observers=[records.append], token_budget=4, max_kv_tokens=16, block_size=2)
+    requests = [engine.submit(range(5), request_id="a", max_new_tokens=8), engine.submit([1], max_new_tokens=8)]
+    run_until_idle(engine)
+    stats = engine.stats()
+    assert [record.step for record in records] == list(range(stats.steps))
+    assert sum(share.tokens for record in records for share in record.shares) == stats.tokens_computed
+    assert sum(len(record.preempted) for record in records) == stats.preemptions > 0
+    assert records[0].shares == (("a", 4, True),)
+    assert records[1].shares == (("a", 1, True), (requests[1].request_id, 1, True))
+    assert records[2].shares == (("a", 1, False), (requests[1].request_id, 1, False))
+    assert records[-1].seconds == stats.last_step_seconds
+
+
+def test_stats() -> None:
+    engine = simulated_engine(max_kv_tokens=64, block_size=4, max_requests=1)
+    assert engine.stats().last_step_seconds is None
+    engine.submit([1, 2, 3, 4, 5], max_new_tokens=2)
+    engine.submit([1], max_new_tokens=2)
+    engine.step()
+    stats = engine.stats()
+    assert (stats.steps, stats.running, stats.waiting) == (1, 1, 1)
+    assert (stats.blocks_free, stats.blocks_used, stats.blocks_max, stats.block_size) == (14, 2, 16, 4)
+    assert (stats.tokens_computed, stats.tokens_generated, stats.preemptions, stats.graphs) == (5, 1, 0, 1)
+    assert stats.last_step_seconds is not None and stats.last_step_seconds > 0
+
+
+def test_nothing_to_do() -> None:
+    engine = simulated_engine()
+    assert not engine.step()
+    assert engine.stats().steps == 0
+
+
+def test_finished_requests_are_let_go() -> None:
+    engine = simulated_engine()
+    request = engine.submit([1], max_new_tokens=2)
+    forgotten = weakref.ref(request)
+    run_until_idle(engine)
+    del request
+    gc.collect()
+    assert forgotten() is None
+
+
+def test_dtype_must_be_that_of_the_model() -> None:
+    Engine(SimulatedModel(), EngineConfig(dtype=torch.float64, max_kv_tokens=64), program=SimulatedProgram())
+    with pytest.raises(ValueError, match=r"dtype must be that of the model's weights \(torch.float64\), got torch.float16"):
+        Engine(SimulatedModel(), EngineConfig(dtype=torch.half, max_kv_tokens=64), program=SimulatedProgram())
+
+
+def test_two_engines_share_a_program() -> None:
+    program = SimulatedProgram()
+    engines = [simulated_engine(program) for _ in range(2)]
+    requests = [engine.submit([number], max_new_tokens=5) for number, engine in enumerate(engines)]
+    while any([engine.step() for engine in engines]):
+        pass
+    for request in requests:
+        expect(request)

@@ -1,0 +1,200 @@
+"""Generation options: those that are implemented are read as `generate` reads them, every other is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from selective_compile.runtime.generation import (
+    IMPLEMENTED,
+    KNOWN,
+    NEUTRAL,
+    OWN_OPTIONS,
+    WITHOUT_EFFECT,
+    GenerationParams,
+)
+
+FIELDS = sorted(KNOWN - OWN_OPTIONS)
+
+
+def resolve(
+    config: GenerationConfig | None = None,
+    model_config: GenerationConfig | None = None,
+    prompt_length: int = 5,
+    max_positions: int | None = None,
+    **options: Any,
+) -> GenerationParams:
+    return GenerationParams.resolve(
+        config,
+        options,
+        model_config,
+        prompt_length=prompt_length,
+        max_positions=max_positions,
+        default_seed=17,
+    )
+
+
+def config_with(**fields: Any) -> GenerationConfig:
+    """A configuration with these attributes, also with values that its own validation would not let through."""
+    config = GenerationConfig()
+    for name, value in fields.items():
+        setattr(config, name, value)
+    return config
+
+
+def test_nothing_set_is_greedy_for_twenty_tokens() -> None:
+    assert resolve() == GenerationParams(
+        max_new_tokens=20,
+        eos_token_ids=frozenset(),
+        do_sample=False,
+        temperature=1.0,
+        top_k=50,
+        top_p=1.0,
+        seed=17,
+        logprobs=False,
+    )
+
+
+def test_request_comes_before_model_and_option_before_both() -> None:
+    of_model = GenerationConfig(do_sample=True, temperature=0.5, top_k=7, top_p=0.8, eos_token_id=[1, 2])
+    params = resolve(GenerationConfig(temperature=0.7, top_k=9), of_model, top_k=3, seed=5, logprobs=True)
+    assert (params.do_sample, params.temperature, params.top_k, params.top_p) == (True, 0.7, 3, 0.8)
+    assert params.eos_token_ids == {1, 2}
+    assert (params.seed, params.logprobs) == (5, True)
+    assert not resolve(GenerationConfig(do_sample=False), of_model).do_sample
+
+
+def test_sampling_without_top_k_keeps_fifty_as_generate_does() -> None:
+    assert resolve(GenerationConfig(do_sample=True)).top_k == 50
+    assert resolve(GenerationConfig(do_sample=True, top_k=0)).top_k == 0
+
+
+def test_greedy_decoding_does_not_look_at_sampling_fields() -> None:
+    assert resolve(config_with(temperature=0.0, top_k=-1, top_p=2.0)) == resolve()
+
+
+@pytest.mark.parametrize(
+    ("config", "of_model", "expected"),
+    [
+        ({"max_new_tokens": 3}, {}, 3),
+        ({"max_length": 12}, {}, 7),
+        ({"max_length": 12, "max_new_tokens": 3}, {}, 3),
+        ({"max_length": 12}, {"max_new_tokens": 3}, 3),
+        ({}, {"max_length": 6}, 1),
+        ({"max_new_tokens": 30}, {}, 30),
+        ({}, {}, 11),
+    ],
+)
+def test_length(config: dict[str, Any], of_model: dict[str, Any], expected: int) -> None:
+    """`max_positions` 16 caps nothing but the default of 20."""
+    params = resolve(GenerationConfig(**config), GenerationConfig(**of_model), max_positions=16)
+    assert params.max_new_tokens == expected
+
+
+@pytest.mark.parametrize("value", [7, [7], torch.tensor([7]), torch.tensor(7)])
+def test_end_of_sequence_ids_in_every_form(value: Any) -> None:
+    assert resolve(config_with(eos_token_id=value)).eos_token_ids == {7}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_new_tokens": 0},
+        {"max_new_tokens": 2.0},
+        {"max_new_tokens": True},
+        {"max_length": 5},
+        {"max_length": -1},
+        {"do_sample": "yes"},
+        {"temperature": 0.0},
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_k": -1},
+        {"top_k": 1.5},
+        {"top_p": 1.5},
+        {"top_p": -0.1},
+        {"top_p": float("nan")},
+        {"eos_token_id": 1.5},
+        {"eos_token_id": ["a"]},
+        {"seed": -1},
+        {"seed": 2**64},
+        {"seed": 1.0},
+        {"logprobs": 3},
+    ],
+)
+def test_a_wrong_value_is_named(fields: dict[str, Any]) -> None:
+    ((name, value),) = fields.items()
+    with pytest.raises(ValueError, match=rf"^{name} must be .*got "):
+        resolve(config_with(**{"do_sample": True, **fields}))
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_is_implemented_without_effect_or_refused_by_name(name: str) -> None:
+    """Also those of a later transformers: the names come from the installed GenerationConfig."""
+    config = config_with(**{name: "something"})
+    if name in WITHOUT_EFFECT:
+        assert resolve(config) == resolve()
+    elif name in IMPLEMENTED:
+        with pytest.raises(ValueError, match=name):
+            resolve(config, do_sample=None if name == "do_sample" else True)
+    else:
+        with pytest.raises(ValueError, match=f"generation option '{name}' must be .*None, got 'something'"):
+            resolve(config)
+        with pytest.raises(ValueError, match=f"'{name}' .*from model.generation_config"):
+            resolve(None, config)
+
+
+@pytest.mark.parametrize("name", sorted(NEUTRAL))
+def test_neutral_values_pass(name: str) -> None:
+    for value in NEUTRAL[name]:
+        assert resolve(config_with(**{name: value})) == resolve()
+
+
+@pytest.mark.parametrize("value", [{"a": 1}, [1, 2], torch.tensor([1, 1]), object()])
+def test_values_that_cannot_be_compared_are_refused_too(value: Any) -> None:
+    with pytest.raises(ValueError, match="'num_beams' must be 1 or None"):
+        resolve(config_with(num_beams=value))
+
+
+def test_the_defaults_that_generate_fills_in_are_neutral() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        filled = GenerationConfig(**GenerationConfig._get_default_generation_params())
+    filled.max_length = None
+    assert resolve(filled) == resolve()
+
+
+def test_unknown_options_are_refused() -> None:
+    with pytest.raises(ValueError, match="generation option must be one of .*max_new_tokens.*, got 'max_tokens'"):
+        resolve(max_tokens=3)
+    with pytest.raises(ValueError, match="got 'max_tokens'"):
+        resolve(max_tokens=None)
+    with pytest.raises(ValueError, match="got 'max_tokens'"):
+        resolve(config_with(max_tokens=3))
+    with pytest.raises(ValueError, match="got '_from_model_config'"):
+        resolve(_from_model_config=True)
+
+
+def test_names_of_a_models_makers_are_passed_over() -> None:
+    of_model = config_with(chat_format="chatml", max_new_tokens=4)
+    assert resolve(None, of_model).max_new_tokens == 4
+    copied = copy.deepcopy(of_model)
+    copied.max_new_tokens = 6
+    assert resolve(copied, of_model).max_new_tokens == 6
+    copied.chat_format = "other"  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="got 'chat_format'"):
+        resolve(copied, of_model)
+
+
+def test_seed_may_stand_in_the_configuration() -> None:
+    assert resolve(GenerationConfig(seed=8)).seed == 8
+
+
+def test_something_else_than_a_configuration() -> None:
+    with pytest.raises(ValueError, match="generation_config must be a transformers.GenerationConfig, got"):
+        resolve({"max_new_tokens": 3})  # type: ignore[arg-type]

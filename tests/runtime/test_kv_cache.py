@@ -1,0 +1,73 @@
+"""KV pools: their shapes, and how many blocks there are for which memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from selective_compile.backend import CallSite
+from selective_compile.options import EngineConfig
+from selective_compile.runtime import kv_cache
+from selective_compile.runtime.kv_cache import allocate_pools, bytes_per_block, free_memory, num_blocks
+from tests.runtime.simulated import CPU
+
+
+def site(kv_heads: int, key_size: int, value_size: int, dtype: torch.dtype = torch.float32) -> CallSite:
+    return CallSite(
+        name="call",
+        num_query_heads=kv_heads,
+        num_kv_heads=kv_heads,
+        key_head_size=key_size,
+        value_head_size=value_size,
+        window=0,
+        dtype=dtype,
+        device=CPU,
+    )
+
+
+SITES = (site(2, 8, 8), site(1, 4, 6, torch.bfloat16))
+BLOCK_BYTES = 16 * (2 * 16 * 4 + 1 * 10 * 2)
+
+
+def blocks(monkeypatch: pytest.MonkeyPatch, free: int, max_positions: int | None = None, **config: Any) -> int:
+    monkeypatch.setattr(kv_cache, "free_memory", lambda device: free)
+    return num_blocks(SITES, EngineConfig(**config), max_positions=max_positions, device=CPU)
+
+
+def test_pools_have_the_shape_of_their_call_site() -> None:
+    pools = allocate_pools(SITES, 5, 16)
+    assert [(tuple(keys.shape), tuple(values.shape), keys.dtype) for keys, values in pools] == [
+        ((5, 2, 16, 8), (5, 2, 16, 8), torch.float32),
+        ((5, 1, 16, 4), (5, 1, 16, 6), torch.bfloat16),
+    ]
+    assert bytes_per_block(SITES, 16) == BLOCK_BYTES
+    assert sum(tensor.nbytes for pool in pools for tensor in pool) == 5 * BLOCK_BYTES
+    assert not any(tensor.any() for pool in pools for tensor in pool)
+
+
+def test_max_kv_tokens_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert blocks(monkeypatch, free=0, max_kv_tokens=160) == 10
+    assert blocks(monkeypatch, free=0, max_kv_tokens=175) == 10
+
+
+def test_otherwise_a_share_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert blocks(monkeypatch, free=100 * BLOCK_BYTES, kv_memory_fraction=0.5) == 50
+
+
+def test_no_more_than_the_requests_can_fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert blocks(monkeypatch, free=2**40, max_positions=33, max_requests=4) == 12
+
+
+def test_a_cpu_is_shared_with_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert blocks(monkeypatch, free=2**40) * BLOCK_BYTES <= 4 * 2**30
+
+
+def test_not_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=f"must hold a block of {BLOCK_BYTES} bytes, got 0 bytes"):
+        blocks(monkeypatch, free=1)
+
+
+def test_the_free_memory_of_this_machine() -> None:
+    assert 2**20 < free_memory(CPU) < 2**50

@@ -1,0 +1,72 @@
+"""What is submitted is checked before anything of it is kept; every refusal says what must be and what was given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from selective_compile.runtime.prompt import check_length, check_request_id, token_ids
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [[3, 0, 9], (3, 0, 9), torch.tensor([3, 0, 9]), np.array([3, 0, 9], dtype=np.int32), iter([3, 0, 9])],
+)
+def test_one_dimension_of_integers_of_any_kind(prompt: Any) -> None:
+    assert token_ids(prompt, 10).tolist() == [3, 0, 9]
+
+
+@pytest.mark.parametrize("prompt", [[], (), torch.tensor([], dtype=torch.int64)])
+def test_empty(prompt: Any) -> None:
+    with pytest.raises(ValueError, match="must hold at least one token id, got none"):
+        token_ids(prompt, 10)
+
+
+@pytest.mark.parametrize(("prompt", "given"), [([1, 10], 10), ([-1], -1), ([2**70], 2**70)])
+def test_out_of_range(prompt: Any, given: int) -> None:
+    with pytest.raises(ValueError, match=f"at least 0 and less than the vocabulary size 10, got {given}"):
+        token_ids(prompt, 10)
+
+
+@pytest.mark.parametrize(
+    "prompt", [[1.0], [True], ["a"], [None], [[1, 2]], torch.tensor([[1, 2]]), torch.tensor([1.0])]
+)
+def test_something_else_than_integers(prompt: Any) -> None:
+    with pytest.raises(ValueError, match="must be integers in one dimension, got"):
+        token_ids(prompt, 10)
+
+
+@pytest.mark.parametrize("prompt", ["12", b"12", None, 5, torch.tensor(5)])
+def test_no_sequence(prompt: Any) -> None:
+    with pytest.raises(ValueError, match="must be a sequence of token ids, got"):
+        token_ids(prompt, 10)
+
+
+def test_request_ids() -> None:
+    assert check_request_id("a") == "a" and check_request_id(2**63) == 2**63
+    for wrong in (True, 1.5, None, b"a", ("a",)):
+        with pytest.raises(ValueError, match="request_id must be a string or an integer, got"):
+            check_request_id(wrong)
+
+
+@pytest.mark.parametrize(
+    ("prompt_length", "max_new_tokens", "max_positions", "pool_tokens"),
+    [(8, 1, 8, 100), (1, 8, 8, 100), (8, 1, None, 8), (5, 4, None, 8)],
+)
+def test_the_last_new_token_takes_no_place(
+    prompt_length: int, max_new_tokens: int, max_positions: int | None, pool_tokens: int
+) -> None:
+    lengths = {"max_positions": max_positions, "pool_tokens": pool_tokens}
+    check_length(prompt_length, max_new_tokens, **lengths)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"max_new_tokens must be at most {max_new_tokens} .*got {max_new_tokens + 1}"):
+        check_length(prompt_length, max_new_tokens + 1, **lengths)  # type: ignore[arg-type]
+
+
+def test_which_limit_it_is() -> None:
+    with pytest.raises(ValueError, match="prompt_ids must be at most 8 tokens for the model's positions, got 9"):
+        check_length(9, 1, max_positions=8, pool_tokens=100)
+    with pytest.raises(ValueError, match="prompt_ids must be at most 16 tokens for the block pool, got 17"):
+        check_length(17, 1, max_positions=None, pool_tokens=16)

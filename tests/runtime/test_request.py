@@ -1,0 +1,266 @@
+"""Request handles and threads: streaming, waiting, cancelling and submitting from anywhere, with and without a driver."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+from selective_compile.runtime import Engine, Request, StepRecord
+from selective_compile.runtime.request_state import RequestState
+from tests.runtime.simulated import VOCAB_SIZE, SimulatedProgram, expected_tokens, simulated_engine
+
+SECONDS = 20.0  # far more than anything here takes; a test that gets here has hung
+
+
+@contextmanager
+def held_step(program: SimulatedProgram) -> Iterator[threading.Event]:
+    """Within, the model's next run waits; the event is set once it does."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        entered.set()
+        assert leave.wait(SECONDS)
+
+    program.before_run = hold
+    try:
+        yield entered
+    finally:
+        program.before_run = lambda: None
+        leave.set()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.perf_counter() + SECONDS
+    while not condition():
+        assert time.perf_counter() < deadline
+        time.sleep(0.001)
+
+
+class EndsAtTheLastMoment:
+    """An owner whose request ends just when a reader has found nothing and is about to wait."""
+
+    request: Request
+
+    @property
+    def driven(self) -> bool:
+        if not self.request.finished:
+            self.request.finish("cancelled")
+        return True
+
+    def drive(self) -> None:
+        raise AssertionError
+
+    def cancel(self, request: Request) -> None:
+        raise AssertionError
+
+
+def test_an_end_between_looking_and_waiting_is_not_missed() -> None:
+    owner = EndsAtTheLastMoment()
+    params = simulated_engine().submit([1]).params
+    owner.request = Request(RequestState("a", 0, [1]), params, owner)
+    started = time.perf_counter()
+    assert owner.request.result(timeout=SECONDS).finish_reason == "cancelled"
+    assert time.perf_counter() - started < SECONDS / 2
+
+
+def test_a_reader_drives_the_engine_for_all() -> None:
+    engine = simulated_engine()
+    first, second = engine.submit([1], max_new_tokens=5), engine.submit([2], max_new_tokens=3)
+    assert list(first) == first.tokens == expected_tokens([1], first.params)
+    assert second.finished
+    assert list(second) == list(second) == second.tokens
+
+
+def test_streams_begin_before_the_end() -> None:
+    engine = simulated_engine()
+    request = engine.submit([1], max_new_tokens=5)
+    stream = iter(request)
+    assert next(stream) == request.tokens[0]
+    assert not request.finished and request.finish_reason is None
+    assert len(request.tokens) == 1
+
+
+def test_result_and_timing() -> None:
+    engine = simulated_engine()
+    request = engine.submit([1, 2], request_id="a", max_new_tokens=5)
+    assert request.timing.queued is None and request.timing.total is None
+    result = request.result()
+    assert (result.request_id, result.tokens, result.finish_reason) == ("a", tuple(request.tokens), "length")
+    assert result.error is None
+    queued, first_token, total = result.timing.queued, result.timing.first_token, result.timing.total
+    assert queued is not None and first_token is not None and total is not None
+    assert 0 <= queued <= first_token <= total
+    assert request.result() == result
+    assert "'a'" in repr(request) and "5 tokens" in repr(request)
+
+
+def test_tokens_are_a_copy() -> None:
+    request = simulated_engine().submit([1], max_new_tokens=2)
+    request.result()
+    request.tokens.clear()
+    assert len(request.tokens) == 2
+
+
+def test_result_times_out_with_and_without_a_background_thread() -> None:
+    program = SimulatedProgram()
+    engine = simulated_engine(program)
+    request = engine.submit([1], max_new_tokens=400)
+    with pytest.raises(TimeoutError, match="must finish within 0 seconds"):
+        request.result(timeout=0)
+    with engine.running(), held_step(program) as entered:
+        assert entered.wait(SECONDS)
+        with pytest.raises(TimeoutError, match=r"must finish within 0.01 seconds"):
+            request.result(timeout=0.01)
+    assert len(request.result().tokens) == 400
+
+
+def test_submitting_from_many_threads_while_running() -> None:
+    engine = simulated_engine(max_kv_tokens=128, block_size=4, token_budget=16, max_requests=8)
+
+    def client(number: int) -> list[Request]:
+        source = random.Random(number)
+        requests = []
+        for turn in range(6):
+            prompt = [source.randrange(VOCAB_SIZE) for _ in range(source.randint(1, 30))]
+            request = engine.submit(prompt, request_id=f"{number}/{turn}", max_new_tokens=source.randint(1, 12))
+            if turn == 3:
+                request.cancel()
+            elif turn % 2:
+                assert list(request) == request.tokens
+            requests.append(request)
+        for request in requests:
+            request.result(timeout=SECONDS)
+        return requests
+
+    with engine.running(), ThreadPoolExecutor(8) as clients:
+        served = [request for requests in clients.map(client, range(8)) for request in requests]
+    for request in served:
+        if request.finish_reason == "cancelled":
+            assert request.request_id.endswith("/3")  # type: ignore[union-attr]
+            assert request.tokens == expected_tokens(request.prompt_ids, request.params)[: len(request.tokens)]
+        else:
+            assert request.tokens == expected_tokens(request.prompt_ids, request.params)
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
+    assert stats.preemptions > 0
+    engine._scheduler.check()
+
+
+def test_many_readers_without_a_background_thread() -> None:
+    engine = simulated_engine()
+    requests = [engine.submit([number], max_new_tokens=10) for number in range(6)]
+    with ThreadPoolExecutor(12) as readers:
+        streams = list(readers.map(list, requests + requests))
+    for request, stream in zip(requests + requests, streams, strict=True):
+        assert stream == expected_tokens(request.prompt_ids, request.params)
+
+
+def test_the_background_thread_sleeps_when_idle_and_wakes() -> None:
+    program = SimulatedProgram()
+    engine = simulated_engine(program)
+    with engine.running():
+        engine.submit([1], max_new_tokens=3).result(timeout=SECONDS)
+        steps = engine.stats().steps
+        before = time.process_time()
+        time.sleep(0.2)
+        assert time.process_time() - before < 0.1
+        assert engine.stats().steps == steps == 3
+        assert engine.submit([1], max_new_tokens=2).result(timeout=SECONDS).finish_reason == "length"
+
+
+def test_submitting_cancelling_and_stats_do_not_wait_for_the_model() -> None:
+    program = SimulatedProgram()
+    engine = simulated_engine(program)
+    with engine.running(), held_step(program) as entered:
+        running = engine.submit([1], max_new_tokens=5)
+        assert entered.wait(SECONDS)
+        waiting = engine.submit([2], max_new_tokens=5)
+        running.cancel()
+        assert running.finished and engine.stats().blocks_used == 0
+        assert waiting.tokens == []
+    assert running.tokens == []
+    assert waiting.result(timeout=SECONDS).finish_reason == "length"
+
+
+def test_leaving_running_hands_over_to_the_reader() -> None:
+    """A reader that waits for the background thread when it stops goes on by itself."""
+    engine = simulated_engine()
+    request = engine.submit([1], max_new_tokens=300)
+    with ThreadPoolExecutor(1) as executor:
+        with engine.running():
+            reader = executor.submit(list, request)
+            wait_until(lambda: len(request.tokens) > 3)
+        assert not engine.driven
+        assert reader.result(timeout=SECONDS) == expected_tokens([1], request.params)
+
+
+def test_running_may_be_entered_again_but_not_twice() -> None:
+    engine = simulated_engine()
+    with engine.running() as same:
+        assert same is engine and engine.driven
+        with pytest.raises(RuntimeError, match="must not be running already"), engine.running():
+            pass
+        assert engine.driven
+    threads = threading.active_count()
+    for _ in range(3):
+        with engine.running():
+            engine.submit([1], max_new_tokens=2).result(timeout=SECONDS)
+    assert threading.active_count() == threads
+    assert not engine.driven
+
+
+def test_an_exception_in_the_body_stops_the_thread() -> None:
+    engine = simulated_engine()
+    with pytest.raises(KeyError), engine.running():
+        raise KeyError
+    assert not engine.driven
+
+
+def test_a_failed_step_does_not_stop_the_background_thread() -> None:
+    program = SimulatedProgram()
+    engine = simulated_engine(program)
+    failures = iter([ValueError("bad"), None])
+
+    def fail_once() -> None:
+        if (failure := next(failures, None)) is not None:
+            raise failure
+
+    program.before_run = fail_once
+    with engine.running():
+        failed = engine.submit([1], max_new_tokens=3).result(timeout=SECONDS)
+        fine = engine.submit([1], max_new_tokens=3).result(timeout=SECONDS)
+    assert (failed.finish_reason, failed.error) == ("error", "step 0 failed: ValueError: bad")
+    assert fine.finish_reason == "length"
+
+
+def test_an_observer_that_raises_ends_the_thread_and_is_heard() -> None:
+    def observe(record: StepRecord) -> None:
+        if record.step == 2:
+            raise KeyError("observer")
+
+    engine: Engine = simulated_engine(observers=[observe])
+    with pytest.raises(KeyError, match="observer"), engine.running():
+        request = engine.submit([1], max_new_tokens=6)
+        # The thread ends at step 2; the reader drives the rest.
+        assert request.result(timeout=SECONDS).finish_reason == "length"
+    assert list(request) == expected_tokens([1], request.params)
+
+
+def test_cancelling_a_request_ends_its_stream() -> None:
+    program = SimulatedProgram()
+    engine = simulated_engine(program)
+    request = engine.submit([1], max_new_tokens=500)
+    with engine.running():
+        streamed = []
+        for token in request:
+            streamed.append(token)
+            if len(streamed) == 3:
+                request.cancel()
+    assert request.finish_reason == "cancelled"
+    assert streamed == request.tokens == expected_tokens([1], request.params)[: len(streamed)]

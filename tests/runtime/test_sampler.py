@@ -1,0 +1,177 @@
+"""The sampler: greedy and sampled rows, transformers' warpers as the definition, and draws that the batch cannot move."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from selective_compile.runtime.generation import GenerationParams
+from selective_compile.runtime.sampler import sample
+
+GREEDY = GenerationParams(
+    max_new_tokens=9,
+    eos_token_ids=frozenset(),
+    do_sample=False,
+    temperature=1.0,
+    top_k=0,
+    top_p=1.0,
+    seed=0,
+    logprobs=False,
+)
+
+
+def params(**fields: Any) -> GenerationParams:
+    return dataclasses.replace(GREEDY, do_sample=True, **fields)
+
+
+def random_logits(rows: int, vocabulary: int, seed: int = 0, ties: bool = False) -> Tensor:
+    logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 2
+    return logits.round() if ties else logits
+
+
+def warped(logits: Tensor, wanted: GenerationParams) -> Tensor:
+    """[V] float32: the scores that `generate` samples from, by its own warpers in its own order."""
+    scores, no_ids = logits[None].float(), torch.zeros(1, 1, dtype=torch.int64)
+    if wanted.temperature != 1.0:
+        scores = TemperatureLogitsWarper(wanted.temperature)(no_ids, scores)
+    if wanted.top_k:
+        scores = TopKLogitsWarper(wanted.top_k)(no_ids, scores)
+    if wanted.top_p < 1.0:
+        scores = TopPLogitsWarper(wanted.top_p)(no_ids, scores)
+    return scores[0]
+
+
+def counts_of_draws(logits: Tensor, wanted: GenerationParams, draws: int) -> Tensor:
+    """[V]: how often each token comes up at the first `draws` indices of one request."""
+    tokens = sample(logits.expand(draws, -1), [wanted] * draws, range(draws)).tokens
+    return torch.bincount(torch.tensor(tokens), minlength=logits.shape[0])
+
+
+def test_greedy_takes_the_first_of_the_largest() -> None:
+    logits = torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 2.0]])
+    assert sample(logits, [GREEDY] * 2, [0, 0]).tokens == [1, 0]
+
+
+def test_greedy_compares_in_float32() -> None:
+    logits = random_logits(50, 300).bfloat16()
+    assert sample(logits, [GREEDY] * 50, [0] * 50).tokens == logits.float().argmax(-1).tolist()
+
+
+def test_no_rows() -> None:
+    assert sample(torch.zeros(0, 5), [], []).tokens == []
+
+
+WARPINGS = [
+    {},
+    {"temperature": 0.6},
+    {"temperature": 1.7, "top_k": 5},
+    {"top_k": 1},
+    {"top_k": 1000},
+    {"top_p": 0.7},
+    {"top_p": 0.0},
+    {"temperature": 0.8, "top_k": 12, "top_p": 0.9},
+]
+
+
+@pytest.mark.parametrize("fields", WARPINGS, ids=str)
+@pytest.mark.parametrize("ties", [False, True])
+def test_draws_follow_the_distribution_of_transformers_warpers(fields: dict[str, Any], ties: bool) -> None:
+    draws = 10_000
+    logits = random_logits(1, 40, seed=3, ties=ties)[0]
+    wanted = params(seed=123, **fields)
+    # By value: which of several equal scores top-p keeps depends on an unstable sort in transformers.
+    values, value_of_token = logits.unique(return_inverse=True)
+    none = torch.zeros(len(values), dtype=torch.float64)
+    observed = none.index_add(0, value_of_token, counts_of_draws(logits, wanted, draws).double())
+    expected = none.index_add(0, value_of_token, warped(logits, wanted).double().softmax(-1) * draws)
+    assert observed[expected == 0].sum() == 0
+    # Tokens expected less than five times count as one, as the chi-square approximation wants it.
+    common = expected >= 5
+    cells = torch.stack([observed[common], expected[common]])
+    if expected[~common].sum() > 0:
+        rest = torch.stack([observed[~common].sum(), expected[~common].sum()])
+        cells = torch.cat([cells, rest[:, None]], dim=1)
+    freedom = max(cells.shape[1] - 1, 1)
+    chi_square = ((cells[0] - cells[1]) ** 2 / cells[1].clamp_min(1e-9)).sum().item()
+    assert chi_square < freedom + 5 * (2 * freedom) ** 0.5 + 5
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    ties=st.booleans(),
+    temperature=st.sampled_from([1.0, 0.3, 2.0]),
+    top_k=st.integers(0, 30),
+    top_p=st.sampled_from([0.0, 0.1, 0.5, 0.9, 0.99, 1.0]),
+)
+def test_the_same_tokens_stay_as_after_transformers_warpers(
+    seed: int, ties: bool, temperature: float, top_k: int, top_p: float
+) -> None:
+    """400 draws reach all tokens that are likely enough to show, and none that is filtered."""
+    logits = random_logits(1, 25, seed=seed, ties=ties)[0]
+    wanted = params(seed=seed, temperature=temperature, top_k=top_k, top_p=top_p)
+    seen = logits[counts_of_draws(logits, wanted, 400) > 0]
+    probabilities = warped(logits, wanted).softmax(-1)
+    for value in logits.unique():  # equal scores are counted, for the reason above
+        stay = probabilities[(logits == value) & (probabilities > 0)]
+        number = int((seen == value).sum())
+        assert number <= len(stay)
+        assert number == len(stay) or stay[0] < 0.05
+
+
+def test_equal_probabilities_at_the_limit_of_top_p() -> None:
+    """Ten equal tokens and top_p 0.9: float32 rounding decides whether nine or ten stay, here and there."""
+    for size, top_p in [(10, 0.9), (4, 0.5), (8, 0.25), (5, 0.6), (3, 0.34)]:
+        logits = torch.zeros(size)
+        wanted = params(top_p=top_p)
+        stay = int((warped(logits, wanted) > -torch.inf).sum())
+        assert int((counts_of_draws(logits, wanted, 2000) > 0).sum()) == stay, (size, top_p)
+
+
+def test_a_draw_does_not_depend_on_the_batch_around_it() -> None:
+    rows, vocabulary = 24, 500
+    logits = random_logits(rows, vocabulary, ties=True)
+    wanted = [
+        params(seed=row, **fields) if row % 3 else GREEDY
+        for row, fields in zip(range(rows), WARPINGS * 3, strict=True)
+    ]
+    indices = [row * 7 for row in range(rows)]
+    together = sample(logits, wanted, indices).tokens
+    alone = [sample(logits[row : row + 1], [wanted[row]], [indices[row]]).tokens[0] for row in range(rows)]
+    backwards = sample(logits.flip(0), wanted[::-1], indices[::-1]).tokens[::-1]
+    assert together == alone == backwards
+
+
+def test_seed_and_index_decide_the_draw() -> None:
+    logits = torch.zeros(64, 1000)
+    same = sample(logits, [params(seed=5)] * 64, [3] * 64).tokens
+    assert len(set(same)) == 1
+    by_index = sample(logits, [params(seed=5)] * 64, range(64)).tokens
+    by_seed = sample(logits, [params(seed=seed) for seed in range(64)], [3] * 64).tokens
+    assert len(set(by_index)) > 55 and len(set(by_seed)) > 55
+    assert by_index[3] == by_seed[5] == same[0]
+
+
+def test_tokens_that_the_model_excludes_never_come_up() -> None:
+    logits = torch.full((200, 8), -torch.inf)
+    logits[:, 3] = 1.0
+    logits[:, 6] = 1.0
+    for fields in WARPINGS:
+        assert set(sample(logits, [params(**fields)] * 200, range(200)).tokens) <= {3, 6}
+
+
+def test_logprobs_are_those_of_the_model_for_who_asks() -> None:
+    logits = random_logits(3, 20)
+    wanted = [dataclasses.replace(GREEDY, logprobs=True), GREEDY, params(logprobs=True, temperature=0.5, top_k=3)]
+    sampled = sample(logits, wanted, [0, 0, 0])
+    expected = logits.log_softmax(-1)
+    assert sampled.logprobs[0] == pytest.approx(expected[0, sampled.tokens[0]].item(), abs=1e-6)
+    assert sampled.logprobs[1] == 0.0
+    assert sampled.logprobs[2] == pytest.approx(expected[2, sampled.tokens[2]].item(), abs=1e-6)

@@ -1,0 +1,259 @@
+"""The scheduler: order, budget, chunks and preemption by example, and its invariants under random traffic."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from selective_compile.runtime.block_pool import BlockPool
+from selective_compile.runtime.request_state import RequestState
+from selective_compile.runtime.scheduler import Scheduler, StepPlan
+
+
+def make_scheduler(
+    num_blocks: int = 64, token_budget: int = 8, max_requests: int = 4, block_size: int = 4
+) -> Scheduler:
+    return Scheduler(
+        BlockPool(num_blocks), token_budget=token_budget, max_requests=max_requests, block_size=block_size
+    )
+
+
+def add(scheduler: Scheduler, number: int, prompt_length: int) -> RequestState:
+    state = RequestState(number, number, [7] * prompt_length)
+    scheduler.add(state)
+    return state
+
+
+def run(scheduler: Scheduler, ends: dict[int, int] | None = None) -> StepPlan:
+    """One step; a request whose `ends` it reaches, in generated tokens, leaves."""
+    plan = scheduler.schedule()
+    for share in plan.shares:
+        scheduler.advance(share, 1 if share.samples else None)
+        if share.state.generated == (ends or {}).get(share.state.number):
+            scheduler.remove(share.state)
+    scheduler.check()
+    return plan
+
+
+def shape(plan: StepPlan) -> list[tuple[int, int]]:
+    return [(share.state.number, share.num_tokens) for share in plan.shares]
+
+
+def test_prompts_are_chunked_and_mix_with_decode_in_one_step() -> None:
+    scheduler = make_scheduler(token_budget=8)
+    add(scheduler, 0, 3)
+    add(scheduler, 1, 10)
+    assert shape(run(scheduler)) == [(0, 3), (1, 5)]
+    plan = run(scheduler)
+    assert shape(plan) == [(0, 1), (1, 5)]
+    assert [share.is_prefill for share in plan.shares] == [False, True]
+    assert [share.samples for share in plan.shares] == [True, True]
+    assert shape(run(scheduler)) == [(0, 1), (1, 1)]
+
+
+def test_only_the_chunk_that_ends_the_prompt_samples() -> None:
+    scheduler = make_scheduler(token_budget=4)
+    add(scheduler, 0, 9)
+    shares = [run(scheduler).shares[0] for _ in range(4)]
+    assert [(share.start, share.num_tokens, share.samples) for share in shares] == [
+        (0, 4, False),
+        (4, 4, False),
+        (8, 1, True),
+        (9, 1, True),
+    ]
+    assert [share.is_prefill for share in shares] == [True, True, True, False]
+
+
+def test_a_prompt_of_one_token_is_prefill() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, 0, 1)
+    assert run(scheduler).shares[0].is_prefill
+    assert not run(scheduler).shares[0].is_prefill
+
+
+def test_max_requests_holds_and_a_place_is_filled_at_the_next_step() -> None:
+    scheduler = make_scheduler(max_requests=2)
+    for number in range(4):
+        add(scheduler, number, 1)
+    assert shape(run(scheduler, ends={0: 1})) == [(0, 1), (1, 1)]
+    assert shape(run(scheduler)) == [(1, 1), (2, 1)]
+    assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
+
+
+def test_nobody_overtakes_the_request_that_waits_first() -> None:
+    scheduler = make_scheduler(num_blocks=3, block_size=4)
+    add(scheduler, 0, 5)
+    add(scheduler, 1, 8)  # two blocks, one is free
+    add(scheduler, 2, 1)  # would fit
+    assert shape(run(scheduler)) == [(0, 5)]
+
+
+def test_the_youngest_is_preempted_and_computed_again() -> None:
+    scheduler = make_scheduler(num_blocks=2, block_size=2)
+    old, young = add(scheduler, 0, 2), add(scheduler, 1, 1)
+    run(scheduler)
+    plan = scheduler.schedule()
+    assert shape(plan) == [(0, 1)]
+    assert plan.preempted == (young,)
+    assert (list(young.blocks), young.computed, young.tokens.tolist()) == ([], 0, [7, 1])
+    scheduler.advance(plan.shares[0], 1)
+    scheduler.remove(old)
+    plan = run(scheduler)
+    assert shape(plan) == [(1, 2)]
+    assert plan.shares[0].is_prefill and plan.shares[0].samples
+    assert scheduler.preemptions == 1
+
+
+def test_a_preempted_request_is_ahead_of_those_that_came_later() -> None:
+    scheduler = make_scheduler(num_blocks=3, block_size=2, max_requests=2)
+    for number in range(3):
+        add(scheduler, number, 1)
+    while not scheduler.preemptions:
+        run(scheduler)
+    scheduler.remove(next(scheduler.running()))
+    assert shape(run(scheduler))[0][0] == 1
+
+
+def test_a_request_may_have_to_give_way_itself() -> None:
+    scheduler = make_scheduler(num_blocks=2, block_size=2)
+    add(scheduler, 0, 1)
+    second = add(scheduler, 1, 2)
+    run(scheduler)
+    plan = run(scheduler)
+    assert shape(plan) == [(0, 1)]
+    assert plan.preempted == (second,)
+
+
+def test_preempt_all_keeps_order_and_tokens() -> None:
+    scheduler = make_scheduler()
+    states = [add(scheduler, number, 2) for number in range(3)]
+    run(scheduler)
+    scheduler.preempt_all()
+    scheduler.check()
+    assert scheduler.pool.num_free == 64
+    assert shape(run(scheduler)) == [(0, 3), (1, 3), (2, 2)]
+    assert [state.tokens.tolist() for state in states] == [[7, 7, 1, 1], [7, 7, 1, 1], [7, 7, 1]]
+
+
+def test_what_never_fits_is_our_mistake() -> None:
+    scheduler = make_scheduler(num_blocks=2, block_size=4)
+    assert scheduler.fits(8) and not scheduler.fits(9)
+    with pytest.raises(AssertionError):
+        add(scheduler, 0, 9)
+
+
+def test_nothing_to_do() -> None:
+    scheduler = make_scheduler()
+    assert not scheduler.has_work
+    assert scheduler.schedule() == StepPlan(shares=(), preempted=())
+
+
+def test_a_step_does_not_look_at_those_that_wait() -> None:
+    """10,000 waiting requests, 50 times as many as in the other queue, may not cost even 3 times as much."""
+
+    def fastest_step(waiting: int) -> float:
+        scheduler = make_scheduler(num_blocks=4096, token_budget=256, max_requests=64)
+        for number in range(64 + waiting):
+            add(scheduler, number, 1)
+        run(scheduler)
+        times = []
+        for _ in range(30):
+            started = time.perf_counter()
+            plan = scheduler.schedule()
+            times.append(time.perf_counter() - started)
+            assert len(plan.shares) == 64
+            for share in plan.shares:
+                scheduler.advance(share, 1)
+        return min(times)
+
+    assert fastest_step(10_000) < 3 * fastest_step(200)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random arrivals, lengths, ends and cancellations over a small pool."""
+
+    @initialize(
+        num_blocks=st.integers(1, 12),
+        token_budget=st.integers(1, 12),
+        max_requests=st.integers(1, 5),
+        block_size=st.integers(1, 4),
+    )
+    def start(self, num_blocks: int, token_budget: int, max_requests: int, block_size: int) -> None:
+        self.scheduler = make_scheduler(num_blocks, token_budget, max_requests, block_size)
+        self.live: dict[int, RequestState] = {}
+        self.ends: dict[int, int] = {}
+        self.added = 0
+        self.finished: list[int] = []
+
+    @rule(prompt_length=st.integers(1, 20), new_tokens=st.integers(1, 12))
+    def arrive(self, prompt_length: int, new_tokens: int) -> None:
+        if self.scheduler.fits(prompt_length + new_tokens - 1):
+            self.live[self.added] = add(self.scheduler, self.added, prompt_length)
+            self.ends[self.added] = new_tokens
+            self.added += 1
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.live)))
+        self.scheduler.remove(self.live.pop(number))
+        self.finished.append(number)
+
+    @rule()
+    def forget_everything_computed(self) -> None:
+        self.scheduler.preempt_all()
+
+    @rule()
+    def step(self) -> None:
+        plan = self.scheduler.schedule()
+        self.check_plan(plan)
+        for share in plan.shares:
+            before = share.state.tokens.tolist()
+            self.scheduler.advance(share, 5 if share.samples else None)
+            assert share.state.tokens.tolist() == before + [5] * share.samples
+            if share.state.generated == self.ends[share.state.number]:
+                self.scheduler.remove(self.live.pop(share.state.number))
+                self.finished.append(share.state.number)
+
+    def check_plan(self, plan: StepPlan) -> None:
+        assert plan.num_tokens <= self.scheduler.token_budget
+        assert len(plan.shares) <= self.scheduler.max_requests
+        assert bool(plan.shares) == bool(self.live), "a step with requests must compute something"
+        numbers = [share.state.number for share in plan.shares]
+        assert numbers == sorted(set(numbers))
+        if numbers:
+            assert numbers[0] == min(self.live), "the request that came first is always served"
+        for share in plan.shares:
+            assert share.num_tokens >= 1 and share.start == share.state.computed
+            end = share.start + share.num_tokens
+            assert share.samples == (end == len(share.state.tokens))
+            assert len(share.state.blocks) * self.scheduler.block_size >= end
+        for state in plan.preempted:
+            assert not state.blocks and state.number not in numbers
+            assert all(number < state.number for number in numbers)
+
+    @invariant()
+    def consistent(self) -> None:
+        self.scheduler.check()
+        assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.live)
+
+    def teardown(self) -> None:
+        """Without new arrivals every request ends, once, in bounded time, and all blocks are free."""
+        if not hasattr(self, "scheduler"):
+            return
+        # Served alone from the start, the first request ends within its tokens, each computed once more at most.
+        bound = sum(2 * (len(state.tokens) + self.ends[number]) for number, state in self.live.items())
+        for _ in range(bound):
+            self.step()
+            self.consistent()
+        assert not self.scheduler.has_work
+        assert self.scheduler.pool.num_free == self.scheduler.pool.num_blocks
+        assert sorted(self.finished) == list(range(self.added))
+
+
+TestRandomTraffic = SchedulerMachine.TestCase
+TestRandomTraffic.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

@@ -1,0 +1,79 @@
+"""Options: every wrong value and every unknown name is a ValueError that names it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from selective_compile.options import BackendOptions, EngineConfig
+
+
+def test_defaults() -> None:
+    assert dataclasses.asdict(EngineConfig()) == {
+        "token_budget": 512,
+        "max_requests": 64,
+        "block_size": 16,
+        "max_kv_tokens": None,
+        "kv_memory_fraction": 0.9,
+        "dtype": None,
+        "implementation": "auto",
+        "seed": 0,
+        "compile": True,
+    }
+    assert dataclasses.asdict(BackendOptions()) == {"inductor": True, "implementation": "auto"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"token_budget": 0},
+        {"token_budget": 1.5},
+        {"token_budget": True},
+        {"max_requests": -1},
+        {"block_size": 0},
+        {"block_size": "16"},
+        {"max_kv_tokens": 0},
+        {"max_kv_tokens": 15},
+        {"kv_memory_fraction": 0.0},
+        {"kv_memory_fraction": 1.1},
+        {"kv_memory_fraction": float("nan")},
+        {"dtype": "float32"},
+        {"dtype": torch.int64},
+        {"implementation": "cuda"},
+        {"implementation": []},
+        {"seed": -1},
+        {"compile": 1},
+    ],
+)
+def test_engine_config_refuses(options: dict[str, Any]) -> None:
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"^{name} must be .*, got ") as error:
+        EngineConfig(**options)
+    assert str(error.value).endswith(repr(value))
+
+
+@pytest.mark.parametrize("options", [{"inductor": "no"}, {"implementation": "gpu"}])
+def test_backend_options_refuse(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"^{next(iter(options))} must be .*, got "):
+        BackendOptions(**options)
+
+
+@pytest.mark.parametrize("options", [EngineConfig, BackendOptions])
+def test_an_unknown_option_is_named_beside_the_known_ones(options: type) -> None:
+    with pytest.raises(ValueError, match=rf"option of {options.__name__} must be one of .*, got 'block_sise'") as error:
+        options(block_sise=16)
+    for field in dataclasses.fields(options):
+        assert field.name in str(error.value)
+
+
+def test_options_are_values() -> None:
+    config = EngineConfig(block_size=8, dtype=torch.bfloat16)
+    assert config == dataclasses.replace(EngineConfig(dtype=torch.bfloat16), block_size=8)
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.block_size = 4  # type: ignore[misc]
