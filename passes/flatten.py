@@ -207,6 +207,7 @@ class Flattener:
         fakes = tuple(self.fake(node) for node in placeholders)
         module = retrace(self.traced.module, self.symbols, fakes)
         tidy(module)
+        self.check_generality()
         return FlatGraph(
             module=module,
             weights=weights,
@@ -219,6 +220,13 @@ class Flattener:
             sizes=self.traced.sizes,
             outputs=outputs,
         )
+
+    def check_generality(self) -> None:
+        """The flat graph must hold for every number of tokens, requests and blocks."""
+        for guard in self.symbols.env.guards:
+            self.traced.refuse(self.traced.output_node, f"the ragged graph holds only where {guard.expr}")
+        if self.traced.refusals:
+            raise RefusedError(self.traced.refusals)
 
     def ordered_inputs(self) -> tuple[tuple[Input, ...], tuple[Input, ...]]:
         """Weights still used, then token inputs; sizes and unused weights leave the graph."""
@@ -250,7 +258,8 @@ class Flattener:
         if name in ("positions", "slot_mapping"):
             return torch.empty([total], dtype=torch.int64, device=device)
         if name == "cu_seqlens_q":
-            return torch.empty([requests + 1], dtype=torch.int32, device=device)
+            # A symbol of its own: Inductor must find each symbol as the whole size of some input.
+            return torch.empty([self.symbols.size("boundaries", 7)], dtype=torch.int32, device=device)
         if name == "context_lens":
             return torch.empty([requests], dtype=torch.int32, device=device)
         if name == "block_table":

@@ -73,6 +73,6 @@ def check_length(
             raise ValueError(f"prompt_ids must be at most {limit} tokens for the {what}, got {prompt_length}")
         if prompt_length + max_new_tokens - 1 > limit:
             raise ValueError(
-                f"max_new_tokens must be at most {limit - prompt_length + 1} for the {what} of {limit} tokens, "
+                f"max_new_tokens must be at most {limit - prompt_length + 1} for the {what} of {limit}, "
                 f"after {prompt_length} of prompt, got {max_new_tokens}"
             )

@@ -208,7 +208,7 @@ class Request:
             with self._changed:
                 # Under the condition, or the wake of a background thread that stops here would be missed.
                 driven = self._owner.driven
-                if driven:
+                if driven and not ready():
                     self._changed.wait(left)
             if not driven:
                 self._owner.drive()

@@ -77,20 +77,24 @@ def _keep_top_k(scores: Tensor, top_k: Sequence[int]) -> tuple[Tensor, Tensor]:
 
     As `TopKLogitsWarper`: whatever is not less than the k-th largest score stays, ties of it included.
     """
-    limits = _column([min(k, scores.shape[1]) for k in top_k], torch.int64, scores.device)
-    largest = scores.topk(int(limits.max()), dim=-1).values
-    scores = scores.masked_fill(scores < largest.gather(1, limits - 1), -torch.inf)
-    width = int((scores > -torch.inf).sum(dim=-1).max())
-    vocabulary = scores.topk(max(width, 1), dim=-1).indices.sort(dim=-1).values
-    return scores.gather(1, vocabulary), vocabulary
+    kept = [min(k, scores.shape[1]) for k in top_k]
+    # One more than asked for shows whether ties reach further; only then all scores are compared.
+    largest, vocabulary = scores.topk(min(max(kept) + 1, scores.shape[1]), dim=-1)
+    limits = largest.gather(1, _column(kept, torch.int64, scores.device) - 1)
+    if (largest[:, -1:] >= limits).any():
+        vocabulary = scores.topk(int((scores >= limits).sum(dim=-1).max()), dim=-1).indices
+    vocabulary = vocabulary.sort(dim=-1).values
+    scores = scores.gather(1, vocabulary)
+    return scores.masked_fill(scores < limits, -torch.inf), vocabulary
 
 
 def _keep_top_p(scores: Tensor, top_p: Sequence[float]) -> Tensor:
     """Scores [S, C] with -inf outside of the smallest set of the likeliest tokens that has probability
     `top_p`.
 
-    As `TopPLogitsWarper`; the likeliest always stays. Where equal scores straddle the limit, as many of them stay
-    as there, but which of them is left to an unstable sort there; here it is those with the larger token ids.
+    As `TopPLogitsWarper`; the likeliest always stays. Where equal scores straddle the limit, as many of them
+    stay as there, but which of them is left to an unstable sort there; here it is those with the larger token
+    ids.
     """
     ascending, order = scores.sort(dim=-1, stable=True)
     cumulative = _weights(ascending).cumsum(dim=-1)
@@ -98,7 +102,6 @@ def _keep_top_p(scores: Tensor, top_p: Sequence[float]) -> Tensor:
     # construction.
     limits = _column([1 - p for p in top_p], torch.float32, scores.device)
     removed = (cumulative / cumulative[:, -1:]).float() <= limits
-    removed &= _column([p < 1.0 for p in top_p], torch.bool, scores.device)
     removed[:, -1] = False
     return scores.masked_fill(torch.empty_like(removed).scatter_(1, order, removed), -torch.inf)
 

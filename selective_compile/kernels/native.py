@@ -32,7 +32,7 @@ class NativeBuildError(RuntimeError):
     """There is no C++ compiler, or none that is there can build the source; the message has what each one said."""
 
 
-def load(source: Path, cache: Path | None = None) -> ctypes.CDLL:
+def load(source: Path, *, cache: Path | None = None, flags: tuple[str, ...] = FLAGS) -> ctypes.CDLL:
     """The library built from `source`: from the cache folder, or else built into it first.
 
     Raises:
@@ -45,38 +45,38 @@ def load(source: Path, cache: Path | None = None) -> ctypes.CDLL:
             failures.append(f"{name}: not found")
             continue
         try:
-            return _load_with(compiler, source, cache or cache_folder())
+            return _load_with(compiler, source, cache or cache_folder(), flags)
         except (OSError, subprocess.CalledProcessError) as error:
             said = getattr(error, "stderr", None) or str(error)
             failures.append(f"{compiler}: {said.strip()[-2000:]}")
     raise NativeBuildError(f"cannot build {source.name}: " + "; ".join(failures))
 
 
-def _load_with(compiler: str, source: Path, cache: Path) -> ctypes.CDLL:
+def _load_with(compiler: str, source: Path, cache: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
     with _writable(cache) as folder:
-        library = folder / library_name(compiler, source)
+        library = folder / library_name(compiler, source, flags)
         if not library.exists():
-            _build(compiler, source, library)
+            _build(compiler, source, library, flags)
         return ctypes.CDLL(str(library))
 
 
-def _build(compiler: str, source: Path, library: Path) -> None:
+def _build(compiler: str, source: Path, library: Path, flags: tuple[str, ...]) -> None:
     _logger.info("building %s with %s", source.name, compiler)
     # Under a name of its own, then renamed: another process may be building the same library at this moment.
     descriptor, unfinished = tempfile.mkstemp(prefix=library.stem, suffix=".unfinished", dir=library.parent)
     os.close(descriptor)
     try:
-        command = [compiler, *FLAGS, str(source), "-o", unfinished]
+        command = [compiler, *flags, str(source), "-o", unfinished]
         subprocess.run(command, check=True, capture_output=True, text=True)
         os.replace(unfinished, library)
     finally:
         Path(unfinished).unlink(missing_ok=True)
 
 
-def library_name(compiler: str, source: Path) -> str:
+def library_name(compiler: str, source: Path, flags: tuple[str, ...] = FLAGS) -> str:
     """Names everything that the machine code depends on; -march=native makes the processor one of these."""
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
-    parts = (source.read_text(), *FLAGS, compiler, version, processor())
+    parts = (source.read_text(), *flags, compiler, version, processor())
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     return f"{source.stem}-{digest}{sysconfig.get_config_var('SHLIB_SUFFIX') or '.so'}"
 

@@ -108,6 +108,15 @@ inline vf pair_dot(vf sum, vf, vf) { return sum; }
 inline vf make_pairs(vf low, vf) { return low; }
 #endif
 
+// Holds a value in a register that is used several times: GCC would load it again as the operand of every multiply-add.
+inline void pin(vf& v) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(v));
+#elif defined(__AVX__)
+  asm("" : "+x"(v));
+#endif
+}
+
 template <bool PAIRS> inline vf multiply_add(vf sum, vf a, vf b) {
   if constexpr (PAIRS) return pair_dot(sum, a, b);
   return sum + a * b;
@@ -134,9 +143,19 @@ inline void sum4(float* to, vf a, vf b, vf c, vf d) {
 }
 
 inline float largest(vf v) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
   float x = v[0];
   for (int lane = 1; lane < W; ++lane) x = v[lane] > x ? v[lane] : x;
   return x;
+#endif
+}
+
+inline vi lanes() {
+  vi v{};
+  for (int i = 0; i < W; ++i) v[i] = i;
+  return v;
 }
 
 inline float total(vf v) {
@@ -460,83 +479,88 @@ template <typename T> class Attention {
     store(to + d, load(tail));
   }
 
-  static void prefetch(const void* at, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(at) + i);
-  }
-
   // ---------------------------------------------------------------------------------------------- the few kernel
 
   bool direct_pairs() const { return PAIRS && call_.size % (2 * W) == 0; }
   bool direct_keys() const { return std::is_same_v<T, float> && call_.size % W == 0; }
-  bool direct_values() const { return call_.value_size % W == 0; }
 
-  int64_t few_scratch(int64_t vectors) const { return vectors * (depth_ + FEW_KEYS) + FEW_KEYS * (depth_ + width_) + W; }
+  int64_t few_scratch(int64_t vectors) const {
+    return vectors * (depth_ + FEW_KEYS) + FEW_KEYS * std::max(depth_, width_);
+  }
 
   void attend_few(const Item& item, State state, float* memory) const {
-    const int64_t vectors = item.vectors, n = item.request;
-    float *query = memory, *scores = query + vectors * depth_, *key_copy = scores + vectors * FEW_KEYS;
-    float *value_copy = key_copy + FEW_KEYS * depth_, *factor = value_copy + FEW_KEYS * width_;
+    const int64_t vectors = item.vectors, last = item.last_key + 1;
+    float *query = memory, *scores = query + vectors * depth_, *copies = scores + vectors * FEW_KEYS;
+    alignas(64) float factor[W];
+    alignas(64) int32_t bounds[2][W];
     for (int64_t m = 0; m < vectors; ++m) {
       if (direct_pairs()) std::memcpy(query + m * depth_, query_vector(item, m), call_.size * sizeof(T));
       else widen(query + m * depth_, query_vector(item, m), call_.size);
+      int64_t at = position(item.request, item.vector + m);
+      bounds[0][m] = int32_t(first_seen(at));
+      bounds[1][m] = int32_t(at);
     }
-    const int64_t last = item.last_key + 1;
-    const T *keys[2][FEW_KEYS], *values[2][FEW_KEYS];
+    const T *keys[2][FEW_KEYS + 3], *values[2][FEW_KEYS + 3];
     // Tiles start at multiples of FEW_KEYS; what lies before the first or behind the last key is never located.
     int64_t begin = item.first_key, end = std::min<int64_t>(last, begin / FEW_KEYS * FEW_KEYS + FEW_KEYS);
     locate(item, begin, end, keys[0], values[0]);
     for (int turn = 0; begin < last; turn ^= 1) {
       int64_t next = std::min<int64_t>(last, end + FEW_KEYS), count = end - begin, ahead = next - end;
-      locate(item, end, next, keys[turn ^ 1], values[turn ^ 1]);
-      // Blocks lie anywhere: the hardware's prefetcher does not find the next one.
       const T **next_keys = keys[turn ^ 1], **next_values = values[turn ^ 1];
-      score_few(query, keys[turn], count, vectors, scores, key_copy, next_keys, ahead);
-      for (int64_t m = 0; m < vectors; ++m) {
-        int64_t at = position(n, item.vector + m);
-        factor[m] = soften(scores + m * FEW_KEYS, begin, count, first_seen(at), at, state.largest[m], state.weight[m]);
-      }
-      weigh_few(scores, factor, values[turn], count, vectors, state.sums, value_copy, next_values, ahead);
+      locate(item, end, next, next_keys, next_values);
+      for (int64_t i = ahead; i < FEW_KEYS; ++i) next_keys[i] = keys[turn][0];  // something to prefetch, already near
+      for (int64_t i = count; i < FEW_KEYS + 3; ++i) keys[turn][i] = keys[turn][count - 1], values[turn][i] = values[turn][count - 1];
+      score_few(query, keys[turn], values[turn], count, vectors, scores, copies);
+      soften_few(scores, begin, count, vectors, bounds, state, factor);
+      weigh_few(scores, factor, values[turn], next_keys, count, vectors, state.sums, copies);
       begin = end;
       end = next;
     }
   }
 
-  // scores[m][i] = query m . key i, for i < count; the rest up to the next four is arbitrary.
-  void score_few(const float* query, const T** keys, int64_t count, int64_t vectors, float* scores, float* copy,
-                 const T** next_keys, int64_t ahead) const {
+  // scores[m][i] = query m . key i, for i < count; the rest is arbitrary. Values are prefetched line by line meanwhile:
+  // blocks lie anywhere, so that the hardware's prefetcher finds no stream, and a burst of prefetches stalls the core.
+  void score_few(const float* query, const T** keys, const T** values, int64_t count, int64_t vectors, float* scores,
+                 float* copies) const {
     const float* rows[FEW_KEYS + 3];
     bool direct = direct_keys() || direct_pairs();
-    for (int64_t i = 0; i < count; ++i) {
-      if (direct) rows[i] = reinterpret_cast<const float*>(keys[i]);
-      else widen(copy + i * depth_, keys[i], call_.size), rows[i] = copy + i * depth_;
-    }
-    for (int64_t i = count; i < round_up(count, 4); ++i) rows[i] = rows[count - 1];
-    for (int64_t i = 0; i < count; i += 4) {
-      for (int64_t j = i; j < std::min(i + 4, ahead); ++j) prefetch(next_keys[j], call_.size * sizeof(T));
+    for (int64_t i = 0; i < count; ++i)
+      if (!direct) widen(copies + i * depth_, keys[i], call_.size);
+    for (int64_t i = 0; i < round_up(count, 4); ++i)
+      rows[i] = direct ? reinterpret_cast<const float*>(keys[i]) : copies + std::min(i, count - 1) * depth_;
+    for (int64_t i = 0; i < count; i += 4)
       for (int64_t m = 0; m < vectors; m += 4) {
         const float* q = query + m * depth_;
         float* to = scores + m * FEW_KEYS + i;
         switch (std::min<int64_t>(4, vectors - m)) {
-          case 1: score_few_registers<1>(q, rows + i, to); break;
-          case 2: score_few_registers<2>(q, rows + i, to); break;
-          case 3: score_few_registers<3>(q, rows + i, to); break;
-          default: score_few_registers<4>(q, rows + i, to);
+          case 1: score_few_registers<1>(q, rows + i, values + i, to); break;
+          case 2: score_few_registers<2>(q, rows + i, values + i, to); break;
+          case 3: score_few_registers<3>(q, rows + i, values + i, to); break;
+          default: score_few_registers<4>(q, rows + i, values + i, to);
         }
       }
-    }
   }
 
-  template <int M> void score_few_registers(const float* query, const float** rows, float* scores) const {
-    if (direct_pairs()) score_few_registers<M, PAIRS>(query, rows, scores, call_.size / 2);
-    else score_few_registers<M, false>(query, rows, scores, depth_);
+  template <int M>
+  void score_few_registers(const float* query, const float** rows, const T** ahead, float* scores) const {
+    if (direct_pairs()) score_few_registers<M, PAIRS>(query, rows, ahead, scores, call_.size / 2);
+    else score_few_registers<M, false>(query, rows, ahead, scores, depth_);
   }
 
   template <int M, bool PAIR_DOTS>
-  void score_few_registers(const float* query, const float** rows, float* scores, int64_t words) const {
+  void score_few_registers(const float* query, const float** rows, const T** ahead, float* scores, int64_t words) const {
     const float *k0 = rows[0], *k1 = rows[1], *k2 = rows[2], *k3 = rows[3];
+    const T *v0 = ahead[0], *v1 = ahead[1], *v2 = ahead[2], *v3 = ahead[3];
+    constexpr int64_t STEP = PAIR_DOTS ? 2 : 1;  // values in a word
     vf sum[M][4] = {};
     for (int64_t d = 0; d < words; d += W) {
       vf key[4] = {load(k0 + d), load(k1 + d), load(k2 + d), load(k3 + d)};
+      __builtin_prefetch(v0 + d * STEP);
+      __builtin_prefetch(v1 + d * STEP);
+      __builtin_prefetch(v2 + d * STEP);
+      __builtin_prefetch(v3 + d * STEP);
+      if (M > 1)
+        for (vf& k : key) pin(k);
 #pragma GCC unroll 4
       for (int m = 0; m < M; ++m) {
         vf q = load(query + m * depth_ + d);
@@ -550,80 +574,93 @@ template <typename T> class Attention {
   // A score in base 2 from a dot product.
   vf base2(vf dot) const { return softcap_ > 0 ? tanh(dot * scale_) * float(softcap_ * LOG2E) : dot * scale_; }
 
-  // Turns `count` dot products at positions begin, ... into weights; returns the factor of the sums so far.
-  float soften(float* scores, int64_t begin, int64_t count, int64_t first, int64_t last, float& largest_score,
-               float& weight) const {
-    vi lane{};
-    for (int i = 0; i < W; ++i) lane[i] = i;
-    vf best = splat(-INFINITY);
-    last = std::min(last, begin + count - 1);
-    for (int64_t i = 0; i < count; i += W) {
-      vi at = lane + int32_t(begin + i);
-      vf score = select((at >= int32_t(first)) & (at <= int32_t(last)), base2(load(scores + i)), splat(-INFINITY));
-      store(scores + i, score);
-      best = larger(score, best);
+  // Turns the dot products at positions begin, ... into weights; factor[m]: what the sums so far are multiplied by.
+  void soften_few(float* scores, int64_t begin, int64_t count, int64_t vectors, const int32_t (*bounds)[W], State state,
+                  float* factor) const {
+    alignas(64) float top[W], sum[W];
+    store(top, splat(-INFINITY));
+    for (int64_t m = 0; m < vectors; ++m) {
+      vi first = splat(bounds[0][m]), last = splat(std::min(bounds[1][m], int32_t(begin + count - 1)));
+      vf best = splat(-INFINITY);
+      for (int64_t i = 0; i < count; i += W) {
+        vi at = lanes() + int32_t(begin + i);
+        float* score = scores + m * FEW_KEYS + i;
+        vf kept = select((at >= first) & (at <= last), base2(load(score)), splat(-INFINITY));
+        store(score, kept);
+        best = larger(kept, best);
+      }
+      top[m] = largest(best);
     }
-    float top = std::max(largest_score, largest(best)), base = top == -INFINITY ? 0 : top;
-    vf sum{};
-    for (int64_t i = 0; i < count; i += W) {
-      vf p = exp2(load(scores + i) - base);
-      store(scores + i, p);
-      sum += p;
+    vf before = load(state.largest), now = larger(before, load(top)), base = select(now == -INFINITY, vf{}, now);
+    store(state.largest, now);
+    store(top, base);
+    store(factor, exp2(before - base));
+    store(sum, vf{});
+    for (int64_t m = 0; m < vectors; ++m) {
+      vf weights{};
+      for (int64_t i = 0; i < count; i += W) {
+        float* score = scores + m * FEW_KEYS + i;
+        vf p = exp2(load(score) - top[m]);
+        store(score, p);
+        weights += p;
+      }
+      sum[m] = total(weights);
     }
-    float factor = exp2(largest_score - base);
-    weight = weight * factor + total(sum);
-    largest_score = top;
-    return factor;
+    store(state.weight, load(state.weight) * load(factor) + load(sum));
   }
 
   // sums[m] = sums[m] * factor[m] + sum over i of weights[m][i] * value i
-  void weigh_few(const float* weights, const float* factor, const T** values, int64_t count, int64_t vectors, float* sums,
-                 float* copy, const T** next_values, int64_t ahead) const {
-    for (int64_t i = 0; i < ahead; ++i) prefetch(next_values[i], call_.value_size * sizeof(T));
-    if (direct_values() && (std::is_same_v<T, float> || vectors <= 4))
-      return weigh_few_rows(weights, factor, values, count, vectors, sums);
+  void weigh_few(const float* weights, const float* factor, const T** values, const T** ahead, int64_t count,
+                 int64_t vectors, float* sums, float* copies) const {
+    if (call_.value_size % W == 0 && (std::is_same_v<T, float> || vectors <= 4))
+      return weigh_few_rows(weights, factor, values, ahead, count, vectors, sums);
     const float* rows[FEW_KEYS];
     for (int64_t i = 0; i < count; ++i) {
-      rows[i] = copy + i * width_;
-      widen(copy + i * width_, values[i], call_.value_size);
+      rows[i] = copies + i * width_;
+      widen(copies + i * width_, values[i], call_.value_size);
     }
-    weigh_few_rows(weights, factor, rows, count, vectors, sums);
+    weigh_few_rows(weights, factor, rows, ahead, count, vectors, sums);
   }
 
   template <typename S>
-  void weigh_few_rows(const float* weights, const float* factor, const S** rows, int64_t count, int64_t vectors,
-                      float* sums) const {
+  void weigh_few_rows(const float* weights, const float* factor, const S** rows, const T** ahead, int64_t count,
+                      int64_t vectors, float* sums) const {
     for (int64_t m = 0; m < vectors; m += 4) {
       const float* w = weights + m * FEW_KEYS;
       float* to = sums + m * width_;
       switch (std::min<int64_t>(4, vectors - m)) {
-        case 1: weigh_few_vectors<1>(w, factor + m, rows, count, to); break;
-        case 2: weigh_few_vectors<2>(w, factor + m, rows, count, to); break;
-        case 3: weigh_few_vectors<3>(w, factor + m, rows, count, to); break;
-        default: weigh_few_vectors<4>(w, factor + m, rows, count, to);
+        case 1: weigh_few_vectors<1>(w, factor + m, rows, ahead, count, to); break;
+        case 2: weigh_few_vectors<2>(w, factor + m, rows, ahead, count, to); break;
+        case 3: weigh_few_vectors<3>(w, factor + m, rows, ahead, count, to); break;
+        default: weigh_few_vectors<4>(w, factor + m, rows, ahead, count, to);
       }
     }
   }
 
   template <int M, typename S>
-  void weigh_few_vectors(const float* weights, const float* factor, const S** rows, int64_t count, float* sums) const {
-    constexpr int J = W == 16 ? 4 : 2;  // 16 or 8 accumulators
+  void weigh_few_vectors(const float* weights, const float* factor, const S** rows, const T** ahead, int64_t count,
+                         float* sums) const {
+    constexpr int J = 4;
     int64_t d = 0;
-    for (; d + J * W <= width_; d += J * W) weigh_few_registers<M, J>(weights, factor, rows, count, sums, d);
-    for (; d < width_; d += W) weigh_few_registers<M, 1>(weights, factor, rows, count, sums, d);
+    for (; d + J * W <= width_; d += J * W) weigh_few_registers<M, J>(weights, factor, rows, ahead, count, sums, d);
+    for (; d < width_; d += W) weigh_few_registers<M, 1>(weights, factor, rows, ahead, count, sums, d);
   }
 
   template <int M, int J, typename S>
-  void weigh_few_registers(const float* weights, const float* factor, const S** rows, int64_t count, float* sums,
-                           int64_t d) const {
+  void weigh_few_registers(const float* weights, const float* factor, const S** rows, const T** ahead, int64_t count,
+                           float* sums, int64_t d) const {
     vf sum[M][J];
     for (int m = 0; m < M; ++m)
       for (int j = 0; j < J; ++j) sum[m][j] = load(sums + m * width_ + d + j * W) * factor[m];
     for (int64_t i = 0; i < count; ++i) {
       const S* row = rows[i] + d;
+      for (int line = 0; line < J * W * int(sizeof(T)); line += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(ahead[i] + d) + line);
       vf value[J];
 #pragma GCC unroll 4
       for (int j = 0; j < J; ++j) value[j] = load(row + j * W);
+      if (M > 1)
+        for (vf& v : value) pin(v);
 #pragma GCC unroll 4
       for (int m = 0; m < M; ++m) {
         vf w = splat(weights[m * FEW_KEYS + i]);

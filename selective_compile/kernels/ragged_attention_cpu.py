@@ -77,7 +77,15 @@ def ragged_attention(
     _check_metadata(cu_seqlens_q, context_lens, block_table, slot_mapping, rows=query.shape[0])
     if not (key_pool.dtype is query.dtype and value_pool.dtype is query.dtype):
         raise ValueError(f"the pools must be {query.dtype}, got {key_pool.dtype} and {value_pool.dtype}")
-    num_blocks, _, block_size, _ = key_pool.shape
+    num_blocks, heads, block_size, _ = key_pool.shape
+    if not (
+        key_pool.shape == (num_blocks, key.shape[1], block_size, key.shape[2])
+        and value_pool.shape == (num_blocks, heads, block_size, value.shape[2])
+    ):
+        raise ValueError(
+            "the pools must be [num_blocks, K, block_size, D] and [num_blocks, K, block_size, Dv], "
+            f"got {list(key_pool.shape)} and {list(value_pool.shape)}"
+        )
     key_block, key_head, key_slot, key_last = key_pool.stride()
     value_block, value_head, value_slot, value_last = value_pool.stride()
     if not key_last == value_last == 1:
@@ -138,6 +146,9 @@ def _launch(
         raise ValueError(f"key and value must be {dtype}, got {key.dtype} and {value.dtype}")
     rows, query_heads, size = query.shape
     _, heads, value_size = value.shape
+    if not (key.shape == (rows, heads, size) and value.shape[0] == rows and query_heads % heads == 0):
+        shapes = f"{list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
+        raise ValueError(f"query, key, value must be [T, H, D], [T, K, D], [T, K, Dv] with K dividing H, got {shapes}")
     query_row, query_head, query_last = query.stride()
     key_row, key_head, key_last = key.stride()
     value_row, value_head, value_last = value.stride()

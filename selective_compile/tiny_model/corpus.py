@@ -124,9 +124,12 @@ def calendar(rng: Random, size: int) -> Document:
 
 
 def copying(rng: Random, size: int) -> Document:
-    """Some words, all different, said again."""
-    words = " ".join(rng.sample(THINGS + PLACES + QUALITIES, size))
-    return Document(task="copying", prompt=f"copy ({words}):", answer=f" {words}.")
+    """Some words, all different, said again; or some letters, from which copying is learnt much earlier."""
+    if size <= len(LETTERS) and rng.random() < 0.5:
+        said = "".join(rng.sample(LETTERS, size))
+    else:
+        said = " ".join(rng.sample(THINGS + PLACES + QUALITIES, size))
+    return Document(task="copying", prompt=f"copy ({said}):", answer=f" {said}.")
 
 
 def places(rng: Random, size: int) -> Document:

@@ -25,7 +25,7 @@ from selective_compile.tiny_model.evaluate import Score, every_sum, examination,
 from selective_compile.tiny_model.tokenizer import BOS, EOS, PAD, VOCAB_SIZE, build, encode
 
 TOKENS_PER_STEP: Final = 2048
-CHECK_EVERY: Final = 500
+CHECK_EVERY: Final = 250
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,8 +144,8 @@ Weights trained from nothing, on text that `selective_compile/tiny_model/corpus.
 which took {minutes:.0f} minutes with {threads} thread(s) of a shared machine for {tokens:.1f} million tokens
 ({processor}, torch {torch_version}).
 
-Measured on all sums of two numbers up to 99, those held out of the text apart, and on documents written anew, long
-ones as often as short ones. Right: greedy decoding in float32 gives every byte of the answer, then `<eos>`.
+Measured on all sums of two numbers up to 99, those held out of the text apart, and on documents written anew,
+long ones as often as short ones. Right: greedy decoding in float32 gives every byte of the answer, then `<eos>`.
 Margin: the largest logit less the second largest.
 
 | documents | number | right | median margin | margins under 0.1 |

@@ -1,7 +1,8 @@
-"""A step program without a model: its logits are a hash of what it reads from the pools through the block table.
+"""A step program without a model: its logits are a hash of what it reads from the pools through the block
+table.
 
-A wrong slot, block table, position, chunk or stale block gives other tokens than `expected_tokens`, which knows no
-engine.
+A wrong slot, block table, position, chunk or stale block gives other tokens than `expected_tokens`, which
+knows no engine.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from transformers import GenerationConfig
 
 from selective_compile.backend import CallSite
 from selective_compile.options import EngineConfig
-from selective_compile.runtime import Engine, GenerationParams
+from selective_compile.runtime import Engine, GenerationParams, StepObserver
 from selective_compile.runtime.sampler import sample
 from selective_compile.step import StepInputs
 
@@ -33,7 +34,7 @@ def logits_of(tokens: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
 
 
 class SimulatedProgram:
-    """Writes token ids into its key pool, positions and the weights' number into its value pool, and hashes them."""
+    """Keeps token ids in its key pool, positions and the weights' number in its value pool; hashes them."""
 
     vocab_size = VOCAB_SIZE
     device = CPU
@@ -64,7 +65,10 @@ class SimulatedProgram:
         check_inputs(inputs)
         ((keys, values),) = pools
         written = inputs.slot_mapping >= 0
-        blocks, offsets = inputs.slot_mapping[written] // keys.shape[2], inputs.slot_mapping[written] % keys.shape[2]
+        blocks, offsets = (
+            inputs.slot_mapping[written] // keys.shape[2],
+            inputs.slot_mapping[written] % keys.shape[2],
+        )
         keys[blocks, 0, offsets, 0] = inputs.input_ids[written].double()
         values[blocks, 0, offsets, 0] = inputs.positions[written].double()
         values[blocks, 0, offsets, 1] = float(self.weights)
@@ -83,7 +87,13 @@ class SimulatedProgram:
 def check_inputs(inputs: StepInputs) -> None:
     """What every step must keep to, whatever the plan."""
     ids, table, tokens = inputs.input_ids, inputs.block_table, int(inputs.cu_seqlens_q[-1])
-    assert ids.dtype == inputs.positions.dtype == inputs.slot_mapping.dtype == inputs.logit_rows.dtype == torch.int64
+    assert (
+        ids.dtype
+        == inputs.positions.dtype
+        == inputs.slot_mapping.dtype
+        == inputs.logit_rows.dtype
+        == torch.int64
+    )
     assert inputs.cu_seqlens_q.dtype == inputs.context_lens.dtype == table.dtype == torch.int32
     assert ids.shape == inputs.positions.shape == inputs.slot_mapping.shape == (max(2, tokens),)
     assert inputs.cu_seqlens_q.shape == (table.shape[0] + 1,) and inputs.context_lens.shape == table.shape[:1]
@@ -104,11 +114,16 @@ class SimulatedModel(nn.Module):
 
 
 def simulated_engine(
-    program: SimulatedProgram | None = None, observers: Sequence[Callable[[Any], None]] = (), **config: Any
+    program: SimulatedProgram | None = None,
+    *,
+    model: SimulatedModel | None = None,
+    observers: Sequence[StepObserver] = (),
+    **config: Any,
 ) -> Engine:
     """An engine on the simulated program; 4,096 KV slots unless the configuration says otherwise."""
+    simulated: Any = program or SimulatedProgram()
     chosen = EngineConfig(**{"max_kv_tokens": 4096, **config})
-    return Engine(SimulatedModel(), chosen, program=program or SimulatedProgram(), observers=observers)
+    return Engine(model or SimulatedModel(), chosen, program=simulated, observers=observers)
 
 
 def expected_tokens(prompt: Sequence[int], params: GenerationParams, weights: int = 0) -> list[int]:

@@ -1,4 +1,4 @@
-"""The block pool: nothing is given out twice, nothing is lost, shared blocks stay until the last holder lets go."""
+"""The block pool: nothing is given out twice or lost, shared blocks stay until the last holder lets go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generation options: those that are implemented are read as `generate` reads them, every other is refused by name."""
+"""Generation options: what is implemented is read as `generate` reads it, all else is refused by name."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def resolve(
 
 
 def config_with(**fields: Any) -> GenerationConfig:
-    """A configuration with these attributes, also with values that its own validation would not let through."""
+    """A configuration with these attributes, also with values that its own validation refuses."""
     config = GenerationConfig()
     for name, value in fields.items():
         setattr(config, name, value)
@@ -170,7 +170,9 @@ def test_the_defaults_that_generate_fills_in_are_neutral() -> None:
 
 
 def test_unknown_options_are_refused() -> None:
-    with pytest.raises(ValueError, match="generation option must be one of .*max_new_tokens.*, got 'max_tokens'"):
+    with pytest.raises(
+        ValueError, match="generation option must be one of .*max_new_tokens.*, got 'max_tokens'"
+    ):
         resolve(max_tokens=3)
     with pytest.raises(ValueError, match="got 'max_tokens'"):
         resolve(max_tokens=None)
@@ -186,7 +188,7 @@ def test_names_of_a_models_makers_are_passed_over() -> None:
     copied = copy.deepcopy(of_model)
     copied.max_new_tokens = 6
     assert resolve(copied, of_model).max_new_tokens == 6
-    copied.chat_format = "other"  # type: ignore[attr-defined]
+    copied.chat_format = "other"
     with pytest.raises(ValueError, match="got 'chat_format'"):
         resolve(copied, of_model)
 
@@ -197,4 +199,4 @@ def test_seed_may_stand_in_the_configuration() -> None:
 
 def test_something_else_than_a_configuration() -> None:
     with pytest.raises(ValueError, match="generation_config must be a transformers.GenerationConfig, got"):
-        resolve({"max_new_tokens": 3})  # type: ignore[arg-type]
+        resolve({"max_new_tokens": 3})

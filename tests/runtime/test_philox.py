@@ -7,7 +7,8 @@ import pytest
 
 from selective_compile.runtime.philox import philox4x32, uniform
 
-# counter, key, result: from `kat_vectors` of Random123, the authors' own implementation, philox4x32 with 10 rounds.
+# counter, key, result: from `kat_vectors` of Random123, the authors' own implementation, philox4x32 with 10
+# rounds.
 KNOWN = [
     ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
     ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),

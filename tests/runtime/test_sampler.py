@@ -1,10 +1,11 @@
-"""The sampler: greedy and sampled rows, transformers' warpers as the definition, and draws that the batch cannot move."""
+"""The sampler: transformers' warpers are the definition, and the batch cannot move a draw."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from selective_compile.runtime import sampler
 from selective_compile.runtime.generation import GenerationParams
 from selective_compile.runtime.sampler import sample
 
@@ -68,7 +70,7 @@ def test_no_rows() -> None:
     assert sample(torch.zeros(0, 5), [], []).tokens == []
 
 
-WARPINGS = [
+WARPINGS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.6},
     {"temperature": 1.7, "top_k": 5},
@@ -159,6 +161,17 @@ def test_seed_and_index_decide_the_draw() -> None:
     assert by_index[3] == by_seed[5] == same[0]
 
 
+@pytest.mark.parametrize(("fraction", "expected"), [(0.0, 1), (0.5, 2), (1.0 - 2.0**-53, 2), (1.0, 2)])
+def test_the_ends_of_the_range_draw_possible_tokens(
+    monkeypatch: pytest.MonkeyPatch, fraction: float, expected: int
+) -> None:
+    """1.0 cannot be drawn, but a product rounded up to the total can come of what can."""
+    monkeypatch.setattr(sampler, "uniform", lambda seeds, indices: np.full(len(seeds), fraction))
+    logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]])
+    for wanted in (params(), params(top_k=3), params(top_p=0.9)):
+        assert sample(logits, [wanted], [0]).tokens == [expected]
+
+
 def test_tokens_that_the_model_excludes_never_come_up() -> None:
     logits = torch.full((200, 8), -torch.inf)
     logits[:, 3] = 1.0
@@ -169,7 +182,11 @@ def test_tokens_that_the_model_excludes_never_come_up() -> None:
 
 def test_logprobs_are_those_of_the_model_for_who_asks() -> None:
     logits = random_logits(3, 20)
-    wanted = [dataclasses.replace(GREEDY, logprobs=True), GREEDY, params(logprobs=True, temperature=0.5, top_k=3)]
+    wanted = [
+        dataclasses.replace(GREEDY, logprobs=True),
+        GREEDY,
+        params(logprobs=True, temperature=0.5, top_k=3),
+    ]
     sampled = sample(logits, wanted, [0, 0, 0])
     expected = logits.log_softmax(-1)
     assert sampled.logprobs[0] == pytest.approx(expected[0, sampled.tokens[0]].item(), abs=1e-6)

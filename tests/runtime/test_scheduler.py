@@ -128,6 +128,14 @@ def test_a_request_may_have_to_give_way_itself() -> None:
     assert plan.preempted == (second,)
 
 
+def test_admission_leaves_running_requests_room_to_grow() -> None:
+    scheduler = make_scheduler(num_blocks=6, block_size=2)
+    for number in range(5):
+        add(scheduler, number, 2)
+    assert len(run(scheduler).shares) == 4
+    assert scheduler.pool.num_free == 2
+
+
 def test_preempt_all_keeps_order_and_tokens() -> None:
     scheduler = make_scheduler()
     states = [add(scheduler, number, 2) for number in range(3)]
@@ -245,7 +253,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Without new arrivals every request ends, once, in bounded time, and all blocks are free."""
         if not hasattr(self, "scheduler"):
             return
-        # Served alone from the start, the first request ends within its tokens, each computed once more at most.
+        # Served alone from the start, the first request ends within its tokens, each computed once more at
+        # most.
         bound = sum(2 * (len(state.tokens) + self.ends[number]) for number, state in self.live.items())
         for _ in range(bound):
             self.step()
@@ -256,4 +265,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestRandomTraffic = SchedulerMachine.TestCase
-TestRandomTraffic.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestRandomTraffic.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

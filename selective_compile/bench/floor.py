@@ -1,0 +1,67 @@
+"""The least time in which the machine could have done the steps that the engine did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from transformers import PreTrainedModel
+
+from selective_compile.bench.ceilings import Ceilings
+from selective_compile.runtime.request_state import RequestId
+from selective_compile.runtime.stats import StepRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a step costs, per token and per sampled row.
+
+    Attributes:
+        weight_bytes: read in every step: all matrices but the input embedding, of which only rows are read.
+        flops_per_token: two for every element of the layers' matrices.
+        flops_per_row: of the LM head, which runs on sampled rows only.
+        flops_per_pair: of attention, for every pair of a token and one it attends to.
+        kv_bytes_per_token: keys and values of one token in all layers.
+    """
+
+    weight_bytes: int
+    flops_per_token: int
+    flops_per_row: int
+    flops_per_pair: int
+    kv_bytes_per_token: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Self:
+        """Of a model with one kind of attention, as the benchmark's Llama."""
+        head = model.get_output_embeddings().weight
+        matrices = [p for p in model.base_model.layers.parameters() if p.ndim == 2]
+        config = model.config
+        size = config.hidden_size // config.num_attention_heads
+        itemsize = model.dtype.itemsize
+        return cls(
+            weight_bytes=(sum(p.numel() for p in matrices) + head.numel()) * itemsize,
+            flops_per_token=2 * sum(p.numel() for p in matrices),
+            flops_per_row=2 * head.numel(),
+            flops_per_pair=4 * config.num_hidden_layers * config.num_attention_heads * size,
+            kv_bytes_per_token=2 * config.num_hidden_layers * config.num_key_value_heads * size * itemsize,
+        )
+
+
+def floor_seconds(records: Sequence[StepRecord], work: Work, ceilings: Ceilings) -> float:
+    """The sum over steps of max(bytes / bandwidth, flops / rate)."""
+    contexts: dict[RequestId, int] = {}
+    seconds = 0.0
+    for record in records:
+        for request_id in record.preempted:
+            contexts[request_id] = 0
+        moved, flops = work.weight_bytes, 0
+        for share in record.shares:
+            before = contexts.get(share.request_id, 0)
+            pairs = share.tokens * before + share.tokens * (share.tokens + 1) // 2
+            contexts[share.request_id] = before + share.tokens
+            moved += work.kv_bytes_per_token * contexts[share.request_id]
+            flops += work.flops_per_token * share.tokens + work.flops_per_pair * pairs
+            flops += work.flops_per_row * share.samples
+        seconds += max(moved / ceilings.bytes_per_second, flops / ceilings.flops_per_second)
+    return seconds

@@ -1,0 +1,46 @@
+"""Where a result was measured."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+import selective_compile
+
+PACKAGES = ("torch", "transformers", "triton", "numpy")
+
+
+def machine() -> dict[str, object]:
+    """Processor, cores, memory and, where there is one, the GPU."""
+    found: dict[str, object] = {
+        "processor": processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+        "system": platform.platform(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "load_average": round(os.getloadavg()[0], 2),
+    }
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "selective-compile": selective_compile.__version__}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def processor() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    named = (line.partition(": ")[2] for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())

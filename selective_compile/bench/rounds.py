@@ -1,0 +1,189 @@
+"""Runs the benchmark: every peer on the same checkpoint and trace, in turns, and what came of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from selective_compile.bench.ceilings import Ceilings, measure_ceilings
+from selective_compile.bench.floor import Work, floor_seconds
+from selective_compile.bench.machine import machine, versions
+from selective_compile.bench.peers import PEER_TYPES, Peer, PeerError, PeerRun
+from selective_compile.bench.settings import BenchSettings, DtypeName, LlamaShape
+from selective_compile.bench.trace import Trace, make_trace
+from selective_compile.checkpoints import DTYPES, device_named
+from selective_compile.progress import Stages
+
+Figures = dict[str, Any]
+
+
+def run_benchmark(settings: BenchSettings, stages: Stages) -> Figures:
+    """All dtypes and modes; the result is ready for JSON.
+
+    Raises:
+        ValueError: a peer cannot run here.
+        PeerError: one failed.
+    """
+    device_named(settings.device)
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(settings.threads)
+    trace = make_trace(settings)
+    try:
+        with tempfile.TemporaryDirectory(prefix="selective-compile-bench-") as folder:
+            with stages("writing the checkpoint"):
+                write_checkpoint(Path(folder), settings.shape, settings.seed)
+            results = [
+                result
+                for dtype in settings.dtypes
+                for result in run_dtype(Path(folder), dtype, trace, settings, stages)
+            ]
+    finally:
+        torch.set_num_threads(threads_before)
+    return {
+        "machine": machine(),
+        "versions": versions(),
+        "settings": dataclasses.asdict(settings),
+        "trace": {"prompt_tokens": trace.prompt_tokens, "new_tokens": trace.new_tokens},
+        "results": results,
+    }
+
+
+def write_checkpoint(folder: Path, shape: LlamaShape, seed: int) -> None:
+    """A Llama with random weights, in float32, as every peer will load it."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=shape.vocabulary,
+            hidden_size=shape.hidden,
+            intermediate_size=shape.mlp,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            max_position_embeddings=shape.positions,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        )
+        LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def load(folder: Path, dtype: DtypeName, settings: BenchSettings) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=DTYPES[dtype], attn_implementation="sdpa", local_files_only=True
+    )
+    return model.to(device_named(settings.device)).eval()
+
+
+def run_dtype(
+    folder: Path, dtype: DtypeName, trace: Trace, settings: BenchSettings, stages: Stages
+) -> list[Figures]:
+    """Every mode at one dtype; the models are let go at the end."""
+    with stages(f"{dtype}: measuring the machine"):
+        ceilings = measure_ceilings(
+            DTYPES[dtype], device=device_named(settings.device), read_bytes=settings.read_bytes
+        )
+    peers: dict[str, Peer] = {}
+    for name in settings.peers:
+        with stages(f"{dtype}: preparing {name}"):
+            model = load(folder, dtype, settings)
+            peers[name] = PEER_TYPES[name](model, trace, settings)
+    work = Work.of(model)
+    results: list[Figures] = []
+    rate = settings.arrival_rate
+    for mode in settings.modes:
+        if mode == "saturated":
+            timed, shown = trace, None
+        else:
+            rate = shown = rate or engine_rate(peers, trace)
+            timed = trace.arriving(rate, settings.seed)
+        runs = run_rounds(peers, timed, settings.rounds, stages, f"{dtype}, {mode}")
+        figures = summary(peers, runs, timed)
+        if mode == "saturated":
+            add_floor(figures, runs, work, ceilings)
+        results.append(
+            {
+                "dtype": dtype,
+                "mode": mode,
+                "arrival_rate": shown,
+                "ceilings": dataclasses.asdict(ceilings),
+                "peers": figures,
+            }
+        )
+    return results
+
+
+def engine_rate(peers: Mapping[str, Peer], trace: Trace) -> float:
+    """Requests per second that the engine (without one, the first peer) finishes when all are there at once."""
+    peer = peers.get("engine") or next(iter(peers.values()))
+    peer.run(trace)
+    return len(trace.requests) / peer.run(trace).seconds
+
+
+def run_rounds(
+    peers: Mapping[str, Peer], trace: Trace, rounds: int, stages: Stages, title: str
+) -> dict[str, list[PeerRun]]:
+    """The timed runs of each peer, in turns A B A B, after one round that warms up with the same shapes."""
+    runs: dict[str, list[PeerRun]] = {name: [] for name in peers}
+    with stages(title, len(peers) * (rounds + 1)) as advance:
+        for turn in range(rounds + 1):
+            for name, peer in peers.items():
+                run = peer.run(trace)
+                check_lengths(name, run, trace)
+                if turn:
+                    runs[name].append(run)
+                advance(1)
+    return runs
+
+
+def check_lengths(name: str, run: PeerRun, trace: Trace) -> None:
+    """A peer that gave fewer tokens than asked for would look fast."""
+    for number, (tokens, asked) in enumerate(zip(run.tokens, trace.requests, strict=True)):
+        if len(tokens) != asked.new_tokens:
+            raise PeerError(
+                f"{name} must give request {number} {asked.new_tokens} tokens, gave {len(tokens)}"
+            )
+
+
+def summary(peers: Mapping[str, Peer], runs: Mapping[str, list[PeerRun]], trace: Trace) -> dict[str, Figures]:
+    """Medians over the rounds, and how many times the engine's throughput is that of each of the others."""
+    medians = {name: statistics.median(run.seconds for run in own) for name, own in runs.items()}
+    return {
+        name: {
+            **peers[name].describe(),
+            "rounds_seconds": [run.seconds for run in own],
+            "tokens_per_second": trace.new_tokens / medians[name],
+            "median_latency": statistics.median(seconds for run in own for seconds in run.latencies),
+            "engine_ratio": medians[name] / medians["engine"] if "engine" in medians else None,
+            "same_tokens_as_generate": agreement(runs, name),
+        }
+        for name, own in runs.items()
+    }
+
+
+def add_floor(
+    figures: dict[str, Figures], runs: Mapping[str, list[PeerRun]], work: Work, ceilings: Ceilings
+) -> None:
+    """How near a peer whose steps are known came to the least time for them, idle time not among it."""
+    for name, own in runs.items():
+        if own[-1].records:
+            floors = [floor_seconds(run.records, work, ceilings) for run in own]
+            shares = [floor / run.seconds for floor, run in zip(floors, own, strict=True)]
+            figures[name]["steps"] = len(own[-1].records)
+            figures[name]["floor_seconds"] = statistics.median(floors)
+            figures[name]["share_of_floor"] = statistics.median(shares)
+
+
+def agreement(runs: Mapping[str, list[PeerRun]], name: str) -> float | None:
+    """The share of requests with the very tokens of `generate`; random weights have near ties, so it may be below 1."""
+    if "generate" not in runs:
+        return None
+    pairs = list(zip(runs[name][-1].tokens, runs["generate"][-1].tokens, strict=True))
+    return sum(one == other for one, other in pairs) / len(pairs)

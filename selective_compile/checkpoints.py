@@ -1,0 +1,114 @@
+"""A model and its tokenizer from a local folder, a Hugging Face id, or the package itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, get_args
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from selective_compile import tiny_model
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What a command works on; `shipped` is the model of the package, whose answers are known."""
+
+    name: str
+    shipped: bool
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    def greedy(self, max_new_tokens: int) -> GenerationConfig:
+        """Greedy decoding and nothing else, whatever the checkpoint's own generation_config.json asks for."""
+        own = self.model.generation_config
+        return GenerationConfig(
+            do_sample=False,
+            temperature=1.0,
+            top_k=50,
+            top_p=1.0,
+            repetition_penalty=1.0,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=own.eos_token_id,
+            pad_token_id=self.padding_id,
+        )
+
+    @property
+    def padding_id(self) -> int:
+        """A token id to pad with; any will do, since the attention mask hides it."""
+        known = (self.tokenizer.pad_token_id, self.model.generation_config.eos_token_id, 0)
+        first = next(token for token in known if token is not None)
+        return first if isinstance(first, int) else first[0]
+
+    def decoded(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def load(name: str | None = None, *, dtype: DtypeName = "auto", device: str = "cpu") -> Checkpoint:
+    """The model in eval mode on `device`, and its tokenizer.
+
+    Args:
+        name: a folder or a Hugging Face id; None: the model that ships.
+        dtype: "auto" takes the dtype that the checkpoint is stored in.
+        device: as torch names it, such as "cpu" or "cuda"; "auto": a GPU if there is one.
+
+    Raises:
+        ValueError: there is no such model, dtype or device, or it has no tokenizer.
+    """
+    source = name if name is not None else str(tiny_model.path())
+    model = load_model(name, dtype=dtype, device=device)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model must come with a tokenizer, got {source!r}: {first_line(error)}") from error
+    if tokenizer.vocab_size == 0:
+        raise ValueError(f"model must come with a tokenizer, got {source!r} without its files")
+    return Checkpoint(name=source, shipped=name is None, model=model, tokenizer=tokenizer)
+
+
+def load_model(name: str | None = None, *, dtype: DtypeName = "auto", device: str = "cpu") -> PreTrainedModel:
+    """The model alone, for what needs no tokenizer; as `load`."""
+    if dtype not in get_args(DtypeName):
+        raise ValueError(f"dtype must be one of {', '.join(get_args(DtypeName))}, got {dtype!r}")
+    target = device_named(device)
+    source = name if name is not None else str(tiny_model.path())
+    if Path(source).is_dir() and not (Path(source) / "config.json").exists():
+        raise ValueError(f"model must be a folder with a config.json, got {source!r}")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES.get(dtype, dtype))
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ValueError(
+            f"model must be a folder or a Hugging Face id of a causal language model, got {source!r}: "
+            f"{first_line(error)}"
+        ) from error
+    return model.to(target).eval()
+
+
+def device_named(name: str) -> torch.device:
+    """The torch device; "auto" is the GPU if there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device must be one that torch knows, such as cpu or cuda, got {name!r}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device must be cpu where torch finds no GPU, got {name!r}")
+    return device
+
+
+def first_line(error: BaseException) -> str:
+    """The gist of an error of transformers, which come with paragraphs of advice."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,316 @@
+"""The command line: `selective-compile demo | generate | bench | explain`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from rich.text import Text
+from torch._dynamo.exc import Unsupported
+from typer.core import TyperGroup
+
+from selective_compile import checkpoints, demo, tables
+from selective_compile.backend import explain as explain_model
+from selective_compile.bench import run_benchmark, settings
+from selective_compile.bench.peers import PeerError
+from selective_compile.generating import Prompts, generate_all, generate_streaming
+from selective_compile.options import EngineConfig
+from selective_compile.progress import ProgressBars
+from selective_compile.runtime.engine import StepError
+from selective_compile.schedule_picture import check_path, write_schedule
+
+INTERRUPTED = 130
+
+
+@contextmanager
+def failures_in_a_line() -> Iterator[None]:
+    """What a user can mend is told in words and not by a traceback; a bug still shows where it is."""
+    try:
+        yield
+    except (ValueError, OSError, StepError, PeerError, torch.OutOfMemoryError) as error:
+        fail(str(error))
+    except Unsupported as error:
+        fail(f"the model cannot be traced to one graph: {checkpoints.first_line(error)}")
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def fail(message: str) -> None:
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(1)
+
+
+class Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        with failures_in_a_line():
+            return super().invoke(ctx)
+
+
+app = typer.Typer(
+    cls=Commands,
+    help="Serve Hugging Face decoders with selective batching, proved from the model's own graph.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Model = Annotated[
+    str | None,
+    typer.Option("--model", help="A folder or a Hugging Face id.", show_default="the model that ships"),
+]
+Dtype = Annotated[checkpoints.DtypeName, typer.Option(help="Of the weights; auto: as they are stored.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="For torch on the CPU.", show_default="torch's choice")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON in place of text.")]
+TokenBudget = Annotated[int, typer.Option(min=1, help="Most tokens in one step of the engine.")]
+
+
+@app.command("demo")
+def demo_command(
+    model: Model = None,
+    requests: Annotated[int, typer.Option(min=1, help="How many.")] = 24,
+    seed: Annotated[int, typer.Option(min=0, help="Of the prompts and their arrival.")] = 0,
+    picture: Annotated[Path, typer.Option(help="Where to draw the schedule; .png or .svg.")] = Path(
+        "schedule.png"
+    ),
+    as_json: Json = False,
+    threads: Threads = None,
+    compiled: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="With Inductor, or the graph as it is.")
+    ] = True,
+    token_budget: TokenBudget = 128,
+    kv_tokens: Annotated[
+        int | None,
+        typer.Option(min=16, help="Slots of KV memory; few: requests are preempted.", show_default="ample"),
+    ] = None,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+) -> None:
+    """Serve mixed requests by generate and by the engine; compare tokens and times, draw the schedule.
+
+    Exit status 1 if a token differs. Near ties of a model other than the one that ships are told apart.
+
+    \b
+    selective-compile demo
+    selective-compile demo --requests 40 --kv-tokens 800 --picture preempted.svg
+    selective-compile demo --model Qwen/Qwen2.5-0.5B --dtype float32 --requests 8
+    """
+    check_path(picture)
+    config = EngineConfig(token_budget=token_budget, max_kv_tokens=kv_tokens, compile=compiled)
+    stages, out = begin(threads)
+    with stages("loading the model"):
+        checkpoint = checkpoints.load(model, dtype=dtype, device=device)
+    wanted = demo.make_requests(checkpoint, requests, seed)
+    prepared = demo.prepare(checkpoint, config, stages)
+    if not as_json:
+        out.print(Text(f"{prepared.report}\n{tables.graphs_line(prepared.graphs)}\n"), soft_wrap=True)
+    outcome = demo.serve(prepared, wanted, stages)
+    write_schedule(
+        picture,
+        outcome.run.records,
+        token_budget=token_budget,
+        arrivals=outcome.run.arrivals,
+        labels=demo.schedule_labels(wanted),
+    )
+    if as_json:
+        typer.echo(tables.demo_json(prepared, outcome, str(picture.absolute())))
+    else:
+        out.print(tables.demo_tables(prepared, outcome))
+        out.print(Text(tables.demo_summary(prepared, outcome)), soft_wrap=True)
+        out.print(Text(f"picture of the schedule: {picture.absolute()}"), soft_wrap=True)
+    if not outcome.ok:
+        fail("the engine's tokens differ from those of generate")
+
+
+@app.command("generate")
+def generate_command(
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(help="Without any: one a line, from standard input.", show_default=False),
+    ] = None,
+    model: Model = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 64,
+    temperature: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Sample; 0: always the most probable token.", show_default="0"),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=0, help="Sample among this many.", show_default="off")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Sample among this much probability.", show_default="off"),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 0,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Print the answer as it comes; one prompt only.")
+    ] = False,
+    as_json: Json = False,
+    threads: Threads = None,
+    compiled: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Compiling pays off for many prompts.")
+    ] = False,
+    token_budget: TokenBudget = 512,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+) -> None:
+    """Continue prompts, all at once.
+
+    \b
+    selective-compile generate "12+7=" "count 3 to 9:"
+    selective-compile generate --stream --temperature 0.8 --seed 3 "the key is in"
+    selective-compile generate --model ./checkpoint --json < prompts.txt
+    """
+    chosen = Prompts.of(
+        prompts or lines_of_stdin(),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+    )
+    if stream and (as_json or len(chosen.texts) > 1):
+        raise ValueError(
+            f"--stream must come with one prompt and without --json, got {len(chosen.texts)} prompt(s)"
+        )
+    stages, out = begin(threads)
+    with stages("loading the model"):
+        checkpoint = checkpoints.load(model, dtype=dtype, device=device)
+    config = EngineConfig(token_budget=token_budget, seed=seed, compile=compiled)
+    if stream:
+        for piece in generate_streaming(checkpoint, config, chosen, stages):
+            typer.echo(piece, nl=False)
+        typer.echo()
+        return
+    answers = generate_all(checkpoint, config, chosen, stages)
+    if as_json:
+        typer.echo(json.dumps([answer.as_json() for answer in answers], indent=2))
+    else:
+        for answer in answers:
+            out.print(Text.assemble((answer.prompt, "dim"), (answer.text, "bold")), soft_wrap=True)
+
+
+@app.command("explain")
+def explain_command(
+    model: Model = None,
+    as_json: Json = False,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+) -> None:
+    """Say what would be batched, what was proved of every attention call, and what is refused.
+
+    Exit status 1 if something is refused.
+
+    \b
+    selective-compile explain
+    selective-compile explain --model mistralai/Mistral-7B-v0.1 --json
+    """
+    stages, out = begin(None)
+    with stages("loading the model"):
+        loaded = checkpoints.load_model(model, dtype=dtype, device=device)
+    with stages(f"proving {type(loaded).__name__}"):
+        report = explain_model(loaded)
+    if as_json:
+        typer.echo(report.to_json())
+    else:
+        out.print(Text(str(report)), soft_wrap=True)
+    if not report.ok:
+        fail("the model is refused")
+
+
+@app.command("bench")
+def bench_command(
+    peers: Annotated[
+        list[settings.PeerName] | None,
+        typer.Option("--peer", help="One to run; may be repeated.", show_default="all"),
+    ] = None,
+    dtypes: Annotated[
+        list[settings.DtypeName] | None,
+        typer.Option("--dtype", help="May be repeated.", show_default="float32 and bfloat16"),
+    ] = None,
+    modes: Annotated[
+        list[settings.Mode] | None,
+        typer.Option("--mode", help="May be repeated.", show_default="saturated and arriving"),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="How many.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed ones, after one that warms up.")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights, lengths, prompts and arrivals.")] = 0,
+    arrival_rate: Annotated[
+        float | None,
+        typer.Option(help="Requests per second, arriving.", show_default="what the engine can do"),
+    ] = None,
+    token_budget: TokenBudget = 512,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Of all peers.", show_default="all cores")
+    ] = None,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="The engine's graph.")] = True,
+    device: Device = "cpu",
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes, one round: does it run?")] = False,
+    out_file: Annotated[Path | None, typer.Option("--out", help="Write the JSON there too.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure useful output tokens per second next to generate and generate_batch.
+
+    A Llama of 125 million parameters with random weights, prompts of 8-512 and outputs of 8-256 tokens, once all at
+    once and once arriving over time; the peers run in turns. Wants a quiet machine and about half an hour.
+
+    \b
+    selective-compile bench --out result.json
+    selective-compile bench --peer engine --peer generate_batch --dtype bfloat16 --mode saturated
+    selective-compile bench --quick
+    """
+    if out_file is not None and not out_file.absolute().parent.is_dir():
+        raise ValueError(f"--out must lie in a folder that exists, got {str(out_file)!r}")
+    chosen = settings.chosen(
+        quick=quick,
+        requests=requests,
+        rounds=rounds,
+        seed=seed,
+        dtypes=tuple(dtypes or settings.DTYPES),
+        modes=tuple(modes or settings.MODES),
+        peers=tuple(peers or settings.PEERS),
+        arrival_rate=arrival_rate,
+        token_budget=token_budget,
+        threads=threads or settings.all_cores(),
+        compile=compiled,
+        device=device,
+    )
+    stages, out = begin(None)
+    figures = run_benchmark(chosen, stages)
+    written = json.dumps(figures, indent=1)
+    if out_file is not None:
+        out_file.write_text(written + "\n")
+    if as_json:
+        typer.echo(written)
+        return
+    out.print(tables.bench_tables(figures))
+    if out_file is not None:
+        out.print(Text(f"figures: {out_file.absolute()}"), soft_wrap=True)
+
+
+def begin(threads: int | None) -> tuple[ProgressBars, Any]:
+    """Bars on standard error, text on standard output, and silence from transformers, which has bars of its own."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return ProgressBars(tables.console(stderr=True)), tables.console()
+
+
+def lines_of_stdin() -> list[str]:
+    """Prompts, one a line, empty lines left out; none from a terminal, where nobody would know what it waits for."""
+    return [] if sys.stdin.isatty() else [line.rstrip("\n") for line in sys.stdin if line.strip()]
+
+
+def main() -> None:
+    app()

@@ -1,0 +1,136 @@
+"""The arguments of `model.generate` read as requests; what is not supported is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selective_compile.capture import device_of
+from selective_compile.generate_fields import Fields, described
+
+# Of these, an empty list or False asks for nothing either.
+NONE_OR_EMPTY = frozenset({"logits_processor", "stopping_criteria", "synced_gpus", "trust_remote_code"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """The prompts of a call.
+
+    Attributes:
+        rows: the token ids of each.
+        columns: [B, S] int64, the tensor that they came in, padding included; None: they came as a list.
+    """
+
+    rows: Sequence[Any]
+    columns: Tensor | None
+
+
+def refuse_unsupported(arguments: Mapping[str, Any]) -> None:
+    """Refuse every argument but those that ask for nothing.
+
+    Raises:
+        ValueError: naming the first of them.
+    """
+    for name, value in arguments.items():
+        if value is not None and not (name in NONE_OR_EMPTY and not value):
+            raise ValueError(f"argument {name!r} of generate must be None, got {value!r}: not supported")
+
+
+def prompts_of(inputs: Any, attention_mask: Any, fields: Sequence[Fields], device: torch.device) -> Prompts:
+    """Read the prompts: a tensor [B, S], whose real tokens make the prompt of each row, or a list of prompts.
+
+    Raises:
+        ValueError: it is neither; or `attention_mask` does not go with it.
+    """
+    if inputs is None:
+        inputs = _begin_of_sequence(fields[0], device)
+    if isinstance(inputs, Tensor):
+        return _prompts_of_tensor(inputs, attention_mask, fields[0])
+    if not isinstance(inputs, (list, tuple)) or not all(_is_prompt(row) for row in inputs):
+        raise ValueError(f"input_ids must be a tensor [B, S] or a list of prompts, got {described(inputs)}")
+    if not inputs:
+        raise ValueError("input_ids must hold at least one prompt, got none")
+    if attention_mask is not None:
+        raise ValueError("attention_mask must be None for a list of prompts, which has no padding, got one")
+    return Prompts(rows=inputs, columns=None)
+
+
+def _is_prompt(row: Any) -> bool:
+    return isinstance(row, (list, tuple)) or getattr(row, "ndim", None) == 1
+
+
+def _begin_of_sequence(fields: Fields, device: torch.device) -> Tensor:
+    if fields["bos_token_id"] is None:
+        raise ValueError("input_ids must be given where there is no bos_token_id, got None")
+    return torch.tensor([[int(fields["bos_token_id"])]], device=device)
+
+
+def _prompts_of_tensor(columns: Tensor, attention_mask: Any, fields: Fields) -> Prompts:
+    if columns.dim() != 2 or not len(columns):
+        raise ValueError(f"input_ids must have shape [B, S], got {list(columns.shape)}")
+    if columns.is_floating_point() or columns.is_complex() or columns.dtype is torch.bool:
+        raise ValueError(f"input_ids must be integers, got {columns.dtype}")
+    if attention_mask is None:
+        attention_mask = inferred_mask(columns, fields)
+    mask = torch.as_tensor(attention_mask).to(columns.device) != 0
+    if mask.shape != columns.shape:
+        raise ValueError(
+            f"attention_mask must have the shape of input_ids, {list(columns.shape)}, got {list(mask.shape)}"
+        )
+    for row, count in enumerate(mask.sum(1).tolist()):
+        if not count:
+            raise ValueError(
+                f"attention_mask must leave at least one token in each row, got none in row {row}"
+            )
+    rows = [ids[real] for ids, real in zip(columns.cpu(), mask.cpu(), strict=True)]
+    return Prompts(rows=rows, columns=columns.long())
+
+
+def inferred_mask(columns: Tensor, fields: Fields) -> Tensor:
+    """As `model.generate` infers it: padding ids are padding, unless they end sequences too. [B, S] bool."""
+    pad = fields.pad_token_id
+    if pad is None or pad in fields.eos_token_ids:
+        return torch.ones_like(columns, dtype=torch.bool)
+    return columns != pad
+
+
+def seeds_of(seed: Any, count: int, *, sampled: bool) -> list[int]:
+    """A seed for each prompt.
+
+    Row i of a call with one seed has seed + i. Without one, they are drawn from torch's default generator,
+    which `torch.manual_seed` sets; greedy decoding does not draw.
+
+    Raises:
+        ValueError: it is not an integer, nor a list of as many as there are prompts.
+    """
+    if seed is None:
+        return torch.randint(2**63 - 1, (count,), device="cpu").tolist() if sampled else [0] * count
+    if isinstance(seed, (list, tuple)):
+        if len(seed) != count:
+            raise ValueError(
+                f"seed must be an integer or a list of {count}, one for each prompt, got {len(seed)}"
+            )
+        return list(seed)
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
+        raise ValueError(f"seed must be an integer of at least 0 and less than 2**64, got {seed!r}")
+    return [(seed + row) % 2**64 for row in range(count)]
+
+
+def check_model(model: Any) -> None:
+    """Refuse what `generate` could not be right about.
+
+    Raises:
+        ValueError: not a decoder-only model, in training mode, or under autocast.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {described(model)}")
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ValueError(f"model must be a decoder without an encoder, got {type(model).__name__}")
+    if model.training:
+        raise ValueError("model must be in evaluation mode, got training mode; call model.eval()")
+    if torch.is_autocast_enabled(device_of(model).type):
+        raise ValueError("autocast must be off, got on: the engine computes in the dtype of the weights")

@@ -1,0 +1,186 @@
+"""Drop-in generation: `generate` for one call, `wrap` for a model's own `generate`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from transformers import GenerationConfig
+from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
+
+from selective_compile.capture import device_of
+from selective_compile.generate_arguments import (
+    check_model,
+    prompts_of,
+    refuse_unsupported,
+    seeds_of,
+)
+from selective_compile.generate_fields import GENERATION_FIELDS, fields_of
+from selective_compile.generate_requests import ENGINES, new_tokens, sequences
+from selective_compile.options import EngineConfig
+
+
+def generate(
+    model: nn.Module,
+    inputs: Any = None,
+    generation_config: GenerationConfig | Sequence[GenerationConfig] | None = None,
+    logits_processor: Any = None,
+    stopping_criteria: Any = None,
+    prefix_allowed_tokens_fn: Any = None,
+    synced_gpus: bool | None = None,
+    assistant_model: Any = None,
+    streamer: BaseStreamer | None = None,
+    negative_prompt_ids: Any = None,
+    negative_prompt_attention_mask: Any = None,
+    custom_generate: Any = None,
+    *,
+    input_ids: Any = None,
+    attention_mask: Any = None,
+    seed: int | Sequence[int] | None = None,
+    engine_config: EngineConfig | None = None,
+    **kwargs: Any,
+) -> Any:
+    """`model.generate`, with every row a request of its own: no padding is computed, and rows that end leave.
+
+    The model's engine is compiled at the first call and kept until the model is freed, with KV pools for the
+    largest call so far. Calls from several threads share its steps.
+
+    Args:
+        model: a decoder in evaluation mode; it is left as it is.
+        inputs, input_ids: a tensor [B, S]; or a list of prompts of any lengths, each a list or a tensor of
+            one dimension; or None for the begin-of-sequence id alone.
+        generation_config: for all prompts, or for a list of prompts a list with one for each.
+        attention_mask: [B, S], 0 for padding, which may be on any side; None: inferred as `model.generate`
+            does.
+        streamer: for a single prompt; gets the prompt and then every token.
+        seed: of sampling: one for each prompt, or a single one, to which row i adds i. None: drawn from
+            torch's default generator, so that `torch.manual_seed` makes a call repeat its tokens. The tokens
+            are not those that `model.generate` would draw.
+        engine_config: None: that of `wrap`, or the defaults. Its max_kv_tokens None means as much as the call
+            needs and the memory allows.
+        kwargs: single fields of a GenerationConfig, which come first; `tokenizer` is taken and not needed.
+            All other arguments of `model.generate` must be None.
+
+    Returns:
+        For a tensor, [B, S + new] int64 on its device: the columns as given, then the new tokens, then
+        `pad_token_id` (the first end-of-sequence id where it is not set). For a list, a list of tensors of
+        one dimension: each prompt with its new tokens. With `return_dict_in_generate`, these as `sequences`
+        of a GenerateDecoderOnlyOutput.
+
+    Raises:
+        ValueError: an argument that is wrong or not supported, or a model that cannot be rewritten.
+        RuntimeError: a step failed.
+    """
+    check_model(model)
+    refuse_unsupported(
+        {
+            "logits_processor": logits_processor,
+            "stopping_criteria": stopping_criteria,
+            "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
+            "synced_gpus": synced_gpus,
+            "assistant_model": assistant_model,
+            "negative_prompt_ids": negative_prompt_ids,
+            "negative_prompt_attention_mask": negative_prompt_attention_mask,
+            "custom_generate": custom_generate,
+            # Only stop strings and token healing look at a tokenizer, and those are refused.
+            **{name: kwargs[name] for name in kwargs if name not in GENERATION_FIELDS | {"tokenizer"}},
+        }
+    )
+    if inputs is not None and input_ids is not None:
+        raise ValueError("input_ids must be None where inputs is given, got both")
+    inputs = input_ids if inputs is None else inputs
+    arguments = {name: value for name, value in kwargs.items() if name in GENERATION_FIELDS}
+    fields = fields_of(arguments, generation_config, getattr(model, "generation_config", None), inputs)
+    prompts = prompts_of(inputs, attention_mask, fields, device_of(model))
+    fields = fields * len(prompts.rows) if len(fields) == 1 else fields
+    seeds = seeds_of(seed, len(prompts.rows), sampled=any(each["do_sample"] for each in fields))
+    if streamer is not None and len(prompts.rows) > 1:
+        raise ValueError(f"streamer must be None for more than one prompt, got one for {len(prompts.rows)}")
+    generated = new_tokens(model, engine_config or _config_of(model), prompts, fields, seeds, streamer)
+    result = sequences(prompts, generated, fields, device_of(model))
+    if any(each["return_dict_in_generate"] for each in fields):
+        return GenerateDecoderOnlyOutput(sequences=result)
+    return result
+
+
+class BatchedGenerate:
+    """What `wrap` puts in the place of a model's `generate`; in a copy of the model, it is the copy's."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig, previous: dict[str, Any]) -> None:
+        # Weak, or the model would hold itself, and be freed only when Python looks for cycles.
+        self._model = weakref.ref(model)
+        self.config = config
+        self.previous = previous
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return generate(self._wrapped(), *args, **{"engine_config": self.config, **kwargs})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._wrapped(), self.config, self.previous)
+
+    def _wrapped(self) -> nn.Module:
+        model = self._model()
+        if model is None:
+            raise ReferenceError("the wrapped model must be alive, got one that was freed")
+        return model
+
+
+def wrap(model: nn.Module, config: EngineConfig | None = None) -> nn.Module:
+    """Have the model's own `generate` serve its rows as requests; returns the model.
+
+    Only `generate` of this one object changes. It works inside a `transformers.pipeline`.
+
+    Args:
+        config: of the engine; None takes the defaults.
+
+    Raises:
+        ValueError: it has no `generate`, or is wrapped already.
+    """
+    if not isinstance(model, nn.Module) or not callable(getattr(model, "generate", None)):
+        raise ValueError(
+            f"model must be a torch.nn.Module with a generate method, got {type(model).__name__}"
+        )
+    own = vars(model)
+    if isinstance(own.get("generate"), BatchedGenerate):
+        raise ValueError("model must not be wrapped already, got one that is; call unwrap first")
+    previous = {"generate": own["generate"]} if "generate" in own else {}
+    own["generate"] = BatchedGenerate(model, config or EngineConfig(), previous)
+    return model
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Undo `wrap`, and free the model's engine with its KV pools; returns the model.
+
+    Raises:
+        ValueError: it is not wrapped, or something else took the place of its `generate` since.
+    """
+    own = vars(model)
+    wrapper = own.get("generate")
+    if not isinstance(wrapper, BatchedGenerate):
+        raise ValueError("model must be wrapped, got one whose generate is not that of wrap")
+    del own["generate"]
+    own.update(wrapper.previous)
+    ENGINES.drop(model)
+    return model
+
+
+@contextmanager
+def wrapped(model: nn.Module, config: EngineConfig | None = None) -> Iterator[nn.Module]:
+    """`wrap` for the length of a `with` block.
+
+    Raises:
+        ValueError: as `wrap`.
+    """
+    wrap(model, config)
+    try:
+        yield model
+    finally:
+        unwrap(model)
+
+
+def _config_of(model: nn.Module) -> EngineConfig:
+    own = vars(model).get("generate")
+    return own.config if isinstance(own, BatchedGenerate) else EngineConfig()

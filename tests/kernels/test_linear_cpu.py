@@ -1,0 +1,231 @@
+"""The native linear kernel against float64, for odd sizes, layouts and threads, and changing weights."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.library import opcheck
+
+from selective_compile import ops, reference
+from selective_compile.kernels import linear_cpu, native
+from selective_compile.kernels.linear_cpu import linear
+
+pytestmark = pytest.mark.skipif(not linear_cpu.available(), reason=str(linear_cpu.unavailable_reason()))
+
+DTYPES = [torch.float32, torch.bfloat16]
+ROWS = (1, 2, 3, 5, 6, 8, 9, 16, 17, 33, 65, 129)
+# (N, K): one; under every tile; no multiple of 12 or 16; a row of 4096 bytes; K cut into blocks at 129 rows.
+SIZES = ((1, 1), (5, 3), (16, 16), (13, 17), (97, 129), (31, 1024), (260, 770), (29, 4097))
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def inputs(rows: int | tuple[int, ...], columns: int, depth: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    shape = (rows,) if isinstance(rows, int) else rows
+    torch.manual_seed(columns * depth)
+    return tuple(torch.randn(*s).to(dtype) for s in ((*shape, depth), (columns, depth), (columns,)))
+
+
+def assert_near_float64(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """Within float32 rounding of the sum's terms, and half a unit in the last place of a bfloat16 result."""
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    terms = F.linear(x.double().abs(), weight.double().abs()) + 1
+    last_place = 2**-8 if result.dtype is torch.bfloat16 else 2**-23
+    assert result.dtype is x.dtype and result.shape == exact.shape and result.is_contiguous()
+    worst = ((result.double() - exact).abs() - last_place * exact.abs() - 1e-6 * terms).max()
+    assert worst <= 0, f"off by {worst}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_odd_sizes(rows, dtype, threads):
+    for columns, depth in SIZES:
+        x, weight, bias = inputs(rows, columns, depth, dtype)
+        assert_near_float64(linear(x, weight), x, weight)
+        assert_near_float64(linear(x, weight, bias), x, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_more_rows_than_are_packed_at_once(dtype, threads):
+    x, weight, bias = inputs(530, 45, 300, dtype)
+    assert_near_float64(linear(x, weight, bias), x, weight, bias)
+
+
+def test_more_threads_than_work():
+    before = torch.get_num_threads()
+    torch.set_num_threads(7)
+    try:
+        for rows in (1, 20):
+            x, weight, bias = inputs(rows, 5, 40, torch.float32)
+            assert_near_float64(linear(x, weight, bias), x, weight, bias)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 0)], ids=str)
+def test_nothing_to_compute(shape, dtype):
+    columns, depth = shape
+    for rows in (0, 4):
+        x, weight, bias = inputs(rows, columns, depth, dtype)
+        assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (2, 9), (2, 3, 5), (2, 0, 5)], ids=str)
+def test_leading_dimensions(shape):
+    x, weight, bias = inputs(shape, 21, 40, torch.bfloat16)
+    result = linear(x, weight, bias)
+    assert result.shape == (*shape, 21)
+    if result.numel():
+        assert_near_float64(result, x, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [3, 33])
+def test_layouts(rows, dtype):
+    x, weight, bias = inputs(rows, 21, 40, dtype)
+    wide = torch.full((rows, 80), torch.nan, dtype=dtype)
+    wide[:, ::2] = x
+    bias_of_two = torch.stack([bias, bias * torch.nan], 1)
+    for same_x in (x, x.t().contiguous().t(), wide[:, ::2]):
+        assert_near_float64(linear(same_x, weight, bias_of_two[:, 0]), x, weight, bias)
+    # Transposed as in transformers' Conv1D; rows of a larger weight; at an address that is no multiple of 4.
+    assert_near_float64(linear(x, weight.t().contiguous().t(), bias), x, weight, bias)
+    assert_near_float64(linear(x, weight[4:20], bias[4:20]), x, weight[4:20], bias[4:20])
+    moved = torch.empty(weight.numel() + 1, dtype=dtype)[1:].view_as(weight).copy_(weight)
+    assert_near_float64(linear(x, moved, bias), x, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [2, 20])
+def test_nothing_around_the_operands_is_read_or_written(rows, dtype):
+    x, weight, bias = inputs(rows, 27, 33, dtype)
+    expected = linear(x, weight, bias)
+    framed = []
+    for tensor in (x, weight, bias):
+        frame = torch.full((tensor.numel() + 256,), torch.nan, dtype=dtype)
+        frame[128:-128] = tensor.flatten()
+        framed.append(frame[128:-128].view_as(tensor))
+    assert torch.equal(linear(*framed), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [4, 20])
+def test_what_is_not_finite_stays_in_its_row_and_column(rows, dtype):
+    x, weight, _ = inputs(rows, 30, 41, dtype)
+    clean = linear(x, weight)
+    x[3, 7], weight[11, 0] = torch.nan, torch.inf
+    result = linear(x, weight)
+    assert result[3].isnan().all() and result[:3, 11].isinf().all()
+    kept = [n for n in range(30) if n != 11]
+    assert torch.equal(result[:3, kept], clean[:3, kept]) and torch.equal(result[4:, kept], clean[4:, kept])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "fewer"), [(8, (1, 2, 5)), (129, (9, 17, 64))])
+def test_a_row_does_not_depend_on_the_rows_around_it_nor_on_the_threads(rows, fewer, dtype, threads):
+    x, weight, bias = inputs(rows, 50, 500, dtype)
+    every = linear(x, weight, bias)
+    for count in fewer:
+        assert torch.equal(linear(x[:count], weight, bias), every[:count])
+        assert torch.equal(linear(x[-count:], weight[7:], bias[7:]), every[-count:, 7:])
+    torch.set_num_threads(3 - threads)
+    assert torch.equal(linear(x, weight, bias), every)
+
+
+@pytest.mark.parametrize("rows", [2, 20])
+def test_a_weight_changed_in_place_is_seen_by_the_next_call(rows):
+    layer = nn.Linear(48, 24)
+    x = torch.randn(rows, 48)
+    with torch.no_grad():
+        first = linear(x, layer.weight, layer.bias)
+        layer.weight.data.mul_(2)
+        layer.bias.data.zero_()
+        assert_near_float64(linear(x, layer.weight, layer.bias), x, layer.weight, layer.bias)
+        assert not torch.allclose(linear(x, layer.weight, layer.bias), first)
+
+
+def test_what_does_not_fit_is_refused():
+    x, weight, bias = inputs(3, 5, 7, torch.float32)
+    for arguments, message in (
+        ((x[:, :6], weight), r"weight must be \[N, 6\] of torch.float32, got \[5, 7\]"),
+        ((x, weight.bfloat16()), "weight must be .* got .* torch.bfloat16"),
+        ((x, weight, bias[:4]), r"bias must be \[5\]"),
+        ((x, weight, bias.double()), "bias must be .* torch.float64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            linear(*arguments)
+
+
+def test_matrix_units_are_left_to_onednn(monkeypatch):
+    monkeypatch.setattr(native, "processor", lambda: "flags : avx512f amx_bf16 amx_tile")
+    linear_cpu._has_matrix_unit.cache_clear()
+    calls = []
+    monkeypatch.setattr(linear_cpu.F, "linear", lambda *a: calls.append(a[0].shape[0]) or a[0].new_empty(0))
+    for rows, dtype in product((8, 64), DTYPES):
+        linear(*inputs(rows, 4, 8, dtype))
+    linear_cpu._has_matrix_unit.cache_clear()
+    assert calls == [64]
+
+
+# ------------------------------------------------------------------------------------------------ the op
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("rows", [(3,), (2, 20)], ids=str)
+def test_opcheck(rows, dtype):
+    x, weight, bias = inputs(rows, 13, 17, dtype)
+    opcheck(ops.linear, (x, weight, bias))
+    opcheck(ops.linear, (x.transpose(0, -1).contiguous().transpose(0, -1), weight, None))
+
+
+def test_the_op_runs_the_kernel_unless_told_otherwise(monkeypatch):
+    x, weight, bias = inputs(20, 50, 3000, torch.float32)
+    assert torch.equal(ops.linear(x, weight, bias), linear(x, weight, bias))
+    with ops.forced_implementation("reference"):
+        assert torch.equal(ops.linear(x, weight, bias), reference.linear(x, weight, bias))
+    monkeypatch.setattr(linear_cpu, "available", lambda: False)
+    ops._kernel.cache_clear()
+    assert torch.equal(ops.linear(x, weight, bias), F.linear(x, weight, bias))
+    ops._kernel.cache_clear()
+
+
+def test_the_op_refuses_gradients():
+    x, weight, _ = inputs(3, 5, 7, torch.float32)
+    with pytest.raises(RuntimeError, match="no derivative"):
+        ops.linear(x, weight.requires_grad_())
+    with torch.no_grad():
+        assert_near_float64(ops.linear(x, weight), x, weight)
+
+
+def test_one_compiled_graph_serves_every_number_of_rows_and_sees_changed_weights():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(24, 40), nn.Linear(40, 16, bias=False)
+
+        def forward(self, x):
+            hidden = F.silu(ops.linear(x, self.first.weight, self.first.bias))
+            return ops.linear(hidden, self.second.weight, None)
+
+    torch._dynamo.reset()
+    model = Two()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for rows in (5, 2, 70, 9):
+            x = torch.randn(1, rows, 24)
+            expected = model.second(F.silu(model.first(x)))
+            torch.testing.assert_close(compiled(x), expected, rtol=1e-4, atol=1e-5)
+            model.first.weight.data.add_(0.1)
+    assert counter.frame_count == 1

@@ -1,0 +1,50 @@
+"""A tiny model of each family with random weights: seconds to run, and every structure that the family has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCABULARY = 199
+WINDOW = 8
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+ALTERNATING = ["sliding_attention", "sliding_attention", "full_attention"]
+
+OWN: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": WINDOW},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "phi3": {"pad_token_id": 0, "sliding_window": None},
+    "gemma2": {"head_dim": 16, "sliding_window": WINDOW, "num_hidden_layers": 3, "layer_types": ALTERNATING},
+    "gemma3_text": {"head_dim": 16, "sliding_window": WINDOW, "num_hidden_layers": 3, "layer_types": ALTERNATING},
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512},
+    "gpt_neox": {},
+    "olmo2": {},
+}
+FAMILIES = tuple(OWN)
+
+
+def tiny(family: str, *, seed: int = 0, attention: str = "sdpa", **changes: Any) -> PreTrainedModel:
+    """The model of a `FAMILIES` name, in evaluation mode, float32, with attention ``"sdpa"`` or ``"eager"``.
+
+    ``changes`` go over its configuration.  It has no end-of-sequence token: requests run to their length.
+    """
+    given = {"vocab_size": VOCABULARY} if family == "gpt2" else dict(COMMON)
+    config = AutoConfig.for_model(family, **{**given, **OWN[family], **changes})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model

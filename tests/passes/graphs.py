@@ -1,0 +1,115 @@
+"""Small graphs for pass tests, traced without Dynamo: a function of token inputs and weights becomes a `TracedGraph`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from selective_compile.passes.attention import recognise_attention
+from selective_compile.passes.flatten import FlatGraph, flatten
+from selective_compile.passes.mask_proof import prove_masks
+from selective_compile.passes.normalise import INDEX_FORM, Symbols, tidy
+from selective_compile.passes.token_axes import mark_token_axes
+from selective_compile.passes.traced_graph import Input, RefusedError, TracedGraph
+
+WIDTH = 8
+# The token inputs a function may name as parameters: trailing sizes and dtype.
+TOKEN_INPUTS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    "ids": ((), torch.int64),
+    "mask": ((), torch.int64),
+    "x": ((WIDTH,), torch.float32),
+    "y": ((WIDTH,), torch.float32),
+    "q": ((4, 8), torch.float32),
+    "k": ((4, 8), torch.float32),
+    "v": ((4, 8), torch.float32),
+    "kv": ((2, 8), torch.float32),
+}
+
+
+def trace(function: Callable[..., Any], *weights: Tensor) -> TracedGraph:
+    """``function``'s parameters are token inputs by name (`TOKEN_INPUTS`), then ``weights``; it returns a tensor or more."""
+    names = [name for name in inspect.signature(function).parameters if name in TOKEN_INPUTS]
+    symbols = Symbols()
+    with symbols.mode:
+        batch, tokens = symbols.size("batch", 3), symbols.size("token", 12)
+        fakes = [torch.empty([batch, tokens, *TOKEN_INPUTS[n][0]], dtype=TOKEN_INPUTS[n][1]) for n in names]
+        fakes += [torch.empty_strided(w.shape, w.stride(), dtype=w.dtype) for w in weights]
+
+        def run(*arguments: Any) -> Any:
+            result = function(*arguments)
+            return result if isinstance(result, tuple) else (result,)
+
+        with torch.no_grad():
+            module = make_fx(run, INDEX_FORM, tracing_mode="real", pre_dispatch=True)(*fakes)
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    sources = [f"L['{n}']" for n in names] + [f"L['self']._parameters['{i}']" for i in range(len(weights))]
+    examples = [sample(n, 3, 12) for n in names] + list(weights)
+    inputs = [
+        Input(index=i, node=node, source=source, place="tokens" if i < len(names) else "weight", example=example)
+        for i, (node, source, example) in enumerate(zip(placeholders, sources, examples, strict=True))
+    ]
+    tidy(module)
+    return TracedGraph(module=module, inputs=inputs, sizes=symbols.sizes())
+
+
+def sample(name: str, batch: int, length: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(map(ord, name)))
+    sizes, dtype = TOKEN_INPUTS[name]
+    if name == "mask":
+        return torch.ones(batch, length, dtype=dtype)
+    if dtype == torch.int64:
+        return torch.randint(0, 16, (batch, length), generator=generator)
+    return torch.randn(batch, length, *sizes, generator=generator)
+
+
+def marked(function: Callable[..., Any], *weights: Tensor) -> TracedGraph:
+    traced = trace(function, *weights)
+    mark_token_axes(traced)
+    return traced
+
+
+def analysed(function: Callable[..., Any], *weights: Tensor) -> TracedGraph:
+    """After passes 2 to 4."""
+    traced = marked(function, *weights)
+    recognise_attention(traced)
+    prove_masks(traced)
+    return traced
+
+
+def reasons(function: Callable[..., Any], *weights: Tensor) -> list[str]:
+    """Why the function is refused, by any pass up to flattening; empty if it is not."""
+    try:
+        flatten(analysed(function, *weights), paged=False)
+    except RefusedError as error:
+        return [str(refusal) for refusal in error.refusals]
+    return []
+
+
+def ragged_error(function: Callable[..., Any], *weights: Tensor, lengths: Sequence[int] = (5, 1, 12, 3)) -> float:
+    """How far the flat graph over requests of these lengths is from the function on each alone.  Raises `RefusedError`."""
+    flat = flatten(analysed(function, *weights), paged=False)
+    names = [name for name in inspect.signature(function).parameters if name in TOKEN_INPUTS]
+    requests = [[sample(n, 1, length, seed=length) for n in names] for length in lengths]
+    with torch.no_grad():
+        alone = [function(*request, *weights) for request in requests]
+        ours = flat.module(*flat_arguments(flat, requests, lengths))[0]
+    alone = [a[0] if isinstance(a, tuple) else a for a in alone]
+    assert ours.shape[1] == sum(lengths), "the first output must be [B, S, ...]"
+    return max(
+        float((a - b).abs().max()) for a, b in zip(ours.split(list(lengths), dim=1), alone, strict=True)
+    )
+
+
+def flat_arguments(flat: FlatGraph, requests: list[list[Tensor]], lengths: Sequence[int]) -> list[Tensor]:
+    """Arguments of an unpaged flat graph."""
+    arguments = [given.example for given in flat.weights]
+    arguments += [torch.cat([request[given.index] for request in requests], dim=1) for given in flat.tokens]
+    if flat.uses_positions:
+        arguments.append(torch.cat([torch.arange(length) for length in lengths]))
+    arguments.append(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32))
+    return arguments  # type: ignore[return-value]
