@@ -3,8 +3,8 @@
     python benchmarks/cpu_linear.py --threads 2 --json result.json
 
 The floor of a product is the larger of two times: its bytes at the machine's read rate, and its operations at
-the machine's matrix rate (the better of F.linear and packed oneDNN at 2048 x 2048 x 2048). `share` is the floor
-over the time taken. All are timed in turns and the figures are medians over the turns, so that a machine that
+the machine's matrix rate (the better of F.linear and packed oneDNN at 2048 x 2048 x 2048). `share` is the
+floor over the time taken. All are timed in turns and the figures are medians over the turns, so that a machine that
 is not quiet disturbs every one; with one thread the clock is the thread's own, which leaves out what other
 processes took. As in a real step, 256 MB of other weights go through the cache before one is used again.
 """

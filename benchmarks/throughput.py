@@ -2,7 +2,8 @@
 
     python benchmarks/throughput.py --out result.json
 
-The same as `selective-compile bench`, which an installed package has too; the code is in `selective_compile/bench/`.
+The same as `selective-compile bench`, which an installed package has too. The code is in
+`selective_compile/bench/`.
 """
 
 from __future__ import annotations

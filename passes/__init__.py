@@ -1,4 +1,4 @@
-"""Graph in, graph out: the passes that turn a decoder's graph over ``[B, S]`` into one over the ragged batch ``[1, T]``."""
+"""Graph in, graph out: a decoder's graph over ``[B, S]`` becomes one over the ragged batch ``[1, T]``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from selective_compile.passes.normalise import normalise
 from selective_compile.passes.output_tails import Tail, take_off_tails
 from selective_compile.passes.sampled_rows import keep_sampled_rows
 from selective_compile.passes.token_axes import mark_token_axes
-from selective_compile.passes.traced_graph import AttentionCall, RefusedError, Refusal, TracedGraph
+from selective_compile.passes.traced_graph import AttentionCall, Refusal, RefusedError, TracedGraph
 
 __all__ = ["PIPELINE", "AttentionCall", "FlatGraph", "PassRecord", "RefusedError", "Refusal", "Rewrite", "rewrite"]
 

@@ -53,6 +53,8 @@ def read_sdpa(traced: TracedGraph, node: fx.Node) -> AttentionCall:
     heads = tuple(range(rank(query) - 2))
     mask = given.get("attn_mask")
     scale = given.get("scale")
+    if scale is not None and not isinstance(scale, float):
+        raise Unreadable(node, f"its scale must be a constant, got {scale}")
     return AttentionCall(
         name=call_name(traced, node),
         form="sdpa",
@@ -61,7 +63,7 @@ def read_sdpa(traced: TracedGraph, node: fx.Node) -> AttentionCall:
         query=operand_of(traced, query, rank(query) - 2, heads, rank(query) - 1),
         key=operand_of(traced, key, rank(key) - 2, heads, rank(key) - 1),
         value=operand_of(traced, value, rank(value) - 2, heads, rank(value) - 1),
-        scale=float(scale) if scale is not None else 1 / math.sqrt(query.meta["val"].shape[-1]),
+        scale=scale if isinstance(scale, float) else 1 / math.sqrt(query.meta["val"].shape[-1]),
         softcap=0.0,
         causal_flag=bool(given.get("is_causal")),
         masks=() if mask is None else (mask_term(mask),),

@@ -12,6 +12,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 import sympy
+import torch
 
 if TYPE_CHECKING:
     from torch import fx
@@ -77,11 +78,11 @@ class Sizes:
     token: sympy.Symbol
 
     def dim(self, size: object) -> Dim:
-        """The factors of a freshly created dimension of ``size`` (int or SymInt); `Mixes` if it is another expression."""
+        """The factors of a freshly created dimension of ``size`` (int or SymInt); `Mixes` if it has none."""
         coefficient, batch, token = self.monomial(size)
         if batch > 1 or token > 1:
             raise Mixes(f"a new dimension of size {size}, which is no multiple of batch and tokens")
-        factors: list[Factor] = [Axis.BATCH] * batch + [Axis.TOKEN] * token
+        factors: list[Factor] = [*[Axis.BATCH] * batch, *[Axis.TOKEN] * token]
         return tuple(factors) + ((coefficient,) if coefficient != 1 else ())
 
     def monomial(self, size: object) -> tuple[int, int, int]:
@@ -97,8 +98,13 @@ class Sizes:
         return int(rest), counts[0], counts[1]
 
 
+def is_symbolic(value: object) -> bool:
+    """Whether a value computed at trace time depends on the number of requests or tokens."""
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
 def regroup(dims: tuple[Dim, ...], sizes: Sizes, shape: tuple[object, ...]) -> tuple[Dim, ...]:
-    """The factors of ``dims`` distributed over a new ``shape`` (a row-major view); `Mixes` if a factor is cut unevenly."""
+    """The factors of ``dims`` over a new ``shape`` (a row-major view); `Mixes` if a factor is cut unevenly."""
     factors = [f for dim in dims for f in dim]
     regrouped: list[Dim] = []
     for size in shape:

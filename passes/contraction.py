@@ -96,10 +96,8 @@ def read_einsum(node: fx.Node) -> Contraction | None:
     first, second = inputs.split(",")
     if len(set(first)) < len(first) or len(set(second)) < len(second):
         return None
-    left, right = operands  # type: ignore[misc]
-    return Contraction(
-        left=left, right=right, left_letters=tuple(first), right_letters=tuple(second), out=tuple(out)
-    )
+    left, right = node.all_input_nodes if len(node.all_input_nodes) == 2 else node.all_input_nodes * 2
+    return Contraction(left=left, right=right, left_letters=tuple(first), right_letters=tuple(second), out=tuple(out))
 
 
 READERS: dict[Any, Callable[[fx.Node], Contraction | None]] = {

@@ -47,7 +47,7 @@ def evaluate(
         elif isinstance(current.meta.get("val"), (torch.SymInt, int)):
             values[current] = concrete(current.meta["val"], symbols)
         elif current.op == "placeholder":
-            values[current] = examples[current].detach()
+            values[current] = examples[current].detach()  # type: ignore[union-attr]
         elif current.op == "get_attr":
             values[current] = getattr(traced.module, str(current.target))
         else:

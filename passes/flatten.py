@@ -11,7 +11,6 @@ when a node that survives reads tokens by their own index.
 
 from __future__ import annotations
 
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +45,6 @@ class FlatGraph:
     example_inputs: list[Any]
     sizes: Sizes  # the symbols that the outputs' sizes are in
     outputs: tuple[Axes | int | sympy.Expr, ...]  # what each output is in the [B, S] graph
-
 
     @property
     def device(self) -> torch.device:
@@ -110,9 +108,11 @@ class Flattener:
             metadata = [self.new[name] for name in self.metadata]
             if self.paged:
                 pools = (self.new[f"key_pool_{index}"], self.new[f"value_pool_{index}"])
-                op, arguments = torch.ops.selective.ragged_attention.default, (query, key, value, *pools, *metadata, *options)
+                op = torch.ops.selective.ragged_attention.default
+                arguments: tuple[Any, ...] = (query, key, value, *pools, *metadata, *options)
             else:
-                op, arguments = torch.ops.selective.varlen_attention.default, (query, key, value, *metadata, *options)
+                op = torch.ops.selective.varlen_attention.default
+                arguments = (query, key, value, *metadata, *options)
             mixed = self.graph.call_function(op, arguments)
             result = self.shaped_as_output(call, mixed)
         call.output.replace_all_uses_with(result)
@@ -127,7 +127,7 @@ class Flattener:
     def shaped_as_output(self, call: AttentionCall, mixed: fx.Node) -> fx.Node:
         """``[T, H, Dv]`` brought to the shape of the node it replaces, its batch being 1."""
         shape = self.sizes_of(call.output)
-        places = {dim: source for dim, source in enumerate(call.output_order)}
+        places = dict(enumerate(call.output_order))
         last = len(shape) - 1
         depth = next(d for d, source in places.items() if source == last)
         token = next(d for d, source in places.items() if source == last - 1)
@@ -271,7 +271,7 @@ class Flattener:
         operand = call.key if kind == "key" else call.value
         value = operand.node.meta["val"]
         blocks, block_size = self.symbols.size("num_blocks", 27), self.symbols.size("block_size", 16)
-        shape = [blocks, call.key.heads, block_size, operand.head_size]
+        shape: list[Any] = [blocks, call.key.heads, block_size, operand.head_size]
         return torch.empty(shape, dtype=value.dtype, device=value.device)
 
 
@@ -280,5 +280,3 @@ def flatten(traced: TracedGraph, *, paged: bool) -> FlatGraph:
     if traced.refusals:
         raise RefusedError(traced.refusals)
     return Flattener(traced, paged=paged).run()
-
-

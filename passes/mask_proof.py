@@ -83,13 +83,19 @@ def padding_input(traced: TracedGraph, call: AttentionCall) -> fx.Node | None:
         for node in ancestors(term.node):
             if node in tokens:
                 found.add(node)
-            elif node.op == "placeholder" and isinstance(node.meta["val"], torch.Tensor) and node.meta["val"].numel() > 1:
+            elif is_table(node):
                 raise Unproved(term.node, f"its mask reads the weight or buffer {node.name}")
             elif node in traced.sequence_nodes or node.target is aten.embedding.default:
                 raise Unproved(node, "its mask depends on what the tokens are")
     if len(found) > 1:
         raise Unproved(call.masks[0].node, f"its masks depend on several inputs: {sorted(n.name for n in found)}")
     return found.pop() if found else None
+
+
+def is_table(node: fx.Node) -> bool:
+    """A weight or buffer of more than one element."""
+    value = node.meta.get("val")
+    return node.op == "placeholder" and isinstance(value, torch.Tensor) and value.numel() > 1
 
 
 def integer_constants(node: fx.Node) -> Iterator[int]:
@@ -141,8 +147,11 @@ def far_probes(
     def own_index(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if not reads_own_index(node, traced.axes):
             return args
-        indices = [i if i is None else places_of(traced.axes[n], i) for n, i in zip(node.args[1], args[1], strict=True)]  # type: ignore[arg-type,index]
-        return (args[0], indices)
+        nodes: Any = node.args[1]
+        return (
+            args[0],
+            [i if i is None else places_of(traced.axes[n], i) for n, i in zip(nodes, args[1], strict=True)],
+        )
 
     allowed = combined(traced, call, 1, length, given, own_index)
     everything = torch.ones(length, dtype=torch.bool)

@@ -28,11 +28,11 @@ from selective_compile.passes.traced_graph import Input, Place, Refusal, Refused
 aten = torch.ops.aten
 SOURCE = "selective_source"
 # Triangles are written as comparisons of index ranges, which the mask proof can evaluate at any position.
-INDEX_FORM = get_decompositions([aten.tril, aten.triu])
+INDEX_FORM: dict[Any, Any] = get_decompositions([aten.tril, aten.triu])
 
 
 def source_name(placeholder: fx.Node) -> str:
-    """Dynamo's name for where a placeholder's value comes from; torch 2.11 has a method where later ones have a property."""
+    """Dynamo's name for where a placeholder's value comes from (torch 2.11 has a method where 2.13 has a property)."""
     if SOURCE in placeholder.meta:
         return placeholder.meta[SOURCE]
     argument = placeholder.meta.get("grapharg")
@@ -76,7 +76,8 @@ class Symbols:
         if name not in self._made:
             source = ConstantSource(name)
             symbol = self.env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
-            self._made[name] = self.env.create_symintnode(symbol, hint=hint, source=source)
+            made: Any = self.env.create_symintnode(symbol, hint=hint, source=source)
+            self._made[name] = made
         return self._made[name]
 
     def sizes(self) -> Sizes:
@@ -108,7 +109,7 @@ def normalise(module: fx.GraphModule, examples: Sequence[Any]) -> TracedGraph:
 
 
 def retrace(module: fx.GraphModule, symbols: Symbols, fakes: Sequence[Any]) -> fx.GraphModule:
-    """``module`` traced once more to ATen with ``fakes``, keeping stack traces, composite operators and float scalars."""
+    """``module`` traced once more to ATen with ``fakes``, keeping stack traces and composite operators."""
 
     def run(*arguments: Any) -> Any:
         with fx_traceback.preserve_node_meta():
@@ -164,7 +165,10 @@ def constant_size(node: fx.Node) -> Refusal | None:
     return refused_input(node, "must have a batch and a number of tokens that the model does not turn into constants")
 
 
-def refused_input(node: fx.Node, must: str = "must be a weight or a [batch, tokens] input of one common size") -> Refusal:
+KNOWN_INPUTS = "must be a weight or a [batch, tokens] input of one common size"
+
+
+def refused_input(node: fx.Node, must: str = KNOWN_INPUTS) -> Refusal:
     shape = list(node.meta["example_value"].shape)
     return Refusal(
         node=node.name,
@@ -207,7 +211,8 @@ def changes_nothing(node: fx.Node) -> bool:
         return not node.args[2]
     if packet is aten.cat:
         return len(node.args[0]) == 1  # type: ignore[arg-type]
-    before, after = (node.args[0].meta.get("val") if node.args and isinstance(node.args[0], fx.Node) else None), node.meta.get("val")
+    source = node.args[0] if node.args else None
+    before, after = source.meta.get("val") if isinstance(source, fx.Node) else None, node.meta.get("val")
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return False
     same = before.dtype == after.dtype and before.device == after.device and len(before.shape) == len(after.shape)

@@ -39,7 +39,7 @@ def take_off_tails(module: fx.GraphModule) -> tuple[Tail, ...]:
         slices: list[tuple[int, int, int, int]] = []
         while (bounds := constant_slice(value)) is not None:
             slices.insert(0, bounds)
-            value = value.args[0]  # type: ignore[union-attr]
+            value = value.args[0]
         listed[position] = value
         tails.append(Tail(slices=tuple(slices)))
     output.args = (tuple(listed),)
@@ -51,6 +51,7 @@ def take_off_tails(module: fx.GraphModule) -> tuple[Tail, ...]:
 def constant_slice(value: Any) -> tuple[int, int, int, int] | None:
     if not isinstance(value, fx.Node) or value.target is not aten.slice.Tensor:
         return None
-    dim, start, end, step = (*value.args[1:], *(0, None, None, 1)[len(value.args) - 1 :])
+    given: list[Any] = [*value.args[1:]]
+    dim, start, end, step = given + [0, None, None, 1][len(given) :]
     bounds = (dim, 0 if start is None else start, 2**63 - 1 if end is None else end, step)
-    return bounds if all(isinstance(bound, int) for bound in bounds) else None  # type: ignore[return-value]
+    return bounds if all(isinstance(bound, int) for bound in bounds) else None

@@ -14,7 +14,7 @@ from torch import fx
 
 from selective_compile.passes.axes import Axes, Axis, Dim, Mixes
 from selective_compile.passes.evaluate import ancestors, evaluate
-from selective_compile.passes.traced_graph import TracedGraph
+from selective_compile.passes.traced_graph import TracedGraph, is_mutable
 
 aten = torch.ops.aten
 LENGTHS = (2, 3, 5, 17, 40, 130)
@@ -41,7 +41,7 @@ def made_of_sizes(traced: TracedGraph, node: fx.Node) -> bool:
     refused = {refusal.node for refusal in traced.refusals}
     sources = {given.node for given in traced.inputs if given.place != "size"}
     found = ancestors(node)
-    return not any(current in sources or current.name in refused for current in found) and all(
+    return not any(current in sources or current.name in refused or is_mutable(current) for current in found) and all(
         torch.Tag.nondeterministic_seeded not in getattr(current.target, "tags", ()) for current in found
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from selective_compile.passes.axes import Axes, Axis, Mixes, Sizes
+from selective_compile.passes.axes import Axes, Axis, Mixes, Sizes, is_symbolic
 from selective_compile.passes.rules_pointwise import broadcast
 
 aten = torch.ops.aten
@@ -18,7 +18,7 @@ AxesOf = Callable[[Any], Axes]
 def filled(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     """One value everywhere, so any dimension of the batch's or the tokens' size may be called by that name."""
     values = [a for a in (*node.args[1:], *node.kwargs.values()) if isinstance(a, fx.Node)]
-    if any(isinstance(a.meta["val"], torch.SymInt) for a in values):
+    if any(is_symbolic(a.meta["val"]) for a in values):
         raise Mixes("fills with the number of tokens or requests, which is not known of one token")
     return Axes(dims=tuple(sizes.dim(size) for size in node.meta["val"].shape))
 
@@ -66,9 +66,9 @@ def reads_own_index(node: fx.Node, axes: dict[fx.Node, Axes]) -> bool:
 
 
 CREATIONS: dict[Any, Callable[..., Any]] = {
-    **{op: filled for op in (aten.zeros, aten.ones, aten.full, aten.empty, aten.scalar_tensor)},
-    **{op: filled for op in (aten.new_ones, aten.new_zeros, aten.new_full)},
-    **{op: filled for op in (aten.zeros_like, aten.ones_like, aten.full_like)},
+    **dict.fromkeys((aten.zeros, aten.ones, aten.full, aten.empty, aten.scalar_tensor), filled),
+    **dict.fromkeys((aten.new_ones, aten.new_zeros, aten.new_full), filled),
+    **dict.fromkeys((aten.zeros_like, aten.ones_like, aten.full_like), filled),
     aten.arange: arange,
     aten.embedding: embedding,
     aten.index: index,

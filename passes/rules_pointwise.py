@@ -14,8 +14,6 @@ from selective_compile.passes.axes import Axes, Dim, Mixes, Sizes
 
 def pointwise(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Axes:
     """Dimensions align from the right; where both are larger than 1 their factors must be the same."""
-    if any(isinstance(a.meta.get("val"), torch.SymInt) for a in node.all_input_nodes):
-        raise Mixes("computes with the number of tokens or requests, which is not known of one token")
     operands = [axes_of(a) for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]
     dims = broadcast([axes.dims for axes in operands])
     inputs = frozenset().union(*(axes.inputs for axes in operands))

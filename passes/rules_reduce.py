@@ -18,7 +18,7 @@ def dims_along(node: fx.Node, position: int, default: Any = None) -> list[int]:
     rank = node.args[0].meta["val"].dim()  # type: ignore[union-attr]
     given = node.args[position] if len(node.args) > position else node.kwargs.get("dim", default)
     chosen = range(rank) if given is None or given == [] else ([given] if isinstance(given, int) else given)
-    return [dim % rank for dim in chosen] if rank else []  # type: ignore[union-attr,operator]
+    return [dim % rank for dim in chosen] if rank else []  # type: ignore[union-attr]
 
 
 def refuse_labelled(node: fx.Node, axes: Axes, dims: list[int]) -> None:

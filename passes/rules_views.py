@@ -28,7 +28,7 @@ def reshape(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
 
 def unsqueeze(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     axes, rank = axes_of(node.args[0]), node.meta["val"].dim()
-    at = node.args[1] % rank  # type: ignore[operator]
+    at = node.args[1] % rank
     return with_dims(axes, (*axes.dims[:at], (), *axes.dims[at:]))
 
 
@@ -40,9 +40,13 @@ def transpose(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     return with_dims(axes, dims)
 
 
+def constant_dims(value: Any) -> list[int]:
+    return list(value)
+
+
 def permute(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     axes = axes_of(node.args[0])
-    return with_dims(axes, [axes.dims[i] for i in node.args[1]])  # type: ignore[union-attr,index]
+    return with_dims(axes, [axes.dims[i] for i in constant_dims(node.args[1])])
 
 
 def expand(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
@@ -57,7 +61,7 @@ def slice_(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     axes, value = axes_of(node.args[0]), node.meta["val"]
     (dim,) = dims_along(node, 1, 0)
     refuse_labelled(node, axes, [dim])
-    if not isinstance(value.shape[dim], int):
+    if not all(bound is None or isinstance(bound, int) for bound in (*node.args[2:], value.shape[dim])):
         raise Mixes("reads a table by the number of tokens")
     return with_dims(axes, replaced(axes.dims, dim, sizes.dim(value.shape[dim])))
 
@@ -89,7 +93,8 @@ def getitem(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     if producer is aten.unbind:
         (gone,) = dims_along(node.args[0], 1, 0)  # type: ignore[arg-type]
         dims = (*dims[:gone], *dims[gone + 1 :])
-    return with_dims(axes, [d if any(isinstance(f, Axis) for f in d) else sizes.dim(s) for d, s in zip(dims, shape, strict=True)])
+    kept = [any(isinstance(f, Axis) for f in dim) for dim in dims]
+    return with_dims(axes, [d if k else sizes.dim(s) for d, k, s in zip(dims, kept, shape, strict=True)])
 
 
 def cat(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
@@ -99,7 +104,7 @@ def cat(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     if len(parts) == 1:
         return Axes(dims=parts[0].dims, inputs=inputs)
     rank = node.meta["val"].dim()
-    dim = (node.args[1] if len(node.args) > 1 else 0) % rank  # type: ignore[operator]
+    dim = (node.args[1] if len(node.args) > 1 else 0) % rank
     for axes in parts:
         refuse_labelled(node, axes, [dim])
     others = [replaced(axes.dims, dim, ()) for axes in parts]
@@ -109,7 +114,7 @@ def cat(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
 def stack(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     parts = [axes_of(part) for part in node.args[0]]  # type: ignore[union-attr]
     rank = node.meta["val"].dim()
-    dim = (node.args[1] if len(node.args) > 1 else 0) % rank  # type: ignore[operator]
+    dim = (node.args[1] if len(node.args) > 1 else 0) % rank
     dims = broadcast([axes.dims for axes in parts])
     inputs = frozenset().union(*(axes.inputs for axes in parts))
     return Axes(dims=(*dims[:dim], sizes.dim(len(parts)), *dims[dim:]), inputs=inputs)
@@ -138,10 +143,10 @@ def same(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
 
 
 VIEWS: dict[Any, Callable[..., Any]] = {
-    **{op: reshape for op in (aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten)},
-    **{op: transpose for op in (aten.transpose, aten.t, aten.numpy_T)},
-    **{op: same for op in (aten.to, aten._to_copy, aten.type_as, aten.clone, aten.contiguous)},
-    **{op: split for op in (aten.split, aten.split_with_sizes, aten.chunk, aten.unbind)},
+    **dict.fromkeys((aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten), reshape),
+    **dict.fromkeys((aten.transpose, aten.t, aten.numpy_T), transpose),
+    **dict.fromkeys((aten.to, aten._to_copy, aten.type_as, aten.clone, aten.contiguous), same),
+    **dict.fromkeys((aten.split, aten.split_with_sizes, aten.chunk, aten.unbind), split),
     operator.getitem: getitem,
     aten.unsqueeze: unsqueeze,
     aten.squeeze: squeeze,

@@ -24,8 +24,8 @@ def keep_sampled_rows(flat: FlatGraph) -> int:
     """Adds the placeholder ``logit_rows [R]`` behind the others; the single output then has R rows instead of T."""
     graph = flat.module.graph
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
-    (logits,) = output.args[0]  # type: ignore[misc]
-    point = earliest(flat, logits)  # type: ignore[arg-type]
+    (logits,) = output.args[0]
+    point = earliest(flat, logits)
     if point is None:
         return 0
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
@@ -35,7 +35,8 @@ def keep_sampled_rows(flat: FlatGraph) -> int:
         chosen = graph.call_function(aten.index_select.default, (point, token_dim(flat, point), rows))
     point.replace_all_uses_with(chosen, delete_user_cb=lambda user: user is not chosen)
     with flat.symbols.mode:
-        flat.example_inputs.append(torch.empty([flat.symbols.size("rows", HINT_ROWS)], dtype=torch.int64, device=flat.device))
+        count = flat.symbols.size("rows", HINT_ROWS)
+        flat.example_inputs.append(torch.empty([count], dtype=torch.int64, device=flat.device))
     graph.lint()
     flat.module.recompile()
     return 1

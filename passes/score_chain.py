@@ -1,4 +1,4 @@
-"""Reading an eager attention's scores backwards from the softmax: masks, softcap, scale, product of queries and keys."""
+"""An eager attention's scores read backwards from the softmax: masks, softcap, scale, product of query and key."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ScoreChain:
         self._after_tanh, self.scale = self.scale, 1.0
 
     def close(self, node: fx.Node) -> None:
-        """At the product: what was scaled after a tanh is the softcap, what was scaled before it 1 / softcap and more."""
+        """At the product: the factor after a tanh is the softcap, the one before it the scale over the softcap."""
         if self._after_tanh is not None:
             self.softcap = self._after_tanh
             self.scale *= self.softcap
@@ -102,7 +102,9 @@ def take_added_mask(traced: TracedGraph, chain: ScoreChain, node: fx.Node) -> An
     return scores
 
 
-def take_filled(traced: TracedGraph, chain: ScoreChain, node: fx.Node, *, scores: Any, mask: Any, fill: Any, kind: Any) -> Any:
+def take_filled(
+    traced: TracedGraph, chain: ScoreChain, node: fx.Node, *, scores: Any, mask: Any, fill: Any, kind: Any
+) -> Any:
     if not carries_scores(traced, scores) or carries_scores(traced, mask):
         raise Unreadable(node, "it must fill scores where a mask of positions says so")
     if hidden_value(fill) is False:
@@ -127,7 +129,7 @@ def hidden_value(fill: Any) -> bool:
 
 
 def carries_scores(traced: TracedGraph, node: Any) -> bool:
-    """Scores depend on what the tokens are; masks on where they are and on which inputs hide them, never on a product."""
+    """Scores come out of a product of queries and keys; a mask of positions out of none."""
     if not isinstance(node, fx.Node) or node not in traced.axes:
         return False
     seen, stack = set(), [node]

@@ -14,20 +14,25 @@ from typing import Any
 import torch
 from torch import fx
 
-from selective_compile.passes.axes import Axes, Axis, Mixes, Sizes
+from selective_compile.passes.axes import Axes, Axis, Mixes, Sizes, is_symbolic
 from selective_compile.passes.contraction import contraction_axes
 from selective_compile.passes.positional import positional
+from selective_compile.passes.rules_create import CREATIONS
 from selective_compile.passes.rules_pointwise import UNTAGGED, pointwise
 from selective_compile.passes.rules_reduce import REDUCTIONS
 from selective_compile.passes.rules_views import VIEWS
-from selective_compile.passes.rules_create import CREATIONS
-from selective_compile.passes.traced_graph import Input, TracedGraph
+from selective_compile.passes.traced_graph import Input, TracedGraph, is_mutable
 
 Rule = Callable[[fx.Node, Callable[[Any], Axes], Sizes], Axes]
 aten = torch.ops.aten
 RULES: dict[Any, Rule] = {**UNTAGGED, **VIEWS, **REDUCTIONS, **CREATIONS}
 
 
+# Their rules read what a number of requests or tokens does to the shape, and refuse it anywhere else.
+SHAPED_BY_SIZES = (
+    *(aten.view, aten.reshape, aten._unsafe_view, aten.unflatten, aten.expand, aten.slice, aten.arange, aten.zeros),
+    *(aten.ones, aten.full, aten.new_ones, aten.new_zeros, aten.new_full),
+)
 HELD_TO_NO_DROPOUT = (aten.scaled_dot_product_attention.default,)  # pass 3 refuses it with a dropout other than 0
 
 
@@ -95,8 +100,13 @@ def has_tensor(value: Any) -> bool:
 
 def transfer(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Axes:
     """The rule for ``node``'s operator applied.  Raises `Mixes`, `Unknown` or `SequenceNode`."""
-    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and node.target not in HELD_TO_NO_DROPOUT:
+    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    if random and node.target not in HELD_TO_NO_DROPOUT:
         raise Mixes("draws random numbers (is the model in training mode?)")
+    if is_mutable(node):
+        raise Mixes("changes a tensor in place, and who else reads that tensor is not followed")
+    if getattr(node.target, "overloadpacket", None) not in SHAPED_BY_SIZES and takes_size(node):
+        raise Mixes("computes with the number of tokens or requests, which is not known of one token")
     axes = contraction_axes(node, axes_of)
     if axes is None:
         rule = RULES.get(getattr(node.target, "overloadpacket", node.target))
@@ -112,14 +122,20 @@ def transfer(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Axe
     return axes
 
 
+def takes_size(node: fx.Node) -> bool:
+    return any(is_symbolic(argument.meta.get("val")) for argument in node.all_input_nodes)
+
+
 def is_pointwise(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    return schema is not None and not schema.is_mutable and torch.Tag.pointwise in node.target.tags  # type: ignore[union-attr]
+    return schema is not None and torch.Tag.pointwise in node.target.tags  # type: ignore[union-attr]
 
 
 def every_input_constant(node: fx.Node, axes_of: Callable[[Any], Axes]) -> None:
     """An operator without a rule keeps constants constant; on tokens it is unknown."""
-    if any(not axes_of(argument).is_constant for argument in node.all_input_nodes if has_tensor(argument.meta.get("val"))):
+    if any(
+        not axes_of(argument).is_constant for argument in node.all_input_nodes if has_tensor(argument.meta.get("val"))
+    ):
         raise Mixes(f"no transfer rule for {node.target}: whether it treats tokens independently is unknown")
 
 

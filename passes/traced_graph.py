@@ -137,6 +137,12 @@ class TracedGraph:
         )
 
 
+def is_mutable(node: fx.Node) -> bool:
+    """Whether the node's operator changes one of its inputs in place."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
 def source_line(node: fx.Node) -> str:
     """``file:line code`` of the innermost user frame that made the node, or a note that it is unknown."""
     trace = node.meta.get("stack_trace") or ""

@@ -27,7 +27,7 @@ KEPT_REPORTS = 64
 
 
 class SelectiveBackend:
-    """The callable behind ``torch.compile(model, backend="selective")``; ``reports`` holds what became of each graph."""
+    """What ``torch.compile(model, backend="selective")`` calls; ``reports`` holds what became of each graph."""
 
     __name__ = "selective"
 

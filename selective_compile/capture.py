@@ -122,7 +122,7 @@ def logits_call(model: nn.Module, ids: torch.Tensor) -> tuple[Callable[..., Any]
 
 
 def takes(model: nn.Module, names: Any, argument: str) -> bool:
-    """Whether ``model`` understands ``argument``: by its signature, or as a Hugging Face model, which takes it in **kwargs."""
+    """Whether ``model`` has the argument: by its signature, or in the **kwargs of a Hugging Face model."""
     return argument in names or hasattr(getattr(model, "config", None), argument)
 
 
@@ -138,10 +138,14 @@ def logits_of(result: Any) -> torch.Tensor:
 
 
 def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with a code object of its own: Dynamo counts recompiles per code object, over all models captured."""
+    """The function with a code object of its own: Dynamo counts recompiles per code object."""
     assert isinstance(function, types.FunctionType)
     return types.FunctionType(
-        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
 
 

@@ -69,9 +69,7 @@ Model = Annotated[
 ]
 Dtype = Annotated[checkpoints.DtypeName, typer.Option(help="Of the weights; auto: as they are stored.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")]
-Threads = Annotated[
-    int | None, typer.Option(min=1, help="For torch on the CPU.", show_default="torch's choice")
-]
+Threads = Annotated[int | None, typer.Option(min=1, help="For torch on the CPU.", show_default="torch's choice")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON in place of text.")]
 TokenBudget = Annotated[int, typer.Option(min=1, help="Most tokens in one step of the engine.")]
 
@@ -81,13 +79,11 @@ def demo_command(
     model: Model = None,
     requests: Annotated[int, typer.Option(min=1, help="How many.")] = 24,
     seed: Annotated[int, typer.Option(min=0, help="Of the prompts and their arrival.")] = 0,
-    picture: Annotated[Path, typer.Option(help="Where to draw the schedule; .png or .svg.")] = Path(
-        "schedule.png"
-    ),
+    picture: Annotated[Path, typer.Option(help="The schedule, as .png or .svg.")] = Path("schedule.png"),
     as_json: Json = False,
     threads: Threads = None,
     compiled: Annotated[
-        bool, typer.Option("--compile/--no-compile", help="With Inductor, or the graph as it is.")
+        bool, typer.Option("--compile/--no-compile", help="Use Inductor.")
     ] = True,
     token_budget: TokenBudget = 128,
     kv_tokens: Annotated[
@@ -97,9 +93,9 @@ def demo_command(
     dtype: Dtype = "auto",
     device: Device = "cpu",
 ) -> None:
-    """Serve mixed requests by generate and by the engine; compare tokens and times, draw the schedule.
+    """Serve requests by generate and by the engine; compare tokens, times; draw the schedule.
 
-    Exit status 1 if a token differs. Near ties of a model other than the one that ships are told apart.
+    Exit status 1 if a token differs; near ties, which the model that ships has none of, are no difference.
 
     \b
     selective-compile demo
@@ -126,7 +122,7 @@ def demo_command(
     if as_json:
         typer.echo(tables.demo_json(prepared, outcome, str(picture.absolute())))
     else:
-        out.print(tables.demo_tables(prepared, outcome))
+        out.print(tables.demo_tables(prepared, outcome, out.width))
         out.print(Text(tables.demo_summary(prepared, outcome)), soft_wrap=True)
         out.print(Text(f"picture of the schedule: {picture.absolute()}"), soft_wrap=True)
     if not outcome.ok:
@@ -145,17 +141,13 @@ def generate_command(
         float | None,
         typer.Option(min=0.0, help="Sample; 0: always the most probable token.", show_default="0"),
     ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(min=0, help="Sample among this many.", show_default="off")
-    ] = None,
+    top_k: Annotated[int | None, typer.Option(min=0, help="Sample among this many.", show_default="off")] = None,
     top_p: Annotated[
         float | None,
         typer.Option(min=0.0, max=1.0, help="Sample among this much probability.", show_default="off"),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 0,
-    stream: Annotated[
-        bool, typer.Option("--stream", help="Print the answer as it comes; one prompt only.")
-    ] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print the answer as it comes; one prompt only.")] = False,
     as_json: Json = False,
     threads: Threads = None,
     compiled: Annotated[
@@ -180,9 +172,7 @@ def generate_command(
         top_p=top_p,
     )
     if stream and (as_json or len(chosen.texts) > 1):
-        raise ValueError(
-            f"--stream must come with one prompt and without --json, got {len(chosen.texts)} prompt(s)"
-        )
+        raise ValueError(f"--stream must come with one prompt and without --json, got {len(chosen.texts)} prompt(s)")
     stages, out = begin(threads)
     with stages("loading the model"):
         checkpoint = checkpoints.load(model, dtype=dtype, device=device)
@@ -207,7 +197,7 @@ def explain_command(
     dtype: Dtype = "auto",
     device: Device = "cpu",
 ) -> None:
-    """Say what would be batched, what was proved of every attention call, and what is refused.
+    """Say what was proved of a model's attention calls, and what is refused.
 
     Exit status 1 if something is refused.
 
@@ -230,18 +220,9 @@ def explain_command(
 
 @app.command("bench")
 def bench_command(
-    peers: Annotated[
-        list[settings.PeerName] | None,
-        typer.Option("--peer", help="One to run; may be repeated.", show_default="all"),
-    ] = None,
-    dtypes: Annotated[
-        list[settings.DtypeName] | None,
-        typer.Option("--dtype", help="May be repeated.", show_default="float32 and bfloat16"),
-    ] = None,
-    modes: Annotated[
-        list[settings.Mode] | None,
-        typer.Option("--mode", help="May be repeated.", show_default="saturated and arriving"),
-    ] = None,
+    peers: Annotated[str, typer.Option(help="Which to run.")] = ",".join(settings.PEERS),
+    dtypes: Annotated[str, typer.Option(help="Of weights and keys.")] = ",".join(settings.DTYPES),
+    modes: Annotated[str, typer.Option(help="All requests at once, over time.")] = ",".join(settings.MODES),
     requests: Annotated[int, typer.Option(min=1, help="How many.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Timed ones, after one that warms up.")] = 3,
     seed: Annotated[int, typer.Option(min=0, help="Of weights, lengths, prompts and arrivals.")] = 0,
@@ -250,10 +231,8 @@ def bench_command(
         typer.Option(help="Requests per second, arriving.", show_default="what the engine can do"),
     ] = None,
     token_budget: TokenBudget = 512,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Of all peers.", show_default="all cores")
-    ] = None,
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="The engine's graph.")] = True,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of all peers.", show_default="all cores")] = None,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Use Inductor in the engine.")] = True,
     device: Device = "cpu",
     quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes, one round: does it run?")] = False,
     out_file: Annotated[Path | None, typer.Option("--out", help="Write the JSON there too.")] = None,
@@ -261,12 +240,13 @@ def bench_command(
 ) -> None:
     """Measure useful output tokens per second next to generate and generate_batch.
 
-    A Llama of 125 million parameters with random weights, prompts of 8-512 and outputs of 8-256 tokens, once all at
-    once and once arriving over time; the peers run in turns. Wants a quiet machine and about half an hour.
+    A Llama of 125 million parameters, random weights; prompts of 8-512 and outputs of 8-256 tokens.
+
+    The peers run in turns. It wants a quiet machine and half an hour.
 
     \b
     selective-compile bench --out result.json
-    selective-compile bench --peer engine --peer generate_batch --dtype bfloat16 --mode saturated
+    selective-compile bench --peers engine,generate --dtypes bfloat16 --modes saturated
     selective-compile bench --quick
     """
     if out_file is not None and not out_file.absolute().parent.is_dir():
@@ -276,9 +256,9 @@ def bench_command(
         requests=requests,
         rounds=rounds,
         seed=seed,
-        dtypes=tuple(dtypes or settings.DTYPES),
-        modes=tuple(modes or settings.MODES),
-        peers=tuple(peers or settings.PEERS),
+        dtypes=settings.listed(dtypes),
+        modes=settings.listed(modes),
+        peers=settings.listed(peers),
         arrival_rate=arrival_rate,
         token_budget=token_budget,
         threads=threads or settings.all_cores(),
@@ -299,7 +279,7 @@ def bench_command(
 
 
 def begin(threads: int | None) -> tuple[ProgressBars, Any]:
-    """Bars on standard error, text on standard output, and silence from transformers, which has bars of its own."""
+    """Bars on standard error, text on standard output; transformers, which has bars of its own, is silenced."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     if threads is not None:

@@ -24,4 +24,4 @@ def compiled(flat: FlatGraph, *, inductor: bool) -> Callable[..., Any]:
 
 def compiled_as_it_came(module: fx.GraphModule, examples: Sequence[Any], *, inductor: bool) -> Callable[..., Any]:
     """Dynamo's own graph through Inductor, unchanged."""
-    return compile_fx(module, list(examples)) if inductor else module.forward  # type: ignore[arg-type,return-value]
+    return compile_fx(module, list(examples)) if inductor else module.forward  # type: ignore[return-value]

@@ -167,24 +167,24 @@ def one_by_one(checkpoint: Checkpoint, requests: Sequence[DemoRequest], stages: 
     first = requests[0]
     generate(checkpoint, [first.prompt_ids], min(first.max_new_tokens, WARM_UP_TOKENS))
     tokens, seconds = [], 0.0
-    with stages("generate, one request at a time", len(requests)) as advance:
+    with stages("generate, one by one", len(requests)) as advance:
         for request in requests:
             begin = time.perf_counter()
             tokens += generate(checkpoint, [request.prompt_ids], request.max_new_tokens)
             seconds += time.perf_counter() - begin
             advance(1)
-    return Way(name="generate, one request at a time", seconds=seconds, tokens=tokens)
+    return Way(name="generate, one by one", seconds=seconds, tokens=tokens)
 
 
 def padded_batch(checkpoint: Checkpoint, requests: Sequence[DemoRequest], stages: Stages) -> Way:
     """All requests as one padded batch, which goes on until the longest answer is done; the rest is cut off."""
     longest = max(request.max_new_tokens for request in requests)
-    with stages("generate, one padded batch"):
+    with stages("generate, padded batch"):
         begin = time.perf_counter()
         rows = generate(checkpoint, [request.prompt_ids for request in requests], longest)
         seconds = time.perf_counter() - begin
     tokens = [row[: request.max_new_tokens] for row, request in zip(rows, requests, strict=True)]
-    return Way(name="generate, one padded batch", seconds=seconds, tokens=tokens)
+    return Way(name="generate, padded batch", seconds=seconds, tokens=tokens)
 
 
 def generate(checkpoint: Checkpoint, prompts: Sequence[list[int]], max_new_tokens: int) -> list[list[int]]:
@@ -195,9 +195,7 @@ def generate(checkpoint: Checkpoint, prompts: Sequence[list[int]], max_new_token
     return [until_end(row, config.eos_token_id) for row in out[:, ids.shape[1] :].tolist()]
 
 
-def left_padded(
-    prompts: Sequence[Sequence[int]], padding_id: int, device: torch.device | str
-) -> tuple[Tensor, Tensor]:
+def left_padded(prompts: Sequence[Sequence[int]], padding_id: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
     """Ids and attention mask, both ``[B, S]`` int64, the padding in front."""
     length = max(map(len, prompts))
     ids = [[padding_id] * (length - len(prompt)) + list(prompt) for prompt in prompts]
@@ -218,15 +216,13 @@ def through_engine(prepared: Prepared, requests: Sequence[DemoRequest], stages: 
     do, the next request comes at once.
     """
     records: list[StepRecord] = []
-    engine = Engine(
-        prepared.checkpoint.model, prepared.config, program=prepared.program, observers=[records.append]
-    )
+    engine = Engine(prepared.checkpoint.model, prepared.config, program=prepared.program, observers=[records.append])
     warm_up(engine, prepared.checkpoint, requests[0])
     before = engine.stats()
     records.clear()
     handles: list[Request] = []
     arrivals: dict[RequestId, int] = {}
-    name = "engine, requests arriving over time"
+    name = "engine, arriving over time"
     begin = time.perf_counter()
     with stages(name, len(requests)) as advance:
         done = 0

@@ -70,9 +70,7 @@ class Answer:
         return dataclasses.asdict(self)
 
 
-def generate_all(
-    checkpoint: Checkpoint, config: EngineConfig, prompts: Prompts, stages: Stages
-) -> list[Answer]:
+def generate_all(checkpoint: Checkpoint, config: EngineConfig, prompts: Prompts, stages: Stages) -> list[Answer]:
     """The answers, in the order of the prompts.
 
     Raises:
@@ -86,14 +84,10 @@ def generate_all(
             finished = sum(request.finished for request in requests)
             advance(finished - done)
             done = finished
-    return [
-        answered(checkpoint, text, request) for text, request in zip(prompts.texts, requests, strict=True)
-    ]
+    return [answered(checkpoint, text, request) for text, request in zip(prompts.texts, requests, strict=True)]
 
 
-def generate_streaming(
-    checkpoint: Checkpoint, config: EngineConfig, prompts: Prompts, stages: Stages
-) -> Iterator[str]:
+def generate_streaming(checkpoint: Checkpoint, config: EngineConfig, prompts: Prompts, stages: Stages) -> Iterator[str]:
     """Pieces of the answer to the one prompt as they come, each of whole characters.
 
     Raises as `generate_all`.

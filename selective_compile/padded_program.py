@@ -42,7 +42,9 @@ class RealTokens:
 class PaddedProgram:
     """Called with Dynamo's graph inputs in Dynamo's order; returns Dynamo's graph outputs."""
 
-    def __init__(self, rewritten: Rewrite, module: fx.GraphModule, examples: list[Any], options: BackendOptions) -> None:
+    def __init__(
+        self, rewritten: Rewrite, module: fx.GraphModule, examples: list[Any], options: BackendOptions
+    ) -> None:
         flat = rewritten.flat
         assert flat is not None
         self._flat, self._tails = flat, rewritten.tails

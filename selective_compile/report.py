@@ -96,9 +96,7 @@ def report_on(rewritten: Rewrite, model: str, note: str = "") -> Report:
 
 
 def refused_report(model: str, note: str, refusals: tuple[Refusal, ...] = ()) -> Report:
-    return Report(
-        model=model, verdict="refused", token_wise_nodes=0, calls=(), refusals=refusals, passes=(), note=note
-    )
+    return Report(model=model, verdict="refused", token_wise_nodes=0, calls=(), refusals=refusals, passes=(), note=note)
 
 
 def call_report(call: AttentionCall) -> CallReport:
@@ -113,5 +111,3 @@ def call_report(call: AttentionCall) -> CallReport:
         softcap=call.softcap,
         source_line=call.source_line,
     )
-
-

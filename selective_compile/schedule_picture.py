@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -24,7 +24,7 @@ DECODE: Final = "#9cc3e6"
 WAITING: Final = "#b5b5b5"
 PREEMPTED: Final = "#b3002d"
 BUDGET: Final = "#404040"
-TEXT: Final = {"fontsize": 7, "va": "center", "color": "#202020", "zorder": 6}
+TEXT: Final[dict[str, Any]] = {"fontsize": 7, "va": "center", "color": "#202020", "zorder": 6}
 DIGIT_INCHES: Final = 0.058  # of TEXT
 # Columns narrower than this, in inches, get no line between one and the next.
 NARROW: Final = 0.045
@@ -57,9 +57,7 @@ class Row:
         for cell in self.cells:
             if cell.is_prefill:
                 anew = previous is None or not previous.is_prefill
-                cut = previous is not None and any(
-                    previous.step < at <= cell.step for at in self.preempted_at
-                )
+                cut = previous is not None and any(previous.step < at <= cell.step for at in self.preempted_at)
                 if anew or cut:
                     groups.append([])
                 groups[-1].append(cell)
@@ -155,7 +153,7 @@ def write_schedule(
 
 
 def _draw_request(axes: Axes, y: int, row: Row, token_budget: int, pitch: float) -> None:
-    """A row: full boxes of decode, boxes of prefill as high as their share of the budget, waits and preemptions."""
+    """A row: boxes of decode, boxes of prefill as high as their share of the budget, waits, preemptions."""
     edge = {"edgecolor": "white", "linewidth": 0.4} if pitch > NARROW else {"linewidth": 0}
     decoding = [(cell.step, 1) for cell in row.cells if not cell.is_prefill]
     axes.broken_barh(decoding, (y - 0.4, 0.8), facecolor=DECODE, zorder=2, **edge)
@@ -174,7 +172,7 @@ def _draw_request(axes: Axes, y: int, row: Row, token_budget: int, pitch: float)
 
 
 def _name_chunks(axes: Axes, y: int, row: Row, chunks: Sequence[Cell], pitch: float) -> None:
-    """The sizes inside the boxes where they fit, else behind them, else (a preemption comes soon) before them."""
+    """The sizes inside the boxes where they fit, else behind them, or before them if a preemption is near."""
     if all(DIGIT_INCHES * len(str(chunk.tokens)) < 0.9 * pitch for chunk in chunks):
         for chunk in chunks:
             axes.text(chunk.step + 0.5, y, str(chunk.tokens), ha="center", **TEXT)

@@ -121,5 +121,3 @@ def compile_step_program(model: nn.Module, config: EngineConfig) -> StepProgram:
     if rewritten.flat is None:
         raise RefusedError(rewritten.refusals)
     return StepProgram(model, rewritten, config)
-
-

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -29,35 +29,34 @@ def graphs_line(graphs: int) -> str:
     return f"{graphs} compiled graph{'s' if graphs > 1 else ''} for every step to come"
 
 
-def demo_tables(prepared: Prepared, outcome: Outcome) -> RenderableType:
+def demo_tables(prepared: Prepared, outcome: Outcome, width: int) -> RenderableType:
     """A row for each request, then a row for each way of serving them."""
-    return Group(requests_table(prepared, outcome), times_table(outcome))
+    return Group(requests_table(prepared, outcome, width), Text(), times_table(outcome))
 
 
-def requests_table(prepared: Prepared, outcome: Outcome) -> Table:
+def requests_table(prepared: Prepared, outcome: Outcome, width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("#", justify="right")
-    table.add_column("prompt", no_wrap=True, ratio=5)
-    table.add_column("in", justify="right", no_wrap=True)
-    table.add_column("out", justify="right", no_wrap=True)
-    table.add_column("answer", no_wrap=True, ratio=4)
-    table.add_column("same tokens", no_wrap=True)
+    numbers, verdicts = 4, 14
+    text = max(8, (width - 3 * numbers - verdicts - 12) // 2)
+    for name in ("#", "prompt", "in", "answer", "out", "same tokens"):
+        table.add_column(name, justify="right" if name in ("#", "in", "out") else "left", no_wrap=True)
     rows = zip(outcome.requests, outcome.run.way.tokens, outcome.comparisons, strict=True)
     for number, (request, tokens, comparison) in enumerate(rows):
         table.add_row(
             str(number),
-            one_line(request.text, keep="end"),
+            one_line(request.text, keep="end", width=text),
             str(len(request.prompt_ids)),
+            one_line(prepared.checkpoint.decoded(tokens), keep="start", width=text),
             str(len(tokens)),
-            one_line(prepared.checkpoint.decoded(tokens), keep="start"),
             verdict_text(comparison),
         )
     return table
 
 
-def one_line(text: str, *, keep: str, width: int = 34) -> Text:
-    """Shortened to the end that tells most: a prompt ends in its question, an answer starts with what was asked."""
+def one_line(text: str, *, keep: Literal["start", "end"], width: int) -> Text:
+    """Shortened to the part that tells most: a prompt ends in its question, an answer starts with it."""
     flat = " ".join(text.split())
+    flat = "".join(letter if letter.isprintable() else "?" for letter in flat)
     if len(flat) > width:
         flat = f"…{flat[1 - width :]}" if keep == "end" else f"{flat[: width - 1]}…"
     return Text(flat, overflow="ellipsis")
@@ -67,7 +66,7 @@ def verdict_text(comparison: Comparison) -> Text:
     if comparison.verdict == "equal":
         return Text("yes", style="green")
     if comparison.behind is None:
-        return Text("NO: one goes on", style="bold red")
+        return Text("NO: length", style="bold red")
     if comparison.verdict == "near tie":
         return Text(f"near tie {comparison.behind:.1g}", style="yellow")
     return Text(f"NO, by {comparison.behind:.2g}", style="bold red")
@@ -88,20 +87,15 @@ def times_table(outcome: Outcome) -> Table:
 def demo_summary(prepared: Prepared, outcome: Outcome) -> str:
     """What was done, whether the tokens are the same, and how many of the known answers came."""
     stats, counts = outcome.run.stats, verdict_counts(outcome.comparisons)
-    lines = [
-        f"engine: {stats.steps} steps, {stats.tokens_computed} tokens computed, {stats.preemptions} preemptions"
-    ]
-    lines.append(
-        f"{counts['equal']} of {len(outcome.comparisons)} requests: the same tokens as generate, one by one"
-    )
+    work = f"{stats.steps} steps, {stats.tokens_computed} tokens computed, {stats.preemptions} preemptions"
+    same = f"{counts['equal']} of {len(outcome.comparisons)} requests got the same tokens as from generate"
+    lines = [f"engine: {work}", same]
     if counts["near tie"]:
         lines.append(f"{counts['near tie']} differ from where on two logits are as good as equal")
     if counts["different"]:
         lines.append(f"{counts['different']} DIFFER")
     rows = zip(outcome.requests, outcome.run.way.tokens, strict=True)
-    right = [
-        prepared.checkpoint.decoded(tokens) == one.answer for one, tokens in rows if one.answer is not None
-    ]
+    right = [prepared.checkpoint.decoded(tokens) == one.answer for one, tokens in rows if one.answer is not None]
     if right:
         lines.append(f"{sum(right)} of {len(right)} known answers are right")
     return "\n".join(lines)
@@ -149,11 +143,12 @@ def demo_json(prepared: Prepared, outcome: Outcome, picture: str) -> str:
 def bench_tables(figures: Mapping[str, Any]) -> RenderableType:
     """The machine in a line, then a table of all modes, dtypes and peers."""
     settings, trace = figures["settings"], figures["trace"]
+    versions = figures["versions"]
     lines = [
         f"{figures['machine']['processor']}, {settings['threads']} thread(s), "
-        f"torch {figures['versions']['torch']}, transformers {figures['versions']['transformers']}",
-        f"{settings['requests']} requests, {trace['prompt_tokens']} prompt and {trace['new_tokens']} new tokens, "
-        f"median of {settings['rounds']} round(s) in turns",
+        f"torch {versions['torch']}, transformers {versions['transformers']}",
+        f"{settings['requests']} requests, {trace['prompt_tokens']} prompt and {trace['new_tokens']} new "
+        f"tokens, median of {settings['rounds']} round(s) in turns",
     ]
     ceilings = {result["dtype"]: result["ceilings"] for result in figures["results"]}
     lines += [

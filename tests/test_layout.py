@@ -32,9 +32,10 @@ PACKAGE_OF_FOLDER = {
 LAYERS = (
     ("options", "reference", "ops", "kernels", "step"),
     ("passes",),
-    ("backend", "report"),
+    ("backend", "report", "capture", "compiling", "padded_program", "step_program"),
     ("runtime",),
-    ("huggingface", "cli", "tiny_model"),
+    ("generate_arguments", "generate_fields", "generate_requests", "kept_engines", "huggingface"),
+    ("checkpoints", "progress", "tables", "schedule_picture", "generating", "demo", "bench", "cli", "tiny_model"),
 )
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 FACE = "the face"

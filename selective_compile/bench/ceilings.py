@@ -22,7 +22,7 @@ class Ceilings:
 
 
 def measure_ceilings(dtype: torch.dtype, *, device: torch.device, read_bytes: int) -> Ceilings:
-    """The medians of several turns: a sum over `read_bytes` of float32, and a square matrix product of `dtype`."""
+    """Medians of several turns: a sum over `read_bytes` of float32, and a square product in `dtype`."""
     side = MATRIX if read_bytes >= 2**28 else MATRIX // 8
     large = torch.ones(read_bytes // 4, device=device)
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))

@@ -89,9 +89,7 @@ class EnginePeer:
                 clock.wait_for_next()
         seconds = clock.now()
         results = [handle.result() for handle in handles]
-        latencies = [
-            before + (result.timing.total or 0.0) for before, result in zip(queued, results, strict=True)
-        ]
+        latencies = [before + (result.timing.total or 0.0) for before, result in zip(queued, results, strict=True)]
         tokens = [list(result.tokens) for result in results]
         return PeerRun(seconds=seconds, tokens=tokens, latencies=latencies, records=list(self._records))
 
@@ -129,10 +127,10 @@ class PaddedGenerate:
 
 
 class GenerateBatch:
-    """Continuous batching of transformers: what `model.generate_batch` does, but with a length for each request.
+    """Continuous batching of transformers: `model.generate_batch`, but with a length for each request.
 
-    `generate_batch` takes one `max_new_tokens` for all, so this goes to the manager under it. Starting and stopping
-    the manager is not timed.
+    `generate_batch` takes one `max_new_tokens` for all, so this goes to the manager under it. Starting and
+    stopping the manager is not timed.
     """
 
     def __init__(self, model: PreTrainedModel, trace: Trace, settings: BenchSettings) -> None:

@@ -82,14 +82,10 @@ def load(folder: Path, dtype: DtypeName, settings: BenchSettings) -> PreTrainedM
     return model.to(device_named(settings.device)).eval()
 
 
-def run_dtype(
-    folder: Path, dtype: DtypeName, trace: Trace, settings: BenchSettings, stages: Stages
-) -> list[Figures]:
+def run_dtype(folder: Path, dtype: DtypeName, trace: Trace, settings: BenchSettings, stages: Stages) -> list[Figures]:
     """Every mode at one dtype; the models are let go at the end."""
     with stages(f"{dtype}: measuring the machine"):
-        ceilings = measure_ceilings(
-            DTYPES[dtype], device=device_named(settings.device), read_bytes=settings.read_bytes
-        )
+        ceilings = measure_ceilings(DTYPES[dtype], device=device_named(settings.device), read_bytes=settings.read_bytes)
     peers: dict[str, Peer] = {}
     for name in settings.peers:
         with stages(f"{dtype}: preparing {name}"):
@@ -121,7 +117,7 @@ def run_dtype(
 
 
 def engine_rate(peers: Mapping[str, Peer], trace: Trace) -> float:
-    """Requests per second that the engine (without one, the first peer) finishes when all are there at once."""
+    """Requests per second that the engine (or else the first peer) finishes, all there at once."""
     peer = peers.get("engine") or next(iter(peers.values()))
     peer.run(trace)
     return len(trace.requests) / peer.run(trace).seconds
@@ -147,9 +143,7 @@ def check_lengths(name: str, run: PeerRun, trace: Trace) -> None:
     """A peer that gave fewer tokens than asked for would look fast."""
     for number, (tokens, asked) in enumerate(zip(run.tokens, trace.requests, strict=True)):
         if len(tokens) != asked.new_tokens:
-            raise PeerError(
-                f"{name} must give request {number} {asked.new_tokens} tokens, gave {len(tokens)}"
-            )
+            raise PeerError(f"{name} must give request {number} {asked.new_tokens} tokens, gave {len(tokens)}")
 
 
 def summary(peers: Mapping[str, Peer], runs: Mapping[str, list[PeerRun]], trace: Trace) -> dict[str, Figures]:
@@ -168,9 +162,7 @@ def summary(peers: Mapping[str, Peer], runs: Mapping[str, list[PeerRun]], trace:
     }
 
 
-def add_floor(
-    figures: dict[str, Figures], runs: Mapping[str, list[PeerRun]], work: Work, ceilings: Ceilings
-) -> None:
+def add_floor(figures: dict[str, Figures], runs: Mapping[str, list[PeerRun]], work: Work, ceilings: Ceilings) -> None:
     """How near a peer whose steps are known came to the least time for them, idle time not among it."""
     for name, own in runs.items():
         if own[-1].records:
@@ -182,7 +174,7 @@ def add_floor(
 
 
 def agreement(runs: Mapping[str, list[PeerRun]], name: str) -> float | None:
-    """The share of requests with the very tokens of `generate`; random weights have near ties, so it may be below 1."""
+    """The share of requests with the very tokens of `generate`; below 1 where random weights have near ties."""
     if "generate" not in runs:
         return None
     pairs = list(zip(runs[name][-1].tokens, runs["generate"][-1].tokens, strict=True))

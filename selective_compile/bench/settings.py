@@ -70,9 +70,7 @@ class BenchSettings:
         for name in ("prompt_tokens", "output_tokens"):
             low, high = getattr(self, name)
             if not 1 <= low <= high:
-                raise ValueError(
-                    f"{name} must be two numbers from 1 on, the smaller first, got {low}, {high}"
-                )
+                raise ValueError(f"{name} must be two numbers from 1 on, the smaller first, got {low}, {high}")
         if self.prompt_tokens[1] + self.output_tokens[1] > self.shape.positions:
             raise ValueError(
                 f"prompt_tokens and output_tokens must together be at most {self.shape.positions}, "
@@ -90,6 +88,11 @@ def _require_some_of(name: str, chosen: tuple[str, ...], known: tuple[str, ...])
 
 def all_cores() -> int:
     return len(os.sched_getaffinity(0))
+
+
+def listed(names: str) -> tuple[Any, ...]:
+    """Of `a,b`; whether there are such names is for `BenchSettings` to say."""
+    return tuple(name.strip() for name in names.split(",") if name.strip())
 
 
 def chosen(*, quick: bool, **values: Any) -> BenchSettings:

@@ -35,7 +35,7 @@ class Trace:
         return sum(len(asked.prompt_ids) for asked in self.requests)
 
     def arriving(self, rate: float, seed: int) -> Trace:
-        """The same requests, arriving as a Poisson process of `rate` requests per second, the first at once."""
+        """The same requests as a Poisson process of `rate` requests per second, the first at once."""
         rng = Random(seed)
         moment = 0.0
         spread = []
@@ -51,9 +51,7 @@ def make_trace(settings: BenchSettings) -> Trace:
     return Trace(
         requests=tuple(
             Asked(
-                prompt_ids=rng.choices(
-                    range(settings.shape.vocabulary), k=log_uniform(rng, settings.prompt_tokens)
-                ),
+                prompt_ids=rng.choices(range(settings.shape.vocabulary), k=log_uniform(rng, settings.prompt_tokens)),
                 new_tokens=log_uniform(rng, settings.output_tokens),
                 arrival=0.0,
             )

@@ -28,8 +28,8 @@ _logger = logging.getLogger(__name__)
 _pack = struct.Struct("=10q").pack
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 # From so many rows on, a processor with bf16 matrix units (AMX) is left to oneDNN, which uses them: on paper
-# they multiply eight times as fast as the vector instructions here (not measured). With fewer rows, reading the
-# weight takes the time. benchmarks/cpu_linear.py compares the two on processors without.
+# they multiply eight times as fast as the vector instructions here (not measured). With fewer rows, reading
+# the weight takes the time. benchmarks/cpu_linear.py compares the two on processors without.
 _MATRIX_UNIT_ROWS = 64
 
 
@@ -66,8 +66,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`selective::linear`: x [..., K], weight [N, K], bias [N] or None, of one dtype. Returns [..., N] of it.
 
     Sums are float32. What the kernel does not take (another dtype, a weight that is not row-major) goes
-    through `torch.nn.functional.linear`, and so does what that is faster at. A row's result does not depend on
-    the other rows, except that few rows (at most eight) and more of them are summed in different orders.
+    through `torch.nn.functional.linear`, and so does what that is faster at. A row's result does not depend
+    on the other rows, except that few rows (at most eight) and more of them are summed in different orders.
 
     Raises:
         ValueError: the sizes or dtypes of x, weight and bias do not fit together.

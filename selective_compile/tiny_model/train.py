@@ -24,7 +24,7 @@ from selective_compile.tiny_model.corpus import documents
 from selective_compile.tiny_model.evaluate import Score, every_sum, examination, measure
 from selective_compile.tiny_model.tokenizer import BOS, EOS, PAD, VOCAB_SIZE, build, encode
 
-TOKENS_PER_STEP: Final = 2048
+TOKENS_PER_STEP: Final = 1024
 CHECK_EVERY: Final = 250
 
 
@@ -34,7 +34,7 @@ class Recipe:
 
     steps: int
     seed: int
-    learning_rate: float = 3e-3
+    learning_rate: float = 6e-3
     weight_decay: float = 0.1
     warmup: int = 100
 
@@ -51,6 +51,7 @@ def new_model(seed: int) -> LlamaForCausalLM:
         num_key_value_heads=2,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
+        initializer_range=0.06,
         pad_token_id=PAD,
         bos_token_id=BOS,
         eos_token_id=EOS,
@@ -73,11 +74,10 @@ def packed_rows(rng: Random, length: int) -> Iterator[list[int]]:
 
 
 def batches(seed: int) -> Iterator[Tensor]:
-    """[rows, length] int64, `TOKENS_PER_STEP` tokens each; every fourth has long rows, which cost more."""
-    short, long = packed_rows(Random(seed), 256), packed_rows(Random(seed + 1), 1024)
-    for rows in itertools.cycle((short, short, short, long)):
-        first = next(rows)
-        yield torch.tensor([first, *itertools.islice(rows, TOKENS_PER_STEP // len(first) - 1)])
+    """[rows, length] int64, `TOKENS_PER_STEP` tokens each; few have long rows, which cost more."""
+    sources = {length: packed_rows(Random(seed + length), length) for length in (128, 256, 1024)}
+    for length in itertools.cycle((128, 256, 128, 1024)):
+        yield torch.tensor(list(itertools.islice(sources[length], TOKENS_PER_STEP // length)))
 
 
 def optimizers_of(model: LlamaForCausalLM, recipe: Recipe) -> tuple[Optimizer, ...]:

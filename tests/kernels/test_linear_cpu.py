@@ -17,8 +17,8 @@ from selective_compile.kernels.linear_cpu import linear
 pytestmark = pytest.mark.skipif(not linear_cpu.available(), reason=str(linear_cpu.unavailable_reason()))
 
 DTYPES = [torch.float32, torch.bfloat16]
-ROWS = (1, 2, 3, 5, 6, 8, 9, 16, 17, 33, 65, 129)
-# (N, K): one; under every tile; no multiple of 12 or 16; a row of 4096 bytes; K cut into blocks at 129 rows.
+ROWS = (1, 2, 3, 5, 6, 8, 9, 16, 17, 33, 65, 128, 129)
+# (N, K): one; under every tile; no multiple of 12 or 16; a row of 4096 bytes; K cut into blocks at 128 rows.
 SIZES = ((1, 1), (5, 3), (16, 16), (13, 17), (97, 129), (31, 1024), (260, 770), (29, 4097))
 
 

@@ -15,7 +15,7 @@ from selective_compile.passes.flatten import FlatGraph, flatten
 from selective_compile.passes.mask_proof import prove_masks
 from selective_compile.passes.normalise import INDEX_FORM, Symbols, tidy
 from selective_compile.passes.token_axes import mark_token_axes
-from selective_compile.passes.traced_graph import Input, RefusedError, TracedGraph
+from selective_compile.passes.traced_graph import Input, Place, RefusedError, TracedGraph
 
 WIDTH = 8
 # The token inputs a function may name as parameters: trailing sizes and dtype.
@@ -32,26 +32,28 @@ TOKEN_INPUTS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
 
 
 def trace(function: Callable[..., Any], *weights: Tensor) -> TracedGraph:
-    """``function``'s parameters are token inputs by name (`TOKEN_INPUTS`), then ``weights``; it returns a tensor or more."""
+    """The sizes come first among the graph's inputs, as Dynamo has them.  ``function``'s parameters are token inputs by name (`TOKEN_INPUTS`), then ``weights``; it returns a tensor or more."""
     names = [name for name in inspect.signature(function).parameters if name in TOKEN_INPUTS]
     symbols = Symbols()
     with symbols.mode:
         batch, tokens = symbols.size("batch", 3), symbols.size("token", 12)
-        fakes = [torch.empty([batch, tokens, *TOKEN_INPUTS[n][0]], dtype=TOKEN_INPUTS[n][1]) for n in names]
+        fakes: list[Any] = [batch, tokens]
+        fakes += [torch.empty([batch, tokens, *TOKEN_INPUTS[n][0]], dtype=TOKEN_INPUTS[n][1]) for n in names]
         fakes += [torch.empty_strided(w.shape, w.stride(), dtype=w.dtype) for w in weights]
 
-        def run(*arguments: Any) -> Any:
+        def run(batch: Any, tokens: Any, *arguments: Any) -> Any:
             result = function(*arguments)
             return result if isinstance(result, tuple) else (result,)
 
         with torch.no_grad():
             module = make_fx(run, INDEX_FORM, tracing_mode="real", pre_dispatch=True)(*fakes)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    sources = [f"L['{n}']" for n in names] + [f"L['self']._parameters['{i}']" for i in range(len(weights))]
-    examples = [sample(n, 3, 12) for n in names] + list(weights)
+    sources = ["B", "S", *(f"L['{n}']" for n in names)] + [f"L['self']._parameters['{i}']" for i in range(len(weights))]
+    examples = [3, 12, *(sample(n, 3, 12) for n in names), *weights]
+    places: list[Place] = ["size", "size", *["tokens"] * len(names), *["weight"] * len(weights)]  # type: ignore[list-item]
     inputs = [
-        Input(index=i, node=node, source=source, place="tokens" if i < len(names) else "weight", example=example)
-        for i, (node, source, example) in enumerate(zip(placeholders, sources, examples, strict=True))
+        Input(index=i, node=node, source=source, place=place, example=example)
+        for i, (node, source, place, example) in enumerate(zip(placeholders, sources, places, examples, strict=True))
     ]
     tidy(module)
     return TracedGraph(module=module, inputs=inputs, sizes=symbols.sizes())
@@ -108,7 +110,7 @@ def ragged_error(function: Callable[..., Any], *weights: Tensor, lengths: Sequen
 def flat_arguments(flat: FlatGraph, requests: list[list[Tensor]], lengths: Sequence[int]) -> list[Tensor]:
     """Arguments of an unpaged flat graph."""
     arguments = [given.example for given in flat.weights]
-    arguments += [torch.cat([request[given.index] for request in requests], dim=1) for given in flat.tokens]
+    arguments += [torch.cat([request[given.index - 2] for request in requests], dim=1) for given in flat.tokens]
     if flat.uses_positions:
         arguments.append(torch.cat([torch.arange(length) for length in lengths]))
     arguments.append(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32))

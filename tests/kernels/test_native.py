@@ -1,0 +1,151 @@
+"""Building, caching and loading native code, and the OpenMP runtime that it shares with torch."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from selective_compile.kernels import native, ragged_attention_cpu
+
+SOURCE = 'extern "C" int answer() { return 42; }\n'
+
+needs_compiler = pytest.mark.skipif(
+    not ragged_attention_cpu.available(), reason=str(ragged_attention_cpu.unavailable_reason())
+)
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "answer.cpp"
+    path.write_text(SOURCE)
+    return path
+
+
+@needs_compiler
+def test_a_source_is_built_once_and_then_loaded(source, tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    assert native.load(source, cache=cache).answer() == 42
+    (library,) = cache.iterdir()
+
+    def refuse(*_):
+        raise AssertionError("built again")
+
+    monkeypatch.setattr(native, "_build", refuse)
+    assert native.load(source, cache=cache).answer() == 42
+    assert [library] == list(cache.iterdir())
+
+
+@needs_compiler
+@pytest.mark.parametrize("change", ("source", "flags", "processor"))
+def test_what_the_code_depends_on_makes_another_library(change, source, tmp_path, monkeypatch):
+    cache, flags = tmp_path / "cache", native.FLAGS
+    native.load(source, cache=cache)
+    if change == "source":
+        source.write_text(SOURCE.replace("42", "43"))
+    elif change == "flags":
+        flags = (*native.FLAGS, "-DX")
+    else:
+        monkeypatch.setattr(native, "processor", lambda: "another")
+    assert native.load(source, cache=cache, flags=flags).answer() == (43 if change == "source" else 42)
+    assert len(list(cache.iterdir())) == 2
+
+
+@needs_compiler
+def test_concurrent_builds_leave_one_library(source, tmp_path):
+    cache = tmp_path / "cache"
+    program = (
+        "import sys; from pathlib import Path; from selective_compile.kernels import native\n"
+        "assert native.load(Path(sys.argv[1]), cache=Path(sys.argv[2])).answer() == 42"
+    )
+    command = [sys.executable, "-c", program, str(source), str(cache)]
+    processes = [subprocess.Popen(command, cwd=Path(__file__).parents[2]) for _ in range(3)]
+    assert [process.wait() for process in processes] == [0, 0, 0]
+    assert len(list(cache.iterdir())) == 1
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_used_is_done_without(source, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.touch()
+    assert native.load(source, cache=blocked / "cache").answer() == 42
+
+
+def test_without_a_compiler_the_reason_names_those_looked_for(source, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(native.NativeBuildError, match=r"cannot build answer.cpp: c\+\+: not found; g\+\+: not found"):
+        native.load(source, cache=tmp_path / "cache")
+
+
+@needs_compiler
+def test_a_failed_build_gives_the_compilers_words_and_leaves_nothing(source, tmp_path):
+    source.write_text("this is no program")
+    with pytest.raises(native.NativeBuildError, match="error: .*this"):
+        native.load(source, cache=tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+@needs_compiler
+def test_a_broken_compiler_is_passed_over(source, tmp_path, monkeypatch):
+    broken = tmp_path / "bin" / native.COMPILERS[0]
+    broken.parent.mkdir()
+    broken.write_text("#!/bin/sh\necho out of order >&2\nexit 1\n")
+    broken.chmod(broken.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setenv("PATH", f"{broken.parent}:{os.environ['PATH']}")
+    assert native.load(source, cache=tmp_path / "cache").answer() == 42
+
+
+def test_an_unavailable_kernel_says_why(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(ragged_attention_cpu, "_kernel", ragged_attention_cpu._kernel.__wrapped__)
+    reason = ragged_attention_cpu.unavailable_reason.__wrapped__()
+    assert reason is not None
+    assert "cannot build ragged_attention_cpu.cpp" in reason
+
+
+def test_the_cache_folder_is_the_users(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert native.cache_folder() == tmp_path / "selective_compile"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert native.cache_folder() == Path.home() / ".cache" / "selective_compile"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_threads_are_those_of_torchs_own_openmp_runtime():
+    """One OpenMP runtime in the process after a parallel call, and the address that kernels call lies in it."""
+    program = """
+import torch
+from selective_compile.kernels import native
+from tests.kernels.ragged_cases import Case, make_inputs
+from selective_compile.kernels import ragged_attention_cpu as cpu
+torch.set_num_threads(2)
+torch.ones(1 << 20).sum()
+if cpu.available():
+    cpu.ragged_attention(*make_inputs(Case(name="", requests=((300, 300),)), torch.float32).ragged())
+address = native.torch_parallel()
+runtimes, owner = set(), ""
+for line in open("/proc/self/maps"):
+    fields = line.split()
+    begin, end = (int(x, 16) for x in fields[0].split("-"))
+    if begin <= address < end:
+        owner = fields[-1]
+    if any(name in fields[-1] for name in ("libgomp", "libomp", "libiomp")):
+        runtimes.add(fields[-1])
+assert runtimes == {owner}, (runtimes, owner)
+"""
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=root)
+
+
+@needs_compiler
+def test_the_library_brings_no_openmp_runtime_of_its_own():
+    library = native.load(Path(ragged_attention_cpu.__file__).with_suffix(".cpp"))
+    assert isinstance(library, ctypes.CDLL)
+    content = Path(library._name).read_bytes()
+    assert b"libgomp" not in content
+    assert b"libomp" not in content

@@ -1,0 +1,202 @@
+"""The native CPU kernel against the exact result, for every layout, dtype, instruction set and number of threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from selective_compile.kernels import native
+from selective_compile.kernels import ragged_attention_cpu as launcher
+from tests.kernels.ragged_cases import CASES, Case, Inputs, exact_ragged, exact_varlen, make_inputs
+
+pytestmark = pytest.mark.skipif(not launcher.available(), reason=str(launcher.unavailable_reason()))
+
+# bfloat16 and float16: half a unit in the last place of results up to 4, and the rounding of a weight.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+# What the shared cases do not reach in this kernel: many tiles, splits over keys and their merging, every remainder.
+LARGER = (
+    Case(name="long_decode", requests=((1, 4999), (1, 1023), (1, 511), (1, 512)), key_size=64, value_size=64),
+    Case(name="long_decode_windowed", requests=((1, 4999), (2, 1300)), window=1100, softcap=20.0),
+    Case(name="long_decode_of_15", requests=((5, 1400),), query_heads=6, kv_heads=2, key_size=32, value_size=80),
+    Case(name="long_chunk", requests=((9, 2600), (70, 1910)), key_size=32, value_size=48, block_size=32),
+    Case(name="long_chunk_windowed", requests=((40, 4100),), window=2100, key_size=32, value_size=32),
+    Case(name="many_tiles", requests=((301, 17), (97, 0)), query_heads=6, kv_heads=2, padding_rows=5),
+    Case(name="group_of_71", requests=((1, 120), (3, 90)), query_heads=71, kv_heads=1, key_size=64, value_size=64),
+    Case(name="few_of_every_count", requests=tuple((rows, 40) for rows in range(1, 9)), key_size=64, value_size=72),
+    Case(name="odd_sizes", requests=((1, 50), (33, 5), (4, 9)), key_size=17, value_size=9),
+    Case(name="head_size_256", requests=((1, 50), (33, 60)), key_size=256, value_size=256, scale=0.06),
+)
+RUNS = [(case, dtype) for case in (*CASES, *LARGER) for dtype in TOLERANCE]
+
+
+@pytest.fixture(params=(1, 2), ids=("one_thread", "two_threads"))
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def nan_filled_outputs(monkeypatch):
+    """What the launcher allocates holds NaN, so that an element the kernel leaves out shows."""
+    new_empty = torch.Tensor.new_empty
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda self, *size: new_empty(self, *size).fill_(torch.nan)
+    )
+
+
+def check_ragged(inputs: Inputs) -> None:
+    expected, key_pool, value_pool = exact_ragged(inputs)
+    output = launcher.ragged_attention(*inputs.ragged())
+    assert (output.dtype, output.shape) == (inputs.query.dtype, expected.shape)
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=TOLERANCE[output.dtype])
+    # Exactly: written slots are copies, all others (NaN among them) are as before.
+    for pool, exact in ((inputs.key_pool, key_pool), (inputs.value_pool, value_pool)):
+        torch.testing.assert_close(pool.double(), exact, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("case", "dtype"), RUNS, ids=str)
+def test_ragged_attention(case, dtype, threads, nan_filled_outputs):
+    check_ragged(make_inputs(case, dtype))
+
+
+@pytest.mark.parametrize(("case", "dtype"), RUNS, ids=str)
+def test_varlen_attention(case, dtype, threads, nan_filled_outputs):
+    inputs = make_inputs(case, dtype)
+    output = launcher.varlen_attention(*inputs.varlen())
+    torch.testing.assert_close(output.double(), exact_varlen(inputs), rtol=0, atol=TOLERANCE[dtype])
+
+
+# v3: AVX2; v4: AVX-512 without bf16 products; the plain one: SSE2 and the fallbacks in portable C++.
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ("x86-64", "x86-64-v3", "x86-64-v4"))
+def test_every_instruction_set(architecture, tmp_path, monkeypatch, nan_filled_outputs):
+    processor = native.processor().split()
+    needs = {"x86-64": "sse2", "x86-64-v3": "avx2", "x86-64-v4": "avx512bw"}[architecture]
+    if needs not in processor:
+        pytest.skip(f"this processor has no {needs}")
+    flags = tuple(f"-march={architecture}" if flag == "-march=native" else flag for flag in native.FLAGS)
+    library = native.load(Path(launcher.__file__).with_suffix(".cpp"), cache=tmp_path, flags=flags)
+    monkeypatch.setattr(launcher, "_kernel", lambda: library.selective_attention)
+    for case, dtype in RUNS:
+        check_ragged(make_inputs(case, dtype))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_results_do_not_depend_on_threads_or_on_the_batch(dtype):
+    case = next(case for case in LARGER if case.name == "long_chunk")
+    inputs = make_inputs(dataclasses.replace(case, requests=(*case.requests, (1, 700), (1, 1500))), dtype)
+    whole = launcher.ragged_attention(*inputs.ragged())
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    assert torch.equal(launcher.ragged_attention(*inputs.ragged()), whole)
+    torch.set_num_threads(before)
+    bounds = inputs.cu_seqlens_q.tolist()
+    for n, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        rows, one = slice(begin, end), slice(n, n + 1)
+        alone = dataclasses.replace(
+            inputs,
+            query=inputs.query[rows],
+            key=inputs.key[rows],
+            value=inputs.value[rows],
+            cu_seqlens_q=torch.tensor([0, end - begin], dtype=torch.int32),
+            context_lens=inputs.context_lens[one],
+            block_table=inputs.block_table[one],
+            slot_mapping=inputs.slot_mapping[rows],
+        )
+        assert torch.equal(launcher.ragged_attention(*alone.ragged()), whole[rows])
+
+
+def test_calls_from_several_threads_at_once():
+    steps = [make_inputs(case, torch.float32, seed) for case in (CASES[3], LARGER[0], LARGER[5]) for seed in range(4)]
+    expected = [launcher.ragged_attention(*step.ragged()) for step in steps]
+    with ThreadPoolExecutor(4) as pool:
+        outputs = list(pool.map(lambda step: launcher.ragged_attention(*step.ragged()), steps * 3))
+    for output, exact in zip(outputs, expected * 3, strict=True):
+        assert torch.equal(output, exact)
+
+
+@pytest.mark.parametrize("rows", (1, 40), ids=("few", "tile"))
+def test_a_nan_in_the_query_stays_in_its_row(rows):
+    inputs = make_inputs(Case(name="", requests=((rows, 20), (rows, 30))), torch.float32)
+    inputs.query[0, 1, 3] = torch.nan
+    output = launcher.ragged_attention(*inputs.ragged())
+    hit = torch.zeros(output.shape, dtype=torch.bool)
+    hit[0, 1] = True
+    assert torch.equal(output.isnan(), hit)
+
+
+@pytest.mark.parametrize("softcap", (0.3, 5.0, 50.0))
+def test_softcap_is_accurate_at_every_size_of_score(softcap):
+    case = Case(name="", requests=((1, 999), (40, 960)), softcap=softcap, key_size=8)
+    for scale in (1e-4, 0.3, 30.0):
+        inputs = make_inputs(dataclasses.replace(case, scale=scale * softcap), torch.float32)
+        output = launcher.ragged_attention(*inputs.ragged())
+        torch.testing.assert_close(output.double(), exact_ragged(inputs)[0], rtol=0, atol=5e-6 * max(1, softcap / 5))
+
+
+def test_half_precision_output_rounds_to_nearest():
+    # One key: the result is the value, whatever it is; every finite number and the infinities must come back.
+    for dtype, largest in ((torch.bfloat16, 0x7F80), (torch.float16, 0x7C00)):
+        bits = torch.arange(largest).to(torch.int16)
+        value = torch.cat([bits, bits - 0x8000]).view(dtype).reshape(-1, 1, 16)
+        query = torch.zeros(len(value), 1, 16, dtype=dtype)
+        cu_seqlens_q = torch.arange(len(value) + 1, dtype=torch.int32)
+        output = launcher.varlen_attention(query, query, value, cu_seqlens_q, 1.0, 0, 0.0)
+        assert torch.equal(output.view(torch.int16) & 0x7FFF, value.view(torch.int16) & 0x7FFF)
+        assert torch.equal(output, value)
+
+
+def bad_arguments():
+    good = make_inputs(CASES[3], torch.float32)
+    last = int(good.context_lens[0] - 1) // 16
+    table, far = good.block_table.clone(), good.slot_mapping.clone()
+    table[0, last] = good.key_pool.shape[0]
+    far[0] = good.key_pool.shape[0] * 16
+    return {
+        "query must be float32, bfloat16 or float16, got torch.float64": {"query": good.query.double()},
+        "key and value must be torch.float32, got torch.bfloat16": {"key": good.key.bfloat16()},
+        "the pools must be torch.float32, got torch.float16": {"key_pool": good.key_pool.half()},
+        "pools must be [num_blocks, K, block_size, D]": {"value_pool": good.value_pool[..., :8]},
+        "dimension of query, key and value must be contiguous": {"query": good.query.mT.contiguous().mT},
+        "dimension of the pools must be contiguous": {"key_pool": good.key_pool.mT.contiguous().mT},
+        "query, key, value must be [T, H, D]": {"value": good.value[1:]},
+        "slot mapping int64": {"slot_mapping": good.slot_mapping.int()},
+        "must be contiguous and int32": {"context_lens": good.context_lens.long()},
+        "must have N + 1, N, N and T entries": {"context_lens": good.context_lens[1:]},
+        "cu_seqlens_q must start at 0": {"cu_seqlens_q": good.cu_seqlens_q + 4},
+        "context_lens must be at least the request's rows": {"context_lens": good.context_lens - 30},
+        "at most max_blocks": {"context_lens": good.context_lens + 500},
+        "block_table must name blocks of the pool": {"block_table": table},
+        "slot_mapping must name slots of the pool": {"slot_mapping": far},
+    }
+
+
+@pytest.mark.parametrize("message", bad_arguments())
+def test_bad_arguments_are_refused_and_nothing_is_written(message):
+    inputs = dataclasses.replace(make_inputs(CASES[3], torch.float32), **bad_arguments()[message])
+    pools = inputs.key_pool.clone(), inputs.value_pool.clone()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        launcher.ragged_attention(*inputs.ragged())
+    for pool, before in zip((inputs.key_pool, inputs.value_pool), pools, strict=True):
+        torch.testing.assert_close(pool, before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_varlen_refuses_rows_outside_the_tensors():
+    inputs = make_inputs(CASES[0], torch.float32)
+    with pytest.raises(ValueError, match="cu_seqlens_q must start at 0"):
+        launcher.varlen_attention(*dataclasses.replace(inputs, cu_seqlens_q=inputs.cu_seqlens_q * 2).varlen())
+
+
+def test_the_launchers_have_no_loop():
+    # Their time must not grow with the tokens, requests or blocks of a step.
+    for function in (launcher.ragged_attention, launcher.varlen_attention, launcher._launch, launcher._check_metadata):
+        assert not re.search(r"\b(for|while)\b", inspect.getsource(function).partition('"""')[0])
