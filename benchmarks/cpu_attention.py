@@ -53,7 +53,7 @@ def decode(dtype: torch.dtype, arguments: argparse.Namespace) -> dict[str, float
 
 
 def prefill(dtype: torch.dtype, arguments: argparse.Namespace) -> dict[str, float | str]:
-    """A chunk of one request with as much again before it; operations per second, those above the diagonal not counted."""
+    """A chunk of one request with as much again before it; operations per second, without the masked ones."""
     rows = arguments.chunk
     step = make_step([(rows, 2 * rows)], dtype, arguments)
     pairs = rows * rows + rows * (rows + 1) / 2

@@ -4,8 +4,8 @@
 
 The floor of a product is the larger of two times: its bytes at the machine's read rate, and its operations at
 the machine's matrix rate (the better of F.linear and packed oneDNN at 2048 x 2048 x 2048). `share` is the
-floor over the time taken. All are timed in turns and the figures are medians over the turns, so that a machine that
-is not quiet disturbs every one; with one thread the clock is the thread's own, which leaves out what other
+floor over the time taken. All are timed in turns and the figures are medians over the turns, so that a machine
+that is not quiet disturbs every one; with one thread the clock is the thread's own, which leaves out what other
 processes took. As in a real step, 256 MB of other weights go through the cache before one is used again.
 """
 
@@ -49,9 +49,7 @@ def main() -> None:
                 results.append(result)
                 print(_line(result), flush=True)
     if arguments.json:
-        arguments.json.write_text(
-            json.dumps({"threads": arguments.threads, "results": results}, indent=1) + "\n"
-        )
+        arguments.json.write_text(json.dumps({"threads": arguments.threads, "results": results}, indent=1) + "\n")
 
 
 def ceilings(dtype: torch.dtype, clock: Callable[[], float], count: int) -> tuple[float, float]:
@@ -130,9 +128,7 @@ def _line(result: dict[str, float | str]) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="KxN")
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS, metavar="M")

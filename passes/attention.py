@@ -16,9 +16,16 @@ from torch import fx
 
 from selective_compile.passes.axes import Axis
 from selective_compile.passes.contraction import Contraction, contraction_of
-from selective_compile.passes.heads import Unreadable, operand_of
-from selective_compile.passes.score_chain import ScoreChain, read_scores
-from selective_compile.passes.traced_graph import AttentionCall, MaskTerm, TracedGraph, module_path, source_line
+from selective_compile.passes.heads import Unreadable, operand_of, plain_size, require_grouped
+from selective_compile.passes.score_chain import ScoreChain, passes_through, read_scores
+from selective_compile.passes.traced_graph import (
+    AttentionCall,
+    MaskTerm,
+    Operand,
+    TracedGraph,
+    module_path,
+    source_line,
+)
 
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
@@ -51,6 +58,16 @@ def read_sdpa(traced: TracedGraph, node: fx.Node) -> AttentionCall:
     for operand in (query, key, value):
         require_token_dimension(traced, operand, rank(operand) - 2)
     heads = tuple(range(rank(query) - 2))
+    if not rank(query) == rank(key) == rank(value):
+        raise Unreadable(node, "its queries, keys and values must have the same number of dimensions")
+    sizes = [[plain_size(traced, operand, d) for d in heads] for operand in (query, key, value)]
+    for operand, own in zip((key, value), sizes[1:], strict=True):
+        require_grouped(operand, own, sizes[0])
+    places = (rank(query) - 2, heads, rank(query) - 1)
+    query_operand = operand_of(traced, query, *places, shareable=False)
+    key_operand, value_operand = alike(node, *(
+        [operand_of(traced, x, *places, shareable=shareable) for x in (key, value)] for shareable in (True, False)
+    ))
     mask = given.get("attn_mask")
     scale = given.get("scale")
     if scale is not None and not isinstance(scale, float):
@@ -60,9 +77,9 @@ def read_sdpa(traced: TracedGraph, node: fx.Node) -> AttentionCall:
         form="sdpa",
         output=node,
         output_order=(*heads, rank(query) - 2, rank(query) - 1),
-        query=operand_of(traced, query, rank(query) - 2, heads, rank(query) - 1),
-        key=operand_of(traced, key, rank(key) - 2, heads, rank(key) - 1),
-        value=operand_of(traced, value, rank(value) - 2, heads, rank(value) - 1),
+        query=query_operand,
+        key=key_operand,
+        value=value_operand,
         scale=scale if isinstance(scale, float) else 1 / math.sqrt(query.meta["val"].shape[-1]),
         softcap=0.0,
         causal_flag=bool(given.get("is_causal")),
@@ -70,6 +87,14 @@ def read_sdpa(traced: TracedGraph, node: fx.Node) -> AttentionCall:
         source_line=source_line(node),
         covers=frozenset({node}),
     )
+
+
+def alike(node: fx.Node, *choices: list[Operand]) -> list[Operand]:
+    """The first choice of a key and a value that have the same number of heads."""
+    for key, value in choices:
+        if key.heads == value.heads:
+            return [key, value]
+    raise Unreadable(node, "its keys and values must have the same number of heads")
 
 
 def mask_term(mask: Any) -> MaskTerm:
@@ -89,19 +114,30 @@ def read_eager(traced: TracedGraph, softmax: fx.Node) -> AttentionCall:
     scores, weights = chain.product, mixing.contraction
     assert scores is not None
     query_letter, key_letter = pair_letters(traced, chain)
-    heads = tuple(letter for letter in scores.out if letter not in (query_letter, key_letter))
+    score_heads = head_sizes(traced, chain.product_node, scores.out, (query_letter, key_letter))
+    weight_heads = head_sizes(traced, weights.left, weights.left_letters, (mixing.query_letter, mixing.key_letter))
     (depth,) = scores.summed
-    value_letter = next(x for x in weights.right_letters if x not in weights.left_letters)
-    swapped = query_letter in scores.right_letters
-    query_side, key_side = (1, 0) if swapped else (0, 1)
+    query_side, key_side = (1, 0) if query_letter in scores.right_letters else (0, 1)
+    query = letters_operand(traced, scores, query_side, query_letter, score_heads, depth, shareable=False)
+    if query.heads != math.prod(score_heads.values()):
+        raise Unreadable(query.node, "its heads are shared by keys: every head must have a query of its own")
+    key, value = alike(softmax, *(
+        [
+            letters_operand(traced, scores, key_side, key_letter, score_heads, depth, shareable=shareable),
+            letters_operand(
+                traced, weights, 1, mixing.key_letter, weight_heads, mixing.value_letter, shareable=shareable
+            ),
+        ]
+        for shareable in (True, False)
+    ))
     return AttentionCall(
         name=call_name(traced, softmax),
         form="eager",
         output=mixing.node,
-        output_order=output_order(weights, value_letter, mixing.query_letter),
-        query=letters_operand(traced, scores, query_side, query_letter, heads, depth),
-        key=letters_operand(traced, scores, key_side, key_letter, heads, depth),
-        value=letters_operand(traced, weights, 1, weights.summed[0], mixing.heads, value_letter),
+        output_order=output_order(weights, mixing.value_letter, mixing.query_letter),
+        query=query,
+        key=key,
+        value=value,
         scale=chain.scale,
         softcap=chain.softcap,
         causal_flag=False,
@@ -112,13 +148,17 @@ def read_eager(traced: TracedGraph, softmax: fx.Node) -> AttentionCall:
 
 
 class ValuesProduct:
-    """The product of attention weights and values that a softmax leads to."""
+    """The product of attention weights and values that a softmax leads to: a sum over the keys and nothing else."""
 
-    def __init__(self, node: fx.Node, contraction: Contraction) -> None:
+    def __init__(self, traced: TracedGraph, node: fx.Node, contraction: Contraction) -> None:
         self.node, self.contraction = node, contraction
-        free = [x for x in contraction.left_letters if x in contraction.out]
-        self.query_letter = free[-1]
-        self.heads = tuple(x for x in free if x != self.query_letter)
+        tokens = traced.axes[contraction.left].holding(Axis.TOKEN)
+        self.query_letter, self.key_letter = (contraction.left_letters[dim] for dim in tokens)
+        free = [letter for letter in contraction.right_letters if letter not in contraction.left_letters]
+        lost = [letter for letter in (*contraction.left_letters, *free) if letter not in contraction.out]
+        if lost != [self.key_letter] or len(free) != 1:
+            raise Unreadable(node, "it must sum weights times values over the axis of the softmax alone")
+        (self.value_letter,) = free
 
 
 PASSED_THROUGH = (aten.to, aten.reshape, aten._to_copy, aten.clone, aten.contiguous, aten.type_as, aten.expand)
@@ -133,8 +173,8 @@ def values_product(traced: TracedGraph, softmax: fx.Node) -> ValuesProduct:
         (user,) = users
         found = contraction_of(user)
         if found is not None and user in traced.sequence_nodes and found.left is node and found.bias is None:
-            return ValuesProduct(user, found)
-        if getattr(user.target, "overloadpacket", None) not in PASSED_THROUGH or not traced.axes[user].is_pair:
+            return ValuesProduct(traced, user, found)
+        if not passes_through(user, PASSED_THROUGH) or not traced.axes[user].is_pair:
             raise Unreadable(user, f"no reading for {user.target} between the softmax and the product with the values")
         node = user
 
@@ -148,16 +188,32 @@ def pair_letters(traced: TracedGraph, chain: ScoreChain) -> tuple[str, str]:
     return query, key
 
 
+def head_sizes(
+    traced: TracedGraph, node: fx.Node, letters: tuple[str, ...], tokens: tuple[str, str]
+) -> dict[str, int]:
+    """The letters of a pair's other dimensions, with the heads in each."""
+    return {x: plain_size(traced, node, dim) for dim, x in enumerate(letters) if x not in tokens}
+
+
 def letters_operand(
-    traced: TracedGraph, product: Contraction, side: int, token: str, heads: tuple[str, ...], depth: str
-) -> Any:
+    traced: TracedGraph,
+    product: Contraction,
+    side: int,
+    token: str,
+    heads: dict[str, int],
+    depth: str,
+    *,
+    shareable: bool,
+) -> Operand:
     node = (product.left, product.right)[side]
     token_dim, depth_dim = product.dim(side, token), product.dim(side, depth)
     if token_dim is None or depth_dim is None:
         raise Unreadable(node, "its tokens and its head size must be dimensions of their own")
     require_token_dimension(traced, node, token_dim)
-    head_dims = tuple(d for letter in heads if (d := product.dim(side, letter)) is not None)
-    return operand_of(traced, node, token_dim, head_dims, depth_dim)
+    dims = [product.dim(side, letter) for letter in heads]
+    require_grouped(node, [1 if d is None else plain_size(traced, node, d) for d in dims], list(heads.values()))
+    head_dims = tuple(d for d in dims if d is not None)
+    return operand_of(traced, node, token_dim, head_dims, depth_dim, shareable=shareable)
 
 
 def output_order(weights: Contraction, value: str, query: str) -> tuple[int, ...]:

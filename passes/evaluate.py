@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -22,6 +22,28 @@ def ancestors(node: fx.Node, stop: frozenset[fx.Node] = frozenset()) -> list[fx.
             if current not in stop:
                 stack.extend(current.all_input_nodes)
     return [n for n in node.graph.nodes if n in needed]
+
+
+def constants_in(node: fx.Node) -> Iterator[int]:
+    """Sizes of the numbers that ``node`` is computed with: where something may happen to a position."""
+    for current in ancestors(node):
+        numbers = list(leaves((current.args, current.kwargs)))
+        if current.op == "get_attr":
+            value = getattr(current.graph.owning_module, str(current.target))
+            numbers += [value.item()] if value.numel() == 1 else []
+        for number in numbers:
+            if isinstance(number, (int, float)) and 1 < abs(number) < 2**30:
+                yield abs(int(number))
+
+
+def leaves(arguments: Any) -> Iterator[Any]:
+    if isinstance(arguments, Mapping):
+        arguments = tuple(arguments.values())
+    if not isinstance(arguments, (tuple, list)):
+        yield arguments
+        return
+    for argument in arguments:
+        yield from leaves(argument)
 
 
 def evaluate(

@@ -46,6 +46,11 @@ class FlatGraph:
     sizes: Sizes  # the symbols that the outputs' sizes are in
     outputs: tuple[Axes | int | sympy.Expr, ...]  # what each output is in the [B, S] graph
 
+    @staticmethod
+    def sizes_expression(size: Any) -> sympy.Expr:
+        """A size, symbolic or not, as an expression."""
+        return size.node.expr if hasattr(size, "node") else sympy.Integer(size)
+
     @property
     def device(self) -> torch.device:
         return self.tokens[0].node.meta["val"].device
@@ -60,7 +65,7 @@ class Flattener:
         self.metadata = PAGED if paged else UNPAGED
         self.new: dict[str, fx.Node] = {}
         self.symbols = Symbols()
-        self.fakes: dict[fx.Node, Any] = {}
+        self.replaced: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> FlatGraph:
         outputs = self.output_axes()
@@ -83,13 +88,23 @@ class Flattener:
             if isinstance(value, (int, torch.SymInt)):
                 found.append(value if isinstance(value, int) else value.node.expr)
                 results[place] = None
-            elif isinstance(result, fx.Node) and result in self.traced.axes:
+            elif isinstance(result, fx.Node) and self.can_be_put_back(result):
                 found.append(self.traced.axes[result])
             else:
-                self.traced.refuse(output, f"its output {result} is not a tensor that could be followed")
+                self.traced.refuse(output, f"its output {result} must be a tensor with tokens in one dimension")
                 raise RefusedError(self.traced.refusals)
         output.args = (tuple(results),)
         return tuple(found)
+
+    def can_be_put_back(self, result: fx.Node) -> bool:
+        """Whether rows of the ragged result have one place each in the padded one, or it has no rows."""
+        axes = self.traced.axes.get(result)
+        if axes is None or axes.is_constant:
+            return axes is not None
+        labelled = [dim for i, dim in enumerate(axes.dims) if axes.labelled(i)]
+        if self.traced.sizes.batch is None:
+            return labelled == [(Axis.TOKEN,)]
+        return sorted(labelled, key=str) == [(Axis.BATCH,), (Axis.TOKEN,)] or labelled == [(Axis.BATCH, Axis.TOKEN)]
 
     def add_placeholders(self) -> None:
         last = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
@@ -116,11 +131,13 @@ class Flattener:
             mixed = self.graph.call_function(op, arguments)
             result = self.shaped_as_output(call, mixed)
         call.output.replace_all_uses_with(result)
+        self.replaced[call.output] = result
         self.graph.erase_node(call.output)  # dead code elimination keeps it: with dropout it would be random
 
     def arranged(self, operand: Operand) -> fx.Node:
         """``[T, heads, head size]``: a permutation and a reshape (a view wherever the strides allow it)."""
-        moved = self.graph.call_function(aten.permute.default, (operand.node, list(operand.order)))
+        source = self.replaced.get(operand.node, operand.node)  # an attention may feed the next one directly
+        moved = self.graph.call_function(aten.permute.default, (source, list(operand.order)))
         shape = [-1, operand.heads, operand.head_size]
         return self.graph.call_function(aten.reshape.default, (moved, shape))
 

@@ -25,11 +25,14 @@ class Unreadable(Exception):
         self.node = node
 
 
-def operand_of(traced: TracedGraph, node: fx.Node, token: int, heads: tuple[int, ...], depth: int) -> Operand:
+def operand_of(
+    traced: TracedGraph, node: fx.Node, token: int, heads: tuple[int, ...], depth: int, *, shareable: bool = True
+) -> Operand:
     """The earliest value that ``node`` only rearranges, read as ``[tokens, heads, head size]``.
 
     ``node`` has its tokens, heads and head size at the given dimensions.  Each candidate further up the chain of data
-    movements is checked by running the chain on element numbers: head h of ``node`` must be head ``h // group`` of it.
+    movements is checked by running the chain on element numbers: head h of ``node`` must be head ``h // group`` of it,
+    with a group of 1 unless heads are ``shareable``.
     """
     head_size = int(node.meta["val"].shape[depth])
     heads = tuple(d for d in heads if not only_batch(traced, node, d))
@@ -38,9 +41,22 @@ def operand_of(traced: TracedGraph, node: fx.Node, token: int, heads: tuple[int,
     while getattr(source.target, "overloadpacket", None) in MOVES and isinstance(source.args[0], fx.Node):
         source = source.args[0]
         candidate = leading_tokens(traced, source, head_size)
-        if candidate is not None and repeats(traced, candidate, node, (token, *heads, depth), given.heads):
+        fits = candidate is not None and (shareable or candidate.heads == given.heads)
+        if candidate is not None and fits and repeats(traced, candidate, node, (token, *heads, depth), given.heads):
             best = candidate
     return best
+
+
+def require_grouped(node: fx.Node, sizes: list[int], full: list[int]) -> None:
+    """Head h of all must read head ``h // group`` of ``node``, whose sizes (1: broadcast) are given beside the full ones.
+
+    Heads are numbered row-major, so once a dimension is shared, every later one must be shared as a whole.
+    """
+    shared = False
+    for size, all_heads in zip(sizes, full, strict=True):
+        if all_heads % size or (shared and size != 1):
+            raise Unreadable(node, f"its heads {sizes} are not shared by consecutive heads of {full}")
+        shared = shared or size != all_heads
 
 
 def only_batch(traced: TracedGraph, node: fx.Node, dim: int) -> bool:

@@ -4,7 +4,9 @@ A mask that marking (pass 2) could follow is a function of the two positions it 
 is evaluated on probes and must equal a family on every one of them:
 
 * the mask's own graph on short batches, dense, with random paddings;
-* the same function on chosen far positions: around every integer constant in the mask's graph, and powers of two.
+* the same function on strips of neighbouring positions up to ``STRIPS_END``, with random paddings;
+* the same function on chosen far positions: around every constant in the mask's graph, and powers of two;
+* if some distance is hidden, on positions that close in on the smallest such distance, which is the window.
 
 Only real queries (padding input not 0) need to agree.  Families: causal, causal within a window.  Refused with its
 source line: what depends on token content, on a constant table, on two paddings, or equals no family.
@@ -19,14 +21,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from selective_compile.passes.evaluate import ancestors, evaluate
+from selective_compile.passes.axes import Axis, is_symbolic
+from selective_compile.passes.evaluate import ancestors, constants_in, evaluate
 from selective_compile.passes.positional import at_positions, is_positional_root
 from selective_compile.passes.rules_create import reads_own_index
-from selective_compile.passes.score_chain import HIDDEN
+from selective_compile.passes.score_chain import hidden_from
 from selective_compile.passes.traced_graph import AttentionCall, MaskFamily, MaskTerm, TracedGraph
 
 aten = torch.ops.aten
 DENSE_LENGTHS = (2, 3, 5, 17, 40)
+STRIP, STRIPS_END = 256, 4096
 FAR_POSITIONS = tuple(range(12)) + tuple(2**k + d for k in range(4, 17) for d in (-1, 0, 1))
 
 
@@ -59,16 +63,28 @@ def prove_masks(traced: TracedGraph) -> int:
             call.family = proved[key]
         except Unproved as failure:
             traced.refuse(failure.node, f"mask of {call.name}: {failure}")
+    refuse_different_paddings(traced)
     return sum(call.family is not None for call in traced.calls)
+
+
+def refuse_different_paddings(traced: TracedGraph) -> None:
+    """Padding removed for one attention is removed for all of them."""
+    proved = [call for call in traced.calls if call.family is not None]
+    for call in proved:
+        if call.family.padding is not proved[0].family.padding:  # type: ignore[union-attr]
+            traced.refuse(call.output, "its keys are hidden by another input than those of other attentions, or by none")
 
 
 def prove(traced: TracedGraph, call: AttentionCall) -> MaskFamily:
     padding = padding_input(traced, call)
-    constants = sorted({c for term in call.masks for c in integer_constants(term.node)})
-    probes = list(dense_probes(traced, call, padding)) + list(far_probes(traced, call, padding, constants))
-    for window in candidates(probes, constants):
-        if all(agrees(probe, window) for probe in probes):
-            return MaskFamily(window=window, padding=padding)
+    probes = list(dense_probes(traced, call, padding))
+    if call.masks:
+        constants = {c for term in call.masks for c in constants_in(term.node)}
+        probes += strip_probes(traced, call, padding)
+        probes.append(far_probe(traced, call, padding, far_positions(constants)))
+    window = close_in(traced, call, padding, probes)
+    if all(agrees(probe, window) for probe in probes):
+        return MaskFamily(window=window, padding=padding)
     node = call.masks[0].node if call.masks else call.output
     raise Unproved(node, f"no mask family reproduces it (causal and windows were tried); {first_difference(probes)}")
 
@@ -83,32 +99,31 @@ def padding_input(traced: TracedGraph, call: AttentionCall) -> fx.Node | None:
         for node in ancestors(term.node):
             if node in tokens:
                 found.add(node)
-            elif is_table(node):
-                raise Unproved(term.node, f"its mask reads the weight or buffer {node.name}")
+            elif reads_table(node):
+                raise Unproved(term.node, f"its mask reads the table, weight or buffer {node.name}")
             elif node in traced.sequence_nodes or node.target is aten.embedding.default:
                 raise Unproved(node, "its mask depends on what the tokens are")
     if len(found) > 1:
         raise Unproved(call.masks[0].node, f"its masks depend on several inputs: {sorted(n.name for n in found)}")
+    if found & used_outside_masks(traced):
+        raise Unproved(call.masks[0].node, "the input that hides keys is used outside of masks as well")
     return found.pop() if found else None
 
 
-def is_table(node: fx.Node) -> bool:
-    """A weight or buffer of more than one element."""
+def used_outside_masks(traced: TracedGraph) -> set[fx.Node]:
+    """Inputs whose values reach an output by a way that leads through no mask."""
+    masks = {term.node for call in traced.calls for term in call.masks}
+    sizes = {node for node in traced.graph.nodes if is_symbolic(node.meta.get("val"))}
+    reached = ancestors(traced.output_node, frozenset(masks | sizes))
+    return {node for node in reached if node.op == "placeholder"} - masks
+
+
+def reads_table(node: fx.Node) -> bool:
+    """A weight or buffer, which may change, or a constant of more than one element."""
     value = node.meta.get("val")
-    return node.op == "placeholder" and isinstance(value, torch.Tensor) and value.numel() > 1
-
-
-def integer_constants(node: fx.Node) -> Iterator[int]:
-    """Integers (and the size of embedded constants) that the mask's graph computes with."""
-    for current in ancestors(node):
-        for argument in (*current.args, *current.kwargs.values()):
-            if isinstance(argument, int) and not isinstance(argument, bool) and 1 < abs(argument) < 2**30:
-                yield abs(argument)
-        if current.op == "get_attr":
-            owner = current.graph.owning_module
-            value = getattr(owner, str(current.target))
-            if value.numel() == 1 and not value.dtype.is_floating_point and abs(int(value)) > 1:
-                yield abs(int(value))
+    return isinstance(value, torch.Tensor) and (
+        node.op == "placeholder" or (node.op == "get_attr" and value.numel() > 1)
+    )
 
 
 def dense_probes(traced: TracedGraph, call: AttentionCall, padding: fx.Node | None) -> Iterator[Probe]:
@@ -131,18 +146,31 @@ def dense_probes(traced: TracedGraph, call: AttentionCall, padding: fx.Node | No
                 )
 
 
-def far_probes(
-    traced: TracedGraph, call: AttentionCall, padding: fx.Node | None, constants: list[int]
-) -> Iterator[Probe]:
+def strip_probes(traced: TracedGraph, call: AttentionCall, padding: fx.Node | None) -> Iterator[Probe]:
+    generator = torch.Generator().manual_seed(1)
+    for start in range(0, STRIPS_END, STRIP):
+        positions = torch.cat([torch.arange(min(start, 4)), torch.arange(start, start + STRIP)])
+        real = torch.rand(len(positions), generator=generator) < 0.9
+        yield far_probe(traced, call, padding, positions, real)
+
+
+def far_probe(
+    traced: TracedGraph,
+    call: AttentionCall,
+    padding: fx.Node | None,
+    positions: torch.Tensor,
+    real: torch.Tensor | None = None,
+) -> Probe:
     """The mask at chosen positions, which are sorted; reads at a token's own index are then reads at its place here."""
-    positions = far_positions(constants)
     length = len(positions)
+    if padding is None or real is None:
+        real = torch.ones(length, dtype=torch.bool)
     given: dict[fx.Node, Any] = {}
     for node in {n for term in call.masks for n in ancestors(term.node)}:
         if node in traced.axes and is_positional_root(traced.axes[node], node):
             given[node] = at_positions(traced, node, positions)
     if padding is not None:
-        given[padding] = torch.ones(1, length, dtype=padding.meta["val"].dtype)
+        given[padding] = real[None].to(padding.meta["val"].dtype)
 
     def own_index(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if not reads_own_index(node, traced.axes):
@@ -154,8 +182,7 @@ def far_probes(
         )
 
     allowed = combined(traced, call, 1, length, given, own_index)
-    everything = torch.ones(length, dtype=torch.bool)
-    yield Probe(positions=positions, allowed=allowed[0], hidden_keys=~everything, real_queries=everything)
+    return Probe(positions=positions, allowed=allowed[0], hidden_keys=~real, real_queries=real)
 
 
 def places_of(axes: Any, index: torch.Tensor) -> torch.Tensor:
@@ -175,35 +202,57 @@ def combined(
     """``[batch, length, length]``: pairs that the causal flag and every mask of the call allow, the same for all heads."""
     allowed = torch.ones(batch, length, length, dtype=torch.bool)
     if call.causal_flag:
-        positions = torch.arange(length)
-        allowed &= positions[None, :] <= positions[:, None]
+        allowed &= torch.ones(length, length, dtype=torch.bool).tril()
     for term in call.masks:
-        value = kept(term, evaluate(traced, term.node, batch=batch, tokens=length, given=given, instead=instead))
-        value = value.reshape((1,) * (4 - value.dim()) + tuple(value.shape))
-        if not bool((value == value[:, :1]).all()):
-            raise Unproved(term.node, "its mask differs between heads")
-        allowed &= value[:, 0]
+        try:
+            value = evaluate(traced, term.node, batch=batch, tokens=length, given=given, instead=instead)
+        except IndexError as error:
+            raise Unproved(term.node, "its mask reads a table beyond its end") from error
+        allowed &= one_for_all_heads(traced, term, kept(term, value))
     return allowed
+
+
+def one_for_all_heads(traced: TracedGraph, term: MaskTerm, value: torch.Tensor) -> torch.Tensor:
+    """``[batch or 1, length or 1, length or 1]`` of a mask ``[..., length, length]`` that is the same for all heads."""
+    leading = traced.axes[term.node].dims[:-2]
+    batch = [dim for dim, factors in enumerate(leading) if Axis.BATCH in factors]
+    if len(batch) > 1 or any(leading[dim] != (Axis.BATCH,) for dim in batch):
+        raise Unproved(term.node, "its mask must have requests in a dimension of their own")
+    rows = value.movedim(batch[0], 0) if batch else value[None]
+    rows = rows.reshape(rows.shape[0], -1, *((1, 1) + tuple(value.shape))[-2:])
+    if not bool((rows == rows[:, :1]).all()):
+        raise Unproved(term.node, "its mask differs between heads")
+    return rows[:, 0]
 
 
 def kept(term: MaskTerm, value: torch.Tensor) -> torch.Tensor:
     if term.kind == "add":
-        hidden = value <= HIDDEN
+        hidden = value <= hidden_from(value.dtype)
         if not bool((hidden | (value == 0)).all()):
             raise Unproved(term.node, "it adds numbers to the scores that are neither 0 nor hide a key")
         return ~hidden
     return value if term.kind == "keep" else ~value
 
 
-def candidates(probes: list[Probe], constants: list[int]) -> list[int]:
-    """0 (no window) and every window that the probes' farthest allowed key, or a constant, suggests."""
-    reach = [0]
-    for probe in probes:
-        distance = probe.positions[:, None] - probe.positions[None, :]
-        seen = distance[probe.allowed & (distance >= 0)]
-        reach.append(int(seen.max()) + 1 if seen.numel() else 0)
-    near = {c + d for c in constants for d in (-1, 0, 1)}
-    return [0, *sorted({w for w in (*near, *reach) if w > 0})]
+def close_in(traced: TracedGraph, call: AttentionCall, padding: fx.Node | None, probes: list[Probe]) -> int:
+    """The smallest distance that the mask hides, 0 if it hides none; adds the probes that it takes to find it."""
+    while True:
+        seen = max(int(distances(probe, probe.allowed).max()) for probe in probes)
+        found = torch.cat([distances(probe, ~probe.allowed) for probe in probes])
+        hidden = found[found > seen]
+        if not hidden.numel():
+            return 0
+        nearest = int(hidden.min())
+        if nearest == seen + 1:
+            return nearest
+        probes.append(far_probe(traced, call, padding, far_positions([(seen + nearest) // 2])))
+
+
+def distances(probe: Probe, pairs: torch.Tensor) -> torch.Tensor:
+    """How far back the keys of ``pairs`` lie, of those that are not padding; 0 is always among them."""
+    distance = probe.positions[:, None] - probe.positions[None, :]
+    real = probe.real_queries[:, None] & ~probe.hidden_keys[None, :]
+    return torch.cat([distance[pairs & real & (distance > 0)], torch.zeros(1, dtype=torch.int64)])
 
 
 def agrees(probe: Probe, window: int) -> bool:

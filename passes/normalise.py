@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from selective_compile.passes.axes import Sizes
+from selective_compile.passes.axes import Sizes, is_symbolic
 from selective_compile.passes.traced_graph import Input, Place, Refusal, RefusedError, TracedGraph
 
 aten = torch.ops.aten
@@ -52,7 +52,7 @@ def keep_sources(module: fx.GraphModule) -> None:
 def place_of(placeholder: fx.Node) -> Place:
     """Whether a placeholder of Dynamo's graph is a weight, token ids (or a mask or positions over them), or a size."""
     value = placeholder.meta["example_value"]
-    if isinstance(value, (torch.SymInt, int)):
+    if is_symbolic(value) or isinstance(value, int):
         return "size"
     name = source_name(placeholder)
     if "_parameters[" in name or "_buffers[" in name or isinstance(value, torch.nn.Parameter):
@@ -90,6 +90,7 @@ def normalise(module: fx.GraphModule, examples: Sequence[Any]) -> TracedGraph:
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     places = [place_of(node) for node in placeholders]
     refused = [refused_input(node) for node, place in zip(placeholders, places, strict=True) if place == "other"]
+    refused += [refused_input(node) for node in foreign_sizes(placeholders)]
     refused += mismatched([node for node, place in zip(placeholders, places, strict=True) if place == "tokens"])
     if refused:
         raise RefusedError(refused)
@@ -98,6 +99,7 @@ def normalise(module: fx.GraphModule, examples: Sequence[Any]) -> TracedGraph:
         names = size_names(placeholders)
         fakes = [fake_input(symbols, names, node, place) for node, place in zip(placeholders, places, strict=True)]
     traced = retrace(module, symbols, fakes)
+    refuse_guards(traced, symbols)
     inputs = [
         Input(index=index, node=node, source=source_name(old), place=place, example=example)
         for index, (node, old, place, example) in enumerate(
@@ -106,6 +108,22 @@ def normalise(module: fx.GraphModule, examples: Sequence[Any]) -> TracedGraph:
     ]
     tidy(traced)
     return TracedGraph(module=traced, inputs=inputs, sizes=symbols.sizes())
+
+
+def refuse_guards(traced: fx.GraphModule, symbols: Symbols) -> None:
+    """A trace that asked what a size is holds for some sizes only.  Raises `RefusedError`."""
+    refused = [
+        Refusal(
+            node="sizes",
+            operator="number of tokens or requests",
+            reason=f"it is used as a number; the graph would hold only where {guard.expr}",
+            source_line=str(guard.sloc.maybe_user_loc or guard.sloc),
+            module="",
+        )
+        for guard in symbols.env.guards
+    ]
+    if refused:
+        raise RefusedError(refused)
 
 
 def retrace(module: fx.GraphModule, symbols: Symbols, fakes: Sequence[Any]) -> fx.GraphModule:
@@ -122,8 +140,7 @@ def retrace(module: fx.GraphModule, symbols: Symbols, fakes: Sequence[Any]) -> f
 def fake_input(symbols: Symbols, names: dict[str, str], node: fx.Node, place: Place) -> Any:
     value = node.meta["example_value"]
     if place == "size":  # Dynamo passes each symbolic size as an input of its own
-        name = names.get(str(value.node.expr)) if isinstance(value, torch.SymInt) else None
-        return hint_of(value) if name is None else symbols.size(name, hint_of(value))
+        return symbols.size(names[str(value.node.expr)], hint_of(value)) if is_symbolic(value) else value
     if place == "weight":
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     shape = [
@@ -142,6 +159,13 @@ def size_names(placeholders: Sequence[fx.Node]) -> dict[str, str]:
                 if isinstance(size, torch.SymInt):
                     found.setdefault(str(size.node.expr), name)
     return found
+
+
+def foreign_sizes(placeholders: Sequence[fx.Node]) -> list[fx.Node]:
+    """Numbers given to the model that may be others in the next call and are no size of its token inputs."""
+    names = size_names(placeholders)
+    given = [node for node in placeholders if is_symbolic(node.meta["example_value"])]
+    return [node for node in given if str(node.meta["example_value"].node.expr) not in names]
 
 
 def hint_of(size: Any) -> int:
@@ -169,7 +193,7 @@ KNOWN_INPUTS = "must be a weight or a [batch, tokens] input of one common size"
 
 
 def refused_input(node: fx.Node, must: str = KNOWN_INPUTS) -> Refusal:
-    shape = list(node.meta["example_value"].shape)
+    shape = list(getattr(node.meta["example_value"], "shape", ()))
     return Refusal(
         node=node.name,
         operator="graph input",

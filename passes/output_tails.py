@@ -3,7 +3,8 @@
 Before::  output(slice(keys [B, K, S, D], 2, -7, end))      (a sliding-window cache keeps its last columns)
 After::   output(keys)  and the tail ``(dim 2, start -7, end, step 1)`` of that output
 
-A slice of columns mixes nothing, but it has no meaning on the ragged batch.  Declines where a bound is not a constant.
+A slice of columns mixes nothing, but it has no meaning on the ragged batch.  Declines where a bound is not a constant
+or the dimension is (logits cut to the vocabulary, say): that is token-wise.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import fx
+
+from selective_compile.passes.axes import is_symbolic
 
 aten = torch.ops.aten
 
@@ -37,7 +40,7 @@ def take_off_tails(module: fx.GraphModule) -> tuple[Tail, ...]:
     tails = []
     for position, value in enumerate(listed):
         slices: list[tuple[int, int, int, int]] = []
-        while (bounds := constant_slice(value)) is not None:
+        while (bounds := constant_slice(value)) is not None and is_symbolic(value.args[0].meta["val"].shape[bounds[0]]):  # type: ignore[union-attr]
             slices.insert(0, bounds)
             value = value.args[0]
         listed[position] = value

@@ -13,11 +13,12 @@ import torch
 from torch import fx
 
 from selective_compile.passes.axes import Axes, Axis, Dim, Mixes
-from selective_compile.passes.evaluate import ancestors, evaluate
+from selective_compile.passes.evaluate import ancestors, constants_in, evaluate
 from selective_compile.passes.traced_graph import TracedGraph, is_mutable
 
 aten = torch.ops.aten
 LENGTHS = (2, 3, 5, 17, 40, 130)
+LONGEST = 2**20
 LINE_LENGTH = 300
 
 
@@ -29,9 +30,18 @@ def positional(traced: TracedGraph, node: fx.Node) -> Axes | None:
         dims = tuple(traced.sizes.dim(size) for size in node.meta["val"].shape)
     except Mixes:
         return None
-    if any(len(dim) > 1 for dim in dims):
+    axes = Axes(dims=dims)
+    if any(len(dim) > 1 for dim in dims) or axes.is_pair or axes.holding(Axis.BATCH):
         return None
-    values = [evaluate(traced, node, batch=3, tokens=length, given={}) for length in LENGTHS]
+    lengths = sorted({*LENGTHS, *(c + d for c in constants_in(node) for d in (-1, 0, 1, 2) if c + d > 1)})
+    if lengths[-1] > LONGEST:
+        return None
+    try:
+        values = [
+            evaluate(traced, node, batch=batch, tokens=length, given={}) for length in lengths for batch in (2, 3)
+        ]
+    except IndexError:  # a table that is too short for some length
+        return None
     if all(prefix_of(short, long, dims) for short, long in itertools.pairwise(values)):
         return Axes(dims=dims, probed=True)
     return None
@@ -71,8 +81,9 @@ def straight_line(traced: TracedGraph, node: fx.Node) -> tuple[int, int] | None:
     axes = traced.axes[node]
     if axes.is_pair or node.meta["val"].dtype.is_floating_point or node.meta["val"].dtype == torch.bool:
         return None
-    value = evaluate(traced, node, batch=1, tokens=LINE_LENGTH, given={}).movedim(axes.holding(Axis.TOKEN)[0], -1)
-    rows = value.reshape(-1, LINE_LENGTH)
+    length = max([LINE_LENGTH, *(2 * c for c in constants_in(node) if c <= LONGEST)])
+    value = evaluate(traced, node, batch=1, tokens=length, given={}).movedim(axes.holding(Axis.TOKEN)[0], -1)
+    rows = value.reshape(-1, length)
     first, step = int(rows[0, 0]), int(rows[0, 1] - rows[0, 0])
-    line = first + step * torch.arange(LINE_LENGTH)
+    line = first + step * torch.arange(length)
     return (first, step) if torch.equal(rows, line.to(rows.dtype).expand_as(rows)) else None

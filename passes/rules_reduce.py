@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from selective_compile.passes.axes import Axes, Axis, Dim, Mixes, Sizes
+from selective_compile.passes.rules_pointwise import broadcast
 
 aten = torch.ops.aten
 
@@ -80,7 +81,10 @@ def normalised_shape(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes
 def attention(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Axes:
     """One row per query; that rows mix only as a proved mask allows is for passes 3 and 4 to show."""
     query, key, value = (axes_of(a) for a in node.args[:3])
-    return Axes(dims=(*query.dims[:-1], value.dims[-1]), inputs=query.inputs | key.inputs | value.inputs)
+    heads = 1 if node.kwargs.get("enable_gqa") else 0
+    leading = broadcast([axes.dims[: len(axes.dims) - 2 - heads] for axes in (query, key, value)])
+    dims = (*leading, *query.dims[len(leading) : -1], value.dims[-1])
+    return Axes(dims=dims, inputs=query.inputs | key.inputs | value.inputs)
 
 
 REDUCTIONS: dict[Any, Callable[..., Any]] = {

@@ -21,6 +21,10 @@ def with_dims(axes: Axes, dims: tuple[Dim, ...] | list[Dim]) -> Axes:
     return Axes(dims=tuple(dims), iota=axes.iota, inputs=axes.inputs)
 
 
+def constant_dims(value: Any) -> list[int]:
+    return list(value)
+
+
 def reshape(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     axes = axes_of(node.args[0])
     return with_dims(axes, regroup(axes.dims, sizes, tuple(node.meta["val"].shape)))
@@ -35,18 +39,19 @@ def unsqueeze(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
 def transpose(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     axes = axes_of(node.args[0])
     dims, rank = list(axes.dims), len(axes.dims)
-    first, second = (node.args[1] % rank, node.args[2] % rank) if len(node.args) > 1 else (0, 1)  # type: ignore[operator]
+    first, second = [dim % rank for dim in constant_dims(node.args[1:] or (0, 1))]
     dims[first], dims[second] = dims[second], dims[first]
     return with_dims(axes, dims)
-
-
-def constant_dims(value: Any) -> list[int]:
-    return list(value)
 
 
 def permute(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     axes = axes_of(node.args[0])
     return with_dims(axes, [axes.dims[i] for i in constant_dims(node.args[1])])
+
+
+def reversed_dims(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    axes = axes_of(node.args[0])
+    return with_dims(axes, axes.dims[::-1])
 
 
 def expand(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
@@ -137,20 +142,21 @@ def repeat_interleave(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
 
 
 def same(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
-    """Casts and copies; a cast of an index to a float keeps its value but is no index any more."""
+    """Casts and copies; a cast of an index to a float or to few bits is no index any more."""
     axes = axes_of(node.args[0])
-    return axes.plain() if node.meta["val"].dtype.is_floating_point else axes
+    return axes if node.meta["val"].dtype in (torch.int32, torch.int64) else axes.plain()
 
 
 VIEWS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten), reshape),
-    **dict.fromkeys((aten.transpose, aten.t, aten.numpy_T), transpose),
+    **dict.fromkeys((aten.transpose, aten.t), transpose),
     **dict.fromkeys((aten.to, aten._to_copy, aten.type_as, aten.clone, aten.contiguous), same),
     **dict.fromkeys((aten.split, aten.split_with_sizes, aten.chunk, aten.unbind), split),
     operator.getitem: getitem,
     aten.unsqueeze: unsqueeze,
     aten.squeeze: squeeze,
     aten.permute: permute,
+    aten.numpy_T: reversed_dims,
     aten.expand: expand,
     aten.slice: slice_,
     aten.select: select,

@@ -75,6 +75,6 @@ def token_dim(flat: FlatGraph, node: fx.Node) -> Any:
     if not isinstance(value, torch.Tensor):
         return None
     total = flat.symbols.size("token", 0).node.expr
-    dims = [i for i, size in enumerate(value.shape) if not isinstance(size, int) and size.node.expr == total]
-    others = [size for i, size in enumerate(value.shape) if i not in dims and not isinstance(size, int)]
-    return dims[0] if len(dims) == 1 and not others else None
+    sizes = [flat.sizes_expression(size) for size in value.shape]
+    symbolic = [i for i, size in enumerate(sizes) if size.free_symbols]
+    return symbolic[0] if len(symbolic) == 1 and sizes[symbolic[0]] == total else None

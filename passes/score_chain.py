@@ -10,6 +10,7 @@ from torch import fx
 
 from selective_compile.passes.axes import Axis
 from selective_compile.passes.contraction import Contraction, contraction_of
+from selective_compile.passes.evaluate import ancestors, evaluate
 from selective_compile.passes.heads import Unreadable
 from selective_compile.passes.traced_graph import MaskTerm, TracedGraph
 
@@ -49,7 +50,8 @@ class ScoreChain:
 
 def read_scores(traced: TracedGraph, softmax: fx.Node) -> ScoreChain:
     """Raises `Unreadable` at the first operator that has no reading."""
-    if traced.axes[softmax].holding(Axis.TOKEN)[-1] != len(traced.axes[softmax].dims) - 1:
+    last = len(traced.axes[softmax].dims) - 1
+    if softmax.args[1] not in (-1, last) or traced.axes[softmax].holding(Axis.TOKEN)[-1] != last:
         raise Unreadable(softmax, "its softmax must run along the last dimension")
     chain, node = ScoreChain(), softmax.args[0]
     while True:
@@ -71,12 +73,18 @@ def finish(chain: ScoreChain, node: fx.Node, product: Contraction) -> ScoreChain
     return chain
 
 
+def passes_through(node: fx.Node, operators: tuple[Any, ...]) -> bool:
+    """Whether the node only moves scores or rounds them to another floating-point type."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet in operators and node.meta["val"].dtype.is_floating_point
+
+
 def step_back(traced: TracedGraph, chain: ScoreChain, node: fx.Node) -> Any:
     """Take one operator into the chain; returns the node that carries the scores before it."""
     packet = getattr(node.target, "overloadpacket", None)
-    if packet in PASSED_THROUGH:
+    if passes_through(node, PASSED_THROUGH):
         return node.args[0]
-    if packet in (aten.mul, aten.div) and isinstance(node.args[1], (int, float)):
+    if packet in (aten.mul, aten.div) and isinstance(node.args[1], (int, float)) and not node.kwargs:
         factor = float(node.args[1])
         chain.multiply(factor if packet is aten.mul else 1 / factor)
         return node.args[0]
@@ -107,7 +115,7 @@ def take_filled(
 ) -> Any:
     if not carries_scores(traced, scores) or carries_scores(traced, mask):
         raise Unreadable(node, "it must fill scores where a mask of positions says so")
-    if hidden_value(fill) is False:
+    if not hides(traced, fill, node.meta["val"].dtype):
         raise Unreadable(node, f"its hidden scores must be at most {HIDDEN:g}, got {fill}")
     no_factor_yet(chain, node)
     chain.masks.append(MaskTerm(node=mask, kind=kind))
@@ -120,12 +128,19 @@ def no_factor_yet(chain: ScoreChain, node: fx.Node) -> None:
         raise Unreadable(node, "a mask is applied before the scores are scaled or capped")
 
 
-def hidden_value(fill: Any) -> bool:
-    """Whether a scalar, or a constant tensor of one element made by ``full`` or ``scalar_tensor``, hides a score."""
+def hides(traced: TracedGraph, fill: Any, dtype: torch.dtype) -> bool:
+    """Whether a number, or a tensor that depends on no input, hides the scores it stands for."""
     if isinstance(fill, fx.Node):
-        made = [a for a in fill.args if isinstance(a, (int, float))]
-        fill = made[-1] if made else 0.0
-    return isinstance(fill, (int, float)) and fill <= HIDDEN
+        known = fill in traced.axes and traced.axes[fill].is_constant
+        if not known or any(node.op == "placeholder" for node in ancestors(fill)):
+            return False
+        fill = evaluate(traced, fill, batch=1, tokens=2, given={}).max().item()
+    return isinstance(fill, (int, float)) and fill <= hidden_from(dtype)
+
+
+def hidden_from(dtype: torch.dtype) -> float:
+    """The largest number that hides a score of this type: float16 has none as low as `HIDDEN`."""
+    return max(HIDDEN, torch.finfo(dtype).min)
 
 
 def carries_scores(traced: TracedGraph, node: Any) -> bool:

@@ -82,9 +82,7 @@ def demo_command(
     picture: Annotated[Path, typer.Option(help="The schedule, as .png or .svg.")] = Path("schedule.png"),
     as_json: Json = False,
     threads: Threads = None,
-    compiled: Annotated[
-        bool, typer.Option("--compile/--no-compile", help="Use Inductor.")
-    ] = True,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Use Inductor.")] = True,
     token_budget: TokenBudget = 128,
     kv_tokens: Annotated[
         int | None,

@@ -290,4 +290,4 @@ def worst_choice(model: nn.Module, prompt_ids: Sequence[int], tokens: Sequence[i
 
 def schedule_labels(requests: Sequence[DemoRequest]) -> Mapping[RequestId, str]:
     """Number and end of each prompt: prompts that begin alike differ there."""
-    return {number: f"{number} {request.text.strip()[-20:]}" for number, request in enumerate(requests)}
+    return {number: f"#{number} {request.text.strip()[-20:]}" for number, request in enumerate(requests)}

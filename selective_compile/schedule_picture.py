@@ -126,14 +126,31 @@ def write_schedule(
     arrivals: Mapping[RequestId, int] | None = None,
     labels: Mapping[RequestId, str] | None = None,
 ) -> None:
-    """Write the picture as PNG or SVG, by the suffix of `path`.
-
-    Above, the requests; below, the tokens of each step against the budget.
+    """Write the picture as PNG or SVG, by the suffix of `path`; the rest as `draw_schedule`.
 
     Raises:
         ValueError: no step is given, or nothing can be written to `path`.
     """
     check_path(path)
+    figure = draw_schedule(records, token_budget=token_budget, arrivals=arrivals, labels=labels)
+    figure.savefig(path, dpi=130, format=path.suffix.lower()[1:])
+
+
+def draw_schedule(
+    records: Sequence[StepRecord],
+    *,
+    token_budget: int,
+    arrivals: Mapping[RequestId, int] | None = None,
+    labels: Mapping[RequestId, str] | None = None,
+) -> Figure:
+    """Above, the requests; below, the tokens of each step against the budget.
+
+    Args:
+        arrivals, labels: as for `schedule_rows`.
+
+    Raises:
+        ValueError: no step is given.
+    """
     if not records:
         raise ValueError("records must hold at least one step, got none")
     rows = schedule_rows(records, arrivals=arrivals, labels=labels)
@@ -149,7 +166,7 @@ def write_schedule(
     _name_rows(above, rows)
     _draw_budget(below, records, token_budget, pitch)
     _draw_legend(figure, above, rows, records)
-    figure.savefig(path, dpi=130, format=path.suffix.lower()[1:])
+    return figure
 
 
 def _draw_request(axes: Axes, y: int, row: Row, token_budget: int, pitch: float) -> None:

@@ -13,9 +13,9 @@
 // where M changes the kernel.
 //
 // Vectors are GCC vector extensions, so one source serves AVX-512, AVX2, NEON and plain C; bfloat16 products use the
-// AVX-512 instruction where there is one, and shifts elsewhere. The team of threads is torch's own OpenMP runtime, called
-// through the pointer that Python passes. Every thread has its own share of the weight's rows, which it reads front to
-// back, and then helps with the others': a thread that the system takes off its core holds nobody up for long.
+// AVX-512 instruction where there is one, and shifts elsewhere. The team of threads is torch's own OpenMP runtime,
+// called through the pointer that Python passes. Every thread has its own share of the weight's rows, which it reads
+// front to back, and then helps with the others': a thread that the system takes off its core holds nobody up for long.
 
 #include <sched.h>
 
@@ -49,10 +49,11 @@ constexpr int64_t MAX_DOT_BYTES = 16 * 1024;
 constexpr int64_t PREFETCH_BYTES = 8 * 1024;
 constexpr int64_t MAX_SHARE_TILES = 8;  // of a thread's share at a time; also bounds the results held before a store
 constexpr int64_t SHARES = 4;           // that many or more for each thread, where N allows
-// Rows of x packed at once, and how much of them (by cutting K) a core goes through for every tile: at 512 rows, with
-// 1 MB of L2, 128 rows and 768 KB take 0.91 of the time of 512 rows and 384 KB, in both dtypes. Reading the weight four
-// times is hidden behind the arithmetic of 128 rows.
+// Rows of x multiplied at once, and how much of them (by cutting K) a core goes through for every tile: at 512 rows,
+// with 1 MB of L2, 128 rows and 768 KB take 0.84-0.92 of the time of 512 rows and 384 KB, in both dtypes. Reading the
+// weight four times is hidden behind the arithmetic of 128 rows.
 constexpr int64_t MAX_X_ROWS = 128;
+constexpr int64_t MAX_PASSES = 8;      // bounds the memory for packed x
 constexpr int64_t PACKED_BYTES = 768 * 1024;
 constexpr int64_t MIN_DEPTH = 128;      // words of K at a time, at least
 constexpr int64_t PACK_SQUARES = 8;     // squares of W x W words that a thread packs at a time
@@ -248,11 +249,14 @@ void dot_tile(const Call& p, int64_t n, int64_t end) {
     }
     if (at < bytes) {
 #pragma GCC unroll 16
-        for (int c = 0; c < COLUMNS; ++c)
+        for (int c = 0; c < COLUMNS; ++c) {
+            const Words word = load_part(weight[c] + at, bytes - at);
 #pragma GCC unroll 16
-            for (int r = 0; r < ROWS; ++r)
-                sums[r * COLUMNS + c] = T::multiply_add(sums[r * COLUMNS + c], load_part(x + r * bytes + at, bytes - at),
-                                                        load_part(weight[c] + at, bytes - at));
+            for (int r = 0; r < ROWS; ++r) {
+                Floats& sum = sums[r * COLUMNS + c];
+                sum = T::multiply_add(sum, load_part(x + r * bytes + at, bytes - at), word);
+            }
+        }
     }
     const Floats total = sum_lanes(sums);
     for (int r = 0; r < ROWS; ++r)
@@ -386,7 +390,7 @@ void store_block(const Call& p, const float* sums, int64_t sums_stride, int64_t 
     }
 }
 
-// One packing of up to MAX_X_ROWS rows of x: [blocks of K][panel][word of the block][lane].
+// Up to MAX_X_ROWS rows of x, packed: [blocks of K][panel][word of the block][lane].
 struct Packed {
     char* memory;
     int64_t row, rows;     // of x
@@ -431,27 +435,43 @@ void multiply_share(const Call& p, const Packed& x, int64_t begin, int64_t end, 
     store_block<T>(p, sums, sums_stride, x.row, x.rows, begin * TILE, std::min(p.n, end * TILE) - begin * TILE);
 }
 
+struct Pass {
+    Packed x;
+    Shares packing, multiplying;
+};
+
+// One team for all passes: starting and ending one can cost milliseconds on a machine that has other work.
 template <class T>
-void broadcast_rows(const Call& p, int64_t row, int64_t rows) {
-    Packed x{nullptr, row, rows, (p.k * T::size + 3) / 4, 0, (rows + W - 1) / W};
-    x.depth = std::max(MIN_DEPTH, std::min(x.words, PACKED_BYTES / (x.panels * W * 4) / W * W));
-    x.memory = packed_scratch.at_least(x.panels * x.words * W * 4);
-    const int64_t tiles = (p.n + TILE - 1) / TILE, share = share_units(p, tiles), items = (tiles + share - 1) / share;
-    const int64_t runs = (x.words + W * PACK_SQUARES - 1) / (W * PACK_SQUARES), packings = x.panels * runs;
+void broadcast_rows(const Call& p, int64_t row, int64_t end, int64_t pass_rows) {
+    const int64_t words = (p.k * T::size + 3) / 4, tiles = (p.n + TILE - 1) / TILE, share = share_units(p, tiles);
+    const int64_t runs = (words + W * PACK_SQUARES - 1) / (W * PACK_SQUARES), items = (tiles + share - 1) / share;
     const int64_t threads = team_size(p, items);
-    Shares packing(packings, threads), shares(items, threads);
-    std::atomic<int64_t> done{0};
+    char* memory = packed_scratch.at_least((end - row + W - 1) / W * words * W * 4);
+    std::vector<Pass> passes;
+    int64_t packings = 0;
+    for (; row < end; row += pass_rows) {
+        const int64_t rows = std::min(pass_rows, end - row), panels = (rows + W - 1) / W;
+        const int64_t depth = std::max(MIN_DEPTH, std::min(words, PACKED_BYTES / (panels * W * 4) / W * W));
+        passes.push_back({{memory, row, rows, words, depth, panels}, {panels * runs, threads}, {items, threads}});
+        memory += panels * words * W * 4;
+        packings += panels * runs;
+    }
+    std::atomic<int64_t> packed{0};
     run_team(p, threads, [&](int64_t part) {
-        packing.take(part, [&](int64_t item, int64_t) {
-            const int64_t panel = item / runs, first = item % runs * W * PACK_SQUARES;
-            for (int64_t at = first; at < std::min(x.words, first + W * PACK_SQUARES); at += W)
-                pack_square<T>(p, row + panel * W, row + rows, at, x.square(panel, at));
-            done.fetch_add(1, std::memory_order_release);
-        });
-        while (done.load(std::memory_order_acquire) < packings) sched_yield();
-        shares.take(part, [&](int64_t item, int64_t end) {
-            multiply_share<T>(p, x, item * share, std::min(tiles, (item + 1) * share), std::min(tiles, end * share));
-        });
+        for (Pass& pass : passes)
+            pass.packing.take(part, [&](int64_t item, int64_t) {
+                const Packed& x = pass.x;
+                const int64_t panel = item / runs, first = item % runs * W * PACK_SQUARES;
+                for (int64_t at = first; at < std::min(words, first + W * PACK_SQUARES); at += W)
+                    pack_square<T>(p, x.row + panel * W, x.row + x.rows, at, x.square(panel, at));
+                packed.fetch_add(1, std::memory_order_release);
+            });
+        while (packed.load(std::memory_order_acquire) < packings) sched_yield();
+        for (Pass& pass : passes)
+            pass.multiplying.take(part, [&](int64_t item, int64_t last) {
+                const int64_t begin = item * share;
+                multiply_share<T>(p, pass.x, begin, std::min(tiles, begin + share), std::min(tiles, last * share));
+            });
     });
 }
 
@@ -461,7 +481,8 @@ void linear(const Call& p) {
     if (p.m <= std::min(W, SURE_DOT_ROWS) || (p.m <= MOST && p.m * p.k * T::size <= MAX_DOT_BYTES))
         return dot<T>(p, std::make_integer_sequence<int, MOST>());
     const int64_t passes = (p.m + MAX_X_ROWS - 1) / MAX_X_ROWS, rows = ((p.m + passes - 1) / passes + W - 1) / W * W;
-    for (int64_t row = 0; row < p.m; row += rows) broadcast_rows<T>(p, row, std::min(rows, p.m - row));
+    for (int64_t row = 0; row < p.m; row += MAX_PASSES * rows)
+        broadcast_rows<T>(p, row, std::min(p.m, row + MAX_PASSES * rows), rows);
 }
 
 }  // namespace

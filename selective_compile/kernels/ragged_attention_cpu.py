@@ -48,7 +48,7 @@ def unavailable_reason() -> str | None:
 
 @functools.cache
 def _kernel() -> Any:
-    function = native.load(Path(__file__).with_suffix(".cpp")).selective_attention
+    function: Any = native.load(Path(__file__).with_suffix(".cpp")).selective_attention
     function.argtypes = None  # a bytes object passes as its address; without argtypes ctypes skips a conversion
     return function
 
@@ -74,6 +74,7 @@ def ragged_attention(
             unchanged then.
         NativeBuildError: the kernel cannot be built here.
     """
+    _check_rows(query, key, value)
     _check_metadata(cu_seqlens_q, context_lens, block_table, slot_mapping, rows=query.shape[0])
     if not (key_pool.dtype is query.dtype and value_pool.dtype is query.dtype):
         raise ValueError(f"the pools must be {query.dtype}, got {key_pool.dtype} and {value_pool.dtype}")
@@ -113,6 +114,7 @@ def varlen_attention(
         ValueError: a dtype or layout is not supported, or cu_seqlens_q points outside the tensors.
         NativeBuildError: the kernel cannot be built here.
     """
+    _check_rows(query, key, value)
     if not (cu_seqlens_q.dtype is torch.int32 and cu_seqlens_q.is_contiguous()):
         raise ValueError(f"cu_seqlens_q must be contiguous int32, got {cu_seqlens_q.dtype}")
     key_row, key_head, _ = key.stride()
@@ -139,21 +141,11 @@ def _launch(
     pool_strides: tuple[int, int, int, int, int, int],
     score: tuple[int, float, float],
 ) -> Tensor:
-    dtype = query.dtype
-    if dtype not in _DTYPES:
-        raise ValueError(f"query must be float32, bfloat16 or float16, got {dtype}")
-    if not (key.dtype is dtype and value.dtype is dtype):
-        raise ValueError(f"key and value must be {dtype}, got {key.dtype} and {value.dtype}")
     rows, query_heads, size = query.shape
     _, heads, value_size = value.shape
-    if not (key.shape == (rows, heads, size) and value.shape[0] == rows and query_heads % heads == 0):
-        shapes = f"{list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
-        raise ValueError(f"query, key, value must be [T, H, D], [T, K, D], [T, K, Dv] with K dividing H, got {shapes}")
-    query_row, query_head, query_last = query.stride()
-    key_row, key_head, key_last = key.stride()
-    value_row, value_head, value_last = value.stride()
-    if not query_last == key_last == value_last == 1:
-        raise ValueError("the last dimension of query, key and value must be contiguous")
+    query_row, query_head, _ = query.stride()
+    key_row, key_head, _ = key.stride()
+    value_row, value_head, _ = value.stride()
     output = query.new_empty((rows, query_heads, value_size))
     # One line per line of `Call`.
     packed = _pack(
@@ -161,7 +153,7 @@ def _launch(
         *pools_and_lengths,
         *blocks,
         native.torch_parallel(),
-        *(_DTYPES[dtype], torch.get_num_threads()),
+        *(_DTYPES[query.dtype], torch.get_num_threads()),
         *(rows, query_heads, heads, size, value_size),
         *sizes,
         *(query_row, query_head, key_row, key_head, value_row, value_head),
@@ -172,6 +164,21 @@ def _launch(
     if status:
         raise ValueError(_REFUSALS[status])
     return output
+
+
+def _check_rows(query: Tensor, key: Tensor, value: Tensor) -> None:
+    dtype = query.dtype
+    if dtype not in _DTYPES:
+        raise ValueError(f"query must be float32, bfloat16 or float16, got {dtype}")
+    if not (key.dtype is dtype and value.dtype is dtype):
+        raise ValueError(f"key and value must be {dtype}, got {key.dtype} and {value.dtype}")
+    rows, query_heads, size = query.shape
+    value_rows, heads, _ = value.shape
+    if not (key.shape == (rows, heads, size) and value_rows == rows and query_heads % heads == 0):
+        shapes = f"{list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
+        raise ValueError(f"query, key, value must be [T, H, D], [T, K, D], [T, K, Dv] with K dividing H, got {shapes}")
+    if not query.stride(2) == key.stride(2) == value.stride(2) == 1:
+        raise ValueError("the last dimension of query, key and value must be contiguous")
 
 
 def _check_metadata(
@@ -187,11 +194,5 @@ def _check_metadata(
         and (block_table.stride(1) == 1 or block_table.shape[1] < 2)
     ):
         raise ValueError("the metadata must be contiguous and int32, the slot mapping int64")
-    if not (
-        cu_seqlens_q.numel() == requests + 1
-        and block_table.shape[0] == requests
-        and slot_mapping.numel() == rows
-    ):
-        raise ValueError(
-            "cu_seqlens_q, context_lens, block_table and slot_mapping must have N + 1, N, N and T entries"
-        )
+    if not (cu_seqlens_q.numel() == requests + 1 and block_table.shape[0] == requests and slot_mapping.numel() == rows):
+        raise ValueError("cu_seqlens_q, context_lens, block_table and slot_mapping must have N + 1, N, N and T entries")

@@ -57,7 +57,7 @@ def test_odd_sizes(rows, dtype, threads):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_more_rows_than_are_packed_at_once(dtype, threads):
-    x, weight, bias = inputs(530, 45, 300, dtype)
+    x, weight, bias = inputs(1100, 45, 300, dtype)
     assert_near_float64(linear(x, weight, bias), x, weight, bias)
 
 

@@ -64,8 +64,8 @@ def test_concurrent_builds_leave_one_library(source, tmp_path):
         "assert native.load(Path(sys.argv[1]), cache=Path(sys.argv[2])).answer() == 42"
     )
     command = [sys.executable, "-c", program, str(source), str(cache)]
-    processes = [subprocess.Popen(command, cwd=Path(__file__).parents[2]) for _ in range(3)]
-    assert [process.wait() for process in processes] == [0, 0, 0]
+    processes = [subprocess.Popen(command, cwd=Path(__file__).parents[2]) for _ in range(2)]
+    assert [process.wait() for process in processes] == [0, 0]
     assert len(list(cache.iterdir())) == 1
 
 

@@ -1,0 +1,51 @@
+"""Every example runs, uncompiled for speed, and gives what its text promises."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+NAMES = ("01_compile", "02_generate", "03_engine", "04_explain")
+
+
+def main_of(name: str) -> Callable[..., Any]:
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
+
+
+def test_each_example_is_run_by_a_test_and_short() -> None:
+    assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == sorted(NAMES)
+    for name in NAMES:
+        assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 60, name
+
+
+def test_compile(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main_of("01_compile")(inductor=False) < 1e-4
+    assert "192 positions in the padded batch, 84 of them tokens" in capsys.readouterr().out
+
+
+def test_generate(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = main_of("02_generate")(compile=False)
+    assert texts[:3] == ["12+7=19", "count 3 to 9: 3 4 5 6 7 8 9.", "after monday comes tuesday."]
+    assert "equal to model.generate: True" in capsys.readouterr().out
+
+
+def test_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = main_of("03_engine")(compile=False)
+    assert answers["late"] == "19"
+    assert answers["shopping"] == " 17 figs."
+    assert answers["counting"] == " 3 4 5 6 7 8 9 10 11 12 13 14 15."
+    out = capsys.readouterr().out
+    assert "shopping:  17 figs.\n" in out
+    assert "step 0: 15 of counting\nstep 1: 1 of counting, 15 of shopping\n" in out
+
+
+def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    report, refused = main_of("04_explain")()
+    assert report.ok and len(report.calls) == 5
+    assert not refused.ok and len(refused.refusals) == 1
+    assert "logits.mean(dim=1, keepdim=True)" in capsys.readouterr().out
