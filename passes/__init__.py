@@ -76,6 +76,8 @@ def rewrite(module: fx.GraphModule, examples: Sequence[Any], *, paged: bool) -> 
     """
     traced = normalise(module, examples)
     result = Rewrite(traced=traced, tails=take_off_tails(traced.module))
+    if paged and not all(tail.keeps_last for tail in result.tails):
+        traced.refuse(traced.output_node, "it cuts off the logits of the last token")
     for name, analysis in ANALYSES:
         result.timed(name, lambda analysis=analysis: analysis(traced))  # type: ignore[misc]
     if traced.refusals:

@@ -99,7 +99,7 @@ def normalise(module: fx.GraphModule, examples: Sequence[Any]) -> TracedGraph:
         names = size_names(placeholders)
         fakes = [fake_input(symbols, names, node, place) for node, place in zip(placeholders, places, strict=True)]
     traced = retrace(module, symbols, fakes)
-    refuse_guards(traced, symbols)
+    refuse_guards(symbols)
     inputs = [
         Input(index=index, node=node, source=source_name(old), place=place, example=example)
         for index, (node, old, place, example) in enumerate(
@@ -110,7 +110,7 @@ def normalise(module: fx.GraphModule, examples: Sequence[Any]) -> TracedGraph:
     return TracedGraph(module=traced, inputs=inputs, sizes=symbols.sizes())
 
 
-def refuse_guards(traced: fx.GraphModule, symbols: Symbols) -> None:
+def refuse_guards(symbols: Symbols) -> None:
     """A trace that asked what a size is holds for some sizes only.  Raises `RefusedError`."""
     refused = [
         Refusal(

@@ -18,6 +18,7 @@ from torch import fx
 from selective_compile.passes.axes import is_symbolic
 
 aten = torch.ops.aten
+EVERYTHING = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,11 @@ class Tail:
     """Slices to apply to one output, in order: (dimension, start, end, step)."""
 
     slices: tuple[tuple[int, int, int, int], ...] = ()
+
+    @property
+    def keeps_last(self) -> bool:
+        """Whether the last column stays the last."""
+        return all(end == EVERYTHING and step == 1 for _, _, end, step in self.slices)
 
     def __call__(self, value: Any) -> Any:
         for dim, start, end, step in self.slices:
@@ -56,5 +62,5 @@ def constant_slice(value: Any) -> tuple[int, int, int, int] | None:
         return None
     given: list[Any] = [*value.args[1:]]
     dim, start, end, step = given + [0, None, None, 1][len(given) :]
-    bounds = (dim, 0 if start is None else start, 2**63 - 1 if end is None else end, step)
+    bounds = (dim, 0 if start is None else start, EVERYTHING if end is None else end, step)
     return bounds if all(isinstance(bound, int) for bound in bounds) else None

@@ -83,8 +83,9 @@ def load_model(name: str | None = None, *, dtype: DtypeName = "auto", device: st
         raise ValueError(f"dtype must be one of {', '.join(get_args(DtypeName))}, got {dtype!r}")
     target = device_named(device)
     source = name if name is not None else str(tiny_model.path())
-    if Path(source).is_dir() and not (Path(source) / "config.json").exists():
-        raise ValueError(f"model must be a folder with a config.json, got {source!r}")
+    if source.startswith(("/", "./", "../", "~")) or Path(source).is_dir():
+        if not (Path(source) / "config.json").exists():
+            raise ValueError(f"model must be a folder with a config.json, got {source!r}")
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES.get(dtype, dtype))
     except (OSError, ValueError, ImportError, KeyError) as error:

@@ -83,9 +83,7 @@ def _prompts_of_tensor(columns: Tensor, attention_mask: Any, fields: Fields) -> 
         )
     for row, count in enumerate(mask.sum(1).tolist()):
         if not count:
-            raise ValueError(
-                f"attention_mask must leave at least one token in each row, got none in row {row}"
-            )
+            raise ValueError(f"attention_mask must leave at least one token in each row, got none in row {row}")
     rows = [ids[real] for ids, real in zip(columns.cpu(), mask.cpu(), strict=True)]
     return Prompts(rows=rows, columns=columns.long())
 
@@ -111,9 +109,7 @@ def seeds_of(seed: Any, count: int, *, sampled: bool) -> list[int]:
         return torch.randint(2**63 - 1, (count,), device="cpu").tolist() if sampled else [0] * count
     if isinstance(seed, (list, tuple)):
         if len(seed) != count:
-            raise ValueError(
-                f"seed must be an integer or a list of {count}, one for each prompt, got {len(seed)}"
-            )
+            raise ValueError(f"seed must be an integer or a list of {count}, one for each prompt, got {len(seed)}")
         return list(seed)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
         raise ValueError(f"seed must be an integer of at least 0 and less than 2**64, got {seed!r}")

@@ -85,9 +85,7 @@ class Fields:
     def options(self) -> dict[str, Any]:
         """The call's own fields as options of `Engine.submit`, where None would mean not set."""
         given = {name: OFF.get(name) if value is None else value for name, value in self._arguments.items()}
-        return {
-            name: value for name, value in given.items() if value is not None and name not in WITHOUT_EFFECT
-        }
+        return {name: value for name, value in given.items() if value is not None and name not in WITHOUT_EFFECT}
 
 
 def fields_of(

@@ -140,9 +140,7 @@ def wrap(model: nn.Module, config: EngineConfig | None = None) -> nn.Module:
         ValueError: it has no `generate`, or is wrapped already.
     """
     if not isinstance(model, nn.Module) or not callable(getattr(model, "generate", None)):
-        raise ValueError(
-            f"model must be a torch.nn.Module with a generate method, got {type(model).__name__}"
-        )
+        raise ValueError(f"model must be a torch.nn.Module with a generate method, got {type(model).__name__}")
     own = vars(model)
     if isinstance(own.get("generate"), BatchedGenerate):
         raise ValueError("model must not be wrapped already, got one that is; call unwrap first")

@@ -36,8 +36,8 @@ OWN: dict[str, dict[str, Any]] = {
 FAMILIES = tuple(OWN)
 
 
-def tiny(family: str, *, seed: int = 0, attention: str = "sdpa", **changes: Any) -> PreTrainedModel:
-    """The model of a `FAMILIES` name, in evaluation mode, float32, with attention ``"sdpa"`` or ``"eager"``.
+def tiny(family: str, *, seed: int = 0, attention: str | None = None, **changes: Any) -> PreTrainedModel:
+    """The model of a `FAMILIES` name, in evaluation mode, float32, with attention ``"sdpa"``, ``"eager"``, or its own choice.
 
     ``changes`` go over its configuration.  It has no end-of-sequence token: requests run to their length.
     """
