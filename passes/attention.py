@@ -28,6 +28,7 @@ from selective_compile.passes.traced_graph import (
 )
 
 aten = torch.ops.aten
+DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 SDPA = aten.scaled_dot_product_attention.default
 SOFTMAX = (aten.softmax.int, aten._softmax.default)
 
@@ -42,6 +43,10 @@ def recognise_attention(traced: TracedGraph) -> int:
                 traced.calls.append(read_eager(traced, node))
         except Unreadable as found:
             traced.refuse(found.node, f"part of an attention that cannot be read: {found}")
+    for call in traced.calls:
+        dtypes = {operand.node.meta["val"].dtype for operand in (call.query, call.key, call.value)}
+        if len(dtypes) > 1 or not dtypes <= DTYPES:
+            traced.refuse(call.output, f"queries, keys and values must be of one of {DTYPES}, got {dtypes}")
     covered = {node for call in traced.calls for node in call.covers}
     for node, kind in traced.sequence_nodes.items():
         if node not in covered and not traced.refusals:
@@ -65,9 +70,10 @@ def read_sdpa(traced: TracedGraph, node: fx.Node) -> AttentionCall:
         require_grouped(operand, own, sizes[0])
     places = (rank(query) - 2, heads, rank(query) - 1)
     query_operand = operand_of(traced, query, *places, shareable=False)
-    key_operand, value_operand = alike(node, *(
-        [operand_of(traced, x, *places, shareable=shareable) for x in (key, value)] for shareable in (True, False)
-    ))
+    key_operand, value_operand = alike(
+        node,
+        *([operand_of(traced, x, *places, shareable=shareable) for x in (key, value)] for shareable in (True, False)),
+    )
     mask = given.get("attn_mask")
     scale = given.get("scale")
     if scale is not None and not isinstance(scale, float):
@@ -121,15 +127,18 @@ def read_eager(traced: TracedGraph, softmax: fx.Node) -> AttentionCall:
     query = letters_operand(traced, scores, query_side, query_letter, score_heads, depth, shareable=False)
     if query.heads != math.prod(score_heads.values()):
         raise Unreadable(query.node, "its heads are shared by keys: every head must have a query of its own")
-    key, value = alike(softmax, *(
-        [
-            letters_operand(traced, scores, key_side, key_letter, score_heads, depth, shareable=shareable),
-            letters_operand(
-                traced, weights, 1, mixing.key_letter, weight_heads, mixing.value_letter, shareable=shareable
-            ),
-        ]
-        for shareable in (True, False)
-    ))
+    key, value = alike(
+        softmax,
+        *(
+            [
+                letters_operand(traced, scores, key_side, key_letter, score_heads, depth, shareable=shareable),
+                letters_operand(
+                    traced, weights, 1, mixing.key_letter, weight_heads, mixing.value_letter, shareable=shareable
+                ),
+            ]
+            for shareable in (True, False)
+        ),
+    )
     return AttentionCall(
         name=call_name(traced, softmax),
         form="eager",
@@ -188,9 +197,7 @@ def pair_letters(traced: TracedGraph, chain: ScoreChain) -> tuple[str, str]:
     return query, key
 
 
-def head_sizes(
-    traced: TracedGraph, node: fx.Node, letters: tuple[str, ...], tokens: tuple[str, str]
-) -> dict[str, int]:
+def head_sizes(traced: TracedGraph, node: fx.Node, letters: tuple[str, ...], tokens: tuple[str, str]) -> dict[str, int]:
     """The letters of a pair's other dimensions, with the heads in each."""
     return {x: plain_size(traced, node, dim) for dim, x in enumerate(letters) if x not in tokens}
 

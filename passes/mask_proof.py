@@ -72,7 +72,9 @@ def refuse_different_paddings(traced: TracedGraph) -> None:
     proved = [call for call in traced.calls if call.family is not None]
     for call in proved:
         if call.family.padding is not proved[0].family.padding:  # type: ignore[union-attr]
-            traced.refuse(call.output, "its keys are hidden by another input than those of other attentions, or by none")
+            traced.refuse(
+                call.output, "its keys are hidden by another input than those of other attentions, or by none"
+            )
 
 
 def prove(traced: TracedGraph, call: AttentionCall) -> MaskFamily:

@@ -54,6 +54,8 @@ def place_of(placeholder: fx.Node) -> Place:
     value = placeholder.meta["example_value"]
     if is_symbolic(value) or isinstance(value, int):
         return "size"
+    if is_float_input(placeholder):
+        return "other"
     name = source_name(placeholder)
     if "_parameters[" in name or "_buffers[" in name or isinstance(value, torch.nn.Parameter):
         return "weight"
@@ -62,6 +64,11 @@ def place_of(placeholder: fx.Node) -> Place:
     if value.dim() == 3 and value.dtype.is_floating_point:
         return "tokens"
     return "other" if any(isinstance(size, torch.SymInt) for size in value.shape) or value.dim() > 1 else "weight"
+
+
+def is_float_input(placeholder: fx.Node) -> bool:
+    """Whether Dynamo passes a Python float through this input, as a tensor that it reads at once."""
+    return isinstance(getattr(placeholder.meta["example_value"], "item_memo", None), torch.SymFloat)
 
 
 class Symbols:
@@ -99,7 +106,6 @@ def normalise(module: fx.GraphModule, examples: Sequence[Any]) -> TracedGraph:
         names = size_names(placeholders)
         fakes = [fake_input(symbols, names, node, place) for node, place in zip(placeholders, places, strict=True)]
     traced = retrace(module, symbols, fakes)
-    refuse_guards(symbols)
     inputs = [
         Input(index=index, node=node, source=source_name(old), place=place, example=example)
         for index, (node, old, place, example) in enumerate(
@@ -107,12 +113,18 @@ def normalise(module: fx.GraphModule, examples: Sequence[Any]) -> TracedGraph:
         )
     ]
     tidy(traced)
-    return TracedGraph(module=traced, inputs=inputs, sizes=symbols.sizes())
+    return TracedGraph(
+        module=traced,
+        inputs=inputs,
+        sizes=symbols.sizes(),
+        narrowings=narrowings(symbols),
+        conditions=tuple(guard.expr for guard in symbols.env.guards),
+    )
 
 
-def refuse_guards(symbols: Symbols) -> None:
-    """A trace that asked what a size is holds for some sizes only.  Raises `RefusedError`."""
-    refused = [
+def narrowings(symbols: Symbols) -> list[Refusal]:
+    """Where the trace asked what a size is, so that it holds for some sizes only."""
+    return [
         Refusal(
             node="sizes",
             operator="number of tokens or requests",
@@ -122,8 +134,6 @@ def refuse_guards(symbols: Symbols) -> None:
         )
         for guard in symbols.env.guards
     ]
-    if refused:
-        raise RefusedError(refused)
 
 
 def retrace(module: fx.GraphModule, symbols: Symbols, fakes: Sequence[Any]) -> fx.GraphModule:
@@ -140,7 +150,8 @@ def retrace(module: fx.GraphModule, symbols: Symbols, fakes: Sequence[Any]) -> f
 def fake_input(symbols: Symbols, names: dict[str, str], node: fx.Node, place: Place) -> Any:
     value = node.meta["example_value"]
     if place == "size":  # Dynamo passes each symbolic size as an input of its own
-        return symbols.size(names[str(value.node.expr)], hint_of(value)) if is_symbolic(value) else value
+        name = names.get(str(value.node.expr)) if is_symbolic(value) else None
+        return symbols.size(name, hint_of(value)) if name is not None else hint_of(value)
     if place == "weight":
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     shape = [
@@ -162,9 +173,12 @@ def size_names(placeholders: Sequence[fx.Node]) -> dict[str, str]:
 
 
 def foreign_sizes(placeholders: Sequence[fx.Node]) -> list[fx.Node]:
-    """Numbers given to the model that may be others in the next call and are no size of its token inputs."""
+    """Numbers that the model reads, that may be others in the next call, and that are no size of its token inputs.
+
+    Dynamo also lists the strides of inputs that are parts of larger tensors, which nothing reads.
+    """
     names = size_names(placeholders)
-    given = [node for node in placeholders if is_symbolic(node.meta["example_value"])]
+    given = [node for node in placeholders if is_symbolic(node.meta["example_value"]) and node.users]
     return [node for node in given if str(node.meta["example_value"].node.expr) not in names]
 
 

@@ -31,7 +31,7 @@ def positional(traced: TracedGraph, node: fx.Node) -> Axes | None:
     except Mixes:
         return None
     axes = Axes(dims=dims)
-    if any(len(dim) > 1 for dim in dims) or axes.is_pair or axes.holding(Axis.BATCH):
+    if any(len(dim) > 1 for dim in dims) or axes.is_pair:
         return None
     lengths = sorted({*LENGTHS, *(c + d for c in constants_in(node) for d in (-1, 0, 1, 2) if c + d > 1)})
     if lengths[-1] > LONGEST:
@@ -57,9 +57,15 @@ def made_of_sizes(traced: TracedGraph, node: fx.Node) -> bool:
 
 
 def prefix_of(short: torch.Tensor, long: torch.Tensor, dims: tuple[Dim, ...]) -> bool:
+    """Whether ``short`` is the beginning of ``long`` along tokens, and both are the same for every request."""
     for dim, (factors, size) in enumerate(zip(dims, short.shape, strict=True)):
         if factors == (Axis.TOKEN,):
             long = long.narrow(dim, 0, size)
+        elif factors == (Axis.BATCH,):
+            first = long.narrow(dim, 0, 1)
+            if not torch.equal(long, first.expand_as(long)):
+                return False
+            long = first.repeat_interleave(size, dim)
     return torch.equal(short, long)
 
 

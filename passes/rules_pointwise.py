@@ -47,5 +47,17 @@ def kept_iota(node: fx.Node, operands: Sequence[Axes]) -> Any:
 # Pointwise operators that bear no tag in ATen.
 UNTAGGED: dict[Any, Callable[..., Axes]] = {
     getattr(torch.ops.aten, name): pointwise
-    for name in ("__and__", "__or__", "__xor__", "type_as", "masked_fill", "where", "floor_divide", "gelu", "silu", "clamp", "softplus")
+    for name in (
+        "__and__",
+        "__or__",
+        "__xor__",
+        "type_as",
+        "masked_fill",
+        "where",
+        "floor_divide",
+        "gelu",
+        "silu",
+        "clamp",
+        "softplus",
+    )
 }

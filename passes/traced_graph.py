@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+import sympy
 import torch
 from torch import fx
 
@@ -101,7 +102,11 @@ class AttentionCall:
 
 @dataclass(kw_only=True)
 class TracedGraph:
-    """An ATen graph over ``[B, S]`` tokens and what was proved of it so far."""
+    """An ATen graph over ``[B, S]`` tokens and what was proved of it so far.
+
+    ``narrowings`` are refusals of the graph as a whole, for sizes that it does not hold for; analyses name the nodes
+    where they can, so these come last.  ``conditions`` are the same as expressions of the sizes.
+    """
 
     module: fx.GraphModule
     inputs: list[Input]
@@ -110,6 +115,8 @@ class TracedGraph:
     sequence_nodes: dict[fx.Node, str] = field(default_factory=dict)
     calls: list[AttentionCall] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
+    narrowings: list[Refusal] = field(default_factory=list)
+    conditions: tuple[sympy.Basic, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:

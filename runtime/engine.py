@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from threading import Condition, Lock
 from typing import Any
+from weakref import WeakMethod
 
 from torch import Tensor, nn
 from transformers import GenerationConfig
@@ -95,9 +97,9 @@ class Engine:
         self._submitted = 0
         self._background = BackgroundThread(
             guard=self._guard,
-            has_work=lambda: self._scheduler.has_work,
-            step=self.drive,
-            on_stop=self._wake_readers,
+            has_work=partial(has_work, self._scheduler),
+            step=weakly(self.drive),
+            on_stop=weakly(self._wake_readers),
         )
         self._steps = 0
         self._tokens_computed = 0
@@ -304,6 +306,25 @@ class Engine:
             requests = list(self._live.values())
         for request in requests:
             request.wake()
+
+
+def has_work(scheduler: Scheduler) -> bool:
+    return scheduler.has_work
+
+
+def weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """The method without a hold on its engine: a cycle would keep the KV pools until the garbage collector runs.
+
+    While the background thread runs, whoever entered `running` holds the engine.
+    """
+    reference = WeakMethod(method)
+
+    def call() -> None:
+        bound = reference()
+        if bound is not None:
+            bound()
+
+    return call
 
 
 def _finish_reason(request: Request, token: int) -> FinishReason | None:

@@ -175,9 +175,7 @@ def _merge(
 def _set_fields(config: GenerationConfig | None) -> dict[str, Any]:
     if config is None:
         return {}
-    return {
-        name: value for name, value in vars(config).items() if value is not None and not name.startswith("_")
-    }
+    return {name: value for name, value in vars(config).items() if value is not None and not name.startswith("_")}
 
 
 def _refuse_unsupported(name: str, value: Any, origin: str) -> None:
@@ -187,9 +185,7 @@ def _refuse_unsupported(name: str, value: Any, origin: str) -> None:
     # Compared one by one: a value such as a dictionary or a tensor has no truth value or hash to go by.
     if not any(type(value) in (bool, int, float, str) and value == allowed for allowed in neutral):
         allowed = " or ".join(repr(item) for item in (*neutral, None))
-        raise ValueError(
-            f"generation option {name!r} must be {allowed}, got {value!r}{origin}: not supported yet"
-        )
+        raise ValueError(f"generation option {name!r} must be {allowed}, got {value!r}{origin}: not supported yet")
 
 
 def _max_new_tokens(values: Mapping[str, Any], prompt_length: int, max_positions: int | None) -> int:
@@ -235,9 +231,7 @@ def _boolean(name: str, value: Any) -> bool:
 
 def _temperature(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 < value < math.inf:
-        raise ValueError(
-            f"temperature must be a number above 0, got {value!r}; do_sample=False is greedy decoding"
-        )
+        raise ValueError(f"temperature must be a number above 0, got {value!r}; do_sample=False is greedy decoding")
     return float(value)
 
 

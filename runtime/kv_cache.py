@@ -68,9 +68,7 @@ def free_memory(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
-def allocate_pools(
-    call_sites: Sequence[CallSite], blocks: int, block_size: int
-) -> tuple[tuple[Tensor, Tensor], ...]:
+def allocate_pools(call_sites: Sequence[CallSite], blocks: int, block_size: int) -> tuple[tuple[Tensor, Tensor], ...]:
     """A key pool [blocks, K, block_size, D] and a value pool [blocks, K, block_size, Dv] for each call site.
 
     Zeros, since a kernel may load slots that were never written and multiply them by a probability of 0.

@@ -38,9 +38,7 @@ def _token_id(item: Any, vocab_size: int) -> int:
     if token is None:
         raise ValueError(f"prompt_ids must be integers in one dimension, got {item!r} among them")
     if not 0 <= token < vocab_size:
-        raise ValueError(
-            f"prompt_ids must be at least 0 and less than the vocabulary size {vocab_size}, got {token}"
-        )
+        raise ValueError(f"prompt_ids must be at least 0 and less than the vocabulary size {vocab_size}, got {token}")
     return token
 
 
@@ -55,9 +53,7 @@ def check_request_id(request_id: Any) -> RequestId:
     return request_id
 
 
-def check_length(
-    prompt_length: int, max_new_tokens: int, *, max_positions: int | None, pool_tokens: int
-) -> None:
+def check_length(prompt_length: int, max_new_tokens: int, *, max_positions: int | None, pool_tokens: int) -> None:
     """Refuse a request that the model's positions or the whole pool would not be enough for.
 
     The last new token is not computed with, so it takes no position and no slot.

@@ -132,9 +132,7 @@ class Request:
         """
         deadline = None if timeout is None else time.perf_counter() + timeout
         if not self._wait_for(lambda: self.finished, deadline):
-            raise TimeoutError(
-                f"request {self.request_id!r} must finish within {timeout} seconds, has not yet"
-            )
+            raise TimeoutError(f"request {self.request_id!r} must finish within {timeout} seconds, has not yet")
         assert self._finish_reason is not None
         return RequestResult(
             request_id=self.request_id,

@@ -1,9 +1,9 @@
 """Selective batching for Hugging Face decoders: a `torch.compile` backend and a runtime around it.
 
-    fast = torch.compile(model, backend="selective")     # padded calls whose padding costs nothing
-    out = sc.generate(model, input_ids, max_new_tokens=64)
-    engine = sc.Engine(model, sc.EngineConfig(token_budget=256))
-    print(sc.explain(model))
+fast = torch.compile(model, backend="selective")     # padded calls whose padding costs nothing
+out = sc.generate(model, input_ids, max_new_tokens=64)
+engine = sc.Engine(model, sc.EngineConfig(token_budget=256))
+print(sc.explain(model))
 """
 
 from __future__ import annotations

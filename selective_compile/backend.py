@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.symbolic_convert import TensorifyState
 
 from selective_compile.capture import capture
 from selective_compile.compiling import compiled_as_it_came
 from selective_compile.options import BackendOptions
 from selective_compile.padded_program import PaddedProgram
 from selective_compile.passes import RefusedError, rewrite
-from selective_compile.passes.normalise import place_of
+from selective_compile.passes.normalise import is_float_input, place_of, source_name
 from selective_compile.report import Report, refused_report, report_on
 from selective_compile.step_program import CallSite, StepProgram, compile_step_program
 
@@ -52,6 +53,7 @@ class SelectiveBackend:
         chosen = BackendOptions(**(options or {}))
         reason = why_not(examples)
         if reason is None:
+            ask_for_constant_floats(module)
             ask_for_symbolic_sizes(module)
             program = self._rewritten(module, examples, chosen)
             if program is not None:
@@ -70,7 +72,7 @@ class SelectiveBackend:
         self._note(report_on(rewritten, "graph", note))
         if rewritten.flat is None:
             return None
-        return PaddedProgram(rewritten, module, examples, options)
+        return PaddedProgram(rewritten, module, options)
 
     def _note(self, report: Report) -> None:
         self.reports.append(report)
@@ -78,11 +80,27 @@ class SelectiveBackend:
 
 
 def why_not(examples: list[Any]) -> str | None:
-    """Why a graph must run as it came: gradients are recorded."""
+    """Why a graph must run as it came: gradients are recorded, or autocast would change what operators compute in."""
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        return "runs through Inductor as it came: autocast is on (convert the model's weights to rewrite it)"
     wanted = torch.is_grad_enabled() and any(isinstance(e, torch.Tensor) and e.requires_grad for e in examples)
     if wanted:
         return "runs through Inductor as it came: gradients are recorded (call it under torch.no_grad() to rewrite it)"
     return None
+
+
+def ask_for_constant_floats(module: fx.GraphModule) -> None:
+    """Have Dynamo trace once more with the float attributes of modules (an epsilon, say) as constants.
+
+    With ``dynamic=True`` it makes them inputs.  Arguments of the call stay inputs: a graph for each would be too many.
+    """
+    floats = [node for node in module.graph.nodes if node.op == "placeholder" and is_float_input(node)]
+    names = [node.meta["example_value"].item_memo.node._expr.name for node in floats if "." in source_name(node)]
+    new = [name for name in names if not TensorifyState.should_specialize(name)]
+    for name in new:
+        TensorifyState.specialize(name)
+    if new:
+        raise TensorifyScalarRestartAnalysis(restart_reason="selective: float attributes must be constants")
 
 
 def ask_for_symbolic_sizes(module: fx.GraphModule) -> None:

@@ -65,7 +65,7 @@ def capture(model: nn.Module) -> Captured:
             pass
         except BackendCompilerFailed as failure:
             raise failure.inner_exception from None
-    return found[0]
+    return found.pop()  # the list outlives this call in Dynamo's record of the backend
 
 
 def refuse_branches_on_length() -> None:

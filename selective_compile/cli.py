@@ -97,7 +97,7 @@ def demo_command(
 
     \b
     selective-compile demo
-    selective-compile demo --requests 40 --kv-tokens 800 --picture preempted.svg
+    selective-compile demo --requests 40 --kv-tokens 640 --picture preempted.svg
     selective-compile demo --model Qwen/Qwen2.5-0.5B --dtype float32 --requests 8
     """
     check_path(picture)

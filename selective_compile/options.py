@@ -60,9 +60,7 @@ class EngineConfig(_NamedOptions):
         fraction = self.kv_memory_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
             raise ValueError(f"kv_memory_fraction must be a number above 0 and at most 1, got {fraction!r}")
-        if self.dtype is not None and not (
-            isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
-        ):
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
             raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {self.dtype!r}")
         _require_implementation(self.implementation)
         _require_integer("seed", self.seed, at_least=0)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx
 
-from selective_compile.compiling import compiled, compiled_as_it_came
+from selective_compile.compiling import compiled
 from selective_compile.ops import forced_implementation
 from selective_compile.options import BackendOptions
 from selective_compile.passes import Rewrite
 from selective_compile.passes.axes import Axes, Axis
-from selective_compile.passes.traced_graph import Input
 
 
 class RealTokens:
@@ -40,69 +38,71 @@ class RealTokens:
 
 
 class PaddedProgram:
-    """Called with Dynamo's graph inputs in Dynamo's order; returns Dynamo's graph outputs."""
+    """Called with Dynamo's graph inputs in Dynamo's order; returns Dynamo's graph outputs.
 
-    def __init__(
-        self, rewritten: Rewrite, module: fx.GraphModule, examples: list[Any], options: BackendOptions
-    ) -> None:
+    Some calls run Dynamo's own graph, uncompiled: a length that the trace does not hold for, a mask of other numbers
+    than 0 and 1, a window over rows with holes, and fewer than two real tokens.
+    """
+
+    def __init__(self, rewritten: Rewrite, module: fx.GraphModule, options: BackendOptions) -> None:
         flat = rewritten.flat
         assert flat is not None
-        self._flat, self._tails = flat, rewritten.tails
-        self._module, self._examples, self._options = module, examples, options
-        self._inputs = rewritten.traced.tokens()
+        self._module, self._options = module, options
+        # Places among the arguments and no example tensors: what this keeps must not keep a dropped model's weights.
+        self._inputs = [given.index for given in rewritten.traced.tokens()]
+        self._weights = [given.index for given in flat.weights]
+        self._tokens = [given.index for given in flat.tokens]
+        self._uses_positions, self._device, self._sizes = flat.uses_positions, flat.device, flat.sizes
+        self._conditions = rewritten.traced.conditions
+        self._outputs = tuple(zip(flat.outputs, rewritten.tails, strict=True))
         padding = {call.family.padding for call in flat.calls if call.family is not None}
-        self._mask = next((given.index for given in self._inputs if given.node in padding), None)
+        self._mask = next((given.index for given in rewritten.traced.tokens() if given.node in padding), None)
         self._windowed = any(call.family is not None and call.family.window for call in flat.calls)
         self._run = compiled(flat, inductor=options.inductor)
-        self._original: Callable[..., Any] | None = None
 
     def __call__(self, *arguments: Any) -> Any:
         if self._mask is not None and not zeros_and_ones(arguments[self._mask]):
-            return self._as_it_came(arguments)  # what the masks are for other numbers was not proved
+            return self._module(*arguments)  # what the masks are for other numbers was not proved
         batch, length = self._batch_shape(arguments)
+        symbols = {self._sizes.token: length, self._sizes.batch: batch}
+        if not all(holds(condition, symbols) for condition in self._conditions):
+            return self._module(*arguments)
         mask = self._real(arguments, batch, length)
         real = RealTokens(mask)
         if self._windowed and not real.contiguous:
-            return self._as_it_came(arguments)  # a window counts columns, and a hole in a row shifts them
+            return self._module(*arguments)  # a window counts columns, and a hole in a row shifts them
         if len(real.flat) < 2:
-            return self._as_it_came(arguments)  # T of 0 or 1 would be a graph of its own
+            return self._module(*arguments)  # T of 0 or 1 would be a graph of its own
         with forced_implementation(self._options.implementation):
             results = self._run(*self._flat_arguments(arguments, real, batch, length))
-        symbols = {self._flat.sizes.token: length, self._flat.sizes.batch: batch}
         return tuple(
             tail(padded(value, kind, real, batch, length)) if isinstance(kind, Axes) else size_value(kind, symbols)
-            for value, kind, tail in zip(results, self._flat.outputs, self._tails, strict=True)
+            for value, (kind, tail) in zip(results, self._outputs, strict=True)
         )
 
     def _batch_shape(self, arguments: tuple[Any, ...]) -> tuple[int, int]:
-        shapes = [arguments[given.index].shape[:2] for given in self._inputs]
+        shapes = [arguments[index].shape[:2] for index in self._inputs]
         return max(int(batch) for batch, _ in shapes), int(shapes[0][1])
 
     def _real(self, arguments: tuple[Any, ...], batch: int, length: int) -> Tensor:
         if self._mask is None:
-            return torch.ones(batch, length, dtype=torch.bool, device=self._flat.device)
+            return torch.ones(batch, length, dtype=torch.bool, device=self._device)
         return (arguments[self._mask] != 0).expand(batch, length)
 
     def _flat_arguments(self, arguments: tuple[Any, ...], real: RealTokens, batch: int, length: int) -> list[Any]:
-        chosen: list[Any] = [arguments[given.index] for given in self._flat.weights]
-        chosen += [gathered(arguments, given, real, batch, length) for given in self._flat.tokens]
-        if self._flat.uses_positions:
+        chosen: list[Any] = [arguments[index] for index in self._weights]
+        chosen += [gathered(arguments[index], real, batch, length) for index in self._tokens]
+        if self._uses_positions:
             chosen.append(real.columns)
         return [*chosen, real.cu_seqlens_q]
-
-    def _as_it_came(self, arguments: tuple[Any, ...]) -> Any:
-        if self._original is None:
-            self._original = compiled_as_it_came(self._module, self._examples, inductor=self._options.inductor)
-        return self._original(*arguments)
 
 
 def zeros_and_ones(mask: Tensor) -> bool:
     return mask.dtype == torch.bool or bool(((mask == 0) | (mask == 1)).all())
 
 
-def gathered(arguments: tuple[Any, ...], given: Input, real: RealTokens, batch: int, length: int) -> Tensor:
+def gathered(value: Tensor, real: RealTokens, batch: int, length: int) -> Tensor:
     """The real tokens of one ``[B, S, ...]`` input (or ``[1, S, ...]``, the same for all) as ``[1, T, ...]``."""
-    value = arguments[given.index]
     value = value.expand(batch, length, *value.shape[2:])
     return value.reshape(batch * length, *value.shape[2:])[real.flat][None]
 
@@ -132,3 +132,7 @@ def padded(value: Tensor, axes: Axes, real: RealTokens, batch: int, length: int)
 
 def size_value(size: int | sympy.Expr, symbols: dict[Any, int]) -> int:
     return size if isinstance(size, int) else int(size.subs({k: v for k, v in symbols.items() if k is not None}))
+
+
+def holds(condition: sympy.Basic, symbols: dict[Any, int]) -> bool:
+    return bool(condition.subs({k: v for k, v in symbols.items() if k is not None}))

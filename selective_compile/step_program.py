@@ -18,6 +18,8 @@ from selective_compile.passes.flatten import FlatGraph
 from selective_compile.passes.traced_graph import Input
 from selective_compile.step import StepInputs
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CallSite:
@@ -44,6 +46,9 @@ class LiveWeights:
             for name, tensor in tensors.items()
             if tensor is not None
         }
+        self._modules = [
+            (parent._modules, name, child) for parent in model.modules() for name, child in parent._modules.items()
+        ]
         self._slots = [owners.get(id(given.example)) for given in flat.weights]
         self._constants = [given.example for given in flat.weights]
 
@@ -54,7 +59,14 @@ class LiveWeights:
         ]
 
     def version(self) -> tuple[tuple[int, int], ...]:
-        """Identity and in-place version of each tensor; tensors made in inference mode count no versions."""
+        """Identity and in-place version of each tensor; tensors made in inference mode count no versions.
+
+        Raises:
+            ValueError: a module of the model was replaced; the graph has the operations of the old one.
+        """
+        for children, name, child in self._modules:
+            if children.get(name) is not child:
+                raise ValueError(f"the model's modules must stay those it was compiled with, got another {name!r}")
         return tuple((id(t), 0 if t.is_inference() else t._version) for t in self.tensors())
 
 
@@ -114,10 +126,14 @@ def compile_step_program(model: nn.Module, config: EngineConfig) -> StepProgram:
 
     Raises:
         RefusedError: something could not be proved; every node is named with its source line.
-        ValueError: the model is in training mode.
+        ValueError: the model is in training mode, or of a dtype that no kernel has.
     """
     captured = capture(model)
     rewritten = rewrite(captured.module, captured.examples, paged=True)
     if rewritten.flat is None:
         raise RefusedError(rewritten.refusals)
+    for call in rewritten.traced.calls:
+        dtype = call.key.node.meta["val"].dtype
+        if dtype not in DTYPES:
+            raise ValueError(f"the model's dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
     return StepProgram(model, rewritten, config)

@@ -15,6 +15,9 @@ from rich.text import Text
 from selective_compile.demo import Comparison, Outcome, Prepared, Way
 
 WIDEST = 100
+SAME_TOKENS = """
+same tokens: as generate gave, each request up to its first difference. Random weights
+have near ties, which rounding decides, in bfloat16 often."""
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -156,30 +159,35 @@ def bench_tables(figures: Mapping[str, Any]) -> RenderableType:
         f"{found['flops_per_second'] / 1e9:.0f} GFLOP/s"
         for dtype, found in ceilings.items()
     ]
-    return Group(*(Text(line) for line in lines), Text(), bench_table(figures["results"]))
+    peers = figures["results"][0]["peers"]
+    lines.append("attention: " + ", ".join(f"{name} {peer['attention']}" for name, peer in peers.items()))
+    parts: list[RenderableType] = [Text("\n".join(lines))]
+    for result in figures["results"]:
+        rate = result["arrival_rate"]
+        arrivals = "all at once" if rate is None else f"{rate:.3g} requests per second"
+        parts.append(Text(f"\n{result['dtype']}, {result['mode']} ({arrivals})", style="bold"))
+        parts.append(bench_table(result["peers"]))
+    if "generate" in peers:
+        parts.append(Text(SAME_TOKENS))
+    return Group(*parts)
 
 
-def bench_table(results: Sequence[Mapping[str, Any]]) -> Table:
+def bench_table(peers: Mapping[str, Mapping[str, Any]]) -> Table:
+    """A row for each peer; `latency` is the median time from a request's arrival to its last token."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for name in ("dtype", "mode", "peer", "attention"):
-        table.add_column(name, no_wrap=True)
-    for name in ("tokens/s", "latency", "engine", "of floor", "same"):
+    table.add_column("peer", no_wrap=True)
+    for name in ("tokens/s", "latency", "engine is", "of floor", "same tokens"):
         table.add_column(name, justify="right", no_wrap=True)
-    for result in results:
-        for name, peer in result["peers"].items():
-            floor = f"{peer['share_of_floor']:.0%}" if "share_of_floor" in peer else ""
-            ratio = f"{peer['engine_ratio']:.2f}x" if peer["engine_ratio"] and name != "engine" else ""
-            same = peer["same_tokens_as_generate"]
-            table.add_row(
-                result["dtype"],
-                result["mode"],
-                name,
-                peer["attention"].removeprefix("selective::").split()[0],
-                f"{peer['tokens_per_second']:.1f}",
-                f"{peer['median_latency']:.2f} s",
-                ratio,
-                floor,
-                "" if same is None else f"{same:.0%}",
-            )
-        table.add_section()
+    for name, peer in peers.items():
+        floor = f"{peer['share_of_floor']:.0%}" if "share_of_floor" in peer else ""
+        ratio = f"{peer['engine_ratio']:.2f}x as fast" if peer["engine_ratio"] and name != "engine" else ""
+        same = peer["same_tokens_as_generate"]
+        table.add_row(
+            name,
+            f"{peer['tokens_per_second']:.1f}",
+            f"{peer['median_latency']:.2f} s",
+            ratio,
+            floor,
+            "" if same is None else f"{same:.0%}",
+        )
     return table

@@ -37,7 +37,7 @@ FAMILIES = tuple(OWN)
 
 
 def tiny(family: str, *, seed: int = 0, attention: str | None = None, **changes: Any) -> PreTrainedModel:
-    """The model of a `FAMILIES` name, in evaluation mode, float32, with attention ``"sdpa"``, ``"eager"``, or its own choice.
+    """The model of a `FAMILIES` name, in evaluation mode, float32; ``attention`` is ``"sdpa"``, ``"eager"`` or its own.
 
     ``changes`` go over its configuration.  It has no end-of-sequence token: requests run to their length.
     """

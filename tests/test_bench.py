@@ -196,11 +196,11 @@ def test_peers_run_in_turns_after_a_round_that_is_not_counted() -> None:
     assert {name: len(own) for name, own in runs.items()} == {"a": 3, "b": 3}
 
 
-def test_agreement_counts_requests_with_equal_tokens() -> None:
+def test_agreement_counts_tokens_up_to_the_first_difference() -> None:
     def run(*tokens: list[int]) -> list[PeerRun]:
         return [PeerRun(seconds=1.0, tokens=list(tokens), latencies=[])]
 
-    runs = {"generate": run([1, 2], [3]), "engine": run([1, 2], [4])}
+    runs = {"generate": run([1, 2], [3, 4, 5, 6]), "engine": run([1, 2], [3, 9, 5, 6])}
     assert agreement(runs, "engine") == 0.5 and agreement(runs, "generate") == 1.0
     assert agreement({"engine": run([1])}, "engine") is None
 

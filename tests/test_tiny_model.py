@@ -10,6 +10,7 @@ from random import Random
 
 import pytest
 import torch
+import typer
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
@@ -59,7 +60,7 @@ def test_every_written_sum_is_right_and_none_is_held_out() -> None:
     text = "\n".join(document.text for document in itertools.islice(documents(Random(0)), 3000))
     figures = re.findall(r"(\d+)\+(\d+)=(\d+)", text)
     words = re.findall(r"has (\d+) \w+ and gets (\d+) more\. now \w+ has (\d+)", text)
-    assert len(figures) > 5000 and len(words) > 500
+    assert len(figures) > 3000 and len(words) > 500
     for a, b, total in figures + words:
         assert int(a) + int(b) == int(total)
         assert not held_out(int(a), int(b))
@@ -172,16 +173,15 @@ def test_no_prompts_are_refused() -> None:
 # The training
 
 
-def test_batches_hold_whole_documents_from_the_start_of_each_row() -> None:
-    shapes = []
-    for batch in itertools.islice(train.batches(0), 4):
-        shapes.append(tuple(batch.shape))
-        for row in batch.tolist():
-            text = bytes(token for token in row if token < 256).decode()
-            starts = [i for i, token in enumerate(row) if token == BOS]
-            assert text.isascii() and EOS in row
-            assert all(i == 0 or row[i - 1] == EOS for i in starts)
-    assert shapes == [(8, 256), (8, 256), (8, 256), (2, 1024)]
+def test_batches_spell_first_and_hold_whole_documents_from_the_start_of_each_row() -> None:
+    first = list(itertools.islice(train.batches(0), train.SPELLING_STEPS + 4))
+    shapes = [tuple(batch.shape) for batch in first[-4:]]
+    assert shapes == [(8, 128), (4, 256), (8, 128), (1, 1024)]
+    for row in first[-1].tolist() + first[-2].tolist():
+        starts = [i for i, token in enumerate(row) if token == BOS]
+        assert EOS in row and all(i == 0 or row[i - 1] == EOS for i in starts)
+    spelt = bytes(token for token in first[train.SPELLING_STEPS - 1].flatten().tolist() if token < 256)
+    assert spelt.count(b"copy (") > 8 and b"=" not in spelt
 
 
 def test_the_learning_rate_warms_up_and_ends_at_zero() -> None:
@@ -199,8 +199,6 @@ def test_training_lowers_the_loss_and_repeats_itself() -> None:
 
 
 def test_the_command_has_help() -> None:
-    import typer
-
     app = typer.Typer()
     app.command()(train.main)
     result = CliRunner().invoke(app, ["--help"])

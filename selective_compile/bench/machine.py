@@ -9,9 +9,7 @@ from pathlib import Path
 
 import torch
 
-import selective_compile
-
-PACKAGES = ("torch", "transformers", "triton", "numpy")
+PACKAGES = ("selective-compile", "torch", "transformers", "triton", "numpy")
 
 
 def machine() -> dict[str, object]:
@@ -30,12 +28,12 @@ def machine() -> dict[str, object]:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "selective-compile": selective_compile.__version__}
+    found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
+            found[package] = "not installed"  # ours, in a checkout; triton, off Linux
     return found
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,8 +175,16 @@ def add_floor(figures: dict[str, Figures], runs: Mapping[str, list[PeerRun]], wo
 
 
 def agreement(runs: Mapping[str, list[PeerRun]], name: str) -> float | None:
-    """The share of requests with the very tokens of `generate`; below 1 where random weights have near ties."""
+    """The share of tokens that are those of `generate`, each request up to its first difference.
+
+    Below 1 where random weights have near ties, which a difference in rounding decides: often, in bfloat16.
+    """
     if "generate" not in runs:
         return None
     pairs = list(zip(runs[name][-1].tokens, runs["generate"][-1].tokens, strict=True))
-    return sum(one == other for one, other in pairs) / len(pairs)
+    return sum(common_prefix(*pair) for pair in pairs) / sum(len(theirs) for _, theirs in pairs)
+
+
+def common_prefix(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    same = (one == other for one, other in zip(ours, theirs, strict=False))
+    return sum(1 for _ in itertools.takewhile(bool, same))

@@ -89,9 +89,7 @@ def _sequence(rng: Random, task: str, title: str, items: Sequence[str]) -> Docum
     """A titled run of items, of which some, often none, are given."""
     given = rng.randrange(len(items)) if rng.random() < 0.5 else 0
     pieces = [f" {item}" for item in items]
-    return Document(
-        task=task, prompt=f"{title}:{''.join(pieces[:given])}", answer=f"{''.join(pieces[given:])}."
-    )
+    return Document(task=task, prompt=f"{title}:{''.join(pieces[:given])}", answer=f"{''.join(pieces[given:])}.")
 
 
 def counting(rng: Random, size: int) -> Document:
@@ -123,12 +121,15 @@ def calendar(rng: Random, size: int) -> Document:
     return _sequence(rng, "calendar", f"{title} from {items[0]}", items)
 
 
+def spelling(rng: Random, size: int) -> Document:
+    """Some letters, all different, said again: the plainest text on which copying is learnt."""
+    said = "".join(rng.sample(LETTERS, size))
+    return Document(task="spelling", prompt=f"copy ({said}):", answer=f" {said}.")
+
+
 def copying(rng: Random, size: int) -> Document:
-    """Some words, all different, said again; or some letters, from which copying is learnt much earlier."""
-    if size <= len(LETTERS) and rng.random() < 0.5:
-        said = "".join(rng.sample(LETTERS, size))
-    else:
-        said = " ".join(rng.sample(THINGS + PLACES + QUALITIES, size))
+    """Some words, all different, said again."""
+    said = " ".join(rng.sample(THINGS + PLACES + QUALITIES, size))
     return Document(task="copying", prompt=f"copy ({said}):", answer=f" {said}.")
 
 
@@ -160,21 +161,23 @@ class Task:
     largest: int
 
 
+SPELLING: Final = Task(write=spelling, weight=4, largest=26)
 TASKS: Final = (
-    Task(write=sums, weight=5, largest=40),
-    Task(write=shopping, weight=1, largest=8),
-    Task(write=counting, weight=1.5, largest=60),
-    Task(write=letters, weight=0.5, largest=26),
-    Task(write=calendar, weight=0.5, largest=2),
-    Task(write=copying, weight=3, largest=30),
+    Task(write=sums, weight=4, largest=40),
+    Task(write=shopping, weight=1.5, largest=8),
+    Task(write=counting, weight=2, largest=60),
+    Task(write=letters, weight=1, largest=26),
+    Task(write=calendar, weight=1, largest=2),
+    SPELLING,
+    Task(write=copying, weight=2, largest=30),
     Task(write=places, weight=1.5, largest=14),
-    Task(write=agreement, weight=0.5, largest=8),
+    Task(write=agreement, weight=1, largest=8),
 )
 
 
-def documents(rng: Random) -> Iterator[Document]:
+def documents(rng: Random, tasks: Sequence[Task] = TASKS) -> Iterator[Document]:
     """Documents without end, short ones more often than long ones; the same for the same `rng`."""
-    weights = [task.weight for task in TASKS]
+    weights = [task.weight for task in tasks]
     while True:
-        task = rng.choices(TASKS, weights)[0]
+        task = rng.choices(tasks, weights)[0]
         yield task.write(rng, 1 + int(task.largest * rng.random() ** 2))

@@ -1,4 +1,4 @@
-"""Small graphs for pass tests, traced without Dynamo: a function of token inputs and weights becomes a `TracedGraph`."""
+"""Small graphs for pass tests: a function of token inputs and weights becomes a `TracedGraph`, without Dynamo."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from selective_compile.passes.attention import recognise_attention
 from selective_compile.passes.flatten import FlatGraph, flatten
 from selective_compile.passes.mask_proof import prove_masks
-from selective_compile.passes.normalise import INDEX_FORM, Symbols, refuse_guards, tidy
+from selective_compile.passes.normalise import INDEX_FORM, Symbols, narrowings, tidy
 from selective_compile.passes.token_axes import mark_token_axes
-from selective_compile.passes.traced_graph import Input, Place, RefusedError, TracedGraph
+from selective_compile.passes.traced_graph import Input, Place, RefusedError, Refusal, TracedGraph
 
 WIDTH = 8
 # The token inputs a function may name as parameters: trailing sizes and dtype.
@@ -32,7 +32,11 @@ TOKEN_INPUTS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
 
 
 def trace(function: Callable[..., Any], *weights: Tensor) -> TracedGraph:
-    """The sizes come first among the graph's inputs, as Dynamo has them.  ``function``'s parameters are token inputs by name (`TOKEN_INPUTS`), then ``weights``; it returns a tensor or more."""
+    """The graph of ``function``, as pass 1 leaves it.
+
+    Parameters that are named in `TOKEN_INPUTS` are token inputs, the others take ``weights``; one tensor or several
+    are returned.  Raises `RefusedError`.
+    """
     names = [name for name in inspect.signature(function).parameters if name in TOKEN_INPUTS]
     symbols = Symbols()
     with symbols.mode:
@@ -55,9 +59,8 @@ def trace(function: Callable[..., Any], *weights: Tensor) -> TracedGraph:
         Input(index=i, node=node, source=source, place=place, example=example)
         for i, (node, source, place, example) in enumerate(zip(placeholders, sources, places, examples, strict=True))
     ]
-    refuse_guards(symbols)
     tidy(module)
-    return TracedGraph(module=module, inputs=inputs, sizes=symbols.sizes())
+    return TracedGraph(module=module, inputs=inputs, sizes=symbols.sizes(), narrowings=narrowings(symbols))
 
 
 def sample(name: str, batch: int, length: int, seed: int = 0) -> Tensor:
@@ -81,20 +84,28 @@ def analysed(function: Callable[..., Any], *weights: Tensor) -> TracedGraph:
     traced = marked(function, *weights)
     recognise_attention(traced)
     prove_masks(traced)
+    traced.refusals += traced.narrowings if not traced.refusals else []
     return traced
 
 
 def reasons(function: Callable[..., Any], *weights: Tensor) -> list[str]:
     """Why the function is refused, by any pass up to flattening; empty if it is not."""
+    return [refusal.reason for refusal in refusals(function, *weights)]
+
+
+def refusals(function: Callable[..., Any], *weights: Tensor) -> tuple[Refusal, ...]:
     try:
         flatten(analysed(function, *weights), paged=False)
     except RefusedError as error:
-        return [str(refusal) for refusal in error.refusals]
-    return []
+        return error.refusals
+    return ()
 
 
 def ragged_error(function: Callable[..., Any], *weights: Tensor, lengths: Sequence[int] = (5, 1, 12, 3)) -> float:
-    """How far the flat graph over requests of these lengths is from the function on each alone.  Raises `RefusedError`."""
+    """How far the flat graph over requests of these lengths is from the function on each alone.
+
+    The first output must be ``[B, S, ...]``.  Raises `RefusedError`.
+    """
     flat = flatten(analysed(function, *weights), paged=False)
     names = [name for name in inspect.signature(function).parameters if name in TOKEN_INPUTS]
     requests = [[sample(n, 1, length, seed=length) for n in names] for length in lengths]
@@ -102,7 +113,7 @@ def ragged_error(function: Callable[..., Any], *weights: Tensor, lengths: Sequen
         alone = [function(*request, *weights) for request in requests]
         ours = flat.module(*flat_arguments(flat, requests, lengths))[0]
     alone = [a[0] if isinstance(a, tuple) else a for a in alone]
-    assert ours.shape[1] == sum(lengths), "the first output must be [B, S, ...]"
+    assert ours.shape[1] == sum(lengths)
     return max(
         float((a - b).abs().max()) for a, b in zip(ours.split(list(lengths), dim=1), alone, strict=True)
     )

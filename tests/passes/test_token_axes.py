@@ -1,0 +1,164 @@
+"""Pass 2 and pass 5: what treats tokens independently stays and gives the same numbers; what mixes them is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selective_compile.passes.axes import Axis
+from tests.passes.graphs import marked, ragged_error, reasons, refusals
+
+WEIGHT, TABLE = torch.randn(8, 8), torch.randn(300, 8)
+Function = Callable[..., Any]
+
+
+def from_top(x: Tensor) -> Tensor:
+    values, _ = x.topk(2, dim=-1)
+    return x * values.sum(-1, keepdim=True)
+
+
+TOKEN_WISE: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
+    "linear": (lambda x, w: F.linear(x, w), (WEIGHT,)),
+    "matmul": (lambda x, w: x @ w, (WEIGHT,)),
+    "matmul of merged rows": (lambda x, w: (x.reshape(-1, 8) @ w).reshape(x.shape), (WEIGHT,)),
+    "addmm": (lambda x, w: torch.addmm(w[0], x.reshape(-1, 8), w).reshape(x.shape), (WEIGHT,)),
+    "einsum": (lambda x, w: torch.einsum("bsd,de->bse", x, w), (WEIGHT,)),
+    "per-token product": (lambda x, y: torch.einsum("bsd,bsd->bs", x, y)[..., None] * x, ()),
+    "layer norm": (lambda x: F.layer_norm(x, (8,)), ()),
+    "rms norm": (lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6), ()),
+    "softmax of features": (lambda x: x.softmax(-1), ()),
+    "cumsum of features": (lambda x: x.cumsum(-1), ()),
+    "flip of features": (lambda x: x.flip(-1), ()),
+    "sort of features": (lambda x: x.sort(-1)[0], ()),
+    "top-k": (from_top, ()),
+    "split": (lambda x: torch.cat(list(reversed(x.split(4, dim=-1))), dim=-1), ()),
+    "chunk and stack": (lambda x: torch.stack(x.chunk(2, dim=-1), dim=-1).flatten(-2), ()),
+    "rotary halves": (lambda x: torch.cat((-x[..., 4:], x[..., :4]), dim=-1), ()),
+    "transposes": (lambda x: x.transpose(1, 2).permute(0, 2, 1).unsqueeze(1).squeeze(1), ()),
+    "all dimensions reversed": (lambda x: x.T.mul(2).T, ()),
+    "embedding": (lambda ids, w: F.embedding(ids, w), (TABLE,)),
+    "positions": (lambda x, w: x + F.embedding(torch.arange(x.shape[1]), w), (TABLE,)),
+    "positions from 2": (lambda x, w: x + F.embedding(torch.arange(2, x.shape[1] + 2), w), (TABLE,)),
+
+
+    "where": (lambda ids, x: torch.where((ids > 3)[..., None], x, -x), ()),
+    "constant of the batch's size": (lambda x: x + torch.ones(x.shape[0], x.shape[1], 1), ()),
+}
+TOKEN_WISE["positions by cumsum"] = (
+    lambda x, w: x + F.embedding(torch.ones(x.shape[1], dtype=torch.int64).cumsum(0) - 1, w),
+    (TABLE,),
+)
+TOKEN_WISE["positions as angles"] = (lambda x: x + (torch.arange(x.shape[1])[:, None] * 0.1).cos(), ())
+
+
+@pytest.mark.parametrize("name", TOKEN_WISE)
+def test_token_wise_operations_give_the_same_numbers_on_a_ragged_batch(name: str) -> None:
+    function, weights = TOKEN_WISE[name]
+    assert ragged_error(function, *weights) < 1e-5
+
+
+MIXING: dict[str, tuple[Function, str]] = {
+    "roll": (lambda x: x.roll(1, 1), "no transfer rule for aten.roll"),
+    "cumsum": (lambda x: x.cumsum(1), "enumerates tokens"),
+    "flip": (lambda x: x.flip(1), "enumerates tokens"),
+    "sort": (lambda x: x.sort(1)[0], "enumerates tokens"),
+    "softmax": (lambda x: x.softmax(1), "enumerates tokens"),
+    "mean": (lambda x: x - x.mean(1, keepdim=True), "enumerates tokens"),
+    "mean of everything": (lambda x: x - x.mean(), "enumerates requests"),
+    "mean over requests": (lambda x: x - x.mean(0, keepdim=True), "enumerates requests"),
+    "maximum over requests": (lambda x: x + x.amax(0, keepdim=True), "enumerates requests"),
+    "maximum": (lambda x: x - x.max(1, keepdim=True)[0], "no transfer rule for aten.max"),
+    "logsumexp": (lambda x: x - x.logsumexp(1, keepdim=True), "enumerates tokens"),
+    "first token": (lambda x: x - x[:, :1], "enumerates tokens"),
+    "last token": (lambda x: x - x[:, -1:], "enumerates tokens"),
+    "one request": (lambda x: x + x[0], "enumerates requests"),
+    "shift by slicing": (lambda x: torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1), "enumerates tokens"),
+    "shift by padding": (lambda x: F.pad(x, (0, 0, 1, 0))[:, :-1], "no transfer rule for aten.pad"),
+    "convolution": (lambda x: F.conv1d(x.transpose(1, 2), torch.ones(8, 1, 1), groups=8).transpose(1, 2), "no transfer"),
+    "layer norm over tokens": (lambda x: F.layer_norm(x.mT.contiguous(), (x.shape[1],)).mT, ""),
+    "batch norm": (lambda x: F.batch_norm(x.reshape(-1, 8), None, None, training=True).reshape(x.shape), "no transfer"),
+    "merged rows reversed": (lambda x: x.reshape(-1, 8).flip(0).reshape(x.shape), "enumerates requests and tokens"),
+    "view cutting tokens": (lambda x: x.reshape(x.shape[0], 8, x.shape[1]).transpose(1, 2), "cuts across"),
+    "view swapping requests and tokens": (lambda x: x.reshape(x.shape[1], x.shape[0], 8).transpose(0, 1), "cuts across"),
+    "gather by token ids": (lambda ids, x: x[:, ids[0]], "enumerates requests"),
+    "gather backwards": (lambda x: x[:, -torch.arange(x.shape[1])], "an index that is not the token's own"),
+    "torch.gather": (lambda ids, x: x.gather(1, ids[..., None] * 0), "no transfer rule for aten.gather"),
+    "own index of few bits": (lambda x: x[:, torch.arange(x.shape[1]).to(torch.int8).long()], "not the token's own"),
+    "selection by a boolean": (lambda ids, x: x[ids > 3][None], "boolean mask"),
+    "sum over tokens by einsum": (lambda x: x + torch.einsum("bsd,bse->bde", x, x)[:, :1], "sum over the key axis"),
+    "pairs of requests": (lambda x, y: x + torch.einsum("bsd,csd->bcs", x, y).sum(1)[..., None], "enumerates requests"),
+    "random numbers": (lambda x: x + torch.rand_like(x), "draws random numbers"),
+    "dropout": (lambda x: F.dropout(x, 0.5, True), "draws random numbers"),
+    "division by the length": (lambda x: x / x.shape[1], "number of tokens"),
+    "division by the batch": (lambda x: x / x.shape[0], "number of tokens"),
+    "scaling by log of the length": (lambda x: x * math.log(x.shape[1]), "used as a number"),
+    "a tensor of the length": (lambda x: x * torch.tensor(x.shape[1]), "used as a number"),
+    "filled with the length": (lambda x: x * torch.full((1,), x.shape[1], dtype=torch.float32), "number of tokens"),
+    "count of tokens": (lambda x: x * torch.ones(x.shape[1]).sum(), "enumerates tokens"),
+    "count of requests": (lambda x: x * torch.ones(x.shape[0]).sum(), "enumerates requests"),
+    "switch far away": (lambda x: torch.where(torch.ones(x.shape[1]).sum() > 2000, x * 2, x), "enumerates tokens"),
+    "numbered requests": (lambda x: x + torch.arange(x.shape[0])[:, None, None], "numbers requests"),
+    "running count of requests": (lambda x: x * torch.ones(x.shape[0]).cumsum(0)[:, None, None], "enumerates requests"),
+    "positions as fractions": (lambda x: x + (torch.arange(x.shape[1]) / x.shape[1])[:, None], "number of tokens"),
+    "positions backwards": (lambda x: x + (x.shape[1] - 1 - torch.arange(x.shape[1]))[:, None], "number of tokens"),
+    "positions flipped": (lambda x: x + torch.arange(x.shape[1]).flip(0)[:, None], "enumerates tokens"),
+    "positions that stop far away": (
+        lambda x: x + ((torch.arange(x.shape[1]) < 500).long().cumsum(0) - 1)[:, None],
+        "no straight line",
+    ),
+    "positions from the attention mask": (lambda mask, x: x + (mask.cumsum(1) - 1)[..., None], "enumerates tokens"),
+    "in place": (lambda x: (x * 1).add_(1), "in place"),
+    "in place on a part": (lambda x: in_place_on_a_part(x * 1), "enumerates tokens"),
+}
+MIXING_WITH_WEIGHT: dict[str, tuple[Function, str]] = {
+    "table by the length": (lambda x, w: x + w[: x.shape[1]], "by the number of tokens"),
+    "buffer that counts": (lambda x, w: x + w.add_(1)[0], "in place"),
+    "positions backwards in a table": (
+        lambda x, w: x + F.embedding(x.shape[1] - 1 - torch.arange(x.shape[1]), w),
+        "number of tokens",
+    ),
+    "table row of the length": (lambda x, w: x + w[x.shape[1] - 1], "used as a number"),
+}
+
+
+def in_place_on_a_part(x: Tensor) -> Tensor:
+    x[:, 0] = 0
+    return x
+
+
+@pytest.mark.parametrize("name", [*MIXING, *MIXING_WITH_WEIGHT])
+def test_mixing_operations_are_refused(name: str) -> None:
+    function, reason = (MIXING | MIXING_WITH_WEIGHT)[name]
+    given = reasons(function, *((TABLE,) if name in MIXING_WITH_WEIGHT else ()))
+    assert given and any(reason in text for text in given), given
+
+
+def test_axes_name_batch_tokens_and_features() -> None:
+    traced = marked(lambda x, w: (x.reshape(-1, 8) @ w).reshape(x.shape), WEIGHT)
+    x, _, merged, product, result = list(traced.axes.values())
+    assert x.dims == ((Axis.BATCH,), (Axis.TOKEN,), (8,)) == result.dims
+    assert merged.dims == ((Axis.BATCH, Axis.TOKEN), (8,)) == product.dims
+
+
+def test_what_depends_on_an_unknown_node_is_not_reported_again() -> None:
+    found = refusals(lambda x: x.roll(1, 1).relu().mean(1, keepdim=True) + x)
+    assert [refusal.operator for refusal in found] == ["aten.roll.default"]
+
+
+def test_an_unknown_operator_on_constants_alone_stays_constant() -> None:
+    assert ragged_error(lambda x, w: x @ torch.linalg.inv(w), WEIGHT) < 1e-5
+
+
+def test_analysis_runs_twice_with_one_result() -> None:
+    from selective_compile.passes.token_axes import mark_token_axes
+
+    traced = marked(lambda x, w: F.linear(x, w).relu(), WEIGHT)
+    before = dict(traced.axes)
+    assert mark_token_axes(traced) == len(before)
+    assert traced.axes == before and not traced.refusals
