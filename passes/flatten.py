@@ -209,7 +209,7 @@ class Flattener:
         with self.graph.inserting_after(after):
             total = self.graph.call_function(aten.sym_size.int, (first, 1))
         for given in self.traced.inputs:
-            if given.place == "size":
+            if given.place == "size" and given.node.users:
                 is_tokens = given.node.meta["val"].node.expr == self.traced.sizes.token
                 given.node.replace_all_uses_with(total if is_tokens else 1)  # type: ignore[arg-type]
 

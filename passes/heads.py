@@ -12,7 +12,7 @@ from selective_compile.passes.traced_graph import Operand, TracedGraph
 aten = torch.ops.aten
 MOVES = (
     *(aten.reshape, aten.expand, aten.unsqueeze, aten.squeeze, aten.transpose, aten.permute, aten.slice, aten.select),
-    *(aten.repeat_interleave, aten.clone, aten.contiguous, aten.repeat, aten.movedim, aten.t),
+    *(aten.repeat_interleave, aten.clone, aten.contiguous, aten.repeat, aten.movedim, aten.t, aten.flatten, aten.unflatten),
 )
 PROBE_TOKENS = 3
 

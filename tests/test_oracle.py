@@ -3,45 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from transformers import GenerationConfig
 
 import selective_compile as sc
 from selective_compile.backend import compile_step_program
-from selective_compile.runtime.stats import StepRecord
-from selective_compile.step import StepInputs
 from tests.models import FAMILIES, tiny
 from tests.oracle import MARGIN, assert_same_tokens, generated_alone, reference_logits
+from tests.recorder import Recorder
 
 CONFIG = sc.EngineConfig(compile=False, token_budget=64, block_size=16, max_kv_tokens=16 * 14)
 REQUESTS = 32
-
-
-class Recorder:
-    """A step program that keeps the logits of each request's rows, by request id."""
-
-    def __init__(self, program: Any) -> None:
-        self._program = program
-        self._last: Tensor | None = None
-        self.logits: dict[Any, list[Tensor]] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._program, name)
-
-    def __call__(self, inputs: StepInputs, pools: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        self._last = self._program(inputs, pools)
-        return self._last
-
-    def observe(self, record: StepRecord) -> None:
-        assert self._last is not None
-        sampling = [share.request_id for share in record.shares if share.samples]
-        for row, request_id in enumerate(sampling):
-            self.logits.setdefault(request_id, []).append(self._last[row])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

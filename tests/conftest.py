@@ -1,0 +1,23 @@
+"""What every test gets: Dynamo without the graphs of the tests before it, and GPU tests only where there is a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def own_graphs() -> Iterator[None]:
+    """Dynamo counts recompiles per code object, which all models share, and runs eagerly past its limit."""
+    yield
+    torch._dynamo.reset()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA or ROCm device")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)

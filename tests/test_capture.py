@@ -1,0 +1,82 @@
+"""Capture: one graph without running the model, and none where the model branches on the number of tokens."""
+
+from __future__ import annotations
+
+import pytest
+import sympy
+import torch
+from torch import Tensor, nn
+
+import selective_compile as sc
+from selective_compile.capture import capture, holds_for_all_lengths
+from tests.decoders import Decoder
+from tests.exactness import step_program
+from tests.models import tiny
+
+
+class Watched(nn.Module):
+    """Counts the times its forward runs outside of tracing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            self.runs += 1
+        return x
+
+
+def test_model_is_not_run_and_not_changed() -> None:
+    watched = Watched()
+    model = Decoder(layers=1, mix=watched)
+    before = {name: (id(value), value._version) for name, value in model.state_dict(keep_vars=True).items()}
+    forward = model.forward
+    captured = capture(model)
+    assert watched.runs == 0
+    assert model.forward == forward and not model.training
+    assert {name: (id(value), value._version) for name, value in model.state_dict(keep_vars=True).items()} == before
+    weights = [value for value in captured.examples if isinstance(value, nn.Parameter)]
+    assert {id(value) for value in weights} == {id(value) for value in model.parameters()}
+
+
+def test_configuration_of_a_hugging_face_model_stays() -> None:
+    model = tiny("llama")
+    before = model.config.to_dict()
+    capture(model)
+    assert model.config.to_dict() == before
+
+
+def test_training_mode_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"evaluation mode, got training mode"):
+        capture(Decoder(layers=1).train())
+
+
+def longer_is_doubled(x: Tensor) -> Tensor:
+    return x * 2 if x.shape[1] > 700 else x
+
+
+def odd_is_doubled(x: Tensor) -> Tensor:
+    return x * 2 if x.shape[1] % 2 else x
+
+
+def one_length_is_doubled(x: Tensor) -> Tensor:
+    return x * 2 if x.shape[1] == 777 else x
+
+
+@pytest.mark.parametrize("branch", [longer_is_doubled, odd_is_doubled, one_length_is_doubled])
+def test_branch_on_the_number_of_tokens_is_refused(branch: object) -> None:
+    """A request grows past any length, and the engine has one graph."""
+    with pytest.raises(sc.RefusedError) as refused:
+        step_program(Decoder(layers=1, mix=branch))  # type: ignore[arg-type]
+    (refusal,) = refused.value.refusals
+    assert "takes this branch only where" in refusal.reason
+    assert f"in {branch.__name__}" in refusal.source_line or "x.shape[1]" in refusal.source_line  # type: ignore[attr-defined]
+
+
+def test_only_what_no_length_breaks_holds_for_all_lengths() -> None:
+    s, t = sympy.symbols("s t", integer=True, positive=True)
+    for condition in (sympy.Eq(s, t, evaluate=False), s >= 2, sympy.Ne(s, 1), 3 * s > 5, sympy.Ne(s * 64, 0)):
+        assert holds_for_all_lengths(condition), condition
+    for condition in (s <= 2**40, sympy.Ne(s, 777), s >= 3, sympy.Ne(3 * s + 7, 3007), sympy.Eq(sympy.Mod(s, 2), 0)):
+        assert not holds_for_all_lengths(condition), condition
