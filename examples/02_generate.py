@@ -7,7 +7,7 @@ from transformers import GenerationConfig
 import selective_compile as sc
 from selective_compile import tiny_model
 
-PROMPTS = ["12+7=", "count 3 to 9:", "after monday comes", "letters a to h:"]
+PROMPTS = ["12+7=", "letters c to j:", "after monday comes", "copy (red blue green):"]
 
 
 def main(compile: bool = True) -> list[str]:

@@ -87,8 +87,17 @@ def prove(traced: TracedGraph, call: AttentionCall) -> MaskFamily:
     window = close_in(traced, call, padding, probes)
     if all(agrees(probe, window) for probe in probes):
         return MaskFamily(window=window, padding=padding)
-    node = call.masks[0].node if call.masks else call.output
+    node = made_at(traced, call.masks[0].node) if call.masks else call.output
     raise Unproved(node, f"no mask family reproduces it (causal and windows were tried); {first_difference(probes)}")
+
+
+def made_at(traced: TracedGraph, node: fx.Node) -> fx.Node:
+    """Where a mask was put together, not where it was negated, cast or expanded: the line to look at."""
+    while True:
+        parents = [parent for parent in node.all_input_nodes if parent in traced.axes]
+        if len(parents) != 1 or not traced.axes[parents[0]].is_pair:
+            return node
+        (node,) = parents
 
 
 def padding_input(traced: TracedGraph, call: AttentionCall) -> fx.Node | None:

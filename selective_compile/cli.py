@@ -158,7 +158,7 @@ def generate_command(
     """Continue prompts, all at once.
 
     \b
-    selective-compile generate "12+7=" "count 3 to 9:"
+    selective-compile generate "12+7=" "letters c to j:"
     selective-compile generate --stream --temperature 0.8 --seed 3 "the key is in"
     selective-compile generate --model ./checkpoint --json < prompts.txt
     """

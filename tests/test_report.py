@@ -49,6 +49,7 @@ def test_planted_mask_is_refused_naming_the_line() -> None:
     assert not report.ok and report.calls == ()
     for refusal in report.refusals:
         assert "the token at position 0 sees the one at 9" in refusal.reason
+        assert f"{__file__}:{line_of('planted: all see position 9')}" in refusal.source_line
     with pytest.raises(sc.RefusedError, match="sees the one at 9") as refused:
         step_program(model)
     assert refused.value.refusals == report.refusals

@@ -60,7 +60,7 @@ def test_every_written_sum_is_right_and_none_is_held_out() -> None:
     text = "\n".join(document.text for document in itertools.islice(documents(Random(0)), 3000))
     figures = re.findall(r"(\d+)\+(\d+)=(\d+)", text)
     words = re.findall(r"has (\d+) \w+ and gets (\d+) more\. now \w+ has (\d+)", text)
-    assert len(figures) > 3000 and len(words) > 500
+    assert len(figures) > 3000 and len(words) > 300
     for a, b, total in figures + words:
         assert int(a) + int(b) == int(total)
         assert not held_out(int(a), int(b))
@@ -115,7 +115,8 @@ def test_it_is_a_llama_of_a_million_parameters(loaded: Loaded) -> None:
 def test_answers_by_eye(loaded: Loaded) -> None:
     assert _continuation(loaded, "12+7=", 8) == "19"
     assert _continuation(loaded, "95+88=", 8) == "183"
-    assert _continuation(loaded, "count 3 to 7:", 30) == " 3 4 5 6 7."
+    assert _continuation(loaded, "letters c to g:", 30) == " c d e f g."
+    assert _continuation(loaded, "after monday comes", 30) == " tuesday."
 
 
 def test_sums_are_right_held_out_ones_too(loaded: Loaded) -> None:
@@ -150,13 +151,14 @@ def test_demo_prompts_are_of_mixed_lengths() -> None:
     lengths = sorted(len(prompt.text) for prompt in prompts)
     assert 5 <= lengths[0] < 20 and 250 < lengths[-1] <= 400
     assert all(4 <= prompt.max_new_tokens <= 120 for prompt in prompts)
-    assert sum(prompt.answer is None for prompt in prompts) == 2
+    assert 10 < sum(prompt.answer is not None for prompt in prompts) < 30
     assert prompts == demo_prompts(32, seed=1) != demo_prompts(32, seed=2)
 
 
 def test_demo_prompts_get_their_answers(loaded: Loaded) -> None:
-    right = [p.is_right(_continuation(loaded, p.text, p.max_new_tokens)) for p in demo_prompts()]
-    assert sum(right) >= len(right) - 1
+    checked = [prompt for prompt in demo_prompts() if prompt.answer is not None]
+    right = [p.is_right(_continuation(loaded, p.text, p.max_new_tokens)) for p in checked]
+    assert len(right) > 8 and all(right)
 
 
 def test_an_open_prompt_takes_any_answer_and_a_closed_one_only_its_own() -> None:
@@ -179,7 +181,7 @@ def test_batches_spell_first_and_hold_whole_documents_from_the_start_of_each_row
     assert shapes == [(8, 128), (4, 256), (8, 128), (1, 1024)]
     for row in first[-1].tolist() + first[-2].tolist():
         starts = [i for i, token in enumerate(row) if token == BOS]
-        assert EOS in row and all(i == 0 or row[i - 1] == EOS for i in starts)
+        assert (EOS in row or len(row) < 1024) and all(i == 0 or row[i - 1] == EOS for i in starts)
     spelt = bytes(token for token in first[train.SPELLING_STEPS - 1].flatten().tolist() if token < 256)
     assert spelt.count(b"copy (") > 8 and b"=" not in spelt
 
