@@ -12,7 +12,8 @@ from selective_compile.passes.traced_graph import Operand, TracedGraph
 aten = torch.ops.aten
 MOVES = (
     *(aten.reshape, aten.expand, aten.unsqueeze, aten.squeeze, aten.transpose, aten.permute, aten.slice, aten.select),
-    *(aten.repeat_interleave, aten.clone, aten.contiguous, aten.repeat, aten.movedim, aten.t, aten.flatten, aten.unflatten),
+    *(aten.repeat_interleave, aten.clone, aten.contiguous, aten.repeat, aten.movedim, aten.t),
+    *(aten.flatten, aten.unflatten),
 )
 PROBE_TOKENS = 3
 
@@ -31,8 +32,8 @@ def operand_of(
     """The earliest value that ``node`` only rearranges, read as ``[tokens, heads, head size]``.
 
     ``node`` has its tokens, heads and head size at the given dimensions.  Each candidate further up the chain of data
-    movements is checked by running the chain on element numbers: head h of ``node`` must be head ``h // group`` of it,
-    with a group of 1 unless heads are ``shareable``.
+    movements is checked by running the chain on element numbers: head h of ``node`` must be head ``h // group`` of
+    it, with a group of 1 unless heads are ``shareable``.
     """
     head_size = int(node.meta["val"].shape[depth])
     heads = tuple(d for d in heads if not only_batch(traced, node, d))
@@ -48,7 +49,7 @@ def operand_of(
 
 
 def require_grouped(node: fx.Node, sizes: list[int], full: list[int]) -> None:
-    """Head h of all must read head ``h // group`` of ``node``, whose sizes (1: broadcast) are given beside the full ones.
+    """Head h of all must read head ``h // group`` of ``node``, whose sizes (1: broadcast) stand beside the full ones.
 
     Heads are numbered row-major, so once a dimension is shared, every later one must be shared as a whole.
     """

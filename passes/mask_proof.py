@@ -172,7 +172,7 @@ def far_probe(
     positions: torch.Tensor,
     real: torch.Tensor | None = None,
 ) -> Probe:
-    """The mask at chosen positions, which are sorted; reads at a token's own index are then reads at its place here."""
+    """The mask at chosen positions, in order; reads at a token's own index are then reads at its place here."""
     length = len(positions)
     if padding is None or real is None:
         real = torch.ones(length, dtype=torch.bool)
@@ -210,7 +210,7 @@ def far_positions(constants: Iterable[int]) -> torch.Tensor:
 def combined(
     traced: TracedGraph, call: AttentionCall, batch: int, length: int, given: dict[fx.Node, Any], instead: Any = None
 ) -> torch.Tensor:
-    """``[batch, length, length]``: pairs that the causal flag and every mask of the call allow, the same for all heads."""
+    """``[batch, length, length]``: the pairs that the causal flag and every mask of the call allow, for all heads."""
     allowed = torch.ones(batch, length, length, dtype=torch.bool)
     if call.causal_flag:
         allowed &= torch.ones(length, length, dtype=torch.bool).tril()

@@ -49,7 +49,9 @@ def earliest(flat: FlatGraph, node: fx.Node) -> fx.Node | None:
         return None
     while True:
         parents = [parent for parent in node.all_input_nodes if parent not in weights]
-        if len(parents) != 1 or token_dim(flat, parents[0]) is None or len(parents[0].users) != 1:
+        if len(parents) != 1 or parents[0].op == "placeholder" or len(parents[0].users) != 1:
+            return node
+        if token_dim(flat, parents[0]) is None:
             return node
         if node.target in ATTENTION or any(isinstance(p.meta.get("val"), torch.SymInt) for p in node.all_input_nodes):
             return node

@@ -1,4 +1,4 @@
-"""Hand-written decoders that are in no library: each part of one can be swapped for another spelling, or a wrong one."""
+"""A hand-written decoder that is in no library; each part can be swapped for another spelling, or a wrong one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from torch import Tensor, nn
 VOCABULARY, WIDTH, HEADS, MAX_POSITIONS = 97, 32, 4, 256
 HEAD_SIZE = WIDTH // HEADS
 
-Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]  # q [B, S, H, D], k and v [B, S, K, D], mask -> [B, S, H * D]
-MakeMask = Callable[[Tensor, Any], Any]  # ids [B, S], attention mask [B, S] or None -> what Attend takes
+# q [B, S, H, D], k and v [B, S, K, D], mask -> [B, S, H * D]
+Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+# ids [B, S], attention mask [B, S] or None -> what Attend takes
+MakeMask = Callable[[Tensor, Any], Any]
 Mix = Callable[[Tensor], Tensor]  # [B, S, h] -> [B, S, h]
 Number = Callable[[Tensor], Tensor]  # ids [B, S] -> positions [S] or [B, S]
 

@@ -1,4 +1,4 @@
-"""Whether a rewritten model is exact: its logits against the model's own, through the engine's step and a padded call."""
+"""Whether a rewritten model is exact: its logits against the model's own, in the engine's step and a padded call."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def step_inputs(prompts: Sequence[Sequence[int]], rows: Sequence[range], blocks:
     )
 
 
-def engine_error(model: nn.Module, *, vocabulary: int, lengths: Sequence[int] = (1, 2, 23, 40, 7), chunk: int = 5) -> float:
+def engine_error(
+    model: nn.Module, *, vocabulary: int, lengths: Sequence[int] = (1, 2, 23, 40, 7), chunk: int = 5
+) -> float:
     """The largest difference of a logit from the model's own on each request alone.  Raises `sc.RefusedError`."""
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in lengths]

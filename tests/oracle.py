@@ -30,7 +30,7 @@ def assert_same_tokens(model: nn.Module, prompt: Sequence[int], tokens: Sequence
         if token == int(top.indices[step, 0]):
             continue
         behind = float(top.values[step, 0] - logits[step, token])
-        assert behind < MARGIN, f"token {step} is {token}, the model alone takes {int(top.indices[step, 0])} by {behind}"
+        assert behind < MARGIN, f"token {step} is {token}, alone it is {int(top.indices[step, 0])} by {behind}"
         near += 1
     return near
 

@@ -101,9 +101,7 @@ def imports_from_above(module: str, source: str) -> list[str]:
 
 def names_torch_part(source: str, part: str) -> bool:
     """Whether the code imports `part` (torch, torch.fx), or something in it, or spells it as an attribute."""
-    attributes = {
-        ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)
-    }
+    attributes = {ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
     return any(f"{name}.".startswith(f"{part}.") for name in imported_names(source) | attributes)
 
 

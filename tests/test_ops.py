@@ -15,9 +15,7 @@ from torch.library import opcheck
 from selective_compile import ops, reference
 from tests.kernels.ragged_cases import CASES, Case, make_inputs
 
-SELECTED = [
-    case for case in CASES if case.name in ("prefill", "decode", "mixed", "no_request", "window_and_softcap")
-]
+SELECTED = [case for case in CASES if case.name in ("prefill", "decode", "mixed", "no_request", "window_and_softcap")]
 STEP = Case(name="step", requests=((3, 5), (1, 20), (0, 0)), padding_rows=1)
 
 
@@ -49,9 +47,7 @@ def test_opcheck(case):
 
 def test_the_schema_declares_what_is_changed_in_place():
     schema = torch.ops.selective.ragged_attention.default._schema
-    written = [
-        argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write
-    ]
+    written = [argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write]
     assert written == ["key_pool", "value_pool"]
     assert not torch.ops.selective.varlen_attention.default._schema.is_mutable
 

@@ -65,9 +65,7 @@ def test_backend_options_refuse(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [EngineConfig, BackendOptions])
 def test_an_unknown_option_is_named_beside_the_known_ones(options: type) -> None:
-    with pytest.raises(
-        ValueError, match=rf"option of {options.__name__} must be one of .*, got 'block_sise'"
-    ) as error:
+    with pytest.raises(ValueError, match=rf"option of {options.__name__} must be one of .*, got 'block_sise'") as error:
         options(block_sise=16)
     for field in dataclasses.fields(options):
         assert field.name in str(error.value)

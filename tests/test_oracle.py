@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+
 import pytest
 import torch
 from transformers import GenerationConfig

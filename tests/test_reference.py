@@ -56,9 +56,7 @@ def test_steps_over_a_pool_equal_attention_over_the_whole_history(heads, window,
     done = [0, 0, 0]
     for step in SCHEDULE:
         spans = [range(past, past + count) for past, count in zip(done, step, strict=True)]
-        slots = [
-            int(table[n, p // BLOCK_SIZE]) * BLOCK_SIZE + p % BLOCK_SIZE for n in range(3) for p in spans[n]
-        ]
+        slots = [int(table[n, p // BLOCK_SIZE]) * BLOCK_SIZE + p % BLOCK_SIZE for n in range(3) for p in spans[n]]
         query, key, value = (with_padding(rows, spans) for rows in (queries, keys, values))
         output = reference.ragged_attention(
             query,
@@ -90,9 +88,7 @@ def test_varlen_equals_sdpa_of_each_request():
     generator = torch.Generator().manual_seed(1)
     query, key, value = (torch.randn(11, heads, 8, generator=generator) for heads in (4, 2, 2))
     bounds = [0, 4, 4, 10]
-    output = reference.varlen_attention(
-        query, key, value, torch.tensor(bounds, dtype=torch.int32), 0.25, 0, 0.0
-    )
+    output = reference.varlen_attention(query, key, value, torch.tensor(bounds, dtype=torch.int32), 0.25, 0, 0.0)
     for begin, end in ((0, 4), (4, 10)):
         q, k, v = (tensor[begin:end].transpose(0, 1) for tensor in (query, key, value))
         expected = scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.25, enable_gqa=True)

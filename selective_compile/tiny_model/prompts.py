@@ -43,7 +43,9 @@ def _open(document: Document, rng: Random) -> DemoPrompt:
 
 
 def demo_prompts(count: int = 24, seed: int = 0) -> list[DemoPrompt]:
-    """`count` prompts of 5 to 400 bytes, 4 to 120 new tokens each, of all tasks in turn; those not mastered are open, and one in 12.
+    """`count` prompts of 5 to 400 bytes, 4 to 120 new tokens each, of all tasks in turn.
+
+    Those of tasks that are not mastered are open, and one in 12 of the others.
 
     Raises:
         ValueError: `count` is below 1.

@@ -58,9 +58,7 @@ class Inputs:
     def to(self, dtype: torch.dtype) -> Inputs:
         """A copy with its own pools; what is drawn in one dtype can be checked in another."""
         tensors = {name: getattr(self, name) for name in ("query", "key", "value", "key_pool", "value_pool")}
-        return dataclasses.replace(
-            self, **{name: tensor.to(dtype, copy=True) for name, tensor in tensors.items()}
-        )
+        return dataclasses.replace(self, **{name: tensor.to(dtype, copy=True) for name, tensor in tensors.items()})
 
 
 PREFILL = ((5, 0), (37, 0), (1, 0))
@@ -112,9 +110,7 @@ def make_inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
     for tensor in rows:
         tensor[used:] = torch.nan
     table, num_blocks = _draw_block_table(contexts, case.block_size, generator)
-    pools = [
-        torch.full((num_blocks, case.kv_heads, case.block_size, size), torch.nan) for _, size in sizes[1:]
-    ]
+    pools = [torch.full((num_blocks, case.kv_heads, case.block_size, size), torch.nan) for _, size in sizes[1:]]
     slots = torch.full((num_rows,), -1)
     begin = 0
     for n, (count, past) in enumerate(case.requests):

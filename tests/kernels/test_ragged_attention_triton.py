@@ -23,12 +23,7 @@ compiling = pytest.mark.skipif(
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 HALF_PRECISION = ("mixed", "window_and_softcap", "wide_values", "head_size_80", "strided")
 RUNS = [(case, torch.float32) for case in CASES]
-RUNS += [
-    (case, dtype)
-    for case in CASES
-    if case.name in HALF_PRECISION
-    for dtype in (torch.bfloat16, torch.float16)
-]
+RUNS += [(case, dtype) for case in CASES if case.name in HALF_PRECISION for dtype in (torch.bfloat16, torch.float16)]
 
 
 @pytest.fixture
@@ -70,9 +65,7 @@ def test_the_cases_cover_both_tiles_and_several_tiles_of_one_request():
         rows = sum(count for count, _ in case.requests) + case.padding_rows
         tile = config(rows, len(case.requests), case.query_heads // case.kv_heads, case.key_size, 4)
         tall.add(tile.block_m > 16)
-        rows_per_tile += [
-            count * case.query_heads // case.kv_heads / tile.block_m for count, _ in case.requests
-        ]
+        rows_per_tile += [count * case.query_heads // case.kv_heads / tile.block_m for count, _ in case.requests]
     assert tall == {True, False}
     assert max(rows_per_tile) > 2
 
@@ -253,9 +246,7 @@ def test_attention_without_a_pool_compiles_ahead_of_time(target, tmp_path):
 def test_write_compiles_ahead_of_time(target, tmp_path):
     constants = {"KV_HEADS": 8, "KEY_SIZE": 128, "VALUE_SIZE": 128, "BLOCK_SIZE": 16}
     constants |= {"BLOCK_K": 8, "BLOCK_D": 128, "BLOCK_DV": 128}
-    assert_ships(
-        compile_ahead(launcher._write_kernel, target, "bf16", constants, num_warps=4), target, tmp_path
-    )
+    assert_ships(compile_ahead(launcher._write_kernel, target, "bf16", constants, num_warps=4), target, tmp_path)
 
 
 @pytest.mark.gpu
@@ -265,9 +256,7 @@ def test_write_compiles_ahead_of_time(target, tmp_path):
 def test_ragged_attention_on_a_gpu(case, dtype, nan_filled_outputs):
     inputs = make_inputs(case, dtype)
     expected, key_pool, value_pool = exact_ragged(inputs)
-    on_gpu = [
-        argument.cuda() if isinstance(argument, torch.Tensor) else argument for argument in inputs.ragged()
-    ]
+    on_gpu = [argument.cuda() if isinstance(argument, torch.Tensor) else argument for argument in inputs.ragged()]
     output = launcher.ragged_attention(*on_gpu)
     torch.testing.assert_close(output.cpu().double(), expected, rtol=0, atol=TOLERANCE[dtype])
     for pool, exact in ((on_gpu[3], key_pool), (on_gpu[4], value_pool)):

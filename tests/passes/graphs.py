@@ -15,7 +15,7 @@ from selective_compile.passes.flatten import FlatGraph, flatten
 from selective_compile.passes.mask_proof import prove_masks
 from selective_compile.passes.normalise import INDEX_FORM, Symbols, narrowings, tidy
 from selective_compile.passes.token_axes import mark_token_axes
-from selective_compile.passes.traced_graph import Input, Place, RefusedError, Refusal, TracedGraph
+from selective_compile.passes.traced_graph import Input, Place, Refusal, RefusedError, TracedGraph
 
 WIDTH = 8
 # The token inputs a function may name as parameters: trailing sizes and dtype.
@@ -114,9 +114,7 @@ def ragged_error(function: Callable[..., Any], *weights: Tensor, lengths: Sequen
         ours = flat.module(*flat_arguments(flat, requests, lengths))[0]
     alone = [a[0] if isinstance(a, tuple) else a for a in alone]
     assert ours.shape[1] == sum(lengths)
-    return max(
-        float((a - b).abs().max()) for a, b in zip(ours.split(list(lengths), dim=1), alone, strict=True)
-    )
+    return max(float((a - b).abs().max()) for a, b in zip(ours.split(list(lengths), dim=1), alone, strict=True))
 
 
 def flat_arguments(flat: FlatGraph, requests: list[list[Tensor]], lengths: Sequence[int]) -> list[Tensor]:

@@ -30,6 +30,10 @@ def hide_future(scores: Tensor) -> Tensor:
     return scores.masked_fill(~below(scores.shape[-1]), -math.inf)
 
 
+def weights_of(q: Tensor, k: Tensor) -> Tensor:
+    return hide_future(scores_of(q, k)).softmax(-1)
+
+
 def weigh(weights: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhqk,bkhd->bqhd", weights, v)
 
@@ -124,17 +128,17 @@ EXACT: dict[str, tuple[Function, int]] = {
     "softcap": (softcapped, 4),
     "added mask": (added_mask, 4),
     "where": (where_mask, 4),
-    "pre-scaled query": (lambda q, k, v: weigh(hide_future(torch.einsum("bqhd,bkhd->bhqk", q * 0.3, k)).softmax(-1), v), 4),
+    "pre-scaled query": (lambda q, k, v: attend(q * 0.3, k, v), 4),
     "softmax in float32": (
         lambda q, k, v: weigh(F.softmax(hide_future(scores_of(q, k)), -1, dtype=torch.float32).to(q.dtype), v),
         4,
     ),
     "output with heads last": (
-        lambda q, k, v: torch.einsum("bhqk,bkhd->bqdh", hide_future(scores_of(q, k)).softmax(-1), v),
+        lambda q, k, v: torch.einsum("bhqk,bkhd->bqdh", weights_of(q, k), v),
         4,
     ),
     "output with heads first": (
-        lambda q, k, v: torch.einsum("bhqk,bkhd->hqbd", hide_future(scores_of(q, k)).softmax(-1), v).permute(2, 1, 0, 3),
+        lambda q, k, v: torch.einsum("bhqk,bkhd->hqbd", weights_of(q, k), v).permute(2, 1, 0, 3),
         4,
     ),
     "values of another size": (lambda q, k, v: attend(q, k, torch.cat([v, v[..., :3]], -1)), 4),
@@ -186,10 +190,6 @@ def test_scale_and_softcap_are_collected() -> None:
     assert (call.scale, call.softcap, call.causal_flag) == (0.7, 0.0, True)
 
 
-def weights_of(q: Tensor, k: Tensor) -> Tensor:
-    return hide_future(scores_of(q, k)).softmax(-1)
-
-
 def interleaved_einsum(q: Tensor, kv: Tensor) -> Tensor:
     scores = torch.einsum("bqgkd,btkd->bgkqt", q.unflatten(2, (2, 2)), kv)
     return torch.einsum("bgkqt,btkd->bqgkd", hide_future(scores).softmax(-1), kv).flatten(2, 3)
@@ -229,6 +229,10 @@ def tokens_and_heads_merged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def requests_and_tokens_merged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     flat = (x.reshape(1, -1, 4, 8).transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(*flat, is_causal=True).transpose(1, 2).reshape(q.shape)
+
+
+def with_sink(scores: Tensor) -> Tensor:
+    return torch.cat([scores, torch.zeros_like(scores[..., :1])], -1)
 
 
 def filled_with(fill: Function) -> Function:
@@ -325,8 +329,7 @@ REFUSED: dict[str, tuple[Function, str]] = {
     ),
     "double precision": (lambda q, k, v: attend(*(x.double() for x in (q, k, v))).float(), "must be of one of"),
     "sinks": (
-        lambda q, k, v: weigh(torch.cat([hide_future(scores_of(q, k)), q.new_zeros(1, 4, 1, 1).expand(
-            q.shape[0], 4, q.shape[1], 1)], -1).softmax(-1)[..., :-1], v),
+        lambda q, k, v: weigh(with_sink(hide_future(scores_of(q, k))).softmax(-1)[..., :-1], v),
         "enumerates tokens",
     ),
 }

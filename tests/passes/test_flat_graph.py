@@ -39,14 +39,22 @@ def targets(flat: FlatGraph) -> list[str]:
 
 
 def test_head_runs_on_the_rows_that_are_asked_for() -> None:
-    flat = flat_of(logits, WEIGHT, HEAD)
+    flat = flat_of(lambda x, w, head: logits(x + x.relu(), w, head), WEIGHT, HEAD)
     every = flat.module(*arguments(flat))[0]
     assert keep_sampled_rows(flat) == 1
     rows = torch.tensor([20, 3, 3, 0, 7])
     torch.testing.assert_close(flat.module(*arguments(flat), rows)[0], every[:, rows])
     order = targets(flat)
-    assert order.index("aten.index_select.default") < order.index("aten.linear.default")
+    places = [order.index(f"aten.{name}") for name in ("add.Tensor", "index_select.default", "linear.default")]
+    assert places == sorted(places)
     assert keep_sampled_rows(flat) == 0
+
+
+def test_a_graph_input_is_not_cut() -> None:
+    flat = flat_of(logits, WEIGHT, HEAD)
+    assert keep_sampled_rows(flat) == 1
+    order = targets(flat)
+    assert order.index("aten.linear.default") < order.index("aten.index_select.default")
 
 
 def test_rows_are_not_selected_above_a_value_that_others_read() -> None:

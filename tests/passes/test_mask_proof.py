@@ -19,7 +19,8 @@ Mask = Callable[[Tensor, Tensor, int], Tensor]  # query positions [S, 1], key po
 def keeping(kept: Mask) -> Callable[..., Any]:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         places = torch.arange(q.shape[1])
-        return weigh(scores_of(q, k).masked_fill(~kept(places[:, None], places[None], q.shape[1]), -1e30).softmax(-1), v)
+        hidden = ~kept(places[:, None], places[None], q.shape[1])
+        return weigh(scores_of(q, k).masked_fill(hidden, -1e30).softmax(-1), v)
 
     return attend
 
@@ -41,8 +42,6 @@ def with_inputs(kept: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
 
     return attend
 
-
-FUTURE = -1e30
 
 PROVED: dict[str, tuple[Callable[..., Any], int]] = {
     "triangle": (keeping(lambda i, j, s: below(s)), 0),

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selective_compile.passes.axes import Axis
+from selective_compile.passes.token_axes import mark_token_axes
 from tests.passes.graphs import marked, ragged_error, reasons, refusals
 
 WEIGHT, TABLE = torch.randn(8, 8), torch.randn(300, 8)
@@ -45,16 +46,14 @@ TOKEN_WISE: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
     "embedding": (lambda ids, w: F.embedding(ids, w), (TABLE,)),
     "positions": (lambda x, w: x + F.embedding(torch.arange(x.shape[1]), w), (TABLE,)),
     "positions from 2": (lambda x, w: x + F.embedding(torch.arange(2, x.shape[1] + 2), w), (TABLE,)),
-
-
+    "positions by cumsum": (
+        lambda x, w: x + F.embedding(torch.ones(x.shape[1], dtype=torch.int64).cumsum(0) - 1, w),
+        (TABLE,),
+    ),
+    "positions as angles": (lambda x: x + (torch.arange(x.shape[1])[:, None] * 0.1).cos(), ()),
     "where": (lambda ids, x: torch.where((ids > 3)[..., None], x, -x), ()),
     "constant of the batch's size": (lambda x: x + torch.ones(x.shape[0], x.shape[1], 1), ()),
 }
-TOKEN_WISE["positions by cumsum"] = (
-    lambda x, w: x + F.embedding(torch.ones(x.shape[1], dtype=torch.int64).cumsum(0) - 1, w),
-    (TABLE,),
-)
-TOKEN_WISE["positions as angles"] = (lambda x: x + (torch.arange(x.shape[1])[:, None] * 0.1).cos(), ())
 
 
 @pytest.mark.parametrize("name", TOKEN_WISE)
@@ -80,12 +79,21 @@ MIXING: dict[str, tuple[Function, str]] = {
     "one request": (lambda x: x + x[0], "enumerates requests"),
     "shift by slicing": (lambda x: torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1), "enumerates tokens"),
     "shift by padding": (lambda x: F.pad(x, (0, 0, 1, 0))[:, :-1], "no transfer rule for aten.pad"),
-    "convolution": (lambda x: F.conv1d(x.transpose(1, 2), torch.ones(8, 1, 1), groups=8).transpose(1, 2), "no transfer"),
+    "convolution": (
+        lambda x: F.conv1d(x.transpose(1, 2), torch.ones(8, 1, 1), groups=8).transpose(1, 2),
+        "no transfer",
+    ),
     "layer norm over tokens": (lambda x: F.layer_norm(x.mT.contiguous(), (x.shape[1],)).mT, ""),
-    "batch norm": (lambda x: F.batch_norm(x.reshape(-1, 8), None, None, training=True).reshape(x.shape), "no transfer"),
+    "batch norm": (
+        lambda x: F.batch_norm(x.reshape(-1, 8), None, None, training=True).reshape(x.shape),
+        "no transfer",
+    ),
     "merged rows reversed": (lambda x: x.reshape(-1, 8).flip(0).reshape(x.shape), "enumerates requests and tokens"),
     "view cutting tokens": (lambda x: x.reshape(x.shape[0], 8, x.shape[1]).transpose(1, 2), "cuts across"),
-    "view swapping requests and tokens": (lambda x: x.reshape(x.shape[1], x.shape[0], 8).transpose(0, 1), "cuts across"),
+    "view swapping requests and tokens": (
+        lambda x: x.reshape(x.shape[1], x.shape[0], 8).transpose(0, 1),
+        "cuts across",
+    ),
     "gather by token ids": (lambda ids, x: x[:, ids[0]], "enumerates requests"),
     "gather backwards": (lambda x: x[:, -torch.arange(x.shape[1])], "an index that is not the token's own"),
     "torch.gather": (lambda ids, x: x.gather(1, ids[..., None] * 0), "no transfer rule for aten.gather"),
@@ -156,8 +164,6 @@ def test_an_unknown_operator_on_constants_alone_stays_constant() -> None:
 
 
 def test_analysis_runs_twice_with_one_result() -> None:
-    from selective_compile.passes.token_axes import mark_token_axes
-
     traced = marked(lambda x, w: F.linear(x, w).relu(), WEIGHT)
     before = dict(traced.axes)
     assert mark_token_axes(traced) == len(before)

@@ -87,13 +87,7 @@ class SimulatedProgram:
 def check_inputs(inputs: StepInputs) -> None:
     """What every step must keep to, whatever the plan."""
     ids, table, tokens = inputs.input_ids, inputs.block_table, int(inputs.cu_seqlens_q[-1])
-    assert (
-        ids.dtype
-        == inputs.positions.dtype
-        == inputs.slot_mapping.dtype
-        == inputs.logit_rows.dtype
-        == torch.int64
-    )
+    assert ids.dtype == inputs.positions.dtype == inputs.slot_mapping.dtype == inputs.logit_rows.dtype == torch.int64
     assert inputs.cu_seqlens_q.dtype == inputs.context_lens.dtype == table.dtype == torch.int32
     assert ids.shape == inputs.positions.shape == inputs.slot_mapping.shape == (max(2, tokens),)
     assert inputs.cu_seqlens_q.shape == (table.shape[0] + 1,) and inputs.context_lens.shape == table.shape[:1]

@@ -101,9 +101,7 @@ def test_tokens_do_not_depend_on_traffic_budget_blocks_or_pool(
 
 def test_preemption_changes_no_token_and_repeats_none() -> None:
     engine = simulated_engine(max_kv_tokens=48, block_size=4)
-    requests = [
-        engine.submit([number, 5], max_new_tokens=30, do_sample=number % 2 == 1) for number in range(6)
-    ]
+    requests = [engine.submit([number, 5], max_new_tokens=30, do_sample=number % 2 == 1) for number in range(6)]
     streams = [iter(request) for request in requests]
     streamed = [[next(stream)] for stream in streams]
     for tokens, stream in zip(streamed, streams, strict=True):
@@ -399,9 +397,7 @@ def test_finished_requests_are_let_go() -> None:
 
 def test_dtype_must_be_that_of_the_model() -> None:
     simulated_engine(dtype=torch.float64)
-    with pytest.raises(
-        ValueError, match=r"must be that of the model's weights \(torch.float64\), got torch.float16"
-    ):
+    with pytest.raises(ValueError, match=r"must be that of the model's weights \(torch.float64\), got torch.float16"):
         simulated_engine(dtype=torch.half)
 
 

@@ -31,9 +31,7 @@ SITES = (site(2, 8, 8), site(1, 4, 6, torch.bfloat16))
 BLOCK_BYTES = 16 * (2 * 16 * 4 + 1 * 10 * 2)
 
 
-def blocks(
-    monkeypatch: pytest.MonkeyPatch, free: int, max_positions: int | None = None, **config: Any
-) -> int:
+def blocks(monkeypatch: pytest.MonkeyPatch, free: int, max_positions: int | None = None, **config: Any) -> int:
     monkeypatch.setattr(kv_cache, "free_memory", lambda device: free)
     return num_blocks(SITES, EngineConfig(**config), max_positions=max_positions, device=CPU)
 

@@ -61,16 +61,12 @@ def test_the_last_new_token_takes_no_place(
 ) -> None:
     lengths = {"max_positions": max_positions, "pool_tokens": pool_tokens}
     check_length(prompt_length, max_new_tokens, **lengths)  # type: ignore[arg-type]
-    with pytest.raises(
-        ValueError, match=f"max_new_tokens must be at most {max_new_tokens} .*got {max_new_tokens + 1}"
-    ):
+    with pytest.raises(ValueError, match=f"max_new_tokens must be at most {max_new_tokens} .*got {max_new_tokens + 1}"):
         check_length(prompt_length, max_new_tokens + 1, **lengths)  # type: ignore[arg-type]
 
 
 def test_which_limit_it_is() -> None:
-    with pytest.raises(
-        ValueError, match="prompt_ids must be at most 8 tokens for the model's positions, got 9"
-    ):
+    with pytest.raises(ValueError, match="prompt_ids must be at most 8 tokens for the model's positions, got 9"):
         check_length(9, 1, max_positions=8, pool_tokens=100)
     with pytest.raises(ValueError, match="prompt_ids must be at most 16 tokens for the block pool, got 17"):
         check_length(17, 1, max_positions=None, pool_tokens=16)

@@ -121,9 +121,7 @@ def test_submitting_from_many_threads_while_running() -> None:
         requests = []
         for turn in range(6):
             prompt = [source.randrange(VOCAB_SIZE) for _ in range(source.randint(1, 10))]
-            request = engine.submit(
-                prompt, request_id=f"{number}/{turn}", max_new_tokens=source.randint(20, 40)
-            )
+            request = engine.submit(prompt, request_id=f"{number}/{turn}", max_new_tokens=source.randint(20, 40))
             if turn == 3:
                 request.cancel()
             elif turn % 2:
@@ -138,9 +136,7 @@ def test_submitting_from_many_threads_while_running() -> None:
     for request in served:
         if request.finish_reason == "cancelled":
             assert request.request_id.endswith("/3")  # type: ignore[union-attr]
-            assert (
-                request.tokens == expected_tokens(request.prompt_ids, request.params)[: len(request.tokens)]
-            )
+            assert request.tokens == expected_tokens(request.prompt_ids, request.params)[: len(request.tokens)]
         else:
             assert request.tokens == expected_tokens(request.prompt_ids, request.params)
     stats = engine.stats()

@@ -141,8 +141,7 @@ def test_a_draw_does_not_depend_on_the_batch_around_it() -> None:
     rows, vocabulary = 24, 500
     logits = random_logits(rows, vocabulary, ties=True)
     wanted = [
-        params(seed=row, **fields) if row % 3 else GREEDY
-        for row, fields in zip(range(rows), WARPINGS * 3, strict=True)
+        params(seed=row, **fields) if row % 3 else GREEDY for row, fields in zip(range(rows), WARPINGS * 3, strict=True)
     ]
     indices = [row * 7 for row in range(rows)]
     together = sample(logits, wanted, indices).tokens

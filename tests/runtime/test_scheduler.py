@@ -17,9 +17,7 @@ from selective_compile.runtime.scheduler import Scheduler, StepPlan
 def make_scheduler(
     num_blocks: int = 64, token_budget: int = 8, max_requests: int = 4, block_size: int = 4
 ) -> Scheduler:
-    return Scheduler(
-        BlockPool(num_blocks), token_budget=token_budget, max_requests=max_requests, block_size=block_size
-    )
+    return Scheduler(BlockPool(num_blocks), token_budget=token_budget, max_requests=max_requests, block_size=block_size)
 
 
 def add(scheduler: Scheduler, number: int, prompt_length: int) -> RequestState:
