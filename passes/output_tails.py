@@ -46,7 +46,7 @@ def take_off_tails(module: fx.GraphModule) -> tuple[Tail, ...]:
     tails = []
     for position, value in enumerate(listed):
         slices: list[tuple[int, int, int, int]] = []
-        while (bounds := constant_slice(value)) is not None and is_symbolic(value.args[0].meta["val"].shape[bounds[0]]):  # type: ignore[union-attr]
+        while (bounds := constant_slice(value)) is not None:
             slices.insert(0, bounds)
             value = value.args[0]
         listed[position] = value
@@ -58,9 +58,12 @@ def take_off_tails(module: fx.GraphModule) -> tuple[Tail, ...]:
 
 
 def constant_slice(value: Any) -> tuple[int, int, int, int] | None:
+    """(dimension, start, end, step) of a slice along requests or tokens; None for anything else."""
     if not isinstance(value, fx.Node) or value.target is not aten.slice.Tensor:
         return None
     given: list[Any] = [*value.args[1:]]
     dim, start, end, step = given + [0, None, None, 1][len(given) :]
+    if not is_symbolic(value.args[0].meta["val"].shape[dim]):  # type: ignore[union-attr]
+        return None
     bounds = (dim, 0 if start is None else start, EVERYTHING if end is None else end, step)
     return bounds if all(isinstance(bound, int) for bound in bounds) else None

@@ -26,7 +26,7 @@ def keep_sampled_rows(flat: FlatGraph) -> int:
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     (logits,) = output.args[0]
     point = earliest(flat, logits)
-    if point is None:
+    if point is None or any(node.name == "logit_rows" for node in graph.nodes):
         return 0
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     with graph.inserting_after(last):
