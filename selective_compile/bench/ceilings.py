@@ -2,43 +2,79 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from selective_compile.kernels import native
+
 MATRIX = 2048
 TURNS = 5
+_MULTIPLICATIONS = {torch.float32: 1, torch.bfloat16: 2}  # kinds of the native function
+_READ = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """Measured on one dtype's matrix product and one large read, with the threads of the run."""
+    """Measured with the threads of the run, on one large read and on multiplications of one dtype."""
 
     bytes_per_second: float
     flops_per_second: float
 
 
 def measure_ceilings(dtype: torch.dtype, *, device: torch.device, read_bytes: int) -> Ceilings:
-    """Medians of several turns: a sum over `read_bytes` of float32, and a square product in `dtype`."""
-    side = MATRIX if read_bytes >= 2**28 else MATRIX // 8
+    """The best of what was tried; each a median of several turns.
+
+    Reads of `read_bytes`: torch's sum, and on a CPU a native loop. Multiplications: torch's square matrix product in
+    `dtype`, and on a CPU a native loop over registers, which no kernel that also loads its operands can exceed.
+    """
+    small = read_bytes < 2**28  # a quick run
     large = torch.ones(read_bytes // 4, device=device)
+    reads = [large.nbytes / median_seconds(large.sum, device)]
+    side = MATRIX // 8 if small else MATRIX
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    return Ceilings(
-        bytes_per_second=large.nbytes / median_seconds(large.sum, device),
-        flops_per_second=2 * side**3 / median_seconds(lambda: left @ right, device),
-    )
+    products = [2 * side**3 / median_seconds(lambda: left @ right, device)]
+    if device.type == "cpu" and (native_work := _native()) is not None:
+        reads.append(native_rate(native_work, _READ, large.nbytes, large.data_ptr()))
+        if dtype in _MULTIPLICATIONS:
+            products.append(native_rate(native_work, _MULTIPLICATIONS[dtype], 10**5 if small else 2 * 10**7))
+    return Ceilings(bytes_per_second=max(reads), flops_per_second=max(products))
 
 
-def median_seconds(work: Callable[[], torch.Tensor], device: torch.device) -> float:
-    seconds = []
-    for turn in range(TURNS + 1):
+def native_rate(work: Callable[..., int], kind: int, size: int, address: int = 0) -> float:
+    """Units of work a second of `selective_ceiling` in ceilings_cpu.cpp, on all of torch's threads."""
+    call = functools.partial(work, kind, address, size, torch.get_num_threads(), native.torch_parallel())
+    return call() / median_seconds(call, torch.device("cpu"))
+
+
+def median_seconds(work: Callable[[], Any], device: torch.device) -> float:
+    work()  # warms up
+    return statistics.median(turn_seconds(work, device))
+
+
+def turn_seconds(work: Callable[[], Any], device: torch.device) -> Iterator[float]:
+    for _ in range(TURNS):
         begin = time.perf_counter()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        if turn:  # the first one warms up
-            seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
+        yield time.perf_counter() - begin
+
+
+@functools.cache
+def _native() -> Callable[..., int] | None:
+    """None where it cannot be built; `native.load` says why in the log of the kernels, which need a compiler too."""
+    try:
+        function: Any = native.load(Path(__file__).with_name("ceilings_cpu.cpp")).selective_ceiling
+    except native.NativeBuildError:
+        return None
+    function.argtypes = [ctypes.c_int64] * 5
+    function.restype = ctypes.c_int64
+    return function

@@ -106,7 +106,12 @@ def ragged_error(function: Callable[..., Any], *weights: Tensor, lengths: Sequen
 
     The first output must be ``[B, S, ...]``.  Raises `RefusedError`.
     """
-    flat = flatten(analysed(function, *weights), paged=False)
+    return error_of(flatten(analysed(function, *weights), paged=False), function, *weights, lengths=lengths)
+
+
+def error_of(
+    flat: FlatGraph, function: Callable[..., Any], *weights: Tensor, lengths: Sequence[int] = (5, 1, 12, 3)
+) -> float:
     names = [name for name in inspect.signature(function).parameters if name in TOKEN_INPUTS]
     requests = [[sample(n, 1, length, seed=length) for n in names] for length in lengths]
     with torch.no_grad():

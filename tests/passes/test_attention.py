@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selective_compile.passes.flatten import flatten
-from tests.passes.graphs import analysed, ragged_error, reasons
+from tests.passes.graphs import analysed, error_of, reasons
 
 Function = Callable[..., Any]
 SCALE = 8**-0.5
@@ -165,10 +165,10 @@ EXACT: dict[str, tuple[Function, int]] = {
 @pytest.mark.parametrize("name", EXACT)
 def test_spelling_is_replaced_and_exact(name: str) -> None:
     function, kv_heads = EXACT[name]
-    assert ragged_error(function) < 1e-5
     traced = analysed(function)
     assert {call.key.heads for call in traced.calls} == {call.value.heads for call in traced.calls} == {kv_heads}
     flat = flatten(traced, paged=False)
+    assert error_of(flat, function) < 1e-5
     targets = [str(node.target) for node in flat.module.graph.nodes]
     assert targets.count("selective.varlen_attention.default") == len(flat.calls)
     assert not any("softmax" in target or "scaled_dot" in target for target in targets)
