@@ -35,6 +35,17 @@ def assert_same_tokens(model: nn.Module, prompt: Sequence[int], tokens: Sequence
     return near
 
 
+def assert_generated_alone(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> None:
+    """`generate` gives these tokens, up to the first where the two that differ are nearly tied."""
+    theirs = generated_alone(model, prompt, len(tokens))
+    if theirs == list(tokens):
+        return
+    first = next(step for step, pair in enumerate(zip(theirs, tokens, strict=True)) if pair[0] != pair[1])
+    logits = reference_logits(model, prompt, tokens)[first]
+    apart = abs(float(logits[theirs[first]] - logits[tokens[first]]))
+    assert apart < MARGIN, f"token {first} is {tokens[first]}, generate gives {theirs[first]}: {apart} apart"
+
+
 def generated_alone(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     """Hugging Face's own greedy tokens."""
     ids = torch.tensor([list(prompt)])

@@ -1,4 +1,4 @@
-"""The whole engine against Hugging Face's own generate, on each request alone."""
+"""The whole engine against Hugging Face's own generate, on each request alone, with eager attention in float32."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from transformers import GenerationConfig
 
 import selective_compile as sc
 from selective_compile.backend import compile_step_program
-from tests.models import FAMILIES, tiny
-from tests.oracle import MARGIN, assert_same_tokens, generated_alone, reference_logits
+from tests.exactness import engine_error
+from tests.models import FAMILIES, VOCABULARY, tiny
+from tests.oracle import MARGIN, assert_generated_alone, assert_same_tokens, reference_logits
 from tests.recorder import Recorder
 
 CONFIG = sc.EngineConfig(compile=False, token_budget=64, block_size=16, max_kv_tokens=16 * 14)
@@ -33,20 +34,21 @@ def test_engine_equals_generate_on_each_request_alone(family: str) -> None:
         for _ in range(draw.randint(0, 3)):
             engine.step()
     results = [request.result() for request in requests]
+    alone = tiny(family, attention="eager")
     stats = engine.stats()
     assert stats.preemptions > 0
     assert stats.blocks_used == 0
     for number, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
-        assert_same_tokens(model, prompt, result.tokens)
-        difference = torch.stack(recorder.logits[number]) - reference_logits(model, prompt, result.tokens)
+        assert_same_tokens(alone, prompt, result.tokens)
+        difference = torch.stack(recorder.logits[number]) - reference_logits(alone, prompt, result.tokens)
         assert float(difference.abs().max()) < MARGIN
-        if number % 8 == 0:
-            assert generated_alone(model, prompt, len(result.tokens)) == list(result.tokens)
+        assert_generated_alone(alone, prompt, result.tokens)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_attention_call_is_replaced(family: str) -> None:
-    model = tiny(family)
+def test_every_attention_call_is_replaced(family: str, attention: str) -> None:
+    model = tiny(family, attention=attention)
     program = compile_step_program(model, CONFIG)
     targets = [str(node.target) for node in program.rewritten.flat.module.graph.nodes]  # type: ignore[union-attr]
     assert targets.count("selective.ragged_attention.default") == model.config.num_hidden_layers
@@ -54,9 +56,14 @@ def test_every_attention_call_is_replaced(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_model_loaded_with_eager_attention_is_exact(family: str) -> None:
+    assert engine_error(tiny(family, attention="eager"), vocabulary=VOCABULARY) < MARGIN
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_padded_call_equals_the_model(family: str) -> None:
     """Padding left, right, on both sides, and none, in one batch; with and without the cache that comes back."""
-    model = tiny(family)
+    model, eager = tiny(family), tiny(family, attention="eager")
     fast = torch.compile(model, backend="selective", options={"inductor": False})
     ids = torch.randint(0, model.config.vocab_size, (4, 23), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
@@ -67,7 +74,7 @@ def test_padded_call_equals_the_model(family: str) -> None:
     for options in ({"use_cache": False}, {}):
         with torch.no_grad():
             ours = fast(ids, attention_mask=mask, **options).logits
-            theirs = model(ids, attention_mask=mask, **options).logits
+            theirs = eager(ids, attention_mask=mask, **options).logits
         assert sc.selective.reports[-1].ok, sc.selective.reports[-1]
         assert ours.shape == theirs.shape
         assert float((ours - theirs)[mask.bool()].abs().max()) < MARGIN
