@@ -22,11 +22,16 @@ the last dimension of every tensor is contiguous):
     slot_mapping  [T] int64, block * block_size + offset of the row's key and value, or -1: write nothing
     scale         multiplies query . key; softcap > 0 then makes the score softcap * tanh(score / softcap)
     window        > 0: a row at position p sees the positions j with p - window < j <= p; 0: all j <= p
+    chunk         > 0: of these, only the positions j with j // chunk == p // chunk; 0: all of them
+    sinks         [H] of a floating dtype, or None: a logit per query head that takes part in the softmax as one
+                  more key whose value is 0; neither scaled nor softcapped
+    slopes        [H] float32, or None: slopes[h] * (j - p) is added to the score after scale and softcap (ALiBi)
     result        [T, H, Dv], query's dtype; rows past cu_seqlens_q[N] are 0
 
 and of linear: x [..., K], weight [N, K], bias [N] or None, result [..., N], all of x's dtype.
 
-Blocks wholly in front of the window of a request's first row are not read either: they may have been freed.
+Blocks wholly in front of the first position that a request's first row sees (by its window and chunk) are not read
+either: they may have been freed.
 """
 
 from __future__ import annotations
@@ -133,25 +138,25 @@ def _module(resolved: str) -> ModuleType:
     return reference
 
 
-def _run_ragged_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
-    _refuse_gradients(query, key, value)
-    return _kernel("ragged_attention", _forced.get(), query.device.type)(query, key, value, *args)
+def _run_ragged_attention(query: Tensor, *args: Any) -> Tensor:
+    _refuse_gradients(query, *args)
+    return _kernel("ragged_attention", _forced.get(), query.device.type)(query, *args)
 
 
-def _run_varlen_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
-    _refuse_gradients(query, key, value)
-    return _kernel("varlen_attention", _forced.get(), query.device.type)(query, key, value, *args)
+def _run_varlen_attention(query: Tensor, *args: Any) -> Tensor:
+    _refuse_gradients(query, *args)
+    return _kernel("varlen_attention", _forced.get(), query.device.type)(query, *args)
 
 
 def _run_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    _refuse_gradients(x, weight, x if bias is None else bias)
+    _refuse_gradients(x, weight, bias)
     return _kernel("linear", _forced.get(), x.device.type)(x, weight, bias)
 
 
-def _refuse_gradients(query: Tensor, key: Tensor, value: Tensor) -> None:
+def _refuse_gradients(*args: Any) -> None:
     # Autograd would differentiate through the reference but not through a kernel: a gradient must not depend
     # on which of them ran.
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+    if torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
         raise RuntimeError("the selective ops have no derivative: call them under torch.no_grad()")
 
 
@@ -168,8 +173,12 @@ def _fake_ragged_attention(
     scale: float,
     window: int,
     softcap: float,
+    chunk: int = 0,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     _check_rows(query, key, value)
+    _check_per_head(query, sinks, slopes)
     for name, pool, rows in (("key_pool", key_pool, key), ("value_pool", value_pool, value)):
         fits = pool.dim() == 4 and pool.shape[1] == rows.shape[1] and pool.shape[3] == rows.shape[2]
         _require(fits, f"{name} must be [num_blocks, K, block_size, D], got {list(pool.shape)}")
@@ -178,9 +187,19 @@ def _fake_ragged_attention(
 
 
 def _fake_varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, scale: float, window: int, softcap: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    chunk: int = 0,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     _check_rows(query, key, value)
+    _check_per_head(query, sinks, slopes)
     return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
 
 
@@ -193,6 +212,17 @@ def _check_rows(query: Tensor, key: Tensor, value: Tensor) -> None:
     _require(query.shape[2] == key.shape[2], f"key must have head size {query.shape[2]}, got {key.shape[2]}")
     _require(kv_heads == value.shape[1], f"value must have {kv_heads} heads, got {value.shape[1]}")
     _require(heads % kv_heads == 0, f"query must have a multiple of {kv_heads} heads, got {heads}")
+
+
+def _check_per_head(query: Tensor, sinks: Tensor | None, slopes: Tensor | None) -> None:
+    heads = query.shape[1]
+    for name, tensor in (("sinks", sinks), ("slopes", slopes)):
+        if tensor is not None:
+            _require(tensor.shape == (heads,), f"{name} must be [{heads}], got {list(tensor.shape)}")
+    if sinks is not None:
+        _require(sinks.is_floating_point(), f"sinks must be of a floating dtype, got {sinks.dtype}")
+    if slopes is not None:
+        _require(slopes.dtype == torch.float32, f"slopes must be torch.float32, got {slopes.dtype}")
 
 
 def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -225,13 +255,13 @@ def _register(schema: str, run: Callable[..., Tensor], fake: Callable[..., Tenso
 ragged_attention = _register(
     "ragged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) key_pool, Tensor(b!) value_pool, "
     "Tensor cu_seqlens_q, Tensor context_lens, Tensor block_table, Tensor slot_mapping, "
-    "float scale, int window, float softcap) -> Tensor",
+    "float scale, int window, float softcap, int chunk=0, Tensor? sinks=None, Tensor? slopes=None) -> Tensor",
     _run_ragged_attention,
     _fake_ragged_attention,
 )
 varlen_attention = _register(
     "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, "
-    "float scale, int window, float softcap) -> Tensor",
+    "float scale, int window, float softcap, int chunk=0, Tensor? sinks=None, Tensor? slopes=None) -> Tensor",
     _run_varlen_attention,
     _fake_varlen_attention,
 )

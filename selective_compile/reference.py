@@ -24,6 +24,9 @@ def ragged_attention(
     scale: float,
     window: int,
     softcap: float,
+    chunk: int = 0,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """`selective::ragged_attention`: write this step's keys and values, then attend. Returns [T, H, Dv]."""
     written, block_size = slot_mapping >= 0, key_pool.shape[2]
@@ -34,25 +37,36 @@ def ragged_attention(
     bounds = cu_seqlens_q.tolist()
     for n, context in enumerate(context_lens.tolist()):
         rows = slice(bounds[n], bounds[n + 1])
-        first = context - (rows.stop - rows.start)
-        # Keys that every row's window leaves out are not read: their blocks may be gone.
-        oldest = max(0, first - window + 1) if window > 0 else 0
+        # Keys that no row sees are not read: their blocks may be gone.
+        oldest = _first_seen(context - (rows.stop - rows.start), window, chunk)
         positions = torch.arange(oldest, context, device=query.device)
         blocks, offsets = block_table[n, positions // block_size].long(), positions % block_size
         keys, values = key_pool[blocks, :, offsets], value_pool[blocks, :, offsets]
-        output[rows] = _attend(query[rows], keys, values, scale, window, softcap).to(query.dtype)
+        attended = _attend(query[rows], keys, values, positions, scale, window, softcap, chunk, sinks, slopes)
+        output[rows] = attended.to(query.dtype)
     return output
 
 
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, scale: float, window: int, softcap: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    chunk: int = 0,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """`selective::varlen_attention`: each request attends to its own rows alone. Returns [T, H, Dv]."""
     output = query.new_zeros(*query.shape[:2], value.shape[-1])
     bounds = cu_seqlens_q.tolist()
     for begin, end in zip(bounds, bounds[1:], strict=False):
-        rows = slice(begin, end)
-        output[rows] = _attend(query[rows], key[rows], value[rows], scale, window, softcap).to(query.dtype)
+        positions = torch.arange(end - begin, device=query.device)
+        q, k, v = (tensor[begin:end] for tensor in (query, key, value))
+        attended = _attend(q, k, v, positions, scale, window, softcap, chunk, sinks, slopes)
+        output[begin:end] = attended.to(query.dtype)
     return output
 
 
@@ -62,18 +76,41 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)).to(x.dtype)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-    """Causal attention of a request's last positions [q, H, D] to its last [c, K, D], c >= q: [q, H, Dv]."""
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    chunk: int,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+) -> Tensor:
+    """Attention of a request's last positions [q, H, D] to its keys [c, K, D] at `positions`, c >= q: [q, H, Dv]."""
     wide = torch.promote_types(query.dtype, torch.float32)
-    grouped = query.to(wide).unflatten(1, (key.shape[1], -1))
-    score = torch.einsum("qkgd,ckd->kgqc", grouped, key.to(wide)) * scale
+    i, j = positions[len(key) - len(query) :, None], positions
+    per_head = (key.shape[1], -1, 1, 1)
+    score = torch.einsum("qkgd,ckd->kgqc", query.to(wide).unflatten(1, per_head[:2]), key.to(wide)) * scale
     if softcap > 0:
         score = softcap * torch.tanh(score / softcap)
-    rows, columns = score.shape[-2:]
-    columns_back = torch.arange(columns, device=query.device) - (columns - rows)
-    distance = torch.arange(rows, device=query.device)[:, None] - columns_back
-    hidden = distance < 0
+    if slopes is not None:
+        score = score + slopes.to(wide).reshape(per_head) * (j - i)
+    hidden = j > i
     if window > 0:
-        hidden |= distance >= window
-    weights = score.masked_fill(hidden, -torch.inf).softmax(-1)
+        hidden |= i - j >= window
+    if chunk > 0:
+        hidden |= j // chunk != i // chunk
+    score = score.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        score = torch.cat([score, sinks.to(wide).reshape(per_head).expand(*score.shape[:-1], 1)], dim=-1)
+    weights = score.softmax(-1)[..., : len(key)]
     return torch.einsum("kgqc,ckd->qkgd", weights, value.to(wide)).flatten(1, 2)
+
+
+def _first_seen(position: int, window: int, chunk: int) -> int:
+    """The first position that a row at `position` sees."""
+    in_window = position - window + 1 if window > 0 else 0
+    in_chunk = position // chunk * chunk if chunk > 0 else 0
+    return max(0, in_window, in_chunk)
