@@ -15,8 +15,10 @@ from torch.library import opcheck
 from selective_compile import ops, reference
 from tests.kernels.ragged_cases import CASES, Case, make_inputs
 
-SELECTED = [case for case in CASES if case.name in ("prefill", "decode", "mixed", "no_request", "window_and_softcap")]
+NAMES = ("prefill", "decode", "mixed", "no_request", "window_and_softcap", "chunk_and_window", "sinks", "everything")
+SELECTED = [case for case in CASES if case.name in NAMES]
 STEP = Case(name="step", requests=((3, 5), (1, 20), (0, 0)), padding_rows=1)
+FEATURES = Case(name="features", requests=STEP.requests, padding_rows=1, chunk=4, sinks=0.0, slopes=True)
 
 
 @pytest.fixture
@@ -91,10 +93,30 @@ def test_a_pool_of_another_dtype_is_refused_when_traced():
         ops.ragged_attention(*rows, pool, pool, *metadata, 1.0, 0, 0.0)
 
 
-def two_layers(query, key, value, pools, cu_seqlens_q, context_lens, block_table, slot_mapping):
+@pytest.mark.parametrize(
+    ("sinks", "slopes", "message"),
+    [
+        (torch.empty(3), None, "sinks must be [4], got [3]"),
+        (torch.empty(1, 4), None, "sinks must be [4], got [1, 4]"),
+        (torch.empty(4, dtype=torch.int32), None, "sinks must be of a floating dtype, got torch.int32"),
+        (None, torch.empty(2), "slopes must be [4], got [2]"),
+        (None, torch.empty(4, dtype=torch.bfloat16), "slopes must be torch.float32, got torch.bfloat16"),
+    ],
+    ids=("too_few", "two_dimensions", "integers", "one_per_group", "half_precision"),
+)
+def test_wrong_sinks_and_slopes_are_refused_when_traced(sinks, slopes, message):
+    rows = [torch.empty(5, heads, 16, device="meta") for heads in (4, 2, 2)]
+    bounds = torch.empty(2, dtype=torch.int32, device="meta")
+    sinks, slopes = (None if tensor is None else tensor.to("meta") for tensor in (sinks, slopes))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ops.varlen_attention(*rows, bounds, 1.0, 0, 0.0, 0, sinks, slopes)
+
+
+def two_layers(query, key, value, pools, cu_seqlens_q, context_lens, block_table, slot_mapping, sinks, slopes):
     metadata = (cu_seqlens_q, context_lens, block_table, slot_mapping)
     hidden = ops.ragged_attention(query * 2, key + 1, value, *pools[0], *metadata, 0.3, 0, 0.0)
-    return ops.ragged_attention(hidden + 1, key, value * 3, *pools[1], *metadata, 0.3, 4, 0.0) + hidden
+    features = (0.3, 4, 0.0, 8, sinks, slopes)
+    return ops.ragged_attention(hidden + 1, key, value * 3, *pools[1], *metadata, *features) + hidden
 
 
 def two_layers_arguments(case: Case, seed: int):
@@ -108,7 +130,8 @@ def two_layers_arguments(case: Case, seed: int):
     for tensor in arguments:
         torch._dynamo.mark_dynamic(tensor, 0)
     torch._dynamo.mark_dynamic(inputs.block_table, 1)
-    return (*arguments[:3], pools, *arguments[3:])
+    per_head = torch.randn(2, 4, generator=generator).unbind()
+    return (*arguments[:3], pools, *arguments[3:], *per_head)
 
 
 def test_compiled_graph_writes_the_pools_in_place_without_copying_them():
@@ -148,11 +171,12 @@ def test_one_graph_serves_every_number_of_tokens_and_requests():
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("case", [STEP, FEATURES], ids=str)
 @pytest.mark.parametrize("name", ["reference", "triton"])
-def test_forced_implementation_runs(name):
+def test_forced_implementation_runs(name, case):
     if name == "triton":
         pytest.importorskip("triton")
-    inputs = make_inputs(STEP, torch.float32)
+    inputs = make_inputs(case, torch.float32)
     expected = reference.ragged_attention(*inputs.to(torch.float32).ragged())
     with ops.forced_implementation(name):
         assert ops.implementation_on("cpu") == name
@@ -222,9 +246,9 @@ def test_with_a_compiler_the_native_kernel_is_the_default_on_the_cpu():
     assert ops.implementation_on("cpu") == "cpu"
 
 
-@pytest.mark.parametrize("name", ["query", "key", "value"])
+@pytest.mark.parametrize("name", ["query", "key", "value", "sinks", "slopes"])
 def test_gradients_are_refused_and_not_lost(name):
-    inputs = make_inputs(STEP, torch.float32)
+    inputs = make_inputs(FEATURES, torch.float32)
     getattr(inputs, name).requires_grad_()
     with ops.forced_implementation("reference"):
         for op, arguments in (

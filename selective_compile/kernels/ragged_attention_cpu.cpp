@@ -208,7 +208,8 @@ struct Call {
   int64_t requests, block_size, num_blocks, max_blocks, table_stride;
   int64_t query_row, query_head, key_row, key_head, value_row, value_head;
   int64_t key_block, key_block_head, key_slot, value_block, value_block_head, value_slot;
-  int64_t window;
+  int64_t window, chunk;
+  const float *sinks, *slopes;  // [query_heads], or null
   double scale, softcap;
 };
 
@@ -294,11 +295,15 @@ template <typename T> class Attention {
 
   int64_t rows(int64_t n) const { return call_.cu_seqlens_q[n + 1] - call_.cu_seqlens_q[n]; }
   int64_t context(int64_t n) const { return call_.context_lens ? call_.context_lens[n] : rows(n); }
-  // The first and last key that a row at `position` sees.
+  // The first key that a row at `position` sees; the last one is its own.
   int64_t first_seen(int64_t position) const {
-    return call_.window > 0 ? std::max<int64_t>(0, position - call_.window + 1) : 0;
+    int64_t in_window = call_.window > 0 ? position - call_.window + 1 : 0;
+    int64_t in_chunk = call_.chunk > 0 ? position / call_.chunk * call_.chunk : 0;
+    return std::max<int64_t>({0, in_window, in_chunk});
   }
   int64_t position(int64_t n, int64_t vector) const { return context(n) - rows(n) + vector / group_; }
+  int64_t head_of(const Item& item, int64_t m) const { return item.head * group_ + (item.vector + m) % group_; }
+  float slope(const Item& item, int64_t m) const { return float(call_.slopes[head_of(item, m)] * LOG2E); }
 
   // ---------------------------------------------------------------------------------------------- before the work
 
@@ -391,6 +396,11 @@ template <typename T> class Attention {
     std::fill(state.sums, state.sums + lanes * width_, 0.f);
     std::fill(state.largest, state.largest + lanes, -INFINITY);
     std::fill(state.weight, state.weight + lanes, 0.f);
+    if (call_.sinks && item.part == 0)  // one more key of weight 1, counted once
+      for (int64_t m = 0; m < item.vectors; ++m) {
+        state.largest[m] = float(call_.sinks[head_of(item, m)] * LOG2E);
+        state.weight[m] = 1;
+      }
     if (few) attend_few(item, state, memory + own);
     else attend_tile(item, state, memory + own);
     if (item.split >= 0) {
@@ -426,8 +436,8 @@ template <typename T> class Attention {
 
   void finish(const Item& item, State state) const {
     for (int64_t m = 0; m < item.vectors; ++m) {
-      int64_t vector = item.vector + m, row = call_.cu_seqlens_q[item.request] + vector / group_;
-      T* to = tensor(call_.output) + (row * call_.query_heads + item.head * group_ + vector % group_) * call_.value_size;
+      int64_t row = call_.cu_seqlens_q[item.request] + (item.vector + m) / group_;
+      T* to = tensor(call_.output) + (row * call_.query_heads + head_of(item, m)) * call_.value_size;
       const float* sums = state.sums + m * width_;
       float factor = 1 / state.weight[m];
       int64_t d = 0;
@@ -444,8 +454,8 @@ template <typename T> class Attention {
   static T* tensor(char* p) { return reinterpret_cast<T*>(p); }
 
   const T* query_vector(const Item& item, int64_t m) const {
-    int64_t vector = item.vector + m, row = call_.cu_seqlens_q[item.request] + vector / group_;
-    return tensor(call_.query) + row * call_.query_row + (item.head * group_ + vector % group_) * call_.query_head;
+    int64_t row = call_.cu_seqlens_q[item.request] + (item.vector + m) / group_;
+    return tensor(call_.query) + row * call_.query_row + head_of(item, m) * call_.query_head;
   }
 
   // Where the keys and values at positions begin, ..., end - 1 lie.
@@ -491,7 +501,7 @@ template <typename T> class Attention {
   void attend_few(const Item& item, State state, float* memory) const {
     const int64_t vectors = item.vectors, last = item.last_key + 1;
     float *query = memory, *scores = query + vectors * depth_, *copies = scores + vectors * FEW_KEYS;
-    alignas(64) float factor[W];
+    alignas(64) float factor[W], slopes[W];
     alignas(64) int32_t bounds[2][W];
     for (int64_t m = 0; m < vectors; ++m) {
       if (direct_pairs()) std::memcpy(query + m * depth_, query_vector(item, m), call_.size * sizeof(T));
@@ -499,6 +509,7 @@ template <typename T> class Attention {
       int64_t at = position(item.request, item.vector + m);
       bounds[0][m] = int32_t(first_seen(at));
       bounds[1][m] = int32_t(at);
+      if (call_.slopes) slopes[m] = slope(item, m);
     }
     const T *keys[2][FEW_KEYS], *values[2][FEW_KEYS];
     // Tiles start at multiples of FEW_KEYS; what lies before the first or behind the last key is never located.
@@ -511,7 +522,8 @@ template <typename T> class Attention {
       for (int64_t i = ahead; i < FEW_KEYS; ++i) next_keys[i] = keys[turn][0];  // something to prefetch, already near
       for (int64_t i = count; i < round_up(count, 4); ++i) values[turn][i] = values[turn][count - 1];
       score_few(query, keys[turn], values[turn], count, vectors, scores, copies);
-      soften_few(scores, begin, count, vectors, bounds, state, factor);
+      if (call_.slopes) soften_few<true>(scores, begin, count, vectors, bounds, slopes, state, factor);
+      else soften_few<false>(scores, begin, count, vectors, bounds, slopes, state, factor);
       weigh_few(scores, factor, values[turn], next_keys, count, vectors, state.sums, copies);
       begin = end;
       end = next;
@@ -577,8 +589,9 @@ template <typename T> class Attention {
   vf base2(vf dot) const { return softcap_ > 0 ? tanh(dot * scale_) * float(softcap_ * LOG2E) : dot * scale_; }
 
   // Turns the dot products at positions begin, ... into weights; factor[m]: what the sums so far are multiplied by.
-  void soften_few(float* scores, int64_t begin, int64_t count, int64_t vectors, const int32_t (*bounds)[W], State state,
-                  float* factor) const {
+  template <bool SLOPED>
+  void soften_few(float* scores, int64_t begin, int64_t count, int64_t vectors, const int32_t (*bounds)[W],
+                  const float* slopes, State state, float* factor) const {
     alignas(64) float top[W], sum[W];
     store(top, splat(-INFINITY));
     for (int64_t m = 0; m < vectors; ++m) {
@@ -587,7 +600,9 @@ template <typename T> class Attention {
       for (int64_t i = 0; i < count; i += W) {
         vi at = lanes() + int32_t(begin + i);
         float* score = scores + m * FEW_KEYS + i;
-        vf kept = select((at >= first) & (at <= last), base2(load(score)), splat(-INFINITY));
+        vf biased = base2(load(score));
+        if constexpr (SLOPED) biased += slopes[m] * __builtin_convertvector(at - bounds[1][m], vf);
+        vf kept = select((at >= first) & (at <= last), biased, splat(-INFINITY));
         store(score, kept);
         best = larger(kept, best);
       }
@@ -680,7 +695,7 @@ template <typename T> class Attention {
   int64_t words() const { return PAIRS ? (call_.size + 1) / 2 : call_.size; }
 
   int64_t tile_scratch(int64_t lanes) const {
-    return lanes * words() + TILE_KEYS * (lanes + words() + width_) + 3 * lanes;
+    return lanes * words() + TILE_KEYS * (lanes + words() + width_) + 4 * lanes;
   }
 
   struct Tile {
@@ -690,6 +705,7 @@ template <typename T> class Attention {
     float* scores;      // [TILE_KEYS][lanes], later the weights; pairs: [TILE_KEYS / 2][lanes]
     float* factor;      // [lanes]
     int32_t *first, *last;  // [lanes] positions that a vector sees
+    float* slopes;      // [lanes]
     int64_t lanes;
   };
 
@@ -702,12 +718,14 @@ template <typename T> class Attention {
     tile.factor = tile.values + TILE_KEYS * width_;
     tile.first = reinterpret_cast<int32_t*>(tile.factor + tile.lanes);
     tile.last = tile.first + tile.lanes;
-    tile.keys = reinterpret_cast<float*>(tile.last + tile.lanes);
+    tile.slopes = reinterpret_cast<float*>(tile.last + tile.lanes);
+    tile.keys = tile.slopes + tile.lanes;
     pack_query(item, tile);
     for (int64_t m = 0; m < tile.lanes; ++m) {
-      int64_t at = position(item.request, item.vector + std::min<int64_t>(m, item.vectors - 1));
+      int64_t vector = std::min<int64_t>(m, item.vectors - 1), at = position(item.request, item.vector + vector);
       tile.first[m] = int32_t(first_seen(at));
       tile.last[m] = int32_t(at);
+      if (call_.slopes) tile.slopes[m] = slope(item, vector);
     }
     const int64_t last = item.last_key + 1;
     for (int64_t begin = item.first_key, end; begin < last; begin = end) {
@@ -716,7 +734,8 @@ template <typename T> class Attention {
       locate(item, begin, end, keys, values);
       pack_keys(keys, end - begin, tile);
       score_tile(end - begin, tile);
-      soften_tile(begin, end - begin, tile, state);
+      if (call_.slopes) soften_tile<true>(begin, end - begin, tile, state);
+      else soften_tile<false>(begin, end - begin, tile, state);
       pack_values(values, end - begin, tile);
       weigh_tile(end - begin, tile, state);
     }
@@ -820,14 +839,17 @@ template <typename T> class Attention {
     }
   }
 
-  void soften_tile(int64_t begin, int64_t count, const Tile& tile, State state) const {
+  template <bool SLOPED> void soften_tile(int64_t begin, int64_t count, const Tile& tile, State state) const {
     for (int64_t lane = 0; lane < tile.lanes; lane += W) {
       float* scores = tile.scores + lane;
       vi first = read<vi>(tile.first + lane), last = read<vi>(tile.last + lane);
-      vf largest_score = load(state.largest + lane), top = largest_score;
+      vf largest_score = load(state.largest + lane), top = largest_score, slopes{};
+      if constexpr (SLOPED) slopes = load(tile.slopes + lane);
       for (int64_t i = 0; i < count; ++i) {
         vi at = splat(int32_t(begin + i));
-        vf score = select((at >= first) & (at <= last), base2(load(scores + i * tile.lanes)), splat(-INFINITY));
+        vf biased = base2(load(scores + i * tile.lanes));
+        if constexpr (SLOPED) biased += slopes * __builtin_convertvector(at - last, vf);
+        vf score = select((at >= first) & (at <= last), biased, splat(-INFINITY));
         store(scores + i * tile.lanes, score);
         top = larger(score, top);
       }

@@ -20,7 +20,7 @@ from selective_compile.kernels import native
 
 _logger = logging.getLogger(__name__)
 
-_pack = struct.Struct("=36q2d").pack
+_pack = struct.Struct("=39q2d").pack
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _REFUSALS = {
     1: "cu_seqlens_q must start at 0, never fall, and end at or below the number of rows",
@@ -66,6 +66,9 @@ def ragged_attention(
     scale: float,
     window: int,
     softcap: float,
+    chunk: int = 0,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """`selective::ragged_attention` (shapes: `selective_compile.ops`). Returns [T, H, Dv].
 
@@ -76,6 +79,7 @@ def ragged_attention(
     """
     _check_rows(query, key, value)
     _check_metadata(cu_seqlens_q, context_lens, block_table, slot_mapping, rows=query.shape[0])
+    sinks, slopes = _per_head(sinks, query.shape[1], "sinks"), _per_head(slopes, query.shape[1], "slopes")
     if not (key_pool.dtype is query.dtype and value_pool.dtype is query.dtype):
         raise ValueError(f"the pools must be {query.dtype}, got {key_pool.dtype} and {value_pool.dtype}")
     num_blocks, heads, block_size, _ = key_pool.shape
@@ -99,12 +103,21 @@ def ragged_attention(
         (block_table.data_ptr(), slot_mapping.data_ptr()),
         (context_lens.numel(), block_size, num_blocks, block_table.shape[1], block_table.stride(0)),
         (key_block, key_head, key_slot, value_block, value_head, value_slot),
-        (window, scale, softcap),
+        (window, chunk, _address(sinks), _address(slopes), scale, softcap),
     )
 
 
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, scale: float, window: int, softcap: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    chunk: int = 0,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """`selective::varlen_attention` (shapes: `selective_compile.ops`). Returns [T, H, Dv].
 
@@ -117,6 +130,7 @@ def varlen_attention(
     _check_rows(query, key, value)
     if not (cu_seqlens_q.dtype is torch.int32 and cu_seqlens_q.is_contiguous()):
         raise ValueError(f"cu_seqlens_q must be contiguous int32, got {cu_seqlens_q.dtype}")
+    sinks, slopes = _per_head(sinks, query.shape[1], "sinks"), _per_head(slopes, query.shape[1], "slopes")
     key_row, key_head, _ = key.stride()
     value_row, value_head, _ = value.stride()
     return _launch(
@@ -127,7 +141,7 @@ def varlen_attention(
         (0, 0),
         (cu_seqlens_q.numel() - 1, 0, 0, 0, 0),
         (0, key_head, key_row, 0, value_head, value_row),
-        (window, scale, softcap),
+        (window, chunk, _address(sinks), _address(slopes), scale, softcap),
     )
 
 
@@ -139,7 +153,7 @@ def _launch(
     blocks: tuple[int, int],
     sizes: tuple[int, int, int, int, int],
     pool_strides: tuple[int, int, int, int, int, int],
-    score: tuple[int, float, float],
+    score: tuple[int, int, int, int, float, float],
 ) -> Tensor:
     rows, query_heads, size = query.shape
     _, heads, value_size = value.shape
@@ -164,6 +178,19 @@ def _launch(
     if status:
         raise ValueError(_REFUSALS[status])
     return output
+
+
+def _per_head(values: Tensor | None, heads: int, name: str) -> Tensor | None:
+    """The values as the kernel reads them; the caller holds them until it has run, for they may be a copy."""
+    if values is None:
+        return None
+    if not (values.shape == (heads,) and values.is_floating_point()):
+        raise ValueError(f"{name} must be [{heads}] of a floating dtype, got {list(values.shape)} {values.dtype}")
+    return values.to(torch.float32).contiguous()
+
+
+def _address(values: Tensor | None) -> int:
+    return 0 if values is None else values.data_ptr()
 
 
 def _check_rows(query: Tensor, key: Tensor, value: Tensor) -> None:

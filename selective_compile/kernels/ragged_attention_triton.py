@@ -7,6 +7,7 @@ Legend
                Packing the heads that share a key/value head lets a decode row feed the matrix units too
     BLOCK_N    keys of one iteration; any relation to BLOCK_SIZE, the slots of a block, is allowed
     BLOCK_SIZE 0: no pool, the keys are the request's own rows of this step (varlen_attention)
+    sinks, slopes None: the code that reads them is not compiled
 
 The grid is an upper bound that depends on T and N only, never on lengths, which stay on the device: request
 n gets the tiles from cu_seqlens_q[n] // BLOCK_Q + n up to those of request n + 1. They are enough, and at
@@ -44,7 +45,7 @@ def _dot(a, b, accumulator, WIDEN: tl.constexpr):
 # on multiples of 16, nor are the metadata tensors on their alignment (they may be slices of one buffer).
 @triton.jit(
     do_not_specialize=["num_rows", "num_requests", "table_stride"],
-    do_not_specialize_on_alignment=["cu_seqlens_q", "context_lens", "block_table"],
+    do_not_specialize_on_alignment=["cu_seqlens_q", "context_lens", "block_table", "sinks", "slopes"],
 )
 def _attention_kernel(
     output,  # [T, H, Dv] contiguous
@@ -54,6 +55,8 @@ def _attention_kernel(
     cu_seqlens_q,  # [N + 1]
     context_lens,  # [N]; without a pool not read
     block_table,  # [N, max_blocks]; without a pool not read
+    sinks,  # [H] or None
+    slopes,  # [H] or None
     num_rows,
     num_requests,
     query_row_stride,
@@ -68,6 +71,7 @@ def _attention_kernel(
     SCALE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    CHUNK: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     KEY_SIZE: tl.constexpr,
@@ -114,16 +118,27 @@ def _attention_kernel(
     q = tl.load(query + query_offset[:, None] + d[None, :], row_mask[:, None] & (d < KEY_SIZE)[None, :], 0.0)
 
     # Keys outside [key_begin, key_end) are seen by no row of the tile. They are not read: slots behind the
-    # context hold anything, and blocks in front of the window may belong to another request.
+    # context hold anything, and blocks in front of what the first row sees may belong to another request.
     key_end = context - row_end + tl.minimum(first_row + BLOCK_Q, row_end)
+    first_position = context - row_end + first_row
     key_begin = num_rows * 0
     if WINDOW > 0:
-        key_begin = tl.maximum(context - row_end + first_row - WINDOW + 1, 0)
+        key_begin = tl.maximum(key_begin, first_position - WINDOW + 1)
+    if CHUNK > 0:
+        key_begin = tl.maximum(key_begin, first_position // CHUNK * CHUNK)
+        last_chunk = (key_end - 1) // CHUNK * CHUNK
 
     key_head_offset = kv_head.to(tl.int64) * key_head_stride
     value_head_offset = kv_head.to(tl.int64) * value_head_stride
-    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.full([BLOCK_M], 0.0, tl.float32)
+    if sinks is None:
+        maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.full([BLOCK_M], 0.0, tl.float32)
+    else:
+        # One more key of weight 1, which no value goes with.
+        maximum = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        total = tl.full([BLOCK_M], 1.0, tl.float32)
+    if slopes is not None:
+        slope = tl.load(slopes + head) * LOG2_E
     accumulator = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
     for start in range(key_begin // BLOCK_N * BLOCK_N, key_end, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
@@ -144,9 +159,17 @@ def _attention_kernel(
             score = (SOFTCAP * LOG2_E) * (1.0 - 2.0 / (1.0 + exponential))
         else:
             score = score * (SCALE * LOG2_E)
+        if slopes is not None:
+            score += slope[:, None] * (j[None, :] - position[:, None]).to(tl.float32)
         seen = read[None, :] & (j[None, :] <= position[:, None])
         if WINDOW > 0:
             seen = seen & (j[None, :] > position[:, None] - WINDOW)
+        if CHUNK >= BLOCK_Q:
+            # The tile meets one boundary at most, and key_begin deals with the rows in front of it. To compare
+            # with a begin of every row costs registers: on sm_80 they spilled.
+            seen = seen & ((j >= last_chunk)[None, :] | (position < last_chunk)[:, None])
+        elif CHUNK > 0:
+            seen = seen & (j[None, :] >= (position // CHUNK * CHUNK)[:, None])
         score = tl.where(seen, score, float("-inf"))
 
         new_maximum = tl.maximum(maximum, tl.reduce(score, 1, tl.standard._elementwise_max))
@@ -262,36 +285,50 @@ def ragged_attention(
     scale: float,
     window: int,
     softcap: float,
+    chunk: int = 0,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """`selective::ragged_attention`: one launch writes into the pools, a second attends. [T, H, Dv]."""
     _write(key, value, key_pool, value_pool, slot_mapping)
     pools, strides = (key_pool, value_pool), (*key_pool.stride()[:3], *value_pool.stride()[:3])
-    metadata = (cu_seqlens_q, context_lens, block_table)
-    return _attend(query, pools, metadata, strides, key_pool.shape[1:3], (scale, window, softcap))
+    tensors = (cu_seqlens_q, context_lens, block_table, sinks, slopes)
+    return _attend(query, pools, tensors, strides, key_pool.shape[1:3], (scale, window, softcap, chunk))
 
 
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, scale: float, window: int, softcap: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    chunk: int = 0,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """`selective::varlen_attention`: the rows of `key` and `value` are read where they are. [T, H, Dv]."""
     strides = (*key.stride()[:2], 0, *value.stride()[:2], 0)
-    metadata = (cu_seqlens_q, cu_seqlens_q, cu_seqlens_q)
-    return _attend(query, (key, value), metadata, strides, (key.shape[1], 0), (scale, window, softcap))
+    tensors = (cu_seqlens_q, cu_seqlens_q, cu_seqlens_q, sinks, slopes)
+    return _attend(query, (key, value), tensors, strides, (key.shape[1], 0), (scale, window, softcap, chunk))
 
 
 def _attend(
     query: Tensor,
     keys_and_values: tuple[Tensor, Tensor],
-    metadata: tuple[Tensor, Tensor, Tensor],
+    metadata_sinks_slopes: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
     strides: tuple[int, ...],
     kv_heads_and_block_size: tuple[int, ...],
-    scale_window_softcap: tuple[float, int, float],
+    score: tuple[float, int, float, int],
 ) -> Tensor:
     keys, values = keys_and_values
     kv_heads, block_size = kv_heads_and_block_size
     (num_rows, heads, key_size), value_size = query.shape, values.shape[-1]
-    num_requests, group = metadata[0].shape[0] - 1, heads // kv_heads
+    cu_seqlens_q, _, block_table, sinks, slopes = metadata_sinks_slopes
+    num_requests, group = cu_seqlens_q.shape[0] - 1, heads // kv_heads
     assert all(tensor.stride(-1) == 1 for tensor in (query, keys, values)), "rows must be contiguous"
+    assert all(tensor is None or tensor.is_contiguous() for tensor in (sinks, slopes)), "heads must be contiguous"
     tile = tile_config(
         num_rows=num_rows,
         num_requests=num_requests,
@@ -306,8 +343,8 @@ def _attend(
     grid = (num_rows // (tile.block_m // group) + num_requests + 1, kv_heads)
     # fmt: off
     _on_device(_attention_kernel, query)[grid](
-        output, query, keys, values, *metadata, num_rows, num_requests, *query.stride()[:2], *strides,
-        metadata[2].stride(0), *scale_window_softcap, group, heads, key_size, value_size, block_size,
+        output, query, keys, values, *metadata_sinks_slopes, num_rows, num_requests, *query.stride()[:2], *strides,
+        block_table.stride(0), *score, group, heads, key_size, value_size, block_size,
         tile.block_m, tile.block_n, tile.block_d, tile.block_dv, widen,
         num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from selective_compile import reference
@@ -24,6 +26,9 @@ class Case:
     block_size: int = 16
     window: int = 0
     softcap: float = 0.0
+    chunk: int = 0
+    sinks: float | None = None  # about where the sinks lie; the scores lie around 0
+    slopes: bool = False
     scale: float = 0.3
     padding_rows: int = 0
     strided: bool = False
@@ -48,12 +53,16 @@ class Inputs:
     scale: float
     window: int
     softcap: float
+    chunk: int
+    sinks: Tensor | None
+    slopes: Tensor | None
 
     def ragged(self) -> tuple:
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def varlen(self) -> tuple:
-        return (self.query, self.key, self.value, self.cu_seqlens_q, self.scale, self.window, self.softcap)
+        skipped = ("key_pool", "value_pool", "context_lens", "block_table", "slot_mapping")
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in skipped)
 
     def to(self, dtype: torch.dtype) -> Inputs:
         """A copy with its own pools; what is drawn in one dtype can be checked in another."""
@@ -88,11 +97,54 @@ CASES = (
     Case(name="block_size_128", requests=MIXED, block_size=128),
     Case(name="wide_values", requests=MIXED, key_size=24, value_size=40),
     Case(name="narrow_values", requests=CHUNK, key_size=48, value_size=8),
+    Case(name="chunk_of_1", requests=MIXED, chunk=1),
+    Case(name="chunk_shorter_than_a_block", requests=MIXED, chunk=5, block_size=8),
+    Case(name="chunk_of_two_blocks", requests=((1, 64), (1, 63), (70, 90), (0, 32), (33, 0)), chunk=32, padding_rows=1),
+    Case(name="chunk_and_window", requests=((1, 130), (70, 90), (2, 0)), chunk=48, window=33),
+    Case(name="sinks", requests=MIXED, sinks=0.0, padding_rows=3),
+    Case(name="sinks_far_above_the_scores", requests=MIXED, sinks=150.0, query_heads=6),
+    Case(name="sinks_far_below_the_scores", requests=MIXED, sinks=-150.0),
+    Case(name="sinks_window_and_softcap", requests=MIXED, sinks=0.5, window=9, softcap=2.0),
+    Case(name="slopes", requests=MIXED, slopes=True, padding_rows=1),
+    Case(name="slopes_of_7_heads", requests=CHUNK, slopes=True, query_heads=14, block_size=8),
+    Case(name="everything", requests=MIXED, chunk=24, window=17, softcap=3.0, sinks=0.0, slopes=True),
     Case(name="head_size_64", requests=MIXED, key_size=64, value_size=64, strided=True),
     Case(name="head_size_80", requests=CHUNK, key_size=80, value_size=80),
     Case(name="head_size_128", requests=DECODE, key_size=128, value_size=128, scale=0.09),
     Case(name="strided", requests=MIXED, strided=True, padding_rows=2),
 )
+
+# Every combination of the features that change a score or hide a key: absent or there.
+FEATURES = {"window": (0, 19), "softcap": (0.0, 2.0), "chunk": (0, 26), "sinks": (None, 0.5), "slopes": (False, True)}
+COMBINATIONS = tuple(
+    Case(
+        name="_".join(name for name, value in zip(FEATURES, values, strict=True) if value) or "no_feature",
+        requests=((1, 30), (23, 19), (0, 12), (3, 49)),
+        **dict(zip(FEATURES, values, strict=True)),
+    )
+    for values in itertools.product(*FEATURES.values())
+)
+
+
+def cases() -> st.SearchStrategy[Case]:
+    """Steps of any requests, sizes and features, small enough for a hundred of them."""
+    heads = st.sampled_from(((4, 2), (3, 3), (14, 2), (5, 1), (20, 1)))
+    sizes = st.sampled_from((5, 8, 16, 24, 64))
+    return st.builds(
+        lambda heads, **fields: Case(name="drawn", query_heads=heads[0], kv_heads=heads[1], **fields),
+        heads=heads,
+        requests=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 150)), max_size=4).map(tuple),
+        key_size=sizes,
+        value_size=sizes,
+        block_size=st.sampled_from((5, 8, 16, 32)),
+        window=st.just(0) | st.integers(1, 70),
+        softcap=st.just(0.0) | st.floats(0.5, 20.0),
+        chunk=st.just(0) | st.integers(1, 70),
+        sinks=st.none() | st.floats(-150.0, 150.0),
+        slopes=st.booleans(),
+        padding_rows=st.integers(0, 2),
+        strided=st.booleans(),
+    )
 
 
 def make_inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
@@ -116,8 +168,8 @@ def make_inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
     for n, (count, past) in enumerate(case.requests):
         positions = torch.arange(past + count)
         blocks, offsets = table[n, positions // case.block_size].long(), positions % case.block_size
-        # In front of the window of the first row that is computed, blocks are gone: those keys stay NaN.
-        visible = slice(max(0, past - case.window + 1) if case.window else 0, past)
+        # In front of what the first row that is computed sees, blocks are gone: those keys stay NaN.
+        visible = slice(first_seen(past, case.window, case.chunk), past)
         for pool in pools:
             drawn = torch.randn(past + count, case.kv_heads, pool.shape[-1], generator=generator)
             pool[blocks[visible], :, offsets[visible]] = drawn[visible]
@@ -136,6 +188,10 @@ def make_inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
         scale=case.scale,
         window=case.window,
         softcap=case.softcap,
+        chunk=case.chunk,
+        sinks=None if case.sinks is None else case.sinks + torch.randn(case.query_heads, generator=generator),
+        # As of models with ALiBi: from 1, next to nothing but the row itself, to 1 / 256.
+        slopes=2 ** (-8 * torch.rand(case.query_heads, generator=generator)) if case.slopes else None,
     )
 
 
@@ -147,6 +203,12 @@ def exact_ragged(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 def exact_varlen(inputs: Inputs) -> Tensor:
     return reference.varlen_attention(*inputs.to(torch.float64).varlen())
+
+
+def first_seen(position: int, window: int, chunk: int) -> int:
+    """The first position that a row at `position` sees, found by asking of each position whether it is seen."""
+    near = [j for j in range(position + 1) if not window or position - j < window]
+    return next(j for j in near if not chunk or j // chunk == position // chunk)
 
 
 def _draw(rows: int, heads: int, size: int, generator: torch.Generator, *, strided: bool) -> Tensor:

@@ -10,10 +10,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from selective_compile.kernels import native
 from selective_compile.kernels import ragged_attention_cpu as launcher
-from tests.kernels.ragged_cases import CASES, Case, Inputs, exact_ragged, exact_varlen, make_inputs
+from tests.kernels.ragged_cases import (
+    CASES,
+    COMBINATIONS,
+    Case,
+    Inputs,
+    cases,
+    exact_ragged,
+    exact_varlen,
+    make_inputs,
+)
 
 pytestmark = pytest.mark.skipif(not launcher.available(), reason=str(launcher.unavailable_reason()))
 
@@ -32,6 +43,14 @@ LARGER = (
     Case(name="few_of_every_count", requests=tuple((rows, 40) for rows in range(1, 9)), key_size=64, value_size=72),
     Case(name="odd_sizes", requests=((1, 50), (33, 5), (4, 9)), key_size=17, value_size=9),
     Case(name="head_size_256", requests=((1, 50), (33, 60)), key_size=256, value_size=256, scale=0.06),
+    Case(name="long_decode_chunked", requests=((1, 4999), (2, 1300), (1, 1023)), chunk=1024, softcap=20.0),
+    Case(name="long_decode_with_sinks", requests=((1, 2999), (3, 1300)), sinks=5.0, query_heads=10),
+    Case(name="long_decode_with_slopes", requests=((1, 2999), (3, 1300)), slopes=True, query_heads=10),
+    Case(name="long_chunk_of_everything", requests=((40, 4100),), chunk=4096, window=2100, sinks=3.0, slopes=True),
+    Case(name="many_tiles_chunked", requests=((301, 17), (97, 0)), query_heads=6, chunk=50, slopes=True, sinks=0.0),
+    Case(
+        name="group_of_71_with_sinks", requests=((1, 120), (3, 90)), query_heads=71, kv_heads=1, sinks=0.0, slopes=True
+    ),
 )
 RUNS = [(case, dtype) for case in (*CASES, *LARGER) for dtype in TOLERANCE]
 
@@ -71,6 +90,37 @@ def test_varlen_attention(case, dtype, threads, nan_filled_outputs):
     inputs = make_inputs(case, dtype)
     output = launcher.varlen_attention(*inputs.varlen())
     torch.testing.assert_close(output.double(), exact_varlen(inputs), rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_every_combination_of_features(dtype, nan_filled_outputs):
+    for case in COMBINATIONS:
+        inputs = make_inputs(case, dtype)
+        check_ragged(inputs)
+        output = launcher.varlen_attention(*inputs.varlen())
+        torch.testing.assert_close(output.double(), exact_varlen(inputs), rtol=0, atol=TOLERANCE[dtype], msg=case.name)
+
+
+@settings(max_examples=100, deadline=None)
+@given(case=cases(), dtype=st.sampled_from(sorted(TOLERANCE, key=str)), seed=st.integers(0, 9))
+def test_any_step(case, dtype, seed):
+    check_ragged(make_inputs(case, dtype, seed))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16, torch.float64), ids=str)
+def test_sinks_of_every_dtype_and_strides(dtype):
+    inputs = make_inputs(Case(name="", requests=((1, 40), (20, 5)), sinks=1.0, slopes=True), torch.float32)
+    sinks = torch.stack([inputs.sinks.to(dtype), torch.full((4,), torch.nan, dtype=dtype)], dim=1)[:, 0]
+    slopes = torch.stack([inputs.slopes, torch.full((4,), torch.nan)], dim=1)[:, 0]
+    check_ragged(dataclasses.replace(inputs, sinks=sinks, slopes=slopes))
+
+
+@pytest.mark.parametrize("requests", (((1, 40), (1, 1300)), ((20, 5), (9, 2000))), ids=("few", "tile"))
+def test_a_sink_without_weight_changes_nothing(requests):
+    inputs = make_inputs(Case(name="", requests=requests), torch.float32)
+    with_sinks = dataclasses.replace(inputs, sinks=torch.full((4,), -torch.inf))
+    expected = launcher.ragged_attention(*inputs.ragged())
+    assert torch.equal(launcher.ragged_attention(*with_sinks.ragged()), expected)
 
 
 # v3: AVX2; v4: AVX-512 without bf16 products; the plain one: SSE2 and the fallbacks in portable C++.
@@ -175,6 +225,9 @@ def bad_arguments():
         "at most max_blocks": {"context_lens": good.context_lens + 500},
         "block_table must name blocks of the pool": {"block_table": table},
         "slot_mapping must name slots of the pool": {"slot_mapping": far},
+        "sinks must be [4] of a floating dtype, got [3] torch.float32": {"sinks": torch.zeros(3)},
+        "sinks must be [4] of a floating dtype, got [4] torch.int64": {"sinks": torch.zeros(4).long()},
+        "slopes must be [4] of a floating dtype, got [4, 1] torch.float32": {"slopes": torch.zeros(4, 1)},
     }
 
 

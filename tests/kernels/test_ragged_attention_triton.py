@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.kernels.ragged_cases import CASES, Case, exact_ragged, exact_varlen, make_inputs
+from tests.kernels.ragged_cases import CASES, COMBINATIONS, Case, exact_ragged, exact_varlen, make_inputs
 
 triton = pytest.importorskip("triton")
 launcher = pytest.importorskip("selective_compile.kernels.ragged_attention_triton")
@@ -21,9 +22,13 @@ compiling = pytest.mark.skipif(
 
 # Several roundings of a weight and of the result, on values of order 1.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-HALF_PRECISION = ("mixed", "window_and_softcap", "wide_values", "head_size_80", "strided")
+HALF_PRECISION = ("mixed", "window_and_softcap", "wide_values", "head_size_80", "strided", "everything")
 RUNS = [(case, torch.float32) for case in CASES]
 RUNS += [(case, dtype) for case in CASES if case.name in HALF_PRECISION for dtype in (torch.bfloat16, torch.float16)]
+
+
+def count_features(case: Case) -> int:
+    return sum(bool(value) for value in (case.window, case.softcap, case.chunk, case.sinks, case.slopes))
 
 
 @pytest.fixture
@@ -57,6 +62,29 @@ def test_varlen_attention(case, dtype, nan_filled_outputs):
     inputs = make_inputs(case, dtype)
     output = launcher.varlen_attention(*inputs.varlen())
     torch.testing.assert_close(output.double(), exact_varlen(inputs), rtol=0, atol=TOLERANCE[dtype])
+
+
+# Every other one: an even number of features. Any four of the five features occur in every combination.
+@pytest.mark.parametrize("case", [case for case in COMBINATIONS if count_features(case) % 2 == 0], ids=str)
+def test_combinations_of_features(case, nan_filled_outputs):
+    inputs = make_inputs(case, torch.float32)
+    output = launcher.ragged_attention(*inputs.ragged())
+    torch.testing.assert_close(output.double(), exact_ragged(inputs)[0], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float64), ids=str)
+def test_sinks_of_every_dtype(dtype):
+    inputs = make_inputs(Case(name="", requests=((1, 40), (20, 5)), sinks=1.0), torch.float32)
+    inputs = dataclasses.replace(inputs, sinks=inputs.sinks.to(dtype))
+    output = launcher.ragged_attention(*inputs.ragged())
+    torch.testing.assert_close(output.double(), exact_ragged(inputs)[0], rtol=0, atol=2e-5)
+
+
+def test_a_sink_without_weight_changes_nothing():
+    inputs = make_inputs(Case(name="", requests=((1, 40), (20, 5)), window=9), torch.float32)
+    with_sinks = dataclasses.replace(inputs, sinks=torch.full((4,), -torch.inf))
+    expected = launcher.ragged_attention(*inputs.ragged())
+    assert torch.equal(launcher.ragged_attention(*with_sinks.ragged()), expected)
 
 
 def test_the_cases_cover_both_tiles_and_several_tiles_of_one_request():
@@ -127,10 +155,10 @@ def test_steps_of_every_shape_share_two_compiled_kernels(monkeypatch):
     shapes = (((3, 5), (1, 20)), ((64, 0),), ((16, 0),) * 16)
     shapes += (((1, 0),) * 16, ((1, 0),), ((1, 97), (0, 0), (8, 300)))
     for requests in shapes:
-        case = Case(name="", requests=requests, key_size=64, value_size=64)
+        case = Case(name="", requests=requests, key_size=64, value_size=64, sinks=0.0, slopes=True)
         arguments = list(make_inputs(case, torch.bfloat16).ragged())
         launcher.ragged_attention(*arguments)
-        for index in range(5, 9):
+        for index in (5, 6, 7, 8, 13, 14):
             tensor = arguments[index]
             arguments[index] = torch.cat([tensor.flatten()[:1], tensor.flatten()])[1:].view(tensor.shape)
         launcher.ragged_attention(*arguments)
@@ -160,6 +188,7 @@ TARGETS = (
 )
 TENSORS = ("output", "query", "keys", "values", "key", "value", "key_pool", "value_pool")
 METADATA = {"cu_seqlens_q": "*i32", "context_lens": "*i32", "block_table": "*i32", "slot_mapping": "*i64"}
+METADATA |= {"sinks": "*bf16", "slopes": "*fp32"}
 
 
 def compile_ahead(kernel, target: Target, element: str, constants: dict, **options: int):
@@ -178,10 +207,14 @@ def compile_ahead(kernel, target: Target, element: str, constants: dict, **optio
     return triton.compile(source, target=gpu, options=options | {"enable_fp_fusion": True})
 
 
-def compile_attention(target: Target, element: str, size: int, rows: int, **changes):
-    """The kernel as the launcher would ask for it: 8 requests, 4 query heads to each of 8 key/value heads."""
+def compile_attention(target: Target, element: str, size: int, rows: int, *, given: tuple[str, ...] = (), **changes):
+    """The kernel as the launcher would ask for it: 8 requests, 4 query heads to each of 8 key/value heads.
+
+    given: which of sinks and slopes there are.
+    """
     tile = config(rows, 8, 4, size, 4 if element == "fp32" else 2)
-    constants = {"SCALE": 0.1, "WINDOW": 0, "SOFTCAP": 0.0, "GROUP": 4, "HEADS": 32, "BLOCK_SIZE": 16}
+    constants = {"SCALE": 0.1, "WINDOW": 0, "SOFTCAP": 0.0, "CHUNK": 0, "GROUP": 4, "HEADS": 32, "BLOCK_SIZE": 16}
+    constants |= {name: None for name in ("sinks", "slopes") if name not in given}
     constants |= {"KEY_SIZE": size, "VALUE_SIZE": size, "BLOCK_D": tile.block_d, "BLOCK_DV": tile.block_dv}
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "WIDEN": False}
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
@@ -226,6 +259,31 @@ def test_attention_compiles_ahead_of_time_without_spills(target, element, size, 
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_window_softcap_and_padded_head_size_compile_ahead_of_time(target, tmp_path):
     compiled = compile_attention(target, "fp16", 80, 512, WINDOW=100, SOFTCAP=50.0)
+    assert_ships(compiled, target, tmp_path)
+
+
+# As in llama4, gpt_oss, bloom and mpt, and all at once: names of tensors given, changed constants, rows.
+FEATURES = {
+    "chunk": ((), {"CHUNK": 8192}, 512),
+    "sinks_and_window": (("sinks",), {"WINDOW": 128}, 512),
+    "slopes": (("slopes",), {}, 512),
+    "everything_decode": (("sinks", "slopes"), {"CHUNK": 8192, "WINDOW": 128, "SOFTCAP": 30.0}, 8),
+    "everything": (("sinks", "slopes"), {"CHUNK": 8192, "WINDOW": 128, "SOFTCAP": 30.0}, 512),
+}
+
+
+@compiling
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_features_compile_ahead_of_time(target, feature, tmp_path):
+    given, constants, rows = FEATURES[feature]
+    assert_ships(compile_attention(target, "bf16", 128, rows, given=given, **constants), target, tmp_path)
+
+
+@compiling
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_features_in_float32_compile_ahead_of_time(target, tmp_path):
+    compiled = compile_attention(target, "fp32", 128, 512, given=("sinks", "slopes"), CHUNK=64, WINDOW=40)
     assert_ships(compiled, target, tmp_path)
 
 
