@@ -14,7 +14,7 @@ from selective_compile.passes.attention import recognise_attention
 from selective_compile.passes.flatten import FlatGraph, flatten
 from selective_compile.passes.lower import lower
 from selective_compile.passes.mask_proof import prove_masks
-from selective_compile.passes.normalise import normalise
+from selective_compile.passes.normalise import all_ones, normalise
 from selective_compile.passes.output_tails import Tail, take_off_tails
 from selective_compile.passes.sampled_rows import keep_sampled_rows
 from selective_compile.passes.token_axes import mark_token_axes
@@ -67,14 +67,17 @@ class Rewrite:
         self.records.append(PassRecord(name=name, count=count, seconds=time.perf_counter() - start))
 
 
-def rewrite(module: fx.GraphModule, examples: Sequence[Any], *, paged: bool) -> Rewrite:
+def rewrite(module: fx.GraphModule, examples: Sequence[Any], *, paged: bool, ones: str | None = None) -> Rewrite:
     """Run the pipeline on Dynamo's graph.
 
-    ``paged``: for the engine, with KV pools and sampled rows; otherwise for a padded call, whole in one step.  What
-    cannot be proved stands in ``refusals`` and leaves ``flat`` None.  Raises `RefusedError` when the graph's inputs are
-    not those of a decoder at all.
+    ``paged``: for the engine, with KV pools and sampled rows; otherwise for a padded call, whole in one step.  ``ones``
+    is the source of a token input that is never anything but 1, as the engine's attention mask.  What cannot be proved
+    stands in ``refusals`` and leaves ``flat`` None.  Raises `RefusedError` when the graph's inputs are not those of a
+    decoder at all.
     """
     traced = normalise(module, examples)
+    if ones is not None:
+        all_ones(traced, ones)
     result = Rewrite(traced=traced, tails=take_off_tails(traced.module))
     if paged and not all(tail.keeps_last for tail in result.tails):
         traced.refuse(traced.output_node, "it cuts off the logits of the last token")

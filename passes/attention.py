@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from selective_compile.passes.axes import Axis
+from selective_compile.passes.axes import Axis, Extended
 from selective_compile.passes.contraction import Contraction, contraction_of
-from selective_compile.passes.heads import Unreadable, operand_of, plain_size, require_grouped
+from selective_compile.passes.heads import Unreadable, operand_of, plain_size, require_grouped, sinks_of
 from selective_compile.passes.score_chain import ScoreChain, passes_through, read_scores
 from selective_compile.passes.traced_graph import (
     AttentionCall,
@@ -152,7 +152,8 @@ def read_eager(traced: TracedGraph, softmax: fx.Node) -> AttentionCall:
         causal_flag=False,
         masks=tuple(chain.masks),
         source_line=source_line(softmax),
-        covers=frozenset({softmax, mixing.node}),
+        covers=frozenset({softmax, mixing.node, *chain.covers}),
+        sinks=None if chain.sinks is None else sinks_of(traced, chain.sinks, query.heads),
     )
 
 
@@ -183,9 +184,17 @@ def values_product(traced: TracedGraph, softmax: fx.Node) -> ValuesProduct:
         found = contraction_of(user)
         if found is not None and user in traced.sequence_nodes and found.left is node and found.bias is None:
             return ValuesProduct(traced, user, found)
-        if not passes_through(user, PASSED_THROUGH) or not traced.axes[user].is_pair:
+        if not (passes_through(user, PASSED_THROUGH) or cuts_sinks(traced, user)) or not traced.axes[user].is_pair:
             raise Unreadable(user, f"no reading for {user.target} between the softmax and the product with the values")
         node = user
+
+
+def cuts_sinks(traced: TracedGraph, node: fx.Node) -> bool:
+    """Whether a slice takes the weights of sinks off, which no values stand for, and leaves those of all keys."""
+    if node.target is not aten.slice.Tensor:
+        return False
+    before, after = (traced.axes[x].dims[-1] for x in (node.args[0], node))  # type: ignore[index]
+    return isinstance(before[0], Extended) and after == (Axis.TOKEN,)
 
 
 def pair_letters(traced: TracedGraph, chain: ScoreChain) -> tuple[str, str]:

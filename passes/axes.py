@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from math import prod
 from typing import TYPE_CHECKING
 
 import sympy
@@ -28,8 +29,37 @@ class Axis(Enum):
         return self.name
 
 
-Factor = Axis | int
+@dataclass(frozen=True)
+class Permuted:
+    """A factor: the elements of a dimension ``of``, put in the order that the node ``order`` sorts them into."""
+
+    order: fx.Node
+    of: Dim
+
+    def __repr__(self) -> str:
+        return f"{self.of} by {self.order.name}"
+
+
+@dataclass(frozen=True)
+class Extended:
+    """A factor: the tokens of a request and ``count`` constants behind them, as an attention's sinks are."""
+
+    count: int
+
+    def __repr__(self) -> str:
+        return f"TOKEN+{self.count}"
+
+
+Factor = Axis | int | Permuted | Extended
 Dim = tuple[Factor, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """How many elements each group has after ``order`` sorted them by group, or where each group ends."""
+
+    order: fx.Node
+    ends: bool = False
 
 
 class Mixes(Exception):
@@ -41,15 +71,20 @@ class Axes:
     """What is known of one tensor.
 
     The claim: the element at batch index b and token index s is a function of token (b, s) alone (of the two tokens
-    it names, where two dimensions carry TOKEN), of constants, and of nothing else.  ``iota`` says that the value is
-    its own index along that axis.  ``inputs`` are the token-carrying graph inputs that the value depends on.
-    ``probed`` says that the claim rests on evaluation (`positional`), not on a rule.
+    it names, where two dimensions carry TOKEN), of constants, and of nothing else.  Along a `Permuted` dimension it is
+    a function of the token that was put there.  ``inputs`` are the token-carrying graph inputs that the value depends
+    on.  ``probed`` says that the claim rests on evaluation (`positional`), not on a rule.
+
+    Two kinds of value make no such claim.  ``numbers``, unless empty: the value is an index into a dimension with these
+    factors, of the element it stands for.  ``groups``: it holds the sizes or ends of groups of sorted tokens.  Only
+    rules that know them may read them, see `opaque`.
     """
 
     dims: tuple[Dim, ...]
-    iota: Axis | None = None
+    numbers: Dim = ()
     inputs: frozenset[fx.Node] = frozenset()
     probed: bool = False
+    groups: Groups | None = None
 
     def holding(self, axis: Axis) -> tuple[int, ...]:
         """Dimensions that have ``axis`` among their factors."""
@@ -57,17 +92,35 @@ class Axes:
 
     @property
     def is_constant(self) -> bool:
-        return not any(isinstance(f, Axis) for dim in self.dims for f in dim)
+        return all(isinstance(f, int) for dim in self.dims for f in dim)
+
+    @property
+    def opaque(self) -> bool:
+        """Whether the value depends on what other tokens there are, as a place in an order of all of them does."""
+        if not self.numbers:
+            return self.groups is not None
+        return self.is_permuted or self.numbers not in ((Axis.TOKEN,), (Axis.BATCH,))
+
+    @property
+    def is_permuted(self) -> bool:
+        return any(isinstance(f, Permuted) for dim in self.dims for f in dim)
 
     @property
     def is_pair(self) -> bool:
-        return len(self.holding(Axis.TOKEN)) == 2
+        return len(self.key_dims) == 2
+
+    @property
+    def key_dims(self) -> tuple[int, ...]:
+        """Dimensions that enumerate a request's tokens, whether or not constants follow them."""
+        return tuple(
+            i for i, dim in enumerate(self.dims) if Axis.TOKEN in dim or any(isinstance(f, Extended) for f in dim)
+        )
 
     def labelled(self, index: int) -> bool:
-        return any(isinstance(f, Axis) for f in self.dims[index])
+        return not all(isinstance(f, int) for f in self.dims[index])
 
     def plain(self) -> Axes:
-        return replace(self, iota=None, probed=False)
+        return replace(self, numbers=(), probed=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +171,8 @@ def regroup(dims: tuple[Dim, ...], sizes: Sizes, shape: tuple[object, ...]) -> t
                 batch -= 1
             elif head is Axis.TOKEN and token:
                 token -= 1
+            elif isinstance(head, Permuted) and (left := without(head.of, (coefficient, batch, token))) is not None:
+                coefficient, batch, token = left
             elif isinstance(head, int) and head and coefficient % head == 0:
                 coefficient //= head
             elif isinstance(head, int) and coefficient > 1 and head % coefficient == 0:
@@ -128,6 +183,17 @@ def regroup(dims: tuple[Dim, ...], sizes: Sizes, shape: tuple[object, ...]) -> t
             taken.append(head)
         regrouped.append(tuple(taken))
     return tuple(merge_plain(dim) for dim in regrouped)
+
+
+def without(dim: Dim, left: tuple[int, int, int]) -> tuple[int, int, int] | None:
+    """What is left of (coefficient, batches, tokens) when the factors of ``dim`` are taken out; None if they are not
+    in it."""
+    coefficient, batch, token = left
+    plain = prod(f for f in dim if isinstance(f, int))
+    batch, token = batch - dim.count(Axis.BATCH), token - dim.count(Axis.TOKEN)
+    if coefficient % plain or batch < 0 or token < 0:
+        return None
+    return coefficient // plain, batch, token
 
 
 def merge_plain(dim: Dim) -> Dim:

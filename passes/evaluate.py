@@ -9,17 +9,18 @@ import sympy
 import torch
 from torch import fx
 
+from selective_compile.passes.axes import is_symbolic
 from selective_compile.passes.traced_graph import TracedGraph
 
 
 def ancestors(node: fx.Node, stop: frozenset[fx.Node] = frozenset()) -> list[fx.Node]:
-    """``node`` and all it is computed from, in graph order, not looking behind the nodes in ``stop``."""
+    """``node`` and all it is computed from, in graph order, not looking behind sizes and the nodes in ``stop``."""
     needed, stack = set(), [node]
     while stack:
         current = stack.pop()
         if current not in needed:
             needed.add(current)
-            if current not in stop:
+            if current not in stop and not is_symbolic(current.meta.get("val")):
                 stack.extend(current.all_input_nodes)
     return [n for n in node.graph.nodes if n in needed]
 

@@ -21,7 +21,10 @@ from torch import fx
 from selective_compile.passes.axes import Axes, Axis, Sizes
 from selective_compile.passes.normalise import Symbols, retrace, tidy
 from selective_compile.passes.positional import is_positional_root, straight_line
-from selective_compile.passes.rules_create import reads_own_index
+from selective_compile.passes.rules_lookup import reads_own_index
+from selective_compile.passes.rules_order import is_inverse
+from selective_compile.passes.rules_reduce import dims_along
+from selective_compile.passes.rules_views import reads_rows_in_order, slice_bounds
 from selective_compile.passes.traced_graph import AttentionCall, Input, Operand, RefusedError, TracedGraph
 
 aten = torch.ops.aten
@@ -73,6 +76,7 @@ class Flattener:
         for index, call in enumerate(self.traced.calls):
             self.replace_attention(index, call)
         self.graph.eliminate_dead_code()
+        self.replace_rows()
         self.replace_positions()
         self.check_survivors()
         self.replace_sizes()
@@ -120,6 +124,7 @@ class Flattener:
             query, key, value = (self.arranged(x) for x in (call.query, call.key, call.value))
             assert call.family is not None
             options = (call.scale, call.family.window, call.softcap)
+            others = self.options_of(index, call)
             metadata = [self.new[name] for name in self.metadata]
             if self.paged:
                 pools = (self.new[f"key_pool_{index}"], self.new[f"value_pool_{index}"])
@@ -128,11 +133,26 @@ class Flattener:
             else:
                 op = torch.ops.selective.varlen_attention.default
                 arguments = (query, key, value, *metadata, *options)
-            mixed = self.graph.call_function(op, arguments)
+            mixed = self.graph.call_function(op, arguments, others)
             result = self.shaped_as_output(call, mixed)
         call.output.replace_all_uses_with(result)
         self.replaced[call.output] = result
         self.graph.erase_node(call.output)  # dead code elimination keeps it: with dropout it would be random
+
+    def options_of(self, index: int, call: AttentionCall) -> dict[str, Any]:
+        """What few attentions have."""
+        others: dict[str, Any] = {}
+        assert call.family is not None
+        if call.family.chunk:
+            others["chunk"] = call.family.chunk
+        if call.family.slopes:
+            name = f"slopes_{index}"
+            slopes = torch.tensor(call.family.slopes, dtype=torch.float32, device=call.output.meta["val"].device)
+            self.traced.module.register_buffer(name, slopes)
+            others["slopes"] = self.graph.get_attr(name)
+        if call.sinks is not None:
+            others["sinks"] = self.graph.call_function(aten.reshape.default, (call.sinks, [-1]))
+        return others
 
     def arranged(self, operand: Operand) -> fx.Node:
         """``[T, heads, head size]``: a permutation and a reshape (a view wherever the strides allow it)."""
@@ -165,6 +185,22 @@ class Flattener:
             sizes.append(-1 if Axis.TOKEN in dim else product)
         return sizes
 
+    def replace_rows(self) -> None:
+        """A table's rows read in the order of a request's tokens are read at their positions."""
+        for node in list(self.graph.nodes):
+            source = node.args[0] if node.target is aten.slice.Tensor else None
+            if source not in self.traced.axes or node not in self.traced.axes:
+                continue
+            if not reads_rows_in_order(node, self.traced.axes[source], self.traced.sizes):
+                continue
+            (dim,) = dims_along(node, 1, 0)
+            start = slice_bounds(node)[0] or 0
+            with self.graph.inserting_before(node):
+                index = self.graph.call_function(aten.add.Tensor, (self.new["positions"], start))
+                rows = self.graph.call_function(aten.index_select.default, (source, dim, index))
+            node.replace_all_uses_with(rows)
+            self.graph.erase_node(node)
+
     def replace_positions(self) -> None:
         """Whatever numbers tokens and is still needed becomes ``first + step * positions``."""
         for node in reversed(list(self.graph.nodes)):
@@ -177,7 +213,7 @@ class Flattener:
                 continue
             with self.graph.inserting_before(node):
                 new = self.numbered(node, *line)
-            node.replace_all_uses_with(new)
+            node.replace_all_uses_with(new, delete_user_cb=lambda user: not is_inverse(self.traced.axes, user))
         self.graph.eliminate_dead_code()
 
     def numbered(self, node: fx.Node, first: int, step: int) -> fx.Node:
@@ -197,7 +233,7 @@ class Flattener:
                 self.traced.refuse(node, "it reads tokens at their own index, outside a mask")
             elif axes.is_pair:
                 self.traced.refuse(node, "it holds a value for each pair of tokens, outside an attention")
-            elif axes.iota is Axis.BATCH:
+            elif axes.numbers == (Axis.BATCH,):
                 self.traced.refuse(node, "it numbers requests, outside a mask")
         if self.traced.refusals:
             raise RefusedError(self.traced.refusals)

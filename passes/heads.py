@@ -118,3 +118,26 @@ def repeats(traced: TracedGraph, candidate: Operand, node: fx.Node, order: tuple
     seen = moved.permute(*rest, *order).reshape(PROBE_TOKENS, heads, candidate.head_size)
     expected = numbers.permute(*candidate.order).reshape(PROBE_TOKENS, candidate.heads, candidate.head_size)
     return torch.equal(seen, expected.repeat_interleave(heads // candidate.heads, dim=1))
+
+
+def sinks_of(traced: TracedGraph, node: fx.Node, heads: int) -> fx.Node:
+    """The value with one number for each head that ``node`` ``[..., heads, tokens, 1]`` only repeats."""
+    source = node
+    while plain_count(traced, source) != heads or not traced.axes[source].is_constant:
+        if getattr(source.target, "overloadpacket", None) not in MOVES or not isinstance(source.args[0], fx.Node):
+            raise Unreadable(node, "its sinks are not one number for each head")
+        source = source.args[0]
+    numbers = torch.arange(heads, dtype=torch.int64).reshape([int(size) for size in source.meta["val"].shape])
+    moved = evaluate(traced, node, batch=1, tokens=PROBE_TOKENS, given={source: numbers})
+    if moved.dim() < 3 or not torch.equal(moved.reshape(heads, -1), numbers.reshape(heads, 1).expand(-1, PROBE_TOKENS)):
+        raise Unreadable(node, "its sinks are not those of the heads in their order")
+    return source
+
+
+def plain_count(traced: TracedGraph, node: fx.Node) -> int:
+    """Elements for one token of one request."""
+    count = 1
+    for dim in traced.axes[node].dims:
+        for factor in dim:
+            count *= factor if isinstance(factor, int) else 1
+    return count

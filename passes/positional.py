@@ -71,7 +71,7 @@ def prefix_of(short: torch.Tensor, long: torch.Tensor, dims: tuple[Dim, ...]) ->
 
 def is_positional_root(axes: Axes, node: fx.Node) -> bool:
     """Whether a value's entries are known by position without looking at what it is computed from."""
-    numbers = node.target in (aten.arange.default, aten.arange.start) and axes.iota is Axis.TOKEN
+    numbers = node.target in (aten.arange.default, aten.arange.start) and axes.numbers == (Axis.TOKEN,)
     return numbers or (axes.probed and axes.holding(Axis.TOKEN) != ())
 
 

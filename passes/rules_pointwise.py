@@ -17,7 +17,10 @@ def pointwise(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Ax
     operands = [axes_of(a) for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]
     dims = broadcast([axes.dims for axes in operands])
     inputs = frozenset().union(*(axes.inputs for axes in operands))
-    return Axes(dims=dims, inputs=inputs, iota=kept_iota(node, operands))
+    numbers = kept_numbers(node, operands)
+    if not numbers and any(axes.opaque for axes in operands):
+        raise Mixes("computes with the numbers by which tokens are reordered")
+    return Axes(dims=dims, inputs=inputs, numbers=numbers)
 
 
 def broadcast(shapes: Sequence[tuple[Dim, ...]]) -> tuple[Dim, ...]:
@@ -33,17 +36,21 @@ def meet(column: Sequence[Dim]) -> Dim:
     return present.pop() if present else ()
 
 
-def kept_iota(node: fx.Node, operands: Sequence[Axes]) -> Any:
-    """``x + 0``, ``x * 1`` and casts between integers keep a value its own index."""
-    if len(operands) != 1:
-        return None
-    name = str(node.target).split(".")[1]
+def kept_numbers(node: fx.Node, operands: Sequence[Axes]) -> Dim:
+    """``x + 0`` and ``x * 1`` keep a value a number; ``x // k`` is that of the row, if ``k`` of them make a row."""
     scalars = [a for a in node.args[1:] if isinstance(a, (int, float))]
-    keeps = {"add": [0], "sub": [0], "mul": [1]}.get(name)
-    integral = not node.meta["val"].dtype.is_floating_point
-    return operands[0].iota if keeps is not None and scalars == keeps and integral else None
+    if len(operands) != 1 or len(scalars) != 1 or node.meta["val"].dtype.is_floating_point:
+        return ()
+    numbers, name = operands[0].numbers, str(node.target).split(".")[1]
+    if (name, scalars[0]) in UNCHANGED:
+        return numbers
+    divides = name == "floor_divide" or (name == "div" and node.kwargs.get("rounding_mode") in ("floor", "trunc"))
+    if divides and scalars[0] == 1:
+        return numbers
+    return numbers[:-1] if divides and numbers and numbers[-1] == scalars[0] else ()
 
 
+UNCHANGED = (("add", 0), ("sub", 0), ("mul", 1))
 # Pointwise operators that bear no tag in ATen.
 UNTAGGED: dict[Any, Callable[..., Axes]] = {
     getattr(torch.ops.aten, name): pointwise
@@ -59,5 +66,7 @@ UNTAGGED: dict[Any, Callable[..., Axes]] = {
         "silu",
         "clamp",
         "softplus",
+        "copy",
+        "polar",
     )
 }

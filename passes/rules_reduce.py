@@ -29,18 +29,27 @@ def refuse_labelled(node: fx.Node, axes: Axes, dims: list[int]) -> None:
 
 
 def named(dim: Dim) -> str:
-    return " and ".join({Axis.BATCH: "requests", Axis.TOKEN: "tokens"}[f] for f in dim if isinstance(f, Axis))
+    names = {Axis.BATCH: "requests", Axis.TOKEN: "tokens"}
+    return " and ".join(names[f] if isinstance(f, Axis) else "sorted tokens" for f in dim if not isinstance(f, int))
 
 
-def reduction(position: int = 1, keepdim_position: int = 2) -> Callable[..., Axes]:
-    def rule(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Axes:
+def reduction(position: int = 1, keepdim_position: int = 2) -> Callable[..., Any]:
+    def rule(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Any:
         axes, dims = axes_of(node.args[0]), dims_along(node, position)
-        refuse_labelled(node, axes, dims)
+        over_keys = node.target in MAXIMA and len(dims) == 1 and is_keys(axes, dims[0])
+        if not over_keys:
+            refuse_labelled(node, axes, dims)
         keep = node.args[keepdim_position] if len(node.args) > keepdim_position else node.kwargs.get("keepdim", False)
         kept = tuple(() if i in dims else dim for i, dim in enumerate(axes.dims) if keep or i not in dims)
-        return Axes(dims=kept, inputs=axes.inputs)
+        found = Axes(dims=kept, inputs=axes.inputs)
+        return ("maximum over the key axis", found) if over_keys else found
 
     return rule
+
+
+def is_keys(axes: Axes, dim: int) -> bool:
+    """Whether a dimension holds the keys of a (query, key) pair."""
+    return axes.is_pair and dim == axes.key_dims[-1] and len(axes.dims[dim]) == 1
 
 
 def along(position: int = 1, default: Any = -1) -> Callable[..., Axes]:
@@ -48,7 +57,7 @@ def along(position: int = 1, default: Any = -1) -> Callable[..., Axes]:
 
     def rule(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Any:
         axes, dims = axes_of(node.args[0]), dims_along(node, position, default)
-        if node.target in SOFTMAX and axes.is_pair and axes.dims[dims[0]] == (Axis.TOKEN,):
+        if node.target in SOFTMAX and is_keys(axes, dims[0]):
             return "softmax over the key axis", axes.plain()
         refuse_labelled(node, axes, dims)
         return axes.plain()
@@ -57,14 +66,16 @@ def along(position: int = 1, default: Any = -1) -> Callable[..., Axes]:
 
 
 SOFTMAX = (aten.softmax.int, aten._softmax.default)
+MAXIMA = (aten.max.dim, aten.amax.default)
 
 
 def selection(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Axes:
     """``topk`` and ``sort``: order within one unlabelled dimension, which changes its size at most."""
-    position = 2 if node.target is aten.topk.default else 1
+    position = 2 if node.target in (aten.topk.default, aten.sort.stable, aten.argsort.stable) else 1
     axes, dims = axes_of(node.args[0]), dims_along(node, position, -1)
     refuse_labelled(node, axes, dims)
-    size = node.meta["val"][0].shape[dims[0]]
+    value = node.meta["val"]
+    size = (value if isinstance(value, torch.Tensor) else value[0]).shape[dims[0]]
     cut: Dim = (size,) if size != 1 else ()
     return Axes(dims=tuple(cut if i in dims else d for i, d in enumerate(axes.dims)), inputs=axes.inputs)
 
@@ -89,11 +100,12 @@ def attention(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Ax
 
 REDUCTIONS: dict[Any, Callable[..., Any]] = {
     **{op: reduction() for op in (aten.mean, aten.sum, aten.amax, aten.amin, aten.argmax, aten.argmin, aten.prod)},
+    aten.max: reduction(),
+    aten.min: reduction(),
     **{op: reduction() for op in (aten.any, aten.all, aten.logsumexp)},
     **{op: along() for op in (aten.softmax, aten._softmax, aten.log_softmax, aten.cumsum, aten.flip)},
     aten.scaled_dot_product_attention: attention,
     aten.topk: selection,
-    aten.sort: selection,
     aten.layer_norm: normalised_shape,
     aten.rms_norm: normalised_shape,
 }

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
-from selective_compile.passes.axes import Axes, Axis, Dim, Mixes, Sizes, regroup
+from selective_compile.passes.axes import Axes, Axis, Dim, Extended, Mixes, Sizes, is_symbolic, merge_plain, regroup
+from selective_compile.passes.rules_order import order_of
 from selective_compile.passes.rules_pointwise import broadcast
 from selective_compile.passes.rules_reduce import dims_along, refuse_labelled
 
@@ -18,7 +20,7 @@ AxesOf = Callable[[Any], Axes]
 
 
 def with_dims(axes: Axes, dims: tuple[Dim, ...] | list[Dim]) -> Axes:
-    return Axes(dims=tuple(dims), iota=axes.iota, inputs=axes.inputs)
+    return Axes(dims=tuple(dims), numbers=axes.numbers, inputs=axes.inputs)
 
 
 def constant_dims(value: Any) -> list[int]:
@@ -28,6 +30,18 @@ def constant_dims(value: Any) -> list[int]:
 def reshape(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     axes = axes_of(node.args[0])
     return with_dims(axes, regroup(axes.dims, sizes, tuple(node.meta["val"].shape)))
+
+
+def complex_pairs(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    """``view_as_complex``: the last dimension, real and imaginary part, becomes one number."""
+    axes = axes_of(node.args[0])
+    refuse_labelled(node, axes, [len(axes.dims) - 1])
+    return Axes(dims=axes.dims[:-1], inputs=axes.inputs)
+
+
+def real_pairs(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    axes = axes_of(node.args[0])
+    return Axes(dims=(*axes.dims, (2,)), inputs=axes.inputs)
 
 
 def unsqueeze(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
@@ -65,10 +79,40 @@ def slice_(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     """A full slice was removed by pass 1, so what is left cuts its dimension."""
     axes, value = axes_of(node.args[0]), node.meta["val"]
     (dim,) = dims_along(node, 1, 0)
+    if cuts_extension(node, axes, dim, sizes):
+        return with_dims(axes, replaced(axes.dims, dim, (Axis.TOKEN,)))
     refuse_labelled(node, axes, [dim])
+    if reads_rows_in_order(node, axes, sizes):
+        return with_dims(axes, replaced(axes.dims, dim, (Axis.TOKEN,)))
     if not all(bound is None or isinstance(bound, int) for bound in (*node.args[2:], value.shape[dim])):
         raise Mixes("reads a table by the number of tokens")
     return with_dims(axes, replaced(axes.dims, dim, sizes.dim(value.shape[dim])))
+
+
+def reads_rows_in_order(node: fx.Node, axes: Axes, sizes: Sizes) -> bool:
+    """Whether a slice takes a table's rows from a constant one on, one for each token: ``table[2 : S + 2]``."""
+    (dim,) = dims_along(node, 1, 0)
+    start, _, step = slice_bounds(node)
+    if not axes.is_constant or step != 1 or not (start is None or isinstance(start, int) and start >= 0):
+        return False
+    size = node.meta["val"].shape[dim]
+    return is_symbolic(size) and sizes.monomial(size) == (1, 0, 1)
+
+
+def slice_bounds(node: fx.Node) -> list[Any]:
+    """Start, end and step as given, None, None and 1 where they are not."""
+    given: list[Any] = [*node.args[2:]]
+    return given + [None, None, 1][len(given) :]
+
+
+def cuts_extension(node: fx.Node, axes: Axes, dim: int, sizes: Sizes) -> bool:
+    """Whether a slice leaves exactly the tokens of an `Extended` dimension."""
+    (factor,) = axes.dims[dim] if len(axes.dims[dim]) == 1 else (None,)
+    if not isinstance(factor, Extended):
+        return False
+    start, _, step = slice_bounds(node)
+    size = node.meta["val"].shape[dim]
+    return (start is None or start == 0) and step == 1 and is_symbolic(size) and sizes.monomial(size) == (1, 0, 1)
 
 
 def replaced(dims: tuple[Dim, ...], at: int, new: Dim) -> tuple[Dim, ...]:
@@ -98,8 +142,11 @@ def getitem(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     if producer is aten.unbind:
         (gone,) = dims_along(node.args[0], 1, 0)  # type: ignore[arg-type]
         dims = (*dims[:gone], *dims[gone + 1 :])
-    kept = [any(isinstance(f, Axis) for f in dim) for dim in dims]
-    return with_dims(axes, [d if k else sizes.dim(s) for d, k, s in zip(dims, kept, shape, strict=True)])
+    kept = [any(not isinstance(f, int) for f in dim) for dim in dims]
+    named = [d if k else sizes.dim(s) for d, k, s in zip(dims, kept, shape, strict=True)]
+    if producer is aten.sort and node.args[1] == 1 and axes.is_permuted:
+        return Axes(dims=tuple(named), numbers=order_of(axes).of, inputs=axes.inputs)
+    return with_dims(axes, named)
 
 
 def cat(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
@@ -110,10 +157,20 @@ def cat(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
         return Axes(dims=parts[0].dims, inputs=inputs)
     rank = node.meta["val"].dim()
     dim = (node.args[1] if len(node.args) > 1 else 0) % rank
+    others = broadcast([replaced(axes.dims, dim, ()) for axes in parts])
+    if (count := extension(parts, dim)) is not None:
+        return Axes(dims=replaced(others, dim, (Extended(count),)), inputs=inputs)
     for axes in parts:
         refuse_labelled(node, axes, [dim])
-    others = [replaced(axes.dims, dim, ()) for axes in parts]
-    return Axes(dims=replaced(broadcast(others), dim, sizes.dim(node.meta["val"].shape[dim])), inputs=inputs)
+    return Axes(dims=replaced(others, dim, sizes.dim(node.meta["val"].shape[dim])), inputs=inputs)
+
+
+def extension(parts: list[Axes], dim: int) -> int | None:
+    """How many constants are put behind the keys of (query, key) pairs; None for any other concatenation."""
+    keys, *behind = (axes.dims[dim] for axes in parts)
+    if not parts[0].is_pair or keys != (Axis.TOKEN,) or any(axes.labelled(dim) for axes in parts[1:]):
+        return None
+    return sum(prod(f for f in factors if isinstance(f, int)) for factors in behind)
 
 
 def stack(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
@@ -134,17 +191,37 @@ def squeeze(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
 
 
 def repeat_interleave(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
-    """Heads repeated: along one unlabelled dimension, by a constant count."""
-    axes = axes_of(node.args[0])
+    """Along one dimension, by a constant count: heads repeated, or each token as often as it has experts."""
+    axes, count = axes_of(node.args[0]), node.args[1]
     (dim,) = dims_along(node, 2)
-    refuse_labelled(node, axes, [dim])
-    return with_dims(axes, replaced(axes.dims, dim, sizes.dim(node.meta["val"].shape[dim])))
+    if not isinstance(count, int) or axes.numbers:
+        raise Mixes("repeats elements as often as a tensor says, or repeats the numbers of tokens")
+    repeated = (*axes.dims[dim], count) if axes.labelled(dim) else sizes.dim(node.meta["val"].shape[dim])
+    return with_dims(axes, replaced(axes.dims, dim, merge_plain(repeated)))
+
+
+def repeat(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    """The whole tensor several times along some dimensions: ``[T, h]`` repeated E times is ``[E * T, h]``."""
+    axes, times = axes_of(node.args[0]), list(node.args[1])  # type: ignore[arg-type]
+    if not all(isinstance(count, int) for count in times) or axes.numbers:
+        raise Mixes("repeats a tensor as often as there are tokens, or repeats the numbers of tokens")
+    padded = ((),) * (len(times) - len(axes.dims)) + axes.dims
+    return with_dims(axes, [merge_plain((n, *dim)) for n, dim in zip(times, padded, strict=True)])
+
+
+def broadcast_tensors(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    parts = [axes_of(part) for part in node.args[0]]  # type: ignore[union-attr]
+    return Axes(dims=broadcast([a.dims for a in parts]), inputs=frozenset().union(*(a.inputs for a in parts)))
 
 
 def same(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     """Casts and copies; a cast of an index to a float or to few bits is no index any more."""
     axes = axes_of(node.args[0])
-    return axes if node.meta["val"].dtype in (torch.int32, torch.int64) else axes.plain()
+    if axes.groups is not None or node.meta["val"].dtype in (torch.int32, torch.int64):
+        return axes
+    if axes.opaque:
+        raise Mixes("casts the numbers by which tokens are reordered to a type that may not hold them")
+    return axes.plain()
 
 
 VIEWS: dict[Any, Callable[..., Any]] = {
@@ -154,6 +231,8 @@ VIEWS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.split, aten.split_with_sizes, aten.chunk, aten.unbind), split),
     operator.getitem: getitem,
     aten.unsqueeze: unsqueeze,
+    aten.view_as_complex: complex_pairs,
+    aten.view_as_real: real_pairs,
     aten.squeeze: squeeze,
     aten.permute: permute,
     aten.numpy_T: reversed_dims,
@@ -163,4 +242,6 @@ VIEWS: dict[Any, Callable[..., Any]] = {
     aten.cat: cat,
     aten.stack: stack,
     aten.repeat_interleave: repeat_interleave,
+    aten.repeat: repeat,
+    aten.broadcast_tensors: broadcast_tensors,
 }

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from selective_compile.passes.axes import Axis
 from selective_compile.passes.contraction import Contraction, contraction_of
 from selective_compile.passes.evaluate import ancestors, evaluate
 from selective_compile.passes.heads import Unreadable
+from selective_compile.passes.rules_reduce import MAXIMA
 from selective_compile.passes.traced_graph import MaskTerm, TracedGraph
 
 aten = torch.ops.aten
@@ -29,6 +30,8 @@ class ScoreChain:
     masks: list[MaskTerm] = field(default_factory=list)
     product: Contraction | None = None
     product_node: Any = None
+    sinks: fx.Node | None = None
+    covers: list[fx.Node] = field(default_factory=list)
     _after_tanh: float | None = None
 
     def multiply(self, factor: float) -> None:
@@ -51,20 +54,20 @@ class ScoreChain:
 def read_scores(traced: TracedGraph, softmax: fx.Node) -> ScoreChain:
     """Raises `Unreadable` at the first operator that has no reading."""
     last = len(traced.axes[softmax].dims) - 1
-    if softmax.args[1] not in (-1, last) or traced.axes[softmax].holding(Axis.TOKEN)[-1] != last:
+    if softmax.args[1] not in (-1, last) or traced.axes[softmax].key_dims[-1] != last:
         raise Unreadable(softmax, "its softmax must run along the last dimension")
     chain, node = ScoreChain(), softmax.args[0]
     while True:
         assert isinstance(node, fx.Node)
         product = contraction_of(node)
         if product is not None:
-            return finish(chain, node, product)
+            return finish(traced, chain, node, product)
         node = step_back(traced, chain, node)
 
 
-def finish(chain: ScoreChain, node: fx.Node, product: Contraction) -> ScoreChain:
+def finish(traced: TracedGraph, chain: ScoreChain, node: fx.Node, product: Contraction) -> ScoreChain:
     if product.bias is not None and product.beta != 0:
-        raise Unreadable(node, "a bias is added to its scores")
+        add_mask(traced, chain, node, product.bias, product.beta)
     chain.multiply(product.alpha if product.bias is not None else 1.0)
     chain.product, chain.product_node = product, node
     if len(product.summed) != 1:
@@ -93,6 +96,10 @@ def step_back(traced: TracedGraph, chain: ScoreChain, node: fx.Node) -> Any:
         return node.args[0]
     if packet is aten.add and node.kwargs.get("alpha", 1) == 1:
         return take_added_mask(traced, chain, node)
+    if packet is aten.sub and node.kwargs.get("alpha", 1) == 1:
+        return take_maximum(chain, node)
+    if packet is aten.cat:
+        return take_sinks(traced, chain, node)
     if packet is aten.masked_fill:
         return take_filled(traced, chain, node, scores=node.args[0], mask=node.args[1], fill=node.args[2], kind="drop")
     if packet is aten.where:
@@ -103,11 +110,47 @@ def step_back(traced: TracedGraph, chain: ScoreChain, node: fx.Node) -> Any:
 def take_added_mask(traced: TracedGraph, chain: ScoreChain, node: fx.Node) -> Any:
     first, second = node.args[:2]
     scores, mask = (first, second) if carries_scores(traced, first) else (second, first)
-    if not carries_scores(traced, scores) or not isinstance(mask, fx.Node) or carries_scores(traced, mask):
+    if not carries_scores(traced, scores):
         raise Unreadable(node, "what is added to its scores is not a mask of positions")
-    no_factor_yet(chain, node)
-    chain.masks.append(MaskTerm(node=mask, kind="add"))
+    add_mask(traced, chain, node, mask)
     return scores
+
+
+def add_mask(traced: TracedGraph, chain: ScoreChain, node: fx.Node, mask: Any, times: float = 1.0) -> None:
+    """What is added before the scores are scaled is scaled with them."""
+    if not isinstance(mask, fx.Node) or carries_scores(traced, mask):
+        raise Unreadable(node, "what is added to its scores is not a mask of positions")
+    if chain._after_tanh is not None:
+        raise Unreadable(node, "a mask is applied before the scores are capped")
+    chain.masks.append(MaskTerm(node=mask, kind="add", factor=chain.scale * times))
+
+
+def take_maximum(chain: ScoreChain, node: fx.Node) -> Any:
+    """``scores - scores.max(-1)``: the same number taken off all scores of a query changes no weight."""
+    scores, taken = node.args[:2]
+    found = taken
+    if getattr(found, "target", None) is operator.getitem and found.args[1] == 0:  # type: ignore[union-attr]
+        found = found.args[0]  # type: ignore[union-attr]
+    if getattr(found, "target", None) not in MAXIMA or found.args[0] is not scores:  # type: ignore[union-attr]
+        raise Unreadable(node, "what is taken off its scores is not their own maximum")
+    if len(found.args) < 3 or not found.args[2]:  # type: ignore[union-attr]
+        raise Unreadable(node, "what is taken off its scores is not one number for each query")
+    assert isinstance(found, fx.Node)
+    chain.covers.append(found)
+    return scores
+
+
+def take_sinks(traced: TracedGraph, chain: ScoreChain, node: fx.Node) -> Any:
+    """``cat([scores, sinks], -1)``: one more score for each head, which no value belongs to."""
+    parts: Any = node.args[0]
+    last = len(traced.axes[node].dims) - 1
+    if len(parts) != 2 or (node.args[1:] or (0,))[0] not in (-1, last) or not carries_scores(traced, parts[0]):
+        raise Unreadable(node, "what is concatenated to its scores is not one sink for each head")
+    no_factor_yet(chain, node)
+    if chain.sinks is not None or chain.masks:
+        raise Unreadable(node, "its sinks are masked, or it has several")
+    chain.sinks = parts[1]
+    return parts[0]
 
 
 def take_filled(
@@ -115,32 +158,33 @@ def take_filled(
 ) -> Any:
     if not carries_scores(traced, scores) or carries_scores(traced, mask):
         raise Unreadable(node, "it must fill scores where a mask of positions says so")
-    if not hides(traced, fill, node.meta["val"].dtype):
+    if not hides(traced, fill, node.meta["val"].dtype, chain.scale):
         raise Unreadable(node, f"its hidden scores must be at most {HIDDEN:g}, got {fill}")
-    no_factor_yet(chain, node)
+    if chain._after_tanh is not None or chain.scale <= 0:
+        raise Unreadable(node, "a mask is applied before the scores are capped or negated")
     chain.masks.append(MaskTerm(node=mask, kind=kind))
     return scores
 
 
 def no_factor_yet(chain: ScoreChain, node: fx.Node) -> None:
-    """Between a mask and the softmax nothing may scale the scores: it would scale the mask as well."""
+    """Between sinks and the softmax nothing may scale the scores: it would scale the sinks as well."""
     if chain.scale != 1.0 or chain._after_tanh is not None:
-        raise Unreadable(node, "a mask is applied before the scores are scaled or capped")
+        raise Unreadable(node, "its sinks are there before the scores are scaled or capped")
 
 
-def hides(traced: TracedGraph, fill: Any, dtype: torch.dtype) -> bool:
-    """Whether a number, or a tensor that depends on no input, hides the scores it stands for."""
+def hides(traced: TracedGraph, fill: Any, dtype: torch.dtype, factor: float) -> bool:
+    """Whether ``factor`` times a number, or a tensor that depends on no input, hides the scores it stands for."""
     if isinstance(fill, fx.Node):
         known = fill in traced.axes and traced.axes[fill].is_constant
         if not known or any(node.op == "placeholder" for node in ancestors(fill)):
             return False
         fill = evaluate(traced, fill, batch=1, tokens=2, given={}).max().item()
-    return isinstance(fill, (int, float)) and fill <= hidden_from(dtype)
+    return isinstance(fill, (int, float)) and fill * factor <= hidden_from(dtype)
 
 
 def hidden_from(dtype: torch.dtype) -> float:
     """The largest number that hides a score of this type: float16 has none as low as `HIDDEN`."""
-    return max(HIDDEN, torch.finfo(dtype).min)
+    return max(HIDDEN, torch.finfo(dtype).min) if dtype.is_floating_point else HIDDEN
 
 
 def carries_scores(traced: TracedGraph, node: Any) -> bool:

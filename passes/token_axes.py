@@ -18,6 +18,8 @@ from selective_compile.passes.axes import Axes, Axis, Mixes, Sizes, is_symbolic
 from selective_compile.passes.contraction import contraction_axes
 from selective_compile.passes.positional import positional
 from selective_compile.passes.rules_create import CREATIONS
+from selective_compile.passes.rules_lookup import LOOKUPS
+from selective_compile.passes.rules_order import GROUPED_PRODUCTS, ORDERS, READ_NUMBERS, grouped_product, running_sum
 from selective_compile.passes.rules_pointwise import UNTAGGED, pointwise
 from selective_compile.passes.rules_reduce import REDUCTIONS
 from selective_compile.passes.rules_views import VIEWS
@@ -25,15 +27,19 @@ from selective_compile.passes.traced_graph import Input, TracedGraph, is_mutable
 
 Rule = Callable[[fx.Node, Callable[[Any], Axes], Sizes], Axes]
 aten = torch.ops.aten
-RULES: dict[Any, Rule] = {**UNTAGGED, **VIEWS, **REDUCTIONS, **CREATIONS}
+RULES: dict[Any, Rule] = {**UNTAGGED, **VIEWS, **REDUCTIONS, **CREATIONS, **LOOKUPS, **ORDERS}
 
 
 # Their rules read what a number of requests or tokens does to the shape, and refuse it anywhere else.
 SHAPED_BY_SIZES = (
     *(aten.view, aten.reshape, aten._unsafe_view, aten.unflatten, aten.expand, aten.slice, aten.arange, aten.zeros),
-    *(aten.ones, aten.full, aten.new_ones, aten.new_zeros, aten.new_full),
+    *(aten.ones, aten.full, aten.empty, aten.new_ones, aten.new_zeros, aten.new_full, aten.new_empty),
+    *(aten.slice_scatter, aten.slice),
 )
 HELD_TO_NO_DROPOUT = (aten.scaled_dot_product_attention.default,)  # pass 3 refuses it with a dropout other than 0
+
+
+PUT_TOGETHER = (aten.cat, aten.stack, aten.broadcast_tensors)
 
 
 class Unknown(Exception):
@@ -107,9 +113,13 @@ def transfer(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Axe
         raise Mixes("changes a tensor in place, and who else reads that tensor is not followed")
     if getattr(node.target, "overloadpacket", None) not in SHAPED_BY_SIZES and takes_size(node):
         raise Mixes("computes with the number of tokens or requests, which is not known of one token")
-    axes = contraction_axes(node, axes_of)
+    packet = getattr(node.target, "overloadpacket", node.target)
+    axes = grouped_or_ended(node, axes_of, sizes)
     if axes is None:
-        rule = RULES.get(getattr(node.target, "overloadpacket", node.target))
+        refuse_opaque(node, packet, axes_of)
+        axes = contraction_axes(node, axes_of)
+    if axes is None:
+        rule = RULES.get(packet)
         if rule is not None:
             axes = rule(node, axes_of, sizes)
         elif is_pointwise(node):
@@ -120,6 +130,26 @@ def transfer(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Axe
     if not isinstance(axes, Axes):
         raise SequenceNode(*axes)
     return axes
+
+
+def grouped_or_ended(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Axes | None:
+    """What reads the groups of sorted tokens; None for all else."""
+    if node.target is aten.cumsum.default:
+        return running_sum(node, axes_of, sizes)
+    schema = getattr(node.target, "_schema", None)
+    return grouped_product(node, axes_of, sizes) if schema is not None and schema.name in GROUPED_PRODUCTS else None
+
+
+def refuse_opaque(node: fx.Node, packet: Any, axes_of: Callable[[Any], Axes]) -> None:
+    """Numbers by which tokens are reordered go through views, pointwise operators that keep them, and index operators.
+
+    Those rules say themselves how they read them; any other would take them for values.
+    """
+    reads_views = packet in VIEWS and packet not in PUT_TOGETHER
+    if reads_views or packet in READ_NUMBERS or packet in CREATIONS or packet in UNTAGGED or is_pointwise(node):
+        return
+    if any(axes_of(argument).opaque for argument in node.all_input_nodes if has_tensor(argument.meta.get("val"))):
+        raise Mixes("computes with the numbers by which tokens are reordered")
 
 
 def takes_size(node: fx.Node) -> bool:

@@ -62,22 +62,38 @@ class Operand:
 
 @dataclass(frozen=True, kw_only=True)
 class MaskTerm:
-    """One mask of an attention call: a boolean to keep, or floats to add to the scores."""
+    """One mask of an attention call: a boolean to keep or drop, or floats to add, ``factor`` times, to the scores."""
 
     node: fx.Node
     kind: Literal["keep", "drop", "add"]
+    factor: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskFamily:
-    """What a mask was proved to be: causal, within the last ``window`` positions if that is not 0."""
+    """What a mask was proved to be: causal, and what else is not 0 or empty.
+
+    Attributes:
+        window: keys of the last ``window`` positions.
+        chunk: keys of the query's own chunk, where every ``chunk`` positions are one.
+        slopes: for each query head, what is added to a score per position that the key is behind (ALiBi), negated.
+        padding: the [B, S] graph input whose zeros hide keys.
+    """
 
     window: int
-    padding: fx.Node | None  # the [B, S] graph input whose zeros hide keys
+    padding: fx.Node | None
+    chunk: int = 0
+    slopes: tuple[float, ...] = ()
 
     def __str__(self) -> str:
-        shape = f"causal, window {self.window}" if self.window else "causal"
-        return shape + (", keys hidden by the attention mask" if self.padding is not None else "")
+        named = [
+            "causal",
+            f"window {self.window}" if self.window else "",
+            f"chunks of {self.chunk}" if self.chunk else "",
+            f"a linear bias for each of {len(self.slopes)} heads" if self.slopes else "",
+            "keys hidden by the attention mask" if self.padding is not None else "",
+        ]
+        return ", ".join(filter(None, named))
 
 
 @dataclass(kw_only=True)
@@ -97,6 +113,7 @@ class AttentionCall:
     masks: tuple[MaskTerm, ...]
     source_line: str
     covers: frozenset[fx.Node]
+    sinks: fx.Node | None = None  # as many numbers as query heads, in their order
     family: MaskFamily | None = None
 
 
@@ -105,7 +122,8 @@ class TracedGraph:
     """An ATen graph over ``[B, S]`` tokens and what was proved of it so far.
 
     ``narrowings`` are refusals of the graph as a whole, for sizes that it does not hold for; analyses name the nodes
-    where they can, so these come last.  ``conditions`` are the same as expressions of the sizes.
+    where they can, so these come last.  ``conditions`` are all that was asked of sizes, as expressions.  ``max_tokens``
+    is the longest request that they hold for, None if any is.
     """
 
     module: fx.GraphModule
@@ -117,6 +135,7 @@ class TracedGraph:
     refusals: list[Refusal] = field(default_factory=list)
     narrowings: list[Refusal] = field(default_factory=list)
     conditions: tuple[sympy.Basic, ...] = ()
+    max_tokens: int | None = None
 
     @property
     def graph(self) -> fx.Graph:

@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import TensorifyState
 
-from selective_compile.capture import capture
+from selective_compile.capture import ATTENTION_MASK, capture
 from selective_compile.compiling import compiled_as_it_came
 from selective_compile.options import BackendOptions
 from selective_compile.padded_program import PaddedProgram
@@ -139,7 +139,7 @@ def explain(model: nn.Module) -> Report:
     name = type(model).__name__
     try:
         captured = capture(model)
-        rewritten = rewrite(captured.module, captured.examples, paged=True)
+        rewritten = rewrite(captured.module, captured.examples, paged=True, ones=ATTENTION_MASK)
     except RefusedError as error:
         return refused_report(name, "the engine refuses it", error.refusals)
     return report_on(rewritten, name)

@@ -8,24 +8,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 from torch import fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._guards import TracingContext
 
+from selective_compile.passes.lengths import ALL_LENGTHS, longest
 from selective_compile.passes.normalise import keep_sources
 from selective_compile.passes.traced_graph import Refusal, RefusedError
 
+ATTENTION_MASK = "L['attention_mask']"  # Dynamo's name for that argument of the captured call
+SHORTEST = 2  # fewer tokens in a step are filled up to so many
 CAPTURE_TOKENS = 12  # any length that no model treats specially: not 0 or 1, and shorter than every window in use
 
 
 @dataclass(frozen=True, kw_only=True)
 class Captured:
-    """Dynamo's graph from token ids (and an attention mask, if the model takes one) to logits ``[1, S, V]``."""
+    """Dynamo's graph from token ids (and an attention mask, if the model takes one) to logits ``[1, S, V]``.
+
+    ``max_tokens``: the largest S that it holds for, where the model has a table of positions that ends; None if any.
+    """
 
     module: fx.GraphModule
     examples: list[Any]
+    max_tokens: int | None
 
 
 class CaptureDone(BaseException):
@@ -46,8 +52,7 @@ def capture(model: nn.Module) -> Captured:
 
     def keep(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
         keep_sources(module)
-        refuse_branches_on_length()
-        found.append(Captured(module=module, examples=list(examples)))
+        found.append(Captured(module=module, examples=list(examples), max_tokens=longest_request()))
         return leave
 
     ids = torch.zeros(1, CAPTURE_TOKENS, dtype=torch.int64, device=device_of(model))
@@ -65,14 +70,17 @@ def capture(model: nn.Module) -> Captured:
     return found.pop()  # the list outlives this call in Dynamo's record of the backend
 
 
-def refuse_branches_on_length() -> None:
-    """Inside the backend: Dynamo must not have taken a branch of the model that holds for some lengths only.
+def longest_request() -> int | None:
+    """Inside the backend: the longest request that Dynamo's graph is right for, None if it is for any.
 
     Raises:
-        RefusedError: it did; a request grows past any such bound, so the one graph would be wrong for it.
+        RefusedError: the model took a branch that holds for other lengths than all up to some length, so the one graph
+            would be wrong for some of the lengths that a request goes through as it grows.
     """
     context = TracingContext.try_get()
     assert context is not None and context.fake_mode is not None and context.fake_mode.shape_env is not None
+    guards = context.fake_mode.shape_env.guards
+    bounds = [longest(guard.expr, SHORTEST) for guard in guards]
     refusals = [
         Refusal(
             node="tokens",
@@ -81,17 +89,13 @@ def refuse_branches_on_length() -> None:
             source_line=str(guard.sloc.maybe_user_loc or guard.sloc),
             module="",
         )
-        for guard in context.fake_mode.shape_env.guards
-        if not holds_for_all_lengths(guard.expr)
+        for guard, bound in zip(guards, bounds, strict=True)
+        if bound <= CAPTURE_TOKENS
     ]
     if refusals:
         raise RefusedError(refusals)
-
-
-def holds_for_all_lengths(condition: sympy.Basic) -> bool:
-    """Whether the condition, of nothing but the number of tokens, is true for 2 tokens and more."""
-    length = sympy.Symbol("beyond_one", integer=True, positive=True) + 1
-    return sympy.simplify(condition.subs(dict.fromkeys(condition.free_symbols, length))) is sympy.true
+    least = min(bounds, default=ALL_LENGTHS)
+    return None if least == ALL_LENGTHS else least
 
 
 def leave(*_: Any) -> Any:
@@ -123,11 +127,6 @@ def logits_call(model: nn.Module, ids: torch.Tensor) -> tuple[Callable[..., Any]
 def takes(model: nn.Module, names: Any, argument: str) -> bool:
     """Whether ``model`` has the argument: by its signature, or in the **kwargs of a Hugging Face model."""
     return argument in names or hasattr(getattr(model, "config", None), argument)
-
-
-def source_of(argument: str) -> str:
-    """Dynamo's name for an argument of the captured call."""
-    return f"L[{argument!r}]"
 
 
 def logits_of(result: Any) -> torch.Tensor:

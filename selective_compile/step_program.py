@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selective_compile.capture import capture, source_of
+from selective_compile.capture import ATTENTION_MASK, capture
 from selective_compile.compiling import compiled
 from selective_compile.ops import forced_implementation
 from selective_compile.options import EngineConfig
 from selective_compile.passes import RefusedError, Rewrite, rewrite
 from selective_compile.passes.flatten import FlatGraph
-from selective_compile.passes.traced_graph import Input
 from selective_compile.step import StepInputs
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -73,14 +72,16 @@ class LiveWeights:
 class StepProgram:
     """Callable on `StepInputs` and pools; see `selective_compile.step` for the shapes."""
 
-    def __init__(self, model: nn.Module, rewritten: Rewrite, config: EngineConfig) -> None:
+    def __init__(
+        self, model: nn.Module, rewritten: Rewrite, config: EngineConfig, *, max_positions: int | None
+    ) -> None:
         flat = rewritten.flat
         assert flat is not None
         self.rewritten = rewritten
         self.call_sites = tuple(call_site(call) for call in flat.calls)
         self.device = flat.device
         self.vocab_size = int(rewritten.logits_shape[-1])
-        self.max_positions: int | None = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        self.max_positions = max_positions
         self.graphs = 1
         self.weights = LiveWeights(model, flat)
         self.weights_version = self.weights.version
@@ -91,7 +92,7 @@ class StepProgram:
     def __call__(self, inputs: StepInputs, pools: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Logits ``[R, V]``, one row per ``inputs.logit_rows``; writes this step's keys and values into ``pools``."""
         arguments: list[Any] = self.weights.tensors()
-        arguments += [self._token_input(given, inputs) for given in self._flat.tokens]
+        arguments += [inputs.input_ids[None] for _ in self._flat.tokens]  # one: the mask is ones, made in the graph
         if self._flat.uses_positions:
             arguments.append(inputs.positions)
         arguments += [inputs.cu_seqlens_q, inputs.context_lens, inputs.block_table, inputs.slot_mapping]
@@ -100,11 +101,6 @@ class StepProgram:
         with torch.no_grad(), forced_implementation(self._implementation):
             (logits,) = self._run(*arguments)
         return logits.view(len(inputs.logit_rows), self.vocab_size)
-
-    def _token_input(self, given: Input, inputs: StepInputs) -> Tensor:
-        """Ids, or the attention mask of a ragged batch, which hides nothing."""
-        ids = inputs.input_ids[None]
-        return ids if given.source == source_of("input_ids") else torch.ones_like(ids)
 
 
 def call_site(call: Any) -> CallSite:
@@ -129,11 +125,13 @@ def compile_step_program(model: nn.Module, config: EngineConfig) -> StepProgram:
         ValueError: the model is in training mode, or of a dtype that no kernel has.
     """
     captured = capture(model)
-    rewritten = rewrite(captured.module, captured.examples, paged=True)
+    rewritten = rewrite(captured.module, captured.examples, paged=True, ones=ATTENTION_MASK)
     if rewritten.flat is None:
         raise RefusedError(rewritten.refusals)
     for call in rewritten.traced.calls:
         dtype = call.key.node.meta["val"].dtype
         if dtype not in DTYPES:
             raise ValueError(f"the model's dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
-    return StepProgram(model, rewritten, config)
+    declared = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    limits = [limit for limit in (declared, captured.max_tokens, rewritten.traced.max_tokens) if limit is not None]
+    return StepProgram(model, rewritten, config, max_positions=min(limits, default=None))

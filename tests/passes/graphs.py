@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from selective_compile.passes.attention import recognise_attention
 from selective_compile.passes.flatten import FlatGraph, flatten
+from selective_compile.passes.functional import make_functional
 from selective_compile.passes.mask_proof import prove_masks
 from selective_compile.passes.normalise import INDEX_FORM, Symbols, narrowings, tidy
 from selective_compile.passes.token_axes import mark_token_axes
@@ -59,6 +60,7 @@ def trace(function: Callable[..., Any], *weights: Tensor) -> TracedGraph:
         Input(index=i, node=node, source=source, place=place, example=example)
         for i, (node, source, place, example) in enumerate(zip(placeholders, sources, places, examples, strict=True))
     ]
+    make_functional(module)
     tidy(module)
     return TracedGraph(module=module, inputs=inputs, sizes=symbols.sizes(), narrowings=narrowings(symbols))
 

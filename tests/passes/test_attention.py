@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from tests.passes.graphs import analysed, error_of, reasons
 
 Function = Callable[..., Any]
 SCALE = 8**-0.5
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.1])
 
 
 def below(length: int) -> Tensor:
@@ -95,6 +97,22 @@ def where_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return weigh(torch.where(below(q.shape[1]), scores_of(q, k), torch.tensor(-math.inf)).softmax(-1), v)
 
 
+def alibi(q: Tensor) -> Tensor:
+    """[H, 1, S], as bloom adds it: a slope for each head times the position of the key."""
+    slopes = torch.tensor([2.0**-i for i in (1, 2, 3, 5)])
+    return slopes[:, None, None] * torch.arange(q.shape[1])[None, None]
+
+
+def alibi_in_baddbmm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    bias = alibi(q)[None].expand(q.shape[0], -1, -1, -1).reshape(-1, 1, q.shape[1])
+    scores = torch.baddbmm(bias, merged(q), merged(k).transpose(1, 2), beta=1.0, alpha=SCALE)
+    return split(torch.bmm(hide_future(scores).softmax(-1), merged(v)), q)
+
+
+def stable(scores: Tensor) -> Tensor:
+    return scores - scores.max(dim=-1, keepdim=True)[0]
+
+
 def grouped(q: Tensor, kv: Tensor) -> Tensor:
     scores = torch.einsum("bqkgd,btkd->bkgqt", q.unflatten(2, (2, 2)), kv)
     return torch.einsum("bkgqt,btkd->bqkgd", hide_future(scores).softmax(-1), kv).flatten(2, 3)
@@ -118,6 +136,17 @@ def after_one_another(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attend(attend(q, k, v), k, v)
 
 
+def with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
+    """One more score, [1, H, 1, 1], for every query."""
+    return torch.cat([scores, sinks.expand(scores.shape[0], -1, scores.shape[2], -1)], -1)
+
+
+def sinking(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    """As gpt_oss does it."""
+    scores = stable(with_sinks(hide_future(scores_of(q, k)), w.reshape(1, -1, 1, 1)))
+    return weigh(F.softmax(scores, dim=-1, dtype=scores.dtype)[..., :-1], v)
+
+
 # (function, heads of its keys and values as the KV cache keeps them)
 EXACT: dict[str, tuple[Function, int]] = {
     "einsum": (attend, 4),
@@ -128,6 +157,29 @@ EXACT: dict[str, tuple[Function, int]] = {
     "softcap": (softcapped, 4),
     "added mask": (added_mask, 4),
     "where": (where_mask, 4),
+    "scaled after the mask": (lambda q, k, v: weigh((hide_future(scores_of(q, k)) * 0.7).softmax(-1), v), 4),
+    "linear bias": (lambda q, k, v: weigh(hide_future(scores_of(q, k) + alibi(q)).softmax(-1), v), 4),
+    "linear bias in baddbmm": (alibi_in_baddbmm, 4),
+    "linear bias that is scaled": (
+        lambda q, k, v: weigh(hide_future((scores_of(q, k) + alibi(q)) * 0.3).softmax(-1), v),
+        4,
+    ),
+    "linear bias over grouped heads": (
+        lambda q, kv: weigh(hide_future(scores_of(q, expanded(kv)) + alibi(q)).softmax(-1), expanded(kv)),
+        2,
+    ),
+    "a constant added for each request": (
+        lambda q, k, v: weigh(
+            hide_future(scores_of(q, k) + 1.5 * torch.ones(q.shape[0])[:, None, None, None]).softmax(-1), v
+        ),
+        4,
+    ),
+    "sinks": (sinking, 4),
+    "sinks in another order": (lambda q, k, v, w: sinking(q, k, v, w.flip(0)), 4),
+    "the maximum taken off": (
+        lambda q, k, v: weigh(stable(hide_future(scores_of(q, k))).softmax(-1), v),
+        4,
+    ),
     "pre-scaled query": (lambda q, k, v: attend(q * 0.3, k, v), 4),
     "softmax in float32": (
         lambda q, k, v: weigh(F.softmax(hide_future(scores_of(q, k)), -1, dtype=torch.float32).to(q.dtype), v),
@@ -162,13 +214,19 @@ EXACT: dict[str, tuple[Function, int]] = {
 }
 
 
+def weights_for(function: Function) -> tuple[Tensor, ...]:
+    """Sinks, for a function with the parameter ``w``."""
+    return (SINKS,) if "w" in inspect.signature(function).parameters else ()
+
+
 @pytest.mark.parametrize("name", EXACT)
 def test_spelling_is_replaced_and_exact(name: str) -> None:
     function, kv_heads = EXACT[name]
-    traced = analysed(function)
+    weights = weights_for(function)
+    traced = analysed(function, *weights)
     assert {call.key.heads for call in traced.calls} == {call.value.heads for call in traced.calls} == {kv_heads}
     flat = flatten(traced, paged=False)
-    assert error_of(flat, function) < 1e-5
+    assert error_of(flat, function, *weights) < 1e-5
     targets = [str(node.target) for node in flat.module.graph.nodes]
     assert targets.count("selective.varlen_attention.default") == len(flat.calls)
     assert not any("softmax" in target or "scaled_dot" in target for target in targets)
@@ -231,10 +289,6 @@ def requests_and_tokens_merged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(*flat, is_causal=True).transpose(1, 2).reshape(q.shape)
 
 
-def with_sink(scores: Tensor) -> Tensor:
-    return torch.cat([scores, torch.zeros_like(scores[..., :1])], -1)
-
-
 def filled_with(fill: Function) -> Function:
     return lambda q, k, v: weigh(torch.where(below(q.shape[1]), scores_of(q, k), fill(v)).softmax(-1), v)
 
@@ -242,7 +296,7 @@ def filled_with(fill: Function) -> Function:
 REFUSED: dict[str, tuple[Function, str]] = {
     "softmax over queries": (
         lambda q, k, v: weigh(hide_future(scores_of(q, k)).softmax(-2), v),
-        "softmax must run along the last dimension",
+        "enumerates tokens",
     ),
     "softmax over heads": (lambda q, k, v: weigh(hide_future(scores_of(q, k)).softmax(1), v), "sum over the key axis"),
     "sum over queries": (
@@ -299,13 +353,17 @@ REFUSED: dict[str, tuple[Function, str]] = {
         "must enumerate the tokens of one request",
     ),
     "mean over requests behind a shared query": (positional_query, "enumerates requests"),
-    "scaled after the mask": (
-        lambda q, k, v: weigh((hide_future(scores_of(q, k)) * 1e-9).softmax(-1), v),
-        "before the scores are scaled",
+    "shrunk after the mask": (
+        lambda q, k, v: weigh((scores_of(q, k).masked_fill(~below(q.shape[1]), -1e10) * 1e-9).softmax(-1), v),
+        "its hidden scores must be at most",
+    ),
+    "negated after the mask": (
+        lambda q, k, v: weigh((scores_of(q, k).masked_fill(below(q.shape[1]), -1e10) * -1.0).softmax(-1), v),
+        "its hidden scores must be at most",
     ),
     "capped after the mask": (
         lambda q, k, v: weigh((hide_future(scores_of(q, k)).tanh() * 5).softmax(-1), v),
-        "before the scores are scaled",
+        "before the scores are capped",
     ),
     "capped twice": (lambda q, k, v: weigh(hide_future(scores_of(q, k).tanh().tanh()).softmax(-1), v), "two tanh"),
     "floor division": (
@@ -328,9 +386,58 @@ REFUSED: dict[str, tuple[Function, str]] = {
         "used as a number",
     ),
     "double precision": (lambda q, k, v: attend(*(x.double() for x in (q, k, v))).float(), "must be of one of"),
-    "sinks": (
-        lambda q, k, v: weigh(with_sink(hide_future(scores_of(q, k))).softmax(-1)[..., :-1], v),
+    "maximum of other scores": (
+        lambda q, k, v: weigh((scores_of(q, k) - scores_of(k, q).amax(-1, keepdim=True)).softmax(-1), v),
+        "not their own maximum",
+    ),
+    "bias that is no line": (
+        lambda q, k, v: weigh(hide_future(scores_of(q, k) + alibi(q) ** 2).softmax(-1), v),
+        "no linear function of the distance",
+    ),
+    "bias that bends far away": (
+        lambda q, k, v: weigh(hide_future(scores_of(q, k) + alibi(q).clamp(max=600.0)).softmax(-1), v),
+        "no linear function of the distance",
+    ),
+    "bias that counts from the end": (
+        lambda q, k, v: weigh(hide_future(scores_of(q, k) + alibi(q).flip(2)).softmax(-1), v),
         "enumerates tokens",
+    ),
+    "bias before a softcap": (
+        lambda q, k, v: weigh(hide_future((scores_of(q, k) + alibi(q)).tanh()).softmax(-1), v),
+        "before the scores are capped",
+    ),
+    "two numbers behind the scores": (
+        lambda q, k, v, w: weigh(
+            with_sinks(hide_future(scores_of(q, k)), w.reshape(1, -1, 1, 1).repeat(1, 1, 1, 2)).softmax(-1)[..., :-2], v
+        ),
+        "sink",
+    ),
+    "sinks that are kept": (
+        lambda q, k, v, w: weigh(
+            with_sinks(hide_future(scores_of(q, k)), w.reshape(1, -1, 1, 1)).softmax(-1)[..., 1:], v
+        ),
+        "",
+    ),
+    "a sink made of scores": (
+        lambda q, k, v: weigh(
+            torch.cat([hide_future(scores_of(q, k)), torch.zeros_like(scores_of(q, k)[..., :1])], -1).softmax(-1)[
+                ..., :-1
+            ],
+            v,
+        ),
+        "enumerates tokens",
+    ),
+    "sinks of the queries": (
+        lambda q, k, v: weigh(
+            torch.cat([hide_future(scores_of(q, k)), q.transpose(1, 2)[..., :1]], -1).softmax(-1)[..., :-1], v
+        ),
+        "sinks",
+    ),
+    "sinks that are scaled": (
+        lambda q, k, v, w: weigh(
+            (with_sinks(hide_future(scores_of(q, k)), w.reshape(1, -1, 1, 1)) * 2).softmax(-1)[..., :-1], v
+        ),
+        "sinks",
     ),
 }
 
@@ -338,5 +445,5 @@ REFUSED: dict[str, tuple[Function, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_near_miss_is_refused(name: str) -> None:
     function, reason = REFUSED[name]
-    given = reasons(function)
+    given = reasons(function, *weights_for(function))
     assert given and any(reason in text for text in given), given

@@ -70,6 +70,33 @@ def test_family_is_proved(name: str) -> None:
     assert (call.family.window, call.family.padding) == (window, None)
 
 
+CHUNKS = {
+    "chunks": (keeping(lambda i, j, s: (j <= i) & (i // 777 == j // 777)), 777, 0),
+    "chunks of 3": (keeping(lambda i, j, s: (j <= i) & (i // 3 == j // 3)), 3, 0),
+    "chunks of 8192": (keeping(lambda i, j, s: (j <= i) & (i // 8192 == j // 8192)), 8192, 0),
+    "chunks by remainder": (keeping(lambda i, j, s: (j <= i) & (i - i % 5 <= j)), 5, 0),
+    "chunks and a window": (keeping(lambda i, j, s: (j <= i) & (i // 12 == j // 12) & (i - j < 5)), 12, 5),
+}
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_chunks_are_proved(name: str) -> None:
+    function, chunk, window = CHUNKS[name]
+    (call,) = analysed(function).calls
+    assert call.family is not None
+    assert (call.family.chunk, call.family.window) == (chunk, window)
+    assert ragged_error(function, lengths=(5, 1, 29, 3)) < 1e-5
+
+
+def test_slopes_are_those_of_the_heads() -> None:
+    slopes = torch.tensor([0.5, 0.25, 0.001, 3.0])
+    function = adding(lambda i, j, s: torch.full((s, s), -math.inf).triu(1) + (j - i) * slopes[:, None, None])
+    (call,) = analysed(function).calls
+    assert call.family is not None
+    assert call.family.slopes == pytest.approx(slopes.tolist(), rel=1e-6)
+    assert ragged_error(function) < 1e-5
+
+
 @pytest.mark.parametrize("name", ["triangle", "window", "window by two triangles", "added -inf"])
 def test_proved_mask_is_exact(name: str) -> None:
     assert ragged_error(PROVED[name][0], lengths=(5, 1, 23, 3)) < 1e-5
@@ -88,13 +115,15 @@ REFUSED: dict[str, Callable[..., Any]] = {
     "prefix": keeping(lambda i, j, s: (j <= i) | (j < 4)),
     "prefix of half the length": keeping(lambda i, j, s: (j <= i) | (j < s // 2)),
     "last row sees all": keeping(lambda i, j, s: (j <= i) | (i == s - 1)),
-    "chunks": keeping(lambda i, j, s: (j <= i) & (i // 777 == j // 777)),
+    "chunks that grow": keeping(lambda i, j, s: (j <= i) & ((i // 777 == j // 777) | (i > 5000))),
+    "chunks from 3": keeping(lambda i, j, s: (j <= i) & ((i + 3) // 777 == (j + 3) // 777)),
+    "chunks that see one back": keeping(lambda i, j, s: (j <= i) & ((i // 777 == j // 777) | (i - j == 2))),
     "every second": keeping(lambda i, j, s: (j <= i) & ((j % 2 == 0) | (i == j))),
     "every thousandth hidden": keeping(lambda i, j, s: (j <= i) & ((j % 1009 != 1008) | (i == j))),
     "window with sinks": keeping(lambda i, j, s: (j <= i) & ((i - j < 5) | (j < 2))),
     "window that grows": keeping(lambda i, j, s: (j <= i) & (i - j < 50 + i // 2000)),
     "window per head": keeping(lambda i, j, s: (j <= i) & (i - j < torch.arange(4)[:, None, None] + 3)),
-    "linear bias": adding(lambda i, j, s: torch.full((s, s), -math.inf).triu(1) - (i - j) * 0.1),
+    "bias by the square": adding(lambda i, j, s: torch.full((s, s), -math.inf).triu(1) - (i - j) ** 2 * 0.1),
     "small bias": adding(lambda i, j, s: torch.full((s, s), -math.inf).triu(1) + 1e-3 * (j == 3)),
     "small bias far away": adding(lambda i, j, s: torch.full((s, s), -math.inf).triu(1) + 1e-3 * (j == 3000)),
     "hidden a little": adding(lambda i, j, s: torch.zeros(s, s).masked_fill(j > i, -5.0)),
@@ -193,7 +222,7 @@ def test_a_mask_changed_in_place_is_refused() -> None:
         hidden[0, 1] = 0
         return weigh((scores_of(q, k) + hidden).softmax(-1), v)
 
-    assert any("in place" in reason for reason in reasons(attend))
+    assert any("enumerates tokens" in reason for reason in reasons(attend))
 
 
 def test_masks_of_grouped_scores_have_two_dimensions_of_heads() -> None:

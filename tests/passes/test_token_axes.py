@@ -24,12 +24,20 @@ def from_top(x: Tensor) -> Tensor:
     return x * values.sum(-1, keepdim=True)
 
 
+def complex_rotation(x: Tensor) -> Tensor:
+    """As llama4 rotates."""
+    angles = torch.arange(x.shape[1])[:, None] * torch.tensor([1.0, 0.1, 0.01, 0.001])
+    turned = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * torch.polar(torch.ones_like(angles), angles)
+    return torch.view_as_real(turned).flatten(2)
+
+
 TOKEN_WISE: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
     "linear": (lambda x, w: F.linear(x, w), (WEIGHT,)),
     "matmul": (lambda x, w: x @ w, (WEIGHT,)),
     "matmul of merged rows": (lambda x, w: (x.reshape(-1, 8) @ w).reshape(x.shape), (WEIGHT,)),
     "addmm": (lambda x, w: torch.addmm(w[0], x.reshape(-1, 8), w).reshape(x.shape), (WEIGHT,)),
     "einsum": (lambda x, w: torch.einsum("bsd,de->bse", x, w), (WEIGHT,)),
+    "complex rotation": (lambda x: complex_rotation(x), ()),
     "per-token product": (lambda x, y: torch.einsum("bsd,bsd->bs", x, y)[..., None] * x, ()),
     "layer norm": (lambda x: F.layer_norm(x, (8,)), ()),
     "rms norm": (lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6), ()),
@@ -44,6 +52,12 @@ TOKEN_WISE: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
     "transposes": (lambda x: x.transpose(1, 2).permute(0, 2, 1).unsqueeze(1).squeeze(1), ()),
     "all dimensions reversed": (lambda x: x.T.mul(2).T, ()),
     "embedding": (lambda ids, w: F.embedding(ids, w), (TABLE,)),
+    "rows of a table by the length": (lambda x, w: x + w[: x.shape[1]], (TABLE,)),
+    "rows of a table from 2": (lambda x, w: x + w[None, 2 : x.shape[1] + 2], (TABLE,)),
+    "positions kept in a table": (
+        lambda x, w: x + F.embedding((w[:, 0] * 0).cumsum(0).long()[None, : x.shape[1]], w),
+        (TABLE,),
+    ),
     "positions": (lambda x, w: x + F.embedding(torch.arange(x.shape[1]), w), (TABLE,)),
     "positions from 2": (lambda x, w: x + F.embedding(torch.arange(2, x.shape[1] + 2), w), (TABLE,)),
     "positions by cumsum": (
@@ -52,6 +66,23 @@ TOKEN_WISE: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
     ),
     "positions as angles": (lambda x: x + (torch.arange(x.shape[1])[:, None] * 0.1).cos(), ()),
     "where": (lambda ids, x: torch.where((ids > 3)[..., None], x, -x), ()),
+    "in place": (lambda x: (x * 1).add_(1), ()),
+    "parts written in place": (lambda x: from_parts(x), ()),
+    "a part added to in place": (lambda x: first_feature_doubled(x * 1), ()),
+    "in place on a permutation": (lambda x: (x * 1).transpose(1, 2).add_(1).transpose(1, 2), ()),
+    "repeated whole": (lambda x, w: (x.reshape(-1, 8).repeat(3, 1).view(3, -1, 8) @ w).sum(0).view(x.shape), (WEIGHT,)),
+    "gather from a table": (
+        lambda ids, w: w[:, 0].expand(1, -1).gather(1, ids[:1])[..., None] + ids[..., None],
+        (TABLE,),
+    ),
+    "broadcast together": (lambda x: sum(torch.broadcast_tensors(x, torch.arange(8.0))), ()),
+    "in place of a copy": (lambda x: x.clone().mul_(2) + x, ()),
+    "in place of another type": (lambda x: x.to(torch.bfloat16).add_(x).float(), ()),
+    "gather of features": (lambda x: x.gather(-1, x.argsort(-1)), ()),
+    "scatter of features": (lambda x: torch.zeros_like(x).scatter_(-1, x.topk(2)[1], 1.0) * x, ()),
+    "scatter with sums": (lambda x: torch.zeros_like(x).scatter_add(-1, x.topk(2)[1], x), ()),
+    "one-hot": (lambda ids, w: F.one_hot(ids, 300).float() @ w, (TABLE,)),
+    "maximum of features": (lambda x: x - x.max(-1, keepdim=True)[0], ()),
     "constant of the batch's size": (lambda x: x + torch.ones(x.shape[0], x.shape[1], 1), ()),
 }
 
@@ -72,7 +103,7 @@ MIXING: dict[str, tuple[Function, str]] = {
     "mean of everything": (lambda x: x - x.mean(), "enumerates requests"),
     "mean over requests": (lambda x: x - x.mean(0, keepdim=True), "enumerates requests"),
     "maximum over requests": (lambda x: x + x.amax(0, keepdim=True), "enumerates requests"),
-    "maximum": (lambda x: x - x.max(1, keepdim=True)[0], "no transfer rule for aten.max"),
+    "maximum": (lambda x: x - x.max(1, keepdim=True)[0], "enumerates tokens"),
     "logsumexp": (lambda x: x - x.logsumexp(1, keepdim=True), "enumerates tokens"),
     "first token": (lambda x: x - x[:, :1], "enumerates tokens"),
     "last token": (lambda x: x - x[:, -1:], "enumerates tokens"),
@@ -96,7 +127,7 @@ MIXING: dict[str, tuple[Function, str]] = {
     ),
     "gather by token ids": (lambda ids, x: x[:, ids[0]], "enumerates requests"),
     "gather backwards": (lambda x: x[:, -torch.arange(x.shape[1])], "an index that is not the token's own"),
-    "torch.gather": (lambda ids, x: x.gather(1, ids[..., None] * 0), "no transfer rule for aten.gather"),
+    "torch.gather": (lambda ids, x: x.gather(1, ids[..., None] * 0), "enumerates tokens"),
     "own index of few bits": (lambda x: x[:, torch.arange(x.shape[1]).to(torch.int8).long()], "not the token's own"),
     "selection by a boolean": (lambda ids, x: x[ids > 3][None], "boolean mask"),
     "sum over tokens by einsum": (lambda x: x + torch.einsum("bsd,bse->bde", x, x)[:, :1], "sum over the key axis"),
@@ -121,11 +152,14 @@ MIXING: dict[str, tuple[Function, str]] = {
         "no straight line",
     ),
     "positions from the attention mask": (lambda mask, x: x + (mask.cumsum(1) - 1)[..., None], "enumerates tokens"),
-    "in place": (lambda x: (x * 1).add_(1), "in place"),
+    "in place on an input": (lambda x: x.add_(1), "in place"),
+    "in place below a view": (lambda x: below_a_view(x * 1), "in place"),
+    "in place on a permutation, read elsewhere": (lambda x: beside_a_view(x * 1), "in place"),
     "in place on a part": (lambda x: in_place_on_a_part(x * 1), "enumerates tokens"),
 }
 MIXING_WITH_WEIGHT: dict[str, tuple[Function, str]] = {
-    "table by the length": (lambda x, w: x + w[: x.shape[1]], "by the number of tokens"),
+    "table by the length from its end": (lambda x, w: x + w[-x.shape[1] :], ""),
+    "every second row by the length": (lambda x, w: x + w[: 2 * x.shape[1] : 2], ""),
     "buffer that counts": (lambda x, w: x + w.add_(1)[0], "in place"),
     "positions backwards in a table": (
         lambda x, w: x + F.embedding(x.shape[1] - 1 - torch.arange(x.shape[1]), w),
@@ -133,6 +167,30 @@ MIXING_WITH_WEIGHT: dict[str, tuple[Function, str]] = {
     ),
     "table row of the length": (lambda x, w: x + w[x.shape[1] - 1], "used as a number"),
 }
+
+
+def from_parts(x: Tensor) -> Tensor:
+    """As the keys of multi-head latent attention are put together."""
+    whole = x.new_empty(x.shape[0], x.shape[1], 12)
+    whole[..., :4] = x[..., 4:]
+    whole[..., 4:].copy_(x)
+    return whole
+
+
+def first_feature_doubled(x: Tensor) -> Tensor:
+    x[..., 0] += x[..., 0]
+    return x.relu()
+
+
+def beside_a_view(x: Tensor) -> Tensor:
+    x.transpose(1, 2).add_(1)
+    return x
+
+
+def below_a_view(x: Tensor) -> Tensor:
+    part = x[..., :4]
+    x.add_(1)
+    return torch.cat([part, x], -1)
 
 
 def in_place_on_a_part(x: Tensor) -> Tensor:

@@ -1,0 +1,38 @@
+"""For how many tokens a condition holds that the model tested, or that its operators need."""
+
+from __future__ import annotations
+
+import sympy
+
+DENSE = 4096  # every length up to here is tried
+LARGEST = 2**24
+ALL_LENGTHS = LARGEST
+
+
+def longest(condition: sympy.Basic, shortest: int) -> int:
+    """The length up to which ``condition``, of nothing but the number of tokens, holds from ``shortest`` on.
+
+    `ALL_LENGTHS` if it holds for all, less than ``shortest`` if not even there.  What algebra cannot show is tried at
+    every length up to `DENSE`, and beyond around each constant and power of two.
+    """
+    (symbol, *others) = sorted(condition.free_symbols, key=str) or (None,)
+    if symbol is None:
+        return ALL_LENGTHS if condition == sympy.true else 0
+    condition = condition.subs(dict.fromkeys(others, symbol))
+    beyond = sympy.Symbol("beyond", integer=True, positive=True) + shortest - 1
+    # sympy's algebra does not know torch's own functions: floor division, remainders.
+    if not condition.has(sympy.Function) and sympy.simplify(condition.subs(symbol, beyond)) is sympy.true:
+        return ALL_LENGTHS
+    last = shortest - 1
+    for length in tried(condition, shortest):
+        if condition.xreplace({symbol: sympy.Integer(length)}) != sympy.true:
+            return last
+        last = length
+    return ALL_LENGTHS
+
+
+def tried(condition: sympy.Basic, shortest: int) -> list[int]:
+    constants = {abs(int(number)) for number in condition.atoms(sympy.Integer)}
+    near = {c + d for c in constants for d in (-2, -1, 0, 1, 2)}
+    powers = {2**k + d for k in range(12, 25) for d in (-1, 0, 1)}
+    return sorted(n for n in {*range(shortest, DENSE), *near, *powers} if shortest <= n <= LARGEST)

@@ -1,0 +1,173 @@
+"""An attention's masks evaluated on short requests and at chosen far positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from selective_compile.passes.axes import Axis
+from selective_compile.passes.evaluate import ancestors, evaluate
+from selective_compile.passes.positional import at_positions, is_positional_root
+from selective_compile.passes.rules_lookup import reads_own_index
+from selective_compile.passes.score_chain import hidden_from
+from selective_compile.passes.traced_graph import AttentionCall, MaskTerm, TracedGraph
+
+DENSE_LENGTHS = (2, 3, 5, 17, 40)
+STRIP, STRIPS_END = 256, 4096
+FAR_POSITIONS = tuple(range(12)) + tuple(2**k + d for k in range(4, 17) for d in (-1, 0, 1))
+
+
+class Unproved(Exception):
+    """The mask equals no family; ``node`` is what to report."""
+
+    def __init__(self, node: fx.Node, reason: str) -> None:
+        super().__init__(reason)
+        self.node = node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """One request's masks: entry ``[..., i, j]`` is for the query at ``positions[i]`` and the key at ``positions[j]``.
+
+    Attributes:
+        allowed: [L, L] booleans.
+        bias: [heads, L, L] float64, what is added to the scores of allowed pairs; 1 for heads if it is the same for all
+            of them, 0 if nothing is added.
+        hidden_keys, real_queries: [L] booleans, by the padding input.
+    """
+
+    positions: torch.Tensor
+    allowed: torch.Tensor
+    bias: torch.Tensor
+    hidden_keys: torch.Tensor
+    real_queries: torch.Tensor
+
+
+def dense_probes(traced: TracedGraph, call: AttentionCall, padding: fx.Node | None) -> Iterator[Probe]:
+    generator = torch.Generator().manual_seed(0)
+    batch = 3 if traced.sizes.batch is not None else 1
+    for length in DENSE_LENGTHS:
+        for round_ in range(1 if padding is None else 3):
+            real = torch.ones(batch, length, dtype=torch.int64)
+            if round_:
+                real = torch.randint(0, 2, (batch, length), generator=generator)
+                real[:, length // 2] = 1
+            given = {} if padding is None else {padding: real.to(padding.meta["val"].dtype)}
+            allowed, bias = combined(traced, call, batch, length, given)
+            for row in range(batch):
+                yield Probe(
+                    positions=torch.arange(length),
+                    allowed=allowed[row],
+                    bias=bias[row],
+                    hidden_keys=real[row] == 0,
+                    real_queries=real[row] != 0,
+                )
+
+
+def strip_probes(traced: TracedGraph, call: AttentionCall, padding: fx.Node | None) -> Iterator[Probe]:
+    generator = torch.Generator().manual_seed(1)
+    for start in range(0, STRIPS_END, STRIP):
+        positions = torch.cat([torch.arange(min(start, 4)), torch.arange(start, start + STRIP)])
+        real = torch.rand(len(positions), generator=generator) < 0.9
+        yield far_probe(traced, call, padding, positions, real)
+
+
+def far_probe(
+    traced: TracedGraph,
+    call: AttentionCall,
+    padding: fx.Node | None,
+    positions: torch.Tensor,
+    real: torch.Tensor | None = None,
+) -> Probe:
+    """The mask at chosen positions, in order; reads at a token's own index are then reads at its place here."""
+    length = len(positions)
+    if padding is None or real is None:
+        real = torch.ones(length, dtype=torch.bool)
+    given: dict[fx.Node, Any] = {}
+    for node in {n for term in call.masks for n in ancestors(term.node)}:
+        if node in traced.axes and is_positional_root(traced.axes[node], node):
+            given[node] = at_positions(traced, node, positions)
+    if padding is not None:
+        given[padding] = real[None].to(padding.meta["val"].dtype)
+
+    def own_index(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not reads_own_index(node, traced.axes):
+            return args
+        nodes: Any = node.args[1]
+        return (
+            args[0],
+            [i if i is None else places_of(traced.axes[n], i) for n, i in zip(nodes, args[1], strict=True)],
+        )
+
+    allowed, bias = combined(traced, call, 1, length, given, own_index)
+    return Probe(positions=positions, allowed=allowed[0], bias=bias[0], hidden_keys=~real, real_queries=real)
+
+
+def places_of(axes: Any, index: torch.Tensor) -> torch.Tensor:
+    """An index that numbers tokens or requests, counted from 0 instead of by position."""
+    return torch.arange(index.numel()).reshape(index.shape) if axes.numbers else index
+
+
+def far_positions(constants: Iterable[int]) -> torch.Tensor:
+    near = [c * k + d for c in constants for k in (1, 2) for d in (-2, -1, 0, 1, 2)]
+    chosen = sorted({p for p in (*FAR_POSITIONS, *near) if p >= 0})
+    return torch.tensor(chosen, dtype=torch.int64)
+
+
+def combined(
+    traced: TracedGraph, call: AttentionCall, batch: int, length: int, given: dict[fx.Node, Any], instead: Any = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pairs that the causal flag and every mask of the call allow, ``[batch, length, length]`` for all heads, and
+    what the masks add to their scores, ``[batch, heads or 1 or 0, length, length]``."""
+    allowed = torch.ones(batch, length, length, dtype=torch.bool)
+    bias = torch.zeros(batch, 0, length, length, dtype=torch.float64)
+    if call.causal_flag:
+        allowed &= torch.ones(length, length, dtype=torch.bool).tril()
+    for term in call.masks:
+        try:
+            value = evaluate(traced, term.node, batch=batch, tokens=length, given=given, instead=instead)
+        except IndexError as error:
+            raise Unproved(term.node, "its mask reads a table beyond its end") from error
+        by_head = heads_apart(traced, term, value)
+        kept = keeps(term, by_head)
+        if not bool((kept == kept[:, :1]).all()):
+            raise Unproved(term.node, "its mask differs between heads")
+        allowed &= kept[:, 0]
+        if term.kind == "add":
+            bias = added(term, bias, by_head)
+    return allowed, bias.masked_fill(~allowed[:, None], 0)
+
+
+def heads_apart(traced: TracedGraph, term: MaskTerm, value: torch.Tensor) -> torch.Tensor:
+    """``[batch or 1, heads or 1, length or 1, length or 1]`` of a mask ``[..., length, length]``, also of one whose
+    requests and heads are merged."""
+    factors = [f for dim in traced.axes[term.node].dims[:-2] for f in dim]
+    pair = ((1, 1) + tuple(value.shape))[-2:]
+    if Axis.BATCH not in factors:
+        return value.reshape(1, -1, *pair)
+    if any(not isinstance(f, int) and f is not Axis.BATCH for f in factors):
+        raise Unproved(term.node, "its mask must be one of heads, queries and keys")
+    plain = prod(f for f in factors if isinstance(f, int))
+    batch = value.numel() // (plain * pair[0] * pair[1])
+    sizes = [f if isinstance(f, int) else batch for f in factors]
+    value = value.reshape(*sizes, *pair)
+    return value.movedim(factors.index(Axis.BATCH), 0).reshape(batch, -1, *pair)
+
+
+def keeps(term: MaskTerm, value: torch.Tensor) -> torch.Tensor:
+    if term.kind == "add":
+        return value * term.factor > hidden_from(value.dtype)
+    return value if term.kind == "keep" else ~value
+
+
+def added(term: MaskTerm, bias: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """``bias`` with what a term adds to scores that it does not hide."""
+    more = value.double().masked_fill(~keeps(term, value), 0) * term.factor
+    if not bool(more.any()):
+        return bias
+    return more.expand(bias.shape[0], -1, *bias.shape[2:]) + (bias if bias.shape[1] else 0)

@@ -1,0 +1,125 @@
+"""Transfer rules for operators that read one tensor, or write it, at the indices that another holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from selective_compile.passes.axes import Axes, Axis, Dim, Mixes, Sizes
+from selective_compile.passes.rules_pointwise import broadcast
+from selective_compile.passes.rules_reduce import dims_along, refuse_labelled
+
+aten = torch.ops.aten
+AxesOf = Callable[[Any], Axes]
+
+
+def readable(axes: Axes) -> Axes:
+    if axes.opaque:
+        raise Mixes("reads the numbers by which tokens are reordered as values")
+    return axes
+
+
+def embedding(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    table, index = axes_of(node.args[0]), axes_of(node.args[1])
+    if not table.is_constant:
+        raise Mixes("looks tokens up in a table that depends on tokens")
+    readable(index)
+    return Axes(dims=(*index.dims, *table.dims[1:]), inputs=index.inputs)
+
+
+def index(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    """``x[i, j, ...]``: a constant table looked up per token, or ``x`` read at its own batch and token index."""
+    axes, indices = readable(axes_of(node.args[0])), list(node.args[1])  # type: ignore[arg-type]
+    used = [i for i, index in enumerate(indices) if index is not None]
+    if any(indices[i].meta["val"].dtype == torch.bool for i in used):
+        raise Mixes("selects by a boolean mask: how many values are left depends on the data")
+    if used != list(range(used[0], used[0] + len(used))):
+        raise Mixes("indexes dimensions that are not side by side")
+    found = [axes_of(indices[i]) for i in used]
+    for i, index_axes in zip(used, found, strict=True):
+        own = axes.dims[i]
+        if axes.labelled(i) and own != index_axes.numbers:
+            raise Mixes(f"gathers along dimension {i} by an index that is not the token's own")
+    dims = broadcast([index_axes.dims for index_axes in found])
+    inputs = axes.inputs.union(*(index_axes.inputs for index_axes in found))
+    return Axes(dims=(*axes.dims[: used[0]], *dims, *axes.dims[used[-1] + 1 :]), inputs=inputs)
+
+
+def reads_own_index(node: fx.Node, axes: dict[fx.Node, Axes]) -> bool:
+    """Whether an ``index`` node reads a token-carrying tensor at each token's own index (true in a mask only)."""
+    if node.target is not aten.index.Tensor or node not in axes:
+        return False
+    table = axes[node.args[0]]  # type: ignore[index]
+    numbers = [axes[index].numbers for index in node.args[1] if index is not None]  # type: ignore[union-attr,index]
+    permuted = table.is_permuted or axes[node].is_permuted
+    return not table.is_constant and not permuted and any(n in ((Axis.TOKEN,), (Axis.BATCH,)) for n in numbers)
+
+
+def gather(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    """``out[i, j] = x[i, index[i, j]]``: within each token's own row, or a constant table's row for each token."""
+    axes, index = readable(axes_of(node.args[0])), readable(axes_of(node.args[2]))
+    (dim,) = dims_along(node, 1)
+    refuse_labelled(node, axes, [dim])
+    same_rows(dim, axes, index)
+    return Axes(dims=index.dims, inputs=axes.inputs | index.inputs)
+
+
+def scatter(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    """``x[i, index[i, j]] = source[i, j]``, or added to it: within each token's own row."""
+    given = [axes_of(a) for a in (node.args[0], *node.args[2:4]) if isinstance(a, fx.Node)]
+    (dim,) = dims_along(node, 1)
+    for axes in given:
+        refuse_labelled(node, readable(axes), [dim])
+    same_rows(dim, *given)
+    return Axes(dims=given[0].dims, inputs=frozenset().union(*(axes.inputs for axes in given)))
+
+
+def put_back(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    """``slice_scatter`` and ``select_scatter``: some features of each token's row replaced."""
+    whole, part = readable(axes_of(node.args[0])), readable(axes_of(node.args[1]))
+    (dim,) = dims_along(node, 2, 0)
+    refuse_labelled(node, whole, [dim])
+    if node.target is aten.select_scatter.default:
+        part = replace(part, dims=(*part.dims[:dim], (), *part.dims[dim:]))
+    refuse_labelled(node, part, [dim])
+    same_rows(dim, whole, part)
+    return Axes(dims=whole.dims, inputs=whole.inputs | part.inputs)
+
+
+def same_rows(dim: int, *given: Axes) -> None:
+    """Dimensions other than ``dim`` must enumerate the same: such operators do not broadcast, they cut."""
+    rows: set[tuple[Dim, ...]] = set()
+    for axes in given:
+        rows.add(tuple(d if axes.labelled(i) else () for i, d in enumerate(axes.dims) if i != dim))
+    if len(rows) > 1:
+        raise Mixes(f"reads rows of different meaning: {sorted(map(str, rows))}")
+
+
+def index_select(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    axes, index = readable(axes_of(node.args[0])), axes_of(node.args[2])
+    (dim,) = dims_along(node, 1)
+    if axes.labelled(dim) and axes.dims[dim] != index.numbers:
+        raise Mixes(f"gathers along dimension {dim} by an index that is not the token's own")
+    return Axes(dims=(*axes.dims[:dim], *index.dims, *axes.dims[dim + 1 :]), inputs=axes.inputs | index.inputs)
+
+
+def one_hot(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    axes = readable(axes_of(node.args[0]))
+    if len(node.args) < 2 or node.args[1] == -1:
+        raise Mixes("has as many classes as the largest value of all tokens")
+    return Axes(dims=(*axes.dims, sizes.dim(node.args[1])), inputs=axes.inputs)
+
+
+LOOKUPS: dict[Any, Callable[..., Any]] = {
+    aten.embedding: embedding,
+    aten.index: index,
+    aten.gather: gather,
+    **dict.fromkeys((aten.scatter, aten.scatter_add, aten.scatter_reduce), scatter),
+    **dict.fromkeys((aten.slice_scatter, aten.select_scatter), put_back),
+    aten.index_select: index_select,
+    aten.one_hot: one_hot,
+}

@@ -1,0 +1,157 @@
+"""Transfer rules for tokens put in another order, each group of them treated alike, and put back.
+
+A mixture of experts does so: it sorts (token, expert) pairs by expert, multiplies each expert's rows by its weight, and
+undoes the sorting.  Which row a pair gets depends on all pairs, what is computed in the row does not: along a
+`Permuted` dimension a value belongs to the pair that was put there, and the numbers that say which are read by index
+operators alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from selective_compile.passes.axes import Axes, Groups, Mixes, Permuted, Sizes
+from selective_compile.passes.rules_lookup import readable
+from selective_compile.passes.rules_reduce import dims_along, selection
+
+aten = torch.ops.aten
+AxesOf = Callable[[Any], Axes]
+CASTS = (aten.to, aten._to_copy, aten.reshape, aten.view, aten.clone, aten.contiguous, aten.flatten)
+INDEX_MAKERS = (aten.topk, aten.sort, aten.argsort, aten.argmax)
+
+
+def order_of(axes: Axes) -> Permuted:
+    """The permutation of a one-dimensional value that has nothing else."""
+    if len(axes.dims) == 1 and len(axes.dims[0]) == 1 and isinstance(axes.dims[0][0], Permuted):
+        return axes.dims[0][0]
+    raise Mixes("must be one dimension of sorted tokens")
+
+
+def sort(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    """Along features: token-wise.  Of a vector of tokens: its dimension becomes `Permuted`."""
+    axes = axes_of(node.args[0])
+    if len(axes.dims) != 1 or not axes.labelled(0):
+        readable(axes)
+        return selection(node, axes_of, sizes)
+    single = node.target is not aten.sort.default and node.target is not aten.sort.stable
+    if axes.numbers and axes.is_permuted and single:  # sorting the numbers themselves undoes their order
+        order = order_of(axes)
+        if axes.numbers == order.of:
+            return Axes(dims=(order.of,), numbers=(order,), inputs=axes.inputs)
+    readable(axes)
+    if axes.is_permuted:
+        raise Mixes("sorts tokens that are sorted already")
+    order = Permuted(node, axes.dims[0])
+    return Axes(dims=((order,),), numbers=order.of if single else (), inputs=axes.inputs)
+
+
+def histogram(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    """How many sorted tokens each group has: `Groups`, if every group number has a bin of its own."""
+    order = order_of(readable(axes_of(node.args[0])))
+    counted = made_from(node.args[0])
+    if counted.args[0] is not order.order or counted.args[1] != 0:  # the first result of a sort
+        raise Mixes("counts other values than those that tokens were sorted by")
+    if not never_negative(order.order.args[0]):
+        raise Mixes("counts values of tokens that are not known to be indices")
+    (bins,) = node.meta["val"].shape
+    dtype = node.args[0].meta["val"].dtype  # type: ignore[union-attr]
+    values = torch.arange(bins).to(dtype)
+    counts = [node.target(value[None], *node.args[1:], **node.kwargs) for value in values]  # type: ignore[operator]
+    if not torch.equal(torch.stack(counts), torch.eye(bins, dtype=counts[0].dtype)):
+        raise Mixes("counts several group numbers as one")
+    return Axes(dims=((bins,),), groups=Groups(order=order.order))
+
+
+def made_from(node: Any) -> fx.Node:
+    """The node behind casts and views."""
+    while getattr(node.target, "overloadpacket", None) in CASTS:
+        node = node.args[0]
+    assert isinstance(node, fx.Node)
+    return node
+
+
+def never_negative(node: Any) -> bool:
+    """Whether the values are indices that an operator found."""
+    source = made_from(node)
+    if (
+        len(source.args) > 1 and source.args[1] == 1 and isinstance(source.args[0], fx.Node)
+    ):  # the second of (values, indices)
+        source = source.args[0]
+    return getattr(source.target, "overloadpacket", None) in INDEX_MAKERS
+
+
+def running_sum(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes | None:
+    """Sizes of groups summed up are their ends; None for any other sum."""
+    axes = axes_of(node.args[0])
+    if axes.groups is None:
+        return None
+    if axes.groups.ends or dims_along(node, 1) != [0]:
+        raise Mixes("sums up more than the sizes of groups")
+    return Axes(dims=axes.dims, groups=Groups(order=axes.groups.order, ends=True))
+
+
+def grouped_product(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    """``rows [R, K] @ weight[group of the row] [K, N]``, with the rows sorted by group."""
+    rows, weight, ends = (axes_of(node.args[i]) for i in range(3))
+    (order,) = rows.dims[0] if len(rows.dims) == 2 and len(rows.dims[0]) == 1 else (None,)
+    if not isinstance(order, Permuted) or rows.opaque or ends.groups != Groups(order=order.order, ends=True):
+        raise Mixes("multiplies groups of rows that are not those of one sorting of tokens")
+    if (
+        not weight.is_constant
+        or len(weight.dims) != 3
+        or rows.labelled(1)
+        or len(node.args) > 3
+        and node.args[3] is not None
+    ):
+        raise Mixes("multiplies groups of rows by what is no weight of each group")
+    return Axes(dims=(rows.dims[0], weight.dims[2]), inputs=rows.inputs)
+
+
+def index_put(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    """``inverse[order] = arange``: for each token, where the sorting put it."""
+    base, values = axes_of(node.args[0]), axes_of(node.args[2])
+    indices: Any = node.args[1]
+    index = axes_of(indices[0]) if len(indices) == 1 and indices[0] is not None else Axes(dims=())
+    accumulates = len(node.args) > 3 and node.args[3]
+    if not index.is_permuted or index.numbers != order_of(index).of or accumulates:
+        raise Mixes("writes at indices that are not the numbers of sorted tokens")
+    order = order_of(index)
+    if base.dims != (order.of,) or values.dims != (order.of,) or values.numbers != order.of or values.is_permuted:
+        raise Mixes("writes other values at the numbers of sorted tokens than their places")
+    return Axes(dims=(order.of,), numbers=(order,), inputs=index.inputs)
+
+
+def is_inverse(axes: dict[fx.Node, Axes], node: fx.Node) -> bool:
+    """Whether a node makes the inverse of an order by writing an index range into it."""
+    found = axes.get(node)
+    return node.target is aten.index_put.default and found is not None and bool(found.numbers)
+
+
+def index_add(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    """Sorted rows added to the rows of the tokens they belong to."""
+    base, index, source = readable(axes_of(node.args[0])), axes_of(node.args[2]), readable(axes_of(node.args[3]))
+    (dim,) = dims_along(node, 1)
+    if not base.labelled(dim):
+        raise Mixes("adds rows of tokens to rows that are not tokens")
+    rows, rest = source.dims[dim], (*source.dims[:dim], (), *source.dims[dim + 1 :])
+    if base.dims[dim] != index.numbers or index.dims != (rows,):
+        raise Mixes("adds rows of tokens to rows of other tokens")
+    if rest != (*base.dims[:dim], (), *base.dims[dim + 1 :]):
+        raise Mixes("adds rows of another shape")
+    return Axes(dims=base.dims, inputs=base.inputs | index.inputs | source.inputs)
+
+
+ORDERS: dict[Any, Callable[..., Any]] = {
+    aten.sort: sort,
+    aten.argsort: sort,
+    aten.histc: histogram,
+    aten.index_put: index_put,
+    aten.index_add: index_add,
+}
+# By name: another library registers the one, and only where it is imported.
+GROUPED_PRODUCTS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
+READ_NUMBERS = (aten.index, aten.index_select, aten.index_put, aten.index_add, aten.sort, aten.argsort)

@@ -1,0 +1,34 @@
+"""For how many tokens a condition holds."""
+
+from __future__ import annotations
+
+import pytest
+import sympy
+
+from selective_compile.passes.lengths import ALL_LENGTHS, longest
+
+S = sympy.Symbol("s", integer=True, positive=True)
+T = sympy.Symbol("t", integer=True, positive=True)
+
+FOR_ALL = (sympy.Eq(S, T, evaluate=False), S >= 2, sympy.Ne(S, 1), 3 * S > 5, sympy.Ne(S * 64, 0))
+UP_TO = {
+    S <= 512: 512,
+    S < 5000: 4999,
+    2 * S + 1 <= 2049: 1024,
+    sympy.Ne(S, 777): 776,
+    sympy.Eq(S, 64 - sympy.Max(0, 64 - S)): 64,
+    sympy.Eq(sympy.Mod(S, 2), 0): 2,
+    sympy.Ne(3 * S + 7, 3007): 999,
+    S >= 3: 1,
+    S <= 1_000_003: 1_000_003,
+}
+
+
+@pytest.mark.parametrize("condition", FOR_ALL, ids=str)
+def test_what_no_length_breaks(condition: sympy.Basic) -> None:
+    assert longest(condition, 2) == ALL_LENGTHS
+
+
+@pytest.mark.parametrize("condition", UP_TO, ids=str)
+def test_what_a_length_breaks(condition: sympy.Basic) -> None:
+    assert longest(condition, 2) == UP_TO[condition]

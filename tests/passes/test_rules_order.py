@@ -1,0 +1,161 @@
+"""Mixtures of experts: tokens sorted by expert, multiplied group by group, put back; and what merely resembles it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers.integrations.moe  # noqa: F401  (registers the grouped product that its models call on a CPU)
+from torch import Tensor
+
+from selective_compile.passes.axes import Axis, Permuted
+from tests.passes.graphs import marked, ragged_error, reasons
+
+EXPERTS, TOP, WIDTH = 5, 2, 8
+Function = Callable[..., Any]
+generator = torch.Generator().manual_seed(0)
+ROUTER = torch.randn(EXPERTS, WIDTH, generator=generator)
+UP = torch.randn(EXPERTS, WIDTH, 12, generator=generator)
+DOWN = torch.randn(EXPERTS, 12, WIDTH, generator=generator)
+BIAS = torch.randn(EXPERTS, 12, generator=generator)
+WEIGHTS = (ROUTER, UP, DOWN, BIAS)
+
+
+def grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return torch.ops.transformers.grouped_mm_fallback(rows, weight, ends)
+
+
+def ends_of(experts: Tensor, bins: int = EXPERTS) -> Tensor:
+    return torch.histc(experts.float(), bins=bins, min=0, max=bins - 1).cumsum(0, dtype=torch.int32)
+
+
+def by_writing(order: Tensor) -> Tensor:
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.shape[0])
+    return inverse
+
+
+def routed(x: Tensor, router: Tensor, top: int = TOP) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows [R, h], and of each the scores and numbers of its experts [R, top]."""
+    rows = x.reshape(-1, WIDTH)
+    scores, experts = F.linear(rows, router).softmax(-1).topk(top, dim=-1)
+    return rows, scores, experts
+
+
+def mixture(
+    top: int = TOP, undo: Function = by_writing, ends: Function = ends_of, owner: Function | None = None
+) -> Function:
+    def run(x: Tensor, router: Tensor, up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
+        rows, scores, experts = routed(x, router, top)
+        sorted_experts, order = torch.sort(experts.reshape(-1))
+        chosen = rows[order // top if owner is None else owner(order)]
+        bounds = ends(sorted_experts)
+        hidden = grouped(chosen, up, bounds).add_(bias[sorted_experts]).relu()
+        weighted = grouped(hidden, down, bounds) * scores.reshape(-1)[order][:, None]
+        return weighted[undo(order)].view(rows.shape[0], top, WIDTH).sum(1).reshape(x.shape)
+
+    return run
+
+
+def by_adding(x: Tensor, router: Tensor, up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
+    rows, scores, experts = routed(x, router)
+    sorted_experts, order = torch.sort(experts.flatten())
+    bounds = ends_of(sorted_experts)
+    hidden = grouped(rows[order // TOP], up, bounds).relu()
+    weighted = grouped(hidden, down, bounds) * scores.flatten()[order].unsqueeze(-1)
+    return torch.zeros_like(rows).index_add(0, order // TOP, weighted).view(x.shape)
+
+
+def by_batches(x: Tensor, router: Tensor, up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
+    """Every pair has its expert's weights read for it."""
+    rows, scores, experts = routed(x, router)
+    chosen = rows.repeat_interleave(TOP, dim=0)
+    hidden = torch.bmm(chosen[:, None], up[experts.reshape(-1)]).relu()
+    weighted = torch.bmm(hidden, down[experts.reshape(-1)])[:, 0] * scores.reshape(-1)[:, None]
+    return weighted.view(rows.shape[0], TOP, WIDTH).sum(1).reshape(x.shape)
+
+
+def by_every_expert(x: Tensor, router: Tensor, up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
+    """All experts run on all tokens, weighted by scores that are mostly 0."""
+    rows, scores, experts = routed(x, router)
+    full = torch.zeros(rows.shape[0], EXPERTS).scatter_(1, experts, scores)
+    each = torch.einsum("rh,ehm->erm", rows, up).relu() @ down
+    return (each * full.t()[:, :, None]).sum(0).reshape(x.shape)
+
+
+EXACT: dict[str, Function] = {
+    "sorted by expert": mixture(),
+    "one expert each": mixture(1),
+    "inverse by sorting": mixture(undo=torch.argsort),
+    "added at their tokens": by_adding,
+    "weights read for each pair": by_batches,
+    "every expert": by_every_expert,
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_mixture_is_token_wise_and_exact(name: str) -> None:
+    assert ragged_error(EXACT[name], *WEIGHTS) < 1e-4
+
+
+def wrong_inverse(order: Tensor) -> Tensor:
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.shape[0]) + 1
+    return inverse
+
+
+REFUSED: dict[str, tuple[Function, str]] = {
+    "not put back": (mixture(undo=lambda order: order), "not the token's own"),
+    "put back by something else": (mixture(undo=lambda order: torch.arange(order.shape[0])), "not the token's own"),
+    "put back one further": (mixture(undo=wrong_inverse), "reordered"),
+    "rows of other tokens": (mixture(owner=lambda order: order // 4), "reordered"),
+    "rows of no token": (mixture(owner=lambda order: order), "not the token's own"),
+    "experts counted in pairs": (mixture(ends=lambda e: ends_of(e // 2)), "other values"),
+    "ends that are not summed": (
+        mixture(ends=lambda e: torch.histc(e.float(), EXPERTS, 0, EXPERTS - 1).int()),
+        "groups",
+    ),
+    "too few experts counted": (
+        mixture(ends=lambda e: torch.histc(e.float(), bins=EXPERTS, min=0, max=2).cumsum(0, dtype=torch.int32)),
+        "several group numbers as one",
+    ),
+    "order as a feature": (
+        lambda x, router, up, down, bias: (
+            x.reshape(-1, WIDTH) + routed(x, router, 1)[2].reshape(-1).argsort()[:, None]
+        ).reshape(x.shape),
+        "different meaning",
+    ),
+    "inverse as a feature": (
+        lambda x, router, up, down, bias: (
+            x.reshape(-1, WIDTH) + routed(x, router, 1)[2].reshape(-1).argsort().argsort()[:, None]
+        ).reshape(x.shape),
+        "reordered",
+    ),
+    "tokens sorted by their first feature": (
+        lambda x, router, up, down, bias: x.reshape(-1, WIDTH)[x.reshape(-1, WIDTH)[:, 0].argsort()].reshape(x.shape),
+        "",
+    ),
+    "a count as a feature": (
+        lambda x, router, up, down, bias: x + torch.histc(routed(x, router)[2].reshape(-1).float(), 8, 0, 7),
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_lets_tokens_meet_is_refused(name: str) -> None:
+    function, reason = REFUSED[name]
+    given = reasons(function, *WEIGHTS)
+    assert given and any(reason in text for text in given), given
+
+
+def test_sorted_dimension_says_what_it_holds() -> None:
+    traced = marked(mixture(), *WEIGHTS)
+    named = {node.name: axes for node, axes in traced.axes.items()}
+    (order,) = [axes for name, axes in named.items() if axes.is_permuted and len(axes.numbers) == 3]
+    ((factor,),) = order.dims
+    assert isinstance(factor, Permuted)
+    assert factor.of == order.numbers == (Axis.BATCH, Axis.TOKEN, TOP)
