@@ -1,4 +1,4 @@
-"""The command line: `selective-compile demo | generate | bench | explain`."""
+"""The command line: `selective-compile demo | generate | bench | explain | coverage`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from selective_compile import checkpoints, demo, tables
 from selective_compile.backend import explain as explain_model
 from selective_compile.bench import run_benchmark, settings
 from selective_compile.bench.peers import PeerError
+from selective_compile.coverage.command import coverage_command
 from selective_compile.generating import Prompts, generate_all, generate_streaming
 from selective_compile.options import EngineConfig
 from selective_compile.progress import ProgressBars
@@ -274,6 +275,9 @@ def bench_command(
     out.print(tables.bench_tables(figures))
     if out_file is not None:
         out.print(Text(f"figures: {out_file.absolute()}"), soft_wrap=True)
+
+
+app.command("coverage")(coverage_command)
 
 
 def begin(threads: int | None) -> tuple[ProgressBars, Any]:

@@ -35,7 +35,18 @@ LAYERS = (
     ("backend", "report", "capture", "compiling", "padded_program", "step_program"),
     ("runtime",),
     ("generate_arguments", "generate_fields", "generate_requests", "kept_engines", "huggingface"),
-    ("checkpoints", "progress", "tables", "schedule_picture", "generating", "demo", "bench", "cli", "tiny_model"),
+    (
+        "checkpoints",
+        "progress",
+        "tables",
+        "schedule_picture",
+        "generating",
+        "demo",
+        "bench",
+        "cli",
+        "coverage",
+        "tiny_model",
+    ),
 )
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 FACE = "the face"

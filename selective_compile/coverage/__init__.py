@@ -1,0 +1,1 @@
+"""The sweep over every model type of the installed transformers: `selective-compile coverage`."""

@@ -1,0 +1,63 @@
+"""`selective-compile coverage`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from selective_compile.coverage import page as pages
+from selective_compile.coverage.standing import VERDICTS, bars, verdict, wrong
+from selective_compile.coverage.sweep import Sweep, chosen_types
+from selective_compile.progress import ProgressBars
+from selective_compile.tables import console
+
+
+def coverage_command(
+    types: Annotated[str | None, typer.Option(help="Some, with commas.", show_default="all registered ones")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes at a time.", show_default="all cores")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Seconds for one type.")] = 240,
+    out_file: Annotated[Path, typer.Option("--out", help="Results; measured types are kept.")] = Path("coverage.json"),
+    page: Annotated[Path | None, typer.Option(help="Write them as Markdown too.", show_default="beside --out")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of text.")] = False,
+) -> None:
+    """Try every model type of the installed transformers, with random weights, against the model alone.
+
+    One process for each; stopped and started again, it goes on where it was. Exit status 1 on wrong tokens.
+
+    \b
+    selective-compile coverage --jobs 2 --out docs/coverage.json
+    selective-compile coverage --types llama,gpt2,mamba --json
+    """
+    chosen = chosen_types(types)
+    target = page if page is not None else out_file.with_suffix(".md")
+    for path, option in ((out_file, "--out"), (target, "--page")):
+        if not path.absolute().parent.is_dir():
+            raise ValueError(f"{option} must lie in a folder that exists, got {str(path)!r}")
+    sweep = Sweep(types=chosen, out=out_file, jobs=jobs or os.cpu_count() or 1, limit=limit)
+    out = console()
+    with ProgressBars(console(stderr=True))("measuring", len(chosen)) as advance:
+
+        def tell(name: str, facts: dict[str, Any]) -> None:
+            advance(1)
+            if not as_json:
+                out.print(Text(f"{name}: {wrong(facts) or verdict(facts)}"), soft_wrap=True)
+
+        results = sweep.run(tell)
+    target.write_text(pages.page(results))
+    found = {name: results["types"][name] for name in chosen}
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        counts = {name: sum(verdict(facts) == name for facts in found.values()) for name in VERDICTS}
+        out.print(Text(", ".join(f"{name} {count}" for name, count in counts.items() if count)), soft_wrap=True)
+        if types is None:
+            for what, count, bar, met in bars(found):
+                out.print(Text(f"{what}: {count} (bar: {bar}{'' if met else ', NOT MET'})"), soft_wrap=True)
+    mistaken = [name for name, facts in found.items() if wrong(facts)]
+    if mistaken:
+        raise ValueError(f"the tokens or logits are wrong without a refusal for {', '.join(mistaken)}")

@@ -1,0 +1,122 @@
+"""The sweep: a process for each model type, several at a time, results kept as they come."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import selective_compile
+from selective_compile import passes, runtime
+from selective_compile.coverage.measure import Facts
+from selective_compile.coverage.trial import FULL, Trial
+from selective_compile.coverage.worker import Job
+
+Results = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """What to measure, and where the results go.
+
+    Attributes:
+        types: model types in their order.
+        out: the JSON file, written after every type; types that it has from the same source are not measured again.
+        jobs: processes at a time.
+        limit: seconds for one type.
+    """
+
+    types: tuple[str, ...]
+    out: Path
+    jobs: int = 2
+    limit: float = 240.0
+    trial: Trial = FULL
+
+    def remaining(self, results: Results) -> list[str]:
+        """Types not yet measured with this source and these versions."""
+        now = source()
+        return [name for name in self.types if results["types"].get(name, {}).get("source") != now]
+
+    def run(self, advance: Callable[[str, Facts], None]) -> Results:
+        """Measure what remains; ``advance`` is told of each type as it is done."""
+        results = stored(self.out)
+        waiting, running = self.remaining(results), list[Job]()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["selective_compile.coverage.worker"])
+        now = source()
+        with tempfile.TemporaryDirectory() as folder:
+            while waiting or running:
+                while waiting and len(running) < self.jobs:
+                    running.append(Job.start(context, waiting.pop(0), self.trial, self.limit, Path(folder)))
+                for job in done(running):
+                    running.remove(job)
+                    facts = job.finish() | {"source": now}
+                    results["types"][job.model_type] = facts
+                    results["versions"] = versions()
+                    write(self.out, results)
+                    advance(job.model_type, facts)
+        return results
+
+
+def done(running: Sequence[Job]) -> list[Job]:
+    """Jobs that ended or ran out of time, after waiting a moment for one of them to say something."""
+    ready = wait([job.receive for job in running], timeout=1.0)
+    ended = [job for job in running if job.receive in ready and job.take()]
+    return ended + [job for job in running if job.late and job not in ended]
+
+
+def registered_types() -> tuple[str, ...]:
+    """Every type that the installed transformers registers with AutoModelForCausalLM."""
+    return tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def chosen_types(names: str | None) -> tuple[str, ...]:
+    """Those of a comma-separated list, or all of them.
+
+    Raises:
+        ValueError: a name that is not registered.
+    """
+    known = registered_types()
+    if names is None:
+        return known
+    wanted = tuple(name.strip() for name in names.split(",") if name.strip())
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"--types must be model types registered with AutoModelForCausalLM, got {name!r}")
+    return wanted
+
+
+def stored(out: Path) -> Results:
+    return json.loads(out.read_text()) if out.exists() else {"versions": versions(), "types": {}}
+
+
+def write(out: Path, results: Results) -> None:
+    """In one go, so that a run that is stopped leaves a whole file; types in the order of their names."""
+    results["types"] = dict(sorted(results["types"].items()))
+    part = out.with_suffix(".part")
+    part.write_text(json.dumps(results, indent=1) + "\n")
+    part.replace(out)
+
+
+def versions() -> dict[str, str]:
+    return {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def source() -> str:
+    """A digest of the package's own code and of the versions it runs on: results of another one are measured anew."""
+    digest = hashlib.blake2b(json.dumps(versions()).encode(), digest_size=8)
+    # Named one by one, since in a checkout two of them are links, which rglob does not follow.
+    folders = [Path(module.__path__[0]).resolve() for module in (selective_compile, passes, runtime)]
+    for file in sorted({file for folder in folders for kind in ("*.py", "*.cpp") for file in folder.rglob(kind)}):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
