@@ -26,7 +26,7 @@ class Trial:
         pauses: most steps between two arrivals.
     """
 
-    requests: int = 10
+    requests: int = 16
     longest: int = 22
     new_tokens: int = 12
     pauses: int = 2
@@ -57,7 +57,7 @@ class Trial:
 
 
 FULL = Trial()
-QUICK = Trial(requests=5, new_tokens=5)
+QUICK = Trial(requests=8)
 
 
 def padded_batches(vocabulary: int, *, batch: int = 3, length: int = 13) -> Iterator[tuple[str, Tensor, Tensor]]:
