@@ -10,10 +10,10 @@ INSTALLED := $(VENV)/installed-$(shell (pwd; cat pyproject.toml constraints.txt)
 INSTALL := $(BIN)/python -m pip install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench coverage clean
 
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
 
 demo: $(INSTALLED) ## serve mixed requests on the model that ships; ARGS='--help' shows the options
 	$(BIN)/selective-compile demo $(ARGS)
@@ -28,6 +28,9 @@ lint: $(INSTALLED) ## ruff and mypy
 
 bench: $(INSTALLED)-bench ## throughput next to generate and generate_batch; wants a quiet machine
 	$(BIN)/selective-compile bench $(ARGS)
+
+coverage: $(INSTALLED) ## every model type of transformers against the model alone; writes docs/coverage.md
+	$(BIN)/selective-compile coverage --out docs/coverage.json $(ARGS)
 
 clean: ## remove the environment, caches and build output
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -52,6 +52,14 @@ _MEMBERS: Final = {
     """,
     ODD: "blt cpmant fuyu git hrm_text mllama moshi reformer xlm xlnet",
 }
+# What every test run tries: each way of attending, numbering and mixing that there is, in types that are quick to trace.
+CORE: Final = tuple(
+    """
+    bart bert bloom cohere2 deepseek_v3 falcon gemma2 gemma3 gemma3_text gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj
+    jamba lfm2 llama llama4_text mamba mistral mixtral mpt opt phi3 qwen2 qwen3_moe recurrent_gemma roberta xlnet
+    """.split()
+)
+
 _FAMILY_OF: Final = {name: family for family, names in _MEMBERS.items() for name in names.split()}
 
 
