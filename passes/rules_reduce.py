@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from selective_compile.passes.axes import Axes, Axis, Dim, Mixes, Sizes
-from selective_compile.passes.rules_pointwise import broadcast
+from selective_compile.passes.rules_pointwise import broadcast, pointwise
 
 aten = torch.ops.aten
 
@@ -35,6 +35,8 @@ def named(dim: Dim) -> str:
 
 def reduction(position: int = 1, keepdim_position: int = 2) -> Callable[..., Any]:
     def rule(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Any:
+        if node.target in OF_TWO:
+            return pointwise(node, axes_of, sizes)
         axes, dims = axes_of(node.args[0]), dims_along(node, position)
         over_keys = node.target in MAXIMA and len(dims) == 1 and is_keys(axes, dims[0])
         if not over_keys:
@@ -67,6 +69,7 @@ def along(position: int = 1, default: Any = -1) -> Callable[..., Axes]:
 
 SOFTMAX = (aten.softmax.int, aten._softmax.default)
 MAXIMA = (aten.max.dim, aten.amax.default)
+OF_TWO = (aten.max.other, aten.min.other)  # of two tensors, which shares a name with that of one
 
 
 def selection(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Axes:

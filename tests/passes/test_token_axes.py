@@ -51,6 +51,8 @@ TOKEN_WISE: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
     "rotary halves": (lambda x: torch.cat((-x[..., 4:], x[..., :4]), dim=-1), ()),
     "transposes": (lambda x: x.transpose(1, 2).permute(0, 2, 1).unsqueeze(1).squeeze(1), ()),
     "all dimensions reversed": (lambda x: x.T.mul(2).T, ()),
+    "smaller of two": (lambda x, y: torch.min(x, y), ()),
+    "larger of two, one a weight": (lambda x, w: torch.max(x, w[0]), (WEIGHT,)),
     "embedding": (lambda ids, w: F.embedding(ids, w), (TABLE,)),
     "rows of a table by the length": (lambda x, w: x + w[: x.shape[1]], (TABLE,)),
     "rows of a table from 2": (lambda x, w: x + w[None, 2 : x.shape[1] + 2], (TABLE,)),
