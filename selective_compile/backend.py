@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
-from torch._dynamo.symbolic_convert import TensorifyState
+from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
 
 from selective_compile.capture import ATTENTION_MASK, capture
 from selective_compile.compiling import compiled_as_it_came
@@ -123,6 +123,8 @@ def ask_for_symbolic_sizes(module: fx.GraphModule) -> None:
             torch._dynamo.maybe_mark_dynamic(example, dimension)
             asked = True
     if asked:
+        # Symbolic sizes are operations of the graph, so that tracing again takes other steps up to a break in it.
+        InstructionTranslator.current_tx().speculation_log.clear()
         raise TensorifyScalarRestartAnalysis(restart_reason="selective: batch and tokens must be symbolic")
 
 

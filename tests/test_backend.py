@@ -104,6 +104,22 @@ def test_branch_on_the_length_is_taken_as_the_model_takes_it() -> None:
     assert error < TOLERANCE
 
 
+def test_model_with_a_break_in_its_graph_runs_as_it_came() -> None:
+    """Where the sizes of the first call are made symbolic, Dynamo traces again what it had broken off."""
+
+    def mixed_then_broken(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x + x.roll(1, 1)
+
+    class ReadsSizesFirst(Decoder):
+        def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+            shape = input_ids.size()
+            return super().forward(input_ids.view(-1, shape[-1]), attention_mask)
+
+    error, report = padded_error(ReadsSizesFirst(mix=mixed_then_broken), vocabulary=VOCABULARY)
+    assert error < TOLERANCE and not report.ok
+
+
 def test_buffer_that_counts_calls_counts_them_once() -> None:
     counting = Counting()
     compiled = fast(Decoder(layers=1, mix=counting))

@@ -87,12 +87,9 @@ class Job:
 
 def stage(facts: Facts) -> str:
     """What was being done after ``facts`` were known."""
-    for key, following in (
-        ("engine", "padded call"),
-        ("verdict", "engine"),
-        ("causal", "compile"),
-        ("class", "oracle"),
-    ):
+    if "engine" in facts or facts.get("verdict") == "refused":
+        return "padded call"
+    for key, following in (("verdict", "engine"), ("causal", "compile"), ("class", "oracle")):
         if key in facts:
             return following
     return "build"
