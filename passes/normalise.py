@@ -102,6 +102,9 @@ def normalise(module: fx.GraphModule, examples: Sequence[Any]) -> TracedGraph:
     refused = [refused_input(node) for node, place in zip(placeholders, places, strict=True) if place == "other"]
     refused += [refused_input(node) for node in foreign_sizes(placeholders)]
     refused += mismatched([node for node, place in zip(placeholders, places, strict=True) if place == "tokens"])
+    if "tokens" not in places:  # such as a piece of a model that Dynamo broke into several graphs
+        reason = "none of the graph's inputs holds tokens"
+        refused.append(Refusal(node="inputs", operator="inputs", reason=reason, source_line="", module=""))
     if refused:
         raise RefusedError(refused)
     symbols = Symbols()

@@ -154,7 +154,8 @@ class Engine:
         """One iteration: schedule, assemble, run, sample, publish. False: there was nothing to do.
 
         Raises:
-            StepError: the step failed. All running requests have ended with "error"; waiting ones go on.
+            StepError: the step failed. All running requests have ended with "error"; waiting ones go on, unless
+                none was running: then no step would get further, and they have ended too.
         """
         with self._stepping:
             started = time.perf_counter()
@@ -266,6 +267,10 @@ class Engine:
                 token, logprob = next(outcomes) if share.samples else (None, 0.0)
                 if request.finished:  # cancelled while the model ran
                     continue
+                if share.samples and token is None:
+                    self._remove(request)
+                    request.finish("error", "no token can be drawn: its logits hold a NaN or are infinite")
+                    continue
                 self._scheduler.advance(share, token)
                 if token is not None:
                     self._tokens_generated += 1
@@ -286,7 +291,10 @@ class Engine:
             message = f"step {self._steps} failed: {type(error).__name__}: {error}"
             with self._guard:
                 self._steps += 1
-                for state in list(self._scheduler.running()):
+                doomed = list(self._scheduler.running())
+                if not doomed and isinstance(error, Exception):  # or whoever waits for them would step for ever
+                    doomed = list(self._scheduler.waiting())
+                for state in doomed:
                     request = self._live[state.request_id]
                     self._remove(request)
                     request.finish("error", message)

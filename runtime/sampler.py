@@ -19,9 +19,12 @@ from selective_compile.runtime.philox import uniform
 
 @dataclass(frozen=True, kw_only=True)
 class SampledTokens:
-    """One entry a row; `logprobs` is 0 for rows whose request did not ask for it."""
+    """One entry a row; `logprobs` is 0 for rows whose request did not ask for it.
 
-    tokens: list[int]
+    A token is None where one was to be drawn from logits that hold a NaN or are infinite: they are no distribution.
+    """
+
+    tokens: list[int | None]
     logprobs: list[float]
 
 
@@ -35,7 +38,8 @@ def sample(logits: Tensor, params: Sequence[GenerationParams], indices: Sequence
     """
     logits = logits.float()
     tokens = logits.argmax(dim=-1)
-    drawn = [row for row, wanted in enumerate(params) if wanted.do_sample]
+    wanting = [row for row, wanted in enumerate(params) if wanted.do_sample]
+    drawn = [row for row, sound in zip(wanting, _distributions(logits, wanting), strict=True) if sound]
     # Two groups, because rows without top-k have the whole vocabulary to sort and sum up.
     narrow = [row for row in drawn if params[row].top_k]
     wide = [row for row in drawn if not params[row].top_k]
@@ -44,7 +48,15 @@ def sample(logits: Tensor, params: Sequence[GenerationParams], indices: Sequence
             where = torch.tensor(rows, device=logits.device)
             wanted = [params[row] for row in rows]
             tokens[where] = _draw(logits[where], wanted, [indices[row] for row in rows])
-    return SampledTokens(tokens=tokens.tolist(), logprobs=_logprobs(logits, tokens, params))
+    chosen: list[int | None] = tokens.tolist()
+    for row in set(wanting) - set(drawn):
+        chosen[row] = None
+    return SampledTokens(tokens=chosen, logprobs=_logprobs(logits, tokens, params))
+
+
+def _distributions(logits: Tensor, rows: Sequence[int]) -> list[bool]:
+    """For each of the rows, whether its logits are a distribution; the largest of them is a NaN if any is."""
+    return logits[torch.tensor(rows, device=logits.device)].amax(dim=-1).isfinite().tolist() if rows else []
 
 
 def _draw(logits: Tensor, params: Sequence[GenerationParams], indices: Sequence[int]) -> Tensor:

@@ -78,6 +78,9 @@ class Scheduler:
     def running(self) -> Iterator[RequestState]:
         return iter(self._running.values())
 
+    def waiting(self) -> Iterator[RequestState]:
+        return iter(self._waiting.values())
+
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

@@ -86,12 +86,16 @@ class KeptEngines:
 
 
 def layout_of(model: nn.Module) -> tuple[Any, ...]:
-    """What a program takes for granted of the weights: where they are, their names, shapes, dtypes, devices.
+    """What a program takes for granted of the weights: where they are, names, shapes, dtypes, devices, ties.
 
     A module is told by its dictionary of parameters: the program holds it, so that no other has its id.
     """
+    first: dict[int, int] = {}
     return tuple(
-        (id(module._parameters), tuple((name, *_kind(tensor)) for name, tensor in _own_tensors(module)))
+        (
+            id(module._parameters),
+            tuple((name, first.setdefault(id(t), len(first)), *_kind(t)) for name, t in _own_tensors(module)),
+        )
         for module in model.modules()
         if module._parameters or module._buffers
     )

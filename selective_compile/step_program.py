@@ -15,6 +15,7 @@ from selective_compile.ops import forced_implementation
 from selective_compile.options import EngineConfig
 from selective_compile.passes import RefusedError, Rewrite, rewrite
 from selective_compile.passes.flatten import FlatGraph
+from selective_compile.passes.position_limit import position_limit
 from selective_compile.step import StepInputs
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,22 +39,25 @@ class LiveWeights:
     """The model's tensors that a graph reads, looked up anew when the model's own change."""
 
     def __init__(self, model: nn.Module, flat: FlatGraph) -> None:
-        owners = {
-            id(tensor): (tensors, name)
-            for module in model.modules()
-            for tensors in (module._parameters, module._buffers)
-            for name, tensor in tensors.items()
-            if tensor is not None
-        }
+        owners: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        for module in model.modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        owners.setdefault(id(tensor), []).append((tensors, name))
         self._modules = [
             (parent._modules, name, child) for parent in model.modules() for name, child in parent._modules.items()
         ]
-        self._slots = [owners.get(id(given.example)) for given in flat.weights]
-        self._constants = [given.example for given in flat.weights]
+        shared = [owners.get(id(given.example), []) for given in flat.weights]
+        self._slots = [places[0] if places else None for places in shared]
+        # To the graph, a weight that the model has in several places is one input.
+        self._tied = [(*places[0], *other) for places in shared for other in places[1:]]
+        self._constants: list[Any] = [given.example for given in flat.weights]
+        self._kinds = [(t.shape, t.dtype, t.device) for t in self._constants]
 
     def tensors(self) -> list[Any]:
         return [
-            constant if slot is None else slot[0][slot[1]]
+            constant if slot is None else slot[0].get(slot[1])
             for slot, constant in zip(self._slots, self._constants, strict=True)
         ]
 
@@ -61,12 +65,24 @@ class LiveWeights:
         """Identity and in-place version of each tensor; tensors made in inference mode count no versions.
 
         Raises:
-            ValueError: a module of the model was replaced; the graph has the operations of the old one.
+            ValueError: the graph is not that of the model any more: a module was replaced, or a tied weight in one of
+                its places only, or a weight got another shape, dtype or device.
         """
         for children, name, child in self._modules:
             if children.get(name) is not child:
                 raise ValueError(f"the model's modules must stay those it was compiled with, got another {name!r}")
-        return tuple((id(t), 0 if t.is_inference() else t._version) for t in self.tensors())
+        for own, name, others, other in self._tied:
+            if own.get(name) is not others.get(other):
+                raise ValueError(f"weights tied when the model was compiled must stay tied, got another {other!r}")
+        tensors = self.tensors()
+        for tensor, slot, (shape, dtype, device) in zip(tensors, self._slots, self._kinds, strict=True):
+            if tensor is None or tensor.dtype != dtype or tensor.shape != shape or tensor.device != device:
+                found = None if tensor is None else f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+                raise ValueError(
+                    f"the model's {slot[1] if slot else 'tensors'!r} must stay {dtype} {list(shape)} on {device}, "
+                    f"as compiled, got {found}"
+                )
+        return tuple((id(t), 0 if t.is_inference() else t._version) for t in tensors)
 
 
 class StepProgram:
@@ -133,5 +149,6 @@ def compile_step_program(model: nn.Module, config: EngineConfig) -> StepProgram:
         if dtype not in DTYPES:
             raise ValueError(f"the model's dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
     declared = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    limits = [limit for limit in (declared, captured.max_tokens, rewritten.traced.max_tokens) if limit is not None]
-    return StepProgram(model, rewritten, config, max_positions=min(limits, default=None))
+    limits = (declared, captured.max_tokens, rewritten.traced.max_tokens, position_limit(rewritten.flat))
+    known = [limit for limit in limits if limit is not None]
+    return StepProgram(model, rewritten, config, max_positions=min(known, default=None))

@@ -507,3 +507,26 @@ import selective_compile
 assert [report.ok for report in selective_compile.selective.reports] == [True]
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=600)
+
+
+class Broken(nn.Module):
+    """Dynamo breaks it into graphs, the second of which has no input of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = Decoder(layers=1)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+        logits = self.decoder(ids, attention_mask)
+        factor = self.scale.exp().sum()
+        torch._dynamo.graph_break()
+        factor = factor * 2 + self.scale.sin().sum()
+        torch._dynamo.graph_break()
+        return logits * factor
+
+
+def test_graphs_of_a_broken_model_run_correctly() -> None:
+    error, _ = padded_error(Broken(), vocabulary=VOCABULARY)
+    assert error < TOLERANCE
+    assert any("none of the graph's inputs holds tokens" in str(report) for report in sc.selective.reports)

@@ -1,0 +1,70 @@
+"""How many positions the flat graph's own tables have: learned positions end where their embedding does.
+
+A configuration may say how far a model reaches; a decoder that has none says it by the tables it reads.  An analysis
+of the flat graph: every read of a table at an index that is made of ``positions`` alone is tried on positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from selective_compile.passes.evaluate import ancestors
+from selective_compile.passes.flatten import FlatGraph
+
+aten = torch.ops.aten
+LONGEST = 2**21
+
+
+def position_limit(flat: FlatGraph) -> int | None:
+    """The first position at which a table would be read beyond its end; None: no table is read by position."""
+    placeholders = [node for node in flat.module.graph.nodes if node.op == "placeholder"]
+    if not flat.uses_positions:
+        return None
+    positions = placeholders[len(flat.weights) + len(flat.tokens)]
+    limits = [
+        first_beyond(index, positions, rows)
+        for node in flat.module.graph.nodes
+        for index, rows in reads(node)
+        if positions in ancestors(index)
+    ]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def reads(node: fx.Node) -> list[tuple[fx.Node, int]]:
+    """The indices at which ``node`` reads, with the size of the dimension each counts in."""
+    if node.target is aten.embedding.default:
+        found: list[tuple[Any, int]] = [(node.args[1], 0)]
+    elif node.target is aten.index_select.default:
+        found = [(node.args[2], int(node.args[1]))]  # type: ignore[arg-type]
+    elif node.target is aten.index.Tensor:
+        found = [(index, dim) for dim, index in enumerate(node.args[1])]  # type: ignore[arg-type]
+    else:
+        return []
+    shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    return [(index, shape[dim]) for index, dim in found if isinstance(index, fx.Node) and isinstance(shape[dim], int)]
+
+
+def first_beyond(index: fx.Node, positions: fx.Node, rows: int) -> int | None:
+    """The smallest position whose index is not below ``rows``; None: there is none, or positions alone do not tell."""
+    count = min(2 * rows + 2, LONGEST)
+    values: dict[fx.Node, Any] = {}
+    for node in ancestors(index):
+        if node is positions:
+            values[node] = torch.arange(count)
+        elif isinstance(node.meta.get("val"), torch.SymInt):
+            values[node] = count
+        elif node.op == "get_attr":
+            values[node] = getattr(node.graph.owning_module, str(node.target))
+        elif node.op == "placeholder":
+            values[node] = None  # only its size may be asked for, which is above
+        elif any(values[parent] is None for parent in node.all_input_nodes):
+            return None
+        else:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
+            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    index_at = values[index].reshape(-1)
+    beyond = (index_at >= rows).nonzero()
+    return int(beyond[0]) if len(beyond) and len(index_at) == count else None
