@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -24,6 +25,8 @@ import torch
 _logger = logging.getLogger(__name__)
 
 COMPILERS = ("c++", "g++", "clang++")
+_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"\n]+)"', re.MULTILINE)
+
 # No -ffast-math: masked scores are infinite, and a NaN of the model must stay one.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-fno-math-errno", "-w")
 
@@ -76,9 +79,20 @@ def _build(compiler: str, source: Path, library: Path, flags: tuple[str, ...]) -
 def library_name(compiler: str, source: Path, flags: tuple[str, ...] = FLAGS) -> str:
     """Names everything that the machine code depends on; -march=native makes the processor one of these."""
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
-    parts = (source.read_text(), *flags, compiler, version, processor())
+    parts = (*_texts(source), *flags, compiler, version, processor())
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     return f"{source.stem}-{digest}{sysconfig.get_config_var('SHLIB_SUFFIX') or '.so'}"
+
+
+def _texts(source: Path) -> list[str]:
+    """What `source` says, and what the files that it includes in quotes say, and those that these include."""
+    paths, texts = [source.resolve()], []
+    for path in paths:  # grows on the way
+        texts.append(path.read_text())
+        included = [(path.parent / name).resolve() for name in _INCLUDE.findall(texts[-1])]
+        # One that lies elsewhere on the compiler's search path is part of the compiler.
+        paths += [file for file in included if file not in paths and file.exists()]
+    return texts
 
 
 def processor() -> str:

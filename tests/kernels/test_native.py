@@ -57,6 +57,28 @@ def test_what_the_code_depends_on_makes_another_library(change, source, tmp_path
 
 
 @needs_compiler
+@pytest.mark.parametrize("changed", ("answer.h", "parts/deep.h"))
+def test_what_an_included_file_says_makes_another_library(changed, source, tmp_path):
+    cache = tmp_path / "cache"
+    (tmp_path / "parts").mkdir()
+    source.write_text('#include <cmath>\n#include "answer.h"\nextern "C" int answer() { return HIGH + LOW; }\n')
+    (tmp_path / "answer.h").write_text('#pragma once\n  # include "parts/deep.h"\n#define HIGH 40\n')
+    (tmp_path / "parts" / "deep.h").write_text('#pragma once\n#include "../answer.h"\n#define LOW 2\n')
+    assert native.load(source, cache=cache).answer() == 42
+    (tmp_path / changed).write_text((tmp_path / changed).read_text().replace("40", "50").replace("2", "7"))
+    assert native.load(source, cache=cache).answer() == (52 if changed == "answer.h" else 47)
+    assert native.load(source, cache=cache).answer() == (52 if changed == "answer.h" else 47)
+    assert len(list(cache.iterdir())) == 2
+
+
+@needs_compiler
+def test_an_include_that_is_not_there_is_the_compilers_to_report(source, tmp_path):
+    source.write_text('#include "nowhere.h"\n' + SOURCE)
+    with pytest.raises(native.NativeBuildError, match="nowhere.h"):
+        native.load(source, cache=tmp_path / "cache")
+
+
+@needs_compiler
 def test_concurrent_builds_leave_one_library(source, tmp_path):
     cache = tmp_path / "cache"
     program = (
