@@ -1,0 +1,93 @@
+// What a call of ragged attention is given, how its work is cut into items, and the threads that take these.
+
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+
+#include "vectors_cpu.h"
+
+namespace {
+
+// Field for field what ragged_attention_cpu.py packs. Strides in elements; the last dimension of every tensor is contiguous.
+struct Call {
+  char *output, *query, *key, *value, *key_pool, *value_pool;
+  const int32_t *cu_seqlens_q, *context_lens, *block_table;  // context_lens null: no pool, keys are the rows themselves
+  const int64_t* slot_mapping;
+  void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
+  int64_t dtype, threads;
+  int64_t rows, query_heads, heads, size, value_size;
+  int64_t requests, block_size, num_blocks, max_blocks, table_stride;
+  int64_t query_row, query_head, key_row, key_head, value_row, value_head;
+  int64_t key_block, key_block_head, key_slot, value_block, value_block_head, value_slot;
+  int64_t window, chunk;
+  const float *sinks, *slopes;  // [query_heads], or null
+  double scale, softcap;
+};
+
+enum Status { OK = 0, BAD_ROWS = 1, BAD_CONTEXT = 2, BAD_BLOCK = 3, BAD_SLOT = 4, BAD_DTYPE = 5 };
+
+constexpr int TILE_VECTORS = 64;   // query vectors of a tile
+constexpr int FEW_KEYS = 32;       // keys of an iteration of the few kernel
+constexpr int TILE_KEYS = 96;      // keys of an iteration of the tile kernel: a multiple of every register tile
+constexpr int FEW_SPLIT = 512;     // keys of an item of the few kernel
+constexpr int TILE_SPLIT = 1920;   // keys of an item of the tile kernel, where one request has few tiles
+
+struct Item {
+  int32_t request, head;
+  int32_t vector, vectors;   // first query vector and their number
+  int32_t first_key, last_key;
+  int32_t split, part;       // split -1: alone; part 0 is the first in any case
+};
+
+struct Split {
+  int32_t parts, vectors;
+  int64_t partial;  // offset of part 0 in the partials
+};
+
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// Running softmax of some query vectors: unnormalised sums [vectors, Dvp], largest score and sum of weights.
+struct State { float *sums, *largest, *weight; };
+
+// Lanes that so many query vectors take.
+inline int64_t padded(int64_t vectors) { return round_up(vectors, W); }
+
+// Grows and is kept per thread: a fresh allocation of this size is a page fault every 4 KiB.
+class Scratch {
+ public:
+  float* floats(int64_t n) {
+    if (n > capacity_) {
+      memory_.reset(static_cast<float*>(std::aligned_alloc(64, round_up(n * 4, 4096))));
+      capacity_ = memory_ ? n : 0;
+      if (!memory_) std::abort();
+    }
+    return memory_.get();
+  }
+
+ private:
+  struct Free { void operator()(float* p) const { std::free(p); } };
+  std::unique_ptr<float, Free> memory_;
+  int64_t capacity_ = 0;
+};
+
+thread_local Scratch scratch_of_thread;
+thread_local Scratch partials_of_caller;
+
+// Runs body(0), ..., body(count - 1) on up to `threads` threads, in order of their start.
+template <typename Body> void parallel_for(const Call& call, int64_t count, int64_t threads, const Body& body) {
+  struct Team { std::atomic<int64_t> next; int64_t count; const Body& body; } team{{0}, count, body};
+  auto work = [](void* data) {
+    auto& team = *static_cast<Team*>(data);
+    for (int64_t i; (i = team.next.fetch_add(1, std::memory_order_relaxed)) < team.count;) team.body(i);
+  };
+  threads = std::min(threads, count);
+  if (threads > 1 && call.parallel) call.parallel(work, &team, unsigned(threads), 0);
+  else work(&team);
+}
+
+}  // namespace

@@ -1,0 +1,89 @@
+// Where everything of a call lies, and what each query vector sees; PAIRS, Dp, Dvp: see ragged_attention_cpu.cpp.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "ragged_attention_call.h"
+
+namespace {
+
+template <typename T> class Layout {
+ public:
+  static constexpr double LOG2E = 1.4426950408889634;
+  static constexpr bool PAIRS = HAS_PAIRS && std::is_same_v<T, bf16>;
+
+  explicit Layout(const Call& call)
+      : call_(call), group_(call.query_heads / call.heads), depth_(round_up(call.size, W)),
+        width_(round_up(call.value_size, W)), softcap_(float(call.softcap)),
+        scale_(float(call.softcap > 0 ? call.scale / call.softcap : call.scale * LOG2E)) {}
+
+  static T* tensor(char* p) { return reinterpret_cast<T*>(p); }
+
+  int64_t rows(int64_t n) const { return call_.cu_seqlens_q[n + 1] - call_.cu_seqlens_q[n]; }
+  int64_t context(int64_t n) const { return call_.context_lens ? call_.context_lens[n] : rows(n); }
+  // The first key that a row at `position` sees; the last one is its own.
+  int64_t first_seen(int64_t position) const {
+    int64_t in_window = call_.window > 0 ? position - call_.window + 1 : 0;
+    int64_t in_chunk = call_.chunk > 0 ? position / call_.chunk * call_.chunk : 0;
+    return std::max<int64_t>({0, in_window, in_chunk});
+  }
+  int64_t position(int64_t n, int64_t vector) const { return context(n) - rows(n) + vector / group_; }
+  int64_t head_of(const Item& item, int64_t m) const { return item.head * group_ + (item.vector + m) % group_; }
+  float slope(const Item& item, int64_t m) const { return float(call_.slopes[head_of(item, m)] * LOG2E); }
+
+  int64_t partial_size(int64_t vectors) const { return padded(vectors) * (width_ + 2); }
+  State state_at(float* at, int64_t vectors) const {
+    int64_t lanes = padded(vectors);
+    return {at, at + lanes * width_, at + lanes * (width_ + 1)};
+  }
+
+  const T* query_vector(const Item& item, int64_t m) const {
+    int64_t row = call_.cu_seqlens_q[item.request] + (item.vector + m) / group_;
+    return tensor(call_.query) + row * call_.query_row + head_of(item, m) * call_.query_head;
+  }
+
+  // Where the keys and values at positions begin, ..., end - 1 lie.
+  void locate(const Item& item, int64_t begin, int64_t end, const T** keys, const T** values) const {
+    const int32_t* table = call_.block_table + item.request * call_.table_stride;
+    int64_t first_row = call_.context_lens ? 0 : call_.cu_seqlens_q[item.request];
+    while (begin < end) {
+      int64_t block = 0, offset = first_row + begin, run = end - begin;
+      if (call_.context_lens) {
+        block = table[begin / call_.block_size];
+        offset = begin % call_.block_size;
+        run = std::min(run, call_.block_size - offset);
+      }
+      const T* key = tensor(call_.key_pool) + block * call_.key_block + item.head * call_.key_block_head;
+      const T* value = tensor(call_.value_pool) + block * call_.value_block + item.head * call_.value_block_head;
+      for (int64_t i = 0; i < run; ++i) {
+        *keys++ = key + (offset + i) * call_.key_slot;
+        *values++ = value + (offset + i) * call_.value_slot;
+      }
+      begin += run;
+    }
+  }
+
+  // from[0 : size] as floats, then zeros up to a multiple of W.
+  static void widen(float* to, const T* from, int64_t size) {
+    int64_t d = 0;
+    for (; d + W <= size; d += W) store(to + d, load(from + d));
+    if (d == size) return;
+    T tail[W] = {};
+    std::memcpy(static_cast<void*>(tail), from + d, (size - d) * sizeof(T));
+    store(to + d, load(tail));
+  }
+
+  // A score in base 2 from a dot product.
+  vf base2(vf dot) const { return softcap_ > 0 ? tanh(dot * scale_) * float(softcap_ * LOG2E) : dot * scale_; }
+
+ protected:
+  const Call& call_;
+  const int64_t group_, depth_, width_;
+  const float softcap_, scale_;
+};
+
+}  // namespace

@@ -1,0 +1,101 @@
+// Before the work: is the call sound, where do its keys and values go, which items are there to do.
+
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "ragged_attention_layout.h"
+
+namespace {
+
+template <typename T> class Plan : public Layout<T> {
+ protected:
+  using Base = Layout<T>;
+  using Base::call_, Base::group_, Base::rows, Base::context, Base::first_seen, Base::position, Base::partial_size,
+      Base::tensor;
+
+ public:
+  using Base::Base;
+
+  // Nothing has been written yet when this refuses: a wrong table must not become a wild store.
+  Status check() const {
+    if (call_.cu_seqlens_q[0] != 0 || call_.cu_seqlens_q[call_.requests] > call_.rows) return BAD_ROWS;
+    for (int64_t n = 0; n < call_.requests; ++n)
+      if (rows(n) < 0) return BAD_ROWS;
+    if (!call_.context_lens) return OK;
+    for (int64_t n = 0; n < call_.requests; ++n) {
+      if (context(n) < rows(n) || context(n) > call_.max_blocks * call_.block_size) return BAD_CONTEXT;
+      if (rows(n) == 0) continue;
+      const int32_t* table = call_.block_table + n * call_.table_stride;
+      int64_t last = (context(n) - 1) / call_.block_size;
+      for (int64_t i = first_seen(context(n) - rows(n)) / call_.block_size; i <= last; ++i)
+        if (table[i] < 0 || table[i] >= call_.num_blocks) return BAD_BLOCK;
+    }
+    for (int64_t t = 0; t < call_.rows; ++t)
+      if (call_.slot_mapping[t] >= call_.num_blocks * call_.block_size) return BAD_SLOT;
+    return OK;
+  }
+
+  void write_pool() const {
+    auto copy = [&](int64_t t) {
+      int64_t slot = call_.slot_mapping[t], block = slot / call_.block_size, offset = slot % call_.block_size;
+      if (slot < 0) return;
+      const T *key = tensor(call_.key) + t * call_.key_row, *value = tensor(call_.value) + t * call_.value_row;
+      T* keys = tensor(call_.key_pool) + block * call_.key_block + offset * call_.key_slot;
+      T* values = tensor(call_.value_pool) + block * call_.value_block + offset * call_.value_slot;
+      for (int64_t k = 0; k < call_.heads; ++k) {
+        std::memcpy(static_cast<void*>(keys + k * call_.key_block_head), key + k * call_.key_head, call_.size * sizeof(T));
+        std::memcpy(static_cast<void*>(values + k * call_.value_block_head), value + k * call_.value_head,
+                    call_.value_size * sizeof(T));
+      }
+    };
+    int64_t bytes = call_.rows * call_.heads * (call_.size + call_.value_size) * sizeof(T), chunk = 16;
+    parallel_for(call_, (call_.rows + chunk - 1) / chunk, bytes < 256 * 1024 ? 1 : call_.threads, [&](int64_t i) {
+      for (int64_t t = i * chunk; t < std::min(call_.rows, (i + 1) * chunk); ++t) copy(t);
+    });
+  }
+
+  void plan() {
+    for (bool few : {false, true})  // the long items first
+      for (int64_t n = 0; n < call_.requests; ++n) {
+        int64_t vectors = rows(n) * group_;
+        if (vectors == 0 || (vectors < W) != few) continue;
+        int64_t split = few ? FEW_SPLIT : vectors <= 4 * TILE_VECTORS ? TILE_SPLIT : INT32_MAX;
+        for (int64_t v = (vectors - 1) / TILE_VECTORS * TILE_VECTORS; v >= 0; v -= TILE_VECTORS)
+          for (int64_t k = 0; k < call_.heads; ++k) plan_tile(n, k, v, std::min<int64_t>(TILE_VECTORS, vectors - v), split);
+      }
+    splits_left_.reset(new std::atomic<int32_t>[splits_.size()]);
+    for (size_t i = 0; i < splits_.size(); ++i) splits_left_[i].store(splits_[i].parts, std::memory_order_relaxed);
+  }
+
+  void plan_tile(int64_t n, int64_t head, int64_t vector, int64_t vectors, int64_t split) {
+    int64_t first = first_seen(position(n, vector)), last = position(n, vector + vectors - 1);
+    work_ += (last - first + 1) * (call_.size + call_.value_size) * vectors;
+    // Splits start at multiples of `split`, wherever the window starts, so that they are the same in every step.
+    int64_t parts = last / split - first / split + 1, id = -1;
+    if (parts > 1) {
+      id = int64_t(splits_.size());
+      splits_.push_back({int32_t(parts), int32_t(vectors), partials_size_});
+      partials_size_ += parts * partial_size(vectors);
+    }
+    for (int64_t part = 0; part < parts; ++part) {
+      int64_t begin = std::max(first, (first / split + part) * split);
+      int64_t end = std::min(last, (first / split + part + 1) * split - 1);
+      items_.push_back({int32_t(n), int32_t(head), int32_t(vector), int32_t(vectors), int32_t(begin), int32_t(end),
+                        int32_t(id), int32_t(part)});
+    }
+  }
+
+ protected:
+  std::vector<Item> items_;
+  std::vector<Split> splits_;
+  std::unique_ptr<std::atomic<int32_t>[]> splits_left_;
+  int64_t partials_size_ = 0, work_ = 0;
+};
+
+}  // namespace
