@@ -282,6 +282,12 @@ def test_features_compile_ahead_of_time(target, feature, tmp_path):
 
 @compiling
 @pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_a_chunk_shorter_than_a_tile_compiles_ahead_of_time(target, tmp_path):
+    assert_ships(compile_attention(target, "bf16", 64, 512, CHUNK=8), target, tmp_path)
+
+
+@compiling
+@pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_features_in_float32_compile_ahead_of_time(target, tmp_path):
     compiled = compile_attention(target, "fp32", 128, 512, given=("sinks", "slopes"), CHUNK=64, WINDOW=40)
     assert_ships(compiled, target, tmp_path)
