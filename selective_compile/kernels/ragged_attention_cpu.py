@@ -2,7 +2,7 @@
 
 Legend
     packed   the kernel's one argument: addresses, sizes and strides as 8-byte fields, in the order of `Call` in
-             ragged_attention_cpu.cpp. One struct.pack costs a third of what forty ctypes arguments do
+             ragged_attention_call.h. One struct.pack costs a third of what forty ctypes arguments do
 """
 
 from __future__ import annotations
