@@ -75,6 +75,8 @@ class Engine:
         Raises:
             ValueError: the model cannot be rewritten, or the configuration does not go with it.
         """
+        if config is not None and not isinstance(config, EngineConfig):
+            raise ValueError(f"config must be an EngineConfig or None, got {config!r}")
         self.config = config if config is not None else EngineConfig()
         self._model = model
         self._observers = tuple(observers)

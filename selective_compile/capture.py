@@ -42,10 +42,12 @@ def capture(model: nn.Module) -> Captured:
     """Trace ``model`` called with ids ``[1, S]``, S symbolic, and no cache.
 
     Raises:
-        ValueError: the model is in training mode.
+        ValueError: the model is no torch module, or in training mode.
         RefusedError: the model branches on the number of tokens.
         torch._dynamo.exc.Unsupported: Dynamo cannot trace the model to one graph.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if model.training:
         raise ValueError("model must be in evaluation mode, got training mode; call model.eval()")
     found: list[Captured] = []

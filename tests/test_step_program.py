@@ -113,3 +113,12 @@ def test_logits_that_are_no_distribution_end_only_the_request_that_draws(value: 
         assert request.result().finish_reason == "error"
         assert "no token can be drawn" in str(request.error)
     assert engine.stats().blocks_used == 0
+
+
+def test_what_is_no_model_or_no_configuration_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match=r"model must be a torch.nn.Module, got int"):
+        sc.explain(5)
+    with pytest.raises(ValueError, match="model must be a torch.nn.Module, got str"):
+        sc.Engine("your/model")
+    with pytest.raises(ValueError, match="config must be an EngineConfig or None, got {'token_budget': 4}"):
+        sc.Engine(Decoder(layers=1), {"token_budget": 4})
