@@ -200,7 +200,14 @@ def retrace(module: fx.GraphModule, symbols: Symbols, fakes: Sequence[Any]) -> f
             return fx.Interpreter(module).run(*arguments)
 
     with symbols.mode, torch.no_grad():
-        return make_fx(run, INDEX_FORM, tracing_mode="real", pre_dispatch=True)(*fakes)
+        try:
+            return make_fx(run, INDEX_FORM, tracing_mode="real", pre_dispatch=True)(*fakes)
+        except RuntimeError as error:  # an operator finds that symbolic sizes do not fit
+            reason = f"it cannot be traced with symbolic sizes: {str(error).strip().splitlines()[0]}"
+            refusal = Refusal(
+                node="graph", operator="trace", reason=reason, source_line="source line unknown", module=""
+            )
+            raise RefusedError([refusal]) from error
 
 
 def fake_input(symbols: Symbols, names: dict[str, str], node: fx.Node, place: Place) -> Any:

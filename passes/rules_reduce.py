@@ -103,6 +103,7 @@ def attention(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Ax
 
 REDUCTIONS: dict[Any, Callable[..., Any]] = {
     **{op: reduction() for op in (aten.mean, aten.sum, aten.amax, aten.amin, aten.argmax, aten.argmin, aten.prod)},
+    **{op: reduction(keepdim_position=3) for op in (aten.std, aten.var)},
     aten.max: reduction(),
     aten.min: reduction(),
     **{op: reduction() for op in (aten.any, aten.all, aten.logsumexp)},

@@ -16,7 +16,7 @@ from weakref import WeakMethod
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from selective_compile.backend import StepProgram
+from selective_compile.backend import Program
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.background import BackgroundThread
 from selective_compile.runtime.batch import BatchAssembler
@@ -60,7 +60,7 @@ class Engine:
         model: nn.Module,
         config: EngineConfig | None = None,
         *,
-        program: StepProgram | None = None,
+        program: Program | None = None,
         observers: Sequence[StepObserver] = (),
     ) -> None:
         """Compile the model and allocate the KV pools.
@@ -284,6 +284,7 @@ class Engine:
     def _remove(self, request: Request) -> None:
         self._scheduler.remove(request.state)
         del self._live[request.request_id]
+        self._runner.forget(request.request_id)
 
     @contextmanager
     def _failure_ends_running_requests(self) -> Iterator[None]:

@@ -15,6 +15,8 @@ from selective_compile.options import EngineConfig
 GIB = 2**30
 # The engine on a CPU shares the machine with its user: whoever wants more says so with max_kv_tokens.
 CPU_LIMIT = 4 * GIB
+# Tokens of a request of a model that has no pools and does not say how far it reaches.
+UNBOUNDED = 2**15
 
 
 def bytes_per_block(call_sites: Sequence[CallSite], block_size: int) -> int:
@@ -48,7 +50,8 @@ def num_blocks(
             f"the free memory of {device} must hold a block of {size} bytes, got {memory} bytes "
             f"(kv_memory_fraction={config.kv_memory_fraction})"
         )
-    blocks = memory // size
+    # Without pools, block numbers are a mere account of tokens.
+    blocks = memory // size if size else config.max_requests * -(-(max_positions or UNBOUNDED) // config.block_size)
     if max_positions is not None:
         blocks = min(blocks, config.max_requests * -(-max_positions // config.block_size))
     return blocks

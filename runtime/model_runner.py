@@ -5,16 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from selective_compile.backend import StepProgram, compile_step_program
+from selective_compile.backend import Program, compile_step_program
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.kv_cache import allocate_pools, num_blocks
+from selective_compile.runtime.request_state import RequestId
 from selective_compile.step import StepInputs
 
 
 class ModelRunner:
     """Runs one step of the model on the device, and owns the device memory of the engine."""
 
-    def __init__(self, model: nn.Module, config: EngineConfig, program: StepProgram | None = None) -> None:
+    def __init__(self, model: nn.Module, config: EngineConfig, program: Program | None = None) -> None:
         """Compile the model, unless its program is given, and allocate the pools.
 
         Raises:
@@ -37,6 +38,10 @@ class ModelRunner:
         changed = version != self._weights_version
         self._weights_version = version
         return changed
+
+    def forget(self, request_id: RequestId) -> None:
+        """Let go of what the program keeps of a request that has left."""
+        self.program.forget((request_id,))
 
     @torch.no_grad()
     def run(self, inputs: StepInputs) -> Tensor:

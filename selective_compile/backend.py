@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +16,13 @@ from selective_compile.capture import ATTENTION_MASK, capture
 from selective_compile.compiling import compiled_as_it_came
 from selective_compile.options import BackendOptions
 from selective_compile.padded_program import PaddedProgram
-from selective_compile.passes import RefusedError, rewrite
+from selective_compile.passes import Refusal, RefusedError, rewrite
 from selective_compile.passes.normalise import is_float_input, place_of, source_name
 from selective_compile.report import Report, refused_report, report_on
-from selective_compile.step_program import CallSite, StepProgram, compile_step_program
+from selective_compile.sequential_program import can_run
+from selective_compile.step_program import CallSite, Program, StepProgram, compile_step_program
 
-__all__ = ["CallSite", "SelectiveBackend", "StepProgram", "compile_step_program", "explain", "selective"]
+__all__ = ["CallSite", "Program", "SelectiveBackend", "StepProgram", "compile_step_program", "explain", "selective"]
 
 logger = logging.getLogger(__name__)
 KEPT_REPORTS = 64
@@ -136,12 +137,18 @@ def explain(model: nn.Module) -> Report:
 
     Raises:
         ValueError: the model is in training mode.
-        torch._dynamo.exc.Unsupported: Dynamo cannot trace the model to one graph.
     """
     name = type(model).__name__
     try:
         captured = capture(model)
         rewritten = rewrite(captured.module, captured.examples, paged=True, ones=ATTENTION_MASK)
     except RefusedError as error:
-        return refused_report(name, "the engine refuses it", error.refusals)
-    return report_on(rewritten, name)
+        return unproved_report(model, error.refusals)
+    return report_on(rewritten, name) if rewritten.flat is not None else unproved_report(model, rewritten.refusals)
+
+
+def unproved_report(model: nn.Module, refusals: Sequence[Refusal]) -> Report:
+    if not can_run(model):
+        return refused_report(type(model).__name__, "the engine refuses it", tuple(refusals))
+    note = "the engine runs the whole model for one request after another"
+    return refused_report(type(model).__name__, note, tuple(refusals), verdict="sequential")

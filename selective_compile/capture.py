@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._guards import TracingContext
 
 from selective_compile.passes.lengths import ALL_LENGTHS, longest
@@ -43,8 +43,7 @@ def capture(model: nn.Module) -> Captured:
 
     Raises:
         ValueError: the model is no torch module, or in training mode.
-        RefusedError: the model branches on the number of tokens.
-        torch._dynamo.exc.Unsupported: Dynamo cannot trace the model to one graph.
+        RefusedError: the model branches on the number of tokens, or Dynamo cannot trace it to one graph.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -69,7 +68,22 @@ def capture(model: nn.Module) -> Captured:
             pass
         except BackendCompilerFailed as failure:
             raise failure.inner_exception from None
+        except TorchDynamoException as failure:
+            raise RefusedError([untraceable(failure)]) from failure
     return found.pop()  # the list outlives this call in Dynamo's record of the backend
+
+
+def untraceable(failure: TorchDynamoException) -> Refusal:
+    lines = [line.strip() for line in str(failure).strip().splitlines() if line.strip()]
+    stack = getattr(failure, "real_stack", None)
+    where = f"{stack[-1].filename}:{stack[-1].lineno}  {stack[-1].line}" if stack else "source line unknown"
+    return Refusal(
+        node="model",
+        operator="graph capture",
+        reason=f"Dynamo cannot trace the model to one graph: {lines[0] if lines else type(failure).__name__}",
+        source_line=where,
+        module="",
+    )
 
 
 def longest_request() -> int | None:

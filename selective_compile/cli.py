@@ -13,7 +13,6 @@ import torch
 import transformers
 import typer
 from rich.text import Text
-from torch._dynamo.exc import Unsupported
 from typer.core import TyperGroup
 
 from selective_compile import checkpoints, demo, tables
@@ -37,8 +36,6 @@ def failures_in_a_line() -> Iterator[None]:
         yield
     except (ValueError, OSError, StepError, PeerError, torch.OutOfMemoryError) as error:
         fail(str(error))
-    except Unsupported as error:
-        fail(f"the model cannot be traced to one graph: {checkpoints.first_line(error)}")
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         raise typer.Exit(INTERRUPTED) from None

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from selective_compile.backend import StepProgram, compile_step_program
+from selective_compile.backend import Program, StepProgram, compile_step_program, unproved_report
 from selective_compile.checkpoints import Checkpoint
 from selective_compile.options import EngineConfig
 from selective_compile.progress import Stages
@@ -46,7 +46,7 @@ class Prepared:
 
     checkpoint: Checkpoint
     config: EngineConfig
-    program: StepProgram
+    program: Program
     report: Report
 
     @property
@@ -135,12 +135,16 @@ def prepare(checkpoint: Checkpoint, config: EngineConfig, stages: Stages) -> Pre
     """Prove and compile the model.
 
     Raises:
-        RefusedError: something could not be proved.
+        RefusedError: something could not be proved, and the model cannot be run as `generate` runs it.
     """
     doing = "proving and compiling" if config.compile else "proving"
     with stages(f"{doing} {type(checkpoint.model).__name__}"):
         program = compile_step_program(checkpoint.model, config)
-    report = report_on(program.rewritten, type(checkpoint.model).__name__)
+    name = type(checkpoint.model).__name__
+    if isinstance(program, StepProgram):
+        report = report_on(program.rewritten, name)
+    else:
+        report = unproved_report(checkpoint.model, program.refusals)
     return Prepared(checkpoint=checkpoint, config=config, program=program, report=report)
 
 

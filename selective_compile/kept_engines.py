@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from selective_compile.backend import StepProgram, compile_step_program
+from selective_compile.backend import Program, compile_step_program
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.engine import Engine
 from selective_compile.runtime.kv_cache import num_blocks
@@ -28,7 +28,7 @@ class KeptEngine:
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         self._config = config
         self._layout = layout_of(model)
-        self._program: StepProgram = compile_step_program(model, config)
+        self._program: Program = compile_step_program(model, config)
         self._lock = Lock()
         self._engine: Engine | None = None
         self._blocks_asked = 0

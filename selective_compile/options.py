@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 
 from selective_compile.ops import Implementation
+
+Fallback = Literal["sequential", "refuse"]
 
 
 class _NamedOptions:
@@ -37,6 +39,8 @@ class EngineConfig(_NamedOptions):
         implementation: of the custom operators; "auto" takes the best there is for the device.
         seed: of requests that bring none, mixed with their id: the same id samples the same tokens.
         compile: False runs the rewritten graph without Inductor.
+        fallback: of a Hugging Face model in which something cannot be proved. "sequential" runs the whole model for
+            one request after another, as `generate` does, which is exact, slow, and logged; "refuse" raises.
 
     Raises:
         ValueError: an unknown option, or a value outside of what it must be.
@@ -51,6 +55,7 @@ class EngineConfig(_NamedOptions):
     implementation: Implementation = "auto"
     seed: int = 0
     compile: bool = True
+    fallback: Fallback = "sequential"
 
     def __post_init__(self) -> None:
         for name in ("token_budget", "max_requests", "block_size"):
@@ -65,6 +70,8 @@ class EngineConfig(_NamedOptions):
         _require_implementation(self.implementation)
         _require_integer("seed", self.seed, at_least=0)
         _require_bool("compile", self.compile)
+        if self.fallback not in get_args(Fallback):
+            raise ValueError(f"fallback must be 'sequential' or 'refuse', got {self.fallback!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Literal
 from selective_compile.passes import PassRecord, Refusal, Rewrite
 from selective_compile.passes.traced_graph import AttentionCall
 
-Verdict = Literal["ragged", "refused"]
+Verdict = Literal["ragged", "sequential", "refused"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +32,9 @@ class CallReport:
 class Report:
     """The verdict on one graph.
 
-    ``ragged``: every operation that mixes tokens is a ragged attention.  ``refused``: ``refusals`` names what could not
-    be proved; the graph then runs as it came, or the engine refuses it.
+    ``ragged``: every operation that mixes tokens is a ragged attention.  Otherwise ``refusals`` names what could not be
+    proved.  ``sequential``: the engine runs the whole model for one request after another.  ``refused``: the graph runs
+    as it came, or the engine refuses it.
     """
 
     model: str
@@ -95,8 +96,10 @@ def report_on(rewritten: Rewrite, model: str, note: str = "") -> Report:
     )
 
 
-def refused_report(model: str, note: str, refusals: tuple[Refusal, ...] = ()) -> Report:
-    return Report(model=model, verdict="refused", token_wise_nodes=0, calls=(), refusals=refusals, passes=(), note=note)
+def refused_report(
+    model: str, note: str, refusals: tuple[Refusal, ...] = (), *, verdict: Verdict = "refused"
+) -> Report:
+    return Report(model=model, verdict=verdict, token_wise_nodes=0, calls=(), refusals=refusals, passes=(), note=note)
 
 
 def call_report(call: AttentionCall) -> CallReport:

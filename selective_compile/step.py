@@ -25,6 +25,7 @@ class StepInputs:
             entries past the context are 0 and never read.
         slot_mapping: [T] int64, block * block_size + offset of each row's key and value; -1 for padding.
         logit_rows: [R] int64, the rows whose logits are computed, in the order they are returned.
+        request_ids: of the N requests, fewer where empty ones fill N up.
     """
 
     input_ids: Tensor
@@ -34,3 +35,4 @@ class StepInputs:
     block_table: Tensor
     slot_mapping: Tensor
     logit_rows: Tensor
+    request_ids: tuple[int | str, ...] = ()

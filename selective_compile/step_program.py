@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,10 @@ from selective_compile.options import EngineConfig
 from selective_compile.passes import RefusedError, Rewrite, rewrite
 from selective_compile.passes.flatten import FlatGraph
 from selective_compile.passes.position_limit import position_limit
+from selective_compile.sequential_program import SequentialProgram, can_run
 from selective_compile.step import StepInputs
 
+logger = logging.getLogger(__name__)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -105,6 +108,9 @@ class StepProgram:
         self._implementation = config.implementation
         self._run = compiled(flat, inductor=config.compile)
 
+    def forget(self, request_ids: Iterable[Any]) -> None:
+        """Nothing is kept of a request but its blocks."""
+
     def __call__(self, inputs: StepInputs, pools: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Logits ``[R, V]``, one row per ``inputs.logit_rows``; writes this step's keys and values into ``pools``."""
         arguments: list[Any] = self.weights.tensors()
@@ -133,13 +139,28 @@ def call_site(call: Any) -> CallSite:
     )
 
 
-def compile_step_program(model: nn.Module, config: EngineConfig) -> StepProgram:
+Program = StepProgram | SequentialProgram
+
+
+def compile_step_program(model: nn.Module, config: EngineConfig) -> Program:
     """Capture, prove, rewrite and compile ``model`` for the engine.
 
     Raises:
-        RefusedError: something could not be proved; every node is named with its source line.
+        RefusedError: something could not be proved, every node is named with its source line; and ``config.fallback``
+            is not for such a model, or it has not `generate`'s machinery to be run by.
         ValueError: the model is in training mode, or of a dtype that no kernel has.
     """
+    try:
+        return compile_ragged_program(model, config)
+    except RefusedError as error:
+        if config.fallback == "refuse" or not can_run(model):
+            raise
+        logger.warning("%s runs whole, one request after another: %s", type(model).__name__, error)
+        return SequentialProgram(model, error.refusals)
+
+
+def compile_ragged_program(model: nn.Module, config: EngineConfig) -> StepProgram:
+    """Raises what `compile_step_program` raises without a fallback."""
     captured = capture(model)
     rewritten = rewrite(captured.module, captured.examples, paged=True, ones=ATTENTION_MASK)
     if rewritten.flat is None:

@@ -32,7 +32,7 @@ PACKAGE_OF_FOLDER = {
 LAYERS = (
     ("options", "reference", "ops", "kernels", "step"),
     ("passes",),
-    ("backend", "report", "capture", "compiling", "padded_program", "step_program"),
+    ("backend", "report", "capture", "compiling", "padded_program", "sequential_program", "step_program"),
     ("runtime",),
     ("generate_arguments", "generate_fields", "generate_requests", "kept_engines", "huggingface"),
     (

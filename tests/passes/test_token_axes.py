@@ -41,6 +41,7 @@ TOKEN_WISE: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
     "per-token product": (lambda x, y: torch.einsum("bsd,bsd->bs", x, y)[..., None] * x, ()),
     "layer norm": (lambda x: F.layer_norm(x, (8,)), ()),
     "rms norm": (lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6), ()),
+    "spread of features": (lambda x: x / (x.std(-1, keepdim=True) + torch.var(x, 2, unbiased=False)[..., None]), ()),
     "softmax of features": (lambda x: x.softmax(-1), ()),
     "cumsum of features": (lambda x: x.cumsum(-1), ()),
     "flip of features": (lambda x: x.flip(-1), ()),
@@ -74,7 +75,7 @@ TOKEN_WISE: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
     "in place on a permutation": (lambda x: (x * 1).transpose(1, 2).add_(1).transpose(1, 2), ()),
     "repeated whole": (lambda x, w: (x.reshape(-1, 8).repeat(3, 1).view(3, -1, 8) @ w).sum(0).view(x.shape), (WEIGHT,)),
     "gather from a table": (
-        lambda ids, w: w[:, 0].expand(1, -1).gather(1, ids[:1])[..., None] + ids[..., None],
+        lambda ids, w: w[:, 0].expand(ids.shape[0], -1).gather(1, ids)[..., None],
         (TABLE,),
     ),
     "broadcast together": (lambda x: sum(torch.broadcast_tensors(x, torch.arange(8.0))), ()),

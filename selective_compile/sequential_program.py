@@ -1,0 +1,124 @@
+"""The last resort: the whole model, one request after another, as `generate` itself would run it.
+
+A model in which something could not be proved still gives the same tokens as Hugging Face's: each request has the cache
+that `generate` prepares for it, and steps the model by `generate`'s own preparation of inputs.  Nothing is batched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin
+
+from selective_compile.passes import Refusal
+from selective_compile.step import StepInputs
+
+
+@dataclass(kw_only=True)
+class OneRequest:
+    """One request: the tokens so far and, once the model has seen some, what `generate` hands from step to step."""
+
+    tokens: Tensor  # [1, length] int64
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    seen: int = 0
+
+
+class SequentialProgram:
+    """Callable on `StepInputs` as `StepProgram` is; it needs no pools.
+
+    A prompt is run whole, in the step that asks for its logits: a model with recurrent layers cannot always go on in
+    the middle of one.
+    """
+
+    graphs = 0
+    call_sites: tuple[Any, ...] = ()
+
+    def __init__(self, model: Any, refusals: Sequence[Refusal]) -> None:
+        self.refusals = tuple(refusals)
+        self._model = model
+        self.device = next(model.parameters()).device
+        self.max_positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self._requests: dict[Any, OneRequest] = {}
+        trial = OneRequest(tokens=torch.zeros(1, 2, dtype=torch.int64, device=self.device))
+        with torch.no_grad():
+            self.vocab_size = int(self._logits(trial).shape[-1])
+
+    def weights_version(self) -> tuple[tuple[int, int], ...]:
+        """Identity and in-place version of each weight."""
+        return tuple((id(p), 0 if p.is_inference() else p._version) for p in self._model.parameters())
+
+    def forget(self, request_ids: Iterable[Any]) -> None:
+        """Let go of the caches of requests that have left."""
+        for request_id in request_ids:
+            self._requests.pop(request_id, None)
+
+    @torch.no_grad()
+    def __call__(self, inputs: StepInputs, pools: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Logits ``[R, V]`` of ``inputs.logit_rows``, each the last row of its request in this step."""
+        bounds = inputs.cu_seqlens_q.tolist()
+        wanted = {row: place for place, row in reversed(list(enumerate(inputs.logit_rows.tolist())))}
+        logits = torch.zeros(len(inputs.logit_rows), self.vocab_size, device=self.device)
+        for request_id, first, end in zip(inputs.request_ids, bounds, bounds[1:], strict=False):
+            position = int(inputs.positions[first])
+            if position and request_id not in self._requests:
+                continue  # cancelled while this step ran
+            one = self._advanced(request_id, inputs.input_ids[first:end], position)
+            if end - 1 in wanted:
+                logits[wanted[end - 1]] = self._logits(one)
+        return logits
+
+    def _advanced(self, request_id: Any, ids: Tensor, position: int) -> OneRequest:
+        if position == 0:
+            self._requests[request_id] = OneRequest(tokens=ids[None])
+            return self._requests[request_id]
+        one = self._requests[request_id]
+        assert one.tokens.shape[1] == position, "a request goes on where it was"
+        one.tokens = torch.cat([one.tokens, ids[None]], dim=1)
+        return one
+
+    def _logits(self, one: OneRequest) -> Tensor:
+        """[V] of the last token; the model sees the tokens that it has not seen."""
+        first = not one.seen
+        if first:
+            one.kwargs = prepared(self._model, one.tokens)
+        new = None if first or not one.kwargs.get("use_cache") else one.tokens.shape[1] - one.seen
+        arguments = self._model.prepare_inputs_for_generation(
+            one.tokens, next_sequence_length=new, is_first_iteration=first, **one.kwargs
+        )
+        outputs = self._model(**arguments, return_dict=True)
+        one.kwargs = self._model._update_model_kwargs_for_generation(outputs, one.kwargs, is_encoder_decoder=False)
+        one.seen = one.tokens.shape[1]
+        return outputs.logits[0, -1]
+
+
+def prepared(model: Any, ids: Tensor) -> dict[str, Any]:
+    """What `generate` hands to the first step of ``model`` for ``ids`` ``[1, S]``: cache, positions and all else."""
+    found: dict[str, Any] = {}
+
+    def keep(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        found.update(kwargs)
+        return input_ids
+
+    # The class's own: the object's may have been replaced by `wrap`.
+    type(model).generate(
+        model, ids, custom_generate=keep, max_new_tokens=1, do_sample=False, num_beams=1, num_return_sequences=1
+    )
+    return found
+
+
+def can_run(model: Any) -> bool:
+    """Whether the model has `generate`'s machinery, which this runs on."""
+    return isinstance(model, GenerationMixin)

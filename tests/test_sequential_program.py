@@ -1,0 +1,114 @@
+"""Models in which something cannot be proved run whole, one request after another, as `generate` runs them."""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+import selective_compile as sc
+from tests.decoders import Decoder
+from tests.oracle import assert_generated_alone
+
+VOCABULARY = 97
+COMMON: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0}
+# Keys masked by a buffer; recurrent layers; both kinds of layers.
+UNPROVED: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "mamba": {"state_size": 4, "num_hidden_layers": 2},
+    "lfm2": {
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "layer_types": ["conv", "full_attention"],
+    },
+}
+CONFIG = sc.EngineConfig(compile=False, token_budget=24, block_size=8, max_kv_tokens=8 * 10)
+
+
+def unproved(family: str) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**COMMON, **UNPROVED[family]})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.mul_(5)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+@pytest.mark.parametrize("family", UNPROVED)
+def test_tokens_are_those_of_generate_on_each_request_alone(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Under random arrivals, prompts longer than a step's budget, and preemption."""
+    model = unproved(family)
+    with caplog.at_level(logging.WARNING):
+        engine = sc.Engine(model, CONFIG)
+    assert "runs whole, one request after another" in caplog.text
+    draw = random.Random(family)
+    prompts, requests = [], []
+    for number in range(10):
+        prompts.append([draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 40))])
+        config = GenerationConfig(max_new_tokens=draw.randint(1, 24), do_sample=False)
+        requests.append(engine.submit(prompts[-1], config, request_id=number))
+        for _ in range(draw.randint(0, 2)):
+            engine.step()
+    results = [request.result() for request in requests]
+    assert engine.stats().preemptions > 0
+    for prompt, result in zip(prompts, results, strict=True):
+        assert_generated_alone(model, prompt, result.tokens)
+    assert not engine._program._requests  # type: ignore[union-attr]
+
+
+def test_explain_says_so_and_names_what_is_not_proved() -> None:
+    report = sc.explain(unproved("mamba"))
+    assert report.verdict == "sequential" and not report.ok and report.refusals
+    assert "one request after another" in str(report)
+
+
+def test_refusing_instead_names_what_is_not_proved() -> None:
+    with pytest.raises(sc.RefusedError, match="could not be proved"):
+        sc.Engine(unproved("mamba"), sc.EngineConfig(fallback="refuse"))
+
+
+def test_a_model_without_generate_is_refused() -> None:
+    with pytest.raises(sc.RefusedError):
+        sc.Engine(Decoder(mix=lambda x: x.cumsum(1)), sc.EngineConfig(compile=False))
+
+
+def test_wrapped_model_is_run_by_its_own_generate() -> None:
+    """`wrap` puts another `generate` onto the object, which must not be taken for the model's own."""
+    model, ids = unproved("mamba"), torch.tensor([[5, 7, 9]])
+    alone = model.generate(ids, max_new_tokens=6, do_sample=False)
+    with sc.wrapped(model):
+        assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), alone)
+
+
+def test_weight_updates_are_seen() -> None:
+    model = unproved("mamba")
+    engine = sc.Engine(model, CONFIG)
+    request = engine.submit([5, 7, 9], max_new_tokens=12, do_sample=False)
+    for _ in range(4):
+        engine.step()
+    before = list(request.tokens)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.copy_(model.get_input_embeddings().weight.flip(0))
+    tokens = list(request.result().tokens)
+    ids = torch.tensor([[5, 7, 9, *before]])
+    expected = model.generate(ids, max_new_tokens=12 - len(before), do_sample=False)[0, ids.shape[1] :].tolist()
+    assert tokens[len(before) :] == expected
+
+
+def test_cancelled_request_leaves_nothing_behind() -> None:
+    engine = sc.Engine(unproved("mamba"), CONFIG)
+    request = engine.submit([5, 7, 9], max_new_tokens=12, do_sample=False)
+    other = engine.submit([5, 7], max_new_tokens=3, do_sample=False)
+    engine.step()
+    request.cancel()
+    assert len(other.result().tokens) == 3
+    assert not engine._program._requests  # type: ignore[union-attr]
