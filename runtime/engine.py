@@ -21,9 +21,10 @@ from selective_compile.options import EngineConfig
 from selective_compile.runtime.background import BackgroundThread
 from selective_compile.runtime.batch import BatchAssembler
 from selective_compile.runtime.block_pool import BlockPool
-from selective_compile.runtime.generation import GenerationParams
+from selective_compile.runtime.generation import GenerationParams, Served
 from selective_compile.runtime.model_runner import ModelRunner
 from selective_compile.runtime.prompt import check_length, check_request_id, token_ids
+from selective_compile.runtime.records import TokenRecord
 from selective_compile.runtime.request import FinishReason, Request
 from selective_compile.runtime.request_state import RequestId, RequestState
 from selective_compile.runtime.sampler import SampledTokens, sample
@@ -50,9 +51,10 @@ class _Step:
 class Engine:
     """Serves requests on one model, choosing anew at each step which of them run.
 
-    Every method may be called from any thread. Two locks: `_stepping` is held for a step, the model's run
-    included, so that there is one step at a time; `_guard` is held for moments and protects all state, so
-    that submitting, cancelling and `stats` never wait for the model.
+    Every method may be called from any thread. Three locks: `_stepping` is held for a step, the model's run
+    included, so that there is one step at a time; `_submitting` while a request's options are read, so that its
+    id stays free; `_guard` is held for moments and protects all state, so that submitting, cancelling and `stats`
+    never wait for the model.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Engine:
         max_blocks = self._scheduler.blocks_for(longest)
         self._assembler = BatchAssembler(**sizes, max_blocks=max_blocks, device=self._program.device)
         self._stepping = Lock()
+        self._submitting = Lock()
         self._guard = Condition()  # notified when there is work
         self._live: dict[RequestId, Request] = {}
         self._submitted = 0
@@ -122,20 +125,24 @@ class Engine:
             generation_config: as for `model.generate`; what it leaves open comes from
                 `model.generation_config`.
             request_id: a string or an integer that no unfinished request has; None: one is made up.
-            options: single fields of a GenerationConfig, which come first, and `seed` and `logprobs`.
+            options: single fields of a GenerationConfig, which come first, where None turns off what the
+                configurations set; `logits_processor`, `stopping_criteria`, `prefix_allowed_tokens_fn` and
+                `tokenizer` as for `model.generate`, for this request alone; `seed`; and what to keep of each
+                step, `logprobs`, `processed_logprobs` and `top_logprobs`.
 
         Raises:
             ValueError: anything about it is wrong; other requests are not affected.
         """
         prompt = token_ids(prompt_ids, self._program.vocab_size)
-        with self._guard:
-            chosen_id = self._choose_id(request_id)
+        with self._submitting:
+            with self._guard:
+                chosen_id = self._choose_id(request_id)
+            # Without the guard: preparing stop strings for a large vocabulary takes seconds.
             params = GenerationParams.resolve(
                 generation_config,
                 options,
-                getattr(self._model, "generation_config", None),
-                prompt_length=len(prompt),
-                max_positions=self._program.max_positions,
+                self._served(),
+                prompt=prompt,
                 default_seed=_seed_of(self.config.seed, chosen_id),
             )
             check_length(
@@ -144,12 +151,13 @@ class Engine:
                 max_positions=self._program.max_positions,
                 pool_tokens=self._pool_tokens,
             )
-            state = RequestState(chosen_id, self._submitted, prompt)
-            request = Request(state, params, self)
-            self._submitted += 1
-            self._live[chosen_id] = request
-            self._scheduler.add(state)
-            self._guard.notify_all()
+            with self._guard:
+                state = RequestState(chosen_id, self._submitted, prompt)
+                request = Request(state, params, self)
+                self._submitted += 1
+                self._live[chosen_id] = request
+                self._scheduler.add(state)
+                self._guard.notify_all()
         return request
 
     def step(self) -> bool:
@@ -220,6 +228,14 @@ class Engine:
                 last_step_seconds=self._last_step_seconds,
             )
 
+    def _served(self) -> Served:
+        return Served(
+            config=getattr(self._model, "generation_config", None),
+            max_positions=self._program.max_positions,
+            vocab_size=self._program.vocab_size,
+            device=self._program.device,
+        )
+
     @property
     def _pool_tokens(self) -> int:
         return self._runner.num_blocks * self.config.block_size
@@ -257,29 +273,30 @@ class Engine:
             logits[: len(sampling)],
             [request.params for request in sampling],
             [request.state.generated for request in sampling],
+            [request.state.tokens for request in sampling],
         )
 
     def _publish(self, step: _Step, sampled: SampledTokens) -> None:
         """Hand out the tokens; requests that are done leave, with their blocks."""
-        outcomes = iter(zip(sampled.tokens, sampled.logprobs, strict=True))
+        outcomes = iter(zip(sampled.tokens, sampled.records, strict=True))
         with self._guard:
             self._steps += 1
             self._tokens_computed += step.plan.num_tokens
             for share, request in zip(step.plan.shares, step.requests, strict=True):
-                token, logprob = next(outcomes) if share.samples else (None, 0.0)
+                token, record = next(outcomes) if share.samples else (None, None)
                 if request.finished:  # cancelled while the model ran
                     continue
-                if share.samples and token is None:
+                if record is not None and record.error is not None:
                     self._remove(request)
-                    request.finish("error", "no token can be drawn: its logits hold a NaN or are infinite")
+                    request.finish("error", record.error)
                     continue
                 self._scheduler.advance(share, token)
                 if token is not None:
                     self._tokens_generated += 1
-                    reason = _finish_reason(request, token)
+                    reason = _finish_reason(request, token, record)
                     if reason is not None:
                         self._remove(request)
-                    request.publish(token, logprob, reason)
+                    request.publish(token, record, reason)
 
     def _remove(self, request: Request) -> None:
         self._scheduler.remove(request.state)
@@ -338,9 +355,11 @@ def weakly(method: Callable[[], None]) -> Callable[[], None]:
     return call
 
 
-def _finish_reason(request: Request, token: int) -> FinishReason | None:
+def _finish_reason(request: Request, token: int, record: TokenRecord | None) -> FinishReason | None:
     if token in request.params.eos_token_ids:
         return "stop"
+    if record is not None and record.stop is not None:
+        return record.stop
     return "length" if request.state.generated == request.params.max_new_tokens else None
 
 

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import Condition
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from selective_compile.runtime.generation import GenerationParams
+from selective_compile.runtime.records import TokenRecord, TopLogprobs
 from selective_compile.runtime.request_state import RequestId, RequestState
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -43,11 +44,17 @@ class RequestResult:
 
     Attributes:
         tokens: the generated token ids, the end-of-sequence id included where there was one; not the prompt.
-        finish_reason: "stop" (an end-of-sequence id), "length" (as many tokens as allowed), "cancelled" or
-            "error".
+        finish_reason: "stop" (an end-of-sequence id, a stop string, a criterion of the request's own), "length" (as
+            many tokens, or as much time, as allowed), "cancelled" or "error".
         error: the message when finish_reason is "error", else None.
         logprobs: of each token under the model's own distribution, before temperature and filters; None
             unless the request asked for them with `logprobs=True`.
+        processed_logprobs: of each token under the distribution that it was drawn from; with
+            `processed_logprobs=True`.
+        top_logprobs, processed_top_logprobs: of the likeliest tokens of each step, as many as `top_logprobs` asked
+            for, under each of the two distributions that is kept.
+        logits, scores: for each token the row [V] that the model gave, and what was made of it, float32; with
+            `output_logits=True`, `output_scores=True`.
     """
 
     request_id: RequestId
@@ -55,6 +62,11 @@ class RequestResult:
     finish_reason: FinishReason
     error: str | None
     logprobs: tuple[float, ...] | None
+    processed_logprobs: tuple[float, ...] | None
+    top_logprobs: tuple[TopLogprobs, ...] | None
+    processed_top_logprobs: tuple[TopLogprobs, ...] | None
+    logits: tuple[Any, ...] | None
+    scores: tuple[Any, ...] | None
     timing: RequestTiming
 
 
@@ -72,7 +84,7 @@ class Request:
         self._owner = owner
         self._changed = Condition()
         self._tokens: list[int] = []
-        self._logprobs: list[float] = []
+        self._records: list[TokenRecord] = []  # one for each token, if the request keeps any
         self._finish_reason: FinishReason | None = None
         self._error: str | None = None
         self._submitted_at = time.perf_counter()
@@ -94,7 +106,8 @@ class Request:
     def logprobs(self) -> list[float] | None:
         """Log probabilities of the tokens so far, as a copy; None unless asked for."""
         with self._changed:
-            return self._logprobs.copy() if self.params.logprobs else None
+            found = self._kept("logprob", self.params.logprobs)
+        return None if found is None else list(found)
 
     @property
     def finished(self) -> bool:
@@ -139,8 +152,8 @@ class Request:
             tokens=tuple(self._tokens),
             finish_reason=self._finish_reason,
             error=self._error,
-            logprobs=tuple(self._logprobs) if self.params.logprobs else None,
             timing=self.timing,
+            **self._results(),
         )
 
     def __iter__(self) -> Iterator[int]:
@@ -169,11 +182,12 @@ class Request:
         if self._scheduled_at is None:
             self._scheduled_at = time.perf_counter()
 
-    def publish(self, token: int, logprob: float, finish_reason: FinishReason | None) -> None:
+    def publish(self, token: int, record: TokenRecord | None, finish_reason: FinishReason | None) -> None:
         """For the engine: one more token, the last one where there is a finish reason."""
         with self._changed:
             self._tokens.append(token)
-            self._logprobs.append(logprob)
+            if record is not None and self.params.recorded:
+                self._records.append(record)
             if self._first_token_at is None:
                 self._first_token_at = time.perf_counter()
             if finish_reason is not None:
@@ -196,6 +210,22 @@ class Request:
         assert self._finish_reason is None, self
         self._finished_at = time.perf_counter()
         self._finish_reason = finish_reason
+
+    def _results(self) -> dict[str, Any]:
+        """What the records of the tokens come to, by the names of `RequestResult`."""
+        wanted = self.params
+        top = wanted.top_logprobs > 0
+        return {
+            "logprobs": self._kept("logprob", wanted.logprobs),
+            "processed_logprobs": self._kept("processed_logprob", wanted.processed_logprobs),
+            "top_logprobs": self._kept("top_logprobs", top and wanted.logprobs),
+            "processed_top_logprobs": self._kept("processed_top_logprobs", top and wanted.processed_logprobs),
+            "logits": self._kept("logits", wanted.output_logits),
+            "scores": self._kept("scores", wanted.output_scores),
+        }
+
+    def _kept(self, name: str, wanted: bool) -> tuple[Any, ...] | None:
+        return tuple(getattr(record, name) for record in self._records) if wanted else None
 
     def _wait_for(self, ready: Callable[[], bool], deadline: float | None) -> bool:
         """Wait for, or work towards, `ready`; False when the deadline comes first."""

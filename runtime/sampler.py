@@ -1,141 +1,139 @@
-"""The sampler: one token for each row of logits, greedy and sampled rows side by side.
+"""The sampler: one token for each row of logits; every row is processed and chosen as its own request asks.
 
-The draw for a token depends on its row of logits, the request's seed and the token's index in the request,
-and on
-nothing else: not on the batch around it, nor on how the prompt was chunked or the request preempted.
+The draw for a token depends on its row of logits, the request's tokens and seed, and the token's index in the request,
+and on nothing else: not on the batch around it, nor on how the prompt was chunked or the request preempted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-import torch
 from torch import Tensor
 
+from selective_compile.runtime.draw import draw
 from selective_compile.runtime.generation import GenerationParams
-from selective_compile.runtime.philox import uniform
+from selective_compile.runtime.own_code import Failed, attempt
+from selective_compile.runtime.penalties import penalise
+from selective_compile.runtime.records import TokenRecord, recorded
+
+NO_TOKEN_LEFT = "no token can be drawn: its scores hold a NaN or are infinite"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampledTokens:
-    """One entry a row; `logprobs` is 0 for rows whose request did not ask for it.
+    """One entry a row; the record is None for a request that asks for nothing but tokens."""
 
-    A token is None where one was to be drawn from logits that hold a NaN or are infinite: they are no distribution.
-    """
-
-    tokens: list[int | None]
-    logprobs: list[float]
+    tokens: list[int]
+    records: list[TokenRecord | None]
 
 
-def sample(logits: Tensor, params: Sequence[GenerationParams], indices: Sequence[int]) -> SampledTokens:
+def sample(
+    logits: Tensor,
+    params: Sequence[GenerationParams],
+    indices: Sequence[int],
+    histories: Sequence[Sequence[int]] = (),
+) -> SampledTokens:
     """Choose a token for each row.
 
     Args:
         logits: [R, V], any floating dtype and device; computed with as float32, as `generate` does.
         params: of the request that each row belongs to.
         indices: for each row, how many tokens its request has generated before this one.
+        histories: for each row, its request's tokens so far, the prompt included; may be left out where no request
+            has processors, criteria, penalties or bans.
     """
     logits = logits.float()
-    tokens = logits.argmax(dim=-1)
-    wanting = [row for row, wanted in enumerate(params) if wanted.do_sample]
-    drawn = [row for row, sound in zip(wanting, _distributions(logits, wanting), strict=True) if sound]
-    # Two groups, because rows without top-k have the whole vocabulary to sort and sum up.
-    narrow = [row for row in drawn if params[row].top_k]
-    wide = [row for row in drawn if not params[row].top_k]
-    for rows in (narrow, wide):
-        if rows:
-            where = torch.tensor(rows, device=logits.device)
-            wanted = [params[row] for row in rows]
-            tokens[where] = _draw(logits[where], wanted, [indices[row] for row in rows])
-    chosen: list[int | None] = tokens.tolist()
-    for row in set(wanting) - set(drawn):
-        chosen[row] = None
-    return SampledTokens(tokens=chosen, logprobs=_logprobs(logits, tokens, params))
+    if all(wanted.plain for wanted in params):
+        return SampledTokens(tokens=logits.argmax(dim=-1).tolist(), records=[None] * len(params))
+    rows = [row for row, wanted in enumerate(params) if not wanted.plain]
+    chosen = _Chosen(
+        scores=logits[rows],  # a copy, which what follows may write to
+        params=[params[row] for row in rows],
+        indices=[indices[row] for row in rows],
+        histories=[histories[row] for row in rows] if histories else [],
+    )
+    found = chosen.tokens()
+    tokens = found if len(rows) == len(params) else logits.argmax(dim=-1).tolist()
+    records: list[TokenRecord | None] = [None] * len(params)
+    for place, row in enumerate(rows):
+        tokens[row] = found[place]
+        records[row] = chosen.record(place, found[place], logits[row])
+    return SampledTokens(tokens=tokens, records=records)
 
 
-def _distributions(logits: Tensor, rows: Sequence[int]) -> list[bool]:
-    """For each of the rows, whether its logits are a distribution; the largest of them is a NaN if any is."""
-    return logits[torch.tensor(rows, device=logits.device)].amax(dim=-1).isfinite().tolist() if rows else []
+class _Chosen:
+    """The rows that are not plainly greedy: S of them, with scores [S, V] that become the processed ones."""
 
+    def __init__(
+        self,
+        *,
+        scores: Tensor,
+        params: Sequence[GenerationParams],
+        indices: Sequence[int],
+        histories: Sequence[Sequence[int]],
+    ) -> None:
+        self._scores = scores
+        self._params = params
+        self._indices = indices
+        self._histories = histories
+        self._errors: dict[int, str] = {}
 
-def _draw(logits: Tensor, params: Sequence[GenerationParams], indices: Sequence[int]) -> Tensor:
-    """Sample each of S rows [S, V]; either all or none of them have a top_k. Gives [S] int64.
+    def tokens(self) -> list[int]:
+        """Process and choose; what stands at a place with an error is no token."""
+        self._run_processors()
+        penalise(self._scores, self._params, self._histories)
+        drawn = [place for place, wanted in enumerate(self._params) if wanted.do_sample]
+        tokens = [0] * len(self._params) if len(drawn) == len(self._params) else self._scores.argmax(dim=-1).tolist()
+        # Two groups, because rows without top-k, and those whose scores are kept, have the whole vocabulary to sort
+        # and sum up.
+        narrow = [place for place in drawn if self._params[place].top_k and not self._keeps_scores(place)]
+        wide = [place for place in drawn if not self._params[place].top_k or self._keeps_scores(place)]
+        for places, keep in ((narrow, False), (wide, True)):
+            if places:
+                self._draw(places, tokens, keep)
+        return tokens
 
-    Sums are running sums in float64 over the candidates in a fixed order: terms of 0 leave them as they are,
-    so the number of candidates, which is that of the widest row of the group, does not show in any row's
-    result.
-    """
-    device = logits.device
-    scores = logits / _column([wanted.temperature for wanted in params], torch.float32, device)
-    vocabulary = None
-    if params[0].top_k:
-        scores, vocabulary = _keep_top_k(scores, [wanted.top_k for wanted in params])
-    if any(wanted.top_p < 1.0 for wanted in params):
-        scores = _keep_top_p(scores, [wanted.top_p for wanted in params])
-    cumulative = _weights(scores).cumsum(dim=-1)
-    fractions = uniform([wanted.seed for wanted in params], indices)
-    # The first place where the running sum exceeds the drawn share of the total has a weight above 0.
-    threshold = torch.from_numpy(fractions)[:, None].to(device) * cumulative[:, -1:]
-    chosen = torch.searchsorted(cumulative, threshold, right=True)
-    # Rounded, the product may reach the total; then it is the place where the sum gets there.
-    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
-    chosen = torch.minimum(chosen, last)
-    return (chosen if vocabulary is None else vocabulary.gather(1, chosen))[:, 0]
+    def record(self, place: int, token: int, logits: Tensor) -> TokenRecord | None:
+        wanted = self._params[place]
+        if place in self._errors:
+            return TokenRecord(error=self._errors[place])
+        scores = self._scores[place] if self._keeps_scores(place) else None
+        stop = None
+        if wanted.criteria is not None:
+            copied = None if scores is None else scores.clone()
+            ask = partial(wanted.criteria, self._histories[place], token, copied, logits.device)
+            asked = attempt("stopping criteria", ask)
+            if isinstance(asked, Failed):
+                return TokenRecord(error=asked.error)
+            stop = asked.result
+        if not wanted.recorded and stop is None:
+            return None
+        return recorded(wanted, token, logits, scores, stop)
 
+    def _run_processors(self) -> None:
+        for place, wanted in enumerate(self._params):
+            if wanted.processors is not None:
+                row = self._scores[place : place + 1]
+                asked = attempt("logits processors", partial(wanted.processors, self._histories[place], row))
+                if isinstance(asked, Failed):
+                    self._errors[place] = asked.error
+                else:
+                    self._scores[place] = asked.result[0]
 
-def _keep_top_k(scores: Tensor, top_k: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The candidates of each row, in order of token id: scores [S, C] and token ids [S, C].
+    def _draw(self, places: Sequence[int], tokens: list[int], keep: bool) -> None:
+        every = len(places) == len(self._params)
+        scores = self._scores if every else self._scores[list(places)]
+        wanted = [self._params[place] for place in places]
+        found = draw(scores, wanted, [self._indices[place] for place in places], whole=keep)
+        if keep and not every and any(self._keeps_scores(place) for place in places):
+            self._scores[list(places)] = scores
+        for place, token in zip(places, found, strict=True):
+            if token is None:
+                self._errors.setdefault(place, NO_TOKEN_LEFT)
+            else:
+                tokens[place] = token
 
-    As `TopKLogitsWarper`: whatever is not less than the k-th largest score stays, ties of it included.
-    """
-    kept = [min(k, scores.shape[1]) for k in top_k]
-    # One more than asked for shows whether ties reach further; only then all scores are compared.
-    largest, vocabulary = scores.topk(min(max(kept) + 1, scores.shape[1]), dim=-1)
-    limits = largest.gather(1, _column(kept, torch.int64, scores.device) - 1)
-    if (largest[:, -1:] >= limits).any():
-        vocabulary = scores.topk(int((scores >= limits).sum(dim=-1).max()), dim=-1).indices
-    vocabulary = vocabulary.sort(dim=-1).values
-    scores = scores.gather(1, vocabulary)
-    return scores.masked_fill(scores < limits, -torch.inf), vocabulary
-
-
-def _keep_top_p(scores: Tensor, top_p: Sequence[float]) -> Tensor:
-    """Scores [S, C] with -inf outside of the smallest set of the likeliest tokens that has probability
-    `top_p`.
-
-    As `TopPLogitsWarper`; the likeliest always stays. Where equal scores straddle the limit, as many of them
-    stay as there, but which of them is left to an unstable sort there; here it is those with the larger token
-    ids.
-    """
-    ascending, order = scores.sort(dim=-1, stable=True)
-    cumulative = _weights(ascending).cumsum(dim=-1)
-    # Compared in float32, as transformers does: its rounding decides where probabilities are equal by
-    # construction.
-    limits = _column([1 - p for p in top_p], torch.float32, scores.device)
-    removed = (cumulative / cumulative[:, -1:]).float() <= limits
-    removed[:, -1] = False
-    return scores.masked_fill(torch.empty_like(removed).scatter_(1, order, removed), -torch.inf)
-
-
-def _weights(scores: Tensor) -> Tensor:
-    """exp(scores - largest of the row) in float64: the probabilities but for a factor."""
-    scores = scores.double()
-    return (scores - scores.amax(dim=-1, keepdim=True)).exp()
-
-
-def _logprobs(logits: Tensor, tokens: Tensor, params: Sequence[GenerationParams]) -> list[float]:
-    """Under the model's own distribution, of the rows that ask for it."""
-    logprobs = [0.0] * len(params)
-    rows = [row for row, wanted in enumerate(params) if wanted.logprobs]
-    if rows:
-        where = torch.tensor(rows, device=logits.device)
-        chosen = logits[where].log_softmax(dim=-1).gather(1, tokens[where, None])[:, 0]
-        for row, value in zip(rows, chosen.tolist(), strict=True):
-            logprobs[row] = value
-    return logprobs
-
-
-def _column(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[S, 1], to broadcast along rows."""
-    return torch.tensor(values, dtype=dtype, device=device)[:, None]
+    def _keeps_scores(self, place: int) -> bool:
+        return self._params[place].output_scores or self._params[place].processed_logprobs

@@ -13,7 +13,7 @@ from selective_compile.capture import device_of
 from selective_compile.generate_fields import Fields, described
 
 # Of these, an empty list or False asks for nothing either.
-NONE_OR_EMPTY = frozenset({"logits_processor", "stopping_criteria", "synced_gpus", "trust_remote_code"})
+NONE_OR_EMPTY = frozenset({"synced_gpus", "trust_remote_code"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +57,24 @@ def prompts_of(inputs: Any, attention_mask: Any, fields: Sequence[Fields], devic
     if attention_mask is not None:
         raise ValueError("attention_mask must be None for a list of prompts, which has no padding, got one")
     return Prompts(rows=inputs, columns=None)
+
+
+def expanded(prompts: Prompts, fields: Sequence[Fields]) -> tuple[Prompts, list[Fields]]:
+    """Each prompt, with its fields, as many times as it has sequences to return.
+
+    Raises:
+        ValueError: a number of sequences that is none, or several of greedy decoding.
+    """
+    counts = [each.return_sequences for each in fields]
+    if all(count == 1 for count in counts):
+        return prompts, list(fields)
+    columns = prompts.columns
+    if columns is not None:
+        columns = columns.repeat_interleave(torch.tensor(counts, device=columns.device), dim=0)
+    rows = [row for row, count in zip(prompts.rows, counts, strict=True) for _ in range(count)]
+    return Prompts(rows=rows, columns=columns), [
+        each for each, count in zip(fields, counts, strict=True) for _ in range(count)
+    ]
 
 
 def _is_prompt(row: Any) -> bool:

@@ -9,26 +9,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from selective_compile.runtime.generation import (
-    DEFAULT_NEW_TOKENS,
-    KNOWN,
-    NEUTRAL,
-    OWN_OPTIONS,
-    WITHOUT_EFFECT,
-)
+from selective_compile.runtime.generation import DEFAULT_NEW_TOKENS
+from selective_compile.runtime.generation_fields import FIELDS
 
-GENERATION_FIELDS = KNOWN - OWN_OPTIONS
-
-# What `model.generate` does where one of these is None because the call says so. A None that comes from a
-# configuration means that the field is not set.
-OFF: Mapping[str, Any] = {
-    **{name: values[0] for name, values in NEUTRAL.items()},
-    "do_sample": False,
-    "temperature": 1.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "eos_token_id": (),
-}
+GENERATION_FIELDS = FIELDS
 
 
 class Fields:
@@ -82,10 +66,32 @@ class Fields:
             )
         return max_length - columns
 
-    def options(self) -> dict[str, Any]:
-        """The call's own fields as options of `Engine.submit`, where None would mean not set."""
-        given = {name: OFF.get(name) if value is None else value for name, value in self._arguments.items()}
-        return {name: value for name, value in given.items() if value is not None and name not in WITHOUT_EFFECT}
+    @property
+    def return_sequences(self) -> int:
+        """How many sequences to generate for the prompt.
+
+        Raises:
+            ValueError: several of greedy decoding, which would all be the same.
+        """
+        count = self["num_return_sequences"]
+        count = 1 if count is None else count
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"num_return_sequences must be an integer of at least 1, got {count!r}")
+        if count > 1 and not self["do_sample"] and self["num_beams"] in (None, 1):
+            raise ValueError(f"num_return_sequences must be 1 for greedy decoding, got {count}")
+        return count
+
+    def kept(self) -> dict[str, bool]:
+        """What a request keeps of its steps; as for `model.generate`, only where a dictionary is returned."""
+        wanted = bool(self["return_dict_in_generate"])
+        return {name: wanted and bool(self[name]) for name in ("output_scores", "output_logits")}
+
+    def options(self, padding: int) -> dict[str, Any]:
+        """The call's own fields as options of `Engine.submit`; lengths count `padding` columns that it does not see."""
+        found = {**self._arguments, "num_return_sequences": 1, **self.kept()}
+        if padding and isinstance(self["min_length"], int):
+            found["min_length"] = max(0, self["min_length"] - padding)
+        return found
 
 
 def fields_of(

@@ -1,19 +1,21 @@
-"""The requests of one call of `generate`: submitted, driven to their end, and put together again."""
+"""The requests of one call of `generate`: submitted, streamed, and driven to their end."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.generation import BaseStreamer
 
 from selective_compile.generate_arguments import Prompts
 from selective_compile.generate_fields import Fields
+from selective_compile.generate_objects import CallObjects
 from selective_compile.kept_engines import KeptEngines
 from selective_compile.options import EngineConfig
-from selective_compile.runtime.request import Request
+from selective_compile.runtime.request import Request, RequestResult
 
 # A function with the arguments of `model.generate` has no other place for what it compiled, since the model
 # object stays as it is. Nothing in here outlives its model.
@@ -23,19 +25,20 @@ ENGINES: Final = KeptEngines()
 # Inference mode would make the pools, which are kept, tensors that no call outside of it can write to.
 @torch.inference_mode(False)
 @torch.no_grad()
-def new_tokens(
+def finished_requests(
     model: nn.Module,
     config: EngineConfig,
     prompts: Prompts,
     fields: Sequence[Fields],
     seeds: Sequence[int],
+    objects: CallObjects,
     streamer: BaseStreamer | None,
-) -> list[Sequence[int]]:
-    """The new tokens of each prompt, from the engine that is kept for the model.
+) -> list[RequestResult]:
+    """The result of each prompt, from the engine that is kept for the model.
 
     Raises:
         ValueError: one of the prompts or its fields is wrong; none of them is served then.
-        RuntimeError: a step failed.
+        RuntimeError: a step failed, or the call's own processors or criteria did.
     """
     max_positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     widths = [len(row) if prompts.columns is None else prompts.columns.shape[1] for row in prompts.rows]
@@ -44,47 +47,33 @@ def new_tokens(
     engine = ENGINES.engine_for(model, config, lengths)
     requests: list[Request] = []
     try:
-        for row, each, count, chosen in zip(prompts.rows, fields, counts, seeds, strict=True):
-            options = each.options() | {"max_new_tokens": count, "seed": chosen}
+        for number, (row, each) in enumerate(zip(prompts.rows, fields, strict=True)):
+            padding = widths[number] - len(row)
+            options = each.options(padding) | objects.options(number, len(fields), padding)
+            options |= {"max_new_tokens": counts[number], "seed": seeds[number]}
             requests.append(engine.submit(row, each.config, **options))
         if streamer is not None:
-            _stream(requests[0], prompts, streamer)
-        return [_tokens(request) for request in requests]
+            stream(requests, prompts, streamer, fields[0].pad_token_id)
+        return [_result(request) for request in requests]
     finally:
         for request in requests:
             request.cancel()
 
 
-def _stream(request: Request, prompts: Prompts, streamer: BaseStreamer) -> None:
-    """As `model.generate` does: the prompt [1, S], every token [1], and the end."""
-    columns = torch.tensor([request.prompt_ids]) if prompts.columns is None else prompts.columns.cpu()
+def stream(requests: Sequence[Request], prompts: Prompts, streamer: BaseStreamer, pad: int | None) -> None:
+    """As `model.generate` does: the prompts [B, S], a token of each [B] in turn, and the end.
+
+    A row that has ended gives `pad` while others go on.
+    """
+    columns = torch.tensor([requests[0].prompt_ids]) if prompts.columns is None else prompts.columns.cpu()
     streamer.put(columns)
-    for token in request:
-        streamer.put(torch.tensor([token]))
+    for tokens in itertools.zip_longest(*requests, fillvalue=pad):
+        streamer.put(torch.tensor(tokens))
     streamer.end()
 
 
-def _tokens(request: Request) -> Sequence[int]:
+def _result(request: Request) -> RequestResult:
     result = request.result()
     if result.finish_reason == "error":
         raise RuntimeError(result.error)
-    return result.tokens
-
-
-def sequences(
-    prompts: Prompts, generated: Sequence[Sequence[int]], fields: Sequence[Fields], device: torch.device
-) -> Tensor | list[Tensor]:
-    """As `model.generate` returns them.
-
-    Returns:
-        [B, S + new] int64 for prompts that came as a tensor; a list of tensors [S + new] for those of a list.
-    """
-    if prompts.columns is None:
-        rows = [torch.as_tensor(row, dtype=torch.int64, device=device) for row in prompts.rows]
-        return [torch.cat([row, row.new_tensor(new)]) for row, new in zip(rows, generated, strict=True)]
-    longest = max(len(tokens) for tokens in generated)
-    pad = fields[0].pad_token_id
-    # Without an end-of-sequence id there is no padding id either, and no row ends before the others.
-    assert pad is not None or all(len(tokens) == longest for tokens in generated)
-    filled = [[*tokens, *[pad] * (longest - len(tokens))] for tokens in generated]
-    return torch.cat([prompts.columns, prompts.columns.new_tensor(filled)], dim=1)
+    return result

@@ -9,17 +9,20 @@ from typing import Any
 
 from torch import nn
 from transformers import GenerationConfig
-from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
+from transformers.generation import BaseStreamer
 
 from selective_compile.capture import device_of
 from selective_compile.generate_arguments import (
     check_model,
+    expanded,
     prompts_of,
     refuse_unsupported,
     seeds_of,
 )
 from selective_compile.generate_fields import GENERATION_FIELDS, fields_of
-from selective_compile.generate_requests import ENGINES, new_tokens, sequences
+from selective_compile.generate_objects import CallObjects
+from selective_compile.generate_requests import ENGINES, finished_requests
+from selective_compile.generate_results import refuse_ends_without_padding, returned
 from selective_compile.options import EngineConfig
 
 
@@ -55,37 +58,38 @@ def generate(
         generation_config: for all prompts, or for a list of prompts a list with one for each.
         attention_mask: [B, S], 0 for padding, which may be on any side; None: inferred as `model.generate`
             does.
-        streamer: for a single prompt; gets the prompt and then every token.
-        seed: of sampling: one for each prompt, or a single one, to which row i adds i. None: drawn from
-            torch's default generator, so that `torch.manual_seed` makes a call repeat its tokens. The tokens
+        logits_processor, stopping_criteria: called for each row by itself, [1, length] without padding; of several
+            rows each gets a copy of the objects, so that none sees the calls for another row.
+        prefix_allowed_tokens_fn: gets the row's number and its ids.
+        streamer: gets the prompts and then a token of every row in turn; of a list it takes a single prompt.
+        seed: of sampling: one for each row that is generated, or a single one, to which row i adds i. None: drawn
+            from torch's default generator, so that `torch.manual_seed` makes a call repeat its tokens. The tokens
             are not those that `model.generate` would draw.
         engine_config: None: that of `wrap`, or the defaults. Its max_kv_tokens None means as much as the call
             needs and the memory allows.
-        kwargs: single fields of a GenerationConfig, which come first; `tokenizer` is taken and not needed.
+        kwargs: single fields of a GenerationConfig, which come first, and `tokenizer`, which stop strings need.
             All other arguments of `model.generate` must be None.
 
     Returns:
         For a tensor, [B, S + new] int64 on its device: the columns as given, then the new tokens, then
         `pad_token_id` (the first end-of-sequence id where it is not set). For a list, a list of tensors of
-        one dimension: each prompt with its new tokens. With `return_dict_in_generate`, these as `sequences`
-        of a GenerateDecoderOnlyOutput.
+        one dimension: each prompt with its new tokens. With `num_return_sequences`, as many rows for each prompt.
+        With `return_dict_in_generate`, these as `sequences` of a GenerateDecoderOnlyOutput, with `scores` and
+        `logits` where they are asked for: of each step [B, V]; a row that has ended has 0 for `pad_token_id`
+        there and -inf for all else.
 
     Raises:
         ValueError: an argument that is wrong or not supported, or a model that cannot be rewritten.
-        RuntimeError: a step failed.
+        RuntimeError: a step failed, or one of the call's own processors or criteria.
     """
     check_model(model)
     refuse_unsupported(
         {
-            "logits_processor": logits_processor,
-            "stopping_criteria": stopping_criteria,
-            "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
             "synced_gpus": synced_gpus,
             "assistant_model": assistant_model,
             "negative_prompt_ids": negative_prompt_ids,
             "negative_prompt_attention_mask": negative_prompt_attention_mask,
             "custom_generate": custom_generate,
-            # Only stop strings and token healing look at a tokenizer, and those are refused.
             **{name: kwargs[name] for name in kwargs if name not in GENERATION_FIELDS | {"tokenizer"}},
         }
     )
@@ -96,14 +100,22 @@ def generate(
     fields = fields_of(arguments, generation_config, getattr(model, "generation_config", None), inputs)
     prompts = prompts_of(inputs, attention_mask, fields, device_of(model))
     fields = fields * len(prompts.rows) if len(fields) == 1 else fields
-    seeds = seeds_of(seed, len(prompts.rows), sampled=any(each["do_sample"] for each in fields))
-    if streamer is not None and len(prompts.rows) > 1:
-        raise ValueError(f"streamer must be None for more than one prompt, got one for {len(prompts.rows)}")
-    generated = new_tokens(model, engine_config or _config_of(model), prompts, fields, seeds, streamer)
-    result = sequences(prompts, generated, fields, device_of(model))
-    if any(each["return_dict_in_generate"] for each in fields):
-        return GenerateDecoderOnlyOutput(sequences=result)
-    return result
+    prompts, fields = expanded(prompts, fields)
+    seeds = seeds_of(seed, len(fields), sampled=any(each["do_sample"] for each in fields))
+    if streamer is not None and prompts.columns is None and len(fields) > 1:
+        raise ValueError(f"streamer must be None for a list of more than one prompt, got one for {len(fields)}")
+    refuse_ends_without_padding(
+        fields, criteria=bool(stopping_criteria), rows=0 if prompts.columns is None else len(fields)
+    )
+    objects = CallObjects(
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
+        tokenizer=kwargs.get("tokenizer"),
+    )
+    config = engine_config or _config_of(model)
+    results = finished_requests(model, config, prompts, fields, seeds, objects, streamer)
+    return returned(prompts, results, fields, device_of(model))
 
 
 class BatchedGenerate:

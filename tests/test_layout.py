@@ -34,7 +34,16 @@ LAYERS = (
     ("passes",),
     ("backend", "report", "capture", "compiling", "padded_program", "sequential_program", "step_program"),
     ("runtime",),
-    ("generate_arguments", "generate_fields", "generate_requests", "kept_engines", "huggingface"),
+    (
+        "generate_arguments",
+        "generate_fields",
+        "generate_objects",
+        "generate_requests",
+        "generate_results",
+        "kept_engines",
+        "huggingface",
+    ),
+    ("generation_ledger",),
     (
         "checkpoints",
         "progress",

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from selective_compile import generation_ledger
 from selective_compile.coverage import page as pages
 from selective_compile.coverage.standing import VERDICTS, bars, verdict, wrong
 from selective_compile.coverage.sweep import Sweep, chosen_types
@@ -23,16 +24,21 @@ def coverage_command(
     limit: Annotated[int, typer.Option(min=1, help="Seconds for one type.")] = 240,
     out_file: Annotated[Path, typer.Option("--out", help="Results; measured types are kept.")] = Path("coverage.json"),
     page: Annotated[Path | None, typer.Option(help="Write them as Markdown too.", show_default="beside --out")] = None,
+    generation: Annotated[bool, typer.Option("--generation", help="Fields of GenerationConfig instead.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of text.")] = False,
 ) -> None:
     """Try every model type of the installed transformers, with random weights, against the model alone.
 
-    One process for each; stopped and started again, it goes on where it was. Exit status 1 on wrong tokens.
+    One process for each; stopped and started again, it goes on where it was. Exit status 1 on wrong tokens. With
+    --generation: what each field of transformers' GenerationConfig comes to here; nothing is run.
 
     \b
     selective-compile coverage --jobs 2 --out docs/coverage.json
     selective-compile coverage --types llama,gpt2,mamba --json
+    selective-compile coverage --generation
     """
+    if generation:
+        return print_ledger(as_json)
     chosen = chosen_types(types)
     target = page if page is not None else out_file.with_suffix(".md")
     for path, option in ((out_file, "--out"), (target, "--page")):
@@ -61,3 +67,13 @@ def coverage_command(
     mistaken = [name for name, facts in found.items() if wrong(facts)]
     if mistaken:
         raise ValueError(f"the tokens or logits are wrong without a refusal for {', '.join(mistaken)}")
+
+
+def print_ledger(as_json: bool) -> None:
+    entries = generation_ledger.ledger()
+    if as_json:
+        typer.echo(generation_ledger.ledger_json(entries))
+        return
+    out = console()
+    out.print(generation_ledger.ledger_table(entries))
+    out.print(Text(generation_ledger.ledger_counts(entries)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from typing import Any
 
@@ -10,16 +11,11 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from selective_compile.runtime.generation import (
-    IMPLEMENTED,
-    KNOWN,
-    NEUTRAL,
-    OWN_OPTIONS,
-    WITHOUT_EFFECT,
-    GenerationParams,
-)
+from selective_compile.runtime.generation import GenerationParams, Served
+from selective_compile.runtime.generation_fields import FIELDS, IMPLEMENTED, INSTEAD, NEUTRAL, WITHOUT_EFFECT
+from selective_compile.runtime.generation_values import WHEN_SAMPLING
 
-FIELDS = sorted(KNOWN - OWN_OPTIONS)
+VOCABULARY = 50
 
 
 def resolve(
@@ -29,14 +25,8 @@ def resolve(
     max_positions: int | None = None,
     **options: Any,
 ) -> GenerationParams:
-    return GenerationParams.resolve(
-        config,
-        options,
-        model_config,
-        prompt_length=prompt_length,
-        max_positions=max_positions,
-        default_seed=17,
-    )
+    served = Served(config=model_config, max_positions=max_positions, vocab_size=VOCABULARY)
+    return GenerationParams.resolve(config, options, served, prompt=range(prompt_length), default_seed=17)
 
 
 def config_with(**fields: Any) -> GenerationConfig:
@@ -53,7 +43,7 @@ def test_nothing_set_is_greedy_for_twenty_tokens() -> None:
         eos_token_ids=frozenset(),
         do_sample=False,
         temperature=1.0,
-        top_k=50,
+        top_k=0,
         top_p=1.0,
         seed=17,
         logprobs=False,
@@ -125,7 +115,41 @@ def test_end_of_sequence_ids_in_every_form(value: Any) -> None:
         {"seed": 2**64},
         {"seed": 1.0},
         {"logprobs": 3},
+        {"processed_logprobs": "yes"},
+        {"top_logprobs": 2},
+        {"min_p": 1.5},
+        {"top_h": 0.0},
+        {"typical_p": -1.0},
+        {"epsilon_cutoff": 2.0},
+        {"eta_cutoff": -1.0},
+        {"repetition_penalty": 0},
+        {"encoder_repetition_penalty": -1.0},
+        {"no_repeat_ngram_size": -1},
+        {"encoder_no_repeat_ngram_size": 1.5},
+        {"min_length": -1},
+        {"min_new_tokens": True},
+        {"forced_bos_token_id": -1},
+        {"forced_bos_token_id": VOCABULARY},
+        {"forced_eos_token_id": []},
+        {"forced_eos_token_id": [1, VOCABULARY]},
+        {"suppress_tokens": [1.5]},
+        {"bad_words_ids": []},
+        {"bad_words_ids": [[VOCABULARY]]},
+        {"sequence_bias": {}},
+        {"sequence_bias": {(VOCABULARY,): 1.0}},
+        {"exponential_decay_length_penalty": [1]},
+        {"exponential_decay_length_penalty": (1, "a")},
+        {"watermarking_config": {"greenlist_ratio": 0.5}},
+        {"max_time": 0.0},
+        {"stop_strings": ["a", ""]},
+        {"stop_strings": 3},
+        {"output_scores": 1},
+        {"logits_processor": [3]},
+        {"logits_processor": "a"},
+        {"stopping_criteria": 3},
+        {"prefix_allowed_tokens_fn": [1]},
     ],
+    ids=str,
 )
 def test_a_wrong_value_is_named(fields: dict[str, Any]) -> None:
     ((name, value),) = fields.items()
@@ -133,15 +157,17 @@ def test_a_wrong_value_is_named(fields: dict[str, Any]) -> None:
         resolve(config_with(**{"do_sample": True, **fields}))
 
 
-@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("name", sorted(FIELDS))
 def test_every_field_is_implemented_without_effect_or_refused_by_name(name: str) -> None:
     """Also those of a later transformers: the names come from the installed GenerationConfig."""
     config = config_with(**{name: "something"})
     if name in WITHOUT_EFFECT:
         assert resolve(config) == resolve()
     elif name in IMPLEMENTED:
-        with pytest.raises(ValueError, match=name):
-            resolve(config, do_sample=None if name == "do_sample" else True)
+        if name in WHEN_SAMPLING:
+            config.do_sample = True
+        with pytest.raises(ValueError, match="tokenizer" if name == "stop_strings" else name):
+            resolve(config)
     else:
         with pytest.raises(ValueError, match=f"generation option '{name}' must be .*None, got 'something'"):
             resolve(config)
@@ -193,6 +219,29 @@ def test_names_of_a_models_makers_are_passed_over() -> None:
 
 def test_seed_may_stand_in_the_configuration() -> None:
     assert resolve(GenerationConfig(seed=8)).seed == 8
+
+
+def test_none_turns_off_what_the_configurations_set() -> None:
+    of_model = GenerationConfig(do_sample=True, top_k=5, min_p=0.5, repetition_penalty=1.5, eos_token_id=3)
+    off = resolve(None, of_model, top_k=None, min_p=None, repetition_penalty=None, eos_token_id=None, seed=None)
+    assert off == resolve(do_sample=True, top_k=0)
+    assert not resolve(None, of_model, do_sample=None).do_sample
+
+
+def test_what_is_refused_says_what_to_do_instead() -> None:
+    refused = FIELDS - IMPLEMENTED - WITHOUT_EFFECT
+    assert set(INSTEAD) & FIELDS == refused
+    for name in refused:
+        with pytest.raises(ValueError, match=re.escape(INSTEAD[name])):
+            resolve(config_with(**{name: "something"}))
+
+
+def test_a_value_that_transformers_refuses_is_refused_with_the_request() -> None:
+    for fields in ({"bad_words_ids": ["a"]}, {"sequence_bias": {(1,): 2}}, {"sequence_bias": [[[1], "a"]]}):
+        with pytest.raises(ValueError, match=next(iter(fields))):
+            resolve(config_with(**fields))
+    with pytest.raises(ValueError, match="eos_token_id must be set for exponential_decay_length_penalty"):
+        resolve(exponential_decay_length_penalty=(3, 1.5))
 
 
 def test_something_else_than_a_configuration() -> None:

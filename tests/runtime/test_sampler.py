@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from selective_compile.runtime import sampler
+from selective_compile.runtime import draw
 from selective_compile.runtime.generation import GenerationParams
 from selective_compile.runtime.sampler import sample
 
@@ -47,6 +47,8 @@ def warped(logits: Tensor, wanted: GenerationParams) -> Tensor:
         scores = TopKLogitsWarper(wanted.top_k)(no_ids, scores)
     if wanted.top_p < 1.0:
         scores = TopPLogitsWarper(wanted.top_p)(no_ids, scores)
+    if wanted.min_p > 0.0:
+        scores = MinPLogitsWarper(wanted.min_p)(no_ids, scores)
     return scores[0]
 
 
@@ -79,6 +81,8 @@ WARPINGS: list[dict[str, Any]] = [
     {"top_p": 0.7},
     {"top_p": 0.0},
     {"temperature": 0.8, "top_k": 12, "top_p": 0.9},
+    {"min_p": 0.2},
+    {"temperature": 1.3, "top_k": 20, "top_p": 0.95, "min_p": 0.1},
 ]
 
 
@@ -112,13 +116,14 @@ def test_draws_follow_the_distribution_of_transformers_warpers(fields: dict[str,
     temperature=st.sampled_from([1.0, 0.3, 2.0]),
     top_k=st.integers(0, 30),
     top_p=st.sampled_from([0.0, 0.1, 0.5, 0.9, 0.99, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 0.3, 1.0]),
 )
 def test_the_same_tokens_stay_as_after_transformers_warpers(
-    seed: int, ties: bool, temperature: float, top_k: int, top_p: float
+    seed: int, ties: bool, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     """400 draws reach all tokens that are likely enough to show, and none that is filtered."""
     logits = random_logits(1, 25, seed=seed, ties=ties)[0]
-    wanted = params(seed=seed, temperature=temperature, top_k=top_k, top_p=top_p)
+    wanted = params(seed=seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     seen = logits[counts_of_draws(logits, wanted, 400) > 0]
     probabilities = warped(logits, wanted).softmax(-1)
     for value in logits.unique():  # equal scores are counted, for the reason above
@@ -138,7 +143,7 @@ def test_equal_probabilities_at_the_limit_of_top_p() -> None:
 
 
 def test_a_draw_does_not_depend_on_the_batch_around_it() -> None:
-    rows, vocabulary = 24, 500
+    rows, vocabulary = 3 * len(WARPINGS), 500
     logits = random_logits(rows, vocabulary, ties=True)
     wanted = [
         params(seed=row, **fields) if row % 3 else GREEDY for row, fields in zip(range(rows), WARPINGS * 3, strict=True)
@@ -165,7 +170,7 @@ def test_the_ends_of_the_range_draw_possible_tokens(
     monkeypatch: pytest.MonkeyPatch, fraction: float, expected: int
 ) -> None:
     """1.0 cannot be drawn, but a product rounded up to the total can come of what can."""
-    monkeypatch.setattr(sampler, "uniform", lambda seeds, indices: np.full(len(seeds), fraction))
+    monkeypatch.setattr(draw, "uniform", lambda seeds, indices: np.full(len(seeds), fraction))
     logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]])
     for wanted in (params(), params(top_k=3), params(top_p=0.9)):
         assert sample(logits, [wanted], [0]).tokens == [expected]
@@ -188,6 +193,8 @@ def test_logprobs_are_those_of_the_model_for_who_asks() -> None:
     ]
     sampled = sample(logits, wanted, [0, 0, 0])
     expected = logits.log_softmax(-1)
-    assert sampled.logprobs[0] == pytest.approx(expected[0, sampled.tokens[0]].item(), abs=1e-6)
-    assert sampled.logprobs[1] == 0.0
-    assert sampled.logprobs[2] == pytest.approx(expected[2, sampled.tokens[2]].item(), abs=1e-6)
+    for row in (0, 2):
+        record = sampled.records[row]
+        assert record is not None
+        assert record.logprob == pytest.approx(expected[row, sampled.tokens[row]].item(), abs=1e-6)
+    assert sampled.records[1] is None

@@ -1,0 +1,102 @@
+"""The stopping criteria of a request: transformers' own list, and what of it is told from numbers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import GenerationMixin
+from transformers.generation import stopping_criteria as kinds
+
+from selective_compile.runtime.generation_fields import FIELDS
+
+
+class Stop(NamedTuple):
+    """What ends a request without asking anybody."""
+
+    max_new_tokens: int
+    eos_token_ids: frozenset[int]
+
+
+class RowCriteria:
+    """Asks a request's criteria after each of its tokens in turn."""
+
+    def __init__(self, criteria: Sequence[Any], *, with_scores: bool) -> None:
+        """`with_scores`: they get the processed scores of all steps so far, in place of None, as in `generate`."""
+        self._clocks = kinds.StoppingCriteriaList(each for each in criteria if type(each) is kinds.MaxTimeCriteria)
+        self._others = kinds.StoppingCriteriaList(each for each in criteria if each not in self._clocks)
+        self._scores: tuple[Tensor, ...] | None = () if with_scores else None
+
+    @torch.no_grad()
+    def __call__(
+        self, history: Sequence[int], token: int, scores: Tensor | None, device: torch.device
+    ) -> Literal["stop", "length"] | None:
+        """Why the request ends with this token: "length" where only its time is up; None: it goes on.
+
+        Args:
+            history: the tokens before it.
+            scores: [V], the processed scores that it was chosen by, where they are kept.
+
+        Raises:
+            Whatever a criterion raises.
+        """
+        ids = torch.from_numpy(np.array([*history, token], dtype=np.int64))[None].to(device)
+        if self._scores is not None and scores is not None:
+            self._scores += (scores[None],)
+        if bool(self._others(ids, self._scores).all()):
+            return "stop"
+        return "length" if bool(self._clocks(ids, self._scores).all()) else None
+
+
+def row_criteria(values: Mapping[str, Any], prompt_length: int) -> tuple[RowCriteria | None, Stop]:
+    """The criteria to ask after each token, and those that are numbers.
+
+    Args:
+        values: the request's fields, checked; `max_new_tokens` is resolved.
+
+    Raises:
+        ValueError: stop strings without a tokenizer, or criteria that are none.
+    """
+    numbers = Stop(values["max_new_tokens"], frozenset(values.get("eos_token_id") or ()))
+    asked: list[Any] = []
+    for each in _list_of_transformers(values, prompt_length):
+        # Compared exactly: a class derived from one of these does something else.
+        if type(each) is kinds.MaxLengthCriteria:
+            numbers = numbers._replace(max_new_tokens=max(1, each.max_length - prompt_length))
+        elif type(each) is kinds.EosTokenCriteria:
+            numbers = numbers._replace(eos_token_ids=frozenset(each.eos_token_id.tolist()))
+        else:
+            asked.append(each)
+    if not asked:
+        return None, numbers
+    with_scores = bool(values.get("output_scores"))
+    return RowCriteria(asked, with_scores=with_scores), numbers
+
+
+def _list_of_transformers(values: Mapping[str, Any], prompt_length: int) -> list[Any]:
+    """As `generate` makes it for this request alone."""
+    given = values.get("stopping_criteria")
+    given = [] if given is None else given
+    if not isinstance(given, (list, tuple)) or not all(callable(each) for each in given):
+        raise ValueError(f"stopping_criteria must be a list of stopping criteria, got {given!r}")
+    if values.get("stop_strings") is not None and values.get("tokenizer") is None:
+        raise ValueError("tokenizer must be given for stop_strings, got None")
+    asked = SimpleNamespace(**dict.fromkeys(FIELDS))
+    asked.max_length = prompt_length + values["max_new_tokens"]
+    asked.max_time = values.get("max_time")
+    asked.stop_strings = values.get("stop_strings")
+    eos = values.get("eos_token_id")
+    asked._eos_token_tensor = torch.tensor(eos) if eos else None
+    maker = GenerationMixin()
+    maker.config = SimpleNamespace()
+    return list(
+        maker._get_stopping_criteria(
+            generation_config=asked,
+            stopping_criteria=kinds.StoppingCriteriaList(given),
+            tokenizer=values.get("tokenizer"),
+        )
+    )

@@ -1,0 +1,139 @@
+"""What the value of each generation option must be; the checked value, in one form, or a ValueError."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+
+def integer(name: str, value: Any, *, at_least: int = 0, below: int | None = None) -> int:
+    limit = f" and less than {below}" if below else ""
+    if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value < (below or math.inf):
+        raise ValueError(f"{name} must be an integer of at least {at_least}{limit}, got {value!r}")
+    return value
+
+
+def boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def temperature(name: str, value: Any) -> float:
+    if not _is_number(value) or not 0.0 < value < math.inf:
+        raise ValueError(f"{name} must be a number above 0, got {value!r}; do_sample=False is greedy decoding")
+    return float(value)
+
+
+def positive(name: str, value: Any) -> float:
+    if not _is_number(value) or not 0.0 < value < math.inf:
+        raise ValueError(f"{name} must be a number above 0, got {value!r}")
+    return float(value)
+
+
+def share(name: str, value: Any) -> float:
+    if not _is_number(value) or not 0.0 <= value <= 1.0:
+        raise ValueError(f"{name} must be a number from 0 to 1, got {value!r}")
+    return float(value)
+
+
+def positive_share(name: str, value: Any) -> float:
+    if not _is_number(value) or not 0.0 < value <= 1.0:
+        raise ValueError(f"{name} must be a number above 0 and at most 1, got {value!r}")
+    return float(value)
+
+
+def token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """In the order given; one id, a list, an array or a tensor of them."""
+    items = value.tolist() if hasattr(value, "tolist") else value
+    items = items if isinstance(items, Iterable) else [items]
+    try:
+        return tuple(operator.index(item) for item in items)
+    except TypeError:
+        raise ValueError(f"{name} must be a token id, a list of them, or None, got {value!r}") from None
+
+
+def token_ids_to_force(name: str, value: Any) -> list[int]:
+    found = list(token_ids(name, value))
+    if not found or any(token < 0 for token in found):
+        raise ValueError(f"{name} must be a token id, or a list of them, of at least 0, got {value!r}")
+    return found
+
+
+def token_id(name: str, value: Any) -> int:
+    try:
+        found = operator.index(value)
+    except TypeError:
+        found = -1
+    if found < 0:
+        raise ValueError(f"{name} must be a token id of at least 0, got {value!r}")
+    return found
+
+
+def decay(name: str, value: Any) -> tuple[int, float]:
+    pair = tuple(value) if isinstance(value, (list, tuple)) else ()
+    if len(pair) != 2 or not all(_is_number(item) for item in pair):
+        raise ValueError(f"{name} must be a pair of a number of tokens and a factor, got {value!r}")
+    return pair[0], pair[1]
+
+
+def words(name: str, value: Any) -> Any:
+    """As transformers takes it; its processor looks closer."""
+    if not isinstance(value, (list, tuple, dict)) or not value:
+        raise ValueError(f"{name} must be a list or a dictionary with at least one entry, got {value!r}")
+    return value
+
+
+def strings(name: str, value: Any) -> list[str]:
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, (list, tuple)) or not found or not all(isinstance(one, str) and one for one in found):
+        raise ValueError(f"{name} must be a string or a list of strings, none of them empty, got {value!r}")
+    return list(found)
+
+
+def watermark(name: str, value: Any) -> Any:
+    if not callable(getattr(value, "construct_processor", None)):
+        raise ValueError(f"{name} must be a watermarking configuration of transformers, got {value!r}")
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+
+
+# Greedy decoding looks at none of these, and `generate` takes any value for them then.
+WHEN_SAMPLING: Mapping[str, Callable[[str, Any], Any]] = {
+    "temperature": temperature,
+    "top_k": integer,
+    "top_p": share,
+    "min_p": share,
+    "top_h": positive_share,
+    "typical_p": positive,
+    "epsilon_cutoff": share,
+    "eta_cutoff": share,
+}
+ALWAYS: Mapping[str, Callable[[str, Any], Any]] = {
+    "repetition_penalty": positive,
+    "encoder_repetition_penalty": positive,
+    "no_repeat_ngram_size": integer,
+    "encoder_no_repeat_ngram_size": integer,
+    "min_length": integer,
+    "min_new_tokens": integer,
+    "bad_words_ids": words,
+    "sequence_bias": words,
+    "forced_bos_token_id": token_id,
+    "forced_eos_token_id": token_ids_to_force,
+    "suppress_tokens": token_ids,
+    "begin_suppress_tokens": token_ids,
+    "exponential_decay_length_penalty": decay,
+    "watermarking_config": watermark,
+    "remove_invalid_values": boolean,
+    "renormalize_logits": boolean,
+    "eos_token_id": token_ids,
+    "max_time": positive,
+    "stop_strings": strings,
+    "output_scores": boolean,
+    "output_logits": boolean,
+}

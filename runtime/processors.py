@@ -1,0 +1,198 @@
+"""The logits processors of a request: transformers' own list, and which of it runs on all rows at once.
+
+`GenerationMixin._get_logits_processor` is asked for the list, so that which processors a configuration asks for, and
+in which order, is transformers' own answer. The longest end of the list whose processors all have a vectorised twin is
+read off into numbers; whatever stands before it runs as the objects that it is, on its request's row alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import GenerationMixin, LogitsProcessorList
+from transformers.generation import logits_process as kinds
+
+from selective_compile.runtime.generation_fields import FIELDS
+
+# In the order in which they are applied to all rows at once, which is that of transformers. The warpers are read off
+# for sampling only, since greedy decoding has them only where a user passes them.
+PENALTIES = (
+    kinds.RepetitionPenaltyLogitsProcessor,
+    kinds.MinLengthLogitsProcessor,
+    kinds.MinNewTokensLengthLogitsProcessor,
+    kinds.SuppressTokensLogitsProcessor,
+    kinds.SuppressTokensAtBeginLogitsProcessor,
+)
+WARPERS = (
+    kinds.TemperatureLogitsWarper,
+    kinds.TopKLogitsWarper,
+    kinds.TopPLogitsWarper,
+    kinds.MinPLogitsWarper,
+)
+
+
+class Ban(NamedTuple):
+    """Tokens that cannot come while the sequence, its prompt included, has a length of first .. before - 1."""
+
+    tokens: NDArray[np.int64]
+    first: int
+    before: float
+
+
+class RowProcessors:
+    """Runs a request's processors, which may keep a state, once for each of its tokens in turn."""
+
+    def __init__(self, processors: LogitsProcessorList, device: torch.device) -> None:
+        self.processors = processors
+        self._device = device
+
+    @torch.no_grad()
+    def __call__(self, history: Sequence[int], scores: Tensor) -> Tensor:
+        """The processed row [1, V] for the tokens so far and their scores [1, V].
+
+        Raises:
+            ValueError: a processor gave something else than a row; and whatever a processor raises.
+        """
+        ids = torch.from_numpy(np.array(history, dtype=np.int64))[None].to(self._device)
+        found = self.processors(ids, scores)
+        if not isinstance(found, Tensor) or found.shape != scores.shape:
+            got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise ValueError(f"logits processors must give scores of shape {list(scores.shape)}, got {got}")
+        return found
+
+
+def row_processors(
+    values: Mapping[str, Any], prompt: Sequence[int], *, vocab_size: int, device: torch.device
+) -> tuple[RowProcessors | None, dict[str, Any]]:
+    """The objects to run on the request's own row, and the fields of `GenerationParams` for the rest.
+
+    Args:
+        values: the request's fields, checked; `max_new_tokens` is resolved.
+
+    Raises:
+        ValueError: a value that the processor does not take.
+    """
+    every = _list_of_transformers(values, prompt, vocab_size, device)
+    order = PENALTIES + WARPERS if values["do_sample"] else PENALTIES
+    start = len(every)
+    above = len(order)
+    while start and (rank := _rank(every[start - 1], order)) is not None and rank < above:
+        above, start = rank, start - 1
+    objects = LogitsProcessorList(every[:start])
+    return RowProcessors(objects, device) if objects else None, _read_off(every[start:], len(prompt))
+
+
+def _list_of_transformers(
+    values: Mapping[str, Any], prompt: Sequence[int], vocab_size: int, device: torch.device
+) -> list[Any]:
+    """As `generate` makes it for this request alone."""
+    asked = SimpleNamespace(**{**dict.fromkeys(FIELDS), **{name: values.get(name) for name in FIELDS}})
+    length = len(prompt)
+    asked.max_length = length + values["max_new_tokens"]
+    if asked.min_new_tokens is not None:
+        asked.min_length = length + asked.min_new_tokens
+    eos = values.get("eos_token_id")
+    asked._eos_token_tensor = torch.tensor(eos, device=device) if eos else None
+    if asked.exponential_decay_length_penalty is not None and not eos:
+        raise ValueError("eos_token_id must be set for exponential_decay_length_penalty, got None")
+    asked.num_beams = 1
+    maker = GenerationMixin()
+    maker.config = SimpleNamespace(
+        is_encoder_decoder=False, get_text_config=lambda: SimpleNamespace(vocab_size=vocab_size)
+    )
+    found = maker._get_logits_processor(
+        generation_config=asked,
+        input_ids_seq_length=length,
+        encoder_input_ids=torch.tensor(prompt, dtype=torch.int64, device=device)[None],
+        prefix_allowed_tokens_fn=_callable_or_none("prefix_allowed_tokens_fn", values),
+        logits_processor=_listed("logits_processor", values),
+        device=device,
+        model_kwargs={},
+    )
+    _refuse_foreign_tokens(found, vocab_size)
+    return list(found)
+
+
+def _rank(processor: Any, order: Sequence[type]) -> int | None:
+    """Its place in the order; None: it is none of them, or not as transformers makes it from a field."""
+    # Compared exactly: a class derived from one of these does something else.
+    if type(processor) not in order:
+        return None
+    usual = (
+        getattr(processor, "filter_value", -math.inf) == -math.inf
+        and getattr(processor, "min_tokens_to_keep", 1) == 1
+        and getattr(processor, "prompt_ignore_length", None) is None
+    )
+    return order.index(type(processor)) if usual else None
+
+
+def _read_off(processors: Sequence[Any], prompt_length: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    bans: list[Ban] = []
+    for each in processors:
+        match each:
+            case kinds.RepetitionPenaltyLogitsProcessor():
+                found["repetition_penalty"] = each.penalty
+            case kinds.MinLengthLogitsProcessor():
+                bans.append(Ban(_array(each.eos_token_id), 0, each.min_length))
+            case kinds.MinNewTokensLengthLogitsProcessor():
+                bans.append(Ban(_array(each.eos_token_id), 0, each.prompt_length_to_skip + each.min_new_tokens))
+            case kinds.SuppressTokensLogitsProcessor():
+                bans.append(Ban(_array(each.suppress_tokens), 0, math.inf))
+            case kinds.SuppressTokensAtBeginLogitsProcessor():
+                bans.append(Ban(_array(each.begin_suppress_tokens), each.begin_index, each.begin_index + 1))
+            case kinds.TemperatureLogitsWarper():
+                found["temperature"] = each.temperature
+            case kinds.TopKLogitsWarper():
+                found["top_k"] = each.top_k
+            case kinds.TopPLogitsWarper():
+                found["top_p"] = each.top_p
+            case kinds.MinPLogitsWarper():
+                found["min_p"] = each.min_p
+    # What can never apply to this request has no place in its steps.
+    return {**found, "bans": tuple(ban for ban in bans if ban.before > prompt_length and ban.tokens.size)}
+
+
+def _array(tokens: Tensor) -> NDArray[np.int64]:
+    return tokens.cpu().numpy().astype(np.int64).reshape(-1)
+
+
+def _refuse_foreign_tokens(processors: Sequence[Any], vocab_size: int) -> None:
+    """Now, and not with the request's first token, where transformers would find it."""
+    for each in processors:
+        match each:
+            case kinds.NoBadWordsLogitsProcessor():
+                name, ids = "bad_words_ids", [token for word in each.sequence_bias for token in word]
+            case kinds.SequenceBiasLogitsProcessor():
+                name, ids = "sequence_bias", [token for word in each.sequence_bias for token in word]
+            case kinds.ForcedBOSTokenLogitsProcessor():
+                name, ids = "forced_bos_token_id", [each.bos_token_id]
+            case kinds.ForcedEOSTokenLogitsProcessor():
+                name, ids = "forced_eos_token_id", each.eos_token_id.tolist()
+            case _:
+                continue
+        wrong = [token for token in ids if token >= vocab_size]
+        if wrong:
+            raise ValueError(f"{name} must be token ids less than the vocabulary size {vocab_size}, got {wrong[0]}")
+
+
+def _listed(name: str, values: Mapping[str, Any]) -> LogitsProcessorList:
+    given = values.get(name)
+    found = [] if given is None else given
+    if not isinstance(found, (list, tuple)) or not all(callable(each) for each in found):
+        raise ValueError(f"{name} must be a list of logits processors, got {given!r}")
+    return LogitsProcessorList(found)
+
+
+def _callable_or_none(name: str, values: Mapping[str, Any]) -> Any:
+    given = values.get(name)
+    if given is not None and not callable(given):
+        raise ValueError(f"{name} must be a function of a row's number and its token ids, got {given!r}")
+    return given

@@ -1,0 +1,79 @@
+"""What is kept of a token beside the token itself, for the requests that ask for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from selective_compile.runtime.generation import GenerationParams
+
+
+class TopLogprobs(NamedTuple):
+    """The likeliest tokens of a step, the likeliest first, with their log probabilities."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRecord:
+    """One step of one request; None for what it did not ask for.
+
+    Attributes:
+        error: what the request's own processors or criteria raised; the token is then none.
+        stop: why a criterion of the request ends it with this token.
+        logprob, top_logprobs: under the model's own distribution.
+        processed_logprob, processed_top_logprobs: under the distribution that the token was drawn from.
+        logits, scores: the two rows themselves, [V] float32.
+    """
+
+    error: str | None = None
+    stop: Literal["stop", "length"] | None = None
+    logprob: float | None = None
+    top_logprobs: TopLogprobs | None = None
+    processed_logprob: float | None = None
+    processed_top_logprobs: TopLogprobs | None = None
+    logits: Tensor | None = None
+    scores: Tensor | None = None
+
+
+@torch.no_grad()
+def recorded(
+    params: GenerationParams,
+    token: int,
+    logits: Tensor,
+    scores: Tensor | None,
+    stop: Literal["stop", "length"] | None,
+) -> TokenRecord:
+    """The record of a token.
+
+    Args:
+        logits: [V] float32, of the model; copied where they are kept.
+        scores: [V] float32, processed; None where nothing that is asked for needs them.
+    """
+    logprob, top = _logprobs(logits, token, params.top_logprobs) if params.logprobs else (None, None)
+    processed, processed_top = None, None
+    if params.processed_logprobs:
+        assert scores is not None
+        processed, processed_top = _logprobs(scores, token, params.top_logprobs)
+    return TokenRecord(
+        stop=stop,
+        logprob=logprob,
+        top_logprobs=top,
+        processed_logprob=processed,
+        processed_top_logprobs=processed_top,
+        logits=logits.clone() if params.output_logits else None,
+        scores=scores.clone() if params.output_scores and scores is not None else None,
+    )
+
+
+def _logprobs(row: Tensor, token: int, count: int) -> tuple[float, TopLogprobs | None]:
+    logprobs = row.log_softmax(dim=-1)
+    top = None
+    if count:
+        values, tokens = logprobs.topk(min(count, len(row)))
+        top = TopLogprobs(tuple(tokens.tolist()), tuple(values.tolist()))
+    return float(logprobs[token]), top

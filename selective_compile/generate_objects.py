@@ -1,0 +1,71 @@
+"""The processors and criteria of one call of `generate`, for each of its rows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+from transformers import MaxLengthCriteria, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallObjects:
+    """What a call brings beside fields, as `model.generate` takes it."""
+
+    logits_processor: Any
+    stopping_criteria: Any
+    prefix_allowed_tokens_fn: Any
+    tokenizer: Any
+
+    def options(self, row: int, rows: int, padding: int) -> dict[str, Any]:
+        """For one of the rows, which has so much `padding`, as options of `Engine.submit`.
+
+        A single row gets the objects themselves. Several rows get a copy each, since every row is a request of its
+        own and an object that counts its calls, or keeps what it saw, must not see those of other rows.
+
+        Raises:
+            ValueError: an object for several rows cannot be copied.
+        """
+        found = {"logits_processor": self.logits_processor, "stopping_criteria": self.stopping_criteria}
+        if rows > 1:
+            found = {name: copied(name, objects) for name, objects in found.items()}
+        if padding and isinstance(self.stopping_criteria, (list, tuple)):
+            found["stopping_criteria"] = [_without_padding(each, padding) for each in found["stopping_criteria"]]
+        allowed = self.prefix_allowed_tokens_fn
+        return {
+            **found,
+            "prefix_allowed_tokens_fn": partial(_for_row, allowed, row) if callable(allowed) else allowed,
+            "tokenizer": self.tokenizer,
+        }
+
+
+def copied(name: str, objects: Any) -> Any:
+    """A copy of each, with the models and tokenizers that they hold shared.
+
+    Raises:
+        ValueError: one cannot be copied.
+    """
+    if not isinstance(objects, (list, tuple)):
+        return objects
+    held = [value for each in objects for value in getattr(each, "__dict__", {}).values()]
+    shared: Mapping[int, Any] = {
+        id(value): value for value in held if isinstance(value, (nn.Module, PreTrainedTokenizerBase))
+    }
+    try:
+        return [copy.deepcopy(each, dict(shared)) for each in objects]
+    except TypeError as error:
+        raise ValueError(f"{name} must be objects that can be copied, for more than one row, got {error}") from error
+
+
+def _without_padding(criterion: Any, padding: int) -> Any:
+    """A length counts the columns of the call."""
+    return MaxLengthCriteria(criterion.max_length - padding) if type(criterion) is MaxLengthCriteria else criterion
+
+
+def _for_row(allowed: Any, row: int, _: int, ids: Any) -> Any:
+    """Of a request by itself the row's number is always 0; the function is to get that in the call."""
+    return allowed(row, ids)

@@ -1,0 +1,162 @@
+"""The ledger of generation: each field of transformers' GenerationConfig, what it comes to here, and the test of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from rich import box
+from rich.table import Table
+from transformers import GenerationConfig
+
+from selective_compile.runtime.generation_fields import IMPLEMENTED, INSTEAD, NEUTRAL, WITHOUT_EFFECT
+
+Status = Literal["equal", "implemented", "refused"]
+
+MEANINGS: Mapping[Status, str] = {
+    "equal": "the tokens and scores of `model.generate` on the request alone, by the test",
+    "implemented": "does what it does there, but equality of tokens is not what there is to test",
+    "refused": "any value but those that ask for nothing is a ValueError that names the field and what to do instead",
+}
+PARITY = "tests/test_generation_parity.py::test_a_field_equals_generate"
+REFUSAL = "tests/runtime/test_generation.py::test_every_field_is_implemented_without_effect_or_refused_by_name"
+RETURNS = "tests/test_generate_returns.py"
+DROP_IN = "tests/test_huggingface.py"
+ONE_BEAM = "no effect with one beam, as there"
+NO_DRAFT = "no effect without an assistant, as there"
+OWN_CACHE = "no effect: the engine keeps its own blocks"
+PROMPT = "of a decoder, the tokens of the prompt"
+WHEN_SAMPLING = "with do_sample, as there"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A field's line; `limits` says what else is to know, and for a refused field what to do instead."""
+
+    field: str
+    status: Status
+    test: str
+    limits: str
+
+
+def ledger() -> list[Entry]:
+    """A line for each field of the installed transformers, in the order in which it lists them."""
+    return [_entry(name) for name in vars(GenerationConfig()) if not name.startswith("_")]
+
+
+def _entry(name: str) -> Entry:
+    if name in IMPLEMENTED or name in WITHOUT_EFFECT or name in TAKEN_BY_GENERATE:
+        status: Status = "implemented" if name in NOT_COMPARABLE else "equal"
+        return Entry(field=name, status=status, test=_test_of(name), limits=LIMITS.get(name, ""))
+    neutral = " or ".join(repr(value) for value in (*NEUTRAL.get(name, ()), None))
+    instead = INSTEAD.get(name, "a field that this version does not know: leave it out")
+    test = f"{PARITY}[{name}]" if name in COMPARED_WHERE_NEUTRAL else REFUSAL
+    return Entry(field=name, status="refused", test=test, limits=f"but {neutral}; {instead}")
+
+
+def _test_of(name: str) -> str:
+    return TESTS.get(name, f"{PARITY}[{name}]")
+
+
+# `sc.generate` makes one request of each sequence; the engine has a handle for one sequence only.
+TAKEN_BY_GENERATE = frozenset({"num_return_sequences"})
+# Fields whose effect is on time, on the return type, or on nothing that tokens show.
+NOT_COMPARABLE = frozenset({"max_time", "compile_config", "disable_compile", "transformers_version"})
+COMPARED_WHERE_NEUTRAL = frozenset({"cache_implementation"})
+
+TESTS: Mapping[str, str] = {
+    "output_scores": f"{RETURNS}::test_scores_and_logits_equal_generate",
+    "output_logits": f"{RETURNS}::test_scores_and_logits_equal_generate",
+    "return_dict_in_generate": f"{DROP_IN}::test_returns_the_class_of_generate",
+    "num_return_sequences": f"{RETURNS}::test_several_sequences_of_a_prompt_equal_generate",
+    "bos_token_id": f"{DROP_IN}::test_without_prompt_it_begins_with_bos",
+    "pad_token_id": f"{DROP_IN}::test_equals_generate_for_left_padding",
+    "compile_config": REFUSAL,
+    "transformers_version": REFUSAL,
+    **dict.fromkeys(
+        ("early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty"), f"{PARITY}[beams that are one]"
+    ),
+    "low_memory": REFUSAL,
+    **dict.fromkeys(
+        (
+            "num_assistant_tokens",
+            "num_assistant_tokens_schedule",
+            "assistant_confidence_threshold",
+            "assistant_lookbehind",
+            "target_lookbehind",
+            "assistant_ensemble_weight",
+            "max_matching_ngram_size",
+        ),
+        f"{PARITY}[drafts that are none]",
+    ),
+    **dict.fromkeys(
+        ("prefill_chunk_size", "max_cache_len", "cache_config", "decoder_start_token_id", "disable_compile"),
+        f"{PARITY}[caches of transformers]",
+    ),
+}
+LIMITS: Mapping[str, str] = {
+    "do_sample": "the engine's own draws by seed: the tokens of generate where it rolls the same dice",
+    "max_length": "counts the prompt; of a padded tensor its columns too, as there",
+    "min_length": "counts the prompt; of a padded tensor its columns too, as there",
+    "max_time": "seconds from submit, for each request by itself; looked at after each token",
+    "stop_strings": "needs `tokenizer`; rows of a tensor need a padding id",
+    **dict.fromkeys(("encoder_repetition_penalty", "encoder_no_repeat_ngram_size"), PROMPT),
+    **dict.fromkeys(
+        ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"), WHEN_SAMPLING
+    ),
+    "top_p": "with do_sample; of equal scores at the limit as many stay as there, those with the larger ids",
+    "exponential_decay_length_penalty": "needs an end-of-sequence id, as there",
+    "watermarking_config": "both kinds",
+    "output_scores": "rows that have ended: 0 for the padding id, -inf for all else",
+    "output_logits": "rows that have ended: 0 for the padding id, -inf for all else",
+    "return_dict_in_generate": "without past_key_values, attentions and hidden_states",
+    "num_return_sequences": "sc.generate; with do_sample, each sequence with a seed of its own",
+    "decoder_start_token_id": "no effect on a decoder, as there",
+    "use_cache": "no effect on tokens: the engine keeps its own blocks in any case",
+    **dict.fromkeys(("cache_config", "max_cache_len", "prefill_chunk_size"), OWN_CACHE),
+    **dict.fromkeys(("early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty"), ONE_BEAM),
+    "low_memory": "no effect, as there",
+    **dict.fromkeys(
+        (
+            "num_assistant_tokens",
+            "num_assistant_tokens_schedule",
+            "assistant_confidence_threshold",
+            "assistant_lookbehind",
+            "target_lookbehind",
+            "assistant_ensemble_weight",
+            "max_matching_ngram_size",
+        ),
+        NO_DRAFT,
+    ),
+    **dict.fromkeys(("compile_config", "disable_compile"), "no effect: how transformers compiles"),
+    "transformers_version": "no effect: a note of who wrote the file",
+}
+
+
+def ledger_table(entries: list[Entry]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("field", no_wrap=True)
+    table.add_column("status", no_wrap=True)
+    table.add_column("limits")
+    colours = {"equal": "green", "implemented": "cyan", "refused": "yellow"}
+    for entry in entries:
+        table.add_row(entry.field, f"[{colours[entry.status]}]{entry.status}", entry.limits)
+    return table
+
+
+def ledger_counts(entries: list[Entry]) -> str:
+    counts = {status: sum(entry.status == status for entry in entries) for status in MEANINGS}
+    return f"{len(entries)} fields: " + ", ".join(f"{count} {status}" for status, count in counts.items())
+
+
+def ledger_json(entries: list[Entry]) -> str:
+    return json.dumps([asdict(entry) for entry in entries], indent=1)
+
+
+def ledger_markdown(entries: list[Entry]) -> str:
+    """The table of docs/generation.md."""
+    lines = ["| field | status | test | limits |", "|---|---|---|---|"]
+    lines += [f"| `{one.field}` | {one.status} | `{one.test}` | {one.limits} |" for one in entries]
+    return "\n".join(lines) + "\n"

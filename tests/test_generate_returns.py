@@ -1,0 +1,215 @@
+"""What `sc.generate` returns beside tokens, streams, and makes of processors and criteria over several rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, MaxLengthCriteria, StoppingCriteria
+from transformers.generation import BaseStreamer
+
+import selective_compile as sc
+from selective_compile import tiny_model
+from selective_compile.runtime.philox import uniform
+from selective_compile.tiny_model.tokenizer import EOS, PAD
+
+CONFIG = sc.EngineConfig(compile=False)
+TEXTS = ["12+7=", "count 3 to 9:", "letters c to j:"]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> tuple[Any, Any]:
+    return tiny_model.load()
+
+
+def batch(tokenizer: Any) -> dict[str, Tensor]:
+    tokenizer.padding_side = "left"
+    found = tokenizer(TEXTS, return_tensors="pt", padding=True)
+    return {"input_ids": found.input_ids, "attention_mask": found.attention_mask}
+
+
+@contextmanager
+def dice(seed: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`generate` draws as the engine does for rows of seeds `seed`, `seed + 1`, ..."""
+    step = [0]
+
+    def multinomial(probabilities: Tensor, num_samples: int) -> Tensor:
+        rows = len(probabilities)
+        cumulative = probabilities.double().cumsum(-1)
+        drawn = torch.from_numpy(uniform([seed + row for row in range(rows)], [step[0]] * rows))
+        step[0] += 1
+        return torch.searchsorted(cumulative, drawn[:, None] * cumulative[:, -1:], right=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "multinomial", multinomial)
+        yield
+
+
+def both(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, Any]:
+    model, tokenizer = loaded
+    arguments = {**batch(tokenizer), "max_new_tokens": 9, **options}
+    ours = sc.generate(model, engine_config=CONFIG, seed=4, **arguments)
+    with dice(4, monkeypatch):
+        theirs = model.generate(**arguments)
+    return ours, theirs
+
+
+def test_scores_and_logits_equal_generate(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until a row ends; from then on, `generate` computes with padding and we say that padding is certain."""
+    returns = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    ours, theirs = both(loaded, monkeypatch, repetition_penalty=1.3, do_sample=True, top_k=5, **returns)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    new = theirs.sequences[:, -len(theirs.scores) :]
+    assert list(ours) == ["sequences", "scores", "logits"] and len(ours.scores) == len(ours.logits) == new.shape[1]
+    ended = 0
+    for name in ("scores", "logits"):
+        for step, (mine, other) in enumerate(zip(ours[name], theirs[name], strict=True)):
+            assert mine.shape == other.shape and mine.dtype == torch.float32
+            for row in range(len(TEXTS)):
+                if EOS in new[row, :step]:
+                    assert mine[row].argmax() == PAD and mine[row].softmax(-1)[PAD] == 1
+                    ended += 1
+                else:
+                    assert torch.allclose(mine[row], other[row], atol=1e-4)
+    assert ended > 0
+    plain, _ = both(loaded, monkeypatch, output_scores=True)
+    assert isinstance(plain, Tensor), "without return_dict_in_generate nothing else is returned, as there"
+
+
+def test_transition_scores_come_out_as_those_of_generate(
+    loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = both(loaded, monkeypatch, return_dict_in_generate=True, output_scores=True)
+    found, wanted = (
+        loaded[0].compute_transition_scores(each.sequences, each.scores, normalize_logits=True)
+        for each in (ours, theirs)
+    )
+    real = theirs.sequences[:, -found.shape[1] :] != PAD
+    assert torch.allclose(found[real], wanted[real], atol=1e-4)
+    assert not found[~real].any() and (~real).any()
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_several_sequences_of_a_prompt_equal_generate(
+    loaded: tuple[Any, Any], as_list: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = loaded
+    options = {"do_sample": True, "temperature": 2.0, "num_return_sequences": 3, "max_new_tokens": 9}
+    ours, theirs = both(loaded, monkeypatch, **options)
+    assert ours.shape[0] == 9 and torch.equal(ours, theirs)
+    assert len({tuple(row) for row in ours[:3].tolist()}) > 1
+    if as_list:
+        prompts = [tokenizer(text).input_ids for text in TEXTS]
+        rows = sc.generate(model, prompts, engine_config=CONFIG, seed=4, **options)
+        for row, of_tensor in zip(rows, ours.tolist(), strict=True):
+            kept = [token for token in of_tensor if token != PAD]
+            assert row.tolist() == kept
+    with pytest.raises(ValueError, match="num_return_sequences must be 1 for greedy decoding, got 2"):
+        sc.generate(model, [[1]], num_return_sequences=2, engine_config=CONFIG)
+
+
+class Recorder(BaseStreamer):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def put(self, value: Tensor) -> None:
+        self.seen.append(value.tolist())
+
+    def end(self) -> None:
+        self.seen.append("end")
+
+
+def test_a_streamer_of_many_rows_gets_what_generate_gives_it(loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = loaded
+    ours, theirs = Recorder(), Recorder()
+    sc.generate(model, **batch(tokenizer), max_new_tokens=9, streamer=ours, engine_config=CONFIG)
+    model.generate(**batch(tokenizer), max_new_tokens=9, streamer=theirs)
+    assert ours.seen == theirs.seen and len(ours.seen) > 3
+
+
+class Counting(LogitsProcessor):
+    """Forbids a token that depends on how often it was called; holds a model, which no copy of it must copy."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.calls, self.shapes = model, 0, set()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        self.shapes.add(tuple(scores.shape))
+        return scores - 50.0 * (torch.arange(scores.shape[-1]) % 5 == self.calls % 5)
+
+
+class OnSum(StoppingCriteria):
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return input_ids[:, -1] % 3 == 0
+
+
+def test_processors_and_criteria_over_padded_rows_equal_generate(
+    loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With none that looks at the padding, which no request here sees."""
+    model, tokenizer = loaded
+    objects = {"logits_processor": [Counting(model)], "stopping_criteria": [OnSum()]}
+    copies_before = objects["logits_processor"][0]
+    ours, _ = both(loaded, monkeypatch, **{**objects, "max_new_tokens": 1})
+    assert copies_before.calls == 1, "generate called it once, and the engine its copies"
+    ours, theirs = both(loaded, monkeypatch, logits_processor=[Counting(model)], stopping_criteria=[OnSum()])
+    assert torch.equal(ours, theirs)
+    alone = Counting(model)
+    ids = batch(tokenizer)["input_ids"][2:]
+    sc.generate(model, ids, logits_processor=[alone], max_new_tokens=4, eos_token_id=None, engine_config=CONFIG)
+    assert alone.calls == 4 and alone.shapes == {(1, model.config.vocab_size)}, "a single row gets the object itself"
+
+
+def test_rows_by_number_and_lengths_with_padding_equal_generate(
+    loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def allowed(row: int, ids: Tensor) -> list[int]:
+        return list(range(97 + row, 123, 3))
+
+    assert torch.equal(*both(loaded, monkeypatch, prefix_allowed_tokens_fn=allowed))
+    # Of a padded tensor, lengths count its columns.
+    digits = [*range(48, 58), EOS]
+    assert torch.equal(*both(loaded, monkeypatch, min_length=20, eos_token_id=digits))
+    assert torch.equal(*both(loaded, monkeypatch, stopping_criteria=[MaxLengthCriteria(20)]))
+
+
+def test_stop_strings_over_rows(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = both(loaded, monkeypatch, stop_strings=["19", "4 5", " e"], tokenizer=loaded[1])
+    assert torch.equal(ours, theirs)
+    with pytest.raises(ValueError, match="tokenizer must be given for stop_strings, got None"):
+        sc.generate(loaded[0], [[1]], stop_strings="a", engine_config=CONFIG)
+    ids = batch(loaded[1])["input_ids"]
+    with pytest.raises(ValueError, match="pad_token_id must be set for more than one row with stopping_criteria"):
+        sc.generate(
+            loaded[0],
+            ids,
+            attention_mask=ids != PAD,
+            stopping_criteria=[OnSum()],
+            pad_token_id=None,
+            eos_token_id=None,
+            engine_config=CONFIG,
+        )
+
+
+class Locked(LogitsProcessor):
+    def __init__(self) -> None:
+        self.generator = iter(range(3))
+        self.file = open(__file__)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        raise OSError("the file went away")
+
+
+def test_objects_that_cannot_be_copied_or_fail(loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = loaded
+    locked = Locked()
+    with pytest.raises(ValueError, match="logits_processor must be objects that can be copied"):
+        sc.generate(model, **batch(tokenizer), logits_processor=[locked], engine_config=CONFIG)
+    with pytest.raises(RuntimeError, match="logits processors failed: OSError: the file went away"):
+        sc.generate(model, [[65]], logits_processor=[locked], engine_config=CONFIG)
+    locked.file.close()
