@@ -57,6 +57,9 @@ class SimulatedProgram:
         self.weights = 0
         self.before_run: Callable[[], None] = lambda: None
 
+    def forget(self, request_ids: Sequence[Any]) -> None:
+        """Keeps nothing of a request but what is in the pools."""
+
     def weights_version(self) -> tuple[Any, ...]:
         return (self.weights,)
 
@@ -92,7 +95,7 @@ def check_inputs(inputs: StepInputs) -> None:
     assert ids.shape == inputs.positions.shape == inputs.slot_mapping.shape == (max(2, tokens),)
     assert inputs.cu_seqlens_q.shape == (table.shape[0] + 1,) and inputs.context_lens.shape == table.shape[:1]
     assert min(*table.shape, len(inputs.logit_rows)) >= 2
-    assert all(tensor.is_contiguous() for tensor in vars(inputs).values())
+    assert all(tensor.is_contiguous() for tensor in vars(inputs).values() if isinstance(tensor, Tensor))
     assert (inputs.slot_mapping[:tokens] >= 0).all() and (inputs.slot_mapping[tokens:] == -1).all()
     assert inputs.slot_mapping[:tokens].unique().numel() == tokens
     assert (inputs.logit_rows < max(tokens, 1)).all()
