@@ -2,11 +2,14 @@
 
 In the order of one step: `engine` asks `scheduler` (with `block_pool` and `request_state`) which tokens to
 compute, `batch` lays them end to end, `model_runner` runs the compiled model over the pools of `kv_cache`,
-`sampler` (with `philox` and `generation`) picks the next tokens, and `request` hands them to whoever waits.
+`sampler` picks the next tokens (`processors` and `penalties` change the scores, `draw` with `philox` chooses, `criteria`
+say when to stop, `records` is what is kept; `generation` read all that from the request), and `request` hands them to
+whoever waits.
 """
 
 from selective_compile.runtime.engine import Engine, StepError
 from selective_compile.runtime.generation import GenerationParams
+from selective_compile.runtime.records import TopLogprobs
 from selective_compile.runtime.request import FinishReason, Request, RequestResult, RequestTiming
 from selective_compile.runtime.stats import EngineStats, StepObserver, StepRecord, StepShare
 
@@ -22,4 +25,5 @@ __all__ = [
     "StepObserver",
     "StepRecord",
     "StepShare",
+    "TopLogprobs",
 ]
