@@ -73,7 +73,7 @@ class SequentialProgram:
 
     def _advanced(self, request_id: Any, ids: Tensor, position: int) -> OneRequest:
         if position == 0:
-            self._requests[request_id] = OneRequest(tokens=ids[None])
+            self._requests[request_id] = OneRequest(tokens=ids[None].clone())  # the next step's ids take its place
             return self._requests[request_id]
         one = self._requests[request_id]
         assert one.tokens.shape[1] == position, "a request goes on where it was"
@@ -112,9 +112,17 @@ def prepared(model: Any, ids: Tensor) -> dict[str, Any]:
         found.update(kwargs)
         return input_ids
 
-    # The class's own: the object's may have been replaced by `wrap`.
+    # The class's own: the object's may have been replaced by `wrap`. Without a mask it would hide tokens that are equal
+    # to the padding token.
     type(model).generate(
-        model, ids, custom_generate=keep, max_new_tokens=1, do_sample=False, num_beams=1, num_return_sequences=1
+        model,
+        ids,
+        attention_mask=torch.ones_like(ids),
+        custom_generate=keep,
+        max_new_tokens=1,
+        do_sample=False,
+        num_beams=1,
+        num_return_sequences=1,
     )
     return found
 

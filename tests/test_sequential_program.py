@@ -19,7 +19,7 @@ COMMON: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidd
 # Keys masked by a buffer; recurrent layers; both kinds of layers.
 UNPROVED: dict[str, dict[str, Any]] = {
     "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 8},
-    "mamba": {"state_size": 4, "num_hidden_layers": 2},
+    "mamba": {"state_size": 4, "num_hidden_layers": 1},
     "lfm2": {
         "intermediate_size": 48,
         "num_attention_heads": 4,
