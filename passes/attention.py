@@ -17,7 +17,7 @@ from torch import fx
 from selective_compile.passes.axes import Axis, Extended
 from selective_compile.passes.contraction import Contraction, contraction_of
 from selective_compile.passes.heads import Unreadable, operand_of, plain_size, require_grouped, sinks_of
-from selective_compile.passes.score_chain import ScoreChain, passes_through, read_scores
+from selective_compile.passes.score_chain import ScoreChain, passes_through, read_scores, require_width
 from selective_compile.passes.traced_graph import (
     AttentionCall,
     MaskTerm,
@@ -175,7 +175,7 @@ PASSED_THROUGH = (aten.to, aten.reshape, aten._to_copy, aten.clone, aten.contigu
 
 
 def values_product(traced: TracedGraph, softmax: fx.Node) -> ValuesProduct:
-    node = softmax
+    node, narrowest = softmax, softmax.meta["val"].dtype.itemsize
     while True:
         users = [user for user in node.users if user in traced.axes]
         if len(users) != 1:
@@ -183,10 +183,11 @@ def values_product(traced: TracedGraph, softmax: fx.Node) -> ValuesProduct:
         (user,) = users
         found = contraction_of(user)
         if found is not None and user in traced.sequence_nodes and found.left is node and found.bias is None:
+            require_width(found.right, narrowest)
             return ValuesProduct(traced, user, found)
         if not (passes_through(user, PASSED_THROUGH) or cuts_sinks(traced, user)) or not traced.axes[user].is_pair:
             raise Unreadable(user, f"no reading for {user.target} between the softmax and the product with the values")
-        node = user
+        node, narrowest = user, min(narrowest, user.meta["val"].dtype.itemsize)
 
 
 def cuts_sinks(traced: TracedGraph, node: fx.Node) -> bool:

@@ -32,6 +32,7 @@ class ScoreChain:
     product_node: Any = None
     sinks: fx.Node | None = None
     covers: list[fx.Node] = field(default_factory=list)
+    narrowest: int = 8  # bytes of a score, wherever it went
     _after_tanh: float | None = None
 
     def multiply(self, factor: float) -> None:
@@ -70,10 +71,19 @@ def finish(traced: TracedGraph, chain: ScoreChain, node: fx.Node, product: Contr
         add_mask(traced, chain, node, product.bias, product.beta)
     chain.multiply(product.alpha if product.bias is not None else 1.0)
     chain.product, chain.product_node = product, node
+    require_width(product.left, chain.narrowest)
     if len(product.summed) != 1:
         raise Unreadable(node, "queries and keys must be summed over exactly their head size")
     chain.close(node)
     return chain
+
+
+def require_width(node: fx.Node, width: int) -> None:
+    """A kernel keeps scores and weights in float32: rounding them to less than what they are made of would be lost."""
+    if width < node.meta["val"].dtype.itemsize:
+        raise Unreadable(node, "its scores or weights are rounded to a narrower type than its queries or values have")
+            node, "its scores or weights are rounded to a narrower type than that of its queries or values"
+        )
 
 
 def passes_through(node: fx.Node, operators: tuple[Any, ...]) -> bool:
@@ -86,6 +96,7 @@ def step_back(traced: TracedGraph, chain: ScoreChain, node: fx.Node) -> Any:
     """Take one operator into the chain; returns the node that carries the scores before it."""
     packet = getattr(node.target, "overloadpacket", None)
     if passes_through(node, PASSED_THROUGH):
+        chain.narrowest = min(chain.narrowest, node.meta["val"].dtype.itemsize)
         return node.args[0]
     if packet in (aten.mul, aten.div) and isinstance(node.args[1], (int, float)) and not node.kwargs:
         factor = float(node.args[1])

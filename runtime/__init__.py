@@ -2,9 +2,9 @@
 
 In the order of one step: `engine` asks `scheduler` (with `block_pool` and `request_state`) which tokens to
 compute, `batch` lays them end to end, `model_runner` runs the compiled model over the pools of `kv_cache`,
-`sampler` picks the next tokens (`processors` and `penalties` change the scores, `draw` with `philox` chooses, `criteria`
-say when to stop, `records` is what is kept; `generation` read all that from the request), and `request` hands them to
-whoever waits.
+`sampler` picks the next tokens (`processors` and `penalties` change the scores, `draw` with `philox` chooses,
+`criteria` say when to stop, `records` is what is kept; `generation` read all that from the request), and `request`
+hands them to whoever waits.
 """
 
 from selective_compile.runtime.engine import Engine, StepError

@@ -6,6 +6,7 @@ that `generate` prepares for it, and steps the model by `generate`'s own prepara
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,12 +113,13 @@ def prepared(model: Any, ids: Tensor) -> dict[str, Any]:
         found.update(kwargs)
         return input_ids
 
-    # The class's own: the object's may have been replaced by `wrap`. Without a mask it would hide tokens that are equal
-    # to the padding token.
-    type(model).generate(
+    # Without a mask, tokens that are equal to the padding token would be hidden.
+    takes_mask = "attention_mask" in inspect.signature(model.forward).parameters
+    mask = {"attention_mask": torch.ones_like(ids)} if takes_mask else {}
+    type(model).generate(  # the class's own: the object's may have been replaced by `wrap`
         model,
         ids,
-        attention_mask=torch.ones_like(ids),
+        **mask,
         custom_generate=keep,
         max_new_tokens=1,
         do_sample=False,

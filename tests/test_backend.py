@@ -532,7 +532,6 @@ def test_graphs_of_a_broken_model_run_correctly() -> None:
     assert any("none of the graph's inputs holds tokens" in str(report) for report in sc.selective.reports)
 
 
-@pytest.mark.xfail(strict=True, reason="rounding of scores to a narrower type than the queries' is read as a mere move")
 def test_scores_rounded_to_a_narrower_type_are_not_rewritten_silently() -> None:
     """The rewrite would leave the rounding out: other logits than the model's, by more than the tolerance."""
 

@@ -406,6 +406,14 @@ REFUSED: dict[str, tuple[Function, str]] = {
         lambda q, k, v: weigh(hide_future((scores_of(q, k) + alibi(q)).tanh()).softmax(-1), v),
         "before the scores are capped",
     ),
+    "rounded scores": (
+        lambda q, k, v: weigh(hide_future(scores_of(q, k).half().float()).softmax(-1), v),
+        "rounded to a narrower type",
+    ),
+    "rounded weights": (
+        lambda q, k, v: weigh(weights_of(q, k).bfloat16().float(), v),
+        "rounded to a narrower type",
+    ),
     "two numbers behind the scores": (
         lambda q, k, v, w: weigh(
             with_sinks(hide_future(scores_of(q, k)), w.reshape(1, -1, 1, 1).repeat(1, 1, 1, 2)).softmax(-1)[..., :-2], v
