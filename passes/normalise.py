@@ -253,7 +253,9 @@ def mismatched(tokens: list[fx.Node]) -> list[Refusal]:
     """Token inputs whose sizes are not the common ``[B, S]`` with S symbolic (B may be the constant 1)."""
     if not tokens:
         must = "there must be a [batch, tokens] input, and this part of the model has none"
-        return [Refusal(node="graph", operator="graph input", reason=must, source_line="source line unknown", module="")]
+        return [
+            Refusal(node="graph", operator="graph input", reason=must, source_line="source line unknown", module="")
+        ]
     shapes = {tuple(hint_of(size) for size in node.meta["example_value"].shape[:2]) for node in tokens}
     lengths = {length for _, length in shapes}
     batches = {batch for batch, _ in shapes if batch != 1}

@@ -82,8 +82,6 @@ def require_width(node: fx.Node, width: int) -> None:
     """A kernel keeps scores and weights in float32: rounding them to less than what they are made of would be lost."""
     if width < node.meta["val"].dtype.itemsize:
         raise Unreadable(node, "its scores or weights are rounded to a narrower type than its queries or values have")
-            node, "its scores or weights are rounded to a narrower type than that of its queries or values"
-        )
 
 
 def passes_through(node: fx.Node, operators: tuple[Any, ...]) -> bool:
