@@ -68,5 +68,19 @@ UNTAGGED: dict[Any, Callable[..., Axes]] = {
         "softplus",
         "copy",
         "polar",
+        # Other names of operators that bear the tag.
+        "multiply",
+        "divide",
+        "true_divide",
+        "subtract",
+        "negative",
+        "absolute",
+        "square",
+        "clip",
+        "greater",
+        "greater_equal",
+        "less",
+        "less_equal",
+        "not_equal",
     )
 }

@@ -226,6 +226,7 @@ def same(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
 
 VIEWS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten), reshape),
+    aten.view_as: reshape,
     **dict.fromkeys((aten.transpose, aten.t), transpose),
     **dict.fromkeys((aten.to, aten._to_copy, aten.type_as, aten.clone, aten.contiguous), same),
     **dict.fromkeys((aten.split, aten.split_with_sizes, aten.chunk, aten.unbind), split),
@@ -237,6 +238,7 @@ VIEWS: dict[Any, Callable[..., Any]] = {
     aten.permute: permute,
     aten.numpy_T: reversed_dims,
     aten.expand: expand,
+    aten.expand_as: expand,
     aten.slice: slice_,
     aten.select: select,
     aten.cat: cat,

@@ -109,6 +109,8 @@ def step_back(traced: TracedGraph, chain: ScoreChain, node: fx.Node) -> Any:
         return take_maximum(chain, node)
     if packet is aten.cat:
         return take_sinks(traced, chain, node)
+    if packet in (aten.max, aten.maximum) and len(node.args) == 2 and carries_scores(traced, node.args[0]):
+        return take_floor(traced, node)
     if packet is aten.masked_fill:
         return take_filled(traced, chain, node, scores=node.args[0], mask=node.args[1], fill=node.args[2], kind="drop")
     if packet is aten.where:
@@ -147,6 +149,13 @@ def take_maximum(chain: ScoreChain, node: fx.Node) -> Any:
     assert isinstance(found, fx.Node)
     chain.covers.append(found)
     return scores
+
+
+def take_floor(traced: TracedGraph, node: fx.Node) -> Any:
+    """``maximum(scores, least)``, with a least score that hides: what is above it stays as it is."""
+    if not hides(traced, node.args[1], node.meta["val"].dtype, 1.0):
+        raise Unreadable(node, "its scores are cut off from below")
+    return node.args[0]
 
 
 def take_sinks(traced: TracedGraph, chain: ScoreChain, node: fx.Node) -> Any:

@@ -147,6 +147,13 @@ def explain(model: nn.Module) -> Report:
     return report_on(rewritten, name) if rewritten.flat is not None else unproved_report(model, rewritten.refusals)
 
 
+def report_of(program: Program, model: nn.Module) -> Report:
+    """What `explain` says of a model that is compiled for the engine."""
+    if isinstance(program, StepProgram):
+        return report_on(program.rewritten, type(model).__name__)
+    return unproved_report(model, program.refusals)
+
+
 def unproved_report(model: nn.Module, refusals: Sequence[Refusal]) -> Report:
     if not can_run(model):
         return refused_report(type(model).__name__, "the engine refuses it", tuple(refusals))

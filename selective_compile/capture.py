@@ -122,18 +122,24 @@ def logits_call(model: nn.Module, ids: torch.Tensor) -> tuple[Callable[..., Any]
     """A function from token inputs to logits, and example inputs.
 
     An all-ones attention mask is passed where the model takes one: without it some models test whether positions are
-    packed, which would put a running sum into the mask.
+    packed, which would put a running sum into the mask.  Positions from 0 on are passed where it takes them, as
+    `generate` does: some models number tokens in another way by themselves.
     """
     names = inspect.signature(model.forward).parameters
     options: dict[str, Any] = {}
     if takes(model, names, "use_cache"):
         options["use_cache"] = False
 
+    def numbered(input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        if "position_ids" not in names:
+            return {}
+        return {"position_ids": torch.arange(input_ids.shape[1], device=input_ids.device)[None]}
+
     def masked(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
-        return logits_of(model(input_ids, attention_mask=attention_mask, **options))
+        return logits_of(model(input_ids, attention_mask=attention_mask, **numbered(input_ids), **options))
 
     def plain(input_ids: torch.Tensor) -> Any:
-        return logits_of(model(input_ids, **options))
+        return logits_of(model(input_ids, **numbered(input_ids), **options))
 
     if "attention_mask" in names:
         return own_code(masked), [ids, torch.ones_like(ids)]

@@ -11,11 +11,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from selective_compile.backend import Program, StepProgram, compile_step_program, unproved_report
+from selective_compile.backend import Program, compile_step_program, report_of
 from selective_compile.checkpoints import Checkpoint
 from selective_compile.options import EngineConfig
 from selective_compile.progress import Stages
-from selective_compile.report import Report, report_on
+from selective_compile.report import Report
 from selective_compile.runtime.engine import Engine
 from selective_compile.runtime.request import Request
 from selective_compile.runtime.request_state import RequestId
@@ -140,11 +140,7 @@ def prepare(checkpoint: Checkpoint, config: EngineConfig, stages: Stages) -> Pre
     doing = "proving and compiling" if config.compile else "proving"
     with stages(f"{doing} {type(checkpoint.model).__name__}"):
         program = compile_step_program(checkpoint.model, config)
-    name = type(checkpoint.model).__name__
-    if isinstance(program, StepProgram):
-        report = report_on(program.rewritten, name)
-    else:
-        report = unproved_report(checkpoint.model, program.refusals)
+    report = report_of(program, checkpoint.model)
     return Prepared(checkpoint=checkpoint, config=config, program=program, report=report)
 
 

@@ -52,7 +52,7 @@ _MEMBERS: Final = {
     """,
     ODD: "blt cpmant fuyu git hrm_text mllama moshi reformer xlm xlnet",
 }
-# What every test run tries: each way of attending, numbering and mixing that there is, in types that are quick to trace.
+# What every test run tries: each way of attending, numbering and mixing, in types that are quick to trace.
 CORE: Final = tuple(
     """
     bart bert bloom cohere2 deepseek_v3 falcon gemma2 gemma3 gemma3_text gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj

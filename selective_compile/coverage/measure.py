@@ -8,16 +8,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
 
-from selective_compile.backend import compile_step_program, selective
+from selective_compile.backend import compile_step_program, report_of, selective, unproved_report
 from selective_compile.coverage.engine_trial import compared, serve
 from selective_compile.coverage.families import family_of
 from selective_compile.coverage.oracle import Oracle, forward, furthest, takes_mask
 from selective_compile.coverage.random_model import random_model, vocabulary_of
 from selective_compile.coverage.trial import FULL, Trial, padded_batches
 from selective_compile.passes import Refusal, RefusedError
-from selective_compile.report import Report, refused_report, report_on
+from selective_compile.report import Report
 
 Facts = dict[str, Any]
 SHOWN_REFUSALS = 6
@@ -59,12 +58,9 @@ def engine(model: Any, oracle: Oracle, trial: Trial) -> Iterator[Facts]:
     try:
         program = compile_step_program(model, trial.engine_config)
     except RefusedError as error:
-        yield verdict(refused_report(type(model).__name__, "", error.refusals), started)
+        yield verdict(unproved_report(model, error.refusals), started)
         return
-    except TorchDynamoException as error:
-        yield verdict(refused_report(type(model).__name__, "", (untraceable(error),)), started)
-        return
-    yield verdict(report_on(program.rewritten, type(model).__name__), started)
+    yield verdict(report_of(program, model), started)
     started = time.perf_counter()
     served, preemptions = serve(model, program, trial, vocabulary_of(model))
     found = compared(served, preemptions, oracle)
@@ -94,14 +90,6 @@ def facts_of(refusal: Refusal) -> Facts:
 def without_machine(source_line: str) -> str:
     """The path from the package on: where it is installed says nothing."""
     return source_line.split("site-packages/")[-1]
-
-
-def untraceable(error: TorchDynamoException) -> Refusal:
-    """A break of the graph, as a refusal of the line that causes it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    frames = [line for line in lines if line.startswith("File ")]
-    where = frames[-1].split('"')[1] + ":" + frames[-1].split("line ")[1].split(",")[0] if frames else ""
-    return Refusal(node="graph", operator="graph break", reason=lines[0], source_line=where, module="")
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from selective_compile.coverage.families import FAMILIES, family_of
@@ -43,7 +43,7 @@ def page(results: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
     cells = [header, tuple("---" for _ in header), *rows]
     return ["| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in cells]
 

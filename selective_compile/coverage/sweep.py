@@ -16,8 +16,7 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-import selective_compile
-from selective_compile import passes, runtime
+from selective_compile import options, passes, runtime
 from selective_compile.coverage.measure import Facts
 from selective_compile.coverage.trial import FULL, Trial
 from selective_compile.coverage.worker import Job
@@ -116,7 +115,8 @@ def source() -> str:
     """A digest of the package's own code and of the versions it runs on: results of another one are measured anew."""
     digest = hashlib.blake2b(json.dumps(versions()).encode(), digest_size=8)
     # Named one by one, since in a checkout two of them are links, which rglob does not follow.
-    folders = [Path(module.__path__[0]).resolve() for module in (selective_compile, passes, runtime)]
-    for file in sorted({file for folder in folders for kind in ("*.py", "*.cpp") for file in folder.rglob(kind)}):
+    folders = [Path(str(module.__file__)).parent.resolve() for module in (options, passes, runtime)]
+    kinds = ("*.py", "*.cpp", "*.h")
+    for file in sorted({file for folder in folders for kind in kinds for file in folder.rglob(kind)}):
         digest.update(file.read_bytes())
     return digest.hexdigest()

@@ -174,6 +174,12 @@ EXACT: dict[str, tuple[Function, int]] = {
         ),
         4,
     ),
+    "scores kept finite": (
+        lambda q, k, v: weigh(
+            torch.max(hide_future(scores_of(q, k)), torch.tensor(torch.finfo(q.dtype).min)).softmax(-1), v
+        ),
+        4,
+    ),
     "sinks": (sinking, 4),
     "sinks in another order": (lambda q, k, v, w: sinking(q, k, v, w.flip(0)), 4),
     "the maximum taken off": (
@@ -405,6 +411,10 @@ REFUSED: dict[str, tuple[Function, str]] = {
     "bias before a softcap": (
         lambda q, k, v: weigh(hide_future((scores_of(q, k) + alibi(q)).tanh()).softmax(-1), v),
         "before the scores are capped",
+    ),
+    "scores cut off from below": (
+        lambda q, k, v: weigh(torch.max(hide_future(scores_of(q, k)), torch.tensor(-3.0)).softmax(-1), v),
+        "cut off from below",
     ),
     "rounded scores": (
         lambda q, k, v: weigh(hide_future(scores_of(q, k).half().float()).softmax(-1), v),

@@ -73,6 +73,7 @@ TOKEN_WISE: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
     "parts written in place": (lambda x: from_parts(x), ()),
     "a part added to in place": (lambda x: first_feature_doubled(x * 1), ()),
     "in place on a permutation": (lambda x: (x * 1).transpose(1, 2).add_(1).transpose(1, 2), ()),
+    "shaped as another": (lambda x, y: x.reshape(-1, 8).view_as(y) + x[..., :1].expand_as(y), ()),
     "repeated whole": (lambda x, w: (x.reshape(-1, 8).repeat(3, 1).view(3, -1, 8) @ w).sum(0).view(x.shape), (WEIGHT,)),
     "gather from a table": (
         lambda ids, w: w[:, 0].expand(ids.shape[0], -1).gather(1, ids)[..., None],
