@@ -199,6 +199,11 @@ class Engine:
             yield self
 
     @property
+    def counts_padding(self) -> bool:
+        """Whether padding between tokens would count to the model itself, as it does not here: in a window, say."""
+        return self._program.counts_padding
+
+    @property
     def driven(self) -> bool:
         """Whether a background thread runs the steps."""
         return self._background.alive

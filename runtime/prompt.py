@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from selective_compile.runtime.request_state import RequestId
@@ -22,7 +22,7 @@ def token_ids(prompt_ids: Any, vocab_size: int) -> array[int]:
     """
     # Arrays and tensors become Python numbers in one go rather than element by element.
     items = prompt_ids.tolist() if hasattr(prompt_ids, "tolist") else prompt_ids
-    if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
+    if isinstance(items, (str, bytes, Mapping, Set)) or not isinstance(items, Iterable):
         raise ValueError(f"prompt_ids must be a sequence of token ids, got {prompt_ids!r}")
     ids = array("q", (_token_id(item, vocab_size) for item in items))
     if not ids:

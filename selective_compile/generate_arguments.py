@@ -23,10 +23,12 @@ class Prompts:
     Attributes:
         rows: the token ids of each.
         columns: [B, S] int64, the tensor that they came in, padding included; None: they came as a list.
+        holes: a row has padding between its tokens.
     """
 
     rows: Sequence[Any]
     columns: Tensor | None
+    holes: bool = False
 
 
 def refuse_unsupported(arguments: Mapping[str, Any]) -> None:
@@ -72,7 +74,7 @@ def expanded(prompts: Prompts, fields: Sequence[Fields]) -> tuple[Prompts, list[
     if columns is not None:
         columns = columns.repeat_interleave(torch.tensor(counts, device=columns.device), dim=0)
     rows = [row for row, count in zip(prompts.rows, counts, strict=True) for _ in range(count)]
-    return Prompts(rows=rows, columns=columns), [
+    return Prompts(rows=rows, columns=columns, holes=prompts.holes), [
         each for each, count in zip(fields, counts, strict=True) for _ in range(count)
     ]
 
@@ -103,7 +105,8 @@ def _prompts_of_tensor(columns: Tensor, attention_mask: Any, fields: Fields) -> 
         if not count:
             raise ValueError(f"attention_mask must leave at least one token in each row, got none in row {row}")
     rows = [ids[real] for ids, real in zip(columns.cpu(), mask.cpu(), strict=True)]
-    return Prompts(rows=rows, columns=columns.long())
+    starts = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0]
+    return Prompts(rows=rows, columns=columns.long(), holes=bool((starts > 1).any()))
 
 
 def inferred_mask(columns: Tensor, fields: Fields) -> Tensor:

@@ -45,6 +45,11 @@ def finished_requests(
     counts = [each.new_tokens(width, max_positions) for each, width in zip(fields, widths, strict=True)]
     lengths = [len(row) + count for row, count in zip(prompts.rows, counts, strict=True)]
     engine = ENGINES.engine_for(model, config, lengths)
+    if prompts.holes and engine.counts_padding:
+        raise ValueError(
+            "attention_mask must have its ones side by side in each row of a model with windows or recurrent layers, "
+            "got zeros between them"
+        )
     requests: list[Request] = []
     try:
         for number, (row, each) in enumerate(zip(prompts.rows, fields, strict=True)):

@@ -36,6 +36,7 @@ class SequentialProgram:
     """
 
     graphs = 0
+    counts_padding = True
     call_sites: tuple[Any, ...] = ()
 
     def __init__(self, model: Any, refusals: Sequence[Refusal]) -> None:

@@ -104,6 +104,8 @@ class StepProgram:
         self.graphs = 1
         self.weights = LiveWeights(model, flat)
         self.weights_version = self.weights.version
+        families = [call.family for call in flat.calls if call.family is not None]
+        self.counts_padding = any(family.window or family.chunk for family in families)
         self._flat = flat
         self._implementation = config.implementation
         self._run = compiled(flat, inductor=config.compile)

@@ -27,6 +27,7 @@ from selective_compile import kept_engines
 from selective_compile.generate_requests import ENGINES
 from selective_compile.options import EngineConfig
 from selective_compile.tiny_model import tokenizer as byte_tokenizer
+from tests.models import tiny
 from tests.oracle import MARGIN, assert_same_tokens, reference_logits
 
 ROOT = Path(__file__).parents[1]
@@ -143,6 +144,23 @@ def test_equals_generate_for_left_padding(model: Any, options: dict[str, Any], e
     ours = sc.generate(model, ids, attention_mask=mask, engine_config=CONFIG, **options)
     assert ours.dtype == torch.int64
     assert torch.equal(ours, theirs)
+
+
+HOLES = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 1, 0, 1]])
+
+
+def test_padding_between_tokens_is_as_nothing_without_windows() -> None:
+    model, ids = tiny("llama"), torch.randint(1, 90, (2, 5), generator=torch.Generator().manual_seed(3))
+    ours = sc.generate(model, ids, attention_mask=HOLES, max_new_tokens=6, do_sample=False, engine_config=CONFIG)
+    theirs = model.generate(ids, attention_mask=HOLES, max_new_tokens=6, do_sample=False)
+    assert torch.equal(ours, theirs)
+
+
+def test_padding_between_tokens_is_refused_with_windows() -> None:
+    """A window counts columns, and a hole shifts them."""
+    model, ids = tiny("mistral"), torch.ones(2, 5, dtype=torch.int64)
+    with pytest.raises(ValueError, match="attention_mask must have its ones side by side"):
+        sc.generate(model, ids, attention_mask=HOLES, max_new_tokens=2, engine_config=CONFIG)
 
 
 @pytest.mark.parametrize("pad", [None, PAD, EOS])
