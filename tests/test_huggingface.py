@@ -27,7 +27,6 @@ from selective_compile import kept_engines
 from selective_compile.generate_requests import ENGINES
 from selective_compile.options import EngineConfig
 from selective_compile.tiny_model import tokenizer as byte_tokenizer
-from tests.models import tiny
 from tests.oracle import MARGIN, assert_same_tokens, reference_logits
 
 ROOT = Path(__file__).parents[1]
