@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import sympy
+import torch
+from torch.utils._sympy.printers import PythonPrinter
 
 DENSE = 4096  # every length up to here is tried
 LARGEST = 2**24
@@ -23,12 +28,20 @@ def longest(condition: sympy.Basic, shortest: int) -> int:
     # sympy's algebra does not know torch's own functions: floor division, remainders.
     if not condition.has(sympy.Function) and sympy.simplify(condition.subs(symbol, beyond)) is sympy.true:
         return ALL_LENGTHS
-    last = shortest - 1
+    holds, last = test_of(condition, symbol), shortest - 1
     for length in tried(condition, shortest):
-        if condition.xreplace({symbol: sympy.Integer(length)}) != sympy.true:
+        if not holds(length):
             return last
         last = length
     return ALL_LENGTHS
+
+
+def test_of(condition: sympy.Basic, symbol: sympy.Symbol) -> Callable[[int], bool]:
+    """The condition as a function of the length: as Python's own code, a thousand times as fast as substituting."""
+    source = PythonPrinter().doprint(condition.xreplace({symbol: sympy.Symbol("length")}))
+    code = compile(source, "condition on the number of tokens", "eval")
+    known = {"math": math, "torch": torch}
+    return lambda length: bool(eval(code, known, {"length": length}))
 
 
 def tried(condition: sympy.Basic, shortest: int) -> list[int]:

@@ -76,4 +76,9 @@ def test_branch_on_the_number_of_tokens_is_refused() -> None:
 
 @pytest.mark.parametrize(("branch", "last"), [(longer_is_doubled, 700), (one_length_is_doubled, 776)])
 def test_branch_at_a_length_bounds_requests(branch: Callable[[Tensor], Tensor], last: int) -> None:
-    assert step_program(Decoder(layers=1, mix=branch)).max_positions == last
+    assert step_program(Decoder(layers=1, mix=branch, positions=first_ten)).max_positions == last
+
+
+def first_ten(ids: Tensor) -> Tensor:
+    """Positions that never leave their table."""
+    return torch.arange(ids.shape[1]).clamp(max=9)
