@@ -18,8 +18,9 @@ help: ## print this list
 demo: $(INSTALLED) ## serve mixed requests on the model that ships; ARGS='--help' shows the options
 	$(BIN)/selective-compile demo $(ARGS)
 
+# A process for each core, with one thread each: teams of threads on shared cores wait for one another.
 test: lint ## lint, then the whole test suite; ARGS='-m "not slow"' goes to pytest
-	$(BIN)/python -m pytest -q --durations=10 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadfile --durations=10 $(ARGS)
 
 lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/ruff check .
