@@ -5,20 +5,28 @@ compute, `batch` lays them end to end, `model_runner` runs the compiled model ov
 `sampler` picks the next tokens (`processors` and `penalties` change the scores, `draw` with `philox` chooses,
 `criteria` say when to stop, `records` is what is kept; `generation` read all that from the request), and `request`
 hands them to whoever waits.
+`batch_manager` is the same engine behind callbacks.
 """
 
+from selective_compile.runtime.batch_manager import BatchManager, InferenceRequest
 from selective_compile.runtime.engine import Engine, StepError
 from selective_compile.runtime.generation import GenerationParams
+from selective_compile.runtime.metrics import EngineMetrics
 from selective_compile.runtime.records import TopLogprobs
 from selective_compile.runtime.request import FinishReason, Request, RequestResult, RequestTiming
-from selective_compile.runtime.stats import EngineStats, StepObserver, StepRecord, StepShare
+from selective_compile.runtime.stats import EngineStats, RequestEnd, StepObserver, StepRecord, StepShare
+from selective_compile.runtime.trace_file import TraceFile
 
 __all__ = [
+    "BatchManager",
     "Engine",
+    "EngineMetrics",
     "EngineStats",
     "FinishReason",
     "GenerationParams",
+    "InferenceRequest",
     "Request",
+    "RequestEnd",
     "RequestResult",
     "RequestTiming",
     "StepError",
@@ -26,4 +34,5 @@ __all__ = [
     "StepRecord",
     "StepShare",
     "TopLogprobs",
+    "TraceFile",
 ]

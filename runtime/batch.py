@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from selective_compile.runtime.scheduler import StepPlan
+from selective_compile.runtime.plan import StepPlan
 from selective_compile.step import StepInputs
 
 # Tensors of length 0 or 1 are specialised by torch's tracer; two of everything keeps one graph for every

@@ -1,16 +1,18 @@
-"""The block pool: which blocks of KV memory are free, and how many requests hold each of the others."""
+"""The block pool: which blocks of KV memory are free, who shares the others, and what content is worth keeping."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 
 class BlockPool:
     """Hands out block numbers 0 .. num_blocks - 1, counting references so that requests can share a block.
 
-    It knows numbers only; the memory itself is in `selective_compile.runtime.kv_cache`. Every operation costs
-    time in proportion to the blocks named in it, whatever the size of the pool.
+    A block whose content has a name (`keep`) stays findable by it, also while nobody holds the block: it is free
+    then, but it is handed out only when no nameless free block is left, the one that was let go of first going
+    first. The pool knows numbers and names only; the memory itself is in `selective_compile.runtime.kv_cache`.
+    Every operation costs time in proportion to the blocks named in it, whatever the size of the pool.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -18,6 +20,9 @@ class BlockPool:
         self._references = [0] * num_blocks
         # A stack: the block freed last is taken first, while it may still be in a cache.
         self._free = list(range(num_blocks - 1, -1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()  # free, with content that has a name
+        self._names: list[bytes | None] = [None] * num_blocks
+        self._blocks: dict[bytes, int] = {}
 
     @property
     def num_blocks(self) -> int:
@@ -25,36 +30,90 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_idle(self) -> int:
+        """How many of the free blocks have content that can be found."""
+        return len(self._idle)
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` free blocks, with one reference each. The caller knows that there are so many."""
-        assert 0 <= count <= len(self._free), (count, len(self._free))
-        blocks = [self._free.pop() for _ in range(count)]
+        assert 0 <= count <= self.num_free, (count, self.num_free)
+        blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
         for block in blocks:
             self._references[block] = 1
         return blocks
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Add a reference to each of these blocks, which are in use."""
+        """Add a reference to each of these blocks, which are in use or found by their content."""
         for block in blocks:
-            assert self._references[block] > 0, f"block {block} is free"
+            if self._references[block] == 0:
+                assert block in self._idle, f"block {block} is free"
+                del self._idle[block]
             self._references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give back one reference to each of these blocks; one without references is free."""
+        """Give back one reference to each of these blocks; one without references is free.
+
+        Blocks that continue others are let go of before those, for without them they could not be found.
+        """
         for block in reversed(blocks):
             assert self._references[block] > 0, f"block {block} is free"
             self._references[block] -= 1
             if self._references[block] == 0:
-                self._free.append(block)
+                if self._names[block] is None:
+                    self._free.append(block)
+                else:
+                    self._idle[block] = None
+
+    def keep(self, block: int, name: bytes) -> None:
+        """Name the content of a block in use; where another block has that content, it keeps the name."""
+        assert self._references[block] > 0, f"block {block} is free"
+        if name not in self._blocks:
+            assert self._names[block] is None, f"block {block} has content with another name"
+            self._blocks[name] = block
+            self._names[block] = name
+
+    def find(self, names: Iterable[bytes]) -> list[int]:
+        """The blocks with these contents, up to the first that is not there; `share` them to hold them."""
+        found = []
+        for name in names:
+            block = self._blocks.get(name)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def count_free(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks nobody holds."""
+        references = self._references
+        return sum(references[block] == 0 for block in blocks)
+
+    def forget(self) -> None:
+        """Take all names away: no content can be found any more. Who holds a block goes on holding it."""
+        self._free.extend(self._idle)
+        self._idle.clear()
+        self._names = [None] * self.num_blocks
+        self._blocks.clear()
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
         """Assert that the pool agrees with the holders' blocks: none is lost, none given out twice."""
         held = Counter(block for blocks in holders for block in blocks)
-        assert len(set(self._free)) == len(self._free), "a block is in the free list twice"
-        free = set(self._free)
+        free = set(self._free) | set(self._idle)
+        assert len(free) == self.num_free, "a block is free twice"
         for block, references in enumerate(self._references):
             assert references == held[block], f"block {block}: {references} references, {held[block]} holders"
             assert (references == 0) == (block in free), f"block {block}: {references} references and free"
         assert max(held, default=0) < self.num_blocks, "a holder names a block that does not exist"
+        named = {name: block for block, name in enumerate(self._names) if name is not None}
+        assert self._blocks == named, "a name leads elsewhere"
+        assert free & set(named.values()) == self._idle.keys(), "idle blocks are the free ones with names"
+
+    def _evict(self) -> int:
+        block, _ = self._idle.popitem(last=False)
+        name = self._names[block]
+        assert name is not None, block
+        self._names[block] = None
+        del self._blocks[name]
+        return block

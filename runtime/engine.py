@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,17 +21,21 @@ from selective_compile.backend import Program
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.background import BackgroundThread
 from selective_compile.runtime.batch import BatchAssembler
+from selective_compile.runtime.block_names import extend_names
 from selective_compile.runtime.block_pool import BlockPool
 from selective_compile.runtime.generation import GenerationParams, Served
 from selective_compile.runtime.model_runner import ModelRunner
-from selective_compile.runtime.prompt import check_length, check_request_id, token_ids
+from selective_compile.runtime.plan import StepPlan
+from selective_compile.runtime.prompt import check_length, check_request_id, check_terms, token_ids
 from selective_compile.runtime.records import TokenRecord
 from selective_compile.runtime.request import FinishReason, Request
-from selective_compile.runtime.request_state import RequestId, RequestState
+from selective_compile.runtime.request_state import RequestId, RequestState, Terms
 from selective_compile.runtime.sampler import SampledTokens, sample
-from selective_compile.runtime.scheduler import Scheduler, StepPlan
-from selective_compile.runtime.stats import EngineStats, StepObserver, StepRecord
+from selective_compile.runtime.scheduler import Scheduler
+from selective_compile.runtime.stats import EngineStats, RequestEnd, StepObserver, StepRecord
 from selective_compile.step import StepInputs
+
+TOO_LATE = "deadline must leave time for the tokens asked for, at the pace of the steps so far: it cannot be met"
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +94,15 @@ class Engine:
             "max_requests": self.config.max_requests,
             "block_size": self.config.block_size,
         }
-        self._scheduler = Scheduler(BlockPool(self._runner.num_blocks), **sizes)
+        pool = BlockPool(self._runner.num_blocks)
+        self._scheduler = Scheduler(
+            pool,
+            **sizes,
+            block_reuse=self._reuses_blocks,
+            policy=self.config.scheduler_policy,
+            order=self.config.waiting_order,
+            batching=self.config.batching,
+        )
         longest = self._pool_tokens
         if self._program.max_positions is not None:
             longest = min(longest, self._program.max_positions)
@@ -99,6 +112,7 @@ class Engine:
         self._submitting = Lock()
         self._guard = Condition()  # notified when there is work
         self._live: dict[RequestId, Request] = {}
+        self._left: list[Request] = []  # ended, and not yet in a record
         self._submitted = 0
         self._background = BackgroundThread(
             guard=self._guard,
@@ -106,6 +120,7 @@ class Engine:
             step=weakly(self.drive),
             on_stop=weakly(self._wake_readers),
         )
+        self._began = time.perf_counter()
         self._steps = 0
         self._tokens_computed = 0
         self._tokens_generated = 0
@@ -116,6 +131,11 @@ class Engine:
         prompt_ids: Any,
         generation_config: GenerationConfig | None = None,
         request_id: RequestId | None = None,
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+        user: RequestId | None = None,
+        cache_salt: str | None = None,
         **options: Any,
     ) -> Request:
         """Queue a request; it enters a step as soon as there is room.
@@ -125,6 +145,12 @@ class Engine:
             generation_config: as for `model.generate`; what it leaves open comes from
                 `model.generation_config`.
             request_id: a string or an integer that no unfinished request has; None: one is made up.
+            priority: for the waiting order "priority": as if it had come 10 seconds earlier for each 1.
+            deadline: seconds from now in which it must end, for the waiting order "deadline". When it comes first
+                and cannot end in time, by the time that steps have taken so far, it ends with an error at once.
+            user: whose request it is, for the waiting order "fair"; None is a user too.
+            cache_salt: the request shares computed blocks only with requests of the same salt, so that nobody
+                else can find out, by how soon the first token comes, that a prompt was here before.
             options: single fields of a GenerationConfig, which come first, where None turns off what the
                 configurations set; `logits_processor`, `stopping_criteria`, `prefix_allowed_tokens_fn` and
                 `tokenizer` as for `model.generate`, for this request alone; `seed`; and what to keep of each
@@ -134,6 +160,8 @@ class Engine:
             ValueError: anything about it is wrong; other requests are not affected.
         """
         prompt = token_ids(prompt_ids, self._program.vocab_size)
+        terms = check_terms(arrival=self._now(), priority=priority, deadline=deadline, user=user, cache_salt=cache_salt)
+        names = self._block_names(prompt, terms)
         with self._submitting:
             with self._guard:
                 chosen_id = self._choose_id(request_id)
@@ -152,7 +180,14 @@ class Engine:
                 pool_tokens=self._pool_tokens,
             )
             with self._guard:
-                state = RequestState(chosen_id, self._submitted, prompt)
+                state = RequestState(
+                    chosen_id,
+                    self._submitted,
+                    prompt,
+                    max_new_tokens=params.max_new_tokens,
+                    terms=terms,
+                    block_names=names,
+                )
                 request = Request(state, params, self)
                 self._submitted += 1
                 self._live[chosen_id] = request
@@ -175,7 +210,7 @@ class Engine:
                     return False
                 logits = self._runner.run(step.inputs)
                 self._publish(step, self._sample(step, logits))
-            self._observe(step.plan, time.perf_counter() - started)
+            self._observe(step.plan, started)
         return True
 
     def cancel(self, request: Request) -> None:
@@ -215,6 +250,27 @@ class Engine:
         except StepError:
             logger.exception("a step failed; its requests have ended with an error")
 
+    def drop_computed(self, *, if_idle: bool = False) -> None:
+        """Drop all keys and values, as a change of the weights does; requests compute again what they need.
+
+        Needed only after a change that PyTorch does not count, such as one through `.data`.
+
+        Args:
+            if_idle: not if there are unfinished requests.
+        """
+        with self._stepping, self._guard:
+            if not (if_idle and self._live):
+                self._scheduler.preempt_all()
+
+    def add_observer(self, observer: StepObserver) -> None:
+        """Call it after each step from now on, as those given to the constructor."""
+        with self._guard:
+            self._observers = (*self._observers, observer)
+
+    def remove_observer(self, observer: StepObserver) -> None:
+        with self._guard:
+            self._observers = tuple(kept for kept in self._observers if kept != observer)
+
     def stats(self) -> EngineStats:
         with self._guard:
             pool = self._scheduler.pool
@@ -226,7 +282,10 @@ class Engine:
                 blocks_used=pool.num_blocks - pool.num_free,
                 blocks_max=pool.num_blocks,
                 block_size=self.config.block_size,
+                blocks_idle=pool.num_idle,
                 preemptions=self._scheduler.preemptions,
+                tokens_admitted=self._scheduler.tokens_admitted,
+                tokens_reused=self._scheduler.tokens_reused,
                 tokens_computed=self._tokens_computed,
                 tokens_generated=self._tokens_generated,
                 graphs=self._program.graphs,
@@ -242,8 +301,25 @@ class Engine:
         )
 
     @property
+    def _reuses_blocks(self) -> bool:
+        # A program without pools keeps what it computed by request, and no other request can go on from it.
+        return self.config.block_reuse and bool(self._program.call_sites)
+
+    @property
     def _pool_tokens(self) -> int:
         return self._runner.num_blocks * self.config.block_size
+
+    def _block_names(self, prompt: array[int], terms: Terms) -> list[bytes]:
+        """Those of the prompt, made here: in a step, they would keep all other requests waiting."""
+        names: list[bytes] = []
+        if self._reuses_blocks:
+            size = self.config.block_size
+            extend_names(names, prompt, terms.cache_salt, len(prompt) // size, size)
+        return names
+
+    def _now(self) -> float:
+        """Seconds on the engine's clock, which deadlines are given on."""
+        return time.perf_counter() - self._began
 
     def _choose_id(self, request_id: RequestId | None) -> RequestId:
         if request_id is None:
@@ -261,13 +337,16 @@ class Engine:
                 return None
             if self._runner.weights_changed():
                 self._scheduler.preempt_all()
-            plan = self._scheduler.schedule()
+            plan = self._scheduler.schedule(self._now())
+            for state in plan.refused:
+                self._forget(self._live[state.request_id]).finish("error", TOO_LATE)
+            if not plan.shares:
+                return None
             requests = tuple(self._live[share.state.request_id] for share in plan.shares)
             # Under the lock, since cancelling a request takes its blocks away.
             inputs = self._assembler.assemble(plan)
-            for share, request in zip(plan.shares, requests, strict=True):
-                if share.start == 0:
-                    request.start()
+            for state in plan.admitted:
+                self._live[state.request_id].start()
             return _Step(plan=plan, requests=requests, inputs=inputs)
 
     def _sample(self, step: _Step, logits: Tensor) -> SampledTokens:
@@ -305,8 +384,14 @@ class Engine:
 
     def _remove(self, request: Request) -> None:
         self._scheduler.remove(request.state)
+        self._forget(request)
+
+    def _forget(self, request: Request) -> Request:
         del self._live[request.request_id]
         self._runner.forget(request.request_id)
+        if self._observers:
+            self._left.append(request)
+        return request
 
     @contextmanager
     def _failure_ends_running_requests(self) -> Iterator[None]:
@@ -323,14 +408,27 @@ class Engine:
                     request = self._live[state.request_id]
                     self._remove(request)
                     request.finish("error", message)
+                self._scheduler.forget()
             if isinstance(error, Exception):
                 raise StepError(message) from error
             raise
 
-    def _observe(self, plan: StepPlan, seconds: float) -> None:
+    def _observe(self, plan: StepPlan, started: float) -> None:
+        seconds = time.perf_counter() - started
         self._last_step_seconds = seconds
+        predicted = self._scheduler.times.predict(plan.num_tokens)
+        self._scheduler.measured(plan.num_tokens, seconds)
         if self._observers:
-            record = StepRecord.of_plan(plan, step=self._steps - 1, seconds=seconds)
+            with self._guard:
+                ended, self._left = self._left, []
+            record = StepRecord.of_plan(
+                plan,
+                step=self._steps - 1,
+                seconds=seconds,
+                started=started - self._began,
+                predicted_seconds=predicted,
+                ended=tuple(RequestEnd.of(request) for request in ended),
+            )
             for observer in self._observers:
                 observer(record)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from array import array
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
-from selective_compile.runtime.request_state import RequestId
+from selective_compile.runtime.request_state import RequestId, Terms
 
 
 def token_ids(prompt_ids: Any, vocab_size: int) -> array[int]:
@@ -51,6 +52,26 @@ def check_request_id(request_id: Any) -> RequestId:
     if isinstance(request_id, bool) or not isinstance(request_id, (int, str)):
         raise ValueError(f"request_id must be a string or an integer, got {request_id!r}")
     return request_id
+
+
+def check_terms(*, arrival: float, priority: Any, deadline: Any, user: Any, cache_salt: Any) -> Terms:
+    """The terms of a request, with its deadline counted from its arrival turned into a moment.
+
+    Raises:
+        ValueError: a value outside of what it must be.
+    """
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise ValueError(f"priority must be an integer, got {priority!r}")
+    if deadline is not None and (isinstance(deadline, bool) or not isinstance(deadline, (int, float))):
+        raise ValueError(f"deadline must be a number of seconds or None, got {deadline!r}")
+    if deadline is not None and not deadline > 0:
+        raise ValueError(f"deadline must be more than 0 seconds from now, got {deadline!r}")
+    if user is not None and (isinstance(user, bool) or not isinstance(user, (int, str))):
+        raise ValueError(f"user must be a string, an integer or None, got {user!r}")
+    if cache_salt is not None and not isinstance(cache_salt, str):
+        raise ValueError(f"cache_salt must be a string or None, got {cache_salt!r}")
+    moment = math.inf if deadline is None else arrival + deadline
+    return Terms(arrival=arrival, priority=priority, deadline=moment, user=user, cache_salt=cache_salt)
 
 
 def check_length(prompt_length: int, max_new_tokens: int, *, max_positions: int | None, pool_tokens: int) -> None:

@@ -31,11 +31,12 @@ class RequestOwner(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RequestTiming:
-    """Seconds since `submit`; None for what did not happen."""
+    """Seconds since `submit`, and between one token and the next on average; None for what did not happen."""
 
     queued: float | None
     first_token: float | None
     total: float | None
+    between_tokens: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +91,7 @@ class Request:
         self._submitted_at = time.perf_counter()
         self._scheduled_at: float | None = None
         self._first_token_at: float | None = None
+        self._last_token_at: float | None = None
         self._finished_at: float | None = None
 
     @property
@@ -130,7 +132,12 @@ class Request:
             queued=since_submit(self._scheduled_at),
             first_token=since_submit(self._first_token_at),
             total=since_submit(self._finished_at),
+            between_tokens=self._between_tokens(),
         )
+
+    def _between_tokens(self) -> float | None:
+        first, last, gaps = self._first_token_at, self._last_token_at, len(self._tokens) - 1
+        return None if first is None or last is None or gaps < 1 else (last - first) / gaps
 
     def cancel(self) -> None:
         """End the request now and free its memory; without effect on one that has finished."""
@@ -188,8 +195,9 @@ class Request:
             self._tokens.append(token)
             if record is not None and self.params.recorded:
                 self._records.append(record)
+            self._last_token_at = time.perf_counter()
             if self._first_token_at is None:
-                self._first_token_at = time.perf_counter()
+                self._first_token_at = self._last_token_at
             if finish_reason is not None:
                 self._end(finish_reason)
             self._changed.notify_all()

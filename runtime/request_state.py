@@ -1,11 +1,32 @@
-"""What the scheduler knows of a request: its tokens, how many are computed, and its blocks."""
+"""What the scheduler knows of a request: its tokens, how many are computed, its blocks, and its terms."""
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 RequestId = int | str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """On what terms a request is served.
+
+    Attributes:
+        arrival: when it came, in seconds on the engine's clock.
+        priority: the larger, the sooner, in the waiting order "priority".
+        deadline: when it should have ended, on the engine's clock; infinity: whenever.
+        user: whose request it is, for the waiting order "fair".
+        cache_salt: requests share blocks only with those of the same salt.
+    """
+
+    arrival: float = 0.0
+    priority: int = 0
+    deadline: float = math.inf
+    user: RequestId | None = None
+    cache_salt: str | None = None
 
 
 class RequestState:
@@ -15,15 +36,44 @@ class RequestState:
     without a Python loop. The state is changed by the scheduler alone.
     """
 
-    __slots__ = ("blocks", "computed", "finished", "number", "prompt_length", "request_id", "tokens")
+    __slots__ = (
+        "block_names",
+        "blocks",
+        "charged",
+        "computed",
+        "final_length",
+        "finished",
+        "number",
+        "prompt_length",
+        "request_id",
+        "reused",
+        "terms",
+        "tokens",
+    )
 
-    def __init__(self, request_id: RequestId, number: int, prompt_ids: Iterable[int]) -> None:
+    def __init__(
+        self,
+        request_id: RequestId,
+        number: int,
+        prompt_ids: Iterable[int],
+        *,
+        max_new_tokens: int,
+        terms: Terms | None = None,
+        block_names: list[bytes] | None = None,
+    ) -> None:
         self.request_id = request_id
         self.number = number  # the order of arrival; also tells two requests apart that used one id in turn
+        self.terms = terms or Terms()
         self.tokens = array("q", prompt_ids)  # the prompt, then what was generated
         self.prompt_length = len(self.tokens)
+        # The most tokens that can come to be computed: the last one to be generated never is.
+        self.final_length = self.prompt_length + max_new_tokens - 1
         self.computed = 0  # how many of the tokens have their keys and values in the blocks
+        self.reused = 0  # how many tokens were found computed, over all admissions
+        self.charged = 0  # how many tokens have been put on the user's account
         self.blocks = array("i")  # block i holds tokens i * block_size ..
+        # Of the content of full blocks, as far as they were asked for, or known before.
+        self.block_names = [] if block_names is None else block_names
         self.finished = False
 
     @property
@@ -34,6 +84,11 @@ class RequestState:
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def in_prefill(self) -> bool:
+        """Whether more than the token that was generated last is to be computed."""
+        return self.pending > 1 or self.computed < self.prompt_length
 
     def __repr__(self) -> str:
         return (

@@ -2,66 +2,72 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
 
+from selective_compile.options import Batching, SchedulerPolicy, WaitingOrder
+from selective_compile.runtime.block_names import block_names
 from selective_compile.runtime.block_pool import BlockPool
+from selective_compile.runtime.plan import Draft, Share, StepPlan
 from selective_compile.runtime.request_state import RequestState
-
-
-class Share(NamedTuple):
-    """A request's part in a step: tokens start .. start + num_tokens of `state.tokens` are computed."""
-
-    state: RequestState
-    start: int
-    num_tokens: int
-    samples: bool  # the last known token is among them, so the step's logits give the next one
-
-    @property
-    def is_prefill(self) -> bool:
-        """True unless the share is the token that the previous step generated; recomputing is prefill too."""
-        return not self.samples or self.num_tokens > 1 or self.start < self.state.prompt_length
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepPlan:
-    """What one step computes, in the order in which it lies in the ragged batch."""
-
-    shares: tuple[Share, ...]
-    preempted: tuple[RequestState, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(share.num_tokens for share in self.shares)
+from selective_compile.runtime.step_times import StepTimes
+from selective_compile.runtime.waiting import GENERATED_TOKEN, waiting_queue
 
 
 class Scheduler:
-    """First come, first served, within one token budget a step; a pure function of the calls made to it, no
-    tensors.
+    """Chooses each step's tokens within one budget; a pure function of the calls made to it, no tensors, no clock.
 
-    Running requests come first, in order of arrival, then waiting ones as far as budget, memory and
-    `max_requests` allow; the last prompt may get only a chunk of itself into the step. A request is admitted
-    with the blocks of all the tokens it has, so only growth by generated tokens can find the pool empty. Then
-    the request that arrived last
-    is preempted: it gives back its blocks and waits, first in the queue, to be computed again. The request
-    that arrived first is never preempted and a request that could not run with the pool to itself is never
-    added, hence each step computes at least one token and every request ends.
+    Running requests come first, in the order in which they were admitted; then waiting ones, in their own order
+    (`selective_compile.runtime.waiting`), as far as budget, memory and `max_requests` allow; the last prompt may
+    get only a chunk of itself into the step. A request is admitted with the blocks of all the tokens it has, so
+    only growth by generated tokens can find the pool empty. Then the request that was admitted last is preempted:
+    it gives back its blocks and waits to be computed again. The one that was admitted first is never preempted, and
+    a request that could not run with the pool to itself is never added, hence each step computes at least one token
+    and every request ends. Nobody overtakes the request that waits first, whatever it takes to admit it.
 
-    `running` and `waiting` are both in order of arrival, and each running request arrived before each waiting
-    one. A step costs time in proportion to the running requests, however many wait.
+    Under "guaranteed_no_evict", and in static batches, a request is admitted only when its blocks and those that
+    all running requests may still come to need are free: then nobody is ever preempted.
+
+    With `block_reuse` a request is admitted with the full blocks of its leading tokens that are still in the
+    pool, whoever computed them, save that it computes at least its last token. A block counts as computed from
+    the plan on whose step fills it: a step writes all its keys and values before any request reads them.
+    Whoever gives up such a step calls `forget`.
+
+    A step costs time in proportion to the running requests, however many wait.
     """
 
-    def __init__(self, pool: BlockPool, *, token_budget: int, max_requests: int, block_size: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        token_budget: int,
+        max_requests: int,
+        block_size: int,
+        block_reuse: bool = True,
+        policy: SchedulerPolicy = "max_utilization",
+        order: WaitingOrder = "first_come",
+        batching: Batching = "inflight_fused",
+    ) -> None:
         self.pool = pool
         self.token_budget = token_budget
         self.max_requests = max_requests
         self.block_size = block_size
+        self.block_reuse = block_reuse
+        self.order = order
+        self.batching = batching
+        self.guarantees = policy == "guaranteed_no_evict" or batching == "static"
+        self.times = StepTimes()
         self.preemptions = 0
-        self._running: OrderedDict[int, RequestState] = OrderedDict()
-        self._waiting: OrderedDict[int, RequestState] = OrderedDict()
+        self.tokens_reused = 0
+        self.tokens_admitted = 0
+        self._running: OrderedDict[int, RequestState] = OrderedDict()  # in order of admission
+        self._waiting = waiting_queue(order)
+        self._prefilling: dict[int, RequestState] = {}  # of the running ones, where batching tells them apart
+        self._growth = 0  # blocks that the running requests may come to need besides those they have
+        self._batch = 0  # requests that were admitted to the static batch
 
     @property
     def num_running(self) -> int:
@@ -79,7 +85,7 @@ class Scheduler:
         return iter(self._running.values())
 
     def waiting(self) -> Iterator[RequestState]:
-        return iter(self._waiting.values())
+        return iter(self._waiting)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -90,51 +96,66 @@ class Scheduler:
 
     def add(self, state: RequestState) -> None:
         """Queue a request. The caller has refused what never `fits`, and numbers requests as they arrive."""
-        assert self.fits(len(state.tokens)) and state.pending > 0 and not state.blocks, state
-        assert not self._waiting or state.number > next(reversed(self._waiting)), state
-        self._waiting[state.number] = state
+        assert self.fits(state.final_length) and state.pending > 0 and not state.blocks, state
+        self._waiting.add(state)
 
     def remove(self, state: RequestState) -> None:
         """End a request, running or waiting: it is scheduled no more and its blocks are free."""
         assert not state.finished, state
-        (self._running if state.number in self._running else self._waiting).pop(state.number)
-        self._give_back(state)
+        if self._running.pop(state.number, None) is None:
+            self._waiting.remove(state)
+        else:
+            self._give_back(state)
         state.finished = True
 
-    def schedule(self) -> StepPlan:
-        """Decide the next step. `advance` every share of it before the next call."""
-        shares: list[Share] = []
-        preempted: list[RequestState] = []
-        budget = self.token_budget
-        # A copy, since making room shortens the running requests from the end; those then have no blocks.
-        for state in list(self._running.values()):
-            if budget == 0 or not state.blocks or not self._make_room(state, preempted):
-                break
-            budget -= self._take(state, budget, shares)
-        while budget and (admitted := self._admit()):
-            budget -= self._take(admitted, budget, shares)
-        assert shares or not self.has_work, "requests wait and none can be scheduled"
-        return StepPlan(shares=tuple(shares), preempted=tuple(preempted))
+    def schedule(self, now: float = 0.0) -> StepPlan:
+        """Decide the next step. `advance` every share of it before the next call.
+
+        Args:
+            now: the time, on the clock that deadlines are given on.
+        """
+        draft = Draft(budget=self.token_budget)
+        self._refuse_late(now, draft)
+        if self.batching == "inflight_fused":
+            self._continue(draft)
+            self._admit_within_budget(draft)
+        else:
+            self._prefill(draft)
+            if not draft.shares:
+                self._continue(draft)
+        assert draft.shares or not self.has_work, "requests wait and none can be scheduled"
+        static = self.batching == "static" and bool(self._running)
+        return draft.plan(empty_slots=self._batch - len(self._running) if static else 0)
 
     def advance(self, share: Share, token: int | None = None) -> None:
         """The step has computed this share and, where the share samples, generated `token`."""
-        state = share.state
-        assert not state.finished and state.computed == share.start, share
-        assert share.samples == (token is not None), share
-        state.computed += share.num_tokens
+        state, start, num_tokens, samples = share
+        assert not state.finished and state.computed == start and samples == (token is not None), share
+        state.computed = start + num_tokens
         if token is not None:
             state.tokens.append(token)
+
+    def measured(self, num_tokens: int, seconds: float) -> None:
+        """A step of so many tokens took so long; what can still be met is estimated from this."""
+        self.times.observe(num_tokens, seconds)
+
+    def forget(self) -> None:
+        """What the pool holds is not to be used any more. Nobody runs, or would go on from what is forgotten."""
+        assert not self._running
+        self.pool.forget()
 
     def preempt_all(self) -> None:
         """Forget all keys and values: every running request waits, in order, to be computed again."""
         while self._running:
-            self._preempt_youngest()
+            self._preempt_last()
+        self.forget()
 
     def check(self) -> None:
         """Assert the invariants of the queues and of the pool."""
-        running, waiting = list(self._running.values()), list(self._waiting.values())
-        numbers = [state.number for state in running + waiting]
-        assert numbers == sorted(set(numbers)), "not in order of arrival"
+        running, waiting = list(self._running.values()), list(self._waiting)
+        numbers = [state.number for state in running + sorted(waiting, key=lambda state: state.number)]
+        assert len(set(numbers)) == len(numbers) == len(running) + self.num_waiting, numbers
+        assert self.order != "first_come" or numbers == sorted(numbers), "not in order of arrival"
         assert len(running) <= self.max_requests, len(running)
         for state in running:
             least, most = self.blocks_for(state.computed), self.blocks_for(len(state.tokens))
@@ -143,51 +164,167 @@ class Scheduler:
             assert not state.blocks and state.computed == 0, state
         for state in running + waiting:
             assert not state.finished and state.pending > 0, state
+        assert self._growth == sum(self._growth_of(state) for state in running), self._growth
+        assert not self.guarantees or self._growth <= self.pool.num_free, "what was guaranteed is not there"
+        assert self._prefilling.keys() <= self._running.keys(), "prefilling without running"
         self.pool.check(state.blocks for state in running)
 
-    def _take(self, state: RequestState, budget: int, shares: list[Share]) -> int:
-        pending = state.pending
-        num_tokens = min(pending, budget)
-        shares.append(Share(state, state.computed, num_tokens, num_tokens == pending))
-        return num_tokens
+    def _refuse_late(self, now: float, draft: Draft) -> None:
+        """Those that come first and cannot end in time leave, before they cost anything."""
+        while (state := self._waiting.first()) is not None and state.terms.deadline != math.inf:
+            # Whoever was preempted has begun, and is not to lose what it has.
+            if state.generated or now + self._seconds_needed(state) <= state.terms.deadline:
+                break
+            self.remove(state)
+            draft.refused.append(state)
 
-    def _make_room(self, state: RequestState, preempted: list[RequestState]) -> bool:
+    def _seconds_needed(self, state: RequestState) -> float:
+        """From admission to the last token it may generate, at the pace of the steps so far."""
+        chunks, rest = divmod(len(state.tokens), self.token_budget)
+        full = self.times.predict(self.token_budget)
+        last = self.times.predict(max(1, rest))
+        decode = self.times.predict(min(len(self._running) + 1, self.max_requests))
+        if full is None or last is None or decode is None:
+            return 0.0
+        return chunks * full + last * (rest > 0) + decode * (state.final_length - len(state.tokens))
+
+    def _continue(self, draft: Draft) -> None:
+        """Shares for the running requests: one token where the last step generated one, else a chunk."""
+        block_size, last = self.block_size, self.block_size - 1
+        take, share = draft.shares.append, partial(tuple.__new__, Share)
+        # A copy, since making room shortens the running requests from the end; those then have no blocks.
+        for state in list(self._running.values()):
+            start = state.computed
+            # Most requests, at most steps: one token in the midst of a block. By itself this halves a step's cost.
+            if draft.budget and 0 < start % block_size < last and len(state.tokens) == start + 1:
+                take(share((state, start, 1, True)))
+                draft.budget -= 1
+                continue
+            if draft.budget == 0 or not state.blocks:
+                break
+            if len(state.tokens) > len(state.blocks) * self.block_size and not self._make_room(state, draft):
+                break
+            self._take(state, draft)
+
+    def _admit_within_budget(self, draft: Draft) -> None:
+        # Whoever has just been preempted may need less than it gave back, its first blocks being shared: it would
+        # come and go at every step.
+        while draft.budget and not draft.preempted and (state := self._admit(draft)):
+            self._take(state, draft)
+
+    def _prefill(self, draft: Draft) -> None:
+        """Shares for prompts, and none for those that decode; prompts come first."""
+        if self.batching == "static" and not self._running:
+            while self._admit(draft):
+                pass
+            self._batch = len(self._running)
+        for state in list(self._prefilling.values()):
+            if draft.budget:
+                self._take(state, draft)
+        if self.batching == "inflight":
+            self._admit_within_budget(draft)
+
+    def _take(self, state: RequestState, draft: Draft) -> None:
+        start, pending = state.computed, len(state.tokens) - state.computed
+        num_tokens = min(pending, draft.budget)
+        draft.budget -= num_tokens
+        draft.shares.append(Share(state, start, num_tokens, num_tokens == pending))
+        if num_tokens == pending and self._prefilling:
+            self._prefilling.pop(state.number, None)
+        if self.block_reuse and start // self.block_size < (start + num_tokens) // self.block_size:
+            self._keep(state, start // self.block_size, (start + num_tokens) // self.block_size)
+
+    def _keep(self, state: RequestState, first: int, end: int) -> None:
+        """The step fills blocks first .. end - 1: others may share them from now on."""
+        names = block_names(state, end, self.block_size)
+        for index in range(first, end):
+            self.pool.keep(state.blocks[index], names[index])
+
+    def _make_room(self, state: RequestState, draft: Draft) -> bool:
         """Get the blocks of all known tokens of a running request; False: it had to give way itself."""
+        self._charge_generated(state)
         needed = self.blocks_for(len(state.tokens)) - len(state.blocks)
         while needed > self.pool.num_free:
-            victim = self._preempt_youngest()
-            preempted.append(victim)
+            assert not self.guarantees, state
+            victim = self._preempt_last()
+            draft.preempted.append(victim)
             if victim is state:
                 return False
-        if needed:
-            state.blocks.extend(self.pool.allocate(needed))
+        state.blocks.extend(self.pool.allocate(needed))
+        self._growth -= needed
         return True
 
-    def _admit(self) -> RequestState | None:
+    def _admit(self, draft: Draft) -> RequestState | None:
         """Start the request that waits first, if there is memory for it; nobody overtakes it."""
-        if not self._waiting or len(self._running) == self.max_requests:
+        state = self._waiting.first()
+        if state is None or len(self._running) == self.max_requests:
             return None
-        state = next(iter(self._waiting.values()))
-        needed = self.blocks_for(len(state.tokens))
+        free = self.pool.num_free - self._reserved()
+        if free < 1:
+            return None
+        reused = self._computed_by_others(state)
+        needed = self.blocks_for(len(state.tokens)) - len(reused)
+        growth = self.blocks_for(state.final_length) - self.blocks_for(len(state.tokens))
+        if needed + self.pool.count_free(reused) + growth * self.guarantees > free:
+            return None
+        self._waiting.remove(state)
+        self._running[state.number] = state
+        self.pool.share(reused)
+        state.blocks.extend(reused)
+        state.blocks.extend(self.pool.allocate(needed))
+        self._growth += growth
+        self._count_reuse(state, len(reused) * self.block_size)
+        if self.batching != "inflight_fused":
+            self._prefilling[state.number] = state
+        draft.admitted.append(state)
+        return state
+
+    def _reserved(self) -> int:
+        """Free blocks that a newcomer may not take, because they are, or may soon be, wanted by running requests."""
+        if self.guarantees:
+            return self._growth
         # Half a block of growth is left to each running request, or the newcomer would soon be preempted
         # again: of 200 requests (prompts log-uniform in 8-512, outputs in 8-256; pools of 60, 150 and 400
         # blocks of 16 slots) this computes 8, 12 and 16 % fewer tokens, for 0.4, 1.3 and 2.1 % more steps.
-        if needed + len(self._running) // 2 > self.pool.num_free:
-            return None
-        del self._waiting[state.number]
-        self._running[state.number] = state
-        state.blocks.extend(self.pool.allocate(needed))
-        return state
+        return len(self._running) // 2
 
-    def _preempt_youngest(self) -> RequestState:
-        number, state = self._running.popitem()
+    def _computed_by_others(self, state: RequestState) -> list[int]:
+        """The blocks in the pool that have the leading tokens of a request, of which its last is none."""
+        if not self.block_reuse:
+            return []
+        full = (len(state.tokens) - 1) // self.block_size
+        return self.pool.find(block_names(state, full, self.block_size)[:full])
+
+    def _count_reuse(self, state: RequestState, num_tokens: int) -> None:
+        state.computed = num_tokens
+        state.reused += num_tokens
+        self.tokens_reused += num_tokens
+        self.tokens_admitted += len(state.tokens)
+        if self.order == "fair":
+            # Once for each token, however often it is computed again; what was found costs nobody anything.
+            self._waiting.charge(state, max(0, len(state.tokens) - max(state.charged, num_tokens)))
+            state.charged = len(state.tokens)
+
+    def _charge_generated(self, state: RequestState) -> None:
+        """Called once for each block and not for each token: it would be a third of a step's cost."""
+        if self.order == "fair" and state.charged < len(state.tokens):
+            self._waiting.charge(state, GENERATED_TOKEN * (len(state.tokens) - state.charged))
+            state.charged = len(state.tokens)
+
+    def _preempt_last(self) -> RequestState:
+        _, state = self._running.popitem()
         self._give_back(state)
         state.computed = 0
-        self._waiting[number] = state
-        self._waiting.move_to_end(number, last=False)
+        self._waiting.add(state)
         self.preemptions += 1
         return state
 
     def _give_back(self, state: RequestState) -> None:
+        self._charge_generated(state)
+        self._growth -= self._growth_of(state)
         self.pool.release(state.blocks)
         state.blocks = array("i")
+        self._prefilling.pop(state.number, None)
+
+    def _growth_of(self, state: RequestState) -> int:
+        return self.blocks_for(state.final_length) - len(state.blocks)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from selective_compile.runtime.plan import StepPlan
+from selective_compile.runtime.request import FinishReason, Request, RequestTiming
 from selective_compile.runtime.request_state import RequestId
-from selective_compile.runtime.scheduler import StepPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +19,10 @@ class EngineStats:
         steps: steps that have run, failed ones included.
         running, waiting: requests that have blocks, and those that have none yet or gave them back.
         blocks_free, blocks_used, blocks_max: of the block pool; each has `block_size` slots.
+        blocks_idle: those of the free blocks whose keys and values can still be reused.
         preemptions: how many times a request gave up its blocks, to be computed again.
+        tokens_admitted: tokens of requests at the moments they were admitted, the first time or again.
+        tokens_reused: those among them that were found computed.
         tokens_computed: prompt, generated and recomputed tokens that went through the model.
         tokens_generated: tokens that requests have received.
         graphs: compiled graphs, known before the first step.
@@ -31,8 +35,11 @@ class EngineStats:
     blocks_free: int
     blocks_used: int
     blocks_max: int
+    blocks_idle: int
     block_size: int
     preemptions: int
+    tokens_admitted: int
+    tokens_reused: int
     tokens_computed: int
     tokens_generated: int
     graphs: int
@@ -48,17 +55,44 @@ class StepShare(NamedTuple):
     samples: bool  # whether the step gave it a token
 
 
+class RequestEnd(NamedTuple):
+    """How a request ended, in or since the step before."""
+
+    request_id: RequestId
+    finish_reason: FinishReason
+    tokens: int
+    timing: RequestTiming
+
+    @classmethod
+    def of(cls, request: Request) -> RequestEnd:
+        assert request.finish_reason is not None, request
+        return cls(request.request_id, request.finish_reason, len(request.tokens), request.timing)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One step, as it went to the observers."""
+    """One step, as it went to the observers.
+
+    Attributes:
+        seconds: from its start to the last of its tokens handed out.
+        started: its start, in seconds on the engine's clock.
+        predicted_seconds: what the steps before let one expect; None for the first.
+        empty_slots: as in a `StepPlan`.
+        ended: requests that ended since the step before this one did.
+    """
 
     step: int
     shares: tuple[StepShare, ...]
     preempted: tuple[RequestId, ...]
     seconds: float
+    started: float = 0.0
+    empty_slots: int = 0
+    predicted_seconds: float | None = None
+    ended: tuple[RequestEnd, ...] = ()
 
     @classmethod
-    def of_plan(cls, plan: StepPlan, *, step: int, seconds: float) -> StepRecord:
+    def of_plan(cls, plan: StepPlan, *, step: int, seconds: float, **values: Any) -> StepRecord:
+        """The record of a plan; `values` are the attributes that are not the plan's."""
         return cls(
             step=step,
             shares=tuple(
@@ -67,6 +101,8 @@ class StepRecord:
             ),
             preempted=tuple(state.request_id for state in plan.preempted),
             seconds=seconds,
+            empty_slots=plan.empty_slots,
+            **values,
         )
 
 

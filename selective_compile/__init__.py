@@ -57,13 +57,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "runtime":
+        return importlib.import_module("selective_compile.runtime")
     if name not in HOMES:
         raise AttributeError(f"module 'selective_compile' has no attribute {name!r}")
     return getattr(importlib.import_module(f"selective_compile.{HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *HOMES])
+    return sorted([*globals(), *HOMES, "runtime"])
 
 
 def _register() -> None:

@@ -46,6 +46,9 @@ class KeptEngine:
                 self._engine = None  # its pools go before others are allocated
                 self._blocks_asked = blocks
                 self._engine = Engine(alias, self._sized(blocks), program=self._program)
+            # From call to call the weights may change in ways that are not counted, and nobody would think of
+            # telling an engine that he does not see.
+            self._engine.drop_computed(if_idle=True)
             return self._engine
 
     def _blocks_for(self, lengths: Sequence[int]) -> int:

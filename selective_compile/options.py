@@ -11,6 +11,9 @@ import torch
 from selective_compile.ops import Implementation
 
 Fallback = Literal["sequential", "refuse"]
+SchedulerPolicy = Literal["max_utilization", "guaranteed_no_evict"]
+WaitingOrder = Literal["first_come", "priority", "deadline", "fair"]
+Batching = Literal["static", "inflight", "inflight_fused"]
 
 
 class _NamedOptions:
@@ -35,6 +38,13 @@ class EngineConfig(_NamedOptions):
         max_kv_tokens: slots of KV memory, rounded down to whole blocks; None: from the memory that is free.
         kv_memory_fraction: the share of the free memory that the KV pools may take when max_kv_tokens is
             None.
+        block_reuse: a request starts from the blocks of its leading tokens that another one left computed.
+        scheduler_policy: "max_utilization" admits what fits now and preempts when blocks run short;
+            "guaranteed_no_evict" admits only what can run to its end whatever the others generate.
+        waiting_order: who is admitted next: "first_come", the highest "priority", the earliest "deadline", or
+            "fair": a request of the user who was served least.
+        batching: "inflight_fused" mixes prefill and decode in one step, "inflight" has them in steps of their
+            own, "static" admits nobody until all that were admitted together have ended.
         dtype: the dtype that the model must have; None: whatever it has. The engine never converts weights.
         implementation: of the custom operators; "auto" takes the best there is for the device.
         seed: of requests that bring none, mixed with their id: the same id samples the same tokens.
@@ -51,6 +61,10 @@ class EngineConfig(_NamedOptions):
     block_size: int = 16
     max_kv_tokens: int | None = None
     kv_memory_fraction: float = 0.9
+    block_reuse: bool = True
+    scheduler_policy: SchedulerPolicy = "max_utilization"
+    waiting_order: WaitingOrder = "first_come"
+    batching: Batching = "inflight_fused"
     dtype: torch.dtype | None = None
     implementation: Implementation = "auto"
     seed: int = 0
@@ -70,8 +84,11 @@ class EngineConfig(_NamedOptions):
         _require_implementation(self.implementation)
         _require_integer("seed", self.seed, at_least=0)
         _require_bool("compile", self.compile)
-        if self.fallback not in get_args(Fallback):
-            raise ValueError(f"fallback must be 'sequential' or 'refuse', got {self.fallback!r}")
+        _require_bool("block_reuse", self.block_reuse)
+        _require_one_of("scheduler_policy", self.scheduler_policy, get_args(SchedulerPolicy))
+        _require_one_of("waiting_order", self.waiting_order, get_args(WaitingOrder))
+        _require_one_of("batching", self.batching, get_args(Batching))
+        _require_one_of("fallback", self.fallback, get_args(Fallback))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +122,9 @@ def _require_bool(name: str, value: object) -> None:
 
 
 def _require_implementation(value: object) -> None:
-    if value not in get_args(Implementation):
-        known = ", ".join(repr(name) for name in get_args(Implementation))
-        raise ValueError(f"implementation must be one of {known}, got {value!r}")
+    _require_one_of("implementation", value, get_args(Implementation))
+
+
+def _require_one_of(name: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")

@@ -20,10 +20,15 @@ def test_defaults() -> None:
         "block_size": 16,
         "max_kv_tokens": None,
         "kv_memory_fraction": 0.9,
+        "block_reuse": True,
+        "scheduler_policy": "max_utilization",
+        "waiting_order": "first_come",
+        "batching": "inflight_fused",
         "dtype": None,
         "implementation": "auto",
         "seed": 0,
         "compile": True,
+        "fallback": "sequential",
     }
     assert dataclasses.asdict(BackendOptions()) == {"inductor": True, "implementation": "auto"}
 
@@ -48,6 +53,10 @@ def test_defaults() -> None:
         {"implementation": []},
         {"seed": -1},
         {"compile": 1},
+        {"block_reuse": None},
+        {"scheduler_policy": "greedy"},
+        {"waiting_order": None},
+        {"batching": "v1"},
     ],
 )
 def test_engine_config_refuses(options: dict[str, Any]) -> None:

@@ -112,3 +112,13 @@ def test_cancelled_request_leaves_nothing_behind() -> None:
     request.cancel()
     assert len(other.result().tokens) == 3
     assert not engine._program._requests  # type: ignore[union-attr]
+
+
+def test_nothing_is_reused_where_there_are_no_pools() -> None:
+    """A second request with the prompt of the first: what that one computed is not its own."""
+    model = unproved("mamba")
+    engine = sc.Engine(model, CONFIG)
+    prompt = list(range(1, 41))
+    first, second = (list(engine.submit(prompt, max_new_tokens=6).result().tokens) for _ in range(2))
+    assert second == first
+    assert engine.stats().tokens_reused == 0

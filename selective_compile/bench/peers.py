@@ -61,6 +61,7 @@ class EnginePeer:
             token_budget=settings.token_budget,
             max_requests=settings.requests,
             max_kv_tokens=slots_needed(trace, 16),
+            block_reuse=False,  # or every round but the first would find its prompts computed
             compile=settings.compile,
         )
         program = compile_step_program(model, config)

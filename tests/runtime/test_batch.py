@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from selective_compile.runtime.batch import BatchAssembler
 from selective_compile.runtime.block_pool import BlockPool
+from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.request_state import RequestState
-from selective_compile.runtime.scheduler import Scheduler, StepPlan
+from selective_compile.runtime.scheduler import Scheduler
 from selective_compile.step import StepInputs
 from tests.runtime.simulated import CPU, check_inputs
 
@@ -54,7 +55,7 @@ def test_random_plans(prompts: list[list[int]], block_size: int, token_budget: i
     scheduler = Scheduler(pool, token_budget=token_budget, max_requests=4, block_size=block_size)
     assembler = make_assembler(max_blocks=40, block_size=block_size)
     for number, prompt in enumerate(prompts):
-        scheduler.add(RequestState(number, number, prompt))
+        scheduler.add(RequestState(number, number, prompt, max_new_tokens=9))
     for step in range(16):
         plan = scheduler.schedule()
         if not plan.shares:
@@ -68,7 +69,7 @@ def test_random_plans(prompts: list[list[int]], block_size: int, token_budget: i
 
 def test_one_token_of_one_request_is_padded_to_two_of_everything() -> None:
     scheduler = Scheduler(BlockPool(3), token_budget=4, max_requests=1, block_size=4)
-    scheduler.add(RequestState("a", 0, [9]))
+    scheduler.add(RequestState("a", 0, [9], max_new_tokens=1))
     inputs = make_assembler(max_requests=1).assemble(scheduler.schedule())
     assert inputs.input_ids.tolist() == [9, 0]
     assert inputs.positions.tolist() == [0, 0]
@@ -81,7 +82,7 @@ def test_one_token_of_one_request_is_padded_to_two_of_everything() -> None:
 
 def test_the_buffers_are_allocated_once() -> None:
     scheduler = Scheduler(BlockPool(40), token_budget=16, max_requests=4, block_size=4)
-    scheduler.add(RequestState("a", 0, [1, 2, 3]))
+    scheduler.add(RequestState("a", 0, [1, 2, 3], max_new_tokens=2))
     assembler = make_assembler()
     places = set()
     for _ in range(3):

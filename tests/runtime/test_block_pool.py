@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from selective_compile.runtime.block_pool import BlockPool
 
@@ -66,3 +67,65 @@ def test_random_use_keeps_the_invariants(actions: list[tuple[str, int]]) -> None
             pool.release(holders.pop(number % len(holders)))
         pool.check(holders)
     assert pool.num_free == 12 - len({block for blocks in holders for block in blocks})
+
+
+NAMES = [bytes([number]) for number in range(6)]
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Holders that allocate, share, name, find and let go; what a name finds is what was named last so."""
+
+    @initialize(num_blocks=st.integers(1, 8))
+    def start(self, num_blocks: int) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.holders: list[list[int]] = []
+        self.content: dict[int, bytes] = {}  # of every block, since it was handed out
+
+    @rule(count=st.integers(0, 4))
+    def allocate(self, count: int) -> None:
+        if count <= self.pool.num_free:
+            nameless = self.pool.num_free - self.pool.num_idle
+            idle = self.pool.num_idle
+            blocks = self.pool.allocate(count)
+            assert self.pool.num_idle == idle - max(0, count - nameless), "idle blocks are taken last"
+            for block in blocks:
+                self.content.pop(block, None)
+            self.holders.append(blocks)
+
+    @precondition(lambda self: self.holders)
+    @rule(holder=st.integers(0, 99), name=st.sampled_from(NAMES))
+    def keep(self, holder: int, name: bytes) -> None:
+        for block in self.holders[holder % len(self.holders)][:1]:
+            if block not in self.content:
+                self.content[block] = name
+                self.pool.keep(block, name)
+
+    @rule(names=st.lists(st.sampled_from(NAMES), max_size=3, unique=True))
+    def find(self, names: list[bytes]) -> None:
+        found = self.pool.find(names)
+        assert [self.content[block] for block in found] == names[: len(found)]
+        free = self.pool.count_free(found)
+        before = self.pool.num_free
+        self.pool.share(found)
+        assert self.pool.num_free == before - free
+        self.holders.append(found)
+
+    @precondition(lambda self: self.holders)
+    @rule(holder=st.integers(0, 99))
+    def release(self, holder: int) -> None:
+        self.pool.release(self.holders.pop(holder % len(self.holders)))
+
+    @rule()
+    def forget(self) -> None:
+        self.pool.forget()
+        assert self.pool.find(NAMES[:1]) == []
+        self.content = {block: b"" for blocks in self.holders for block in blocks}
+
+    @invariant()
+    def consistent(self) -> None:
+        if hasattr(self, "pool"):
+            self.pool.check(self.holders)
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

@@ -56,7 +56,7 @@ class EndsAtTheLastMoment:
 def test_an_end_between_looking_and_waiting_is_not_missed() -> None:
     owner = EndsAtTheLastMoment()
     params = simulated_engine().submit([1]).params
-    owner.request = Request(RequestState("a", 0, [1]), params, owner)
+    owner.request = Request(RequestState("a", 0, [1], max_new_tokens=1), params, owner)
     started = time.perf_counter()
     assert owner.request.result(timeout=SECONDS).finish_reason == "cancelled"
     assert time.perf_counter() - started < SECONDS / 2

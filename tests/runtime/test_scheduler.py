@@ -1,17 +1,15 @@
-"""The scheduler: order, budget, chunks and preemption by example, and its invariants under random traffic."""
+"""The scheduler by example: order, budget, chunks, preemption; `test_traffic.py` has its invariants."""
 
 from __future__ import annotations
 
 import time
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from selective_compile.runtime.block_pool import BlockPool
+from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.request_state import RequestState
-from selective_compile.runtime.scheduler import Scheduler, StepPlan
+from selective_compile.runtime.scheduler import Scheduler
 
 
 def make_scheduler(
@@ -21,7 +19,9 @@ def make_scheduler(
 
 
 def add(scheduler: Scheduler, number: int, prompt_length: int) -> RequestState:
-    state = RequestState(number, number, [7] * prompt_length)
+    """A request whose tokens nobody else has, and which may generate as many as the pool has room for."""
+    new_tokens = max(1, scheduler.pool.num_blocks * scheduler.block_size - prompt_length + 1)
+    state = RequestState(number, number, [number] * prompt_length, max_new_tokens=new_tokens)
     scheduler.add(state)
     return state
 
@@ -97,7 +97,7 @@ def test_the_youngest_is_preempted_and_computed_again() -> None:
     plan = scheduler.schedule()
     assert shape(plan) == [(0, 1)]
     assert plan.preempted == (young,)
-    assert (list(young.blocks), young.computed, young.tokens.tolist()) == ([], 0, [7, 1])
+    assert (list(young.blocks), young.computed, young.tokens.tolist()) == ([], 0, [1, 1])
     scheduler.advance(plan.shares[0], 1)
     scheduler.remove(old)
     plan = run(scheduler)
@@ -142,7 +142,7 @@ def test_preempt_all_keeps_order_and_tokens() -> None:
     scheduler.check()
     assert scheduler.pool.num_free == 64
     assert shape(run(scheduler)) == [(0, 3), (1, 3), (2, 2)]
-    assert [state.tokens.tolist() for state in states] == [[7, 7, 1, 1], [7, 7, 1, 1], [7, 7, 1]]
+    assert [state.tokens.tolist() for state in states] == [[0, 0, 1, 1], [1, 1, 1, 1], [2, 2, 1]]
 
 
 def test_what_never_fits_is_our_mistake() -> None:
@@ -177,90 +177,3 @@ def test_a_step_does_not_look_at_those_that_wait() -> None:
         return min(times)
 
     assert fastest_step(10_000) < 3 * fastest_step(200)
-
-
-class SchedulerMachine(RuleBasedStateMachine):
-    """Random arrivals, lengths, ends and cancellations over a small pool."""
-
-    @initialize(
-        num_blocks=st.integers(1, 12),
-        token_budget=st.integers(1, 12),
-        max_requests=st.integers(1, 5),
-        block_size=st.integers(1, 4),
-    )
-    def start(self, num_blocks: int, token_budget: int, max_requests: int, block_size: int) -> None:
-        self.scheduler = make_scheduler(num_blocks, token_budget, max_requests, block_size)
-        self.live: dict[int, RequestState] = {}
-        self.ends: dict[int, int] = {}
-        self.added = 0
-        self.finished: list[int] = []
-
-    @rule(prompt_length=st.integers(1, 20), new_tokens=st.integers(1, 12))
-    def arrive(self, prompt_length: int, new_tokens: int) -> None:
-        if self.scheduler.fits(prompt_length + new_tokens - 1):
-            self.live[self.added] = add(self.scheduler, self.added, prompt_length)
-            self.ends[self.added] = new_tokens
-            self.added += 1
-
-    @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
-        number = data.draw(st.sampled_from(sorted(self.live)))
-        self.scheduler.remove(self.live.pop(number))
-        self.finished.append(number)
-
-    @rule()
-    def forget_everything_computed(self) -> None:
-        self.scheduler.preempt_all()
-
-    @rule()
-    def step(self) -> None:
-        plan = self.scheduler.schedule()
-        self.check_plan(plan)
-        for share in plan.shares:
-            before = share.state.tokens.tolist()
-            self.scheduler.advance(share, 5 if share.samples else None)
-            assert share.state.tokens.tolist() == before + [5] * share.samples
-            if share.state.generated == self.ends[share.state.number]:
-                self.scheduler.remove(self.live.pop(share.state.number))
-                self.finished.append(share.state.number)
-
-    def check_plan(self, plan: StepPlan) -> None:
-        assert plan.num_tokens <= self.scheduler.token_budget
-        assert len(plan.shares) <= self.scheduler.max_requests
-        assert bool(plan.shares) == bool(self.live), "a step with requests must compute something"
-        numbers = [share.state.number for share in plan.shares]
-        assert numbers == sorted(set(numbers))
-        if numbers:
-            assert numbers[0] == min(self.live), "the request that came first is always served"
-        for share in plan.shares:
-            assert share.num_tokens >= 1 and share.start == share.state.computed
-            end = share.start + share.num_tokens
-            assert share.samples == (end == len(share.state.tokens))
-            assert len(share.state.blocks) * self.scheduler.block_size >= end
-        for state in plan.preempted:
-            assert not state.blocks and state.number not in numbers
-            assert all(number < state.number for number in numbers)
-
-    @invariant()
-    def consistent(self) -> None:
-        self.scheduler.check()
-        assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.live)
-
-    def teardown(self) -> None:
-        """Without new arrivals every request ends, once, in bounded time, and all blocks are free."""
-        if not hasattr(self, "scheduler"):
-            return
-        # Served alone from the start, the first request ends within its tokens, each computed once more at
-        # most.
-        bound = sum(2 * (len(state.tokens) + self.ends[number]) for number, state in self.live.items())
-        for _ in range(bound):
-            self.step()
-            self.consistent()
-        assert not self.scheduler.has_work
-        assert self.scheduler.pool.num_free == self.scheduler.pool.num_blocks
-        assert sorted(self.finished) == list(range(self.added))
-
-
-TestRandomTraffic = SchedulerMachine.TestCase
-TestRandomTraffic.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

@@ -1,0 +1,35 @@
+"""Names for the content of blocks: equal where the tokens, all those before them and the salt are equal."""
+
+from __future__ import annotations
+
+from array import array
+from hashlib import sha256
+
+from selective_compile.runtime.request_state import RequestState
+
+
+def block_names(state: RequestState, count: int, block_size: int) -> list[bytes]:
+    """At least the names of the first `count` blocks of a request, which are full of known tokens.
+
+    Each name is a hash of the one before, so that it stands for all tokens up to the block's end; the first of
+    all is that of the salt. What the keys and values depend on besides is the same for all requests: positions
+    start at 0, and a change of the weights takes all names away.
+    """
+    extend_names(state.block_names, state.tokens, state.terms.cache_salt, count, block_size)
+    return state.block_names
+
+
+def extend_names(names: list[bytes], tokens: array[int], salt: str | None, count: int, block_size: int) -> None:
+    """Make `names` those of the first `count` blocks of tokens, unless it has as many already."""
+    if len(names) < count:
+        assert count * block_size <= len(tokens), (len(tokens), count)
+        name = names[-1] if names else _hashed(repr(salt).encode())
+        for start in range(len(names) * block_size, count * block_size, block_size):
+            name = _hashed(name + tokens[start : start + block_size].tobytes())
+            names.append(name)
+
+
+def _hashed(content: bytes) -> bytes:
+    # 256 bits of a cryptographic hash: that two contents share a name need not be reckoned with, nor can it be
+    # brought about by someone who chooses his tokens. SHA-256 because processors have instructions for it.
+    return sha256(content).digest()

@@ -1,0 +1,51 @@
+"""The statistics of one iteration as JSON, under the names that TensorRT-LLM's Batch Manager gives them."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Any
+
+from selective_compile.options import EngineConfig
+from selective_compile.runtime.stats import EngineStats, StepRecord
+
+
+def iteration_stats(record: StepRecord, stats: EngineStats, config: EngineConfig) -> dict[str, Any]:
+    """What `on_stats` reports of a step.
+
+    Args:
+        record: the step.
+        stats: the engine after it.
+        config: of the engine.
+    """
+    context = [share for share in record.shares if share.is_prefill]
+    values: dict[str, Any] = {
+        "Timestamp": datetime.now().strftime("%m-%d-%Y %H:%M:%S"),
+        "Iteration Counter": record.step,
+        "Active Request Count": stats.running + stats.waiting,
+        "Waiting Request Count": stats.waiting,
+        "Max Request Count": config.max_requests,
+        "Max KV cache blocks": stats.blocks_max,
+        "Free KV cache blocks": stats.blocks_free,
+        "Used KV cache blocks": stats.blocks_used,
+        "Reusable KV cache blocks": stats.blocks_idle,
+        "Tokens per KV cache block": stats.block_size,
+        "Scheduled Requests": len(record.shares),
+        "Context Requests": len(context),
+        "Total Context Tokens": sum(share.tokens for share in context),
+        "Paused Requests": len(record.preempted),
+        "Total Reused Tokens": stats.tokens_reused,
+        "Step Seconds": record.seconds,
+        "Predicted Step Seconds": record.predicted_seconds,
+    }
+    if config.batching == "static":
+        values["Total Generation Tokens"] = len(record.shares) - len(context)
+        values["Empty Generation Slots"] = record.empty_slots
+    else:
+        values["Generation Requests"] = len(record.shares) - len(context)
+        values["MicroBatch ID"] = 0
+    return values
+
+
+def iteration_json(record: StepRecord, stats: EngineStats, config: EngineConfig) -> str:
+    return json.dumps(iteration_stats(record, stats, config))

@@ -1,0 +1,64 @@
+"""What the scheduler decides: the shares of one step, and who came, gave way or was refused on the way to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from selective_compile.runtime.request_state import RequestState
+
+
+class Share(NamedTuple):
+    """A request's part in a step: tokens start .. start + num_tokens of `state.tokens` are computed."""
+
+    state: RequestState
+    start: int
+    num_tokens: int
+    samples: bool  # the last known token is among them, so the step's logits give the next one
+
+    @property
+    def is_prefill(self) -> bool:
+        """True unless the share is the token that the previous step generated; recomputing is prefill too."""
+        return not self.samples or self.num_tokens > 1 or self.start < self.state.prompt_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """What one step computes, in the order in which it lies in the ragged batch.
+
+    Attributes:
+        preempted: those that gave up their blocks, to be computed again.
+        admitted: those that wait no more, the first time or again.
+        refused: those that could not end by their deadline any more; they have left.
+        empty_slots: in a static batch, places of those that have ended before its longest member.
+    """
+
+    shares: tuple[Share, ...]
+    preempted: tuple[RequestState, ...] = ()
+    admitted: tuple[RequestState, ...] = ()
+    refused: tuple[RequestState, ...] = ()
+    empty_slots: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(share.num_tokens for share in self.shares)
+
+
+@dataclass(kw_only=True)
+class Draft:
+    """A plan in the making; `budget` is what is left of the step's tokens."""
+
+    budget: int
+    shares: list[Share] = field(default_factory=list)
+    preempted: list[RequestState] = field(default_factory=list)
+    admitted: list[RequestState] = field(default_factory=list)
+    refused: list[RequestState] = field(default_factory=list)
+
+    def plan(self, empty_slots: int) -> StepPlan:
+        return StepPlan(
+            shares=tuple(self.shares),
+            preempted=tuple(self.preempted),
+            admitted=tuple(self.admitted),
+            refused=tuple(self.refused),
+            empty_slots=empty_slots,
+        )

@@ -1,0 +1,335 @@
+"""The batch manager: its callbacks, and what happens when they, the requests or the steps fail."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import selective_compile as sc
+from selective_compile.runtime import BatchManager, InferenceRequest
+from tests.runtime.simulated import VOCAB_SIZE, SimulatedProgram, expected_tokens, simulated_engine
+
+
+class Client:
+    """The callbacks of a server that keeps everything; `done` ids have had their last response."""
+
+    def __init__(self) -> None:
+        self.queue: deque[InferenceRequest] = deque()
+        self.asked: list[int] = []
+        self.parts: dict[Any, list[dict[str, Tensor]]] = {}
+        self.errors: dict[Any, str] = {}
+        self.done: list[Any] = []
+        self.stops: set[Any] = set()
+        self.stats: list[dict[str, Any]] = []
+        self.on_response: Callable[[Any, bool], None] = lambda request_id, is_final: None
+
+    def get(self, max_count: int) -> list[InferenceRequest]:
+        self.asked.append(max_count)
+        count = len(self.queue) if max_count < 0 else min(max_count, len(self.queue))
+        return [self.queue.popleft() for _ in range(count)]
+
+    def send(self, request_id: Any, tensors: dict[str, Tensor], is_final: bool, error: str) -> None:
+        if error:
+            assert is_final and not tensors
+            self.errors[request_id] = error
+        else:
+            self.parts.setdefault(request_id, []).append(tensors)
+        self.on_response(request_id, is_final)
+        if is_final:
+            self.done.append(request_id)
+
+    def ask(self, request_id: Any, input_ids: Any = (1, 2, 3), streaming: bool = False, **options: Any) -> None:
+        options.setdefault("max_new_tokens", 5)
+        self.queue.append(
+            InferenceRequest(request_id=request_id, input_ids=input_ids, streaming=streaming, options=options)
+        )
+
+    def wait(self, count: int) -> None:
+        deadline = time.monotonic() + 60
+        while len(self.done) < count:
+            assert time.monotonic() < deadline, (self.done, count)
+            time.sleep(0.001)
+
+
+def manage(client: Client, program: SimulatedProgram | None = None, **config: Any) -> BatchManager:
+    limit = config.pop("max_active", None)
+    engine = simulated_engine(program, **config)
+
+    def on_stats(text: str) -> None:
+        client.stats.append(json.loads(text))
+
+    def poll_stop() -> set[Any]:
+        return set(client.stops)
+
+    return BatchManager(engine, client.get, client.send, poll_stop, on_stats, max_active=limit)
+
+
+def assert_nothing_left(manager: BatchManager) -> None:
+    stats = manager._engine.stats()
+    assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
+    assert not manager._engine._live and not manager._open and manager.num_active == 0
+    assert not manager.alive
+    manager._engine._scheduler.check()
+
+
+def tokens_of(prompt: list[int], **options: Any) -> list[int]:
+    return expected_tokens(prompt, simulated_engine().submit(prompt, **options).params)
+
+
+def test_a_response_has_the_tensors_of_its_request() -> None:
+    client = Client()
+    client.ask(2**63 + 5, [4, 5], max_new_tokens=6, logprobs=True)
+    with manage(client) as manager:
+        client.wait(1)
+    ((response,),) = client.parts.values()
+    expected = [4, 5, *tokens_of([4, 5], max_new_tokens=6)]
+    assert response["output_ids"].tolist() == [[expected]]
+    assert response["output_ids"].dtype == torch.int64
+    assert response["sequence_length"].tolist() == [[8]]
+    assert response["log_probs"].shape == (1, 1, 6) and response["cum_log_probs"].shape == (1, 1)
+    assert float(response["log_probs"].sum()) == pytest.approx(float(response["cum_log_probs"]))
+    assert client.errors == {}
+    assert_nothing_left(manager)
+
+
+def test_a_streamed_request_gets_a_response_for_each_token() -> None:
+    client = Client()
+    client.ask("a", [4, 5], streaming=True, max_new_tokens=6)
+    with manage(client):
+        client.wait(1)
+    parts = client.parts["a"]
+    assert [part["output_ids"].shape for part in parts] == [(1, 1, 1)] * 6
+    assert [int(part["output_ids"]) for part in parts] == tokens_of([4, 5], max_new_tokens=6)
+    assert [int(part["sequence_length"]) for part in parts] == [3, 4, 5, 6, 7, 8]
+
+
+def test_what_is_wrong_with_one_request_arrives_as_its_last_response() -> None:
+    client = Client()
+    client.ask("empty", [])
+    client.ask("unknown", nonsense=1)
+    client.ask("good")
+    with manage(client) as manager:
+        client.wait(3)
+    assert client.errors["empty"] == "prompt_ids must hold at least one token id, got none"
+    assert "got 'nonsense'" in client.errors["unknown"]
+    assert len(client.parts["good"]) == 1
+    assert_nothing_left(manager)
+
+
+def test_an_id_in_use_is_refused_and_one_that_ended_may_be_used_again() -> None:
+    client = Client()
+
+    def again(request_id: Any, is_final: bool) -> None:
+        if is_final and client.done.count("a") == 1 and not client.queue:
+            client.ask("a", [7])
+
+    client.ask("a", max_new_tokens=20)
+    client.ask("a")
+    client.on_response = again
+    with manage(client) as manager:
+        client.wait(3)
+    assert client.errors["a"].startswith("request_id must not be that of an unfinished request")
+    assert [len(part["output_ids"][0, 0]) for part in client.parts["a"]] == [23, 6]
+    assert_nothing_left(manager)
+
+
+def test_a_stopped_request_gets_its_last_response() -> None:
+    client = Client()
+    client.ask("a", max_new_tokens=500, streaming=True)
+    client.ask("b", max_new_tokens=3)
+
+    def stop_soon(request_id: Any, is_final: bool) -> None:
+        if len(client.parts.get("a", ())) == 4:
+            client.stops = {"a", "who is that"}
+
+    client.on_response = stop_soon
+    with manage(client) as manager:
+        client.wait(2)
+    assert 4 <= sum(part["output_ids"].numel() for part in client.parts["a"]) < 500
+    assert client.errors == {} and set(client.done) == {"a", "b"}
+    assert_nothing_left(manager)
+
+
+def test_no_more_are_asked_for_than_can_be_taken() -> None:
+    client = Client()
+    for number in range(7):
+        client.ask(number)
+    with manage(client, max_active=3) as manager:
+        client.wait(7)
+    assert max(client.asked) == 3 and min(client.asked) >= 0
+    assert_nothing_left(manager)
+
+
+def test_without_a_limit_the_count_is_negative() -> None:
+    client = Client()
+    client.ask("a")
+    with manage(client):
+        client.wait(1)
+    assert set(client.asked) == {-1}
+
+
+def test_stats_of_each_iteration() -> None:
+    client = Client()
+    for number in range(3):
+        client.ask(number, [number] * 5, max_new_tokens=4)
+    with manage(client, token_budget=8, block_size=4, max_kv_tokens=64):
+        client.wait(3)
+    first = client.stats[0]
+    assert first["Iteration Counter"] == 0
+    assert (first["Scheduled Requests"], first["Context Requests"], first["Generation Requests"]) == (2, 2, 0)
+    assert first["Total Context Tokens"] == 8
+    assert (first["Max KV cache blocks"], first["Tokens per KV cache block"]) == (16, 4)
+    assert first["Used KV cache blocks"] + first["Free KV cache blocks"] == 16
+    assert [one["Iteration Counter"] for one in client.stats] == list(range(len(client.stats)))
+    assert client.stats[-1]["Active Request Count"] == 0
+    assert first["Predicted Step Seconds"] is None and client.stats[1]["Predicted Step Seconds"] > 0
+
+
+def test_static_batches_report_their_empty_slots() -> None:
+    client = Client()
+    client.ask("short", max_new_tokens=2)
+    client.ask("long", max_new_tokens=4)
+    with manage(client, batching="static"):
+        client.wait(2)
+    assert [one["Empty Generation Slots"] for one in client.stats] == [0, 0, 1, 1]
+
+
+def test_a_failed_step_ends_its_requests_and_others_go_on() -> None:
+    client, program = Client(), SimulatedProgram()
+    failures = iter([torch.OutOfMemoryError("too much")])
+
+    def fail_once() -> None:
+        for failure in failures:
+            raise failure
+
+    program.before_run = fail_once
+    for number in range(3):
+        client.ask(number)
+    with manage(client, program, max_requests=2) as manager:
+        client.wait(3)
+    assert client.errors == dict.fromkeys((0, 1), "step 0 failed: OutOfMemoryError: too much")
+    assert len(client.parts[2]) == 1
+    assert_nothing_left(manager)
+
+
+def test_a_send_response_that_raises_stops_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
+    client = Client()
+    client.ask("bad", streaming=True, max_new_tokens=900)
+    client.ask("good", streaming=True, max_new_tokens=9)
+
+    def gone(request_id: Any, is_final: bool) -> None:
+        if request_id == "bad" and not is_final:
+            raise ConnectionError("the reader has gone")
+
+    client.on_response = gone
+    with manage(client) as manager:
+        client.wait(2)
+    assert len(client.parts["good"]) == 9
+    assert len(client.parts["bad"]) < 900
+    assert "callback send_response raised" in caplog.text
+    assert_nothing_left(manager)
+
+
+def test_a_reader_that_blocks_does_not_keep_the_steps_waiting() -> None:
+    client, program = Client(), SimulatedProgram()
+    steps = []
+    program.before_run = lambda: steps.append(None)
+    reading = threading.Event()
+
+    def block(request_id: Any, is_final: bool) -> None:
+        assert reading.wait(60)
+
+    client.on_response = block
+    client.ask("a", streaming=True, max_new_tokens=40)
+    with manage(client, program) as manager:
+        deadline = time.monotonic() + 60
+        while len(steps) < 40 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert len(steps) == 40 and client.done == []
+        assert manager.num_active == 1
+        reading.set()
+    assert client.done == ["a"] and len(client.parts["a"]) == 40
+    assert_nothing_left(manager)
+
+
+@pytest.mark.parametrize("name", ["get", "poll_stop", "on_stats"])
+def test_other_callbacks_that_raise_are_logged(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    client = Client()
+    client.ask("a")
+    calls = []
+
+    def raising(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if name == "get" and len(calls) > 2:
+            return client.get(*arguments)
+        raise RuntimeError("a bug of the server")
+
+    callbacks = {"get": client.get, "poll_stop": set, "on_stats": lambda text: None, name: raising}
+    arguments = (callbacks["get"], client.send, callbacks["poll_stop"], callbacks["on_stats"])
+    with BatchManager(simulated_engine(), *arguments) as manager:
+        client.wait(1)
+    assert client.errors == {} and "raised" in caplog.text
+    assert_nothing_left(manager)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_worker_that_is_killed_says_so_to_everyone() -> None:
+    client, program = Client(), SimulatedProgram()
+
+    def kill() -> None:
+        raise SystemExit("killed")
+
+    program.before_run = kill
+    for number in range(3):
+        client.ask(number)
+    with manage(client, program, max_requests=2) as manager:
+        client.wait(3)
+    assert client.errors[0] == "step 0 failed: SystemExit: killed"
+    assert client.errors[2] == "the worker thread of the batch manager ended: SystemExit: killed"
+    assert_nothing_left(manager)
+    # The engine itself is whole.
+    program.before_run = lambda: None
+    assert manager._engine.submit([1], max_new_tokens=2).result().finish_reason == "length"
+
+
+def test_its_public_name() -> None:
+    assert sc.runtime.BatchManager is BatchManager
+
+
+def test_max_active_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="max_active must be a positive integer or None, got 0"):
+        manage(Client(), max_active=0)
+
+
+def test_soak() -> None:
+    """Random requests, stops, errors and readers that go: every one has one last response, and nothing is left."""
+    client, draw = Client(), random.Random(0)
+    count = 1500
+
+    def unreliable(request_id: Any, is_final: bool) -> None:
+        if draw.random() < 0.05:
+            client.stops = {draw.randrange(count)}
+        if not is_final and draw.random() < 0.01:
+            raise ConnectionError("gone")
+
+    client.on_response = unreliable
+    for number in range(count):
+        prompt = [draw.randrange(3) for _ in range(draw.randint(0, 12))]  # one in 13 is empty
+        options = {"max_new_tokens": draw.randint(1, 6), "eos_token_id": draw.randrange(VOCAB_SIZE)}
+        client.ask(number, prompt, streaming=draw.random() < 0.5, **options)
+    threads = threading.active_count()
+    with manage(client, max_requests=16, max_kv_tokens=64, block_size=2) as manager:
+        client.wait(count)
+    assert sorted(client.done) == list(range(count))
+    assert_nothing_left(manager)
+    assert threading.active_count() == threads
+    assert manager._engine.stats().preemptions > 0

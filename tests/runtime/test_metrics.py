@@ -1,0 +1,87 @@
+"""The registry for Prometheus and the trace file: they agree with what the engine did."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import generate_latest
+
+from selective_compile.runtime import Engine, EngineMetrics, StepRecord, TraceFile
+from tests.runtime.simulated import simulated_engine
+
+
+def run(engine: Engine) -> None:
+    while engine.step():
+        pass
+
+
+def test_counters_gauges_and_times_are_those_of_the_engine() -> None:
+    engine = simulated_engine(max_kv_tokens=48, block_size=4, max_requests=8)
+    metrics = EngineMetrics(engine)
+
+    def value(name: str, **labels: str) -> Any:
+        return metrics.registry.get_sample_value(f"selective_{name}", labels)
+
+    requests = [engine.submit([1, 2, 3, 4, number], max_new_tokens=20) for number in range(6)]
+    engine.step()
+    requests[0].cancel()
+    assert value("requests_running") == engine.stats().running + 1
+    run(engine)
+    stats = engine.stats()
+    for name in ("steps", "preemptions", "tokens_computed", "tokens_generated", "tokens_reused", "tokens_admitted"):
+        assert value(f"{name}_total") == getattr(stats, name), name
+    assert stats.preemptions > 0 and stats.tokens_reused > 0
+    assert (value("requests_running"), value("blocks_used"), value("blocks_max")) == (0, 0, 12)
+    assert value("requests_total", finish_reason="length") == 5
+    assert value("requests_total", finish_reason="cancelled") == 1
+    assert value("step_seconds_count") == stats.steps
+    assert value("request_seconds_count") == value("queue_seconds_count") == 6
+    assert value("between_tokens_seconds_count") == 5
+    total = sum(request.result().timing.total or 0.0 for request in requests)
+    assert value("request_seconds_sum") == pytest.approx(total)
+    assert b"# HELP selective_tokens_reused_total" in generate_latest(metrics.registry)
+
+
+def test_a_registry_has_one_engine_and_may_be_closed() -> None:
+    engine = simulated_engine()
+    metrics = EngineMetrics(engine)
+    with pytest.raises(ValueError, match="Duplicated"):
+        EngineMetrics(engine, metrics.registry)
+    metrics.close()
+    engine.submit([1], max_new_tokens=2).result()
+    assert metrics.registry.get_sample_value("selective_steps_total") == 0
+
+
+def test_time_between_tokens() -> None:
+    engine = simulated_engine()
+    timing = engine.submit([1], max_new_tokens=4).result().timing
+    assert timing.between_tokens is not None and timing.first_token is not None and timing.total is not None
+    assert 0 < 3 * timing.between_tokens <= timing.total - timing.first_token
+    assert engine.submit([1], max_new_tokens=1).result().timing.between_tokens is None
+
+
+def test_a_trace_has_every_share_and_a_row_for_each_request(tmp_path: Path) -> None:
+    records: list[StepRecord] = []
+    engine = simulated_engine(max_kv_tokens=24, block_size=2, token_budget=6, observers=[records.append])
+    with TraceFile(tmp_path / "trace.json") as trace:
+        engine.add_observer(trace.observe)
+        for number in range(4):
+            engine.submit([number] * 5, request_id=number, max_new_tokens=8)
+        run(engine)
+        engine.submit([9], request_id=0, max_new_tokens=2)
+        run(engine)
+        engine.remove_observer(trace.observe)
+    events: list[dict[str, Any]] = json.loads((tmp_path / "trace.json").read_text())
+    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert sorted(names.values()) == ["0", "0", "1", "2", "3", "steps"]
+    spans = [event for event in events if event["ph"] == "X" and event["tid"] > 0]
+    shares = [(record.step, str(share.request_id), share.tokens) for record in records for share in record.shares]
+    assert [(span["args"]["step"], names[span["tid"]], span["args"]["tokens"]) for span in spans] == shares
+    steps = [event for event in events if event["ph"] == "X" and event["tid"] == 0]
+    assert [step["ts"] for step in steps] == sorted(step["ts"] for step in steps)
+    assert all(before["ts"] + before["dur"] <= after["ts"] for before, after in zip(steps, steps[1:], strict=False))
+    preempted = [event for event in events if event["name"] == "preempted"]
+    assert len(preempted) == engine.stats().preemptions > 0

@@ -1,0 +1,232 @@
+"""The scheduler's invariants under random traffic and every policy: arrivals, shared prefixes, ends, failures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, get_args
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from selective_compile.options import Batching, SchedulerPolicy, WaitingOrder
+from selective_compile.runtime.block_pool import BlockPool
+from selective_compile.runtime.plan import StepPlan
+from selective_compile.runtime.request_state import RequestState, Terms
+from selective_compile.runtime.scheduler import Scheduler
+from tests.runtime.traffic import Memory, next_token
+
+PROMPTS = ([0] * 20, [0, 1] * 10, [0, 0, 0, 1] * 5)
+
+
+class Arrival(NamedTuple):
+    """A request that ends up to `early` tokens before it might; `deadline` in steps from its arrival."""
+
+    prompt: list[int]
+    length: int
+    new_tokens: int
+    early: int
+    salt: str | None
+    priority: int
+    deadline: float
+    user: str | None
+
+    def state(self, number: int, now: float) -> RequestState:
+        terms = Terms(
+            arrival=now,
+            priority=self.priority,
+            deadline=now + self.deadline,
+            user=self.user,
+            cache_salt=self.salt,
+        )
+        prompt = self.prompt[: self.length]
+        return RequestState(number, number, prompt, max_new_tokens=self.new_tokens, terms=terms)
+
+
+ARRIVAL = st.builds(
+    Arrival,
+    prompt=st.sampled_from(PROMPTS),
+    length=st.integers(1, 20),
+    new_tokens=st.integers(1, 12),
+    early=st.integers(0, 3),
+    salt=st.sampled_from([None, None, "tenant"]),
+    priority=st.integers(-2, 2),
+    deadline=st.sampled_from([math.inf, 5.0, 20.0, 60.0]),
+    user=st.sampled_from([None, "a", "b"]),
+)
+CONFIGURATION = st.fixed_dictionaries(
+    {
+        "num_blocks": st.integers(3, 20),
+        "token_budget": st.integers(1, 12),
+        "max_requests": st.integers(1, 5),
+        "block_size": st.integers(1, 4),
+        "block_reuse": st.booleans(),
+        "policy": st.sampled_from(get_args(SchedulerPolicy)),
+        "order": st.sampled_from(get_args(WaitingOrder)),
+        "batching": st.sampled_from(get_args(Batching)),
+    }
+)
+
+
+def make_scheduler(num_blocks: int, **options: Any) -> Scheduler:
+    return Scheduler(BlockPool(num_blocks), **options)
+
+
+class Simulation:
+    """A scheduler with its requests and memory, and a log by which another one can be made to do the same."""
+
+    def __init__(self, configuration: dict[str, Any]) -> None:
+        self.configuration = configuration
+        self.scheduler = make_scheduler(**configuration)
+        self.memory = Memory(configuration["block_size"])
+        self.weights = 0
+        self.now = 0.0
+        self.live: dict[int, RequestState] = {}
+        self.ends: dict[int, int] = {}
+        self.finished: list[int] = []
+        self.log: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self.plans: list[tuple[Any, ...]] = []
+
+    def do(self, what: Callable[..., None], *arguments: Any) -> None:
+        self.log.append((what, arguments))
+        what(self, *arguments)
+
+    def arrive(self, arrival: Arrival) -> None:
+        if self.scheduler.fits(arrival.length + arrival.new_tokens - 1):
+            number = len(self.ends)
+            self.live[number] = arrival.state(number, self.now)
+            self.scheduler.add(self.live[number])
+            self.ends[number] = max(1, arrival.new_tokens - arrival.early)
+
+    def cancel(self, which: int) -> None:
+        if self.live:
+            self.end(sorted(self.live)[which % len(self.live)])
+
+    def change_weights(self) -> None:
+        self.weights += 1
+        self.scheduler.preempt_all()
+
+    def fail(self) -> None:
+        """A step that computes nothing: those that run end, and nothing of it may be found later."""
+        self.schedule()
+        for state in list(self.scheduler.running()):
+            self.end(state.number)
+        self.scheduler.forget()
+
+    def step(self, cancelled: int | None = None) -> None:
+        """One step; one of its requests is cancelled while the model runs, or none."""
+        plan = self.schedule()
+        self.memory.run(plan, self.weights)
+        if cancelled is not None and plan.shares:
+            self.end(plan.shares[cancelled % len(plan.shares)].state.number)
+        for share in plan.shares:
+            if not share.state.finished:
+                self.scheduler.advance(share, next_token(share.state) if share.samples else None)
+                if share.state.generated == self.ends[share.state.number]:
+                    self.end(share.state.number)
+        if plan.shares:
+            self.scheduler.measured(plan.num_tokens, 1.0)
+
+    def end(self, number: int) -> None:
+        self.scheduler.remove(self.live.pop(number))
+        self.finished.append(number)
+
+    def schedule(self) -> StepPlan:
+        self.now += 1.0
+        before = list(self.scheduler.running())
+        plan = self.scheduler.schedule(self.now)
+        for state in plan.refused:
+            assert state.finished and not state.generated and state.terms.deadline < math.inf
+            self.finished.append(self.live.pop(state.number).number)
+        self.check(plan, before)
+        self.plans.append(picture(plan))
+        return plan
+
+    def check(self, plan: StepPlan, before: list[RequestState]) -> None:
+        scheduler = self.scheduler
+        assert plan.num_tokens <= scheduler.token_budget
+        assert len(plan.shares) <= scheduler.max_requests
+        assert bool(plan.shares) == bool(self.live), "a step with requests must compute something"
+        numbers = [share.state.number for share in plan.shares]
+        assert len(set(numbers)) == len(numbers)
+        for share in plan.shares:
+            assert share.num_tokens >= 1 and share.start == share.state.computed
+            end = share.start + share.num_tokens
+            assert share.samples == (end == len(share.state.tokens))
+            assert len(share.state.blocks) * scheduler.block_size >= end
+        for state in plan.preempted:
+            assert not state.blocks and state.number not in numbers
+        assert not (plan.preempted and scheduler.guarantees), "who was guaranteed to run to its end was preempted"
+        if before and scheduler.batching == "inflight_fused":
+            assert plan.shares[0].state is before[0], "the request that was admitted first is always served"
+        if scheduler.order == "first_come" and scheduler.batching == "inflight_fused":
+            assert numbers == sorted(numbers)
+            assert not numbers or numbers[0] == min(self.live)
+        if scheduler.batching != "inflight_fused" and any(share.is_prefill for share in plan.shares):
+            decoding = [share.state for share in plan.shares if not share.is_prefill]
+            assert all(state in plan.admitted for state in decoding), "prefill and decode in one step"
+        if scheduler.batching == "static":
+            assert not (plan.admitted and before), "a static batch was joined"
+            assert plan.empty_slots >= 0
+
+
+def picture(plan: StepPlan) -> tuple[Any, ...]:
+    groups = (plan.preempted, plan.admitted, plan.refused)
+    shares = [(share.state.number, share.start, share.num_tokens, list(share.state.blocks)) for share in plan.shares]
+    return (shares, *([state.number for state in group] for group in groups), plan.empty_slots)
+
+
+class TrafficMachine(RuleBasedStateMachine):
+    """Few prompts and a small pool, so that many requests begin alike and blocks run short."""
+
+    @initialize(configuration=CONFIGURATION)
+    def start(self, configuration: dict[str, Any]) -> None:
+        self.simulation = Simulation(configuration)
+
+    @rule(several=st.lists(ARRIVAL, min_size=1, max_size=4))
+    def arrive(self, several: list[Arrival]) -> None:
+        for arrival in several:
+            self.simulation.do(Simulation.arrive, arrival)
+
+    @rule(which=st.integers(0, 99))
+    def cancel(self, which: int) -> None:
+        self.simulation.do(Simulation.cancel, which)
+
+    @rule(what=st.sampled_from([Simulation.change_weights, Simulation.fail]))
+    def disturb(self, what: Callable[..., None]) -> None:
+        self.simulation.do(what)
+
+    @rule(count=st.integers(1, 8), cancelled=st.one_of(st.none(), st.integers(0, 9)))
+    def run(self, count: int, cancelled: int | None) -> None:
+        for number in range(count):
+            self.simulation.do(Simulation.step, cancelled if number == 0 else None)
+            self.consistent()
+
+    @invariant()
+    def consistent(self) -> None:
+        scheduler = self.simulation.scheduler
+        scheduler.check()
+        assert scheduler.num_running + scheduler.num_waiting == len(self.simulation.live)
+
+    def teardown(self) -> None:
+        """Without new arrivals every request ends, once, in bounded time; and the log gives the same batches."""
+        if not hasattr(self, "simulation"):
+            return
+        simulation = self.simulation
+        # Served alone from its admission, a request ends within its tokens, each computed once more at most.
+        left = simulation.live.items()
+        for _ in range(sum(2 * (len(state.tokens) + simulation.ends[number]) for number, state in left)):
+            simulation.do(Simulation.step)
+            self.consistent()
+        assert not simulation.scheduler.has_work
+        assert simulation.scheduler.pool.num_free == simulation.scheduler.pool.num_blocks
+        assert sorted(simulation.finished) == list(range(len(simulation.ends)))
+        again = Simulation(simulation.configuration)
+        for what, arguments in simulation.log:
+            again.do(what, *arguments)
+        assert again.plans == simulation.plans
+
+
+TestTraffic = TrafficMachine.TestCase
+TestTraffic.settings = settings(max_examples=200, stateful_step_count=20, deadline=None)

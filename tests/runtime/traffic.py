@@ -1,0 +1,48 @@
+"""Random traffic over a scheduler, and a model of the KV memory that knows what every slot should hold."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+
+from selective_compile.runtime.plan import StepPlan
+from selective_compile.runtime.request_state import RequestState
+
+
+def content(state: RequestState, position: int, weights: int) -> int:
+    """What the keys and values of a token depend on: all tokens up to it, the salt, and the weights."""
+    tokens = state.tokens[: position + 1].tobytes()
+    return zlib.crc32(repr((state.terms.cache_salt, weights)).encode() + tokens)
+
+
+class Memory:
+    """Slots as a step writes them. A wrong block, a lost one, or a stale one is found when it is read."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._slots: dict[int, int] = {}
+
+    def run(self, plan: StepPlan, weights: int) -> None:
+        """The step of a plan: all writes, then all reads, as `selective::ragged_attention` has it."""
+        written: set[int] = set()
+        for share in plan.shares:
+            for position in range(share.start, share.start + share.num_tokens):
+                slot = self._slot(share.state, position)
+                assert slot not in written, f"slot {slot} is written twice in a step"
+                written.add(slot)
+                self._slots[slot] = content(share.state, position, weights)
+        for share in plan.shares:
+            self._read(share.state, range(share.start + share.num_tokens), weights)
+
+    def _read(self, state: RequestState, positions: Iterable[int], weights: int) -> None:
+        for position in positions:
+            found = self._slots.get(self._slot(state, position))
+            assert found == content(state, position, weights), f"{state}: another's content at {position}"
+
+    def _slot(self, state: RequestState, position: int) -> int:
+        return state.blocks[position // self._block_size] * self._block_size + position % self._block_size
+
+
+def next_token(state: RequestState) -> int:
+    """What the model of the tests generates: few different tokens, so that requests come to agree by chance."""
+    return zlib.crc32(state.tokens.tobytes()) % 2
