@@ -495,6 +495,18 @@ def test_weights_are_those_of_the_moment(compiled: list[Any]) -> None:
     assert len(compiled) == 3
 
 
+def test_weights_changed_through_data_between_calls_are_seen() -> None:
+    """PyTorch counts no such change; keys and values of the call before are not reused for the same prompt."""
+    model, ids = tiny(), random_ids(2, 13)
+    options = {"max_new_tokens": 6, "engine_config": CONFIG}
+    before = sc.generate(model, ids, **options)
+    for layer in model.model.layers:
+        layer.self_attn.v_proj.weight.data.mul_(-3)
+    after = sc.generate(model, ids, **options)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, model.generate(ids, max_new_tokens=6))
+
+
 def test_first_call_in_inference_mode_does_not_spoil_the_next(compiled: list[Any]) -> None:
     model, ids = tiny(), random_ids(2, 6)
     with torch.inference_mode():

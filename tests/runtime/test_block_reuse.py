@@ -276,3 +276,18 @@ def test_the_model_that_ships_continues_a_conversation_from_its_blocks() -> None
         found = engine.stats().tokens_reused - reused
         conversation = [*conversation, *tokens]
     assert found >= len(conversation) - 20 - 20 // 8 * 8 - 8
+
+
+def test_sixty_four_requests_with_one_system_prompt_compute_it_once() -> None:
+    """All at once: even those in the step that computes the prompt share it."""
+    system = [(7 * i) % 61 for i in range(1000)]
+    work = {}
+    for block_reuse in (True, False):
+        engine = simulated_engine(max_kv_tokens=2**17, token_budget=2048, block_reuse=block_reuse)
+        requests = [engine.submit([*system, n % 61, n // 61], max_new_tokens=2) for n in range(64)]
+        tokens = [request.result().tokens for request in requests]
+        work[block_reuse] = (engine.stats().tokens_computed, tokens)
+    assert work[True][1] == work[False][1]
+    assert work[False][0] == 64 * 1003
+    assert work[False][0] - work[True][0] == 63 * 992
+    assert 63 * 992 >= 0.9 * 64 * 1000
