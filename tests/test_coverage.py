@@ -27,6 +27,7 @@ from selective_compile.coverage.standing import bars, exact, verdict, worse, wro
 from selective_compile.coverage.sweep import Sweep, chosen_types, registered_types, source
 from selective_compile.coverage.tiny_config import one_of_each, tiny_config
 from selective_compile.coverage.trial import QUICK, Trial, padded_batches
+from selective_compile.coverage.worker import last_words
 
 # Tiny models
 
@@ -262,6 +263,21 @@ def test_unknown_types_are_refused() -> None:
     assert chosen_types("llama, gpt2") == ("llama", "gpt2")
     with pytest.raises(ValueError, match="registered with AutoModelForCausalLM, got 'lama'"):
         chosen_types("llama,lama")
+
+
+def test_the_error_of_a_process_is_told_in_a_line(tmp_path: Path) -> None:
+    text = tmp_path / "errors.txt"
+    text.write_text(
+        "Process 1:\nTraceback (most recent call last):\n"
+        '  File "/opt/site-packages/torch/a.py", line 12, in f\n    g()\n'
+        "torch._dynamo.exc.InternalTorchDynamoError: RuntimeError: sizes differ\n\nwhile at:\n"
+        '  File "/home/model.py", line 3, in forward\nUse tlparse to see the graph.\n'
+    )
+    told = last_words(text, 1)
+    assert told["error"].startswith("torch._dynamo.exc.InternalTorchDynamoError: RuntimeError: sizes")
+    assert told["source_line"] == "torch/a.py:12"
+    text.write_text("")
+    assert last_words(text, -9)["error"] == "the process ended with -9"
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import time
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 
-from selective_compile.coverage.measure import Facts, measure
+from selective_compile.coverage.measure import Facts, measure, without_machine
 from selective_compile.coverage.trial import Trial
 
 MEMORY = 12 << 30  # bytes that a process may allocate: a table that no rule made small must not take the machine
@@ -96,14 +97,17 @@ def stage(facts: Facts) -> str:
 
 
 def last_words(errors: Path, exitcode: int | None) -> dict[str, Any]:
-    """The last line of a traceback, and the innermost line of code that it names."""
+    """The error that ended a process, in one line, and the innermost line of code that its traceback names.
+
+    Messages of Dynamo go on for many lines and quote tracebacks themselves.
+    """
     lines = [line.rstrip() for line in errors.read_text(errors="replace").splitlines() if line.strip()]
-    starts = [index for index, line in enumerate(lines) if line.startswith("Traceback ")]
-    if not starts:
+    raised = [
+        index for index, line in enumerate(lines) if re.match(r"[A-Za-z_][\w.]*(Error|Exception|Divergence)\b", line)
+    ]
+    frames = [line for line in lines[: raised[-1]] if line.startswith("  File ")] if raised else []
+    if not frames:
         return {"error": f"the process ended with {exitcode}", "source_line": ""}
-    trace = lines[starts[-1] :]
-    frames = [index for index, line in enumerate(trace) if line.startswith("  File ")]
-    message = next((line for line in trace[frames[-1] + 1 :] if not line.startswith(" ")), trace[-1])
-    place = trace[frames[-1]].split('"')
-    number = place[2].split(",")[1].replace("line", "").strip()
-    return {"error": message, "source_line": f"{place[1].split('site-packages/')[-1]}:{number}"}
+    _, path, place = frames[-1].split('"')[:3]
+    number = place.split(",")[1].replace("line", "").strip()
+    return {"error": lines[raised[-1]], "source_line": f"{without_machine(path)}:{number}"}
