@@ -20,7 +20,7 @@ from selective_compile.report import refused_report
 from selective_compile.runtime import StepError
 from selective_compile.tiny_model.tokenizer import BOS, EOS, PAD, VOCAB_SIZE, build
 
-COMMANDS = ("demo", "generate", "explain", "bench")
+COMMANDS = ("demo", "generate", "explain", "bench", "coverage")
 
 
 @pytest.fixture(scope="module")

@@ -200,7 +200,7 @@ def test_all_is_measured_of_a_model() -> None:
     assert verdict(facts) == "ragged" and exact(facts) and not wrong(facts)
     assert facts["causal"] and facts["engine"]["preemptions"] > 0
     assert set(facts["padded"]) == {"left", "right", "mixed"}
-    assert [call.split(",")[1] for call in facts["calls"]] == [" window 4", " keys hidden by the attention mask"]
+    assert ["window 4" in call for call in facts["calls"]] == [True, False]
 
 
 # Standings

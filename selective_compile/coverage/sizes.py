@@ -56,18 +56,18 @@ _SIZES: Final = (
         KV_HEADS,
         """
         num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads linear_num_key_heads
-        num_global_key_value_heads index_n_heads indexer_n_heads
+        num_global_key_value_heads
         """,
     ),
     (
         HEAD_SIZE,
         """
         head_dim swa_head_dim global_head_dim attention_head_dim kv_channels d_head dim_head linear_key_head_dim
-        linear_value_head_dim linear_head_dim index_head_dim indexer_head_dim qk_nope_head_dim v_head_dim
-        swa_v_head_dim query_pre_attn_scalar state_size ssm_state_size attention_head_size projection_dim
-        index_block_size input_embedding_size output_embedding_size pronunciation_embed_dim shape_embed_dim
-        pronunciation_vocab_size shape_vocab_size mamba_d_state hidden_size_per_layer_input d_rel rel_extent
-        router_hidden_size laurel_rank
+        linear_value_head_dim linear_head_dim index_n_heads indexer_n_heads index_head_dim indexer_head_dim
+        qk_nope_head_dim v_head_dim swa_v_head_dim query_pre_attn_scalar state_size ssm_state_size
+        attention_head_size projection_dim index_block_size input_embedding_size output_embedding_size
+        pronunciation_embed_dim shape_embed_dim pronunciation_vocab_size shape_vocab_size mamba_d_state
+        hidden_size_per_layer_input d_rel rel_extent router_hidden_size laurel_rank
         """,
     ),
     (
@@ -154,7 +154,7 @@ NOTE_LAYERS: Final = {
     "sliding_window": WINDOW,
 }
 INDEXER: Final = {
-    "indexer_n_heads": 2,
+    "indexer_n_heads": 8,  # of two heads, both would often be cut off at zero, and equal scores leave the choice open
     "indexer_kv_heads": 1,
     "indexer_head_dim": 8,
     "indexer_budget": 4,
