@@ -157,7 +157,12 @@ def test_what_follows_forward_where_generate_departs_is_told_apart() -> None:
             return replace(answer, tokens=[9] * count, logits=answer.logits.flip(1))
 
     assert compare(answered([2, 3, 4]), Departing())[0] == "as forward"
-    assert compare(answered([2, 3, 5]), Departing())[0] == "wrong"
+    assert compare(answered([2, 3, 5]), Departing())[0] == "open"
+
+
+def test_what_is_open_is_neither_wrong_nor_exact() -> None:
+    facts = facts_of(tokens="open", error=1.0)
+    assert not wrong(facts) and not exact(facts)
 
 
 def test_not_a_number_is_never_equal() -> None:

@@ -31,7 +31,8 @@ class EngineTrial:
 
     Attributes:
         tokens: ``equal`` to those of generate, near ties aside; ``as forward``: generate itself departs from the
-            model's own forward, which they follow; or ``wrong``.
+            model's own forward, which they follow; ``open``: neither, but generate and forward contradict each other
+            for the request (a choice among equal scores, say); or ``wrong``.
         requests, generated, near_ties, preemptions: how much was tried.
         error: the largest difference of a logit from the oracle's, in units of the logits' spread.
         first_wrong: prompt length, place and tokens of the first wrong one, for a reproduction.
@@ -44,10 +45,6 @@ class EngineTrial:
     preemptions: int
     error: float
     first_wrong: str = ""
-
-    @property
-    def ok(self) -> bool:
-        return self.tokens != "wrong" and self.error < TOLERANCE
 
 
 def serve(model: Any, program: Any, trial: Trial, vocabulary: int) -> tuple[list[Served], int]:
@@ -72,7 +69,7 @@ def compared(served: Sequence[Served], preemptions: int, oracle: Oracle) -> Engi
     """Every request next to the oracle's `generate`, and to its `forward` where that departs."""
     found = [compare(one, oracle) for one in served]
     kinds = [kind for kind, *_ in found]
-    worst = "wrong" if "wrong" in kinds else "as forward" if "as forward" in kinds else "equal"
+    worst = next(kind for kind in ("wrong", "open", "as forward", "equal") if kind in kinds)
     return EngineTrial(
         tokens=worst,
         requests=len(served),
@@ -99,6 +96,8 @@ def compare(one: Served, oracle: Oracle) -> tuple[str, int, float, str]:
         return ("equal" if error < TOLERANCE else "as forward"), ties, error_alone, ""
     if not wrong and same == len(one.tokens):
         return "equal", ties, min(error, error_alone), ""
+    if furthest(oracle.logits_after(one.prompt, answer.tokens), answer.logits) > TOLERANCE:
+        return "open", ties, min(error, error_alone), ""
     place = f"prompt of {len(one.prompt)}, token {wrong[0] if wrong else same} of {len(one.tokens)}"
     return "wrong", ties, min(error, error_alone), place
 

@@ -19,7 +19,8 @@ The engine serves requests of random lengths that arrive while others run, with 
 longest request alone, so that requests are preempted and long prompts cut. Its tokens are compared with
 `model.generate` on each request alone, and its logits, which may differ by {tolerance:g} of their spread. *Padded* is
 the same for the compiled model called with rows padded left, right and both; *as it came* says that such a call runs
-through Inductor unchanged, for the reason named.
+through Inductor unchanged, for the reason named. Tokens are *open* where the model's own `generate` and `forward`
+contradict each other for a request, as a choice among equal scores makes them, and the engine's are neither's.
 """
 HEADER = ("type", "class", "verdict", "tokens", "logits", "preempted", "padded", "compile", "attention, or why not")
 
