@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -10,11 +12,13 @@ from torch import Tensor
 from selective_compile.runtime.generation import GenerationParams
 from selective_compile.runtime.philox import uniform
 
+# Candidates that are looked at before a row's whole vocabulary is sorted for its top_p: for 64 rows of 32,000 scores
+# with top_p 0.9 on one core, sorting took 210 ms, this 48.
+NUCLEUS: Final = 1024
 
-def draw(
-    scores: Tensor, params: Sequence[GenerationParams], indices: Sequence[int], *, whole: bool
-) -> list[int | None]:
-    """Sample each of S rows [S, V]; None where no token is left.
+
+def draw(scores: Tensor, params: Sequence[GenerationParams], indices: Sequence[int]) -> list[int | None]:
+    """Sample each of S rows [S, V], which come to hold the processed scores; None where no token is left.
 
     Sums are running sums in float64 over the candidates in order of token id: terms of 0 leave them as they are, so
     that how many candidates there are, which depends on the other rows, does not show in any row's result.
@@ -22,27 +26,58 @@ def draw(
     Args:
         scores: written to.
         indices: for each row, how many tokens its request has generated before this one.
-        whole: False: every row has a top_k, and only that many candidates of each are looked at. True: `scores` come
-            to hold all processed scores.
     """
-    device = scores.device
+    _scale(scores, params)
+    top_k = [wanted.top_k for wanted in params]
+    if any(top_k):
+        _remove_below_top_k(scores, top_k)
+    _remove_above_top_p(scores, params, 0.0)
+    _remove_below_min_p(scores, params)
+    return _choose(scores, None, params, indices)
+
+
+def draw_of_few(scores: Tensor, params: Sequence[GenerationParams], indices: Sequence[int]) -> list[int | None]:
+    """As `draw` for rows that all have a top_k, looking at that many candidates of each; `scores` stays as it is."""
+    candidates, vocabulary = _keep_top_k(scores, params)
+    _remove_above_top_p(candidates, params, 0.0)
+    _remove_below_min_p(candidates, params)
+    return _choose(candidates, vocabulary, params, indices)
+
+
+def draw_of_nucleus(scores: Tensor, params: Sequence[GenerationParams], indices: Sequence[int]) -> list[int | None]:
+    """As `draw` for rows that all have a top_p and no top_k, without sorting those that few tokens are enough for.
+
+    Args:
+        scores: written to.
+    """
+    _scale(scores, params)
+    total = _weights(scores).cumsum(dim=-1)[:, -1:]
+    vocabulary = scores.topk(min(NUCLEUS, scores.shape[1]), dim=-1).indices.sort(dim=-1).values
+    candidates = scores.gather(1, vocabulary)
+    least = candidates.amin(dim=-1)
+    _remove_above_top_p(candidates, params, total - _weights(candidates).cumsum(dim=-1)[:, -1:])
+    # Where the least of the candidates goes, and with it all that are as likely, so does what is no candidate.
+    enough = (candidates.masked_fill(candidates == -torch.inf, torch.inf).amin(dim=-1) > least).tolist()
+    _remove_below_min_p(candidates, params)
+    found = _choose(candidates, vocabulary, params, indices)
+    rest = [row for row, fine in enumerate(enough) if not fine]
+    if rest:
+        plain = [replace(params[row], temperature=1.0) for row in rest]  # scaled already
+        for row, token in zip(rest, draw(scores[rest], plain, [indices[row] for row in rest]), strict=True):
+            found[row] = token
+    return found
+
+
+def _scale(scores: Tensor, params: Sequence[GenerationParams]) -> None:
     temperatures = [wanted.temperature for wanted in params]
     if any(temperature != 1.0 for temperature in temperatures):
-        scores.div_(_column(temperatures, torch.float32, device))
-    filtered, vocabulary = scores, None
-    top_k = [wanted.top_k for wanted in params]
-    if not whole:
-        filtered, vocabulary = _keep_top_k(scores, top_k)
-    elif any(top_k):
-        _remove_below_top_k(scores, top_k)
-    if any(wanted.top_p < 1.0 for wanted in params):
-        _remove_above_top_p(filtered, [wanted.top_p for wanted in params])
-    if any(wanted.min_p > 0.0 for wanted in params):
-        _remove_below_min_p(filtered, [wanted.min_p for wanted in params])
-    return _choose(filtered, vocabulary, uniform([wanted.seed for wanted in params], indices).tolist())
+        scores.div_(_column(temperatures, torch.float32, scores.device))
 
 
-def _choose(scores: Tensor, vocabulary: Tensor | None, fractions: list[float]) -> list[int | None]:
+def _choose(
+    scores: Tensor, vocabulary: Tensor | None, params: Sequence[GenerationParams], indices: Sequence[int]
+) -> list[int | None]:
+    fractions = uniform([wanted.seed for wanted in params], indices).tolist()
     cumulative = _weights(scores).cumsum(dim=-1)
     total = cumulative[:, -1:].contiguous()
     # The first place where the running sum exceeds the drawn share of the total has a weight above 0.
@@ -58,20 +93,25 @@ def _choose(scores: Tensor, vocabulary: Tensor | None, fractions: list[float]) -
     return [token if fine else None for token, fine in zip(chosen[:, 0].tolist(), possible, strict=True)]
 
 
-def _keep_top_k(scores: Tensor, top_k: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The candidates of each row, in order of token id: scores [S, C] and token ids [S, C].
+def _keep_top_k(scores: Tensor, params: Sequence[GenerationParams]) -> tuple[Tensor, Tensor]:
+    """The candidates of each row, in order of token id: scores [S, C], scaled by the temperature, and token ids [S, C].
 
-    As `TopKLogitsWarper`: whatever is not less than the k-th largest score stays, ties of it included.
+    As `TopKLogitsWarper`: whatever is not less than the k-th largest scaled score stays, ties of it included.
     """
-    kept = [min(k, scores.shape[1]) for k in top_k]
-    # One more than asked for shows whether ties reach further; only then all scores are compared.
+    kept = [min(wanted.top_k, scores.shape[1]) for wanted in params]
+    # Scaling keeps the order, so only candidates are scaled. One more than asked for shows whether ties reach further,
+    # also those that scaling makes; only then all scores are compared.
     largest, vocabulary = scores.topk(min(max(kept) + 1, scores.shape[1]), dim=-1)
+    _scale(largest, params)
     limits = largest.gather(1, _column(kept, torch.int64, scores.device) - 1)
     if (largest[:, -1:] >= limits).any():
-        vocabulary = scores.topk(int((scores >= limits).sum(dim=-1).max()), dim=-1).indices
-    vocabulary = vocabulary.sort(dim=-1).values
-    scores = scores.gather(1, vocabulary)
-    return scores.masked_fill_(scores < limits, -torch.inf), vocabulary
+        scaled = scores.clone()
+        _scale(scaled, params)
+        count = max(int((scaled >= limits).sum(dim=-1).max()), 1)
+        largest, vocabulary = scaled.topk(count, dim=-1)
+    order = vocabulary.argsort(dim=-1)
+    candidates = largest.gather(1, order)
+    return candidates.masked_fill_(candidates < limits, -torch.inf), vocabulary.gather(1, order)
 
 
 def _remove_below_top_k(scores: Tensor, top_k: Sequence[int]) -> None:
@@ -85,14 +125,20 @@ def _remove_below_top_k(scores: Tensor, top_k: Sequence[int]) -> None:
         scores.masked_fill_((scores < limits) & ~everything, -torch.inf)
 
 
-def _remove_above_top_p(scores: Tensor, top_p: Sequence[float]) -> None:
+def _remove_above_top_p(scores: Tensor, params: Sequence[GenerationParams], rest: Tensor | float) -> None:
     """Scores [S, C] become -inf outside of the smallest set of the likeliest tokens that has probability `top_p`.
 
     As `TopPLogitsWarper`; the likeliest always stays. Where equal scores straddle the limit, as many of them stay as
     there, but which of them is left to an unstable sort there; here it is those with the larger token ids.
+
+    Args:
+        rest: the weight of tokens that are less likely and not among the scores, for each row [S, 1].
     """
+    top_p = [wanted.top_p for wanted in params]
+    if all(p == 1.0 for p in top_p):
+        return
     ascending, order = scores.sort(dim=-1, stable=True)
-    cumulative = _weights(ascending).cumsum(dim=-1)
+    cumulative = _weights(ascending).cumsum(dim=-1) + rest
     # Compared in float32, as transformers does: its rounding decides where probabilities are equal by construction.
     limits = _column([1 - p for p in top_p], torch.float32, scores.device)
     removed = (cumulative / cumulative[:, -1:]).float() <= limits
@@ -101,9 +147,11 @@ def _remove_above_top_p(scores: Tensor, top_p: Sequence[float]) -> None:
     scores.masked_fill_(torch.empty_like(removed).scatter_(1, order, removed), -torch.inf)
 
 
-def _remove_below_min_p(scores: Tensor, min_p: Sequence[float]) -> None:
+def _remove_below_min_p(scores: Tensor, params: Sequence[GenerationParams]) -> None:
     """As `MinPLogitsWarper`: tokens less likely than that share of the likeliest token's probability."""
-    scores.masked_fill_(_weights(scores) < _column(min_p, torch.float64, scores.device), -torch.inf)
+    min_p = [wanted.min_p for wanted in params]
+    if any(min_p):
+        scores.masked_fill_(_weights(scores) < _column(min_p, torch.float64, scores.device), -torch.inf)
 
 
 def _weights(scores: Tensor) -> Tensor:

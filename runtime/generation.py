@@ -86,6 +86,17 @@ class GenerationParams:
         return self.logprobs or self.processed_logprobs or self.output_scores or self.output_logits
 
     @cached_property
+    def keeps_scores(self) -> bool:
+        """Whether the processed row is wanted as it is."""
+        return self.output_scores or self.processed_logprobs
+
+    @cached_property
+    def changes_scores(self) -> bool:
+        """Whether choosing the token writes to the request's row."""
+        whole = self.do_sample and (not self.top_k or self.keeps_scores)
+        return bool(whole or self.bans or self.repetition_penalty != 1.0 or self.processors)
+
+    @cached_property
     def plain(self) -> bool:
         """Whether each token is that of the largest logit and nothing else is asked for."""
         changed = self.do_sample or self.bans or self.repetition_penalty != 1.0

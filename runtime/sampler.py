@@ -6,18 +6,19 @@ and on nothing else: not on the batch around it, nor on how the prompt was chunk
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
 
-from selective_compile.runtime.draw import draw
+from selective_compile.runtime.draw import NUCLEUS, draw, draw_of_few, draw_of_nucleus
 from selective_compile.runtime.generation import GenerationParams
 from selective_compile.runtime.own_code import Failed, attempt
 from selective_compile.runtime.penalties import penalise
 from selective_compile.runtime.records import TokenRecord, recorded
 
+Draw = Callable[[Tensor, Sequence[GenerationParams], Sequence[int]], list[int | None]]
 NO_TOKEN_LEFT = "no token can be drawn: its scores hold a NaN or are infinite"
 
 
@@ -48,8 +49,9 @@ def sample(
     if all(wanted.plain for wanted in params):
         return SampledTokens(tokens=logits.argmax(dim=-1).tolist(), records=[None] * len(params))
     rows = [row for row, wanted in enumerate(params) if not wanted.plain]
+    whole = len(rows) == len(params) and not any(wanted.changes_scores for wanted in params)
     chosen = _Chosen(
-        scores=logits[rows],  # a copy, which what follows may write to
+        scores=logits if whole else logits[rows],  # a copy, where what follows writes to it
         params=[params[row] for row in rows],
         indices=[indices[row] for row in rows],
         histories=[histories[row] for row in rows] if histories else [],
@@ -86,13 +88,11 @@ class _Chosen:
         penalise(self._scores, self._params, self._histories)
         drawn = [place for place, wanted in enumerate(self._params) if wanted.do_sample]
         tokens = [0] * len(self._params) if len(drawn) == len(self._params) else self._scores.argmax(dim=-1).tolist()
-        # Two groups, because rows without top-k, and those whose scores are kept, have the whole vocabulary to sort
-        # and sum up.
-        narrow = [place for place in drawn if self._params[place].top_k and not self._keeps_scores(place)]
-        wide = [place for place in drawn if not self._params[place].top_k or self._keeps_scores(place)]
-        for places, keep in ((narrow, False), (wide, True)):
-            if places:
-                self._draw(places, tokens, keep)
+        groups: dict[Draw, list[int]] = {}
+        for place in drawn:
+            groups.setdefault(self._way(place), []).append(place)
+        for way, places in groups.items():
+            self._draw(way, places, tokens)
         return tokens
 
     def record(self, place: int, token: int, logits: Tensor) -> TokenRecord | None:
@@ -122,12 +122,20 @@ class _Chosen:
                 else:
                     self._scores[place] = asked.result[0]
 
-    def _draw(self, places: Sequence[int], tokens: list[int], keep: bool) -> None:
+    def _way(self, place: int) -> Draw:
+        """Depends on nothing but the row: the ways agree in what they draw, but for the last bits of sums."""
+        wanted = self._params[place]
+        if self._keeps_scores(place):
+            return draw
+        if wanted.top_k:
+            return draw_of_few
+        return draw_of_nucleus if wanted.top_p < 1.0 and self._scores.shape[1] > NUCLEUS else draw
+
+    def _draw(self, way: Draw, places: Sequence[int], tokens: list[int]) -> None:
         every = len(places) == len(self._params)
         scores = self._scores if every else self._scores[list(places)]
-        wanted = [self._params[place] for place in places]
-        found = draw(scores, wanted, [self._indices[place] for place in places], whole=keep)
-        if keep and not every and any(self._keeps_scores(place) for place in places):
+        found = way(scores, [self._params[place] for place in places], [self._indices[place] for place in places])
+        if not every and way is draw:
             self._scores[list(places)] = scores
         for place, token in zip(places, found, strict=True):
             if token is None:
@@ -136,4 +144,4 @@ class _Chosen:
                 tokens[place] = token
 
     def _keeps_scores(self, place: int) -> bool:
-        return self._params[place].output_scores or self._params[place].processed_logprobs
+        return self._params[place].keeps_scores

@@ -155,6 +155,51 @@ def test_a_draw_does_not_depend_on_the_batch_around_it() -> None:
     assert together == alone == backwards
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    ties=st.booleans(),
+    spread=st.sampled_from([0.1, 2.0, 6.0]),
+    top_p=st.sampled_from([0.0, 0.3, 0.9, 0.999]),
+    min_p=st.sampled_from([0.0, 0.2]),
+)
+def test_the_nucleus_is_that_of_the_whole_vocabulary(
+    seed: int, ties: bool, spread: float, top_p: float, min_p: float
+) -> None:
+    """Whether few tokens are enough for a row or not, and whatever rows are beside it."""
+    logits = random_logits(6, 2 * draw.NUCLEUS, seed=seed) * spread
+    logits = logits.round() if ties else logits
+    logits[3, 5:] = -torch.inf
+    logits[4] = torch.nan
+    wanted = [params(seed=row, top_p=top_p, min_p=min_p, temperature=0.9) for row in range(6)]
+    fast = draw.draw_of_nucleus(logits.clone(), wanted, range(6))
+    assert fast == draw.draw(logits.clone(), wanted, range(6))
+    assert fast[4] is None and None not in fast[:4]
+    alone = [draw.draw_of_nucleus(logits[row : row + 1].clone(), [wanted[row]], [row])[0] for row in range(6)]
+    assert fast == alone
+
+
+def test_scaling_that_makes_ties_keeps_them_as_transformers_does() -> None:
+    """Two logits that differ in their last bit and are equal once divided, at the limit of top-k."""
+    temperature = 1.75
+    candidates = torch.linspace(1.9, 1.99, 50)
+    below = torch.nextafter(candidates, torch.tensor(0.0))
+    found = int((candidates / temperature == below / temperature).nonzero()[0])
+    logits = torch.tensor([0.0, float(below[found]), float(candidates[found]), -1.0])
+    wanted = params(temperature=temperature, top_k=1)
+    assert int((warped(logits, wanted) > -torch.inf).sum()) == 2
+    assert (counts_of_draws(logits, wanted, 200) > 0).tolist() == [False, True, True, False]
+
+
+def test_sampling_writes_to_no_logits_of_the_model() -> None:
+    logits = random_logits(len(WARPINGS), 30)
+    before = logits.clone()
+    sample(logits, [params(**fields) for fields in WARPINGS], [0] * len(WARPINGS))
+    for fields in WARPINGS:
+        sample(logits[:1], [params(**fields)], [0])
+    assert torch.equal(logits, before)
+
+
 def test_seed_and_index_decide_the_draw() -> None:
     logits = torch.zeros(64, 1000)
     same = sample(logits, [params(seed=5)] * 64, [3] * 64).tokens
