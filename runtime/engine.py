@@ -152,8 +152,9 @@ class Engine:
             cache_salt: the request shares computed blocks only with requests of the same salt, so that nobody
                 else can find out, by how soon the first token comes, that a prompt was here before.
             options: single fields of a GenerationConfig, which come first, where None turns off what the
-                configurations set; `logits_processor`, `stopping_criteria`, `prefix_allowed_tokens_fn` and
-                `tokenizer` as for `model.generate`, for this request alone; `seed`; and what to keep of each
+                configurations set; `logits_processor`, `stopping_criteria`, `prefix_allowed_tokens_fn`,
+                `negative_prompt_ids`, `negative_prompt_attention_mask` and `tokenizer` as for `model.generate`,
+                for this request alone; `seed`; and what to keep of each
                 step, `logprobs`, `processed_logprobs` and `top_logprobs`.
 
         Raises:
@@ -298,6 +299,7 @@ class Engine:
             max_positions=self._program.max_positions,
             vocab_size=self._program.vocab_size,
             device=self._program.device,
+            model=self._model,
         )
 
     @property

@@ -35,12 +35,14 @@ class Served:
         max_positions: caps the number of new tokens only where nothing asks for a number.
         vocab_size: V.
         device: of the logits.
+        model: called by itself for guidance, which no request needs else.
     """
 
     config: GenerationConfig | None = None
     max_positions: int | None = None
     vocab_size: int = 0
     device: torch.device = CPU
+    model: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +131,9 @@ class GenerationParams:
         values = _checked(_merge(config, options, served.config))
         values["max_new_tokens"] = _max_new_tokens(values, len(prompt), served.max_positions)
         criteria, stop = row_criteria(values, len(prompt))
-        processors, tail = row_processors(values, prompt, vocab_size=served.vocab_size, device=served.device)
+        processors, tail = row_processors(
+            values, prompt, vocab_size=served.vocab_size, device=served.device, model=served.model
+        )
         return cls(
             max_new_tokens=stop.max_new_tokens,
             eos_token_ids=stop.eos_token_ids,

@@ -20,6 +20,8 @@ OWN_OPTIONS = frozenset(
         "logits_processor",
         "stopping_criteria",
         "prefix_allowed_tokens_fn",
+        "negative_prompt_ids",
+        "negative_prompt_attention_mask",
         "tokenizer",
     }
 )
@@ -50,6 +52,7 @@ PROCESSED = frozenset(
         "begin_suppress_tokens",
         "exponential_decay_length_penalty",
         "watermarking_config",
+        "guidance_scale",
         "remove_invalid_values",
         "renormalize_logits",
     }
@@ -108,7 +111,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
         "offloaded_hybrid",
         "offloaded_hybrid_chunked",
     ),
-    "guidance_scale": (1.0,),
     "token_healing": (False,),
     "output_attentions": (False,),
     "output_hidden_states": (False,),
@@ -121,7 +123,6 @@ INSTEAD: Mapping[str, str] = {
     "num_return_sequences": "sc.generate takes it; on the engine submit one request for each sequence, with its seed",
     "use_mtp": "leave it out: the tokens of greedy decoding are the same without drafts",
     "cache_implementation": "leave it out: the engine's own KV blocks hold keys and values unquantised",
-    "guidance_scale": "call model.generate for classifier-free guidance",
     "token_healing": "heal the prompt with model.heal_tokens before",
     "output_attentions": "call model(ids, output_attentions=True) on the finished sequence",
     "output_hidden_states": "call model(ids, output_hidden_states=True) on the finished sequence",

@@ -27,6 +27,12 @@ def temperature(name: str, value: Any) -> float:
     return float(value)
 
 
+def number(name: str, value: Any) -> float:
+    if not _is_number(value) or math.isinf(value):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+    return float(value)
+
+
 def positive(name: str, value: Any) -> float:
     if not _is_number(value) or not 0.0 < value < math.inf:
         raise ValueError(f"{name} must be a number above 0, got {value!r}")
@@ -115,6 +121,7 @@ WHEN_SAMPLING: Mapping[str, Callable[[str, Any], Any]] = {
     "eta_cutoff": share,
 }
 ALWAYS: Mapping[str, Callable[[str, Any], Any]] = {
+    "guidance_scale": number,
     "repetition_penalty": positive,
     "encoder_repetition_penalty": positive,
     "no_repeat_ngram_size": integer,

@@ -46,6 +46,19 @@ class Ban(NamedTuple):
     before: float
 
 
+class _Maker(GenerationMixin):
+    """Stands for the model where transformers makes the list: guidance calls it, the others look at its vocabulary."""
+
+    def __init__(self, model: Any, vocab_size: int) -> None:
+        self._model = model
+        self.vocab_size = vocab_size
+        text = SimpleNamespace(vocab_size=vocab_size)
+        self.config = SimpleNamespace(is_encoder_decoder=False, get_text_config=lambda: text)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model(*args, **kwargs)
+
+
 class RowProcessors:
     """Runs a request's processors, which may keep a state, once for each of its tokens in turn."""
 
@@ -69,17 +82,18 @@ class RowProcessors:
 
 
 def row_processors(
-    values: Mapping[str, Any], prompt: Sequence[int], *, vocab_size: int, device: torch.device
+    values: Mapping[str, Any], prompt: Sequence[int], *, vocab_size: int, device: torch.device, model: Any
 ) -> tuple[RowProcessors | None, dict[str, Any]]:
     """The objects to run on the request's own row, and the fields of `GenerationParams` for the rest.
 
     Args:
         values: the request's fields, checked; `max_new_tokens` is resolved.
+        model: what guidance calls, with the request's tokens or its negative prompt.
 
     Raises:
         ValueError: a value that the processor does not take.
     """
-    every = _list_of_transformers(values, prompt, vocab_size, device)
+    every = _list_of_transformers(values, prompt, _Maker(model, vocab_size), device)
     order = PENALTIES + WARPERS if values["do_sample"] else PENALTIES
     start = len(every)
     above = len(order)
@@ -90,7 +104,7 @@ def row_processors(
 
 
 def _list_of_transformers(
-    values: Mapping[str, Any], prompt: Sequence[int], vocab_size: int, device: torch.device
+    values: Mapping[str, Any], prompt: Sequence[int], maker: _Maker, device: torch.device
 ) -> list[Any]:
     """As `generate` makes it for this request alone."""
     asked = SimpleNamespace(**{**dict.fromkeys(FIELDS), **{name: values.get(name) for name in FIELDS}})
@@ -103,10 +117,6 @@ def _list_of_transformers(
     if asked.exponential_decay_length_penalty is not None and not eos:
         raise ValueError("eos_token_id must be set for exponential_decay_length_penalty, got None")
     asked.num_beams = 1
-    maker = GenerationMixin()
-    maker.config = SimpleNamespace(
-        is_encoder_decoder=False, get_text_config=lambda: SimpleNamespace(vocab_size=vocab_size)
-    )
     found = maker._get_logits_processor(
         generation_config=asked,
         input_ids_seq_length=length,
@@ -115,8 +125,10 @@ def _list_of_transformers(
         logits_processor=_listed("logits_processor", values),
         device=device,
         model_kwargs={},
+        negative_prompt_ids=_one_row("negative_prompt_ids", values, device),
+        negative_prompt_attention_mask=_one_row("negative_prompt_attention_mask", values, device),
     )
-    _refuse_foreign_tokens(found, vocab_size)
+    _refuse_foreign_tokens(found, maker.vocab_size)
     return list(found)
 
 
@@ -189,6 +201,21 @@ def _listed(name: str, values: Mapping[str, Any]) -> LogitsProcessorList:
     if not isinstance(found, (list, tuple)) or not all(callable(each) for each in found):
         raise ValueError(f"{name} must be a list of logits processors, got {given!r}")
     return LogitsProcessorList(found)
+
+
+def _one_row(name: str, values: Mapping[str, Any], device: torch.device) -> Tensor | None:
+    """[1, S], of a sequence, an array or a tensor with or without the first dimension."""
+    given = values.get(name)
+    if given is None:
+        return None
+    try:
+        found = torch.as_tensor(given, dtype=torch.int64, device=device)
+    except (TypeError, ValueError, RuntimeError):
+        found = torch.empty(0)
+    found = found[None] if found.dim() == 1 else found
+    if found.dim() != 2 or found.shape[0] != 1 or not found.shape[1]:
+        raise ValueError(f"{name} must be integers in one dimension, at least one, got {given!r}")
+    return found
 
 
 def _callable_or_none(name: str, values: Mapping[str, Any]) -> Any:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import MaxLengthCriteria, PreTrainedTokenizerBase
+
+NEGATIVE = ("negative_prompt_ids", "negative_prompt_attention_mask")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +22,8 @@ class CallObjects:
     stopping_criteria: Any
     prefix_allowed_tokens_fn: Any
     tokenizer: Any
+    negative_prompt_ids: Any
+    negative_prompt_attention_mask: Any
 
     def options(self, row: int, rows: int, padding: int) -> dict[str, Any]:
         """For one of the rows, which has so much `padding`, as options of `Engine.submit`.
@@ -28,7 +32,7 @@ class CallObjects:
         own and an object that counts its calls, or keeps what it saw, must not see those of other rows.
 
         Raises:
-            ValueError: an object for several rows cannot be copied.
+            ValueError: an object for several rows cannot be copied, or there are not as many negative prompts as rows.
         """
         found = {"logits_processor": self.logits_processor, "stopping_criteria": self.stopping_criteria}
         if rows > 1:
@@ -40,7 +44,17 @@ class CallObjects:
             **found,
             "prefix_allowed_tokens_fn": partial(_for_row, allowed, row) if callable(allowed) else allowed,
             "tokenizer": self.tokenizer,
+            **{name: _row_of(name, getattr(self, name), row, rows) for name in NEGATIVE},
         }
+
+
+def _row_of(name: str, given: Any, row: int, rows: int) -> Any:
+    if given is None:
+        return None
+    if not isinstance(given, (Tensor, list, tuple)) or len(given) != rows:
+        found = f"{len(given)} rows" if isinstance(given, (Tensor, list, tuple)) else repr(given)
+        raise ValueError(f"{name} must be one for each of the {rows} rows of input_ids, got {found}")
+    return given[row]
 
 
 def copied(name: str, objects: Any) -> Any:

@@ -87,8 +87,6 @@ def generate(
         {
             "synced_gpus": synced_gpus,
             "assistant_model": assistant_model,
-            "negative_prompt_ids": negative_prompt_ids,
-            "negative_prompt_attention_mask": negative_prompt_attention_mask,
             "custom_generate": custom_generate,
             **{name: kwargs[name] for name in kwargs if name not in GENERATION_FIELDS | {"tokenizer"}},
         }
@@ -112,6 +110,8 @@ def generate(
         stopping_criteria=stopping_criteria,
         prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
         tokenizer=kwargs.get("tokenizer"),
+        negative_prompt_ids=negative_prompt_ids,
+        negative_prompt_attention_mask=negative_prompt_attention_mask,
     )
     config = engine_config or _config_of(model)
     results = finished_requests(model, config, prompts, fields, seeds, objects, streamer)

@@ -99,6 +99,10 @@ ROWS: Mapping[str, Callable[[Random], dict[str, Any]]] = {
             {"watermarking_config": WatermarkingConfig(bias=rng.uniform(1, 6), greenlist_ratio=0.4)},
         ]
     ),
+    "guidance_scale": lambda rng: {
+        "guidance_scale": rng.uniform(0.5, 3.0),
+        **rng.choice([{}, {"negative_prompt_ids": torch.tensor([letters(rng, 9)])}, {"use_cache": False}]),
+    },
     "remove_invalid_values": lambda rng: {"remove_invalid_values": True, "suppress_tokens": letters(rng, 60)},
     "renormalize_logits": lambda rng: rng.choice([{}, hot(rng, top_k=9)]) | {"renormalize_logits": True},
     "eos_token_id": lambda rng: {"eos_token_id": rng.choice([EOS, [EOS, *letters(rng, 60)]])},

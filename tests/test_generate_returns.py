@@ -178,6 +178,17 @@ def test_rows_by_number_and_lengths_with_padding_equal_generate(
     assert torch.equal(*both(loaded, monkeypatch, stopping_criteria=[MaxLengthCriteria(20)]))
 
 
+def test_guidance_over_rows(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    negative = torch.tensor([[PAD, PAD, 97, 98], [99, 100, 101, 102], [PAD, 50, 43, 51]])
+    options = {"negative_prompt_ids": negative, "negative_prompt_attention_mask": (negative != PAD).long()}
+    assert torch.equal(*both(loaded, monkeypatch, guidance_scale=1.7, **options))
+    ours, theirs = both(loaded, monkeypatch, guidance_scale=1.7)
+    assert torch.equal(ours, theirs)
+    assert not torch.equal(ours, both(loaded, monkeypatch)[0][:, : ours.shape[1]])
+    with pytest.raises(ValueError, match="negative_prompt_ids must be one for each of the 3 rows .*got 2 rows"):
+        both(loaded, monkeypatch, guidance_scale=1.7, negative_prompt_ids=negative[:2])
+
+
 def test_stop_strings_over_rows(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = both(loaded, monkeypatch, stop_strings=["19", "4 5", " e"], tokenizer=loaded[1])
     assert torch.equal(ours, theirs)

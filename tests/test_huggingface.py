@@ -297,8 +297,6 @@ def assert_idle(model: nn.Module, config: EngineConfig = CONFIG) -> None:
 UNSUPPORTED: dict[str, Any] = {
     "synced_gpus": True,
     "assistant_model": "a model",
-    "negative_prompt_ids": torch.ones(1, 2),
-    "negative_prompt_attention_mask": torch.ones(1, 2),
     "custom_generate": "someone/something",
     "trust_remote_code": True,
     "assistant_tokenizer": "a tokenizer",
@@ -314,7 +312,6 @@ UNSUPPORTED: dict[str, Any] = {
     "cache_implementation": "paged",
     "output_attentions": True,
     "output_hidden_states": True,
-    "guidance_scale": 2.0,
     "prompt_lookup_num_tokens": 3,
 }
 
