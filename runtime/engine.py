@@ -24,6 +24,7 @@ from selective_compile.runtime.batch import BatchAssembler
 from selective_compile.runtime.block_names import extend_names
 from selective_compile.runtime.block_pool import BlockPool
 from selective_compile.runtime.generation import GenerationParams, Served
+from selective_compile.runtime.grammar import Grammars
 from selective_compile.runtime.model_runner import ModelRunner
 from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.prompt import check_length, check_request_id, check_terms, token_ids
@@ -110,6 +111,7 @@ class Engine:
         self._assembler = BatchAssembler(**sizes, max_blocks=max_blocks, device=self._program.device)
         self._stepping = Lock()
         self._submitting = Lock()
+        self._grammars = Grammars()
         self._guard = Condition()  # notified when there is work
         self._live: dict[RequestId, Request] = {}
         self._left: list[Request] = []  # ended, and not yet in a record
@@ -154,7 +156,8 @@ class Engine:
             options: single fields of a GenerationConfig, which come first, where None turns off what the
                 configurations set; `logits_processor`, `stopping_criteria`, `prefix_allowed_tokens_fn`,
                 `negative_prompt_ids`, `negative_prompt_attention_mask` and `tokenizer` as for `model.generate`,
-                for this request alone; `seed`; and what to keep of each
+                for this request alone; `json_schema`, `regex` or `grammar` (of Lark), which its text must follow,
+                with `tokenizer`; `seed`; and what to keep of each
                 step, `logprobs`, `processed_logprobs` and `top_logprobs`.
 
         Raises:
@@ -300,6 +303,7 @@ class Engine:
             vocab_size=self._program.vocab_size,
             device=self._program.device,
             model=self._model,
+            grammars=self._grammars,
         )
 
     @property

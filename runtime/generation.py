@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 from selective_compile.runtime.criteria import RowCriteria, row_criteria
 from selective_compile.runtime.generation_fields import FIELDS, KNOWN, refuse_unsupported
 from selective_compile.runtime.generation_values import ALWAYS, WHEN_SAMPLING, boolean, integer
+from selective_compile.runtime.grammar import Grammars
 from selective_compile.runtime.processors import Ban, RowProcessors, row_processors
 
 DEFAULT_NEW_TOKENS = 20
@@ -36,6 +37,7 @@ class Served:
         vocab_size: V.
         device: of the logits.
         model: called by itself for guidance, which no request needs else.
+        grammars: what structured output needs of tokenizers, kept from one request to the next.
     """
 
     config: GenerationConfig | None = None
@@ -43,6 +45,7 @@ class Served:
     vocab_size: int = 0
     device: torch.device = CPU
     model: Any = None
+    grammars: Grammars = field(default_factory=Grammars)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +134,9 @@ class GenerationParams:
         values = _checked(_merge(config, options, served.config))
         values["max_new_tokens"] = _max_new_tokens(values, len(prompt), served.max_positions)
         criteria, stop = row_criteria(values, len(prompt))
+        grammar = served.grammars.processor(values, prompt_length=len(prompt), vocab_size=served.vocab_size)
         processors, tail = row_processors(
-            values, prompt, vocab_size=served.vocab_size, device=served.device, model=served.model
+            values, prompt, grammar, vocab_size=served.vocab_size, device=served.device, model=served.model
         )
         return cls(
             max_new_tokens=stop.max_new_tokens,

@@ -23,6 +23,9 @@ OWN_OPTIONS = frozenset(
         "negative_prompt_ids",
         "negative_prompt_attention_mask",
         "tokenizer",
+        "json_schema",
+        "regex",
+        "grammar",
     }
 )
 KNOWN = FIELDS | OWN_OPTIONS

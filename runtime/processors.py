@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import GenerationMixin, LogitsProcessorList
+from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as kinds
 
 from selective_compile.runtime.generation_fields import FIELDS
@@ -82,18 +82,25 @@ class RowProcessors:
 
 
 def row_processors(
-    values: Mapping[str, Any], prompt: Sequence[int], *, vocab_size: int, device: torch.device, model: Any
+    values: Mapping[str, Any],
+    prompt: Sequence[int],
+    grammar: LogitsProcessor | None,
+    *,
+    vocab_size: int,
+    device: torch.device,
+    model: Any,
 ) -> tuple[RowProcessors | None, dict[str, Any]]:
     """The objects to run on the request's own row, and the fields of `GenerationParams` for the rest.
 
     Args:
         values: the request's fields, checked; `max_new_tokens` is resolved.
+        grammar: comes behind the processors of the user.
         model: what guidance calls, with the request's tokens or its negative prompt.
 
     Raises:
         ValueError: a value that the processor does not take.
     """
-    every = _list_of_transformers(values, prompt, _Maker(model, vocab_size), device)
+    every = _list_of_transformers(values, prompt, grammar, _Maker(model, vocab_size), device)
     order = PENALTIES + WARPERS if values["do_sample"] else PENALTIES
     start = len(every)
     above = len(order)
@@ -104,7 +111,11 @@ def row_processors(
 
 
 def _list_of_transformers(
-    values: Mapping[str, Any], prompt: Sequence[int], maker: _Maker, device: torch.device
+    values: Mapping[str, Any],
+    prompt: Sequence[int],
+    grammar: LogitsProcessor | None,
+    maker: _Maker,
+    device: torch.device,
 ) -> list[Any]:
     """As `generate` makes it for this request alone."""
     asked = SimpleNamespace(**{**dict.fromkeys(FIELDS), **{name: values.get(name) for name in FIELDS}})
@@ -122,7 +133,7 @@ def _list_of_transformers(
         input_ids_seq_length=length,
         encoder_input_ids=torch.tensor(prompt, dtype=torch.int64, device=device)[None],
         prefix_allowed_tokens_fn=_callable_or_none("prefix_allowed_tokens_fn", values),
-        logits_processor=_listed("logits_processor", values),
+        logits_processor=LogitsProcessorList([*_listed("logits_processor", values), *([grammar] if grammar else [])]),
         device=device,
         model_kwargs={},
         negative_prompt_ids=_one_row("negative_prompt_ids", values, device),

@@ -24,6 +24,7 @@ class CallObjects:
     tokenizer: Any
     negative_prompt_ids: Any
     negative_prompt_attention_mask: Any
+    structure: Mapping[str, Any]
 
     def options(self, row: int, rows: int, padding: int) -> dict[str, Any]:
         """For one of the rows, which has so much `padding`, as options of `Engine.submit`.
@@ -44,6 +45,7 @@ class CallObjects:
             **found,
             "prefix_allowed_tokens_fn": partial(_for_row, allowed, row) if callable(allowed) else allowed,
             "tokenizer": self.tokenizer,
+            **self.structure,
             **{name: _row_of(name, getattr(self, name), row, rows) for name in NEGATIVE},
         }
 

