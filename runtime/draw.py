@@ -104,10 +104,11 @@ def _keep_top_k(scores: Tensor, params: Sequence[GenerationParams]) -> tuple[Ten
     largest, vocabulary = scores.topk(min(max(kept) + 1, scores.shape[1]), dim=-1)
     _scale(largest, params)
     limits = largest.gather(1, _column(kept, torch.int64, scores.device) - 1)
-    if (largest[:, -1:] >= limits).any():
+    # Where fewer than asked for are possible at all, the limit is -inf, and no tie with it matters.
+    if ((largest[:, -1:] >= limits) & (limits > -torch.inf)).any():
         scaled = scores.clone()
         _scale(scaled, params)
-        count = max(int((scaled >= limits).sum(dim=-1).max()), 1)
+        count = max(int(((scaled >= limits) & (limits > -torch.inf)).sum(dim=-1).max()), largest.shape[1])
         largest, vocabulary = scaled.topk(count, dim=-1)
     order = vocabulary.argsort(dim=-1)
     candidates = largest.gather(1, order)

@@ -7,6 +7,7 @@ read off into numbers; whatever stands before it runs as the objects that it is,
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
@@ -62,8 +63,19 @@ class _Maker(GenerationMixin):
 class RowProcessors:
     """Runs a request's processors, which may keep a state, once for each of its tokens in turn."""
 
-    def __init__(self, processors: LogitsProcessorList, device: torch.device) -> None:
-        self.processors = processors
+    def __init__(self, processors: Sequence[Any], device: torch.device) -> None:
+        """
+        Raises:
+            ValueError: one takes more than ids and scores, which `generate` has no more to give than that.
+        """
+        for each in processors:
+            # Now and not at each token, as transformers' own list does it: it takes longer than most processors.
+            names = list(inspect.signature(each.__call__).parameters)
+            if len(names) > 2:
+                raise ValueError(
+                    f"logits_processor must be called with ids and scores, got {type(each).__name__} of {names}"
+                )
+        self.processors = tuple(processors)
         self._device = device
 
     @torch.no_grad()
@@ -74,7 +86,9 @@ class RowProcessors:
             ValueError: a processor gave something else than a row; and whatever a processor raises.
         """
         ids = torch.from_numpy(np.array(history, dtype=np.int64))[None].to(self._device)
-        found = self.processors(ids, scores)
+        found: Any = scores
+        for each in self.processors:
+            found = each(ids, found)
         if not isinstance(found, Tensor) or found.shape != scores.shape:
             got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise ValueError(f"logits processors must give scores of shape {list(scores.shape)}, got {got}")
@@ -106,8 +120,8 @@ def row_processors(
     above = len(order)
     while start and (rank := _rank(every[start - 1], order)) is not None and rank < above:
         above, start = rank, start - 1
-    objects = LogitsProcessorList(every[:start])
-    return RowProcessors(objects, device) if objects else None, _read_off(every[start:], len(prompt))
+    objects = RowProcessors(every[:start], device) if start else None
+    return objects, _read_off(every[start:], len(prompt))
 
 
 def _list_of_transformers(

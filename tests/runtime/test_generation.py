@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor
 
 from selective_compile.runtime.generation import GenerationParams, Served
 from selective_compile.runtime.generation_fields import FIELDS, IMPLEMENTED, INSTEAD, NEUTRAL, WITHOUT_EFFECT
@@ -27,6 +27,11 @@ def resolve(
 ) -> GenerationParams:
     served = Served(config=model_config, max_positions=max_positions, vocab_size=VOCABULARY)
     return GenerationParams.resolve(config, options, served, prompt=range(prompt_length), default_seed=17)
+
+
+class WantsMore(LogitsProcessor):
+    def __call__(self, input_ids: Any, scores: Any, more: Any) -> Any:
+        return scores
 
 
 def config_with(**fields: Any) -> GenerationConfig:
@@ -150,6 +155,7 @@ def test_end_of_sequence_ids_in_every_form(value: Any) -> None:
         {"output_scores": 1},
         {"logits_processor": [3]},
         {"logits_processor": "a"},
+        {"logits_processor": [WantsMore()]},
         {"stopping_criteria": 3},
         {"prefix_allowed_tokens_fn": [1]},
     ],

@@ -191,6 +191,19 @@ def test_scaling_that_makes_ties_keeps_them_as_transformers_does() -> None:
     assert (counts_of_draws(logits, wanted, 200) > 0).tolist() == [False, True, True, False]
 
 
+def test_fewer_possible_tokens_than_top_k_beside_ties() -> None:
+    """A limit of -inf is no tie, and one row's ties do not widen what another draws from."""
+    logits = random_logits(3, 3000)
+    logits[0, 4:] = -torch.inf
+    logits[1] = logits[1].round()
+    wanted = [params(top_k=9, seed=row) for row in range(3)]
+    for index in range(50):
+        together = sample(logits, wanted, [index] * 3).tokens
+        assert together == [sample(logits[r : r + 1], [wanted[r]], [index]).tokens[0] for r in range(3)]
+        assert together[0] < 4
+        assert float(warped(logits[1], wanted[1])[together[1]]) > -torch.inf
+
+
 def test_sampling_writes_to_no_logits_of_the_model() -> None:
     logits = random_logits(len(WARPINGS), 30)
     before = logits.clone()
