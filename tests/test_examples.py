@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-NAMES = ("01_compile", "02_generate", "03_engine", "04_explain")
+NAMES = ("01_compile", "02_generate", "03_engine", "04_explain", "05_wishes")
 
 
 def main_of(name: str) -> Callable[..., Any]:
@@ -42,6 +43,16 @@ def test_engine(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "shopping:  17 figs.\n" in out
     assert "step 0: 16 of letters\nstep 1: 1 of letters, 15 of shopping\n" in out
+
+
+def test_wishes(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = main_of("05_wishes")(compile=False)
+    assert (answers["plain"], answers["likeliest"], answers["stop string"]) == ("19", "7", " c d e f g")
+    assert not set("0123456789") & set(answers["own processor"])
+    triples = [answers["no repeats"][start : start + 3] for start in range(len(answers["no repeats"]) - 2)]
+    assert triples and len(set(triples)) == len(triples)
+    assert set(json.loads(answers["schema"])) == {"sum", "odd"}
+    assert "likeliest: '7' (stop)\n'7': -0.0" in capsys.readouterr().out
 
 
 def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
