@@ -52,6 +52,7 @@ class SelectiveBackend:
         if mode not in (None, "default"):
             raise ValueError(f"mode must be 'default' with backend 'selective', got {mode!r}")
         chosen = BackendOptions(**(options or {}))
+        warn_of_last_graph()
         reason = why_not(examples)
         if reason is None:
             ask_for_constant_floats(module)
@@ -78,6 +79,19 @@ class SelectiveBackend:
     def _note(self, report: Report) -> None:
         self.reports.append(report)
         logger.log(logging.INFO if report.ok else logging.WARNING, "%s", report)
+
+
+def warn_of_last_graph() -> None:
+    """Past its limit of graphs for one code object, Dynamo runs every call that fits none of them eagerly."""
+    compile_id = CompileContext.current_compile_id()
+    limit = torch._dynamo.config.recompile_limit
+    if compile_id is not None and compile_id.frame_compile_id is not None and compile_id.frame_compile_id + 1 == limit:
+        logger.warning(
+            "this is the last of the %d graphs that Dynamo makes of this code: a call that fits none of them will run "
+            "the model eagerly, without selective batching; raise torch._dynamo.config.recompile_limit, or call "
+            "torch._dynamo.reset() between models",
+            limit,
+        )
 
 
 def why_not(examples: list[Any]) -> str | None:

@@ -466,6 +466,15 @@ def test_wrong_option_is_an_error(options: dict[str, Any], message: str) -> None
     assert isinstance(raised.value.inner_exception, ValueError)
 
 
+def test_last_graph_that_dynamo_makes_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with torch._dynamo.config.patch(recompile_limit=2), torch.no_grad():
+        compiled = fast(Decoder(layers=1))
+        compiled(IDS)
+        assert "last of the" not in caplog.text
+        compiled(IDS, MASK)
+        assert "this is the last of the 2 graphs" in caplog.text
+
+
 def test_padding_costs_nothing() -> None:
     """The compiled graph sees the real tokens, in the order of the batch, and no others."""
     compiled = fast(Decoder(layers=1))
