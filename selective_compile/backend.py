@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
+from torch._guards import CompileContext
 
 from selective_compile.capture import ATTENTION_MASK, capture
 from selective_compile.compiling import compiled_as_it_came

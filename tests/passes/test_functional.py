@@ -1,4 +1,4 @@
-"""Part of pass 1: writes in place become values where nothing else sees them, and are left alone where something does."""
+"""Part of pass 1: writes in place become values where nothing else sees them, and are left where something does."""
 
 from __future__ import annotations
 
