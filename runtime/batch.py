@@ -59,7 +59,7 @@ class BatchAssembler:
             block_table=self._take(self._block_table, table.size).view(table.shape),
             slot_mapping=self._take(self._slot_mapping, len(owners)),
             logit_rows=self._logits_of(cu_seqlens[1 : len(counts) + 1][samples] - 1),
-            request_ids=tuple(share.state.request_id for share in plan.shares),
+            requests=tuple(share.state for share in plan.shares),
         )
 
     def _lengths(

@@ -394,7 +394,7 @@ class Engine:
 
     def _forget(self, request: Request) -> Request:
         del self._live[request.request_id]
-        self._runner.forget(request.request_id)
+        self._runner.forget(request.state)
         if self._observers:
             self._left.append(request)
         return request

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from selective_compile.backend import Program, compile_step_program
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.kv_cache import allocate_pools, num_blocks
-from selective_compile.runtime.request_state import RequestId
+from selective_compile.runtime.request_state import RequestState
 from selective_compile.step import StepInputs
 
 
@@ -39,9 +39,9 @@ class ModelRunner:
         self._weights_version = version
         return changed
 
-    def forget(self, request_id: RequestId) -> None:
+    def forget(self, request: RequestState) -> None:
         """Let go of what the program keeps of a request that has left."""
-        self.program.forget((request_id,))
+        self.program.forget(request)
 
     @torch.no_grad()
     def run(self, inputs: StepInputs) -> Tensor:

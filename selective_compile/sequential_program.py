@@ -7,7 +7,7 @@ that `generate` prepares for it, and steps the model by `generate`'s own prepara
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +44,8 @@ class SequentialProgram:
         self._model = model
         self.device = next(model.parameters()).device
         self.max_positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        self._requests: dict[Any, OneRequest] = {}
+        self._requests: dict[Hashable, OneRequest] = {}
+        self._left: set[Hashable] = set()  # since the last step, or while this one runs
         trial = OneRequest(tokens=torch.zeros(1, 2, dtype=torch.int64, device=self.device))
         with torch.no_grad():
             self.vocab_size = int(self._logits(trial).shape[-1])
@@ -53,10 +54,10 @@ class SequentialProgram:
         """Identity and in-place version of each weight."""
         return tuple((id(p), 0 if p.is_inference() else p._version) for p in self._model.parameters())
 
-    def forget(self, request_ids: Iterable[Any]) -> None:
-        """Let go of the caches of requests that have left."""
-        for request_id in request_ids:
-            self._requests.pop(request_id, None)
+    def forget(self, request: Hashable) -> None:
+        """Let go of the cache of a request that has left."""
+        self._left.add(request)
+        self._requests.pop(request, None)
 
     @torch.no_grad()
     def __call__(self, inputs: StepInputs, pools: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -64,20 +65,20 @@ class SequentialProgram:
         bounds = inputs.cu_seqlens_q.tolist()
         wanted = {row: place for place, row in reversed(list(enumerate(inputs.logit_rows.tolist())))}
         logits = torch.zeros(len(inputs.logit_rows), self.vocab_size, device=self.device)
-        for request_id, first, end in zip(inputs.request_ids, bounds, bounds[1:], strict=False):
-            position = int(inputs.positions[first])
-            if position and request_id not in self._requests:
-                continue  # cancelled while this step ran
-            one = self._advanced(request_id, inputs.input_ids[first:end], position)
+        for request, first, end in zip(inputs.requests, bounds, bounds[1:], strict=False):
+            if request in self._left:
+                continue  # cancelled since the step was put together
+            one = self._advanced(request, inputs.input_ids[first:end], int(inputs.positions[first]))
             if end - 1 in wanted:
                 logits[wanted[end - 1]] = self._logits(one)
+        self._left.clear()
         return logits
 
-    def _advanced(self, request_id: Any, ids: Tensor, position: int) -> OneRequest:
+    def _advanced(self, request: Hashable, ids: Tensor, position: int) -> OneRequest:
         if position == 0:
-            self._requests[request_id] = OneRequest(tokens=ids[None].clone())  # the next step's ids take its place
-            return self._requests[request_id]
-        one = self._requests[request_id]
+            self._requests[request] = OneRequest(tokens=ids[None].clone())  # the next step's ids take its place
+            return self._requests[request]
+        one = self._requests[request]
         assert one.tokens.shape[1] == position, "a request goes on where it was"
         one.tokens = torch.cat([one.tokens, ids[None]], dim=1)
         return one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -25,7 +26,7 @@ class StepInputs:
             entries past the context are 0 and never read.
         slot_mapping: [T] int64, block * block_size + offset of each row's key and value; -1 for padding.
         logit_rows: [R] int64, the rows whose logits are computed, in the order they are returned.
-        request_ids: of the N requests, fewer where empty ones fill N up.
+        requests: N objects that tell the requests apart, also from other engines'; fewer where empty ones fill N up.
     """
 
     input_ids: Tensor
@@ -35,4 +36,4 @@ class StepInputs:
     block_table: Tensor
     slot_mapping: Tensor
     logit_rows: Tensor
-    request_ids: tuple[int | str, ...] = ()
+    requests: tuple[Hashable, ...] = ()

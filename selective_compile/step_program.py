@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +110,7 @@ class StepProgram:
         self._implementation = config.implementation
         self._run = compiled(flat, inductor=config.compile)
 
-    def forget(self, request_ids: Iterable[Any]) -> None:
+    def forget(self, request: Hashable) -> None:
         """Nothing is kept of a request but its blocks."""
 
     def __call__(self, inputs: StepInputs, pools: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

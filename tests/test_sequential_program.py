@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import selective_compile as sc
+from selective_compile.backend import compile_step_program
 from tests.decoders import Decoder
 from tests.oracle import assert_generated_alone
 
@@ -102,6 +103,23 @@ def test_weight_updates_are_seen() -> None:
     ids = torch.tensor([[5, 7, 9, *before]])
     expected = model.generate(ids, max_new_tokens=12 - len(before), do_sample=False)[0, ids.shape[1] :].tolist()
     assert tokens[len(before) :] == expected
+
+
+def test_engines_that_share_a_program_do_not_share_requests() -> None:
+    model = unproved("gpt_neo")
+    program = compile_step_program(model, CONFIG)
+    first, second = (sc.Engine(model, CONFIG, program=program) for _ in range(2))
+    for _ in range(2):  # an id may be used again
+        prompts = ([5, 7, 9, 11], [8, 6])
+        pair = [
+            engine.submit(prompt, max_new_tokens=6, do_sample=False, request_id="one")
+            for engine, prompt in zip((first, second), prompts, strict=True)
+        ]
+        while not all(request.finished for request in pair):
+            first.step()
+            second.step()
+        for prompt, request in zip(prompts, pair, strict=True):
+            assert_generated_alone(model, prompt, request.result().tokens)
 
 
 def test_cancelled_request_leaves_nothing_behind() -> None:

@@ -57,7 +57,7 @@ class SimulatedProgram:
         self.weights = 0
         self.before_run: Callable[[], None] = lambda: None
 
-    def forget(self, request_ids: Sequence[Any]) -> None:
+    def forget(self, request: Any) -> None:
         """Keeps nothing of a request but what is in the pools."""
 
     def weights_version(self) -> tuple[Any, ...]:
