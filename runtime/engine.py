@@ -103,6 +103,7 @@ class Engine:
             policy=self.config.scheduler_policy,
             order=self.config.waiting_order,
             batching=self.config.batching,
+            prefill_slowdown=self.config.prefill_slowdown,
         )
         longest = self._pool_tokens
         if self._program.max_positions is not None:

@@ -46,9 +46,10 @@ class StepPlan:
 
 @dataclass(kw_only=True)
 class Draft:
-    """A plan in the making; `budget` is what is left of the step's tokens."""
+    """A plan in the making; `budget` is what is left of the step's tokens, `prefill` of those for chunks of prompts."""
 
     budget: int
+    prefill: int
     shares: list[Share] = field(default_factory=list)
     preempted: list[RequestState] = field(default_factory=list)
     admitted: list[RequestState] = field(default_factory=list)

@@ -50,6 +50,7 @@ class Scheduler:
         policy: SchedulerPolicy = "max_utilization",
         order: WaitingOrder = "first_come",
         batching: Batching = "inflight_fused",
+        prefill_slowdown: float | None = None,
     ) -> None:
         self.pool = pool
         self.token_budget = token_budget
@@ -58,6 +59,7 @@ class Scheduler:
         self.block_reuse = block_reuse
         self.order = order
         self.batching = batching
+        self.prefill_slowdown = prefill_slowdown
         self.guarantees = policy == "guaranteed_no_evict" or batching == "static"
         self.times = StepTimes()
         self.preemptions = 0
@@ -114,7 +116,7 @@ class Scheduler:
         Args:
             now: the time, on the clock that deadlines are given on.
         """
-        draft = Draft(budget=self.token_budget)
+        draft = Draft(budget=self.token_budget, prefill=self._prefill_budget())
         self._refuse_late(now, draft)
         if self.batching == "inflight_fused":
             self._continue(draft)
@@ -188,6 +190,17 @@ class Scheduler:
             return 0.0
         return chunks * full + last * (rest > 0) + decode * (state.final_length - len(state.tokens))
 
+    def _prefill_budget(self) -> int:
+        """Tokens of prompts in a step, so that those who decode do not wait too long for their next token.
+
+        At least a block, so that prompts get on however slow the machine seems to be.
+        """
+        decode = self.times.predict(max(1, len(self._running)))
+        if self.prefill_slowdown is None or self.batching != "inflight_fused" or not self._running or decode is None:
+            return self.token_budget
+        allowed = self.times.tokens_within(self.prefill_slowdown * decode) - len(self._running)
+        return int(max(self.block_size, min(allowed, self.token_budget)))
+
     def _continue(self, draft: Draft) -> None:
         """Shares for the running requests: one token where the last step generated one, else a chunk."""
         block_size, last = self.block_size, self.block_size - 1
@@ -204,12 +217,13 @@ class Scheduler:
                 break
             if len(state.tokens) > len(state.blocks) * self.block_size and not self._make_room(state, draft):
                 break
-            self._take(state, draft)
+            if draft.prefill or not state.in_prefill:
+                self._take(state, draft)
 
     def _admit_within_budget(self, draft: Draft) -> None:
         # Whoever has just been preempted may need less than it gave back, its first blocks being shared: it would
         # come and go at every step.
-        while draft.budget and not draft.preempted and (state := self._admit(draft)):
+        while draft.budget and draft.prefill and not draft.preempted and (state := self._admit(draft)):
             self._take(state, draft)
 
     def _prefill(self, draft: Draft) -> None:
@@ -227,6 +241,9 @@ class Scheduler:
     def _take(self, state: RequestState, draft: Draft) -> None:
         start, pending = state.computed, len(state.tokens) - state.computed
         num_tokens = min(pending, draft.budget)
+        if state.in_prefill:
+            num_tokens = min(num_tokens, draft.prefill)
+            draft.prefill -= num_tokens
         draft.budget -= num_tokens
         draft.shares.append(Share(state, start, num_tokens, num_tokens == pending))
         if num_tokens == pending and self._prefilling:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 # What a step of a hundred steps ago still counts is a third: the machine or the load may have changed since.
 FORGETTING = 0.99
 
@@ -23,10 +25,21 @@ class StepTimes:
         """Seconds of a step of so many tokens; None before the first step. More tokens never take less time."""
         if not self._weight:
             return None
+        tokens, seconds, slope = self._line()
+        return seconds + slope * (num_tokens - tokens)
+
+    def tokens_within(self, seconds: float) -> float:
+        """The most tokens of a step that is expected to take so long; infinity as long as nothing is known."""
+        if not self._weight:
+            return math.inf
+        tokens, mean, slope = self._line()
+        return tokens + (seconds - mean) / slope if slope else math.inf
+
+    def _line(self) -> tuple[float, float, float]:
+        """A step of the mean size: its tokens and seconds; and the seconds of each token more."""
         tokens, seconds = self._tokens / self._weight, self._seconds / self._weight
         spread = self._tokens_squared / self._weight - tokens * tokens
         common = self._product / self._weight - tokens * seconds
         # Steps of one size say nothing about others: a step of another is taken to last as long.
         slope = max(0.0, common / spread) if spread > 1e-6 * tokens * tokens else 0.0
-        slope = min(slope, seconds / tokens)  # the line must not start below 0
-        return seconds + slope * (num_tokens - tokens)
+        return tokens, seconds, min(slope, seconds / tokens)  # the line must not start below 0

@@ -45,6 +45,8 @@ class EngineConfig(_NamedOptions):
             "fair": a request of the user who was served least.
         batching: "inflight_fused" mixes prefill and decode in one step, "inflight" has them in steps of their
             own, "static" admits nobody until all that were admitted together have ended.
+        prefill_slowdown: with "inflight_fused", how many times as long as one without prompts a step may take, as far
+            as the steps so far tell: chunks of prompts are cut to that, at least to a block. None: no limit.
         dtype: the dtype that the model must have; None: whatever it has. The engine never converts weights.
         implementation: of the custom operators; "auto" takes the best there is for the device.
         seed: of requests that bring none, mixed with their id: the same id samples the same tokens.
@@ -65,6 +67,7 @@ class EngineConfig(_NamedOptions):
     scheduler_policy: SchedulerPolicy = "max_utilization"
     waiting_order: WaitingOrder = "first_come"
     batching: Batching = "inflight_fused"
+    prefill_slowdown: float | None = None
     dtype: torch.dtype | None = None
     implementation: Implementation = "auto"
     seed: int = 0
@@ -88,6 +91,10 @@ class EngineConfig(_NamedOptions):
         _require_one_of("scheduler_policy", self.scheduler_policy, get_args(SchedulerPolicy))
         _require_one_of("waiting_order", self.waiting_order, get_args(WaitingOrder))
         _require_one_of("batching", self.batching, get_args(Batching))
+        slowdown = self.prefill_slowdown
+        number = isinstance(slowdown, (int, float)) and not isinstance(slowdown, bool)
+        if slowdown is not None and not (number and slowdown > 1):
+            raise ValueError(f"prefill_slowdown must be a number above 1 or None, got {slowdown!r}")
         _require_one_of("fallback", self.fallback, get_args(Fallback))
 
 

@@ -24,6 +24,7 @@ def test_defaults() -> None:
         "scheduler_policy": "max_utilization",
         "waiting_order": "first_come",
         "batching": "inflight_fused",
+        "prefill_slowdown": None,
         "dtype": None,
         "implementation": "auto",
         "seed": 0,
@@ -57,6 +58,8 @@ def test_defaults() -> None:
         {"scheduler_policy": "greedy"},
         {"waiting_order": None},
         {"batching": "v1"},
+        {"prefill_slowdown": 1},
+        {"prefill_slowdown": "2"},
     ],
 )
 def test_engine_config_refuses(options: dict[str, Any]) -> None:

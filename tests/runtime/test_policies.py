@@ -35,6 +35,7 @@ def test_the_tokens_are_the_same(seed: int, policy: SchedulerPolicy, order: Wait
         scheduler_policy=policy,
         waiting_order=order,
         batching=batching,
+        prefill_slowdown=source.choice([None, 1.01, 2.0]),
     )
     shared = [source.randrange(VOCAB_SIZE) for _ in range(20)]
     requests = []

@@ -177,3 +177,41 @@ def test_a_step_does_not_look_at_those_that_wait() -> None:
         return min(times)
 
     assert fastest_step(10_000) < 3 * fastest_step(200)
+
+
+def gaps_beside_a_long_prompt(prefill_slowdown: float | None) -> list[float]:
+    """Seconds of each step of 32 decoding requests while a prompt of 8,000 tokens comes, on a machine of our making."""
+    pool, sizes = BlockPool(1000), {"token_budget": 512, "max_requests": 64, "block_size": 16}
+    scheduler = Scheduler(pool, **sizes, prefill_slowdown=prefill_slowdown)
+    for number in range(32):
+        scheduler.add(RequestState(number, number, [number] * (1 + number % 5), max_new_tokens=200))
+    long = RequestState("long", 32, range(8000), max_new_tokens=9)
+    gaps = []
+    for step in range(2000):
+        if step == 20:
+            scheduler.add(long)
+        plan = scheduler.schedule()
+        seconds = 0.010 + 0.0005 * plan.num_tokens
+        scheduler.measured(plan.num_tokens, seconds)
+        for share in plan.shares:
+            scheduler.advance(share, 1 if share.samples else None)
+        assert len(plan.shares) >= 32, "everyone who decodes gets a token"
+        if step >= 20:
+            gaps.append(seconds)
+        if long.generated:
+            return gaps
+        for state in list(scheduler.running()):
+            if state.generated == 200:
+                scheduler.remove(state)
+                number = 100 + 40 * step + state.number % 40
+                scheduler.add(RequestState(number, number, [number], max_new_tokens=200))
+        scheduler.check()
+    raise AssertionError("the long prompt was starved")
+
+
+def test_a_long_prompt_does_not_hold_up_those_who_decode() -> None:
+    decode = 0.010 + 0.0005 * 32
+    bounded, free = gaps_beside_a_long_prompt(2.0), gaps_beside_a_long_prompt(None)
+    assert max(bounded) <= 2.1 * decode
+    assert max(free) > 8 * decode
+    assert len(bounded) > len(free) == 17
