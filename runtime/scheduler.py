@@ -203,22 +203,25 @@ class Scheduler:
 
     def _continue(self, draft: Draft) -> None:
         """Shares for the running requests: one token where the last step generated one, else a chunk."""
-        block_size, last = self.block_size, self.block_size - 1
+        block_size, last, budget = self.block_size, self.block_size - 1, draft.budget
         take, share = draft.shares.append, partial(tuple.__new__, Share)
         # A copy, since making room shortens the running requests from the end; those then have no blocks.
         for state in list(self._running.values()):
             start = state.computed
             # Most requests, at most steps: one token in the midst of a block. By itself this halves a step's cost.
-            if draft.budget and 0 < start % block_size < last and len(state.tokens) == start + 1:
+            if budget and 0 < start % block_size < last and len(state.tokens) == start + 1:
                 take(share((state, start, 1, True)))
-                draft.budget -= 1
+                budget -= 1
                 continue
-            if draft.budget == 0 or not state.blocks:
+            if budget == 0 or not state.blocks:
                 break
-            if len(state.tokens) > len(state.blocks) * self.block_size and not self._make_room(state, draft):
+            if len(state.tokens) > len(state.blocks) * block_size and not self._make_room(state, draft):
                 break
             if draft.prefill or not state.in_prefill:
+                draft.budget = budget
                 self._take(state, draft)
+                budget = draft.budget
+        draft.budget = budget
 
     def _admit_within_budget(self, draft: Draft) -> None:
         # Whoever has just been preempted may need less than it gave back, its first blocks being shared: it would
