@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from selective_compile.passes import Refusal
 from selective_compile.step import StepInputs
+
+# Tensors that lie in plain attributes of modules, neither weights nor buffers: by module and name.
+State = dict[tuple[nn.Module, str], Tensor | None]
 
 
 @dataclass(kw_only=True)
@@ -25,6 +28,7 @@ class OneRequest:
 
     tokens: Tensor  # [1, length] int64
     kwargs: dict[str, Any] = field(default_factory=dict)
+    state: State = field(default_factory=dict)
     seen: int = 0
 
 
@@ -84,7 +88,21 @@ class SequentialProgram:
         return one
 
     def _logits(self, one: OneRequest) -> Tensor:
-        """[V] of the last token; the model sees the tokens that it has not seen."""
+        """[V] of the last token; the model sees the tokens that it has not seen.
+
+        Some models keep state in their modules: the request's is there for the step, and then the model's own again.
+        """
+        own = plain_tensors(self._model)
+        put(one.state or {place: None if tensor is None else tensor.clone() for place, tensor in own.items()})
+        try:
+            logits = self._stepped(one)
+        finally:
+            one.state = plain_tensors(self._model)
+            take_out(one.state.keys() - own.keys())
+            put(own)
+        return logits
+
+    def _stepped(self, one: OneRequest) -> Tensor:
         first = not one.seen
         if first:
             one.kwargs = prepared(self._model, one.tokens)
@@ -96,6 +114,26 @@ class SequentialProgram:
         one.kwargs = self._model._update_model_kwargs_for_generation(outputs, one.kwargs, is_encoder_decoder=False)
         one.seen = one.tokens.shape[1]
         return outputs.logits[0, -1]
+
+
+def plain_tensors(model: nn.Module) -> State:
+    """Every plain attribute of a module that is a tensor, or nothing yet."""
+    return {
+        (module, name): value
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if value is None or isinstance(value, Tensor)
+    }
+
+
+def put(state: State) -> None:
+    for (module, name), tensor in state.items():
+        setattr(module, name, tensor)
+
+
+def take_out(places: Iterable[tuple[nn.Module, str]]) -> None:
+    for module, name in places:
+        delattr(module, name)
 
 
 def prepared(model: Any, ids: Tensor) -> dict[str, Any]:

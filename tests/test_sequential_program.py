@@ -21,6 +21,13 @@ COMMON: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidd
 UNPROVED: dict[str, dict[str, Any]] = {
     "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 8},
     "mamba": {"state_size": 4, "num_hidden_layers": 1},
+    # Its recurrent state lies in attributes of its modules, not in the cache.
+    "recurrent_gemma": {
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "attention_window_size": 8,
+    },
     "lfm2": {
         "intermediate_size": 48,
         "num_attention_heads": 4,
