@@ -63,5 +63,5 @@ def is_drawn(tensor: Tensor) -> bool:
 
 
 def vocabulary_of(model: Any) -> int:
-    """Ids that a prompt may be made of: token ids that stand for images and the like are at the end."""
-    return int(model.get_input_embeddings().weight.shape[0])
+    """Ids that a prompt may be made of; those that stand for images and the like are at the end."""
+    return int(model.config.get_text_config(decoder=True).vocab_size)
