@@ -89,7 +89,8 @@ def facts_of(refusal: Refusal) -> Facts:
 
 def without_machine(source_line: str) -> str:
     """The path from the package on: where it is installed says nothing."""
-    return source_line.split("site-packages/")[-1]
+    inside = source_line.split("site-packages/")[-1]
+    return inside[inside.index("selective_compile/") :] if "/selective_compile/" in inside else inside
 
 
 @torch.no_grad()

@@ -9,11 +9,12 @@ from typing import Any
 from selective_compile.coverage.families import FAMILIES, family_of
 from selective_compile.coverage.oracle import TOLERANCE
 from selective_compile.coverage.standing import VERDICTS, bars, exact, verdict, wrong
+from selective_compile.coverage.sweep import registered_types
 
 INTRO = """# Coverage
 
-Every model type that transformers registers with AutoModelForCausalLM, {count} of them, as a tiny model with random
-weights in float32 ({versions}). Written by `selective-compile coverage`.
+{count} of the {registered} model types that transformers registers with AutoModelForCausalLM, each as a tiny model
+with random weights in float32 ({versions}). Written by `selective-compile coverage`.
 
 The engine serves requests of random lengths that arrive while others run, with a small token budget and memory for the
 longest request alone, so that requests are preempted and long prompts cut. Its tokens are compared with
@@ -29,9 +30,10 @@ def page(results: Mapping[str, Any]) -> str:
     """Markdown: the bars, what is wrong, totals by family, then a table of every type."""
     types = results["types"]
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
-    intro = INTRO.format(count=len(types), versions=versions, tolerance=TOLERANCE)
+    intro = INTRO.format(count=len(types), registered=len(registered_types()), versions=versions, tolerance=TOLERANCE)
     lines = [
         *intro.splitlines(),
+        "",
         *summary(types),
         *mistakes(types),
         *families(types),
