@@ -159,7 +159,7 @@ def test_end_of_sequence_ids_in_every_form(value: Any) -> None:
         {"stopping_criteria": 3},
         {"prefix_allowed_tokens_fn": [1]},
     ],
-    ids=str,
+    ids=lambda fields: "-".join(map(str, fields)),  # the values may have an address in their names
 )
 def test_a_wrong_value_is_named(fields: dict[str, Any]) -> None:
     ((name, value),) = fields.items()
