@@ -7,7 +7,7 @@ that `generate` prepares for it, and steps the model by `generate`'s own prepara
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
