@@ -154,7 +154,7 @@ def test_what_follows_forward_where_generate_departs_is_told_apart() -> None:
     class Departing(Scripted):
         def generated(self, prompt: Any, count: int) -> Answer:
             answer = super().generated(prompt, count)
-            return replace(answer, tokens=[9] * count, logits=answer.logits.flip(1))
+            return replace(answer, tokens=[8] * count, logits=answer.logits.flip(1))
 
     assert compare(answered([2, 3, 4]), Departing())[0] == "as forward"
     assert compare(answered([2, 3, 5]), Departing())[0] == "open"
