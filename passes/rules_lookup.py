@@ -54,9 +54,12 @@ def reads_own_index(node: fx.Node, axes: dict[fx.Node, Axes]) -> bool:
     if node.target is not aten.index.Tensor or node not in axes:
         return False
     table = axes[node.args[0]]  # type: ignore[index]
-    numbers = [axes[index].numbers for index in node.args[1] if index is not None]  # type: ignore[union-attr,index]
-    permuted = table.is_permuted or axes[node].is_permuted
-    return not table.is_constant and not permuted and any(n in ((Axis.TOKEN,), (Axis.BATCH,)) for n in numbers)
+    if table.is_constant or table.is_permuted or axes[node].is_permuted:
+        return False
+    indices = [index for index in node.args[1] if index is not None]  # type: ignore[union-attr]
+    # An index that is new to the graph is made of the positions that took an old one's place.
+    numbers = [axes[index].numbers if index in axes else (Axis.TOKEN,) for index in indices]  # type: ignore[index]
+    return any(n in ((Axis.TOKEN,), (Axis.BATCH,)) for n in numbers)
 
 
 def gather(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:

@@ -169,6 +169,14 @@ def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
+def declared_positions(model: nn.Module) -> int | None:
+    """How far the configuration of a Hugging Face model says that it reaches; None if it does not, or says -1."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    positions = getattr(text, "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else None
+
+
 def device_of(model: nn.Module) -> torch.device:
     first = next(model.parameters(), None)
     return first.device if first is not None else torch.device("cpu")

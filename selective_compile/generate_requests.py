@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers.generation import BaseStreamer
 
+from selective_compile.capture import declared_positions
 from selective_compile.generate_arguments import Prompts
 from selective_compile.generate_fields import Fields
 from selective_compile.generate_objects import CallObjects
@@ -40,7 +41,7 @@ def finished_requests(
         ValueError: one of the prompts or its fields is wrong; none of them is served then.
         RuntimeError: a step failed, or the call's own processors or criteria did.
     """
-    max_positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    max_positions = declared_positions(model)
     widths = [len(row) if prompts.columns is None else prompts.columns.shape[1] for row in prompts.rows]
     counts = [each.new_tokens(width, max_positions) for each, width in zip(fields, widths, strict=True)]
     lengths = [len(row) + count for row, count in zip(prompts.rows, counts, strict=True)]

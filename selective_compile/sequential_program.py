@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 
+from selective_compile.capture import declared_positions
 from selective_compile.passes import Refusal
 from selective_compile.step import StepInputs
 
@@ -47,7 +48,7 @@ class SequentialProgram:
         self.refusals = tuple(refusals)
         self._model = model
         self.device = next(model.parameters()).device
-        self.max_positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.max_positions = declared_positions(model)
         self._requests: dict[Hashable, OneRequest] = {}
         self._left: set[Hashable] = set()  # since the last step, or while this one runs
         trial = OneRequest(tokens=torch.zeros(1, 2, dtype=torch.int64, device=self.device))

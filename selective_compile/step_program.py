@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selective_compile.capture import ATTENTION_MASK, capture
+from selective_compile.capture import ATTENTION_MASK, capture, declared_positions
 from selective_compile.compiling import compiled
 from selective_compile.ops import forced_implementation
 from selective_compile.options import EngineConfig
@@ -171,7 +171,11 @@ def compile_ragged_program(model: nn.Module, config: EngineConfig) -> StepProgra
         dtype = call.key.node.meta["val"].dtype
         if dtype not in DTYPES:
             raise ValueError(f"the model's dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
-    declared = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    limits = (declared, captured.max_tokens, rewritten.traced.max_tokens, position_limit(rewritten.flat))
+    limits = (
+        declared_positions(model),
+        captured.max_tokens,
+        rewritten.traced.max_tokens,
+        position_limit(rewritten.flat),
+    )
     known = [limit for limit in limits if limit is not None]
     return StepProgram(model, rewritten, config, max_positions=min(known, default=None))

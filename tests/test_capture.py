@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import selective_compile as sc
-from selective_compile.capture import capture
+from selective_compile.capture import capture, declared_positions
 from tests.decoders import Decoder
 from tests.exactness import step_program
 from tests.models import tiny
@@ -82,3 +83,11 @@ def test_branch_at_a_length_bounds_requests(branch: Callable[[Tensor], Tensor], 
 def first_ten(ids: Tensor) -> Tensor:
     """Positions that never leave their table."""
     return torch.arange(ids.shape[1]).clamp(max=9)
+
+
+@pytest.mark.parametrize(("declared", "known"), [(512, 512), (-1, None), (None, None)])
+def test_positions_that_a_configuration_declares(declared: int | None, known: int | None) -> None:
+    model = Decoder(layers=1)
+    model.config = SimpleNamespace(max_position_embeddings=declared)  # type: ignore[assignment]
+    assert declared_positions(model) == known
+    assert declared_positions(Decoder(layers=1)) is None

@@ -56,6 +56,7 @@ TOKEN_WISE: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
     "larger of two, one a weight": (lambda x, w: torch.max(x, w[0]), (WEIGHT,)),
     "embedding": (lambda ids, w: F.embedding(ids, w), (TABLE,)),
     "rows of a table by the length": (lambda x, w: x + w[: x.shape[1]], (TABLE,)),
+    "rows of a table at positions": (lambda x, w: x + w[torch.arange(x.shape[1])[None]], (TABLE,)),
     "rows of a table from 2": (lambda x, w: x + w[None, 2 : x.shape[1] + 2], (TABLE,)),
     "positions kept in a table": (
         lambda x, w: x + F.embedding((w[:, 0] * 0).cumsum(0).long()[None, : x.shape[1]], w),
