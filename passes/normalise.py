@@ -29,6 +29,7 @@ from selective_compile.passes.traced_graph import Input, Place, Refusal, Refused
 
 aten = torch.ops.aten
 SOURCE = "selective_source"
+OTHER_NAMES: dict[Any, Any] = dict.fromkeys((aten.concat.default, aten.concatenate.default), aten.cat.default)
 SHORTEST = 2
 # Triangles are written as comparisons of index ranges, which the mask proof can evaluate at any position.
 INDEX_FORM: dict[Any, Any] = get_decompositions([aten.tril, aten.triu])
@@ -289,6 +290,8 @@ def tidy(module: fx.GraphModule) -> int:
     """Remove nodes that change nothing (aliases, full slices, casts to the same type); returns how many."""
     removed = 0
     for node in list(module.graph.nodes):
+        if node.target in OTHER_NAMES:
+            node.target = OTHER_NAMES[node.target]
         if node.target is aten.cat.default:
             drop_empty_parts(node)
         if node.op == "call_function" and changes_nothing(node):

@@ -8,6 +8,7 @@ operators alone.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from selective_compile.passes.rules_reduce import dims_along, selection
 aten = torch.ops.aten
 AxesOf = Callable[[Any], Axes]
 CASTS = (aten.to, aten._to_copy, aten.reshape, aten.view, aten.clone, aten.contiguous, aten.flatten)
-INDEX_MAKERS = (aten.topk, aten.sort, aten.argsort, aten.argmax)
+INDEX_MAKERS = (aten.topk, aten.sort, aten.argsort, aten.argmax, aten.argmin, aten.max, aten.min)
 
 
 def order_of(axes: Axes) -> Permuted:
@@ -77,11 +78,13 @@ def made_from(node: Any) -> fx.Node:
 def never_negative(node: Any) -> bool:
     """Whether the values are indices that an operator found."""
     source = made_from(node)
-    if (
-        len(source.args) > 1 and source.args[1] == 1 and isinstance(source.args[0], fx.Node)
-    ):  # the second of (values, indices)
-        source = source.args[0]
-    return getattr(source.target, "overloadpacket", None) in INDEX_MAKERS
+    packet = getattr(source.target, "overloadpacket", None)
+    if packet in (aten.cat, aten.stack):
+        return all(never_negative(part) for part in source.args[0])  # type: ignore[union-attr]
+    if source.target is operator.getitem:
+        packet = getattr(source.args[0].target, "overloadpacket", None)  # type: ignore[union-attr]
+        return bool(source.args[1] == 1) and packet in INDEX_MAKERS  # of (values, indices)
+    return packet in (aten.argsort, aten.argmax, aten.argmin)
 
 
 def running_sum(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes | None:

@@ -226,7 +226,7 @@ def same(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
 
 VIEWS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten), reshape),
-    aten.view_as: reshape,
+    **dict.fromkeys((aten.view_as, aten.reshape_as), reshape),
     **dict.fromkeys((aten.transpose, aten.t), transpose),
     **dict.fromkeys((aten.to, aten._to_copy, aten.type_as, aten.clone, aten.contiguous), same),
     **dict.fromkeys((aten.split, aten.split_with_sizes, aten.chunk, aten.unbind), split),

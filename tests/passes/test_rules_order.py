@@ -86,6 +86,18 @@ def by_every_expert(x: Tensor, router: Tensor, up: Tensor, down: Tensor, bias: T
     return (each * full.t()[:, :, None]).sum(0).reshape(x.shape)
 
 
+def by_maxima(x: Tensor, router: Tensor, up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
+    """The experts found one after another, their numbers concatenated."""
+    rows = x.reshape(-1, WIDTH)
+    scores = F.linear(rows, router).softmax(-1)
+    first, expert = scores.max(dim=-1, keepdim=True)
+    second, other = scores.scatter(-1, expert, -1.0).max(dim=-1, keepdim=True)
+    both, experts = torch.cat([first, second], -1), torch.concat([expert, other], -1)
+    sorted_experts, order = torch.sort(experts.reshape(-1))
+    product = grouped(grouped(rows[order // 2], up, ends_of(sorted_experts)).relu(), down, ends_of(sorted_experts))
+    return (product[by_writing(order)].view(-1, 2, WIDTH) * both[..., None]).sum(1).reshape(x.shape)
+
+
 EXACT: dict[str, Function] = {
     "sorted by expert": mixture(),
     "one expert each": mixture(1),
@@ -93,6 +105,7 @@ EXACT: dict[str, Function] = {
     "added at their tokens": by_adding,
     "weights read for each pair": by_batches,
     "every expert": by_every_expert,
+    "experts by maxima": by_maxima,
 }
 
 
@@ -105,6 +118,13 @@ def wrong_inverse(order: Tensor) -> Tensor:
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.shape[0]) + 1
     return inverse
+
+
+def by_numbers(x: Tensor, numbers: Tensor, up: Tensor) -> Tensor:
+    """Rows grouped by any number, one for each."""
+    sorted_numbers, order = torch.sort(numbers)
+    product = grouped(x.reshape(-1, WIDTH)[order], up, ends_of(sorted_numbers))
+    return product[by_writing(order)].reshape(*x.shape[:2], -1)
 
 
 REFUSED: dict[str, tuple[Function, str]] = {
@@ -121,6 +141,10 @@ REFUSED: dict[str, tuple[Function, str]] = {
     "too few experts counted": (
         mixture(ends=lambda e: torch.histc(e.float(), bins=EXPERTS, min=0, max=2).cumsum(0, dtype=torch.int32)),
         "several group numbers as one",
+    ),
+    "groups by a value that may be negative": (
+        lambda x, router, up, down, bias: by_numbers(x, (x.reshape(-1, WIDTH)[:, 0] * 2).long(), up),
+        "not known to be indices",
     ),
     "order as a feature": (
         lambda x, router, up, down, bias: (

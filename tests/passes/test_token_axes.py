@@ -74,6 +74,7 @@ TOKEN_WISE: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
     "parts written in place": (lambda x: from_parts(x), ()),
     "a part added to in place": (lambda x: first_feature_doubled(x * 1), ()),
     "in place on a permutation": (lambda x: (x * 1).transpose(1, 2).add_(1).transpose(1, 2), ()),
+    "concatenated by another name": (lambda x, y: torch.concat([x, y.reshape_as(x)], -1), ()),
     "shaped as another": (lambda x, y: x.reshape(-1, 8).view_as(y) + x[..., :1].expand_as(y), ()),
     "repeated whole": (lambda x, w: (x.reshape(-1, 8).repeat(3, 1).view(3, -1, 8) @ w).sum(0).view(x.shape), (WEIGHT,)),
     "gather from a table": (
