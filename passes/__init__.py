@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import fx
 
-import selective_compile.ops  # noqa: F401  (registers the operators that the flat graph calls)
+import selective_compile.ops
+import selective_compile.state_ops  # noqa: F401  (both register the operators that the flat graph calls)
 from selective_compile.passes.attention import recognise_attention
 from selective_compile.passes.flatten import FlatGraph, flatten
 from selective_compile.passes.lower import lower

@@ -139,21 +139,22 @@ def _module(resolved: str) -> ModuleType:
 
 
 def _run_ragged_attention(query: Tensor, *args: Any) -> Tensor:
-    _refuse_gradients(query, *args)
+    refuse_gradients(query, *args)
     return _kernel("ragged_attention", _forced.get(), query.device.type)(query, *args)
 
 
 def _run_varlen_attention(query: Tensor, *args: Any) -> Tensor:
-    _refuse_gradients(query, *args)
+    refuse_gradients(query, *args)
     return _kernel("varlen_attention", _forced.get(), query.device.type)(query, *args)
 
 
 def _run_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    _refuse_gradients(x, weight, bias)
+    refuse_gradients(x, weight, bias)
     return _kernel("linear", _forced.get(), x.device.type)(x, weight, bias)
 
 
-def _refuse_gradients(*args: Any) -> None:
+def refuse_gradients(*args: Any) -> None:
+    """Raise RuntimeError if a tensor among `args` requires grad while gradients are recorded."""
     # Autograd would differentiate through the reference but not through a kernel: a gradient must not depend
     # on which of them ran.
     if torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
@@ -181,8 +182,8 @@ def _fake_ragged_attention(
     _check_per_head(query, sinks, slopes)
     for name, pool, rows in (("key_pool", key_pool, key), ("value_pool", value_pool, value)):
         fits = pool.dim() == 4 and pool.shape[1] == rows.shape[1] and pool.shape[3] == rows.shape[2]
-        _require(fits, f"{name} must be [num_blocks, K, block_size, D], got {list(pool.shape)}")
-        _require(pool.dtype == query.dtype, f"{name} must be {query.dtype}, got {pool.dtype}")
+        require(fits, f"{name} must be [num_blocks, K, block_size, D], got {list(pool.shape)}")
+        require(pool.dtype == query.dtype, f"{name} must be {query.dtype}, got {pool.dtype}")
     return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
 
 
@@ -205,37 +206,38 @@ def _fake_varlen_attention(
 
 def _check_rows(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        _require(tensor.dim() == 3, f"{name} must be [T, heads, size], got {list(tensor.shape)}")
-        _require(tensor.dtype == query.dtype, f"{name} must be {query.dtype}, got {tensor.dtype}")
+        require(tensor.dim() == 3, f"{name} must be [T, heads, size], got {list(tensor.shape)}")
+        require(tensor.dtype == query.dtype, f"{name} must be {query.dtype}, got {tensor.dtype}")
         torch._check(tensor.shape[0] == query.shape[0])
     heads, kv_heads = query.shape[1], key.shape[1]
-    _require(query.shape[2] == key.shape[2], f"key must have head size {query.shape[2]}, got {key.shape[2]}")
-    _require(kv_heads == value.shape[1], f"value must have {kv_heads} heads, got {value.shape[1]}")
-    _require(heads % kv_heads == 0, f"query must have a multiple of {kv_heads} heads, got {heads}")
+    require(query.shape[2] == key.shape[2], f"key must have head size {query.shape[2]}, got {key.shape[2]}")
+    require(kv_heads == value.shape[1], f"value must have {kv_heads} heads, got {value.shape[1]}")
+    require(heads % kv_heads == 0, f"query must have a multiple of {kv_heads} heads, got {heads}")
 
 
 def _check_per_head(query: Tensor, sinks: Tensor | None, slopes: Tensor | None) -> None:
     heads = query.shape[1]
     for name, tensor in (("sinks", sinks), ("slopes", slopes)):
         if tensor is not None:
-            _require(tensor.shape == (heads,), f"{name} must be [{heads}], got {list(tensor.shape)}")
+            require(tensor.shape == (heads,), f"{name} must be [{heads}], got {list(tensor.shape)}")
     if sinks is not None:
-        _require(sinks.is_floating_point(), f"sinks must be of a floating dtype, got {sinks.dtype}")
+        require(sinks.is_floating_point(), f"sinks must be of a floating dtype, got {sinks.dtype}")
     if slopes is not None:
-        _require(slopes.dtype == torch.float32, f"slopes must be torch.float32, got {slopes.dtype}")
+        require(slopes.dtype == torch.float32, f"slopes must be torch.float32, got {slopes.dtype}")
 
 
 def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    _require(weight.dim() == 2, f"weight must be [N, K], got {list(weight.shape)}")
+    require(weight.dim() == 2, f"weight must be [N, K], got {list(weight.shape)}")
     torch._check(x.shape[-1] == weight.shape[1])
-    _require(weight.dtype == x.dtype, f"weight must be {x.dtype}, got {weight.dtype}")
+    require(weight.dtype == x.dtype, f"weight must be {x.dtype}, got {weight.dtype}")
     if bias is not None:
-        _require(bias.dtype == x.dtype, f"bias must be {x.dtype}, got {bias.dtype}")
+        require(bias.dtype == x.dtype, f"bias must be {x.dtype}, got {bias.dtype}")
         torch._check(bias.shape[0] == weight.shape[0])
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _require(condition: bool, message: str) -> None:
+def require(condition: bool, message: str) -> None:
+    """Raise ValueError with `message` unless the condition holds."""
     if not condition:
         raise ValueError(message)
 
@@ -243,7 +245,8 @@ def _require(condition: bool, message: str) -> None:
 _library = torch.library.Library("selective", "DEF")
 
 
-def _register(schema: str, run: Callable[..., Tensor], fake: Callable[..., Tensor]) -> torch._ops.OpOverload:
+def register(schema: str, run: Callable[..., Tensor], fake: Callable[..., Tensor]) -> torch._ops.OpOverload:
+    """Define `selective::<schema>`, run by `run` on CPU and CUDA tensors and by `fake` when traced."""
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     for key in ("CPU", "CUDA"):
@@ -252,17 +255,17 @@ def _register(schema: str, run: Callable[..., Tensor], fake: Callable[..., Tenso
     return getattr(torch.ops.selective, name).default
 
 
-ragged_attention = _register(
+ragged_attention = register(
     "ragged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) key_pool, Tensor(b!) value_pool, "
     "Tensor cu_seqlens_q, Tensor context_lens, Tensor block_table, Tensor slot_mapping, "
     "float scale, int window, float softcap, int chunk=0, Tensor? sinks=None, Tensor? slopes=None) -> Tensor",
     _run_ragged_attention,
     _fake_ragged_attention,
 )
-varlen_attention = _register(
+varlen_attention = register(
     "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, "
     "float scale, int window, float softcap, int chunk=0, Tensor? sinks=None, Tensor? slopes=None) -> Tensor",
     _run_varlen_attention,
     _fake_varlen_attention,
 )
-linear = _register("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", _run_linear, _fake_linear)
+linear = register("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", _run_linear, _fake_linear)

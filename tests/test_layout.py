@@ -30,7 +30,7 @@ PACKAGE_OF_FOLDER = {
 # Lowest first: a module imports from its own layer and from those below it. `selective_compile/__init__.py`,
 # the face, stands above them all. A new module or subpackage of selective_compile/ takes its place here.
 LAYERS = (
-    ("options", "reference", "ops", "kernels", "step"),
+    ("options", "reference", "state_reference", "ops", "state_ops", "kernels", "step"),
     ("passes",),
     ("backend", "report", "capture", "compiling", "padded_program", "sequential_program", "step_program"),
     ("runtime",),
