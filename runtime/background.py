@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Condition
+from weakref import WeakMethod
 
 
 class BackgroundThread:
@@ -72,3 +73,18 @@ class BackgroundThread:
         with self._guard:
             self._guard.wait_for(lambda: self._stopping or self._has_work())
             return not self._stopping
+
+
+def weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """The method without a hold on its engine: a cycle would keep the KV pools until the garbage collector runs.
+
+    While the background thread runs, whoever entered `running` holds the engine.
+    """
+    reference = WeakMethod(method)
+
+    def call() -> None:
+        bound = reference()
+        if bound is not None:
+            bound()
+
+    return call

@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import time
-from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import Condition, Lock
 from typing import Any
-from weakref import WeakMethod
 
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from selective_compile.backend import Program
 from selective_compile.options import EngineConfig
-from selective_compile.runtime.background import BackgroundThread
+from selective_compile.runtime.background import BackgroundThread, weakly
 from selective_compile.runtime.batch import BatchAssembler
-from selective_compile.runtime.block_names import extend_names
 from selective_compile.runtime.block_pool import BlockPool
-from selective_compile.runtime.generation import GenerationParams, Served
-from selective_compile.runtime.grammar import Grammars
+from selective_compile.runtime.intake import Intake
 from selective_compile.runtime.model_runner import ModelRunner
 from selective_compile.runtime.plan import StepPlan
-from selective_compile.runtime.prompt import check_length, check_request_id, check_terms, token_ids
-from selective_compile.runtime.records import TokenRecord
-from selective_compile.runtime.request import FinishReason, Request
-from selective_compile.runtime.request_state import RequestId, RequestState, Terms
+from selective_compile.runtime.request import Request
+from selective_compile.runtime.request_state import RequestId
+from selective_compile.runtime.request_table import RequestTable
 from selective_compile.runtime.sampler import SampledTokens, sample
 from selective_compile.runtime.scheduler import Scheduler
-from selective_compile.runtime.stats import EngineStats, RequestEnd, StepObserver, StepRecord
+from selective_compile.runtime.stats import EngineStats, StepObserver
+from selective_compile.runtime.step_log import StepLog
 from selective_compile.step import StepInputs
 
 TOO_LATE = "deadline must leave time for the tokens asked for, at the pace of the steps so far: it cannot be met"
@@ -86,8 +80,6 @@ class Engine:
         if config is not None and not isinstance(config, EngineConfig):
             raise ValueError(f"config must be an EngineConfig or None, got {config!r}")
         self.config = config if config is not None else EngineConfig()
-        self._model = model
-        self._observers = tuple(observers)
         self._runner = ModelRunner(model, self.config, program)
         self._program = self._runner.program
         sizes = {
@@ -95,39 +87,33 @@ class Engine:
             "max_requests": self.config.max_requests,
             "block_size": self.config.block_size,
         }
-        pool = BlockPool(self._runner.num_blocks)
+        # A program without pools keeps what it computed by request, and no other request can go on from it.
+        reuses_blocks = self.config.block_reuse and bool(self._program.call_sites)
         self._scheduler = Scheduler(
-            pool,
+            BlockPool(self._runner.num_blocks),
             **sizes,
-            block_reuse=self._reuses_blocks,
+            block_reuse=reuses_blocks,
             policy=self.config.scheduler_policy,
             order=self.config.waiting_order,
             batching=self.config.batching,
             prefill_slowdown=self.config.prefill_slowdown,
         )
-        longest = self._pool_tokens
-        if self._program.max_positions is not None:
-            longest = min(longest, self._program.max_positions)
-        max_blocks = self._scheduler.blocks_for(longest)
+        pool_tokens = self._runner.num_blocks * self.config.block_size
+        longest = min(pool_tokens, self._program.max_positions or pool_tokens)
+        max_blocks = self._scheduler.blocks.blocks_for(longest)
         self._assembler = BatchAssembler(**sizes, max_blocks=max_blocks, device=self._program.device)
+        self._intake = Intake(model, self._program, self.config, reuses_blocks=reuses_blocks, pool_tokens=pool_tokens)
+        self._log = StepLog(observers)
+        self._requests = RequestTable()
         self._stepping = Lock()
         self._submitting = Lock()
-        self._grammars = Grammars()
         self._guard = Condition()  # notified when there is work
-        self._live: dict[RequestId, Request] = {}
-        self._left: list[Request] = []  # ended, and not yet in a record
-        self._submitted = 0
         self._background = BackgroundThread(
             guard=self._guard,
             has_work=partial(has_work, self._scheduler),
             step=weakly(self.drive),
             on_stop=weakly(self._wake_readers),
         )
-        self._began = time.perf_counter()
-        self._steps = 0
-        self._tokens_computed = 0
-        self._tokens_generated = 0
-        self._last_step_seconds: float | None = None
 
     def submit(
         self,
@@ -164,38 +150,18 @@ class Engine:
         Raises:
             ValueError: anything about it is wrong; other requests are not affected.
         """
-        prompt = token_ids(prompt_ids, self._program.vocab_size)
-        terms = check_terms(arrival=self._now(), priority=priority, deadline=deadline, user=user, cache_salt=cache_salt)
-        names = self._block_names(prompt, terms)
+        now = self._log.now()
+        submission = self._intake.prompt(
+            prompt_ids, arrival=now, priority=priority, deadline=deadline, user=user, cache_salt=cache_salt
+        )
         with self._submitting:
             with self._guard:
-                chosen_id = self._choose_id(request_id)
-            # Without the guard: preparing stop strings for a large vocabulary takes seconds.
-            params = GenerationParams.resolve(
-                generation_config,
-                options,
-                self._served(),
-                prompt=prompt,
-                default_seed=_seed_of(self.config.seed, chosen_id),
-            )
-            check_length(
-                len(prompt),
-                params.max_new_tokens,
-                max_positions=self._program.max_positions,
-                pool_tokens=self._pool_tokens,
-            )
+                chosen_id = self._requests.choose_id(request_id)
+            params = self._intake.params(submission, chosen_id, generation_config, options)
             with self._guard:
-                state = RequestState(
-                    chosen_id,
-                    self._submitted,
-                    prompt,
-                    max_new_tokens=params.max_new_tokens,
-                    terms=terms,
-                    block_names=names,
-                )
+                state = submission.state(chosen_id, self._requests.next_number, params)
                 request = Request(state, params, self)
-                self._submitted += 1
-                self._live[chosen_id] = request
+                self._requests.add(request)
                 self._scheduler.add(state)
                 self._guard.notify_all()
         return request
@@ -208,7 +174,7 @@ class Engine:
                 none was running: then no step would get further, and they have ended too.
         """
         with self._stepping:
-            started = time.perf_counter()
+            started = self._log.now()
             with self._failure_ends_running_requests():
                 step = self._schedule()
                 if step is None:
@@ -264,79 +230,21 @@ class Engine:
             if_idle: not if there are unfinished requests.
         """
         with self._stepping, self._guard:
-            if not (if_idle and self._live):
+            if not (if_idle and self._requests):
                 self._scheduler.preempt_all()
 
     def add_observer(self, observer: StepObserver) -> None:
         """Call it after each step from now on, as those given to the constructor."""
         with self._guard:
-            self._observers = (*self._observers, observer)
+            self._log.add_observer(observer)
 
     def remove_observer(self, observer: StepObserver) -> None:
         with self._guard:
-            self._observers = tuple(kept for kept in self._observers if kept != observer)
+            self._log.remove_observer(observer)
 
     def stats(self) -> EngineStats:
         with self._guard:
-            pool = self._scheduler.pool
-            return EngineStats(
-                steps=self._steps,
-                running=self._scheduler.num_running,
-                waiting=self._scheduler.num_waiting,
-                blocks_free=pool.num_free,
-                blocks_used=pool.num_blocks - pool.num_free,
-                blocks_max=pool.num_blocks,
-                block_size=self.config.block_size,
-                blocks_idle=pool.num_idle,
-                preemptions=self._scheduler.preemptions,
-                tokens_admitted=self._scheduler.tokens_admitted,
-                tokens_reused=self._scheduler.tokens_reused,
-                tokens_computed=self._tokens_computed,
-                tokens_generated=self._tokens_generated,
-                graphs=self._program.graphs,
-                last_step_seconds=self._last_step_seconds,
-            )
-
-    def _served(self) -> Served:
-        return Served(
-            config=getattr(self._model, "generation_config", None),
-            max_positions=self._program.max_positions,
-            vocab_size=self._program.vocab_size,
-            device=self._program.device,
-            model=self._model,
-            grammars=self._grammars,
-        )
-
-    @property
-    def _reuses_blocks(self) -> bool:
-        # A program without pools keeps what it computed by request, and no other request can go on from it.
-        return self.config.block_reuse and bool(self._program.call_sites)
-
-    @property
-    def _pool_tokens(self) -> int:
-        return self._runner.num_blocks * self.config.block_size
-
-    def _block_names(self, prompt: array[int], terms: Terms) -> list[bytes]:
-        """Those of the prompt, made here: in a step, they would keep all other requests waiting."""
-        names: list[bytes] = []
-        if self._reuses_blocks:
-            size = self.config.block_size
-            extend_names(names, prompt, terms.cache_salt, len(prompt) // size, size)
-        return names
-
-    def _now(self) -> float:
-        """Seconds on the engine's clock, which deadlines are given on."""
-        return time.perf_counter() - self._began
-
-    def _choose_id(self, request_id: RequestId | None) -> RequestId:
-        if request_id is None:
-            number = self._submitted
-            while (made_up := f"request-{number}") in self._live:
-                number += 1
-            return made_up
-        if check_request_id(request_id) in self._live:
-            raise ValueError(f"request_id must not be that of an unfinished request, got {request_id!r}")
-        return request_id
+            return self._log.stats(self._scheduler, graphs=self._program.graphs)
 
     def _schedule(self) -> _Step | None:
         with self._guard:
@@ -344,16 +252,16 @@ class Engine:
                 return None
             if self._runner.weights_changed():
                 self._scheduler.preempt_all()
-            plan = self._scheduler.schedule(self._now())
+            plan = self._scheduler.schedule(self._log.now())
             for state in plan.refused:
-                self._forget(self._live[state.request_id]).finish("error", TOO_LATE)
+                self._forget(self._requests.of(state)).finish("error", TOO_LATE)
             if not plan.shares:
                 return None
-            requests = tuple(self._live[share.state.request_id] for share in plan.shares)
+            requests = self._requests.of_shares(plan.shares)
             # Under the lock, since cancelling a request takes its blocks away.
             inputs = self._assembler.assemble(plan)
             for state in plan.admitted:
-                self._live[state.request_id].start()
+                self._requests.of(state).start()
             return _Step(plan=plan, requests=requests, inputs=inputs)
 
     def _sample(self, step: _Step, logits: Tensor) -> SampledTokens:
@@ -371,8 +279,8 @@ class Engine:
         """Hand out the tokens; requests that are done leave, with their blocks."""
         outcomes = iter(zip(sampled.tokens, sampled.records, strict=True))
         with self._guard:
-            self._steps += 1
-            self._tokens_computed += step.plan.num_tokens
+            self._log.steps += 1
+            self._log.tokens_computed += step.plan.num_tokens
             for share, request in zip(step.plan.shares, step.requests, strict=True):
                 token, record = next(outcomes) if share.samples else (None, None)
                 if request.finished:  # cancelled while the model ran
@@ -383,8 +291,8 @@ class Engine:
                     continue
                 self._scheduler.advance(share, token)
                 if token is not None:
-                    self._tokens_generated += 1
-                    reason = _finish_reason(request, token, record)
+                    self._log.tokens_generated += 1
+                    reason = request.reason_to_end(token, record)
                     if reason is not None:
                         self._remove(request)
                     request.publish(token, record, reason)
@@ -394,10 +302,9 @@ class Engine:
         self._forget(request)
 
     def _forget(self, request: Request) -> Request:
-        del self._live[request.request_id]
+        self._requests.remove(request)
         self._runner.forget(request.state)
-        if self._observers:
-            self._left.append(request)
+        self._log.ended(request)
         return request
 
     @contextmanager
@@ -405,14 +312,14 @@ class Engine:
         try:
             yield
         except BaseException as error:
-            message = f"step {self._steps} failed: {type(error).__name__}: {error}"
+            message = f"step {self._log.steps} failed: {type(error).__name__}: {error}"
             with self._guard:
-                self._steps += 1
+                self._log.steps += 1
                 doomed = list(self._scheduler.running())
                 if not doomed and isinstance(error, Exception):  # or whoever waits for them would step for ever
                     doomed = list(self._scheduler.waiting())
                 for state in doomed:
-                    request = self._live[state.request_id]
+                    request = self._requests.of(state)
                     self._remove(request)
                     request.finish("error", message)
                 self._scheduler.forget()
@@ -421,59 +328,20 @@ class Engine:
             raise
 
     def _observe(self, plan: StepPlan, started: float) -> None:
-        seconds = time.perf_counter() - started
-        self._last_step_seconds = seconds
-        predicted = self._scheduler.times.predict(plan.num_tokens)
-        self._scheduler.measured(plan.num_tokens, seconds)
-        if self._observers:
-            with self._guard:
-                ended, self._left = self._left, []
-            record = StepRecord.of_plan(
-                plan,
-                step=self._steps - 1,
-                seconds=seconds,
-                started=started - self._began,
-                predicted_seconds=predicted,
-                ended=tuple(RequestEnd.of(request) for request in ended),
-            )
-            for observer in self._observers:
-                observer(record)
+        seconds = self._log.now() - started
+        with self._guard:
+            predicted = self._scheduler.times.predict(plan.num_tokens)
+            self._scheduler.measured(plan.num_tokens, seconds)
+            observed = self._log.stepped(plan, started=started, seconds=seconds, predicted=predicted)
+        if observed is not None:
+            observed.tell()
 
     def _wake_readers(self) -> None:
         with self._guard:
-            requests = list(self._live.values())
+            requests = list(self._requests)
         for request in requests:
             request.wake()
 
 
 def has_work(scheduler: Scheduler) -> bool:
     return scheduler.has_work
-
-
-def weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """The method without a hold on its engine: a cycle would keep the KV pools until the garbage collector runs.
-
-    While the background thread runs, whoever entered `running` holds the engine.
-    """
-    reference = WeakMethod(method)
-
-    def call() -> None:
-        bound = reference()
-        if bound is not None:
-            bound()
-
-    return call
-
-
-def _finish_reason(request: Request, token: int, record: TokenRecord | None) -> FinishReason | None:
-    if token in request.params.eos_token_ids:
-        return "stop"
-    if record is not None and record.stop is not None:
-        return record.stop
-    return "length" if request.state.generated == request.params.max_new_tokens else None
-
-
-def _seed_of(engine_seed: int, request_id: RequestId) -> int:
-    """64 bits that depend on the engine's seed and the request's id, the same in every process."""
-    digest = hashlib.blake2b(f"{engine_seed}:{request_id!r}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
 from functools import partial
 
 from selective_compile.options import Batching, SchedulerPolicy, WaitingOrder
-from selective_compile.runtime.block_names import block_names
 from selective_compile.runtime.block_pool import BlockPool
 from selective_compile.runtime.plan import Draft, Share, StepPlan
+from selective_compile.runtime.request_blocks import RequestBlocks
 from selective_compile.runtime.request_state import RequestState
 from selective_compile.runtime.step_times import StepTimes
 from selective_compile.runtime.waiting import GENERATED_TOKEN, waiting_queue
@@ -31,10 +30,9 @@ class Scheduler:
     Under "guaranteed_no_evict", and in static batches, a request is admitted only when its blocks and those that
     all running requests may still come to need are free: then nobody is ever preempted.
 
-    With `block_reuse` a request is admitted with the full blocks of its leading tokens that are still in the
-    pool, whoever computed them, save that it computes at least its last token. A block counts as computed from
-    the plan on whose step fills it: a step writes all its keys and values before any request reads them.
-    Whoever gives up such a step calls `forget`.
+    A block counts as computed, and is shared (`selective_compile.runtime.request_blocks`), from the plan on whose
+    step fills it: a step writes all its keys and values before any request reads them. Whoever gives up such a step
+    calls `forget`.
 
     A step costs time in proportion to the running requests, however many wait.
     """
@@ -52,15 +50,15 @@ class Scheduler:
         batching: Batching = "inflight_fused",
         prefill_slowdown: float | None = None,
     ) -> None:
+        self.guarantees = policy == "guaranteed_no_evict" or batching == "static"
+        self.blocks = RequestBlocks(pool, block_size=block_size, reuse=block_reuse, guarantees=self.guarantees)
         self.pool = pool
         self.token_budget = token_budget
         self.max_requests = max_requests
         self.block_size = block_size
-        self.block_reuse = block_reuse
         self.order = order
         self.batching = batching
         self.prefill_slowdown = prefill_slowdown
-        self.guarantees = policy == "guaranteed_no_evict" or batching == "static"
         self.times = StepTimes()
         self.preemptions = 0
         self.tokens_reused = 0
@@ -68,7 +66,6 @@ class Scheduler:
         self._running: OrderedDict[int, RequestState] = OrderedDict()  # in order of admission
         self._waiting = waiting_queue(order)
         self._prefilling: dict[int, RequestState] = {}  # of the running ones, where batching tells them apart
-        self._growth = 0  # blocks that the running requests may come to need besides those they have
         self._batch = 0  # requests that were admitted to the static batch
 
     @property
@@ -89,16 +86,9 @@ class Scheduler:
     def waiting(self) -> Iterator[RequestState]:
         return iter(self._waiting)
 
-    def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
-    def fits(self, num_tokens: int) -> bool:
-        """Whether a request that comes to hold so many computed tokens can run, at least by itself."""
-        return self.blocks_for(num_tokens) <= self.pool.num_blocks
-
     def add(self, state: RequestState) -> None:
         """Queue a request. The caller has refused what never `fits`, and numbers requests as they arrive."""
-        assert self.fits(state.final_length) and state.pending > 0 and not state.blocks, state
+        assert self.blocks.fits(state.final_length) and state.pending > 0 and not state.blocks, state
         self._waiting.add(state)
 
     def remove(self, state: RequestState) -> None:
@@ -159,17 +149,12 @@ class Scheduler:
         assert len(set(numbers)) == len(numbers) == len(running) + self.num_waiting, numbers
         assert self.order != "first_come" or numbers == sorted(numbers), "not in order of arrival"
         assert len(running) <= self.max_requests, len(running)
-        for state in running:
-            least, most = self.blocks_for(state.computed), self.blocks_for(len(state.tokens))
-            assert least <= len(state.blocks) <= most, state
         for state in waiting:
             assert not state.blocks and state.computed == 0, state
         for state in running + waiting:
             assert not state.finished and state.pending > 0, state
-        assert self._growth == sum(self._growth_of(state) for state in running), self._growth
-        assert not self.guarantees or self._growth <= self.pool.num_free, "what was guaranteed is not there"
         assert self._prefilling.keys() <= self._running.keys(), "prefilling without running"
-        self.pool.check(state.blocks for state in running)
+        self.blocks.check(running)
 
     def _refuse_late(self, now: float, draft: Draft) -> None:
         """Those that come first and cannot end in time leave, before they cost anything."""
@@ -182,23 +167,17 @@ class Scheduler:
 
     def _seconds_needed(self, state: RequestState) -> float:
         """From admission to the last token it may generate, at the pace of the steps so far."""
-        chunks, rest = divmod(len(state.tokens), self.token_budget)
-        full = self.times.predict(self.token_budget)
-        last = self.times.predict(max(1, rest))
-        decode = self.times.predict(min(len(self._running) + 1, self.max_requests))
-        if full is None or last is None or decode is None:
-            return 0.0
-        return chunks * full + last * (rest > 0) + decode * (state.final_length - len(state.tokens))
+        known, width = len(state.tokens), min(len(self._running) + 1, self.max_requests)
+        prefill = self.times.prefill_seconds(known, self.token_budget)
+        decode = self.times.predict(width)
+        return 0.0 if prefill is None or decode is None else prefill + decode * (state.final_length - known)
 
     def _prefill_budget(self) -> int:
-        """Tokens of prompts in a step, so that those who decode do not wait too long for their next token.
-
-        At least a block, so that prompts get on however slow the machine seems to be.
-        """
-        decode = self.times.predict(max(1, len(self._running)))
-        if self.prefill_slowdown is None or self.batching != "inflight_fused" or not self._running or decode is None:
+        """Tokens of prompts in a step, so that those who decode do not wait too long for their next token."""
+        if self.prefill_slowdown is None or self.batching != "inflight_fused" or not self._running:
             return self.token_budget
-        allowed = self.times.tokens_within(self.prefill_slowdown * decode) - len(self._running)
+        allowed = self.times.tokens_beside(len(self._running), self.prefill_slowdown)
+        # At least a block, so that prompts get on however slow the machine seems to be.
         return int(max(self.block_size, min(allowed, self.token_budget)))
 
     def _continue(self, draft: Draft) -> None:
@@ -251,27 +230,16 @@ class Scheduler:
         draft.shares.append(Share(state, start, num_tokens, num_tokens == pending))
         if num_tokens == pending and self._prefilling:
             self._prefilling.pop(state.number, None)
-        if self.block_reuse and start // self.block_size < (start + num_tokens) // self.block_size:
-            self._keep(state, start // self.block_size, (start + num_tokens) // self.block_size)
-
-    def _keep(self, state: RequestState, first: int, end: int) -> None:
-        """The step fills blocks first .. end - 1: others may share them from now on."""
-        names = block_names(state, end, self.block_size)
-        for index in range(first, end):
-            self.pool.keep(state.blocks[index], names[index])
+        self.blocks.filled(state, start, start + num_tokens)
 
     def _make_room(self, state: RequestState, draft: Draft) -> bool:
         """Get the blocks of all known tokens of a running request; False: it had to give way itself."""
         self._charge_generated(state)
-        needed = self.blocks_for(len(state.tokens)) - len(state.blocks)
-        while needed > self.pool.num_free:
-            assert not self.guarantees, state
+        while not self.blocks.grow(state):
             victim = self._preempt_last()
             draft.preempted.append(victim)
             if victim is state:
                 return False
-        state.blocks.extend(self.pool.allocate(needed))
-        self._growth -= needed
         return True
 
     def _admit(self, draft: Draft) -> RequestState | None:
@@ -279,50 +247,24 @@ class Scheduler:
         state = self._waiting.first()
         if state is None or len(self._running) == self.max_requests:
             return None
-        free = self.pool.num_free - self._reserved()
-        if free < 1:
-            return None
-        reused = self._computed_by_others(state)
-        needed = self.blocks_for(len(state.tokens)) - len(reused)
-        growth = self.blocks_for(state.final_length) - self.blocks_for(len(state.tokens))
-        if needed + self.pool.count_free(reused) + growth * self.guarantees > free:
+        if not self.blocks.admit(state, num_running=len(self._running)):
             return None
         self._waiting.remove(state)
         self._running[state.number] = state
-        self.pool.share(reused)
-        state.blocks.extend(reused)
-        state.blocks.extend(self.pool.allocate(needed))
-        self._growth += growth
-        self._count_reuse(state, len(reused) * self.block_size)
+        self._count_reuse(state)
         if self.batching != "inflight_fused":
             self._prefilling[state.number] = state
         draft.admitted.append(state)
         return state
 
-    def _reserved(self) -> int:
-        """Free blocks that a newcomer may not take, because they are, or may soon be, wanted by running requests."""
-        if self.guarantees:
-            return self._growth
-        # Half a block of growth is left to each running request, or the newcomer would soon be preempted
-        # again: of 200 requests (prompts log-uniform in 8-512, outputs in 8-256; pools of 60, 150 and 400
-        # blocks of 16 slots) this computes 8, 12 and 16 % fewer tokens, for 0.4, 1.3 and 2.1 % more steps.
-        return len(self._running) // 2
-
-    def _computed_by_others(self, state: RequestState) -> list[int]:
-        """The blocks in the pool that have the leading tokens of a request, of which its last is none."""
-        if not self.block_reuse:
-            return []
-        full = (len(state.tokens) - 1) // self.block_size
-        return self.pool.find(block_names(state, full, self.block_size)[:full])
-
-    def _count_reuse(self, state: RequestState, num_tokens: int) -> None:
-        state.computed = num_tokens
-        state.reused += num_tokens
-        self.tokens_reused += num_tokens
+    def _count_reuse(self, state: RequestState) -> None:
+        found = state.computed
+        state.reused += found
+        self.tokens_reused += found
         self.tokens_admitted += len(state.tokens)
         if self.order == "fair":
             # Once for each token, however often it is computed again; what was found costs nobody anything.
-            self._waiting.charge(state, max(0, len(state.tokens) - max(state.charged, num_tokens)))
+            self._waiting.charge(state, max(0, len(state.tokens) - max(state.charged, found)))
             state.charged = len(state.tokens)
 
     def _charge_generated(self, state: RequestState) -> None:
@@ -341,10 +283,5 @@ class Scheduler:
 
     def _give_back(self, state: RequestState) -> None:
         self._charge_generated(state)
-        self._growth -= self._growth_of(state)
-        self.pool.release(state.blocks)
-        state.blocks = array("i")
+        self.blocks.release(state)
         self._prefilling.pop(state.number, None)
-
-    def _growth_of(self, state: RequestState) -> int:
-        return self.blocks_for(state.final_length) - len(state.blocks)

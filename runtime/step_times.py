@@ -28,6 +28,18 @@ class StepTimes:
         tokens, seconds, slope = self._line()
         return seconds + slope * (num_tokens - tokens)
 
+    def prefill_seconds(self, num_tokens: int, budget: int) -> float | None:
+        """Seconds of the steps of a prompt of so many tokens, by itself; None before the first step."""
+        chunks, rest = divmod(num_tokens, budget)
+        full, last = self.predict(budget), self.predict(max(1, rest))
+        return None if full is None or last is None else chunks * full + last * (rest > 0)
+
+    def tokens_beside(self, running: int, slowdown: float) -> float:
+        """The most tokens that a step may have besides one for each running request, to take at most `slowdown` times
+        as long by them; infinity as long as nothing is known."""
+        alone = self.predict(max(1, running))
+        return math.inf if alone is None else self.tokens_within(slowdown * alone) - running
+
     def tokens_within(self, seconds: float) -> float:
         """The most tokens of a step that is expected to take so long; infinity as long as nothing is known."""
         if not self._weight:

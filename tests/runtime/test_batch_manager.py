@@ -76,7 +76,7 @@ def manage(client: Client, program: SimulatedProgram | None = None, **config: An
 def assert_nothing_left(manager: BatchManager) -> None:
     stats = manager._engine.stats()
     assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
-    assert not manager._engine._live and not manager._open and manager.num_active == 0
+    assert not manager._engine._requests and not manager._open and manager.num_active == 0
     assert not manager.alive
     manager._engine._scheduler.check()
 

@@ -34,13 +34,13 @@ def check(engine: Engine) -> None:
     engine._scheduler.check()
     stats = engine.stats()
     assert stats.blocks_free + stats.blocks_used == stats.blocks_max
-    assert stats.running + stats.waiting == len(engine._live)
+    assert stats.running + stats.waiting == len(engine._requests)
 
 
 def assert_nothing_left(engine: Engine) -> None:
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
-    assert not engine._live
+    assert not engine._requests
 
 
 def expect(request: Request) -> None:

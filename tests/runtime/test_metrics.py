@@ -55,6 +55,24 @@ def test_a_registry_has_one_engine_and_may_be_closed() -> None:
     assert metrics.registry.get_sample_value("selective_steps_total") == 0
 
 
+def test_ends_wait_for_an_observer_and_for_nobody_else() -> None:
+    """Those that ended while somebody observed are told once; nothing is kept when the last observer has gone."""
+    engine = simulated_engine()
+    records: list[StepRecord] = []
+    engine.add_observer(records.append)
+    engine.submit([1], request_id="seen", max_new_tokens=1).result()
+    engine.submit([1], request_id="unseen", max_new_tokens=9)
+    engine.step()
+    engine.submit([1], request_id="cancelled").cancel()  # after the last step that is observed
+    engine.remove_observer(records.append)
+    assert [end.request_id for record in records for end in record.ended] == ["seen"]
+    assert not engine._log._left
+    run(engine)
+    engine.add_observer(records.append)
+    engine.submit([1], request_id="new", max_new_tokens=1).result()
+    assert [end.request_id for record in records for end in record.ended] == ["seen", "new"]
+
+
 def test_time_between_tokens() -> None:
     engine = simulated_engine()
     timing = engine.submit([1], max_new_tokens=4).result().timing

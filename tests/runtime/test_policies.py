@@ -128,7 +128,7 @@ def test_what_cannot_be_met_is_refused_before_it_costs_anything() -> None:
     assert result.error is not None and "deadline" in result.error
     assert whenever.result().finish_reason == "length"
     assert engine.stats().tokens_computed - before == 2 + 4
-    assert not engine._live
+    assert not engine._requests
 
 
 def test_only_refused_requests_leave_nothing_to_do() -> None:
@@ -168,7 +168,7 @@ def test_terms_that_are_none(arguments: dict[str, Any], message: str) -> None:
     engine = simulated_engine(SimulatedProgram())
     with pytest.raises(ValueError, match=message):
         engine.submit([1], **arguments)
-    assert not engine._live and not engine._scheduler.has_work
+    assert not engine._requests and not engine._scheduler.has_work
 
 
 def test_a_user_with_many_requests_does_not_keep_others_waiting() -> None:

@@ -147,7 +147,7 @@ def test_preempt_all_keeps_order_and_tokens() -> None:
 
 def test_what_never_fits_is_our_mistake() -> None:
     scheduler = make_scheduler(num_blocks=2, block_size=4)
-    assert scheduler.fits(8) and not scheduler.fits(9)
+    assert scheduler.blocks.fits(8) and not scheduler.blocks.fits(9)
     with pytest.raises(AssertionError):
         add(scheduler, 0, 9)
 

@@ -94,7 +94,7 @@ class Simulation:
         what(self, *arguments)
 
     def arrive(self, arrival: Arrival) -> None:
-        if self.scheduler.fits(arrival.length + arrival.new_tokens - 1):
+        if self.scheduler.blocks.fits(arrival.length + arrival.new_tokens - 1):
             number = len(self.ends)
             self.live[number] = arrival.state(number, self.now)
             self.scheduler.add(self.live[number])

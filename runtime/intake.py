@@ -1,0 +1,91 @@
+"""What `Engine.submit` was given, checked and brought to the form in which the engine keeps it."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import GenerationConfig
+
+from selective_compile.backend import Program
+from selective_compile.options import EngineConfig
+from selective_compile.runtime.block_names import extend_names
+from selective_compile.runtime.generation import GenerationParams, Served
+from selective_compile.runtime.grammar import Grammars
+from selective_compile.runtime.prompt import check_length, check_terms, token_ids
+from selective_compile.runtime.request_state import RequestId, RequestState, Terms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """A prompt on its terms; `block_names` are those of its full blocks, if blocks are reused."""
+
+    prompt: array[int]
+    terms: Terms
+    block_names: list[bytes]
+
+    def state(self, request_id: RequestId, number: int, params: GenerationParams) -> RequestState:
+        return RequestState(
+            request_id,
+            number,
+            self.prompt,
+            max_new_tokens=params.max_new_tokens,
+            terms=self.terms,
+            block_names=self.block_names,
+        )
+
+
+class Intake:
+    """Refuses what the model, the pools or the sampler could not serve, before it touches anybody else."""
+
+    def __init__(
+        self, model: nn.Module, program: Program, config: EngineConfig, *, reuses_blocks: bool, pool_tokens: int
+    ) -> None:
+        """`pool_tokens`: the most that a request can come to hold."""
+        self._model = model
+        self._program = program
+        self._config = config
+        self._reuses_blocks = reuses_blocks
+        self._pool_tokens = pool_tokens
+        self._grammars = Grammars()
+
+    def prompt(self, prompt_ids: Any, *, arrival: float, **terms: Any) -> Submission:
+        """Raises ValueError; `terms` are those of `Engine.submit`."""
+        prompt = token_ids(prompt_ids, self._program.vocab_size)
+        checked = check_terms(arrival=arrival, **terms)
+        names: list[bytes] = []
+        if self._reuses_blocks:  # made here: in a step, they would keep all other requests waiting
+            size = self._config.block_size
+            extend_names(names, prompt, checked.cache_salt, len(prompt) // size, size)
+        return Submission(prompt=prompt, terms=checked, block_names=names)
+
+    def params(
+        self, submission: Submission, request_id: RequestId, config: GenerationConfig | None, options: dict[str, Any]
+    ) -> GenerationParams:
+        """Raises ValueError. Preparing stop strings for a large vocabulary takes seconds."""
+        served = Served(
+            config=getattr(self._model, "generation_config", None),
+            max_positions=self._program.max_positions,
+            vocab_size=self._program.vocab_size,
+            device=self._program.device,
+            model=self._model,
+            grammars=self._grammars,
+        )
+        seed = seed_of(self._config.seed, request_id)
+        params = GenerationParams.resolve(config, options, served, prompt=submission.prompt, default_seed=seed)
+        check_length(
+            len(submission.prompt),
+            params.max_new_tokens,
+            max_positions=self._program.max_positions,
+            pool_tokens=self._pool_tokens,
+        )
+        return params
+
+
+def seed_of(engine_seed: int, request_id: RequestId) -> int:
+    """64 bits that depend on the engine's seed and the request's id, the same in every process."""
+    digest = hashlib.blake2b(f"{engine_seed}:{request_id!r}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

@@ -1,0 +1,91 @@
+"""What the steps came to: totals, and a record of each step for whoever observes the engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from selective_compile.runtime.plan import StepPlan
+from selective_compile.runtime.request import Request
+from selective_compile.runtime.scheduler import Scheduler
+from selective_compile.runtime.stats import EngineStats, RequestEnd, StepObserver, StepRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """A step that has run, on the way to the observers: `observers` were there when it ended."""
+
+    record: StepRecord
+    observers: tuple[StepObserver, ...]
+
+    def tell(self) -> None:
+        for observer in self.observers:
+            observer(self.record)
+
+
+class StepLog:
+    """Counts what the steps did, and keeps the engine's clock. The engine calls it under its guard."""
+
+    def __init__(self, observers: Sequence[StepObserver]) -> None:
+        self._began = time.perf_counter()
+        self._observers = tuple(observers)
+        self._left: list[Request] = []  # ended, and not yet in a record
+        self.steps = 0
+        self.tokens_computed = 0
+        self.tokens_generated = 0
+        self.last_step_seconds: float | None = None
+
+    def now(self) -> float:
+        """Seconds on the engine's clock, which deadlines are given on."""
+        return time.perf_counter() - self._began
+
+    def add_observer(self, observer: StepObserver) -> None:
+        self._observers = (*self._observers, observer)
+
+    def remove_observer(self, observer: StepObserver) -> None:
+        self._observers = tuple(kept for kept in self._observers if kept != observer)
+        if not self._observers:  # nobody would ever take them
+            self._left.clear()
+
+    def ended(self, request: Request) -> None:
+        """The request has left; it has, or is about to get, its reason."""
+        if self._observers:
+            self._left.append(request)
+
+    def stepped(self, plan: StepPlan, *, started: float, seconds: float, predicted: float | None) -> Observed | None:
+        """The step with number `steps` - 1 took so long; None if nobody observes."""
+        self.last_step_seconds = seconds
+        if not self._observers:
+            return None
+        ended, self._left = self._left, []
+        record = StepRecord.of_plan(
+            plan,
+            step=self.steps - 1,
+            seconds=seconds,
+            started=started,
+            predicted_seconds=predicted,
+            ended=tuple(RequestEnd.of(request) for request in ended),
+        )
+        return Observed(record=record, observers=self._observers)
+
+    def stats(self, scheduler: Scheduler, *, graphs: int) -> EngineStats:
+        """The engine at this moment."""
+        pool = scheduler.pool
+        return EngineStats(
+            steps=self.steps,
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            blocks_free=pool.num_free,
+            blocks_used=pool.num_blocks - pool.num_free,
+            blocks_max=pool.num_blocks,
+            block_size=scheduler.block_size,
+            blocks_idle=pool.num_idle,
+            preemptions=scheduler.preemptions,
+            tokens_admitted=scheduler.tokens_admitted,
+            tokens_reused=scheduler.tokens_reused,
+            tokens_computed=self.tokens_computed,
+            tokens_generated=self.tokens_generated,
+            graphs=graphs,
+            last_step_seconds=self.last_step_seconds,
+        )
