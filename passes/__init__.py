@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from selective_compile.passes.lower import lower
 from selective_compile.passes.mask_proof import prove_masks
 from selective_compile.passes.normalise import all_ones, normalise
 from selective_compile.passes.output_tails import Tail, take_off_tails
+from selective_compile.passes.recurrences import recognise_recurrences, whole_convolutions
 from selective_compile.passes.sampled_rows import keep_sampled_rows
 from selective_compile.passes.token_axes import mark_token_axes
 from selective_compile.passes.traced_graph import AttentionCall, Refusal, RefusedError, TracedGraph
@@ -24,7 +25,9 @@ from selective_compile.passes.traced_graph import AttentionCall, Refusal, Refuse
 __all__ = ["PIPELINE", "AttentionCall", "FlatGraph", "PassRecord", "RefusedError", "Refusal", "Rewrite", "rewrite"]
 
 ANALYSES: tuple[tuple[str, Callable[[TracedGraph], int]], ...] = (
-    ("mark token axes", mark_token_axes),  # first: every later proof reads which dimension enumerates tokens
+    ("whole convolutions", whole_convolutions),  # before the marks: a convolution reads over a request's bounds
+    ("mark token axes", mark_token_axes),  # every later proof reads which dimension enumerates tokens
+    ("recognise recurrences", recognise_recurrences),  # before attention, which refuses what mixes and is none
     ("recognise attention", recognise_attention),  # needs the marks: a softmax over keys is one over a token axis
     ("prove masks", prove_masks),  # needs the calls: a mask is what is added to or hides their scores
 )
@@ -68,15 +71,22 @@ class Rewrite:
         self.records.append(PassRecord(name=name, count=count, seconds=time.perf_counter() - start))
 
 
-def rewrite(module: fx.GraphModule, examples: Sequence[Any], *, paged: bool, ones: str | None = None) -> Rewrite:
+def rewrite(
+    module: fx.GraphModule,
+    examples: Sequence[Any],
+    *,
+    paged: bool, ones: str | None = None, functions: Mapping[str, Any] | None = None
+) -> Rewrite:
     """Run the pipeline on Dynamo's graph.
 
     ``paged``: for the engine, with KV pools and sampled rows; otherwise for a padded call, whole in one step.  ``ones``
-    is the source of a token input that is never anything but 1, as the engine's attention mask.  What cannot be proved
+    is the source of a token input that is never anything but 1, as the engine's attention mask.  ``functions`` are what
+    capture left whole, by name, with what they compute.  What cannot be proved
     stands in ``refusals`` and leaves ``flat`` None.  Raises `RefusedError` when the graph's inputs are not those of a
     decoder at all.
     """
     traced = normalise(module, examples)
+    traced.functions = functions or {}
     if ones is not None:
         all_ones(traced, ones)
     result = Rewrite(traced=traced, tails=take_off_tails(traced.module))
@@ -102,4 +112,4 @@ def rewrite(module: fx.GraphModule, examples: Sequence[Any], *, paged: bool, one
 
 def flatten_into(result: Rewrite, *, paged: bool) -> int:
     result.flat = flatten(result.traced, paged=paged)
-    return len(result.traced.calls)
+    return len(result.traced.calls) + len(result.traced.recurrences)

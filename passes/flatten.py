@@ -25,18 +25,28 @@ from selective_compile.passes.rules_lookup import reads_own_index
 from selective_compile.passes.rules_order import is_inverse
 from selective_compile.passes.rules_reduce import dims_along
 from selective_compile.passes.rules_views import reads_rows_in_order, slice_bounds
-from selective_compile.passes.traced_graph import AttentionCall, Input, Operand, RefusedError, TracedGraph
+from selective_compile.passes.traced_graph import (
+    AttentionCall,
+    Input,
+    Operand,
+    RecurrentCall,
+    RefusedError,
+    TokenTensor,
+    TracedGraph,
+)
 
 aten = torch.ops.aten
 PAGED = ("cu_seqlens_q", "context_lens", "block_table", "slot_mapping")
 UNPAGED = ("cu_seqlens_q",)
+STATE_SLOTS = "state_slots"
 HINT_TOKENS = 48
 
 
 @dataclass(kw_only=True)
 class FlatGraph:
     """The rewritten graph.  Placeholders in order: weights, token inputs ``[1, T]``, positions ``[T]`` if used,
-    metadata, then a key and a value pool per call site if paged, then ``logit_rows [R]`` once pass 8 has run."""
+    metadata, then if paged a key and a value pool per call site and a state pool per recurrence, then ``logit_rows [R]``
+    once pass 8 has run."""
 
     module: fx.GraphModule
     weights: tuple[Input, ...]
@@ -44,6 +54,7 @@ class FlatGraph:
     uses_positions: bool
     metadata: tuple[str, ...]
     calls: tuple[AttentionCall, ...]
+    recurrences: tuple[RecurrentCall, ...]
     symbols: Symbols
     example_inputs: list[Any]
     sizes: Sizes  # the symbols that the outputs' sizes are in
@@ -65,7 +76,7 @@ class Flattener:
     def __init__(self, traced: TracedGraph, *, paged: bool) -> None:
         self.traced, self.paged = traced, paged
         self.graph = traced.graph
-        self.metadata = PAGED if paged else UNPAGED
+        self.metadata = (*PAGED, *([STATE_SLOTS] if traced.recurrences else [])) if paged else UNPAGED
         self.new: dict[str, fx.Node] = {}
         self.symbols = Symbols()
         self.replaced: dict[fx.Node, fx.Node] = {}
@@ -75,6 +86,8 @@ class Flattener:
         self.add_placeholders()
         for index, call in enumerate(self.traced.calls):
             self.replace_attention(index, call)
+        for index, recurrence in enumerate(self.traced.recurrences):
+            self.replace_recurrence(index, recurrence)
         self.graph.eliminate_dead_code()
         self.replace_rows()
         self.replace_positions()
@@ -115,6 +128,7 @@ class Flattener:
         names = ["positions", *self.metadata]
         if self.paged:
             names += [f"{kind}_pool_{i}" for i in range(len(self.traced.calls)) for kind in ("key", "value")]
+            names += [f"state_pool_{i}" for i in range(len(self.traced.recurrences))]
         for name in names:
             with self.graph.inserting_after(last):
                 last = self.new[name] = self.graph.placeholder(name)
@@ -125,7 +139,7 @@ class Flattener:
             assert call.family is not None
             options = (call.scale, call.family.window, call.softcap)
             others = self.options_of(index, call)
-            metadata = [self.new[name] for name in self.metadata]
+            metadata = [self.new[name] for name in (PAGED if self.paged else UNPAGED)]
             if self.paged:
                 pools = (self.new[f"key_pool_{index}"], self.new[f"value_pool_{index}"])
                 op = torch.ops.selective.ragged_attention.default
@@ -138,6 +152,38 @@ class Flattener:
         call.output.replace_all_uses_with(result)
         self.replaced[call.output] = result
         self.graph.erase_node(call.output)  # dead code elimination keeps it: with dropout it would be random
+
+    def replace_recurrence(self, index: int, call: RecurrentCall) -> None:
+        def own(name: str) -> fx.Node | None:
+            return self.new[name] if self.paged else None  # without a pool every request begins and ends in the step
+
+        with self.graph.inserting_before(call.output):
+            mixed = self.graph.call_function(
+                call.run,
+                (),
+                {
+                    **{role: self.rows_of(tensor) for role, tensor in call.tensors.items()},
+                    **call.options,
+                    "state_pool": own(f"state_pool_{index}"),
+                    "cu_seqlens_q": self.new["cu_seqlens_q"],
+                    "context_lens": own("context_lens"),
+                    "state_slots": own(STATE_SLOTS),
+                },
+            )
+            cast = self.graph.call_function(aten.to.dtype, (mixed, call.output.meta["val"].dtype))
+            moved = self.graph.call_function(aten.movedim.int, (cast, 0, call.output_token_dim - 1))
+            result = self.graph.call_function(aten.unsqueeze.default, (moved, 0))
+        call.output.replace_all_uses_with(result)
+        self.replaced[call.output] = result
+        self.graph.erase_node(call.output)
+
+    def rows_of(self, tensor: TokenTensor) -> fx.Node:
+        """``[T, ...]`` of a value of tokens ``[1, ..., T, ...]``; a weight as it is."""
+        source = self.replaced.get(tensor.node, tensor.node)
+        if tensor.token_dim is None:
+            return source
+        rows = self.graph.call_function(aten.squeeze.dim, (source, 0))
+        return self.graph.call_function(aten.movedim.int, (rows, tensor.token_dim - 1, 0))
 
     def options_of(self, index: int, call: AttentionCall) -> dict[str, Any]:
         """What few attentions have."""
@@ -268,6 +314,7 @@ class Flattener:
             uses_positions=uses_positions,
             metadata=self.metadata,
             calls=tuple(self.traced.calls),
+            recurrences=tuple(self.traced.recurrences),
             symbols=self.symbols,
             example_inputs=list(fakes),
             sizes=self.traced.sizes,
@@ -313,11 +360,16 @@ class Flattener:
         if name == "cu_seqlens_q":
             # A symbol of its own: Inductor must find each symbol as the whole size of some input.
             return torch.empty([self.symbols.size("boundaries", 7)], dtype=torch.int32, device=device)
-        if name == "context_lens":
-            return torch.empty([requests], dtype=torch.int32, device=device)
+        if name in ("context_lens", STATE_SLOTS):
+            dtype = torch.int32 if name == "context_lens" else torch.int64
+            return torch.empty([requests], dtype=dtype, device=device)
         if name == "block_table":
             return torch.empty([requests, self.symbols.size("max_blocks", 9)], dtype=torch.int32, device=device)
         kind, index = name.split("_pool_")
+        if kind == "state":
+            call = self.traced.recurrences[int(index)]
+            shape = [self.symbols.size("num_slots", 11), *call.state_shape]
+            return torch.empty(shape, dtype=call.state_dtype, device=device)
         return self.fake_pool(self.traced.calls[int(index)], kind)
 
     def fake_pool(self, call: AttentionCall, kind: str) -> torch.Tensor:

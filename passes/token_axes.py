@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from selective_compile.function_op import function
 from selective_compile.passes.axes import Axes, Axis, Mixes, Sizes, is_symbolic
 from selective_compile.passes.contraction import contraction_axes
 from selective_compile.passes.positional import positional
@@ -35,6 +36,7 @@ SHAPED_BY_SIZES = (
     *(aten.view, aten.reshape, aten._unsafe_view, aten.unflatten, aten.expand, aten.slice, aten.arange, aten.zeros),
     *(aten.ones, aten.full, aten.empty, aten.new_ones, aten.new_zeros, aten.new_full, aten.new_empty),
     *(aten.slice_scatter, aten.slice),
+    torch.ops.selective.function,
 )
 HELD_TO_NO_DROPOUT = (aten.scaled_dot_product_attention.default,)  # pass 3 refuses it with a dropout other than 0
 
@@ -114,6 +116,8 @@ def transfer(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Axe
     if getattr(node.target, "overloadpacket", None) not in SHAPED_BY_SIZES and takes_size(node):
         raise Mixes("computes with the number of tokens or requests, which is not known of one token")
     packet = getattr(node.target, "overloadpacket", node.target)
+    if node.target is function:
+        raise SequenceNode("a function that mixes tokens", shaped_like(node, axes_of, sizes))
     axes = grouped_or_ended(node, axes_of, sizes)
     if axes is None:
         refuse_opaque(node, packet, axes_of)
@@ -130,6 +134,13 @@ def transfer(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Axe
     if not isinstance(axes, Axes):
         raise SequenceNode(*axes)
     return axes
+
+
+def shaped_like(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Axes:
+    """Its result has the axes that its shape says: which token an element belongs to, pass 3 has to prove."""
+    tensors = [axes_of(argument) for argument in node.args[0]]  # type: ignore[union-attr]
+    inputs = frozenset(given for axes in tensors for given in axes.inputs)
+    return Axes(dims=tuple(sizes.dim(size) for size in node.meta["val"].shape), inputs=inputs)
 
 
 def grouped_or_ended(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Axes | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import sympy
 import torch
@@ -117,13 +117,42 @@ class AttentionCall:
     family: MaskFamily | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenTensor:
+    """A tensor that a recurrence reads: ``[B, ..., S, ...]``, or a weight where ``token_dim`` is None."""
+
+    node: fx.Node
+    token_dim: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentCall:
+    """One recurrence or convolution: ``output`` is the node whose value its ragged op replaces.
+
+    ``run(**tensors, **options, state_pool, cu_seqlens_q, context_lens, state_slots)`` takes and gives ``[T, ...]``.
+    ``state_shape``, ``state_dtype``: what is kept of one request from step to step.
+    """
+
+    name: str
+    family: str
+    run: Callable[..., Any]
+    output: fx.Node
+    output_token_dim: int
+    tensors: Mapping[str, TokenTensor]
+    options: Mapping[str, Any]
+    state_shape: tuple[int, ...]
+    state_dtype: torch.dtype
+    source_line: str
+
+
 @dataclass(kw_only=True)
 class TracedGraph:
     """An ATen graph over ``[B, S]`` tokens and what was proved of it so far.
 
     ``narrowings`` are refusals of the graph as a whole, for sizes that it does not hold for; analyses name the nodes
     where they can, so these come last.  ``conditions`` are all that was asked of sizes, as expressions.  ``max_tokens``
-    is the longest request that they hold for, None if any is.
+    is the longest request that they hold for, None if any is.  ``functions`` are those left whole by capture, with what
+    they are known to compute (`recurrence_match.Recognised`).
     """
 
     module: fx.GraphModule
@@ -132,9 +161,11 @@ class TracedGraph:
     axes: dict[fx.Node, Axes] = field(default_factory=dict)
     sequence_nodes: dict[fx.Node, str] = field(default_factory=dict)
     calls: list[AttentionCall] = field(default_factory=list)
+    recurrences: list[RecurrentCall] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     narrowings: list[Refusal] = field(default_factory=list)
     conditions: tuple[sympy.Basic, ...] = ()
+    functions: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
 
     @property

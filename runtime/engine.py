@@ -84,11 +84,13 @@ class Engine:
         self._program = self._runner.program
         sizes = {
             "token_budget": self.config.token_budget,
-            "max_requests": self.config.max_requests,
+            "max_requests": self._runner.max_requests,
             "block_size": self.config.block_size,
         }
         # A program without pools keeps what it computed by request, and no other request can go on from it.
-        reuses_blocks = self.config.block_reuse and bool(self._program.call_sites)
+        # What recurrences keep of a request is of its last token: no other request can go on from the middle of it.
+        whole = bool(self._program.call_sites) and not self._program.state_sites
+        reuses_blocks = self.config.block_reuse and whole
         self._scheduler = Scheduler(
             BlockPool(self._runner.num_blocks),
             **sizes,

@@ -41,9 +41,7 @@ def num_blocks(
     """
     if config.max_kv_tokens is not None:
         return config.max_kv_tokens // config.block_size
-    memory = int(config.kv_memory_fraction * free_memory(device))
-    if device.type == "cpu":
-        memory = min(memory, CPU_LIMIT)
+    memory = memory_for_pools(config, device)
     size = bytes_per_block(call_sites, config.block_size)
     if memory < size:
         raise ValueError(
@@ -55,6 +53,11 @@ def num_blocks(
     if max_positions is not None:
         blocks = min(blocks, config.max_requests * -(-max_positions // config.block_size))
     return blocks
+
+
+def memory_for_pools(config: EngineConfig, device: torch.device) -> int:
+    memory = int(config.kv_memory_fraction * free_memory(device))
+    return min(memory, CPU_LIMIT) if device.type == "cpu" else memory
 
 
 def free_memory(device: torch.device) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +11,7 @@ from selective_compile.backend import Program, compile_step_program
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.kv_cache import allocate_pools, num_blocks
 from selective_compile.runtime.request_state import RequestState
+from selective_compile.runtime.state_slots import StateSlots, allocate_states, num_slots
 from selective_compile.step import StepInputs
 
 
@@ -23,6 +26,8 @@ class ModelRunner:
         """
         _check_dtype(model, config)
         self.program = compile_step_program(model, config) if program is None else program
+        sites = self.program.state_sites
+        self.max_requests = num_slots(sites, config, device=self.program.device)
         self.num_blocks = num_blocks(
             self.program.call_sites,
             config,
@@ -30,6 +35,8 @@ class ModelRunner:
             device=self.program.device,
         )
         self._pools = allocate_pools(self.program.call_sites, self.num_blocks, config.block_size)
+        self._states = allocate_states(sites, self.max_requests if sites else 0)
+        self._slots = StateSlots(self.max_requests)
         self._weights_version = self.program.weights_version()
 
     def weights_changed(self) -> bool:
@@ -41,12 +48,17 @@ class ModelRunner:
 
     def forget(self, request: RequestState) -> None:
         """Let go of what the program keeps of a request that has left."""
+        self._slots.forget(request)
         self.program.forget(request)
 
     @torch.no_grad()
     def run(self, inputs: StepInputs) -> Tensor:
         """Compute the step's tokens, writing their keys and values into the pools; logits [R, V]."""
-        return self.program(inputs, self._pools)
+        if self._states:
+            slots = self._slots.of([request for request in inputs.requests if isinstance(request, RequestState)])
+            slots += [0] * (len(inputs.context_lens) - len(slots))  # of requests without rows
+            inputs = replace(inputs, state_slots=torch.tensor(slots, device=self.program.device))
+        return self.program(inputs, self._pools, self._states)
 
 
 def _check_dtype(model: nn.Module, config: EngineConfig) -> None:

@@ -13,7 +13,6 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
 from torch._guards import CompileContext
 
-from selective_compile.capture import ATTENTION_MASK, capture
 from selective_compile.compiling import compiled_as_it_came
 from selective_compile.options import BackendOptions
 from selective_compile.padded_program import PaddedProgram
@@ -21,9 +20,9 @@ from selective_compile.passes import Refusal, RefusedError, rewrite
 from selective_compile.passes.normalise import is_float_input, place_of, source_name
 from selective_compile.report import Report, refused_report, report_on
 from selective_compile.sequential_program import can_run
-from selective_compile.step_program import CallSite, Program, StepProgram, compile_step_program
+from selective_compile.step_program import CallSite, Program, StateSite, StepProgram, compile_step_program, proved
 
-__all__ = ["CallSite", "Program", "SelectiveBackend", "StepProgram", "compile_step_program", "explain", "selective"]
+__all__ = ["CallSite", "Program", "StateSite", "SelectiveBackend", "StepProgram", "compile_step_program", "explain", "selective"]
 
 logger = logging.getLogger(__name__)
 KEPT_REPORTS = 64
@@ -155,8 +154,7 @@ def explain(model: nn.Module) -> Report:
     """
     name = type(model).__name__
     try:
-        captured = capture(model)
-        rewritten = rewrite(captured.module, captured.examples, paged=True, ones=ATTENTION_MASK)
+        _, rewritten = proved(model)
     except RefusedError as error:
         return unproved_report(model, error.refusals)
     return report_on(rewritten, name) if rewritten.flat is not None else unproved_report(model, rewritten.refusals)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,9 @@ from torch._guards import TracingContext
 
 from selective_compile.passes.lengths import ALL_LENGTHS, longest
 from selective_compile.passes.normalise import keep_sources
+from selective_compile.passes.recurrence_match import Recognised
 from selective_compile.passes.traced_graph import Refusal, RefusedError
+from selective_compile.whole_functions import Place, known_recurrences, left_whole
 
 ATTENTION_MASK = "L['attention_mask']"  # Dynamo's name for that argument of the captured call
 SHORTEST = 2  # fewer tokens in a step are filled up to so many
@@ -38,8 +40,10 @@ class CaptureDone(BaseException):
     """Leaves the compiled frame before it would run; it never leaves `capture`."""
 
 
-def capture(model: nn.Module) -> Captured:
+def capture(model: nn.Module, functions: Mapping[Place, Recognised] | None = None) -> Captured:
     """Trace ``model`` called with ids ``[1, S]``, S symbolic, and no cache.
+
+    ``functions`` are left whole: known recurrences (`whole_functions.known_recurrences`).
 
     Raises:
         ValueError: the model is no torch module, or in training mode.
@@ -61,7 +65,7 @@ def capture(model: nn.Module) -> Captured:
     for argument in arguments:
         torch._dynamo.mark_dynamic(argument, 1)
     config = {"specialize_float": True, "assume_static_by_default": True}
-    with torch._dynamo.config.patch(config), torch.no_grad():
+    with torch._dynamo.config.patch(config), torch.no_grad(), left_whole(functions or {}):
         try:
             torch.compile(call, backend=keep, fullgraph=True)(*arguments)
         except CaptureDone:
@@ -71,6 +75,16 @@ def capture(model: nn.Module) -> Captured:
         except TorchDynamoException as failure:
             raise RefusedError([untraceable(failure)]) from failure
     return found.pop()  # the list outlives this call in Dynamo's record of the backend
+
+
+def recurrences_of(model: nn.Module) -> dict[Place, Recognised]:
+    """The model's own functions that are known recurrences; it is run once, on a few tokens."""
+
+    def run(ids: torch.Tensor) -> None:
+        call, arguments = logits_call(model, ids)
+        call(*arguments)
+
+    return known_recurrences(model, run)
 
 
 def untraceable(failure: TorchDynamoException) -> Refusal:

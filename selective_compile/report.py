@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from selective_compile.passes import PassRecord, Refusal, Rewrite
-from selective_compile.passes.traced_graph import AttentionCall
+from selective_compile.passes.traced_graph import AttentionCall, RecurrentCall
 
 Verdict = Literal["ragged", "sequential", "refused"]
 
@@ -29,10 +29,21 @@ class CallReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecurrenceReport:
+    """One recurrence or convolution: what it was recognised as, and what is kept of a request between steps."""
+
+    name: str
+    family: str
+    state_shape: tuple[int, ...]
+    state_dtype: str
+    source_line: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """The verdict on one graph.
 
-    ``ragged``: every operation that mixes tokens is a ragged attention.  Otherwise ``refusals`` names what could not be
+    ``ragged``: every operation that mixes tokens is a ragged attention or a ragged recurrence.  Otherwise ``refusals`` names what could not be
     proved.  ``sequential``: the engine runs the whole model for one request after another.  ``refused``: the graph runs
     as it came, or the engine refuses it.
     """
@@ -44,6 +55,7 @@ class Report:
     refusals: tuple[Refusal, ...]
     passes: tuple[PassRecord, ...]
     note: str = ""
+    recurrences: tuple[RecurrenceReport, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -56,8 +68,12 @@ class Report:
         lines = [f"{self.model}: {self.verdict}"]
         if self.note:
             lines.append(f"  {self.note}")
-        if self.calls:
+        if self.calls or self.recurrences:
             lines.append(f"  {self.token_wise_nodes} token-wise operations run once over the tokens of all requests")
+        if self.recurrences:
+            lines.append(f"  {len(self.recurrences)} recurrences run per request, each with the request's own state:")
+            lines += [f"    {text}" for text in grouped_recurrences(self.recurrences)]
+        if self.calls:
             lines.append(f"  {len(self.calls)} attention calls run per request:")
             lines += [f"    {text}" for text in grouped(self.calls)]
         if self.refusals:
@@ -77,6 +93,13 @@ def grouped(calls: tuple[CallReport, ...]) -> list[str]:
     return [f"{len(names):3d} x {kind}\n          {shortened(names)}" for kind, names in kinds.items()]
 
 
+def grouped_recurrences(recurrences: tuple[RecurrenceReport, ...]) -> list[str]:
+    kinds: dict[str, list[str]] = {}
+    for call in recurrences:
+        kinds.setdefault(f"{call.family}, state {list(call.state_shape)} {call.state_dtype}", []).append(call.name)
+    return [f"{len(names):3d} x {kind}\n          {shortened(names)}" for kind, names in kinds.items()]
+
+
 def shortened(names: list[str]) -> str:
     return ", ".join(names) if len(names) <= 2 else f"{names[0]} ... {names[-1]}"
 
@@ -84,13 +107,15 @@ def shortened(names: list[str]) -> str:
 def report_on(rewritten: Rewrite, model: str, note: str = "") -> Report:
     traced = rewritten.traced
     attention = {node for call in traced.calls for node in call.covers}
-    marked = sum(node.op == "call_function" and node not in attention for node in traced.axes)
+    mixing = attention | {call.output for call in traced.recurrences}
+    marked = sum(node.op == "call_function" and node not in mixing for node in traced.axes)
     return Report(
         model=model,
         verdict="ragged" if rewritten.flat is not None else "refused",
         token_wise_nodes=marked,
         calls=tuple(call_report(call) for call in traced.calls if call.family is not None),
         refusals=tuple(traced.refusals),
+        recurrences=tuple(recurrence_report(call) for call in traced.recurrences),
         passes=tuple(rewritten.records),
         note=note,
     )
@@ -100,6 +125,16 @@ def refused_report(
     model: str, note: str, refusals: tuple[Refusal, ...] = (), *, verdict: Verdict = "refused"
 ) -> Report:
     return Report(model=model, verdict=verdict, token_wise_nodes=0, calls=(), refusals=refusals, passes=(), note=note)
+
+
+def recurrence_report(call: RecurrentCall) -> RecurrenceReport:
+    return RecurrenceReport(
+        name=call.name,
+        family=call.family,
+        state_shape=call.state_shape,
+        state_dtype=str(call.state_dtype).removeprefix("torch."),
+        source_line=call.source_line,
+    )
 
 
 def call_report(call: AttentionCall) -> CallReport:

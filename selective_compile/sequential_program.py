@@ -43,6 +43,7 @@ class SequentialProgram:
     graphs = 0
     counts_padding = True
     call_sites: tuple[Any, ...] = ()
+    state_sites: tuple[Any, ...] = ()
 
     def __init__(self, model: Any, refusals: Sequence[Refusal]) -> None:
         self.refusals = tuple(refusals)
@@ -65,7 +66,9 @@ class SequentialProgram:
         self._requests.pop(request, None)
 
     @torch.no_grad()
-    def __call__(self, inputs: StepInputs, pools: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    def __call__(
+        self, inputs: StepInputs, pools: Sequence[tuple[Tensor, Tensor]], states: Sequence[Tensor] = ()
+    ) -> Tensor:
         """Logits ``[R, V]`` of ``inputs.logit_rows``, each the last row of its request in this step."""
         bounds = inputs.cu_seqlens_q.tolist()
         wanted = {row: place for place, row in reversed(list(enumerate(inputs.logit_rows.tolist())))}

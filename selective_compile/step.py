@@ -25,6 +25,7 @@ class StepInputs:
         block_table: [N, max_blocks] int32, block i of request n holds its tokens from i * block_size; the
             entries past the context are 0 and never read.
         slot_mapping: [T] int64, block * block_size + offset of each row's key and value; -1 for padding.
+        state_slots: [N] int64, where each request's recurrent states are in their pools; None if the model has none.
         logit_rows: [R] int64, the rows whose logits are computed, in the order they are returned.
         requests: N objects that tell the requests apart, also from other engines'; fewer where empty ones fill N up.
     """
@@ -37,3 +38,4 @@ class StepInputs:
     slot_mapping: Tensor
     logit_rows: Tensor
     requests: tuple[Hashable, ...] = ()
+    state_slots: Tensor | None = None

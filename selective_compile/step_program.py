@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from selective_compile.capture import ATTENTION_MASK, capture, declared_positions
+from selective_compile.capture import ATTENTION_MASK, Captured, capture, declared_positions, recurrences_of
 from selective_compile.compiling import compiled
 from selective_compile.ops import forced_implementation
 from selective_compile.options import EngineConfig
 from selective_compile.passes import RefusedError, Rewrite, rewrite
 from selective_compile.passes.flatten import FlatGraph
 from selective_compile.passes.position_limit import position_limit
+from selective_compile.passes.recurrence_match import Recognised
 from selective_compile.sequential_program import SequentialProgram, can_run
 from selective_compile.step import StepInputs
+from selective_compile.whole_functions import Place
 
 logger = logging.getLogger(__name__)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,6 +39,20 @@ class CallSite:
     window: int
     dtype: torch.dtype
     device: torch.device
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSite:
+    """One recurrence of the graph and what it keeps of a request."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class LiveWeights:
@@ -98,6 +115,10 @@ class StepProgram:
         assert flat is not None
         self.rewritten = rewritten
         self.call_sites = tuple(call_site(call) for call in flat.calls)
+        self.state_sites = tuple(
+            StateSite(name=call.name, shape=call.state_shape, dtype=call.state_dtype, device=flat.device)
+            for call in flat.recurrences
+        )
         self.device = flat.device
         self.vocab_size = int(rewritten.logits_shape[-1])
         self.max_positions = max_positions
@@ -113,14 +134,23 @@ class StepProgram:
     def forget(self, request: Hashable) -> None:
         """Nothing is kept of a request but its blocks."""
 
-    def __call__(self, inputs: StepInputs, pools: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Logits ``[R, V]``, one row per ``inputs.logit_rows``; writes this step's keys and values into ``pools``."""
+    def __call__(
+        self, inputs: StepInputs, pools: Sequence[tuple[Tensor, Tensor]], states: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """Logits ``[R, V]``, one row per ``inputs.logit_rows``.
+
+        Writes this step's keys and values into ``pools``, and into ``states``, one ``[num_slots, ...]`` for each of
+        `state_sites`, what the requests' recurrences have come to.
+        """
         arguments: list[Any] = self.weights.tensors()
         arguments += [inputs.input_ids[None] for _ in self._flat.tokens]  # one: the mask is ones, made in the graph
         if self._flat.uses_positions:
             arguments.append(inputs.positions)
         arguments += [inputs.cu_seqlens_q, inputs.context_lens, inputs.block_table, inputs.slot_mapping]
+        if self.state_sites:
+            arguments.append(inputs.state_slots)
         arguments += [tensor for pair in pools for tensor in pair]
+        arguments += states
         arguments.append(inputs.logit_rows)
         with torch.no_grad(), forced_implementation(self._implementation):
             (logits,) = self._run(*arguments)
@@ -163,8 +193,7 @@ def compile_step_program(model: nn.Module, config: EngineConfig) -> Program:
 
 def compile_ragged_program(model: nn.Module, config: EngineConfig) -> StepProgram:
     """Raises what `compile_step_program` raises without a fallback."""
-    captured = capture(model)
-    rewritten = rewrite(captured.module, captured.examples, paged=True, ones=ATTENTION_MASK)
+    captured, rewritten = proved(model)
     if rewritten.flat is None:
         raise RefusedError(rewritten.refusals)
     for call in rewritten.traced.calls:
@@ -179,3 +208,30 @@ def compile_ragged_program(model: nn.Module, config: EngineConfig) -> StepProgra
     )
     known = [limit for limit in limits if limit is not None]
     return StepProgram(model, rewritten, config, max_positions=min(known, default=None))
+
+
+def proved(model: nn.Module) -> tuple[Captured, Rewrite]:
+    """Capture and rewrite; where that fails, once more with the model's recurrences left whole, if it has any.
+
+    Raises:
+        RefusedError: the model cannot be captured.
+    """
+    try:
+        first = captured_and_rewritten(model, {})
+        if first[1].flat is not None:
+            return first
+        failure = None
+    except RefusedError as error:
+        failure = error
+    functions = recurrences_of(model)
+    if functions:
+        return captured_and_rewritten(model, functions)
+    if failure is not None:
+        raise failure
+    return first
+
+
+def captured_and_rewritten(model: nn.Module, functions: Mapping[Place, Recognised]) -> tuple[Captured, Rewrite]:
+    captured = capture(model, functions)
+    named = {str(place): known for place, known in functions.items()}
+    return captured, rewrite(captured.module, captured.examples, paged=True, ones=ATTENTION_MASK, functions=named)

@@ -34,10 +34,11 @@ def logits_in_chunks(program: StepProgram, prompts: Sequence[Sequence[int]], chu
         )
         for site in program.call_sites
     ]
+    states = [torch.full((len(prompts) + 1, *site.shape), torch.nan, dtype=site.dtype) for site in program.state_sites]
     found: list[list[Tensor]] = [[] for _ in prompts]
     for start in range(0, max(map(len, prompts)), chunk):
         rows = [range(min(start, len(p)), min(start + chunk, len(p))) for p in prompts]
-        logits = program(step_inputs(prompts, rows, blocks), pools)
+        logits = program(step_inputs(prompts, rows, blocks), pools, states)
         parts = logits.split([max(len(r), 0) for r in rows] + [logits.shape[0] - sum(map(len, rows))])
         for collected, part in zip(found, parts, strict=False):
             collected.append(part)
@@ -51,6 +52,7 @@ def step_inputs(prompts: Sequence[Sequence[int]], rows: Sequence[range], blocks:
     missing = max(0, 2 - len(ids))
     bounds = torch.tensor([0, *map(len, rows)]).cumsum(0)
     return StepInputs(
+        state_slots=torch.arange(len(prompts), 0, -1),
         input_ids=torch.tensor(ids + [0] * missing),
         positions=torch.tensor(places + [0] * missing),
         cu_seqlens_q=bounds.to(torch.int32),

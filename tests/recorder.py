@@ -22,8 +22,10 @@ class Recorder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._program, name)
 
-    def __call__(self, inputs: StepInputs, pools: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        self._last = self._program(inputs, pools)
+    def __call__(
+        self, inputs: StepInputs, pools: Sequence[tuple[Tensor, Tensor]], states: Sequence[Tensor] = ()
+    ) -> Tensor:
+        self._last = self._program(inputs, pools, states)
         return self._last
 
     def observe(self, record: StepRecord) -> None:

@@ -183,8 +183,8 @@ class Nudged:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.program, name)
 
-    def __call__(self, inputs: Any, pools: Any) -> Tensor:
-        logits = self.program(inputs, pools)
+    def __call__(self, inputs: Any, pools: Any, states: Any = ()) -> Tensor:
+        logits = self.program(inputs, pools, states)
         return torch.cat([logits[: self.rows], logits[self.rows :].roll(1, -1)])
 
 

@@ -1,0 +1,220 @@
+"""Which recurrence a Python function computes, if any: found by its shapes, proved by running it.
+
+The function's tensors are tried in every role that their shapes allow, with every way to write the formula.  For each
+trial values are drawn, the function is called with them, and so is the formula (`Family.run`, by the reference).  One
+that agrees on few tokens must agree on many: on one alone, and across every chunk that a function may cut tokens into.
+Names of functions and arguments play no part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selective_compile.ops import forced_implementation
+from selective_compile.passes.recurrence_families import FAMILIES, Family, Role
+
+FIRST_TRIAL = 5
+# Around the chunks that scans are cut into: 64 (delta rules) to 256 (Mamba-2); odd, so that a last chunk is not full.
+LENGTHS = (1, 2, 3, 63, 65, 131, 300, 521)
+TOLERANCE = 1e-3  # of the largest value: sums in another order; a wrong role is off by about the value itself
+WRONG_CALL = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, NotImplementedError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorArgument:
+    """A tensor that a function was called with: ``[1, ..., S, ...]`` where ``token_dim`` says which one S is."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    token_dim: int | None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes that are neither the batch nor the tokens."""
+        return self.shape if self.token_dim is None else tuple(
+            size for dim, size in enumerate(self.shape) if dim not in (0, self.token_dim)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signature:
+    """How a model called a function: its tensors, everything else, and the one tensor with tokens that came back.
+
+    ``returned``: the length of the tuple whose first member that tensor was, the others None; None if no tuple.
+    """
+
+    tensors: tuple[TensorArgument, ...]
+    constants: tuple[tuple[str, Any], ...]
+    result: TensorArgument
+    returned: int | None
+    device: torch.device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recognised:
+    """A function that computes ``family``: ``roles`` says which of its tensors (by place) is what."""
+
+    family: Family
+    roles: tuple[tuple[str, int], ...]
+    options: tuple[tuple[str, Any], ...]
+    signature: Signature
+    letters: tuple[tuple[str, int], ...]
+
+    def state_shape(self) -> tuple[int, ...]:
+        sizes = dict(self.letters)
+        return tuple(int(letter) if letter.isdigit() else sizes[letter] for letter in self.family.state)
+
+
+def recognise_function(function: Callable[..., Any], signature: Signature) -> Recognised | None:
+    """What ``function`` computes when called as ``signature`` says; None if it is no known recurrence."""
+    for family in FAMILIES:
+        for roles, letters in assignments(family, signature):
+            for options in ways(family, signature):
+                found = Recognised(
+                    family=family,
+                    roles=tuple(roles.items()),
+                    options=tuple(options.items()),
+                    signature=signature,
+                    letters=tuple(letters.items()),
+                )
+                if agrees(function, found, FIRST_TRIAL):
+                    return found if all(agrees(function, found, length) for length in LENGTHS) else None
+    return None
+
+
+def ways(family: Family, signature: Signature) -> Iterator[dict[str, Any]]:
+    """The ways to write the formula; a pair of numbers among the constants may be limits."""
+    pairs = [value for _, value in signature.constants if is_pair(value)] if family.reads_limits else []
+    for options in family.options:
+        for limits in (*pairs, None) if family.reads_limits else ():
+            yield {**options, "limits": limits}
+        if not family.reads_limits:
+            yield options
+
+
+def is_pair(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(isinstance(x, (int, float)) for x in value)
+
+
+def assignments(family: Family, signature: Signature) -> Iterator[tuple[dict[str, int], dict[str, int]]]:
+    """Every way to give all tensors a role of the family, by their shapes, with the sizes of its letters."""
+
+    def fill(roles: tuple[Role, ...], taken: dict[str, int], letters: dict[str, int]) -> Iterator[Any]:
+        if not roles:
+            if len(taken) == len(signature.tensors) and sizes_fit(family, letters, signature.result.sizes):
+                yield dict(taken), dict(letters)
+            return
+        role, *rest = roles
+        for place, tensor in enumerate(signature.tensors):
+            if place in taken.values() or role.per_token != (tensor.token_dim is not None):
+                continue
+            unified = unify(role.dims, tensor.sizes, letters)
+            if unified is not None and tensor.dtype.is_floating_point != role.boolean:
+                yield from fill(tuple(rest), {**taken, role.name: place}, unified)
+        if role.optional:
+            yield from fill(tuple(rest), taken, letters)
+
+    yield from fill(family.roles, {}, {})
+
+
+def unify(dims: str, sizes: tuple[int, ...], letters: Mapping[str, int]) -> dict[str, int] | None:
+    """``letters`` with those of ``dims``; None if the sizes are others."""
+    if len(dims) != len(sizes):
+        return None
+    found = dict(letters)
+    return found if all(found.setdefault(letter, size) == size for letter, size in zip(dims, sizes, strict=True)) else None
+
+
+def sizes_fit(family: Family, letters: dict[str, int], result: tuple[int, ...]) -> bool:
+    return unify(family.result, result, letters) == letters and all(
+        letters[more] % letters[less] == 0 for more, less in family.multiples
+    )
+
+
+def agrees(function: Callable[..., Any], found: Recognised, length: int) -> bool:
+    """Whether the function gives what the formula gives on ``length`` tokens drawn at random."""
+    values = drawn(found, length)
+    expected = computed(found, values, length)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            got = only_tensor(function(**arguments(found, values)), found.signature, length)
+    except WRONG_CALL:
+        return False  # the function does not take values like these in these roles
+    if got is None or got.shape != expected.shape or not expected.isfinite().all():
+        return False
+    return bool((got - expected).abs().max() <= TOLERANCE * expected.abs().max().clamp(min=1.0))
+
+
+def explains(found: Recognised, given: Mapping[str, Any], output: Tensor) -> bool:
+    """Whether the formula gives what the function gave in a call that the model itself made."""
+    values = {}
+    for role, place in found.roles:
+        tensor = found.signature.tensors[place]
+        value = given[tensor.name]
+        values[role] = value if tensor.token_dim is None else value[0].movedim(tensor.token_dim - 1, 0)
+    like = found.signature.result
+    assert like.token_dim is not None
+    got = output[0].movedim(like.token_dim - 1, 0)
+    expected = computed(found, values, len(got))
+    # The function may round every intermediate value to the model's dtype.
+    tolerance = max(TOLERANCE, 8 * torch.finfo(like.dtype).eps)
+    return bool((got.float() - expected.float()).abs().max() <= tolerance * got.float().abs().max())
+
+
+def drawn(found: Recognised, length: int) -> dict[str, Tensor]:
+    """Values by role, ``[length, ...]`` or of a weight's shape."""
+    letters, generator = dict(found.letters), torch.Generator().manual_seed(length)
+    taken = dict(found.roles)
+    values = {}
+    for role in found.family.roles:
+        if role.name in taken:
+            sizes = [letters[letter] for letter in role.dims]
+            shape = [length, *sizes] if role.per_token else sizes
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(int(torch.randint(2**31, (1,), generator=generator)))
+                values[role.name] = role.draw(*shape).to(found.signature.device)
+    return values
+
+
+def arguments(found: Recognised, values: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The values as the function takes them."""
+    given = dict(found.signature.constants)
+    for role, place in found.roles:
+        tensor = found.signature.tensors[place]
+        given[tensor.name] = placed(values[role], tensor)
+    return given
+
+
+def placed(value: Tensor, like: TensorArgument) -> Tensor:
+    """``[T, ...]`` brought to ``[1, ..., T, ...]``."""
+    return value if like.token_dim is None else value.movedim(0, like.token_dim - 1)[None].contiguous()
+
+
+def computed(found: Recognised, values: Mapping[str, Tensor], length: int) -> Tensor:
+    device = found.signature.device
+    with torch.no_grad(), forced_implementation("reference"):
+        return found.family.run(
+            **values,
+            **dict(found.options),
+            state_pool=None,
+            cu_seqlens_q=torch.tensor([0, length], dtype=torch.int32, device=device),
+            context_lens=torch.tensor([length], dtype=torch.int32, device=device),
+            state_slots=torch.zeros(1, dtype=torch.int64, device=device),
+        )
+
+
+def only_tensor(result: Any, signature: Signature, length: int) -> Tensor | None:
+    """The result as ``[T, ...]``, if it has the shape that it had in the model's own call."""
+    first = result[0] if isinstance(result, tuple) else result
+    like = signature.result
+    assert like.token_dim is not None
+    shape = [length if dim == like.token_dim else size for dim, size in enumerate(like.shape)]
+    if not isinstance(first, Tensor) or list(first.shape) != shape:
+        return None
+    return first[0].movedim(like.token_dim - 1, 0).float()

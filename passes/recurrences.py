@@ -1,0 +1,195 @@
+"""Passes 1 and 3 for recurrences: find short convolutions and known scans, and what is kept of a request between steps.
+
+`whole_convolutions` (on the traced graph, before tokens are marked)::
+
+    before:  conv1d(x [B, C, S], weight [C, 1, W], bias, padding=W - 1, groups=C) -> slice(2, 0, S)
+    after:   selective.function([x, weight, bias], "causal convolution", [B, C, S])
+    before:  pad(x [B, S, C], [0, 0, 1, -1])            each token has the values of the one in front of it
+    after:   selective.function([x, [[1, 0], ...]], "causal convolution", [B, S, C])
+
+`recognise_recurrences` reads every `selective.function` into a `RecurrentCall`, which `flatten` replaces by the ragged
+op.  Declines, with the node, where the function is not known or its tensors are not what they were in the trial.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from selective_compile.function_op import function
+from selective_compile.passes.axes import Axis
+from selective_compile.passes.recurrence_families import CAUSAL_CONV1D
+from selective_compile.passes.recurrence_match import Recognised, Signature, TensorArgument
+from selective_compile.passes.traced_graph import RecurrentCall, TracedGraph, TokenTensor, module_path, source_line
+
+aten = torch.ops.aten
+DEFAULTS = (None, [1], [0], [1], 1)  # of a convolution: bias, stride, padding, dilation, groups
+CONVOLUTION = CAUSAL_CONV1D.name
+PADS = (aten.pad.default, aten.constant_pad_nd.default)
+
+
+def whole_convolutions(traced: TracedGraph) -> int:
+    """Causal depthwise convolutions, and shifts by some tokens, become one node each; returns how many."""
+    found = 0
+    for node in list(traced.graph.nodes):
+        cut = causal_cut(node) if node.target is aten.conv1d.default else node
+        if node.target is aten.conv1d.default and cut is not None:
+            replace(traced, node, cut, convolution_tensors(traced, node))
+            found += 1
+        elif node.target in PADS and (shift := shift_of(node)):
+            replace(traced, node, node, shift_tensors(traced, node, shift))
+            found += 1
+    traced.graph.eliminate_dead_code()
+    traced.module.recompile()
+    return found
+
+
+def replace(traced: TracedGraph, first: fx.Node, last: fx.Node, tensors: list[fx.Node]) -> None:
+    value = last.meta["val"]
+    with traced.graph.inserting_before(first):
+        whole = traced.graph.call_function(function, (tensors, CONVOLUTION, list(value.shape), value.dtype))
+    whole.meta.update(last.meta)
+    whole.meta["stack_trace"] = first.meta.get("stack_trace")
+    last.replace_all_uses_with(whole)
+    for node in dict.fromkeys((last, first)):
+        traced.graph.erase_node(node)
+
+
+def convolution_tensors(traced: TracedGraph, node: fx.Node) -> list[fx.Node]:
+    x, weight, bias = (*node.args, None)[:3]
+    assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
+    with traced.graph.inserting_before(node):
+        rows = traced.graph.call_function(aten.squeeze.dim, (weight, 1))
+    rows.meta["val"] = weight.meta["val"].squeeze(1)
+    return [tensor for tensor in (x, rows, bias) if isinstance(tensor, fx.Node)]
+
+
+def shift_of(node: fx.Node) -> int:
+    """How many tokens a pad with zeros moves ``[B, S, C]`` back; 0 if it does something else."""
+    x, amounts, *how = node.args
+    value = x.meta["val"]  # type: ignore[union-attr]
+    zeros = how in ([], [0], [0.0], ["constant"], ["constant", None], ["constant", 0], ["constant", 0.0])
+    if not zeros or node.kwargs or value.dim() != 3 or not isinstance(value.shape[2], int):
+        return 0
+    if len(amounts) != 4 or list(amounts[:2]) != [0, 0]:  # type: ignore[arg-type,index]
+        return 0
+    front, behind = amounts[2:]  # type: ignore[index]
+    return front if isinstance(front, int) and front > 0 and front == -behind else 0
+
+
+def shift_tensors(traced: TracedGraph, node: fx.Node, shift: int) -> list[fx.Node]:
+    """A shift is a convolution that weighs the oldest of ``shift + 1`` tokens by 1 and the others by 0."""
+    (x, *_) = node.args
+    assert isinstance(x, fx.Node)
+    value = x.meta["val"]
+    weight = torch.zeros(value.shape[2], shift + 1, dtype=value.dtype, device=value.device)
+    weight[:, 0] = 1
+    name = f"shift_{node.name}"
+    traced.module.register_buffer(name, weight)
+    with traced.graph.inserting_before(node):
+        constant = traced.graph.get_attr(name)
+    constant.meta["val"] = weight
+    return [x, constant]
+
+
+def causal_cut(node: fx.Node) -> fx.Node | None:
+    """The slice that leaves of a depthwise convolution, padded on both sides, what looks back alone."""
+    x, weight, _, stride, padding, dilation, groups = [*node.args, *DEFAULTS[len(node.args) - 2 :]]
+    channels, own, width = weight.meta["val"].shape
+    depthwise = own == 1 and groups == channels == x.meta["val"].shape[1]
+    plain = list(stride) == [1] and list(dilation) == [1] and list(padding) == [width - 1]
+    users = list(node.users)
+    if not (depthwise and plain and len(users) == 1 and users[0].target is aten.slice.Tensor):
+        return None
+    (cut,) = users
+    _, dim, start, *rest = (*cut.args, 0, None)
+    whole = str(cut.meta["val"].shape) == str(x.meta["val"].shape)
+    return cut if dim in (2, -1) and start in (0, None) and whole else None
+
+
+def recognise_recurrences(traced: TracedGraph) -> int:
+    """Fill ``traced.recurrences``; returns how many there are."""
+    for node in traced.graph.nodes:
+        if node.target is not function or node not in traced.axes:
+            continue
+        tensors, name = list(node.args[0]), node.args[1]
+        known = convolution_of(tensors, node) if name == CONVOLUTION else traced.functions.get(name)
+        if known is None:
+            traced.refuse(node, "it is no recurrence that is known")
+            continue
+        wrong = unlike(traced, tensors, known)
+        if wrong is not None:
+            traced.refuse(wrong, "it is not laid out by tokens as the recurrence that reads it was when recognised")
+            continue
+        traced.recurrences.append(read_call(traced, node, tensors, known))
+        traced.sequence_nodes.pop(node)
+    return len(traced.recurrences)
+
+
+def convolution_of(tensors: list[fx.Node], node: fx.Node) -> Recognised:
+    names = ("x", "weight", "bias")[: len(tensors)]
+    value = node.meta["val"]
+    channels, width = tensors[1].meta["val"].shape
+    # Which of the last two dimensions is the channels: the other is a symbol.
+    dim = 2 if isinstance(value.shape[1], int) else 1
+    shape = (1, channels, 0) if dim == 2 else (1, 0, channels)
+    arguments = tuple(
+        TensorArgument(name=name, shape=shape, dtype=tensor.meta["val"].dtype, token_dim=dim if name == "x" else None)
+        for name, tensor, shape in zip(names, tensors, (shape, (channels, width), (channels,)), strict=False)
+    )
+    return Recognised(
+        family=CAUSAL_CONV1D,
+        roles=tuple((name, place) for place, name in enumerate(names)),
+        options=(),
+        signature=Signature(
+            tensors=arguments,
+            constants=(),
+            result=TensorArgument(name="", shape=shape, dtype=value.dtype, token_dim=dim),
+            returned=None,
+            device=value.device,
+        ),
+        letters=(("C", channels), ("W", width), ("P", width - 1)),
+    )
+
+
+def unlike(traced: TracedGraph, tensors: list[fx.Node], known: Recognised) -> fx.Node | None:
+    """The first tensor whose tokens do not lie where they lay in the trial."""
+    for node, expected in zip(tensors, known.signature.tensors, strict=True):
+        axes = traced.axes.get(node)
+        if axes is None or axes.opaque or axes.is_permuted:
+            return node
+        if expected.token_dim is None:
+            fits = axes.is_constant and tuple(node.meta["val"].shape) == expected.shape
+        else:
+            fits = all(
+                dim == (Axis.TOKEN,) if place == expected.token_dim else place == 0 or not axes.labelled(place)
+                for place, dim in enumerate(axes.dims)
+            ) and axes.dims[0] in ((), (Axis.BATCH,))
+        if not fits:
+            return node
+    return None
+
+
+def read_call(traced: TracedGraph, node: fx.Node, tensors: list[fx.Node], known: Recognised) -> RecurrentCall:
+    result = known.signature.result
+    assert result.token_dim is not None
+    described = known.signature.tensors
+    return RecurrentCall(
+        name=call_name(traced, node),
+        family=known.family.name,
+        run=known.family.run,
+        output=node,
+        output_token_dim=result.token_dim,
+        tensors={role: TokenTensor(node=tensors[at], token_dim=described[at].token_dim) for role, at in known.roles},
+        options=dict(known.options),
+        state_shape=known.state_shape(),
+        state_dtype=node.meta["val"].dtype if known.family is CAUSAL_CONV1D else torch.float32,
+        source_line=source_line(node),
+    )
+
+
+def call_name(traced: TracedGraph, node: fx.Node) -> str:
+    path = module_path(node) or "recurrence"
+    taken = sum(call.name.split("#")[0] == path for call in traced.recurrences)
+    return f"{path}#{taken + 1}" if taken else path
+
