@@ -91,6 +91,12 @@ def _runner(op: str) -> Callable[..., Tensor]:
 
 @functools.cache
 def _kernel(op: str, implementation: str) -> Callable[..., Tensor]:
+    # Imported when first wanted: a machine without a GPU may lack Triton, and one with it a C++ compiler.
+    if implementation == "cpu":
+        from selective_compile.kernels import state_cpu
+
+        if state_cpu.available():
+            return getattr(state_cpu, op)
     return getattr(state_reference, op)
 
 

@@ -1,14 +1,12 @@
-// What a call of ragged attention is given, how its work is cut into items, and the threads that take these.
+// What a call of ragged attention is given, how its work is cut into items, and what is kept between them.
 
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
-#include <memory>
 
+#include "threads_cpu.h"
 #include "vectors_cpu.h"
 
 namespace {
@@ -49,45 +47,12 @@ struct Split {
   int64_t partial;  // offset of part 0 in the partials
 };
 
-inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
 // Running softmax of some query vectors: unnormalised sums [vectors, Dvp], largest score and sum of weights.
 struct State { float *sums, *largest, *weight; };
 
 // Lanes that so many query vectors take.
 inline int64_t padded(int64_t vectors) { return round_up(vectors, W); }
 
-// Grows and is kept per thread: a fresh allocation of this size is a page fault every 4 KiB.
-class Scratch {
- public:
-  float* floats(int64_t n) {
-    if (n > capacity_) {
-      memory_.reset(static_cast<float*>(std::aligned_alloc(64, round_up(n * 4, 4096))));
-      capacity_ = memory_ ? n : 0;
-      if (!memory_) std::abort();
-    }
-    return memory_.get();
-  }
-
- private:
-  struct Free { void operator()(float* p) const { std::free(p); } };
-  std::unique_ptr<float, Free> memory_;
-  int64_t capacity_ = 0;
-};
-
-thread_local Scratch scratch_of_thread;
 thread_local Scratch partials_of_caller;
-
-// Runs body(0), ..., body(count - 1) on up to `threads` threads, in order of their start.
-template <typename Body> void parallel_for(const Call& call, int64_t count, int64_t threads, const Body& body) {
-  struct Team { std::atomic<int64_t> next; int64_t count; const Body& body; } team{{0}, count, body};
-  auto work = [](void* data) {
-    auto& team = *static_cast<Team*>(data);
-    for (int64_t i; (i = team.next.fetch_add(1, std::memory_order_relaxed)) < team.count;) team.body(i);
-  };
-  threads = std::min(threads, count);
-  if (threads > 1 && call.parallel) call.parallel(work, &team, unsigned(threads), 0);
-  else work(&team);
-}
 
 }  // namespace
