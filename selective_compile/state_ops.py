@@ -71,6 +71,7 @@ wkv: out = (p + exp(u + k) * v) / (q + exp(u + k)); p = exp(w) * p + exp(k) * v;
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -97,6 +98,8 @@ def _kernel(op: str, implementation: str) -> Callable[..., Tensor]:
 
         if state_cpu.available():
             return getattr(state_cpu, op)
+    if implementation == "triton":
+        return getattr(importlib.import_module(f"selective_compile.kernels.{op}_triton"), op)
     return getattr(state_reference, op)
 
 

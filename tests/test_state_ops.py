@@ -209,3 +209,41 @@ def test_gradients_are_refused_and_not_lost(op):
                 getattr(state_ops, op)(*call.positional())
             with torch.no_grad():
                 assert not getattr(state_ops, op)(*call.positional()).requires_grad
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
+def test_forced_implementation_runs(name, op, monkeypatch):
+    """Each by another function, all with one result."""
+    if name == "triton":
+        pytest.importorskip("triton")
+    call = finite(op)
+    expected = finite(op).run(state_reference)
+    with ops.forced_implementation(name):
+        try:
+            output = getattr(state_ops, op)(*call.positional())
+        except RuntimeError as error:
+            pytest.skip(str(error))
+        module = state_ops._kernel(op, name).__module__.rpartition(".")[2]
+    assert module == {"reference": "state_reference", "cpu": "state_cpu", "triton": f"{op}_triton"}[name]
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+    with ops.forced_implementation(name):
+        torch.testing.assert_close(
+            getattr(state_ops, f"varlen_{op}")(*call.varlen()), call.fresh().run(state_reference), rtol=1e-4, atol=1e-4
+        )
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """A machine on which the kernels with a state cannot be built, though those of attention can."""
+    state_cpu = pytest.importorskip("selective_compile.kernels.state_cpu")
+    monkeypatch.setattr(state_cpu, "available", lambda: False)
+    state_ops._kernel.cache_clear()
+    yield
+    state_ops._kernel.cache_clear()
+
+
+def test_without_a_compiler_the_reference_runs(no_compiler):
+    call = finite("ssd")
+    expected = finite("ssd").run(state_reference)
+    assert torch.equal(state_ops.ssd(*call.positional()), expected)

@@ -81,9 +81,7 @@ def _kernel(
         tl.store(slot + cell, state, own[:, None] & (n < SIZE * real)[None, :])
 
 
-def selective_scan(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, *requests: Any
-) -> Tensor:
+def selective_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, *requests: Any) -> Tensor:
     """`selective::selective_scan`. Returns [T, I]."""
     x, dt, B, C = (rows(tensor) for tensor in (x, dt, B, C))
     B, C = (tensor[:, None] if tensor.dim() == 2 else tensor for tensor in (B, C))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-import subprocess
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,7 +11,8 @@ from tests.kernels.ragged_cases import CASES, COMBINATIONS, Case, exact_ragged, 
 
 triton = pytest.importorskip("triton")
 launcher = pytest.importorskip("selective_compile.kernels.ragged_attention_triton")
-compiler = pytest.importorskip("triton.backends.compiler")
+ahead = pytest.importorskip("tests.kernels.ahead_of_time")
+TARGETS, compile_ahead, assert_ships = ahead.TARGETS, ahead.compile_ahead, ahead.assert_ships
 compiling = pytest.mark.skipif(
     not isinstance(launcher._attention_kernel, triton.JITFunction),
     reason="TRITON_INTERPRET is set: kernels cannot be compiled",
@@ -133,23 +131,10 @@ def test_the_grid_does_not_depend_on_lengths(monkeypatch):
     assert recorder.seen[:2] == recorder.seen[2:]
 
 
-class NoDevice:
-    """As much of a Triton driver as compiling for a launch asks for; its number is no real device's."""
-
-    def get_current_device(self):
-        return 1000
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_current_target(self):
-        return compiler.GPUTarget("cuda", 90, 32)
-
-
 @compiling
 def test_steps_of_every_shape_share_two_compiled_kernels(monkeypatch):
     """T, N, the width of the block table and the alignment of the metadata may not cause a recompile."""
-    monkeypatch.setattr(triton.runtime.driver, "_active", NoDevice())
+    monkeypatch.setattr(triton.runtime.driver, "_active", ahead.NoDevice())
     recorder = Recorder(lambda kernel, grid, args, rest: (kernel, kernel.warmup(*args, grid=grid, **rest)))
     monkeypatch.setattr(launcher, "_on_device", recorder)
     shapes = (((3, 5), (1, 20)), ((64, 0),), ((16, 0),) * 16)
@@ -167,47 +152,16 @@ def test_steps_of_every_shape_share_two_compiled_kernels(monkeypatch):
     assert (len(attention), len(compiled)) == (2, 3)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    backend: str
-    arch: int | str
-    warp_size: int
-    shared_memory: int
-
-    def __str__(self) -> str:
-        return str(self.arch)
-
-
-# Shared memory that a block can have, in bytes: CUDA C++ Programming Guide, "Technical Specifications per
-# Compute Capability"; AMD CDNA 3 ISA, "Local data share".
-TARGETS = (
-    Target(backend="cuda", arch=80, warp_size=32, shared_memory=163 * 1024),
-    Target(backend="cuda", arch=90, warp_size=32, shared_memory=227 * 1024),
-    Target(backend="cuda", arch=100, warp_size=32, shared_memory=227 * 1024),
-    Target(backend="hip", arch="gfx942", warp_size=64, shared_memory=64 * 1024),
-)
 TENSORS = ("output", "query", "keys", "values", "key", "value", "key_pool", "value_pool")
 METADATA = {"cu_seqlens_q": "*i32", "context_lens": "*i32", "block_table": "*i32", "slot_mapping": "*i64"}
 METADATA |= {"sinks": "*bf16", "slopes": "*fp32"}
 
 
-def compile_ahead(kernel, target: Target, element: str, constants: dict, **options: int):
-    """Compile with what a launch would find: tensors aligned to 16 bytes, strides multiples of 16."""
-    signature, attributes = {}, {}
-    for index, parameter in enumerate(kernel.params):
-        name = parameter.name
-        if name in constants:
-            signature[name] = "constexpr"
-            continue
-        signature[name] = "*" + element if name in TENSORS else METADATA.get(name, "i32")
-        if not parameter.do_not_specialize and not parameter.do_not_specialize_on_alignment:
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
-    gpu = compiler.GPUTarget(target.backend, target.arch, target.warp_size)
-    return triton.compile(source, target=gpu, options=options | {"enable_fp_fusion": True})
+def types(element: str) -> dict[str, str]:
+    return METADATA | dict.fromkeys(TENSORS, "*" + element)
 
 
-def compile_attention(target: Target, element: str, size: int, rows: int, *, given: tuple[str, ...] = (), **changes):
+def compile_attention(target, element: str, size: int, rows: int, *, given: tuple[str, ...] = (), **changes):
     """The kernel as the launcher would ask for it: 8 requests, 4 query heads to each of 8 key/value heads.
 
     given: which of sinks and slopes there are.
@@ -218,26 +172,7 @@ def compile_attention(target: Target, element: str, size: int, rows: int, *, giv
     constants |= {"KEY_SIZE": size, "VALUE_SIZE": size, "BLOCK_D": tile.block_d, "BLOCK_DV": tile.block_dv}
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "WIDEN": False}
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return compile_ahead(launcher._attention_kernel, target, element, constants | changes, **options)
-
-
-def spilled_bytes(compiled, target: Target, folder) -> int:
-    """Bytes of local memory a thread needs; Triton's own `n_spills` wants a driver."""
-    if target.backend == "hip":
-        # Scalar registers spilled into lanes of vector registers never reach memory and are not counted.
-        return int(re.search(r"\.private_segment_fixed_size:\s+(\d+)", compiled.asm["amdgcn"])[1])
-    binary = folder / "kernel.cubin"
-    binary.write_bytes(compiled.asm["cubin"])
-    tool = triton.knobs.nvidia.cuobjdump.path
-    usage = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
-    stack, local = re.search(r"STACK:(\d+).*LOCAL:(\d+)", usage).groups()
-    return int(stack) + int(local)
-
-
-def assert_ships(compiled, target: Target, folder) -> None:
-    assert len(compiled.asm["cubin" if target.backend == "cuda" else "hsaco"]) > 0
-    assert compiled.metadata.shared <= target.shared_memory
-    assert spilled_bytes(compiled, target, folder) == 0
+    return compile_ahead(launcher._attention_kernel, target, types(element), constants | changes, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -310,7 +245,8 @@ def test_attention_without_a_pool_compiles_ahead_of_time(target, tmp_path):
 def test_write_compiles_ahead_of_time(target, tmp_path):
     constants = {"KV_HEADS": 8, "KEY_SIZE": 128, "VALUE_SIZE": 128, "BLOCK_SIZE": 16}
     constants |= {"BLOCK_K": 8, "BLOCK_D": 128, "BLOCK_DV": 128}
-    assert_ships(compile_ahead(launcher._write_kernel, target, "bf16", constants, num_warps=4), target, tmp_path)
+    compiled = compile_ahead(launcher._write_kernel, target, types("bf16"), constants, num_warps=4)
+    assert_ships(compiled, target, tmp_path)
 
 
 @pytest.mark.gpu

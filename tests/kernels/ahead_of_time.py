@@ -1,0 +1,87 @@
+"""Compile Triton kernels for GPUs that are not there, and look at what comes out."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+import triton.backends.compiler as compiler
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A GPU to compile for."""
+
+    backend: str
+    arch: int | str
+    warp_size: int
+    shared_memory: int
+
+    def __str__(self) -> str:
+        return str(self.arch)
+
+
+# Shared memory that a block can have, in bytes: CUDA C++ Programming Guide, "Technical Specifications per
+# Compute Capability"; AMD CDNA 3 ISA, "Local data share".
+TARGETS = (
+    Target(backend="cuda", arch=80, warp_size=32, shared_memory=163 * 1024),
+    Target(backend="cuda", arch=90, warp_size=32, shared_memory=227 * 1024),
+    Target(backend="cuda", arch=100, warp_size=32, shared_memory=227 * 1024),
+    Target(backend="hip", arch="gfx942", warp_size=64, shared_memory=64 * 1024),
+)
+
+
+def compile_ahead(kernel: Any, target: Target, types: dict[str, str], constants: dict[str, Any], **options: int) -> Any:
+    """Compile with what a launch would find: tensors aligned to 16 bytes, strides multiples of 16.
+
+    types: of the parameters that are not int32 numbers.
+    """
+    signature, attributes = {}, {}
+    for index, parameter in enumerate(kernel.params):
+        name = parameter.name
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        signature[name] = types.get(name, "i32")
+        if not parameter.do_not_specialize and not parameter.do_not_specialize_on_alignment:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
+    gpu = compiler.GPUTarget(target.backend, target.arch, target.warp_size)
+    return triton.compile(source, target=gpu, options=options | {"enable_fp_fusion": True})
+
+
+def spilled_bytes(compiled: Any, target: Target, folder: Path) -> int:
+    """Bytes of local memory a thread needs; Triton's own `n_spills` wants a driver."""
+    if target.backend == "hip":
+        # Scalar registers spilled into lanes of vector registers never reach memory and are not counted.
+        return int(re.search(r"\.private_segment_fixed_size:\s+(\d+)", compiled.asm["amdgcn"])[1])
+    binary = folder / "kernel.cubin"
+    binary.write_bytes(compiled.asm["cubin"])
+    tool = triton.knobs.nvidia.cuobjdump.path
+    usage = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
+    stack, local = re.search(r"STACK:(\d+).*LOCAL:(\d+)", usage).groups()
+    return int(stack) + int(local)
+
+
+def assert_ships(compiled: Any, target: Target, folder: Path) -> None:
+    """There is machine code, it fits into the target's shared memory and spills no register."""
+    assert len(compiled.asm["cubin" if target.backend == "cuda" else "hsaco"]) > 0
+    assert compiled.metadata.shared <= target.shared_memory
+    assert spilled_bytes(compiled, target, folder) == 0
+
+
+class NoDevice:
+    """As much of a Triton driver as compiling for a launch asks for; its number is no real device's."""
+
+    def get_current_device(self) -> int:
+        return 1000
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return compiler.GPUTarget("cuda", 90, 32)
