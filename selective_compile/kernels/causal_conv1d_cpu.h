@@ -11,7 +11,7 @@ namespace {
 // TAPS: W where the compiler shall know it, so that it can turn a slot round with shuffles; else 0.
 template <typename T, int TAPS> class CausalConv1d {
  public:
-  static constexpr int64_t BLOCK = 256;  // channels of a block
+  static constexpr int64_t BLOCK = 1024;  // channels of a block: pieces of rows long enough to be fetched ahead
 
   explicit CausalConv1d(const Call& call) : call_(call), taps_(TAPS ? TAPS : call.size) {}
 
@@ -37,9 +37,7 @@ template <typename T, int TAPS> class CausalConv1d {
     const T* x = reinterpret_cast<const T*>(call_.inputs[0].data) + request.begin * stride + first;
     T* slot = reinterpret_cast<T*>(request.slot) + first * kept;
     if (request.fresh) std::fill(past, past + kept * BLOCK, T{});
-    else
-      for (int64_t c = 0; c < channels; ++c)
-        for (int64_t w = 0; w < kept; ++w) past[w * BLOCK + c] = slot[c * kept + w];
+    else turn(past, slot, channels, kept);
     auto row = [&](int64_t t) { return t < 0 ? past + (t + kept) * BLOCK : x + t * stride; };
     for (int64_t t = 0; t < request.rows; ++t) {
       for (int64_t w = 0; w < taps; ++w) window[w] = row(t + w - kept);
@@ -50,8 +48,24 @@ template <typename T, int TAPS> class CausalConv1d {
     }
     if (!request.slot) return;
     for (int64_t w = 0; w < kept; ++w) window[w] = row(request.rows + w - kept);
+    turn_back(slot, window, channels, kept);
+  }
+
+  // [channels, kept] to and from rows of channels; a number of rows that is known becomes shuffles.
+  static void turn(T* __restrict to, const T* __restrict from, int64_t channels, int64_t kept) {
+    if (TAPS) kept = TAPS - 1;
     for (int64_t c = 0; c < channels; ++c)
-      for (int64_t w = 0; w < kept; ++w) slot[c * kept + w] = window[w][c];
+      for (int64_t w = 0; w < kept; ++w) to[w * BLOCK + c] = from[c * kept + w];
+  }
+
+  static void turn_back(T* __restrict to, const T* const* from, int64_t channels, int64_t kept) {
+    if (TAPS == 4) {
+      const T *__restrict a = from[0], *__restrict b = from[1], *__restrict c = from[2];
+      for (int64_t i = 0; i < channels; ++i) to[i * 3] = a[i], to[i * 3 + 1] = b[i], to[i * 3 + 2] = c[i];
+      return;
+    }
+    for (int64_t w = 0; w < kept; ++w)
+      for (int64_t c = 0; c < channels; ++c) to[c * kept + w] = from[w][c];
   }
 
   vf convolve(const T* const* window, int64_t c, const float* weight, const float* bias) const {

@@ -39,8 +39,8 @@ class GatedDeltaRule {
 
   template <int N>
   void run(int64_t head, int64_t first, int64_t columns, const Request* requests, int64_t count) const {
-    float* state = scratch_of_thread.floats(call_.size * N * W + 9 * depth_ + N * W);
-    float *memory = state + call_.size * N * W, *value = memory + 9 * depth_;
+    float* copy = scratch_of_thread.floats(call_.size * N * W + 9 * depth_ + N * W);
+    float *memory = copy + call_.size * N * W, *value = memory + 9 * depth_;
     const int64_t offset = head * call_.size * call_.value_size + first;
     Token tokens[2];
     for (Token& token : tokens) {
@@ -48,11 +48,15 @@ class GatedDeltaRule {
       memory += 4 * depth_;
     }
     for (const Request* request = requests; request < requests + count; ++request) {
-      load_state(state, request->before(offset), call_.size, columns, N * W, call_.value_size);
+      // One row goes through the slot itself, which several rows would have to fetch again and again.
+      const bool in_place = !request->fresh && request->rows == 1 && columns == N * W;
+      float* state = in_place ? request->after(offset) : copy;
+      const int64_t width = in_place ? call_.value_size : N * W;
+      if (!in_place) load_state(state, request->before(offset), call_.size, columns, width, call_.value_size);
       vf remembered[N] = {}, answer[N] = {}, delta[N] = {};
       const int64_t end = request->begin + request->rows;
       prepare(request->begin, head, tokens[0], memory);
-      sweep<N, false, true>(state, tokens[0], delta, tokens[0], remembered, answer);
+      sweep<N, false, true>(state, width, tokens[0], delta, tokens[0], remembered, answer);
       for (int64_t t = request->begin; t < end; ++t) {
         const Token &token = tokens[(t - request->begin) % 2], &next = tokens[(t - request->begin + 1) % 2];
         read_row(value, call_.inputs[2], t, head, first, columns);
@@ -64,12 +68,12 @@ class GatedDeltaRule {
         write_row(call_, (t * call_.heads + head) * call_.value_size + first, value, columns);
         if (t + 1 < end) {
           prepare(t + 1, head, const_cast<Token&>(next), memory);
-          sweep<N, true, true>(state, token, delta, next, remembered, answer);
+          sweep<N, true, true>(state, width, token, delta, next, remembered, answer);
         } else if (request->slot) {
-          sweep<N, true, false>(state, token, delta, token, remembered, answer);
+          sweep<N, true, false>(state, width, token, delta, token, remembered, answer);
         }
       }
-      keep_state(request->after(offset), state, call_.size, columns, N * W, call_.value_size);
+      if (!in_place) keep_state(request->after(offset), state, call_.size, columns, width, call_.value_size);
     }
   }
 
@@ -92,9 +96,10 @@ class GatedDeltaRule {
 
   // WRITE: S = e S + k (outer) delta, of `token`. READ: what `next` finds in it by its key and its query.
   template <int N, bool WRITE, bool READ>
-  void sweep(float* state, const Token& token, const vf* delta, const Token& next, vf* remembered, vf* answer) const {
+  void sweep(float* state, int64_t width, const Token& token, const vf* delta, const Token& next, vf* remembered,
+             vf* answer) const {
     vf by_key[N] = {}, by_query[N] = {};
-    for (int64_t d = 0; d < call_.size; ++d, state += N * W) {
+    for (int64_t d = 0; d < call_.size; ++d, state += width) {
 #pragma GCC unroll 4
       for (int v = 0; v < N; ++v) {
         vf s = load(state + v * W);

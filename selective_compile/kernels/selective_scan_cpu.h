@@ -21,19 +21,22 @@ class SelectiveScan {
     const int64_t group = block / per_group(), within = block % per_group() * BLOCK;
     const int64_t first = group * members_ + within, channels = std::min(BLOCK, members_ - within);
     float* memory = scratch_of_thread.floats(2 * BLOCK * width_ + 2 * width_ + 4 * BLOCK + 8 * W);
-    float *rates = memory, *state = rates + BLOCK * width_, *skip = state + BLOCK * width_;
+    float *rates = memory, *copy = rates + BLOCK * width_, *skip = copy + BLOCK * width_;
     load_state(rates, call_.parameters[0] + first * call_.size, channels, call_.size, width_, call_.size);
     for (int64_t i = 0; i < channels * width_; i += W) store(rates + i, load(rates + i) * LOG2E);
     std::fill(skip, skip + BLOCK, 0.f);
     if (call_.parameters[1]) std::copy_n(call_.parameters[1] + first, channels, skip);
     for (const Request* request = requests; request < requests + count; ++request) {
       const int64_t offset = first * call_.size;
-      load_state(state, request->before(offset), channels, call_.size, width_, call_.size);
+      // A slot that has the layout of a copy is not copied.
+      const bool in_place = !request->fresh && call_.size == width_ && channels % 4 == 0;
+      float* state = in_place ? request->after(offset) : copy;
+      if (!in_place) load_state(state, request->before(offset), channels, call_.size, width_, call_.size);
       // Whole fours of channels are computed; of those that are none, nothing is kept.
       for (int64_t i = channels * width_; i < round_up(channels, 4) * width_; ++i) rates[i] = state[i] = 0;
       for (int64_t t = request->begin; t < request->begin + request->rows; ++t)
         advance(t, group, first, channels, rates, state, skip, skip + BLOCK);
-      keep_state(request->after(offset), state, channels, call_.size, width_, call_.size);
+      if (!in_place) keep_state(request->after(offset), state, channels, call_.size, width_, call_.size);
     }
   }
 

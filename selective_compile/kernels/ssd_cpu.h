@@ -27,21 +27,28 @@ class Ssd {
   void run(int64_t block, const Request* requests, int64_t count) const {
     const int64_t head = block / per_head(), first = block % per_head() * block_;
     const int64_t lines = std::min(block_, call_.value_size - first), padded = round_up(lines, 4);
-    float* state = scratch_of_thread.floats(block_ * width_ + 2 * width_ + 2 * round_up(block_, W));
+    float* memory = scratch_of_thread.floats(block_ * width_ + 2 * width_ + 2 * round_up(block_, W));
+    float* copy = memory + 2 * width_ + 2 * round_up(block_, W);
     const int64_t offset = (head * call_.value_size + first) * call_.size;
     for (const Request* request = requests; request < requests + count; ++request) {
-      load_state(state, request->before(offset), lines, call_.size, width_, call_.size);
-      std::fill(state + lines * width_, state + padded * width_, 0.f);
-      for (int64_t t = request->begin; t < request->begin + request->rows; ++t) advance(t, head, first, lines, state);
-      keep_state(request->after(offset), state, lines, call_.size, width_, call_.size);
+      // A slot that has the layout of a copy is not copied: a decode step then goes through it once.
+      const bool in_place = !request->fresh && call_.size == width_ && lines == padded;
+      float* state = in_place ? request->after(offset) : copy;
+      if (!in_place) {
+        load_state(state, request->before(offset), lines, call_.size, width_, call_.size);
+        std::fill(state + lines * width_, state + padded * width_, 0.f);
+      }
+      for (int64_t t = request->begin; t < request->begin + request->rows; ++t)
+        advance(t, head, first, lines, state, memory);
+      if (!in_place) keep_state(request->after(offset), state, lines, call_.size, width_, call_.size);
     }
   }
 
  private:
   int64_t per_head() const { return (call_.value_size + block_ - 1) / block_; }
 
-  void advance(int64_t t, int64_t head, int64_t first, int64_t lines, float* state) const {
-    float *b = state + block_ * width_, *c = b + width_, *x = c + width_, *sums = x + round_up(block_, W);
+  void advance(int64_t t, int64_t head, int64_t first, int64_t lines, float* state, float* b) const {
+    float *c = b + width_, *x = c + width_, *sums = x + round_up(block_, W);
     const int64_t group = head / (call_.heads / call_.groups);
     std::fill(x, x + round_up(block_, W), 0.f);
     read_row(x, call_.inputs[0], t, head, first, lines);

@@ -90,12 +90,26 @@ inline void write_row(const Call& call, int64_t at, const float* from, int64_t n
   });
 }
 
-// 2^x for any x: infinite from 128 on, and NaN stays.
+// 2^x for any x, relative error 1e-7: 0 and infinite where it is, and NaN stays.
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
+inline vf exp2_any(vf x) {
+  const vf f = (vf)_mm512_reduce_ps((__m512)x, 0);  // x less the nearest whole number; 0 of an infinite x
+  vf p = splat(1.53533606e-4f);  // as exp2
+  p = p * f + 1.33988749e-3f;
+  p = p * f + 9.61843737e-3f;
+  p = p * f + 5.55033247e-2f;
+  p = p * f + 2.40226479e-1f;
+  p = p * f + 6.93147203e-1f;
+  p = p * f + 1.f;
+  return (vf)_mm512_scalef_ps((__m512)p, (__m512)(x - f));
+}
+#else
 inline vf exp2_any(vf x) { return exp2(select(x > 128.f, splat(128.f), x)); }
+#endif
 constexpr float LOG2E = 1.44269504f;
 
-// A state [count, size] between the pool and a scratch whose rows are `width` apart, the size rounded up to W.
-// A row of the pool is `stride` long, and `first` elements of it come before ours.
+// A state [count, size] between the pool, where its rows are `stride` apart, and a scratch, where they are `width` apart
+// and rounded up to W.
 inline void load_state(float* to, const float* from, int64_t count, int64_t size, int64_t width, int64_t stride) {
   if (!from) return std::fill(to, to + count * width, 0.f), void();
   for (int64_t i = 0; i < count; ++i) widen(to + i * width, from + i * stride, size);
