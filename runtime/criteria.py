@@ -31,6 +31,11 @@ class RowCriteria:
         self._others = kinds.StoppingCriteriaList(each for each in criteria if each not in self._clocks)
         self._scores: tuple[Tensor, ...] | None = () if with_scores else None
 
+    @property
+    def by_clock(self) -> bool:
+        """Whether it depends on the time when the request ends."""
+        return bool(self._clocks)
+
     @torch.no_grad()
     def __call__(
         self, history: Sequence[int], token: int, scores: Tensor | None, device: torch.device

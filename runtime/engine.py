@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,8 +21,10 @@ from selective_compile.runtime.batch import BatchAssembler
 from selective_compile.runtime.block_pool import BlockPool
 from selective_compile.runtime.intake import Intake
 from selective_compile.runtime.model_runner import ModelRunner
-from selective_compile.runtime.plan import StepPlan
-from selective_compile.runtime.request import Request
+from selective_compile.runtime.plan import Share, StepPlan
+from selective_compile.runtime.recording import FileRecording, Recording
+from selective_compile.runtime.records import TokenRecord
+from selective_compile.runtime.request import FinishReason, Request
 from selective_compile.runtime.request_state import RequestId
 from selective_compile.runtime.request_table import RequestTable
 from selective_compile.runtime.sampler import SampledTokens, sample
@@ -64,6 +67,7 @@ class Engine:
         *,
         program: Program | None = None,
         observers: Sequence[StepObserver] = (),
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Compile the model and allocate the KV pools.
 
@@ -73,9 +77,11 @@ class Engine:
             program: the model already compiled, so that several engines can share it.
             observers: called after each step, in the thread that ran it. They must not raise: an exception
                 leaves `step`, and ends the background thread.
+            clock: seconds since any moment; what is decided by time goes by it.
 
         Raises:
             ValueError: the model cannot be rewritten, or the configuration does not go with it.
+            OSError: `config.record` is no place to write to.
         """
         if config is not None and not isinstance(config, EngineConfig):
             raise ValueError(f"config must be an EngineConfig or None, got {config!r}")
@@ -105,7 +111,8 @@ class Engine:
         max_blocks = self._scheduler.blocks.blocks_for(longest)
         self._assembler = BatchAssembler(**sizes, max_blocks=max_blocks, device=self._program.device)
         self._intake = Intake(model, self._program, self.config, reuses_blocks=reuses_blocks, pool_tokens=pool_tokens)
-        self._log = StepLog(observers)
+        self._log = StepLog(observers, clock)
+        self._recording = self._recorder(model)
         self._requests = RequestTable()
         self._stepping = Lock()
         self._submitting = Lock()
@@ -165,6 +172,7 @@ class Engine:
                 request = Request(state, params, self)
                 self._requests.add(request)
                 self._scheduler.add(state)
+                self._recording.submitted(state, submission, params, generation_config, options)
                 self._guard.notify_all()
         return request
 
@@ -190,6 +198,7 @@ class Engine:
         """End a request with "cancelled" and free its blocks; without effect on one that has finished."""
         with self._guard:
             if not request.finished:
+                self._recording.cancelled(request.state)
                 self._remove(request)
                 request.finish("cancelled")
 
@@ -233,7 +242,7 @@ class Engine:
         """
         with self._stepping, self._guard:
             if not (if_idle and self._requests):
-                self._scheduler.preempt_all()
+                self._drop_computed()
 
     def add_observer(self, observer: StepObserver) -> None:
         """Call it after each step from now on, as those given to the constructor."""
@@ -248,13 +257,30 @@ class Engine:
         with self._guard:
             return self._log.stats(self._scheduler, graphs=self._program.graphs)
 
+    def _recorder(self, model: nn.Module) -> Recording:
+        if self.config.record is None:
+            return Recording()
+        about = {
+            "name": type(model).__name__,
+            "vocab_size": self._program.vocab_size,
+            "num_blocks": self._runner.num_blocks,
+            "reuses_blocks": self._scheduler.blocks.reuse,
+        }
+        return FileRecording(self.config.record, self.config, about)
+
+    def _drop_computed(self) -> None:
+        self._recording.dropped()
+        self._scheduler.preempt_all()
+
     def _schedule(self) -> _Step | None:
         with self._guard:
             if not self._scheduler.has_work:
                 return None
             if self._runner.weights_changed():
-                self._scheduler.preempt_all()
-            plan = self._scheduler.schedule(self._log.now())
+                self._drop_computed()
+            now = self._log.now()
+            plan = self._scheduler.schedule(now)
+            self._recording.planned(now, plan)
             for state in plan.refused:
                 self._forget(self._requests.of(state)).finish("error", TOO_LATE)
             if not plan.shares:
@@ -280,24 +306,36 @@ class Engine:
     def _publish(self, step: _Step, sampled: SampledTokens) -> None:
         """Hand out the tokens; requests that are done leave, with their blocks."""
         outcomes = iter(zip(sampled.tokens, sampled.records, strict=True))
+        ends: list[FinishReason | None] = []
         with self._guard:
             self._log.steps += 1
             self._log.tokens_computed += step.plan.num_tokens
             for share, request in zip(step.plan.shares, step.requests, strict=True):
                 token, record = next(outcomes) if share.samples else (None, None)
-                if request.finished:  # cancelled while the model ran
-                    continue
-                if record is not None and record.error is not None:
-                    self._remove(request)
-                    request.finish("error", record.error)
-                    continue
-                self._scheduler.advance(share, token)
-                if token is not None:
-                    self._log.tokens_generated += 1
-                    reason = request.reason_to_end(token, record)
-                    if reason is not None:
-                        self._remove(request)
-                    request.publish(token, record, reason)
+                end = self._hand_out(share, request, token, record)
+                if share.samples:
+                    ends.append(end)
+            self._recording.computed(step.plan, sampled, ends)
+
+    def _hand_out(
+        self, share: Share, request: Request, token: int | None, record: TokenRecord | None
+    ) -> FinishReason | None:
+        """The share is computed; why the request ends with its token, or had ended while the model ran."""
+        if request.finished:
+            return request.finish_reason
+        if record is not None and record.error is not None:
+            self._remove(request)
+            request.finish("error", record.error)
+            return "error"
+        self._scheduler.advance(share, token)
+        reason = None
+        if token is not None:
+            self._log.tokens_generated += 1
+            reason = request.reason_to_end(token, record)
+            if reason is not None:
+                self._remove(request)
+            request.publish(token, record, reason)
+        return reason
 
     def _remove(self, request: Request) -> None:
         self._scheduler.remove(request.state)
@@ -320,6 +358,7 @@ class Engine:
                 doomed = list(self._scheduler.running())
                 if not doomed and isinstance(error, Exception):  # or whoever waits for them would step for ever
                     doomed = list(self._scheduler.waiting())
+                self._recording.failed(doomed, passed_on=not isinstance(error, Exception))
                 for state in doomed:
                     request = self._requests.of(state)
                     self._remove(request)
@@ -330,8 +369,10 @@ class Engine:
             raise
 
     def _observe(self, plan: StepPlan, started: float) -> None:
-        seconds = self._log.now() - started
+        ended = self._log.now()
+        seconds = ended - started
         with self._guard:
+            self._recording.timed(started, ended)
             predicted = self._scheduler.times.predict(plan.num_tokens)
             self._scheduler.measured(plan.num_tokens, seconds)
             observed = self._log.stepped(plan, started=started, seconds=seconds, predicted=predicted)

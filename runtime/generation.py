@@ -160,8 +160,8 @@ def _merge(
     A model's own configuration may carry names that are none, from its makers or from an older transformers.
     `generate` passes over them, and so does this, also where the request's configuration is a copy of the model's.
     """
-    of_model = _set_fields(model_config)
-    of_request = _set_fields(config)
+    of_model = set_fields(model_config)
+    of_request = set_fields(config)
     for name in of_model.keys() - KNOWN:
         value = of_model.pop(name)
         if name in of_request and of_request[name] == value:
@@ -176,7 +176,8 @@ def _merge(
     return {**DEFAULTS, **merged}
 
 
-def _set_fields(config: GenerationConfig | None) -> dict[str, Any]:
+def set_fields(config: GenerationConfig | None) -> dict[str, Any]:
+    """What a configuration does not leave open."""
     if config is None:
         return {}
     return {name: value for name, value in vars(config).items() if value is not None and not name.startswith("_")}

@@ -21,11 +21,12 @@ from selective_compile.runtime.request_state import RequestId, RequestState, Ter
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """A prompt on its terms; `block_names` are those of its full blocks, if blocks are reused."""
+    """A prompt on its terms; `block_names` are those of its full blocks, if blocks are reused; `deadline` as given."""
 
     prompt: array[int]
     terms: Terms
     block_names: list[bytes]
+    deadline: float | None
 
     def state(self, request_id: RequestId, number: int, params: GenerationParams) -> RequestState:
         return RequestState(
@@ -52,15 +53,15 @@ class Intake:
         self._pool_tokens = pool_tokens
         self._grammars = Grammars()
 
-    def prompt(self, prompt_ids: Any, *, arrival: float, **terms: Any) -> Submission:
+    def prompt(self, prompt_ids: Any, *, arrival: float, deadline: float | None, **terms: Any) -> Submission:
         """Raises ValueError; `terms` are those of `Engine.submit`."""
         prompt = token_ids(prompt_ids, self._program.vocab_size)
-        checked = check_terms(arrival=arrival, **terms)
+        checked = check_terms(arrival=arrival, deadline=deadline, **terms)
         names: list[bytes] = []
         if self._reuses_blocks:  # made here: in a step, they would keep all other requests waiting
             size = self._config.block_size
             extend_names(names, prompt, checked.cache_salt, len(prompt) // size, size)
-        return Submission(prompt=prompt, terms=checked, block_names=names)
+        return Submission(prompt=prompt, terms=checked, block_names=names, deadline=deadline)
 
     def params(
         self, submission: Submission, request_id: RequestId, config: GenerationConfig | None, options: dict[str, Any]

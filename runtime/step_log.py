@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from selective_compile.runtime.plan import StepPlan
@@ -27,8 +26,9 @@ class Observed:
 class StepLog:
     """Counts what the steps did, and keeps the engine's clock. The engine calls it under its guard."""
 
-    def __init__(self, observers: Sequence[StepObserver]) -> None:
-        self._began = time.perf_counter()
+    def __init__(self, observers: Sequence[StepObserver], clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._began = clock()
         self._observers = tuple(observers)
         self._left: list[Request] = []  # ended, and not yet in a record
         self.steps = 0
@@ -38,7 +38,7 @@ class StepLog:
 
     def now(self) -> float:
         """Seconds on the engine's clock, which deadlines are given on."""
-        return time.perf_counter() - self._began
+        return self._clock() - self._began
 
     def add_observer(self, observer: StepObserver) -> None:
         self._observers = (*self._observers, observer)

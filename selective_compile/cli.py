@@ -1,4 +1,4 @@
-"""The command line: `selective-compile demo | generate | bench | explain | coverage`."""
+"""The command line: `selective-compile demo | generate | bench | explain | coverage | replay`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from selective_compile.coverage.command import coverage_command
 from selective_compile.generating import Prompts, generate_all, generate_streaming
 from selective_compile.options import EngineConfig
 from selective_compile.progress import ProgressBars
+from selective_compile.replaying import replay_command
 from selective_compile.runtime.engine import StepError
 from selective_compile.schedule_picture import check_path, write_schedule
 
@@ -69,6 +70,7 @@ Dtype = Annotated[checkpoints.DtypeName, typer.Option(help="Of the weights; auto
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="For torch on the CPU.", show_default="torch's choice")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON in place of text.")]
+Record = Annotated[Path | None, typer.Option(help="Write the engine's event log there, for replay.")]
 TokenBudget = Annotated[int, typer.Option(min=1, help="Most tokens in one step of the engine.")]
 
 
@@ -88,6 +90,7 @@ def demo_command(
     ] = None,
     dtype: Dtype = "auto",
     device: Device = "cpu",
+    record: Record = None,
 ) -> None:
     """Serve requests by generate and by the engine; compare tokens, times; draw the schedule.
 
@@ -99,7 +102,7 @@ def demo_command(
     selective-compile demo --model Qwen/Qwen2.5-0.5B --dtype float32 --requests 8
     """
     check_path(picture)
-    config = EngineConfig(token_budget=token_budget, max_kv_tokens=kv_tokens, compile=compiled)
+    config = EngineConfig(token_budget=token_budget, max_kv_tokens=kv_tokens, compile=compiled, record=record)
     stages, out = begin(threads)
     with stages("loading the model"):
         checkpoint = checkpoints.load(model, dtype=dtype, device=device)
@@ -152,6 +155,7 @@ def generate_command(
     token_budget: TokenBudget = 512,
     dtype: Dtype = "auto",
     device: Device = "cpu",
+    record: Record = None,
 ) -> None:
     """Continue prompts, all at once.
 
@@ -172,7 +176,7 @@ def generate_command(
     stages, out = begin(threads)
     with stages("loading the model"):
         checkpoint = checkpoints.load(model, dtype=dtype, device=device)
-    config = EngineConfig(token_budget=token_budget, seed=seed, compile=compiled)
+    config = EngineConfig(token_budget=token_budget, seed=seed, compile=compiled, record=record)
     if stream:
         for piece in generate_streaming(checkpoint, config, chosen, stages):
             typer.echo(piece, nl=False)
@@ -275,6 +279,7 @@ def bench_command(
 
 
 app.command("coverage")(coverage_command)
+app.command("replay")(replay_command)
 
 
 def begin(threads: int | None) -> tuple[ProgressBars, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
@@ -51,6 +52,8 @@ class EngineConfig(_NamedOptions):
         implementation: of the custom operators; "auto" takes the best there is for the device.
         seed: of requests that bring none, mixed with their id: the same id samples the same tokens.
         compile: False runs the rewritten graph without Inductor.
+        record: a file to write the event log to, which `selective-compile replay` reads: all that the engine's
+            decisions depend on, and what they were. It holds the prompts and the tokens. None: it is not written.
         fallback: of a Hugging Face model in which something cannot be proved. "sequential" runs the whole model for
             one request after another, as `generate` does, which is exact, slow, and logged; "refuse" raises.
 
@@ -72,6 +75,7 @@ class EngineConfig(_NamedOptions):
     implementation: Implementation = "auto"
     seed: int = 0
     compile: bool = True
+    record: str | os.PathLike[str] | None = None
     fallback: Fallback = "sequential"
 
     def __post_init__(self) -> None:
@@ -88,6 +92,8 @@ class EngineConfig(_NamedOptions):
         _require_integer("seed", self.seed, at_least=0)
         _require_bool("compile", self.compile)
         _require_bool("block_reuse", self.block_reuse)
+        if self.record is not None and not isinstance(self.record, (str, os.PathLike)):
+            raise ValueError(f"record must be a path or None, got {self.record!r}")
         _require_one_of("scheduler_policy", self.scheduler_policy, get_args(SchedulerPolicy))
         _require_one_of("waiting_order", self.waiting_order, get_args(WaitingOrder))
         _require_one_of("batching", self.batching, get_args(Batching))

@@ -20,7 +20,7 @@ from selective_compile.report import refused_report
 from selective_compile.runtime import StepError
 from selective_compile.tiny_model.tokenizer import BOS, EOS, PAD, VOCAB_SIZE, build
 
-COMMANDS = ("demo", "generate", "explain", "bench", "coverage")
+COMMANDS = ("demo", "generate", "explain", "bench", "coverage", "replay")
 
 
 @pytest.fixture(scope="module")
@@ -322,3 +322,16 @@ def test_demo_with_the_model_that_ships(tmp_path: Path) -> None:
 
 def test_generate_with_the_model_that_ships() -> None:
     assert ok("generate", "12+7=").stdout == "12+7=19\n"
+
+
+# replay
+
+
+def test_what_was_recorded_is_served_again(tmp_path: Path) -> None:
+    log = str(tmp_path / "run.jsonl")
+    ok("generate", "12+7=", "letters c to j:", "--record", log, "--temperature", "0.9", "--seed", "3")
+    again = ok("replay", log).stdout
+    assert again.startswith("2 requests, ") and again.strip().endswith("the same batches and tokens")
+    alone = json.loads(ok("replay", log, "--schedule-only", "--json").stdout)
+    assert alone["difference"] is None and alone["requests"] == 2 and alone["tokens"] > 10
+    assert "must be an event log" in refused("replay", __file__)

@@ -53,6 +53,7 @@ LAYERS = (
         "demo",
         "bench",
         "cli",
+        "replaying",
         "coverage",
         "tiny_model",
     ),

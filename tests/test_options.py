@@ -29,6 +29,7 @@ def test_defaults() -> None:
         "implementation": "auto",
         "seed": 0,
         "compile": True,
+        "record": None,
         "fallback": "sequential",
     }
     assert dataclasses.asdict(BackendOptions()) == {"inductor": True, "implementation": "auto"}
@@ -60,6 +61,7 @@ def test_defaults() -> None:
         {"batching": "v1"},
         {"prefill_slowdown": 1},
         {"prefill_slowdown": "2"},
+        {"record": 7},
     ],
 )
 def test_engine_config_refuses(options: dict[str, Any]) -> None:

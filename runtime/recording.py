@@ -1,0 +1,146 @@
+"""The event log of an engine: all that its decisions depend on, and what they were, one JSON object a line.
+
+    {"event": "engine", ...}     first: the configuration, the blocks of the pool, the model's class and vocabulary
+    {"event": "submitted", ...}  a request, its terms and options
+    {"event": "cancelled", ...}  a request, by its number
+    {"event": "dropped"}         all keys and values were dropped, since the weights changed or somebody said so
+    {"event": "planned", ...}    a step: the time it was planned at, its shares, who came, gave way and was refused
+    {"event": "computed", ...}   the tokens that the step gave, and why requests ended with them
+    {"event": "failed", ...}     the step failed: who ended by that
+    {"event": "timed", ...}      when the step began and ended, which later decisions go by
+
+Requests are named by the number in which they came. `selective_compile.runtime.replay` reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig
+
+from selective_compile.options import EngineConfig
+from selective_compile.runtime.generation import GenerationParams, set_fields
+from selective_compile.runtime.intake import Submission
+from selective_compile.runtime.plan import StepPlan
+from selective_compile.runtime.request_state import RequestState
+from selective_compile.runtime.sampler import SampledTokens
+
+VERSION = 1
+# Of an EngineConfig: what is the log's own business, and what the blocks in its first line stand for.
+NOT_TOLD = ("record", "dtype", "max_kv_tokens", "kv_memory_fraction")
+
+
+class Recording:
+    """What the engine tells of itself, under its guard, in the order in which it happens. This one forgets it."""
+
+    def submitted(
+        self,
+        state: RequestState,
+        submission: Submission,
+        params: GenerationParams,
+        config: GenerationConfig | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        """A request came; `config` and `options` are those of `Engine.submit`."""
+
+    def cancelled(self, state: RequestState) -> None:
+        """A request that had not ended was cancelled."""
+
+    def dropped(self) -> None:
+        """Every running request was preempted, and all that the pool held forgotten."""
+
+    def planned(self, now: float, plan: StepPlan) -> None:
+        """The scheduler was asked at this time, and said this."""
+
+    def computed(self, plan: StepPlan, sampled: SampledTokens, ends: Sequence[str | None]) -> None:
+        """The step ran; `ends` has, for each token, the reason why its request ended with it."""
+
+    def failed(self, doomed: Iterable[RequestState], *, passed_on: bool) -> None:
+        """The step failed, by something that was passed on as it came or not; these ended."""
+
+    def timed(self, started: float, ended: float) -> None:
+        """The step that ran took from here to there, on the engine's clock."""
+
+
+class FileRecording(Recording):
+    """Writes a line for each event, as it happens."""
+
+    def __init__(self, path: str | PathLike[str], config: EngineConfig, model: Mapping[str, Any]) -> None:
+        """`model`: what is to be known of it. Raises OSError where nothing can be written there."""
+        self._file = Path(path).open("w", encoding="utf-8", buffering=1)
+        told = {name: value for name, value in dataclasses.asdict(config).items() if name not in NOT_TOLD}
+        self._write("engine", version=VERSION, config=told, model=model)
+
+    def submitted(
+        self,
+        state: RequestState,
+        submission: Submission,
+        params: GenerationParams,
+        config: GenerationConfig | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        told, untold = _told({**set_fields(config), **options})
+        if params.criteria is not None and params.criteria.by_clock:
+            untold.append("max_time")
+        terms = dataclasses.asdict(state.terms) | {"deadline": submission.deadline}
+        self._write(
+            "submitted",
+            number=state.number,
+            id=state.request_id,
+            prompt=submission.prompt.tolist(),
+            max_new_tokens=params.max_new_tokens,
+            terms=terms,
+            options=told,
+            untold=untold,
+        )
+
+    def cancelled(self, state: RequestState) -> None:
+        self._write("cancelled", number=state.number)
+
+    def dropped(self) -> None:
+        self._write("dropped")
+
+    def planned(self, now: float, plan: StepPlan) -> None:
+        self._write("planned", now=now, **pictured(plan))
+
+    def computed(self, plan: StepPlan, sampled: SampledTokens, ends: Sequence[str | None]) -> None:
+        sampling = [share.state.number for share in plan.shares if share.samples]
+        self._write("computed", tokens=list(zip(sampling, sampled.tokens, ends, strict=True)))
+
+    def failed(self, doomed: Iterable[RequestState], *, passed_on: bool) -> None:
+        self._write("failed", numbers=[state.number for state in doomed], passed_on=passed_on)
+
+    def timed(self, started: float, ended: float) -> None:
+        self._write("timed", started=started, ended=ended)
+
+    def _write(self, event: str, **values: Any) -> None:
+        self._file.write(json.dumps({"event": event, **values}) + "\n")
+
+
+def pictured(plan: StepPlan) -> dict[str, Any]:
+    """A plan in numbers: shares as request, first token and how many."""
+    groups = {"preempted": plan.preempted, "admitted": plan.admitted, "refused": plan.refused}
+    return {
+        "shares": [[share.state.number, share.start, share.num_tokens] for share in plan.shares],
+        **{name: [state.number for state in group] for name, group in groups.items()},
+    }
+
+
+def _told(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What JSON has words for and comes back the same, and the names of the rest."""
+    told, untold = {}, []
+    for name, value in options.items():
+        if value is None or isinstance(value, (bool, int, float, str)) or _is_list_of_numbers(value):
+            told[name] = value
+        else:
+            untold.append(name)
+    return told, untold
+
+
+def _is_list_of_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int or _is_list_of_numbers(item) for item in value)

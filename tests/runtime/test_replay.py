@@ -1,0 +1,202 @@
+"""A run that was recorded is served again the same: by the scheduler alone, and by a whole engine."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from selective_compile.options import Batching, SchedulerPolicy, WaitingOrder
+from selective_compile.runtime import Engine, Request, StepError
+from selective_compile.runtime.replay import EventLog, Replayed, first_difference, replay_schedule
+from selective_compile.runtime.replay_engine import replay_engine
+from tests.runtime.simulated import VOCAB_SIZE, SimulatedModel, SimulatedProgram, simulated_engine
+
+PROGRAM: Any = SimulatedProgram  # takes the place of a compiled model
+
+
+def refuses_all(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("no")
+
+
+def shifted(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    return scores.roll(1, dims=-1)
+
+
+def traffic(engine: Engine, program: SimulatedProgram, source: random.Random) -> None:
+    """Requests of every kind, on all terms; some are cancelled, before, during and after a step; steps fail."""
+    requests: list[Request] = []
+
+    def submit() -> None:
+        options: dict[str, Any] = {"max_new_tokens": source.randint(1, 9)}
+        kind = source.randrange(6)
+        if kind == 0:
+            options |= {"do_sample": True, "top_k": 9, "eos_token_id": source.sample(range(VOCAB_SIZE), 9)}
+        elif kind == 1:
+            options |= {"logits_processor": [shifted], "priority": 2}
+        elif kind == 2:
+            options |= {"deadline": source.choice([1e-9, 5.0]), "user": "a"}
+        elif kind == 3:
+            options |= {"cache_salt": "tenant", "repetition_penalty": 1.5, "bad_words_ids": [[3]]}
+        elif kind == 4 and source.random() < 0.3:
+            options |= {"logits_processor": [refuses_all]}
+        requests.append(engine.submit([source.randrange(3)] * source.randint(1, 12), **options))
+
+    def disturb() -> None:
+        if source.random() < 0.3:
+            submit()
+        if source.random() < 0.3:
+            source.choice(requests).cancel()
+        if source.random() < 0.05:
+            raise RuntimeError("out of memory")
+        if source.random() < 0.03:
+            raise KeyboardInterrupt
+
+    for _ in range(12):
+        for _ in range(source.randint(0, 2)):
+            submit()
+        program.before_run = disturb if requests else lambda: None
+        program.weights += source.random() < 0.05
+        try:
+            engine.step()
+        except (StepError, KeyboardInterrupt):
+            pass
+    program.before_run = lambda: None
+    while engine.step():
+        pass
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    policy=st.sampled_from(get_args(SchedulerPolicy)),
+    order=st.sampled_from(get_args(WaitingOrder)),
+    batching=st.sampled_from(get_args(Batching)),
+    prefill_slowdown=st.sampled_from([None, 1.5]),
+)
+def test_a_replay_has_the_same_batches_and_tokens(
+    tmp_path_factory: pytest.TempPathFactory,
+    seed: int,
+    policy: SchedulerPolicy,
+    order: WaitingOrder,
+    batching: Batching,
+    prefill_slowdown: float | None,
+) -> None:
+    folder = tmp_path_factory.mktemp("logs")
+    program = SimulatedProgram()
+    sizes = {"max_kv_tokens": 40, "block_size": 2, "token_budget": 9, "max_requests": 4}
+    engine = simulated_engine(
+        program,
+        record=folder / "run.jsonl",
+        scheduler_policy=policy,
+        waiting_order=order,
+        batching=batching,
+        prefill_slowdown=prefill_slowdown,
+        **sizes,
+    )
+    traffic(engine, program, random.Random(seed))
+    log = EventLog.read(folder / "run.jsonl")
+    assert replay_schedule(log).difference is None
+    if program.weights == 0:  # the simulated tokens depend on them, and the log does not say what they were
+        again = replay_engine(log, SimulatedModel(), program=PROGRAM(), record=folder / "again.jsonl")
+        stats = engine.stats()
+        assert again == Replayed(requests=again.requests, steps=again.steps, tokens=again.tokens, difference=None)
+        assert again.steps >= stats.steps and again.tokens >= stats.tokens_generated
+        # Not only what is compared: the log of the replay is the log, but for what could not be told.
+        same = EventLog.read(folder / "again.jsonl").events
+        assert [strip(event) for event in same] == [strip(event) for event in log.events]
+
+
+def strip(event: dict[str, Any]) -> dict[str, Any]:
+    ends = [[number, None if end == "error" else token, end] for number, token, end in event.get("tokens", [])]
+    return {**event, "tokens": ends, "options": None, "untold": None}
+
+
+def recorded(path: Path, **config: Any) -> EventLog:
+    engine = simulated_engine(record=path, **config)
+    for number in range(3):
+        engine.submit([number, 1, 2], request_id=f"r{number}", max_new_tokens=6)
+    while engine.step():
+        pass
+    return EventLog.read(path)
+
+
+def changed(path: Path, log: EventLog, event: str, **values: Any) -> EventLog:
+    """The log with the last event of a name changed, as it is read from a file."""
+    lines = [log.engine, *log.events]
+    last = max(number for number, one in enumerate(lines) if one["event"] == event)
+    lines[last] = {**lines[last], **values}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return EventLog.read(path)
+
+
+def test_another_batch_and_another_token_are_told(tmp_path: Path) -> None:
+    log = recorded(tmp_path / "run.jsonl")
+    moved = changed(tmp_path / "a.jsonl", log, "planned", shares=[[0, 7, 1]])
+    assert "step 5 was {'shares': [[0, 7, 1]]" in (replay_schedule(moved).difference or "")
+    last = [event for event in log.events if event["event"] == "computed"][-1]["tokens"]
+    tokens = [[number, (token + 1) % VOCAB_SIZE, end] for number, token, end in last]
+    other = changed(tmp_path / "b.jsonl", log, "computed", tokens=tokens)
+    assert replay_schedule(other).difference is None
+    difference = replay_engine(other, SimulatedModel(), program=PROGRAM()).difference
+    assert difference is not None and difference.startswith("request 'r0' got token ")
+
+
+def test_times_are_what_decides_and_are_in_the_log(tmp_path: Path) -> None:
+    """A machine that was said to be slow cut the prompts that came later: the replay does without being told."""
+    engine = simulated_engine(record=tmp_path / "run.jsonl", prefill_slowdown=1.5, token_budget=64, block_size=4)
+    first = engine.submit([1] * 4, max_new_tokens=12)
+    for _ in range(3):
+        engine.step()
+    engine.submit([2] * 40, max_new_tokens=1)
+    first.result()
+    log = EventLog.read(tmp_path / "run.jsonl")
+    assert replay_schedule(log).difference is None
+    timeless = EventLog(engine=log.engine, events=tuple(e for e in log.events if e["event"] != "timed"))
+    assert replay_schedule(timeless).difference is not None
+
+
+def test_what_was_cut_off_counts_up_to_there(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    recorded(path)
+    text = path.read_text()
+    path.write_text(text[: len(text) // 2])
+    half = EventLog.read(path)
+    assert 0 < len(half.events) < text.count("\n") - 1
+    assert replay_schedule(half).difference is None
+
+
+def test_what_is_no_log_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    for text in ("", "hello\n", "[]\n", '{"event": "engine", "version": 0}\n'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"run.jsonl must be an event log"):
+            EventLog.read(path)
+    log = recorded(path)
+    other: Any = SimulatedProgram()
+    other.vocab_size = 5
+    with pytest.raises(ValueError, match="the model must be the one of the log, .*'vocab_size': 61}, got .*: 5}"):
+        replay_engine(log, SimulatedModel(), program=other)
+
+
+def test_runs_of_different_length_differ(tmp_path: Path) -> None:
+    log = recorded(tmp_path / "run.jsonl")
+    shorter = EventLog(engine=log.engine, events=log.events[:-4])
+    assert first_difference(log, log) is None
+    assert "there in one of the runs only" in (first_difference(log, shorter) or "")
+    assert "there in one of the runs only" in (first_difference(shorter, log) or "")
+
+
+def test_a_request_without_a_deadline_has_none_in_the_replay(tmp_path: Path) -> None:
+    log = recorded(tmp_path / "run.jsonl", waiting_order="deadline")
+    assert [event["terms"]["deadline"] for event in log.named("submitted")] == [None] * 3
+    assert "Infinity" not in (tmp_path / "run.jsonl").read_text()
+    assert math.isfinite(sum(event["terms"]["arrival"] for event in log.named("submitted")))
+    assert replay_schedule(log).difference is None
