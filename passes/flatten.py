@@ -34,6 +34,7 @@ from selective_compile.passes.traced_graph import (
     TokenTensor,
     TracedGraph,
 )
+from selective_compile.step import Reach, reaches
 
 aten = torch.ops.aten
 PAGED = ("cu_seqlens_q", "context_lens", "block_table", "slot_mapping")
@@ -46,7 +47,10 @@ HINT_TOKENS = 48
 class FlatGraph:
     """The rewritten graph.  Placeholders in order: weights, token inputs ``[1, T]``, positions ``[T]`` if used,
     metadata, then if paged a key and a value pool per call site and a state pool per recurrence, then ``logit_rows [R]``
-    once pass 8 has run."""
+    once pass 8 has run.
+
+    Calls that see equally far back share a block table and a slot mapping; those of the farthest are in the metadata
+    first, those of the others follow it in the order of ``reaches``, and then the slots of recurrent states."""
 
     module: fx.GraphModule
     weights: tuple[Input, ...]
@@ -55,6 +59,7 @@ class FlatGraph:
     metadata: tuple[str, ...]
     calls: tuple[AttentionCall, ...]
     recurrences: tuple[RecurrentCall, ...]
+    reaches: tuple[Reach, ...]
     symbols: Symbols
     example_inputs: list[Any]
     sizes: Sizes  # the symbols that the outputs' sizes are in
@@ -76,7 +81,11 @@ class Flattener:
     def __init__(self, traced: TracedGraph, *, paged: bool) -> None:
         self.traced, self.paged = traced, paged
         self.graph = traced.graph
-        self.metadata = (*PAGED, *([STATE_SLOTS] if traced.recurrences else [])) if paged else UNPAGED
+        self.reaches = reaches(reach_of(call) for call in traced.calls) if paged else ()
+        others = range(1, len(self.reaches))
+        tables = [f"{name}_{group}" for group in others for name in ("block_table", "slot_mapping")]
+        slots = [STATE_SLOTS] if traced.recurrences else []
+        self.metadata = (*PAGED, *tables, *slots) if paged else UNPAGED
         self.new: dict[str, fx.Node] = {}
         self.symbols = Symbols()
         self.replaced: dict[fx.Node, fx.Node] = {}
@@ -139,7 +148,7 @@ class Flattener:
             assert call.family is not None
             options = (call.scale, call.family.window, call.softcap)
             others = self.options_of(index, call)
-            metadata = [self.new[name] for name in (PAGED if self.paged else UNPAGED)]
+            metadata = [self.new[name] for name in self.metadata_of(call)]
             if self.paged:
                 pools = (self.new[f"key_pool_{index}"], self.new[f"value_pool_{index}"])
                 op = torch.ops.selective.ragged_attention.default
@@ -184,6 +193,12 @@ class Flattener:
             return source
         rows = self.graph.call_function(aten.squeeze.dim, (source, 0))
         return self.graph.call_function(aten.movedim.int, (rows, tensor.token_dim - 1, 0))
+    def metadata_of(self, call: AttentionCall) -> tuple[str, ...]:
+        group = self.group_of(call)
+        return (*PAGED[:2], f"block_table_{group}", f"slot_mapping_{group}") if group else self.metadata[: len(PAGED)]
+
+    def group_of(self, call: AttentionCall) -> int:
+        return self.reaches.index(reach_of(call)) if self.paged else 0
 
     def options_of(self, index: int, call: AttentionCall) -> dict[str, Any]:
         """What few attentions have."""
@@ -315,6 +330,7 @@ class Flattener:
             metadata=self.metadata,
             calls=tuple(self.traced.calls),
             recurrences=tuple(self.traced.recurrences),
+            reaches=self.reaches,
             symbols=self.symbols,
             example_inputs=list(fakes),
             sizes=self.traced.sizes,
@@ -355,7 +371,7 @@ class Flattener:
     def fake_new(self, name: str, total: Any) -> torch.Tensor:
         device = self.traced.tokens()[0].node.meta["val"].device
         requests = self.symbols.size("requests", 6)
-        if name in ("positions", "slot_mapping"):
+        if name == "positions" or name.startswith("slot_mapping"):
             return torch.empty([total], dtype=torch.int64, device=device)
         if name == "cu_seqlens_q":
             # A symbol of its own: Inductor must find each symbol as the whole size of some input.
@@ -363,7 +379,7 @@ class Flattener:
         if name in ("context_lens", STATE_SLOTS):
             dtype = torch.int32 if name == "context_lens" else torch.int64
             return torch.empty([requests], dtype=dtype, device=device)
-        if name == "block_table":
+        if name.startswith("block_table"):
             return torch.empty([requests, self.symbols.size("max_blocks", 9)], dtype=torch.int32, device=device)
         kind, index = name.split("_pool_")
         if kind == "state":
@@ -375,9 +391,16 @@ class Flattener:
     def fake_pool(self, call: AttentionCall, kind: str) -> torch.Tensor:
         operand = call.key if kind == "key" else call.value
         value = operand.node.meta["val"]
-        blocks, block_size = self.symbols.size("num_blocks", 27), self.symbols.size("block_size", 16)
+        group = self.group_of(call)  # whose pools have a number of blocks of their own
+        blocks = self.symbols.size(f"num_blocks_{group}" if group else "num_blocks", 27 + group)
+        block_size = self.symbols.size("block_size", 16)
         shape: list[Any] = [blocks, call.key.heads, block_size, operand.head_size]
         return torch.empty(shape, dtype=value.dtype, device=value.device)
+
+
+def reach_of(call: AttentionCall) -> Reach:
+    assert call.family is not None
+    return Reach(window=call.family.window, chunk=call.family.chunk)
 
 
 def flatten(traced: TracedGraph, *, paged: bool) -> FlatGraph:

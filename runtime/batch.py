@@ -23,19 +23,28 @@ class BatchAssembler:
     """
 
     def __init__(
-        self, *, token_budget: int, max_requests: int, block_size: int, max_blocks: int, device: torch.device
+        self,
+        *,
+        token_budget: int,
+        max_requests: int,
+        block_size: int,
+        max_blocks: int,
+        device: torch.device,
+        num_tables: int = 1,
     ) -> None:
-        """`max_blocks`: the most that one request can hold."""
+        """`max_blocks`: the most that a table of one request has entries for; `num_tables`: of each request."""
         self._block_size = block_size
         self._device = device
         tokens, requests = max(token_budget, SMALLEST), max(max_requests, SMALLEST)
         self._input_ids = self._buffer(tokens, torch.int64)
         self._positions = self._buffer(tokens, torch.int64)
-        self._slot_mapping = self._buffer(tokens, torch.int64)
         self._cu_seqlens_q = self._buffer(requests + 1, torch.int32)
         self._context_lens = self._buffer(requests, torch.int32)
         self._logit_rows = self._buffer(requests, torch.int64)
-        self._block_table = self._buffer(requests * max(max_blocks, SMALLEST), torch.int32)
+        self._tables = [
+            (self._buffer(requests * max(max_blocks, SMALLEST), torch.int32), self._buffer(tokens, torch.int64))
+            for _ in range(num_tables)
+        ]
 
     def assemble(self, plan: StepPlan) -> StepInputs:
         """The inputs of a plan with at least one share.
@@ -47,17 +56,18 @@ class BatchAssembler:
         counts = np.array([share.num_tokens for share in plan.shares], dtype=np.int32)
         starts = np.array([share.start for share in plan.shares], dtype=np.int32)
         cu_seqlens, context_lens = self._lengths(counts, starts)
-        table = self._tables(plan)
         owners = np.repeat(np.arange(len(counts)), counts)  # [T], the request of each row
-        self._rows(plan, owners, starts - cu_seqlens[: len(counts)], table)
+        positions = self._rows(plan, owners, starts - cu_seqlens[: len(counts)])
+        (block_table, slot_mapping), *others = self._places(plan, owners, positions)
         samples = np.array([share.samples for share in plan.shares])
         return StepInputs(
             input_ids=self._take(self._input_ids, len(owners)),
             positions=self._take(self._positions, len(owners)),
             cu_seqlens_q=self._take(self._cu_seqlens_q, len(cu_seqlens)),
             context_lens=self._take(self._context_lens, len(context_lens)),
-            block_table=self._take(self._block_table, table.size).view(table.shape),
-            slot_mapping=self._take(self._slot_mapping, len(owners)),
+            block_table=block_table,
+            slot_mapping=slot_mapping,
+            other_tables=tuple(others),
             logit_rows=self._logits_of(cu_seqlens[1 : len(counts) + 1][samples] - 1),
             requests=tuple(share.state for share in plan.shares),
         )
@@ -77,21 +87,8 @@ class BatchAssembler:
         context_lens[requests:] = 0
         return cu_seqlens, context_lens
 
-    def _tables(self, plan: StepPlan) -> NDArray[np.int32]:
-        """[N, max_blocks], as wide as this step's largest request."""
-        width = max(SMALLEST, max(len(share.state.blocks) for share in plan.shares))
-        height = max(SMALLEST, len(plan.shares))
-        table = self._block_table.numpy()[: height * width].reshape(height, width)
-        table.fill(0)
-        for row, share in zip(table, plan.shares, strict=False):
-            blocks = share.state.blocks
-            row[: len(blocks)] = blocks
-        return table
-
-    def _rows(
-        self, plan: StepPlan, owners: NDArray[np.int64], offsets: NDArray[np.int32], table: NDArray[np.int32]
-    ) -> None:
-        """Token id, position and slot of each row; `offsets` [N] is what to add to a row for its position."""
+    def _rows(self, plan: StepPlan, owners: NDArray[np.int64], offsets: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Token id and position of each row, [T]; `offsets` [N] is what to add to a row for its position."""
         tokens = len(owners)
         pieces = [
             np.frombuffer(share.state.tokens, np.int64)[share.start : share.start + share.num_tokens]
@@ -99,12 +96,29 @@ class BatchAssembler:
         ]
         np.concatenate(pieces, out=self._input_ids.numpy()[:tokens])
         positions = np.add(np.arange(tokens), offsets[owners], out=self._positions.numpy()[:tokens])
-        blocks, inside = np.divmod(positions, self._block_size)
-        slots = self._slot_mapping.numpy()
-        np.add(table[owners, blocks].astype(np.int64) * self._block_size, inside, out=slots[:tokens])
         self._input_ids.numpy()[tokens:SMALLEST] = 0
         self._positions.numpy()[tokens:SMALLEST] = 0
-        slots[tokens:SMALLEST] = -1
+        return positions
+
+    def _places(
+        self, plan: StepPlan, owners: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """A block table [N, max_blocks], as wide as this step's largest request, and the slot of each row, [T]."""
+        tokens, found = len(owners), []
+        blocks, inside = np.divmod(positions, self._block_size)
+        width = max(SMALLEST, max(len(share.state.blocks) for share in plan.shares))
+        height = max(SMALLEST, len(plan.shares))
+        for place, (table_buffer, slot_buffer) in enumerate(self._tables):
+            table = table_buffer.numpy()[: height * width].reshape(height, width)
+            table.fill(0)
+            for row, share in zip(table, plan.shares, strict=False):
+                held = share.state.tables[place].blocks
+                row[: len(held)] = held
+            slots = slot_buffer.numpy()
+            np.add(table[owners, blocks].astype(np.int64) * self._block_size, inside, out=slots[:tokens])
+            slots[tokens:SMALLEST] = -1
+            found.append((self._take(table_buffer, table.size).view(table.shape), self._take(slot_buffer, tokens)))
+        return found
 
     def _logits_of(self, rows: NDArray[np.int32]) -> Tensor:
         logit_rows = self._logit_rows.numpy()

@@ -20,6 +20,7 @@ from selective_compile.runtime.background import BackgroundThread, weakly
 from selective_compile.runtime.batch import BatchAssembler
 from selective_compile.runtime.block_pool import BlockPool
 from selective_compile.runtime.intake import Intake
+from selective_compile.runtime.kv_cache import LONGEST
 from selective_compile.runtime.model_runner import ModelRunner
 from selective_compile.runtime.plan import Share, StepPlan
 from selective_compile.runtime.recording import FileRecording, Recording
@@ -97,8 +98,11 @@ class Engine:
         # What recurrences keep of a request is of its last token: no other request can go on from the middle of it.
         whole = bool(self._program.call_sites) and not self._program.state_sites
         reuses_blocks = self.config.block_reuse and whole
+        (first, reach), *others = [(BlockPool(blocks), reach) for reach, blocks in self._runner.num_blocks.items()]
         self._scheduler = Scheduler(
-            BlockPool(self._runner.num_blocks),
+            first,
+            *others,
+            reach=reach,
             **sizes,
             block_reuse=reuses_blocks,
             policy=self.config.scheduler_policy,
@@ -106,10 +110,14 @@ class Engine:
             batching=self.config.batching,
             prefill_slowdown=self.config.prefill_slowdown,
         )
-        pool_tokens = self._runner.num_blocks * self.config.block_size
+        pool_tokens = self._scheduler.blocks.most_tokens or LONGEST
         longest = min(pool_tokens, self._program.max_positions or pool_tokens)
-        max_blocks = self._scheduler.blocks.blocks_for(longest)
-        self._assembler = BatchAssembler(**sizes, max_blocks=max_blocks, device=self._program.device)
+        self._assembler = BatchAssembler(
+            **sizes,
+            max_blocks=-(-longest // self.config.block_size),
+            device=self._program.device,
+            num_tables=len(self._runner.num_blocks),
+        )
         self._intake = Intake(model, self._program, self.config, reuses_blocks=reuses_blocks, pool_tokens=pool_tokens)
         self._log = StepLog(observers, clock)
         self._recording = self._recorder(model)
@@ -263,7 +271,7 @@ class Engine:
         about = {
             "name": type(model).__name__,
             "vocab_size": self._program.vocab_size,
-            "num_blocks": self._runner.num_blocks,
+            "pools": [(reach.window, reach.chunk, blocks) for reach, blocks in self._runner.num_blocks.items()],
             "reuses_blocks": self._scheduler.blocks.reuse,
         }
         return FileRecording(self.config.record, self.config, about)

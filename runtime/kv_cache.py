@@ -11,12 +11,21 @@ from torch import Tensor
 
 from selective_compile.backend import CallSite
 from selective_compile.options import EngineConfig
+from selective_compile.runtime.request_blocks import most_blocks
+from selective_compile.step import Reach, reaches
 
 GIB = 2**30
 # The engine on a CPU shares the machine with its user: whoever wants more says so with max_kv_tokens.
 CPU_LIMIT = 4 * GIB
 # Tokens of a request of a model that has no pools and does not say how far it reaches.
 UNBOUNDED = 2**15
+# And of one whose attention calls are all limited, so that a request is never too long for the pools.
+LONGEST = 2**20
+
+
+def reaches_of(call_sites: Sequence[CallSite]) -> tuple[Reach, ...]:
+    """How far back the model's attention calls see, the farthest first; each has pools and block tables of its own."""
+    return reaches(site.reach for site in call_sites) or (Reach(),)
 
 
 def bytes_per_block(call_sites: Sequence[CallSite], block_size: int) -> int:
@@ -29,18 +38,18 @@ def bytes_per_block(call_sites: Sequence[CallSite], block_size: int) -> int:
 
 def num_blocks(
     call_sites: Sequence[CallSite], config: EngineConfig, *, max_positions: int | None, device: torch.device
-) -> int:
-    """How many blocks the pools have.
+) -> tuple[int, ...]:
+    """How many blocks the pools of each of `reaches_of` have.
 
-    `max_kv_tokens` decides if it is given. Otherwise they take `kv_memory_fraction` of the memory that is
-    free, on a CPU at most 4 GiB, and never more than `max_requests` requests of `max_positions` tokens can
-    fill.
+    `max_kv_tokens` decides those of the first if it is given. Otherwise all take `kv_memory_fraction` of the memory
+    that is free, on a CPU at most 4 GiB, and never more than `max_requests` requests of `max_positions` tokens can
+    fill. Those of the others are never more than `max_requests` requests can hold.
 
     Raises:
         ValueError: not one block fits.
     """
     if config.max_kv_tokens is not None:
-        return config.max_kv_tokens // config.block_size
+        return shared_out(config.max_kv_tokens // config.block_size, call_sites, config)
     memory = memory_for_pools(config, device)
     size = bytes_per_block(call_sites, config.block_size)
     if memory < size:
@@ -49,10 +58,45 @@ def num_blocks(
             f"(kv_memory_fraction={config.kv_memory_fraction})"
         )
     # Without pools, block numbers are a mere account of tokens.
-    blocks = memory // size if size else config.max_requests * -(-(max_positions or UNBOUNDED) // config.block_size)
-    if max_positions is not None:
-        blocks = min(blocks, config.max_requests * -(-max_positions // config.block_size))
-    return blocks
+    most = config.max_requests * -(-(max_positions or UNBOUNDED) // config.block_size)
+    if not size:
+        return shared_out(most, call_sites, config)
+    first = reaches_of(call_sites)[0]
+    if max_positions is None:
+        most = memory // bytes_per_block([site for site in call_sites if site.reach == first], config.block_size)
+    held = most_held(first, config)
+    return largest_that_fits(memory, most if held is None else min(most, held), call_sites, config)
+
+
+def most_held(reach: Reach, config: EngineConfig) -> int | None:
+    """What all requests together hold of a reach at most; None: no end to it."""
+    most = most_blocks(reach, token_budget=config.token_budget, block_size=config.block_size)
+    return None if most is None else config.max_requests * most
+
+
+def shared_out(blocks: int, call_sites: Sequence[CallSite], config: EngineConfig) -> tuple[int, ...]:
+    """So many for the farthest reach, and for each other as many, or what all requests can hold if that is less."""
+    others = [most_held(reach, config) for reach in reaches_of(call_sites)[1:]]
+    return (blocks, *(blocks if most is None else min(blocks, most) for most in others))
+
+
+def largest_that_fits(memory: int, most: int, call_sites: Sequence[CallSite], config: EngineConfig) -> tuple[int, ...]:
+    """At most so many blocks of the farthest reach, such that all pools fit into memory; one of each does."""
+    kinds = reaches_of(call_sites)
+    sizes = [bytes_per_block([site for site in call_sites if site.reach == kind], config.block_size) for kind in kinds]
+
+    def taken(blocks: int) -> int:
+        counts = shared_out(blocks, call_sites, config)
+        return sum(count * size for count, size in zip(counts, sizes, strict=True))
+
+    fitting, too_many = 1, most + 1
+    while too_many - fitting > 1:
+        middle = (fitting + too_many) // 2
+        if taken(middle) <= memory:
+            fitting = middle
+        else:
+            too_many = middle
+    return shared_out(fitting, call_sites, config)
 
 
 def memory_for_pools(config: EngineConfig, device: torch.device) -> int:
@@ -74,15 +118,21 @@ def free_memory(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
-def allocate_pools(call_sites: Sequence[CallSite], blocks: int, block_size: int) -> tuple[tuple[Tensor, Tensor], ...]:
+def allocate_pools(
+    call_sites: Sequence[CallSite], blocks: Sequence[int], block_size: int
+) -> tuple[tuple[Tensor, Tensor], ...]:
     """A key pool [blocks, K, block_size, D] and a value pool [blocks, K, block_size, Dv] for each call site.
+
+    `blocks` are those of `num_blocks`: as many as its reach has.
 
     Zeros, since a kernel may load slots that were never written and multiply them by a probability of 0.
     """
+    kinds = reaches_of(call_sites)
+    of_each = [blocks[kinds.index(site.reach)] for site in call_sites]
     return tuple(
         (
             torch.zeros(
-                blocks,
+                count,
                 site.num_kv_heads,
                 block_size,
                 site.key_head_size,
@@ -90,7 +140,7 @@ def allocate_pools(call_sites: Sequence[CallSite], blocks: int, block_size: int)
                 device=site.device,
             ),
             torch.zeros(
-                blocks,
+                count,
                 site.num_kv_heads,
                 block_size,
                 site.value_head_size,
@@ -98,5 +148,5 @@ def allocate_pools(call_sites: Sequence[CallSite], blocks: int, block_size: int)
                 device=site.device,
             ),
         )
-        for site in call_sites
+        for site, count in zip(call_sites, of_each, strict=True)
     )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from selective_compile.backend import Program, compile_step_program
 from selective_compile.options import EngineConfig
-from selective_compile.runtime.kv_cache import allocate_pools, num_blocks
+from selective_compile.runtime.kv_cache import allocate_pools, num_blocks, reaches_of
 from selective_compile.runtime.request_state import RequestState
 from selective_compile.runtime.state_slots import StateSlots, allocate_states, num_slots
 from selective_compile.step import StepInputs
@@ -26,16 +26,12 @@ class ModelRunner:
         """
         _check_dtype(model, config)
         self.program = compile_step_program(model, config) if program is None else program
-        sites = self.program.state_sites
-        self.max_requests = num_slots(sites, config, device=self.program.device)
-        self.num_blocks = num_blocks(
-            self.program.call_sites,
-            config,
-            max_positions=self.program.max_positions,
-            device=self.program.device,
-        )
-        self._pools = allocate_pools(self.program.call_sites, self.num_blocks, config.block_size)
-        self._states = allocate_states(sites, self.max_requests if sites else 0)
+        sites, states, device = self.program.call_sites, self.program.state_sites, self.program.device
+        self.max_requests = num_slots(states, config, device=device)
+        blocks = num_blocks(sites, config, max_positions=self.program.max_positions, device=device)
+        self.num_blocks = dict(zip(reaches_of(sites), blocks, strict=True))
+        self._pools = allocate_pools(sites, blocks, config.block_size)
+        self._states = allocate_states(states, self.max_requests)
         self._slots = StateSlots(self.max_requests)
         self._weights_version = self.program.weights_version()
 

@@ -18,6 +18,7 @@ from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.recording import VERSION, pictured
 from selective_compile.runtime.request_state import RequestState, Terms
 from selective_compile.runtime.scheduler import Scheduler
+from selective_compile.step import Reach
 
 Event = dict[str, Any]
 
@@ -51,7 +52,8 @@ class EventLog:
     def config(self) -> EngineConfig:
         """As it was, with as many blocks as there were; it records nothing."""
         config = self.engine["config"]
-        return EngineConfig(**config, max_kv_tokens=self.engine["model"]["num_blocks"] * config["block_size"])
+        *_, first = self.engine["model"]["pools"][0]
+        return EngineConfig(**config, max_kv_tokens=first * config["block_size"])
 
     def named(self, *names: str) -> Iterator[Event]:
         return (event for event in self.events if event["event"] in names)
@@ -94,8 +96,12 @@ class _ScheduleAgain:
 
     def __init__(self, log: EventLog) -> None:
         config, about = log.config, log.engine["model"]
+        pools = [(BlockPool(blocks), Reach(window, chunk)) for window, chunk, blocks in about["pools"]]
+        (first, reach), *others = pools
         self._scheduler = Scheduler(
-            BlockPool(about["num_blocks"]),
+            first,
+            *others,
+            reach=reach,
             token_budget=config.token_budget,
             max_requests=config.max_requests,
             block_size=config.block_size,

@@ -2,104 +2,210 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from selective_compile.runtime.block_names import block_names
 from selective_compile.runtime.block_pool import BlockPool
-from selective_compile.runtime.request_state import RequestState
+from selective_compile.runtime.request_state import BlockTable, RequestState
+from selective_compile.step import Reach
+
+
+class BlockGroup:
+    """The pool of the attention calls of one reach, and what of it the running requests may still come to need.
+
+    Where the reach is not limited, a request gets the blocks of all the tokens it has, when it is admitted and as it
+    grows. Where it is, a request never holds more than `most`, those of a step's tokens and of what they see: it gives
+    back the blocks in front of that.
+    """
+
+    def __init__(self, pool: BlockPool, reach: Reach, *, token_budget: int, block_size: int) -> None:
+        self.pool = pool
+        self.reach = reach
+        self.most = most_blocks(reach, token_budget=token_budget, block_size=block_size)
+        self._block_size = block_size
+        # Blocks that running requests may come to need: besides those they have, or, where they give some back that
+        # others may go on to hold, with those.
+        self.promised = 0
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """What a request of so many tokens comes to hold at most at a time."""
+        blocks = -(-num_tokens // self._block_size)
+        return blocks if self.most is None else min(blocks, self.most)
+
+    def first_kept(self, position: int) -> int:
+        """The first block that is still of use to a request whose next token is at `position`."""
+        return self.reach.first_seen(position) // self._block_size if self.reach.limited else 0
+
+    def can_admit(self, state: RequestState, found: Sequence[int], needed: int, *, reserve: int | None) -> bool:
+        """Whether a request can get `needed` blocks besides those that were found.
+
+        Args:
+            reserve: blocks to leave free; None: as many as all running requests may come to need, this one included.
+        """
+        taken = needed + self.pool.count_free(found)
+        if reserve is not None:
+            return taken + reserve <= self.pool.num_free
+        if self.most is not None:
+            return self.promised + self.blocks_for(state.final_length) <= self.pool.num_blocks
+        growth = self.blocks_for(state.final_length) - self.blocks_for(len(state.tokens))
+        return taken + growth + self.promised <= self.pool.num_free
+
+    def promise_of(self, state: RequestState, table: BlockTable) -> int:
+        return self.blocks_for(state.final_length) - (len(table.blocks) if self.most is None else 0)
+
+    def cover(self, table: BlockTable, *, start: int, end: int) -> bool:
+        """Make the table hold what tokens start .. end - 1 see and take; False: there are not so many blocks."""
+        blocks = table.blocks
+        if self.most is not None:
+            first = self.first_kept(start)
+            if first > table.gone:
+                self.pool.release(blocks[table.gone : first])
+                for index in range(table.gone, first):
+                    blocks[index] = 0
+                table.gone = first
+        needed = -(-end // self._block_size) - len(blocks)
+        if needed > 0:
+            if needed > self.pool.num_free:
+                return False
+            blocks.extend(self.pool.allocate(needed))
+            if self.most is None:
+                self.promised -= needed
+        return True
 
 
 class RequestBlocks:
-    """Gives a request the blocks of all the tokens it has, when it is admitted and as it grows, and takes them back.
+    """Gives requests their blocks, a table for each reach of the model's attention, and takes them back.
 
-    With `reuse` a request gets the full blocks of its leading tokens that are still in the pool, whoever computed
-    them, save that it computes at least its last token.
+    With `reuse` a request gets the full blocks of its leading tokens that are still in the pools, whoever computed
+    them, save that it computes at least its last token. Of calls whose reach is limited, only those are wanted that
+    its next token sees.
 
-    With `guarantees` a request is admitted only if its blocks and those that all others may still come to need are
-    free: then `grow` never fails.
+    With `guarantees` a request is admitted only if what it and all others may still come to need is free: then `cover`
+    never fails.
     """
 
-    def __init__(self, pool: BlockPool, *, block_size: int, reuse: bool, guarantees: bool) -> None:
-        self.pool = pool
+    def __init__(
+        self,
+        pools: Sequence[tuple[BlockPool, Reach]],
+        *,
+        token_budget: int,
+        block_size: int,
+        reuse: bool,
+        guarantees: bool,
+    ) -> None:
+        self.groups = tuple(
+            BlockGroup(pool, reach, token_budget=token_budget, block_size=block_size) for pool, reach in pools
+        )
         self.block_size = block_size
         self.reuse = reuse
         self.guarantees = guarantees
-        self._growth = 0  # blocks that the running requests may come to need besides those they have
-
-    def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
 
     def fits(self, num_tokens: int) -> bool:
         """Whether a request that comes to hold so many computed tokens can run, at least by itself."""
-        return self.blocks_for(num_tokens) <= self.pool.num_blocks
+        return all(group.blocks_for(num_tokens) <= group.pool.num_blocks for group in self.groups)
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The most that `fits`; None: as many as you like."""
+        bounds = [group.pool.num_blocks for group in self.groups if group.most is None or not self._rotates(group)]
+        return min(bounds) * self.block_size if bounds else None
 
     def admit(self, state: RequestState, *, num_running: int) -> bool:
         """Give a request its blocks beside so many others, if there is memory for it; `computed` is what was found."""
-        free = self.pool.num_free - self._reserved(num_running)
-        if free < 1:
+        # Half a block of growth is left to each running request, or the newcomer would soon be preempted
+        # again: of 200 requests (prompts log-uniform in 8-512, outputs in 8-256; pools of 60, 150 and 400
+        # blocks of 16 slots) this computes 8, 12 and 16 % fewer tokens, for 0.4, 1.3 and 2.1 % more steps.
+        reserve = None if self.guarantees else num_running // 2
+        if self.groups[0].pool.num_free <= (reserve or 0):
             return False
         reused = self._computed_by_others(state)
-        needed = self.blocks_for(len(state.tokens)) - len(reused)
-        growth = self.blocks_for(state.final_length) - self.blocks_for(len(state.tokens))
-        if needed + self.pool.count_free(reused) + growth * self.guarantees > free:
-            return False
-        self.pool.share(reused)
-        state.blocks.extend(reused)
-        state.blocks.extend(self.pool.allocate(needed))
-        state.computed = len(reused) * self.block_size
-        self._growth += growth
+        wanted = -(-len(state.tokens) // self.block_size)
+        found, needed = [], []
+        for group in self.groups:
+            first = group.first_kept(reused * self.block_size)
+            found.append(group.pool.find(state.block_names[first:reused]) if reused else [])
+            last = wanted if group.most is None else min(wanted, first + group.most)
+            needed.append(last - reused)
+            if not group.can_admit(state, found[-1], needed[-1], reserve=reserve):
+                return False
+        tables = []
+        for group, blocks, count in zip(self.groups, found, needed, strict=True):
+            group.pool.share(blocks)
+            table = BlockTable(blocks + group.pool.allocate(count), reused - len(blocks))
+            group.promised += group.promise_of(state, table)
+            tables.append(table)
+        state.tables = tuple(tables)
+        state.computed = reused * self.block_size
         return True
 
-    def grow(self, state: RequestState) -> bool:
-        """Give a running request the blocks of all its tokens; False: there are not so many."""
-        needed = self.blocks_for(len(state.tokens)) - len(state.blocks)
-        if needed > self.pool.num_free:
-            assert not self.guarantees, state
-            return False
-        state.blocks.extend(self.pool.allocate(needed))
-        self._growth -= needed
+    def cover(self, state: RequestState, end: int) -> bool:
+        """Give a running request the blocks of its next tokens, up to `end`; False: there are not so many."""
+        start = state.computed
+        for group, table in zip(self.groups, state.tables, strict=True):
+            if not group.cover(table, start=start, end=end):
+                assert not self.guarantees, state
+                return False
         return True
 
     def release(self, state: RequestState) -> None:
         """Take all blocks back."""
-        self._growth -= self._growth_of(state)
-        self.pool.release(state.blocks)
-        state.blocks = array("i")
+        for group, table in zip(self.groups, state.tables, strict=True):
+            group.promised -= group.promise_of(state, table)
+            group.pool.release(table.held)
+        state.tables = ()
 
     def filled(self, state: RequestState, start: int, end: int) -> None:
         """The step computes the tokens start .. end - 1: others may share the blocks that are full by that."""
         first, last = start // self.block_size, end // self.block_size
         if self.reuse and first < last:
             names = block_names(state, last, self.block_size)
-            for index in range(first, last):
-                self.pool.keep(state.blocks[index], names[index])
+            for group, table in zip(self.groups, state.tables, strict=True):
+                for index in range(first, last):
+                    group.pool.keep(table.blocks[index], names[index])
+
+    def forget(self) -> None:
+        """Nothing that the pools hold is to be found any more."""
+        for group in self.groups:
+            group.pool.forget()
 
     def check(self, running: Iterable[RequestState]) -> None:
-        """Assert that the running requests hold what they should, and the pool agrees."""
+        """Assert that the running requests hold what they should, and the pools agree."""
         states = list(running)
-        for state in states:
-            least, most = self.blocks_for(state.computed), self.blocks_for(len(state.tokens))
-            assert least <= len(state.blocks) <= most, state
-        assert self._growth == sum(self._growth_of(state) for state in states), self._growth
-        assert not self.guarantees or self._growth <= self.pool.num_free, "what was guaranteed is not there"
-        self.pool.check(state.blocks for state in states)
+        for place, group in enumerate(self.groups):
+            tables = [state.tables[place] for state in states]
+            for state, table in zip(states, tables, strict=True):
+                assert state.computed <= len(table.blocks) * self.block_size, state
+                assert len(table.blocks) <= -(-len(state.tokens) // self.block_size), state
+                assert table.gone <= group.first_kept(state.computed), state
+                assert group.most is None or len(table.held) <= group.most, state
+            pairs = zip(states, tables, strict=True)
+            assert group.promised == sum(group.promise_of(state, table) for state, table in pairs), group.promised
+            most = group.pool.num_free if group.most is None else group.pool.num_blocks
+            assert not self.guarantees or group.promised <= most, "what was guaranteed is not there"
+            group.pool.check(table.held for table in tables)
 
-    def _reserved(self, num_running: int) -> int:
-        """Free blocks that a newcomer may not take, because they are, or may soon be, wanted by running requests."""
-        if self.guarantees:
-            return self._growth
-        # Half a block of growth is left to each running request, or the newcomer would soon be preempted
-        # again: of 200 requests (prompts log-uniform in 8-512, outputs in 8-256; pools of 60, 150 and 400
-        # blocks of 16 slots) this computes 8, 12 and 16 % fewer tokens, for 0.4, 1.3 and 2.1 % more steps.
-        return num_running // 2
-
-    def _computed_by_others(self, state: RequestState) -> list[int]:
-        """The blocks in the pool that have the leading tokens of a request, of which its last is none."""
+    def _computed_by_others(self, state: RequestState) -> int:
+        """How many full blocks of leading tokens, of which the last is none, can be taken from the pools."""
         if not self.reuse:
-            return []
-        full = (len(state.tokens) - 1) // self.block_size
-        return self.pool.find(block_names(state, full, self.block_size)[:full])
+            return 0
+        count = (len(state.tokens) - 1) // self.block_size
+        names = block_names(state, count, self.block_size)
+        before = count + 1
+        while count < before:  # what one group has not, the others need not have
+            before = count
+            for group in self.groups:
+                first = group.first_kept(count * self.block_size)
+                # Without a block, no number of blocks that reaches past it would do.
+                count = first + len(group.pool.find(names[first:count]))
+        return count
 
-    def _growth_of(self, state: RequestState) -> int:
-        return self.blocks_for(state.final_length) - len(state.blocks)
+    def _rotates(self, group: BlockGroup) -> bool:
+        return group.most is not None and group.most <= group.pool.num_blocks
+
+
+def most_blocks(reach: Reach, *, token_budget: int, block_size: int) -> int | None:
+    """What a request holds at most at a time of the calls of this reach; None: the more, the longer it is."""
+    if not reach.limited:
+        return None
+    positions = reach.span - 1 + token_budget
+    return (positions + block_size - 2) // block_size + 1

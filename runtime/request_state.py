@@ -29,16 +29,36 @@ class Terms:
     cache_salt: str | None = None
 
 
+NO_BLOCKS = array("i")
+
+
+class BlockTable:
+    """A request's blocks in one pool: block i holds its tokens from i * block_size.
+
+    The first `gone` were given back, since no token that is still to come sees theirs; their entries are 0.
+    """
+
+    __slots__ = ("blocks", "gone")
+
+    def __init__(self, blocks: Iterable[int] = (), gone: int = 0) -> None:
+        self.blocks = array("i", [0] * gone)
+        self.blocks.extend(blocks)
+        self.gone = gone
+
+    @property
+    def held(self) -> array[int]:
+        return self.blocks[self.gone :] if self.gone else self.blocks
+
+
 class RequestState:
     """One request as the scheduler and the batch assembly see it; the user's view is `request.Request`.
 
-    `tokens` and `blocks` are arrays of machine integers, so that the batch assembly copies slices of them
+    `tokens` and the blocks are arrays of machine integers, so that the batch assembly copies slices of them
     without a Python loop. The state is changed by the scheduler alone.
     """
 
     __slots__ = (
         "block_names",
-        "blocks",
         "charged",
         "computed",
         "final_length",
@@ -47,6 +67,7 @@ class RequestState:
         "prompt_length",
         "request_id",
         "reused",
+        "tables",
         "terms",
         "tokens",
     )
@@ -71,10 +92,15 @@ class RequestState:
         self.computed = 0  # how many of the tokens have their keys and values in the blocks
         self.reused = 0  # how many tokens were found computed, over all admissions
         self.charged = 0  # how many tokens have been put on the user's account
-        self.blocks = array("i")  # block i holds tokens i * block_size ..
+        self.tables: tuple[BlockTable, ...] = ()  # one for each reach of the model's attention, while it runs
         # Of the content of full blocks, as far as they were asked for, or known before.
         self.block_names = [] if block_names is None else block_names
         self.finished = False
+
+    @property
+    def blocks(self) -> array[int]:
+        """Those of the first table: of the attention that sees farthest."""
+        return self.tables[0].blocks if self.tables else NO_BLOCKS
 
     @property
     def pending(self) -> int:

@@ -14,6 +14,9 @@ from selective_compile.runtime.request_blocks import RequestBlocks
 from selective_compile.runtime.request_state import RequestState
 from selective_compile.runtime.step_times import StepTimes
 from selective_compile.runtime.waiting import GENERATED_TOKEN, waiting_queue
+from selective_compile.step import Reach
+
+WHOLE = Reach()
 
 
 class Scheduler:
@@ -40,7 +43,7 @@ class Scheduler:
     def __init__(
         self,
         pool: BlockPool,
-        *,
+        *others: tuple[BlockPool, Reach],
         token_budget: int,
         max_requests: int,
         block_size: int,
@@ -49,9 +52,21 @@ class Scheduler:
         order: WaitingOrder = "first_come",
         batching: Batching = "inflight_fused",
         prefill_slowdown: float | None = None,
+        reach: Reach = WHOLE,
     ) -> None:
+        """
+        Args:
+            pool: of the attention calls that see farthest, which is `reach`.
+            others: of those that see less far.
+        """
         self.guarantees = policy == "guaranteed_no_evict" or batching == "static"
-        self.blocks = RequestBlocks(pool, block_size=block_size, reuse=block_reuse, guarantees=self.guarantees)
+        self.blocks = RequestBlocks(
+            ((pool, reach), *others),
+            token_budget=token_budget,
+            block_size=block_size,
+            reuse=block_reuse,
+            guarantees=self.guarantees,
+        )
         self.pool = pool
         self.token_budget = token_budget
         self.max_requests = max_requests
@@ -88,7 +103,7 @@ class Scheduler:
 
     def add(self, state: RequestState) -> None:
         """Queue a request. The caller has refused what never `fits`, and numbers requests as they arrive."""
-        assert self.blocks.fits(state.final_length) and state.pending > 0 and not state.blocks, state
+        assert self.blocks.fits(state.final_length) and state.pending > 0 and not state.tables, state
         self._waiting.add(state)
 
     def remove(self, state: RequestState) -> None:
@@ -134,7 +149,7 @@ class Scheduler:
     def forget(self) -> None:
         """What the pool holds is not to be used any more. Nobody runs, or would go on from what is forgotten."""
         assert not self._running
-        self.pool.forget()
+        self.blocks.forget()
 
     def preempt_all(self) -> None:
         """Forget all keys and values: every running request waits, in order, to be computed again."""
@@ -150,7 +165,7 @@ class Scheduler:
         assert self.order != "first_come" or numbers == sorted(numbers), "not in order of arrival"
         assert len(running) <= self.max_requests, len(running)
         for state in waiting:
-            assert not state.blocks and state.computed == 0, state
+            assert not state.tables and state.computed == 0, state
         for state in running + waiting:
             assert not state.finished and state.pending > 0, state
         assert self._prefilling.keys() <= self._running.keys(), "prefilling without running"
@@ -192,13 +207,12 @@ class Scheduler:
                 take(share((state, start, 1, True)))
                 budget -= 1
                 continue
-            if budget == 0 or not state.blocks:
-                break
-            if len(state.tokens) > len(state.blocks) * block_size and not self._make_room(state, draft):
+            if budget == 0 or not state.tables:
                 break
             if draft.prefill or not state.in_prefill:
                 draft.budget = budget
-                self._take(state, draft)
+                if not self._take(state, draft):
+                    break
                 budget = draft.budget
         draft.budget = budget
 
@@ -215,31 +229,29 @@ class Scheduler:
                 pass
             self._batch = len(self._running)
         for state in list(self._prefilling.values()):
-            if draft.budget:
+            if draft.budget and state.tables:
                 self._take(state, draft)
         if self.batching == "inflight":
             self._admit_within_budget(draft)
 
-    def _take(self, state: RequestState, draft: Draft) -> None:
+    def _take(self, state: RequestState, draft: Draft) -> bool:
+        """As much of a running request as budget allows; False: it had to give way itself."""
         start, pending = state.computed, len(state.tokens) - state.computed
         num_tokens = min(pending, draft.budget)
         if state.in_prefill:
             num_tokens = min(num_tokens, draft.prefill)
-            draft.prefill -= num_tokens
+        self._charge_generated(state)
+        while not self.blocks.cover(state, start + num_tokens):
+            victim = self._preempt_last()
+            draft.preempted.append(victim)
+            if victim is state:
+                return False
+        draft.prefill -= num_tokens * state.in_prefill
         draft.budget -= num_tokens
         draft.shares.append(Share(state, start, num_tokens, num_tokens == pending))
         if num_tokens == pending and self._prefilling:
             self._prefilling.pop(state.number, None)
         self.blocks.filled(state, start, start + num_tokens)
-
-    def _make_room(self, state: RequestState, draft: Draft) -> bool:
-        """Get the blocks of all known tokens of a running request; False: it had to give way itself."""
-        self._charge_generated(state)
-        while not self.blocks.grow(state):
-            victim = self._preempt_last()
-            draft.preempted.append(victim)
-            if victim is state:
-                return False
         return True
 
     def _admit(self, draft: Draft) -> RequestState | None:

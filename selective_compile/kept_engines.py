@@ -59,7 +59,9 @@ class KeptEngine:
 
     def _sized(self, blocks: int) -> EngineConfig:
         program = self._program
-        limit = num_blocks(program.call_sites, self._config, max_positions=program.max_positions, device=program.device)
+        limit, *_ = num_blocks(
+            program.call_sites, self._config, max_positions=program.max_positions, device=program.device
+        )
         return dataclasses.replace(self._config, max_kv_tokens=min(blocks, limit) * self._config.block_size)
 
 

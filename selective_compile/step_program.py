@@ -16,11 +16,11 @@ from selective_compile.compiling import compiled
 from selective_compile.ops import forced_implementation
 from selective_compile.options import EngineConfig
 from selective_compile.passes import RefusedError, Rewrite, rewrite
-from selective_compile.passes.flatten import FlatGraph
+from selective_compile.passes.flatten import FlatGraph, reach_of
 from selective_compile.passes.position_limit import position_limit
 from selective_compile.passes.recurrence_match import Recognised
 from selective_compile.sequential_program import SequentialProgram, can_run
-from selective_compile.step import StepInputs
+from selective_compile.step import Reach, StepInputs
 from selective_compile.whole_functions import Place
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,11 @@ class CallSite:
     window: int
     dtype: torch.dtype
     device: torch.device
+    chunk: int = 0
+
+    @property
+    def reach(self) -> Reach:
+        return Reach(window=self.window, chunk=self.chunk)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +152,7 @@ class StepProgram:
         if self._flat.uses_positions:
             arguments.append(inputs.positions)
         arguments += [inputs.cu_seqlens_q, inputs.context_lens, inputs.block_table, inputs.slot_mapping]
+        arguments += [tensor for pair in inputs.other_tables for tensor in pair]
         if self.state_sites:
             arguments.append(inputs.state_slots)
         arguments += [tensor for pair in pools for tensor in pair]
@@ -165,7 +171,8 @@ def call_site(call: Any) -> CallSite:
         num_kv_heads=call.key.heads,
         key_head_size=call.key.head_size,
         value_head_size=call.value.head_size,
-        window=call.family.window,
+        window=reach_of(call).window,
+        chunk=reach_of(call).chunk,
         dtype=value.dtype,
         device=value.device,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 import selective_compile as sc
 from selective_compile.backend import compile_step_program
 from selective_compile.report import Report
+from selective_compile.runtime.kv_cache import reaches_of
 from selective_compile.step import StepInputs
 from selective_compile.step_program import StepProgram
 
@@ -38,7 +40,11 @@ def logits_in_chunks(program: StepProgram, prompts: Sequence[Sequence[int]], chu
     found: list[list[Tensor]] = [[] for _ in prompts]
     for start in range(0, max(map(len, prompts)), chunk):
         rows = [range(min(start, len(p)), min(start + chunk, len(p))) for p in prompts]
-        logits = program(step_inputs(prompts, rows, blocks), pools, states)
+        inputs = step_inputs(prompts, rows, blocks)
+        # Every block is kept here, so that calls that see less far can do with the same table.
+        others = len(reaches_of(program.call_sites)) - 1
+        inputs = replace(inputs, other_tables=((inputs.block_table, inputs.slot_mapping),) * others)
+        logits = program(inputs, pools, states)
         parts = logits.split([max(len(r), 0) for r in rows] + [logits.shape[0] - sum(map(len, rows))])
         for collected, part in zip(found, parts, strict=False):
             collected.append(part)

@@ -33,11 +33,12 @@ BLOCK_BYTES = 16 * (2 * 16 * 4 + 1 * 10 * 2)
 
 def blocks(monkeypatch: pytest.MonkeyPatch, free: int, max_positions: int | None = None, **config: Any) -> int:
     monkeypatch.setattr(kv_cache, "free_memory", lambda device: free)
-    return num_blocks(SITES, EngineConfig(**config), max_positions=max_positions, device=CPU)
+    (found,) = num_blocks(SITES, EngineConfig(**config), max_positions=max_positions, device=CPU)
+    return found
 
 
 def test_pools_have_the_shape_of_their_call_site() -> None:
-    pools = allocate_pools(SITES, 5, 16)
+    pools = allocate_pools(SITES, (5,), 16)
     assert [(tuple(keys.shape), tuple(values.shape), keys.dtype) for keys, values in pools] == [
         ((5, 2, 16, 8), (5, 2, 16, 8), torch.float32),
         ((5, 1, 16, 4), (5, 1, 16, 6), torch.bfloat16),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, get_args
 
 from hypothesis import settings
@@ -14,7 +14,8 @@ from selective_compile.options import Batching, SchedulerPolicy, WaitingOrder
 from selective_compile.runtime.block_pool import BlockPool
 from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.request_state import RequestState, Terms
-from selective_compile.runtime.scheduler import Scheduler
+from selective_compile.runtime.scheduler import WHOLE, Scheduler
+from selective_compile.step import Reach
 from tests.runtime.traffic import Memory, next_token
 
 PROMPTS = ([0] * 20, [0, 1] * 10, [0, 0, 0, 1] * 5)
@@ -66,12 +67,24 @@ CONFIGURATION = st.fixed_dictionaries(
         "order": st.sampled_from(get_args(WaitingOrder)),
         "batching": st.sampled_from(get_args(Batching)),
         "prefill_slowdown": st.sampled_from([None, 1.5]),
+        "kinds": st.sampled_from(
+            [
+                (WHOLE,),
+                (WHOLE,),
+                (Reach(window=3),),
+                (Reach(chunk=4),),
+                (WHOLE, Reach(window=5)),
+                (WHOLE, Reach(window=7, chunk=8), Reach(window=1)),
+            ]
+        ),
     }
 )
 
 
-def make_scheduler(num_blocks: int, **options: Any) -> Scheduler:
-    return Scheduler(BlockPool(num_blocks), **options)
+def make_scheduler(num_blocks: int, kinds: Sequence[Reach], **options: Any) -> Scheduler:
+    """Blocks of calls that see less far may be fewer than all requests could hold: then they run short."""
+    others = [(BlockPool(max(3, num_blocks // (2 + place))), reach) for place, reach in enumerate(kinds[1:])]
+    return Scheduler(BlockPool(num_blocks), *others, reach=kinds[0], **options)
 
 
 class Simulation:
@@ -80,7 +93,7 @@ class Simulation:
     def __init__(self, configuration: dict[str, Any]) -> None:
         self.configuration = configuration
         self.scheduler = make_scheduler(**configuration)
-        self.memory = Memory(configuration["block_size"])
+        self.memory = Memory(configuration["block_size"], configuration["kinds"])
         self.weights = 0
         self.now = 0.0
         self.live: dict[int, RequestState] = {}
@@ -156,9 +169,9 @@ class Simulation:
             assert share.num_tokens >= 1 and share.start == share.state.computed
             end = share.start + share.num_tokens
             assert share.samples == (end == len(share.state.tokens))
-            assert len(share.state.blocks) * scheduler.block_size >= end
+            assert all(len(table.blocks) * scheduler.block_size >= end for table in share.state.tables)
         for state in plan.preempted:
-            assert not state.blocks and state.number not in numbers
+            assert not state.tables and state.number not in numbers
         assert not (plan.preempted and scheduler.guarantees), "who was guaranteed to run to its end was preempted"
         if before and scheduler.batching == "inflight_fused":
             assert plan.shares[0].state is before[0], "the request that was admitted first is always served"
@@ -176,7 +189,10 @@ class Simulation:
 
 def picture(plan: StepPlan) -> tuple[Any, ...]:
     groups = (plan.preempted, plan.admitted, plan.refused)
-    shares = [(share.state.number, share.start, share.num_tokens, list(share.state.blocks)) for share in plan.shares]
+    shares = [
+        (share.state.number, share.start, share.num_tokens, *(list(table.blocks) for table in share.state.tables))
+        for share in plan.shares
+    ]
     return (shares, *([state.number for state in group] for group in groups), plan.empty_slots)
 
 
@@ -223,7 +239,8 @@ class TrafficMachine(RuleBasedStateMachine):
             simulation.do(Simulation.step)
             self.consistent()
         assert not simulation.scheduler.has_work
-        assert simulation.scheduler.pool.num_free == simulation.scheduler.pool.num_blocks
+        for group in simulation.scheduler.blocks.groups:
+            assert group.pool.num_free == group.pool.num_blocks
         assert sorted(simulation.finished) == list(range(len(simulation.ends)))
         again = Simulation(simulation.configuration)
         for what, arguments in simulation.log:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.request_state import RequestState
+from selective_compile.step import Reach
 
 
 def content(state: RequestState, position: int, weights: int) -> int:
@@ -18,29 +19,36 @@ def content(state: RequestState, position: int, weights: int) -> int:
 class Memory:
     """Slots as a step writes them. A wrong block, a lost one, or a stale one is found when it is read."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, reaches: Sequence[Reach] = (Reach(),)) -> None:
         self._block_size = block_size
-        self._slots: dict[int, int] = {}
+        self._reaches = reaches
+        self._slots: dict[tuple[int, int], int] = {}
 
     def run(self, plan: StepPlan, weights: int) -> None:
         """The step of a plan: all writes, then all reads, as `selective::ragged_attention` has it."""
-        written: set[int] = set()
-        for share in plan.shares:
-            for position in range(share.start, share.start + share.num_tokens):
-                slot = self._slot(share.state, position)
-                assert slot not in written, f"slot {slot} is written twice in a step"
-                written.add(slot)
-                self._slots[slot] = content(share.state, position, weights)
-        for share in plan.shares:
-            self._read(share.state, range(share.start + share.num_tokens), weights)
+        written: set[tuple[int, int]] = set()
+        for table in range(len(self._reaches)):
+            for share in plan.shares:
+                for position in range(share.start, share.start + share.num_tokens):
+                    slot = self._slot(share.state, table, position)
+                    assert slot not in written, f"slot {slot} is written twice in a step"
+                    written.add(slot)
+                    self._slots[slot] = content(share.state, position, weights)
+        for table, reach in enumerate(self._reaches):
+            for share in plan.shares:
+                seen = range(reach.first_seen(share.start), share.start + share.num_tokens)
+                self._read(share.state, table, seen, weights)
 
-    def _read(self, state: RequestState, positions: Iterable[int], weights: int) -> None:
+    def _read(self, state: RequestState, table: int, positions: Iterable[int], weights: int) -> None:
         for position in positions:
-            found = self._slots.get(self._slot(state, position))
+            found = self._slots.get(self._slot(state, table, position))
             assert found == content(state, position, weights), f"{state}: another's content at {position}"
 
-    def _slot(self, state: RequestState, position: int) -> int:
-        return state.blocks[position // self._block_size] * self._block_size + position % self._block_size
+    def _slot(self, state: RequestState, table: int, position: int) -> tuple[int, int]:
+        block, inside = divmod(position, self._block_size)
+        held = state.tables[table]
+        assert block >= held.gone, f"{state}: block {block} was given back"
+        return table, held.blocks[block] * self._block_size + inside
 
 
 def next_token(state: RequestState) -> int:
