@@ -11,11 +11,12 @@ from torch import fx
 
 import selective_compile.ops
 import selective_compile.state_ops  # noqa: F401  (both register the operators that the flat graph calls)
+from selective_compile.passes.all_ones import all_ones
 from selective_compile.passes.attention import recognise_attention
 from selective_compile.passes.flatten import FlatGraph, flatten
 from selective_compile.passes.lower import lower
 from selective_compile.passes.mask_proof import prove_masks
-from selective_compile.passes.normalise import all_ones, normalise
+from selective_compile.passes.normalise import normalise
 from selective_compile.passes.output_tails import Tail, take_off_tails
 from selective_compile.passes.recurrences import recognise_recurrences, whole_convolutions
 from selective_compile.passes.sampled_rows import keep_sampled_rows

@@ -124,9 +124,8 @@ def replace(graph: fx.Graph, node: fx.Node, views: list[fx.Node], returning: Any
 
     returned = fake_result(returning, node)
     new = make(returning, node.args, dict(node.kwargs), node)
-    if (
-        returned.dtype != node.meta["val"].dtype
-    ):  # writing keeps the type of what is written to, a new tensor is promoted
+    promoted = returned.dtype != node.meta["val"].dtype  # writing keeps the type of what is written to
+    if promoted:
         new.meta["val"] = returned
         new = make(aten.to.dtype, (new, node.meta["val"].dtype), {}, node)
     node.replace_all_uses_with(new)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import sympy
 import torch
@@ -12,6 +12,23 @@ from torch.utils._sympy.printers import PythonPrinter
 DENSE = 4096  # every length up to here is tried
 LARGEST = 2**24
 ALL_LENGTHS = LARGEST
+SHORTEST = 2  # fewer tokens in a step are filled up to so many
+CAPTURE_TOKENS = 12  # any length that no model treats specially: not 0 or 1, and shorter than every window in use
+
+
+def bounds_requests(condition: sympy.Basic) -> bool:
+    """Whether the condition holds up to some length, that of the captured graph included: it only bounds requests.
+
+    One that fails sooner holds for some of the lengths that a request goes through as it grows, and not for others.
+    """
+    return longest(condition, SHORTEST) > CAPTURE_TOKENS
+
+
+def longest_request(conditions: Iterable[sympy.Basic]) -> int | None:
+    """The least of the lengths up to which conditions that bound requests hold; None if they hold for all."""
+    least = min((longest(condition, SHORTEST) for condition in conditions), default=ALL_LENGTHS)
+    assert least > CAPTURE_TOKENS
+    return None if least == ALL_LENGTHS else least
 
 
 def longest(condition: sympy.Basic, shortest: int) -> int:

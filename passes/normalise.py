@@ -24,13 +24,12 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from selective_compile.passes.axes import Sizes, is_symbolic
 from selective_compile.passes.functional import make_functional
-from selective_compile.passes.lengths import ALL_LENGTHS, longest
+from selective_compile.passes.lengths import bounds_requests, longest_request
 from selective_compile.passes.traced_graph import Input, Place, Refusal, RefusedError, TracedGraph
 
 aten = torch.ops.aten
 SOURCE = "selective_source"
 OTHER_NAMES: dict[Any, Any] = dict.fromkeys((aten.concat.default, aten.concatenate.default), aten.cat.default)
-SHORTEST = 2
 # Triangles are written as comparisons of index ranges, which the mask proof can evaluate at any position.
 INDEX_FORM: dict[Any, Any] = get_decompositions([aten.tril, aten.triu])
 
@@ -103,9 +102,6 @@ def normalise(module: fx.GraphModule, examples: Sequence[Any]) -> TracedGraph:
     refused = [refused_input(node) for node, place in zip(placeholders, places, strict=True) if place == "other"]
     refused += [refused_input(node) for node in foreign_sizes(placeholders)]
     refused += mismatched([node for node, place in zip(placeholders, places, strict=True) if place == "tokens"])
-    if "tokens" not in places:  # such as a piece of a model that Dynamo broke into several graphs
-        reason = "none of the graph's inputs holds tokens"
-        refused.append(Refusal(node="inputs", operator="inputs", reason=reason, source_line="", module=""))
     if refused:
         raise RefusedError(refused)
     symbols = Symbols()
@@ -126,48 +122,14 @@ def normalise(module: fx.GraphModule, examples: Sequence[Any]) -> TracedGraph:
         inputs=inputs,
         sizes=symbols.sizes(),
         narrowings=narrowings(symbols),
-        max_tokens=longest_request(symbols),
+        max_tokens=longest_request(bounding(symbols)),
         conditions=tuple(guard.expr for guard in symbols.env.guards),
     )
 
 
-def all_ones(traced: TracedGraph, source: str) -> int:
-    """The token input ``source`` becomes ones made in the graph: what is computed from it is then made of sizes alone.
-
-    Before::  attention_mask -> cumsum(attention_mask, -1)
-    After::   sym_size(ids, 1) -> ones([1, S]) -> cumsum(ones, -1)
-    """
-    given = next((given for given in traced.tokens() if given.source == source), None)
-    others = [other.node for other in traced.tokens() if other is not given]
-    if given is None or not others or not given.node.users:
-        return 0
-    value = given.node.meta["val"]
-    after = [node for node in traced.graph.nodes if node.op == "placeholder"][-1]
-    with traced.graph.inserting_after(after):
-        sizes = [
-            size if isinstance(size, int) else traced.graph.call_function(aten.sym_size.int, (others[0], dim))
-            for dim, size in enumerate(value.shape)
-        ]
-        for node, size in zip(sizes, value.shape, strict=True):
-            if isinstance(node, fx.Node):
-                node.meta["val"] = size
-    last = next((node for node in reversed(sizes) if isinstance(node, fx.Node)), after)
-    with traced.graph.inserting_after(last):
-        ones = traced.graph.call_function(
-            aten.ones.default, (sizes,), {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-        )
-    with value.fake_mode:
-        ones.meta["val"] = torch.ones(value.shape, dtype=value.dtype, device=value.device)
-    given.node.replace_all_uses_with(ones)
-    traced.module.recompile()
-    return 1
-
-
 def narrowings(symbols: Symbols) -> list[Refusal]:
-    """Where the trace asked what a size is, so that it holds for some sizes only.
-
-    What holds for all lengths up to some length is no narrowing: it bounds requests, see `longest_request`.
-    """
+    """Where the trace asked what a size is, so that it holds for some sizes only, and does not only bound requests."""
+    bounds = bounding(symbols)
     return [
         Refusal(
             node="sizes",
@@ -177,20 +139,15 @@ def narrowings(symbols: Symbols) -> list[Refusal]:
             module="",
         )
         for guard in symbols.env.guards
-        if not bounds_length(guard.expr, symbols)
+        if guard.expr not in bounds
     ]
 
 
-def bounds_length(condition: Any, symbols: Symbols) -> bool:
-    return condition.free_symbols == {symbols.sizes().token} and longest(condition, SHORTEST) > SHORTEST
-
-
-def longest_request(symbols: Symbols) -> int | None:
-    """The least of the lengths up to which what the trace asked holds; None if it holds for all."""
-    token = symbols.sizes().token
-    bounds = [longest(g.expr, SHORTEST) for g in symbols.env.guards if g.expr.free_symbols == {token}]
-    least = min((bound for bound in bounds if bound > SHORTEST), default=ALL_LENGTHS)
-    return None if least == ALL_LENGTHS else least
+def bounding(symbols: Symbols) -> list[Any]:
+    """The conditions that are on the number of tokens alone, and do no more than bound requests."""
+    tokens = {symbols.sizes().token}
+    conditions = [guard.expr for guard in symbols.env.guards]
+    return [condition for condition in conditions if condition.free_symbols == tokens and bounds_requests(condition)]
 
 
 def retrace(module: fx.GraphModule, symbols: Symbols, fakes: Sequence[Any]) -> fx.GraphModule:
@@ -252,11 +209,9 @@ def hint_of(size: Any) -> int:
 
 def mismatched(tokens: list[fx.Node]) -> list[Refusal]:
     """Token inputs whose sizes are not the common ``[B, S]`` with S symbolic (B may be the constant 1)."""
-    if not tokens:
-        must = "there must be a [batch, tokens] input, and this part of the model has none"
-        return [
-            Refusal(node="graph", operator="graph input", reason=must, source_line="source line unknown", module="")
-        ]
+    if not tokens:  # such as a piece of a model that Dynamo broke into several graphs
+        reason, line = "none of the graph's inputs holds tokens", "source line unknown"
+        return [Refusal(node="inputs", operator="inputs", reason=reason, source_line=line, module="")]
     shapes = {tuple(hint_of(size) for size in node.meta["example_value"].shape[:2]) for node in tokens}
     lengths = {length for _, length in shapes}
     batches = {batch for batch, _ in shapes if batch != 1}

@@ -103,13 +103,9 @@ def grouped_product(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     (order,) = rows.dims[0] if len(rows.dims) == 2 and len(rows.dims[0]) == 1 else (None,)
     if not isinstance(order, Permuted) or rows.opaque or ends.groups != Groups(order=order.order, ends=True):
         raise Mixes("multiplies groups of rows that are not those of one sorting of tokens")
-    if (
-        not weight.is_constant
-        or len(weight.dims) != 3
-        or rows.labelled(1)
-        or len(node.args) > 3
-        and node.args[3] is not None
-    ):
+    weight_of_each_group = weight.is_constant and len(weight.dims) == 3
+    has_bias = len(node.args) > 3 and node.args[3] is not None
+    if not weight_of_each_group or rows.labelled(1) or has_bias:
         raise Mixes("multiplies groups of rows by what is no weight of each group")
     return Axes(dims=(rows.dims[0], weight.dims[2]), inputs=rows.inputs)
 

@@ -13,15 +13,13 @@ from torch import fx, nn
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._guards import TracingContext
 
-from selective_compile.passes.lengths import ALL_LENGTHS, longest
+from selective_compile.passes.lengths import CAPTURE_TOKENS, bounds_requests, longest_request
 from selective_compile.passes.normalise import keep_sources
 from selective_compile.passes.recurrence_match import Recognised
 from selective_compile.passes.traced_graph import Refusal, RefusedError
 from selective_compile.whole_functions import Place, known_recurrences, left_whole
 
 ATTENTION_MASK = "L['attention_mask']"  # Dynamo's name for that argument of the captured call
-SHORTEST = 2  # fewer tokens in a step are filled up to so many
-CAPTURE_TOKENS = 12  # any length that no model treats specially: not 0 or 1, and shorter than every window in use
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +55,7 @@ def capture(model: nn.Module, functions: Mapping[Place, Recognised] | None = Non
 
     def keep(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
         keep_sources(module)
-        found.append(Captured(module=module, examples=list(examples), max_tokens=longest_request()))
+        found.append(Captured(module=module, examples=list(examples), max_tokens=longest_of_graph()))
         return leave
 
     ids = torch.zeros(1, CAPTURE_TOKENS, dtype=torch.int64, device=device_of(model))
@@ -100,7 +98,7 @@ def untraceable(failure: TorchDynamoException) -> Refusal:
     )
 
 
-def longest_request() -> int | None:
+def longest_of_graph() -> int | None:
     """Inside the backend: the longest request that Dynamo's graph is right for, None if it is for any.
 
     Raises:
@@ -110,7 +108,6 @@ def longest_request() -> int | None:
     context = TracingContext.try_get()
     assert context is not None and context.fake_mode is not None and context.fake_mode.shape_env is not None
     guards = context.fake_mode.shape_env.guards
-    bounds = [longest(guard.expr, SHORTEST) for guard in guards]
     refusals = [
         Refusal(
             node="tokens",
@@ -119,13 +116,12 @@ def longest_request() -> int | None:
             source_line=str(guard.sloc.maybe_user_loc or guard.sloc),
             module="",
         )
-        for guard, bound in zip(guards, bounds, strict=True)
-        if bound <= CAPTURE_TOKENS
+        for guard in guards
+        if not bounds_requests(guard.expr)
     ]
     if refusals:
         raise RefusedError(refusals)
-    least = min(bounds, default=ALL_LENGTHS)
-    return None if least == ALL_LENGTHS else least
+    return longest_request(guard.expr for guard in guards)
 
 
 def leave(*_: Any) -> Any:

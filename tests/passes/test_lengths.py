@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import sympy
 
-from selective_compile.passes.lengths import ALL_LENGTHS, longest
+from selective_compile.passes.lengths import (
+    ALL_LENGTHS,
+    CAPTURE_TOKENS,
+    bounds_requests,
+    longest,
+    longest_request,
+)
 
 S = sympy.Symbol("s", integer=True, positive=True)
 T = sympy.Symbol("t", integer=True, positive=True)
@@ -32,3 +38,13 @@ def test_what_no_length_breaks(condition: sympy.Basic) -> None:
 @pytest.mark.parametrize("condition", UP_TO, ids=str)
 def test_what_a_length_breaks(condition: sympy.Basic) -> None:
     assert longest(condition, 2) == UP_TO[condition]
+
+
+def test_a_request_is_bounded_by_the_least_of_the_conditions() -> None:
+    assert longest_request([S <= 512, S < 300, *FOR_ALL]) == 299
+    assert longest_request(FOR_ALL) is None
+
+
+@pytest.mark.parametrize("last", [2, CAPTURE_TOKENS - 1, CAPTURE_TOKENS, CAPTURE_TOKENS + 1])
+def test_what_ends_before_the_captured_length_bounds_nothing(last: int) -> None:
+    assert bounds_requests(S <= last) == (last > CAPTURE_TOKENS)
