@@ -101,7 +101,8 @@ def rewrite(
         return result
     try:
         result.timed("flatten", lambda: flatten_into(result, paged=paged))
-    except RefusedError:
+    except RefusedError as error:  # a trace of the flat graph that fails has its refusals in the error alone
+        traced.refusals += [refusal for refusal in error.refusals if refusal not in traced.refusals]
         return result
     flat = result.flat
     assert flat is not None

@@ -282,7 +282,11 @@ class Flattener:
         scaled = call(aten.mul.Tensor, (self.new["positions"], step)) if step != 1 else self.new["positions"]
         moved = call(aten.add.Tensor, (scaled, first)) if first else scaled
         cast = call(aten.to.dtype, (moved, node.meta["val"].dtype))
-        return call(aten.reshape.default, (cast, self.sizes_of(node)))
+        sizes = self.sizes_of(node)
+        column = call(aten.reshape.default, (cast, [size if size == -1 else 1 for size in sizes]))
+        if all(abs(size) == 1 for size in sizes):
+            return column
+        return call(aten.expand.default, (column, sizes))
 
     def check_survivors(self) -> None:
         """What is left must be token-wise: reads at a token's own index and pairs of tokens belong to masks only."""

@@ -37,7 +37,7 @@ def reads(node: fx.Node) -> list[tuple[fx.Node, int]]:
     """The indices at which ``node`` reads, with the size of the dimension each counts in."""
     if node.target is aten.embedding.default:
         found: list[tuple[Any, int]] = [(node.args[1], 0)]
-    elif node.target is aten.index_select.default:
+    elif node.target in (aten.index_select.default, aten.gather.default):
         found = [(node.args[2], int(node.args[1]))]  # type: ignore[arg-type]
     elif node.target is aten.index.Tensor:
         found = [(index, dim) for dim, index in enumerate(node.args[1])]  # type: ignore[arg-type]
@@ -65,6 +65,9 @@ def first_beyond(index: fx.Node, positions: fx.Node, rows: int) -> int | None:
         else:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
             values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    index_at = values[index].reshape(-1)
-    beyond = (index_at >= rows).nonzero()
-    return int(beyond[0]) if len(beyond) and len(index_at) == count else None
+    tokens = [dim for dim, size in enumerate(values[index].shape) if size == count]
+    if len(tokens) != 1:
+        return None
+    largest = values[index].movedim(tokens[0], 0).reshape(count, -1).amax(1)
+    beyond = (largest >= rows).nonzero()
+    return int(beyond[0]) if len(beyond) else None
