@@ -16,6 +16,7 @@ from torch import fx
 
 from selective_compile.passes.axes import Axis, Extended
 from selective_compile.passes.contraction import Contraction, contraction_of
+from selective_compile.passes.gated_output import gated_output
 from selective_compile.passes.heads import Unreadable, operand_of, plain_size, require_grouped, sinks_of
 from selective_compile.passes.score_chain import ScoreChain, passes_through, read_scores, require_width
 from selective_compile.passes.traced_graph import (
@@ -139,11 +140,16 @@ def read_eager(traced: TracedGraph, softmax: fx.Node) -> AttentionCall:
             for shareable in (True, False)
         ),
     )
+    order = output_order(weights, mixing.value_letter, mixing.query_letter)
+    gated = gated_output(traced, softmax, mixing.node) if order == tuple(range(len(order))) else None
+    if gated is not None and chain.sinks is not None:
+        raise Unreadable(gated.node, "it has sinks among its scores and another on its output")
+    sinks = chain.sinks if gated is None else gated.sinks
     return AttentionCall(
         name=call_name(traced, softmax),
         form="eager",
-        output=mixing.node,
-        output_order=output_order(weights, mixing.value_letter, mixing.query_letter),
+        output=mixing.node if gated is None else gated.node,
+        output_order=order,
         query=query,
         key=key,
         value=value,
@@ -152,8 +158,8 @@ def read_eager(traced: TracedGraph, softmax: fx.Node) -> AttentionCall:
         causal_flag=False,
         masks=tuple(chain.masks),
         source_line=source_line(softmax),
-        covers=frozenset({softmax, mixing.node, *chain.covers}),
-        sinks=None if chain.sinks is None else sinks_of(traced, chain.sinks, query.heads),
+        covers=frozenset({softmax, mixing.node, *chain.covers, *(gated.covers if gated is not None else ())}),
+        sinks=None if sinks is None else sinks_of(traced, sinks, query.heads),
     )
 
 

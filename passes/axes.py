@@ -10,10 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
+from torch.utils._sympy.functions import Max
+
+from selective_compile.passes.lengths import SHORTEST, longest
 
 if TYPE_CHECKING:
     from torch import fx
@@ -125,10 +128,14 @@ class Axes:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The two symbols of a captured graph.  ``batch`` is None where the batch is the constant 1."""
+    """The two symbols of a captured graph.  ``batch`` is None where the batch is the constant 1.
+
+    ``limit`` is the largest number of tokens that the graph is for, None if it is for any.
+    """
 
     batch: sympy.Symbol | None
     token: sympy.Symbol
+    limit: int | None = None
 
     def dim(self, size: object) -> Dim:
         """The factors of a freshly created dimension of ``size`` (int or SymInt); `Mixes` if it has none."""
@@ -142,13 +149,33 @@ class Sizes:
         """``size`` as coefficient * batch**i * token**j; `Mixes` where it is no such product."""
         if isinstance(size, int):
             return size, 0, 0
-        expression = size.node.expr if hasattr(size, "node") else sympy.sympify(size)
+        expression = self.expression(size)
         powers = dict(expression.as_powers_dict())
         counts = [int(powers.pop(s, 0)) if s is not None else 0 for s in (self.batch, self.token)]
         rest = sympy.Mul(*(base**power for base, power in powers.items()))
         if not rest.is_Integer:
             raise Mixes(f"size {expression} is not a product of batch, tokens and a constant")
         return int(rest), counts[0], counts[1]
+
+    def expression(self, size: Any) -> sympy.Expr:
+        """A size as it is up to ``limit``: ``64 - max(0, 64 - S)`` is ``S`` for up to 64 tokens."""
+        expression = size.node.expr if hasattr(size, "node") else sympy.sympify(size)
+        if self.limit is None:
+            return expression
+        return sympy.expand(expression.replace(is_maximum, lambda found: self.greatest(found)))
+
+    def greatest(self, found: sympy.Expr) -> sympy.Expr:
+        """The one argument of a maximum that no other exceeds for up to ``limit`` tokens; else the maximum itself."""
+        assert self.limit is not None
+        for chosen in found.args:
+            least = [chosen - other for other in found.args if other is not chosen]
+            if all(d.free_symbols <= {self.token} and longest(d >= 0, SHORTEST) >= self.limit for d in least):
+                return chosen
+        return found
+
+
+def is_maximum(expression: sympy.Expr) -> bool:
+    return expression.func in (sympy.Max, Max)
 
 
 def is_symbolic(value: object) -> bool:

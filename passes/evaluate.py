@@ -12,26 +12,52 @@ from torch import fx
 from selective_compile.passes.axes import is_symbolic
 from selective_compile.passes.traced_graph import TracedGraph
 
+aten = torch.ops.aten
+# Of their first argument they read the shape and the type, and no value.
+SHAPED_LIKE = (
+    *(aten.zeros_like, aten.ones_like, aten.full_like),
+    *(aten.new_zeros, aten.new_ones, aten.new_full),
+)
+
 
 def ancestors(node: fx.Node, stop: frozenset[fx.Node] = frozenset()) -> list[fx.Node]:
-    """``node`` and all it is computed from, in graph order, not looking behind sizes and the nodes in ``stop``."""
+    """``node`` and all it is computed from, in graph order, not looking behind sizes and the nodes in ``stop``.
+
+    What gives a new tensor nothing but its shape is not among them.
+    """
     needed, stack = set(), [node]
     while stack:
         current = stack.pop()
         if current not in needed:
             needed.add(current)
             if current not in stop and not is_symbolic(current.meta.get("val")):
-                stack.extend(current.all_input_nodes)
+                shape_of = shaped_like(current)
+                stack.extend(parent for parent in current.all_input_nodes if parent is not shape_of)
     return [n for n in node.graph.nodes if n in needed]
 
 
-def constants_in(node: fx.Node) -> Iterator[int]:
-    """Sizes of the numbers that ``node`` is computed with: where something may happen to a position."""
+def shaped_like(node: fx.Node) -> Any:
+    """The tensor that gives the new one of ``node`` its shape, where it is read for nothing else; or None."""
+    if getattr(node.target, "overloadpacket", None) not in SHAPED_LIKE:
+        return None
+    return None if node.args[0] in node.args[1:] else node.args[0]
+
+
+FEW = 64  # A buffer of more numbers is a table, whose every row a mask's proof looks at.
+
+
+def constants_in(node: fx.Node, values: Mapping[fx.Node, torch.Tensor] | None = None) -> Iterator[int]:
+    """Sizes of the numbers that ``node`` is computed with: where something may happen to a position.
+
+    Of the inputs with ``values``, those of few numbers count.
+    """
     for current in ancestors(node):
         numbers = list(leaves((current.args, current.kwargs)))
         if current.op == "get_attr":
             value = getattr(current.graph.owning_module, str(current.target))
             numbers += [value.item()] if value.numel() == 1 else []
+        elif values is not None and current in values and values[current].numel() <= FEW:
+            numbers += values[current].reshape(-1).tolist()
         for number in numbers:
             if isinstance(number, (int, float)) and 1 < abs(number) < 2**30:
                 yield abs(int(number))
@@ -54,12 +80,12 @@ def evaluate(
     batch: int,
     tokens: int,
     given: Mapping[fx.Node, Any],
-    instead: Callable[[fx.Node, tuple[Any, ...]], Any] | None = None,
+    instead: Callable[[fx.Node, tuple[Any, ...]], torch.Tensor | None] | None = None,
 ) -> torch.Tensor:
     """The value of ``node`` for a batch of ``batch`` requests of ``tokens`` tokens, with the values in ``given``.
 
     Sizes and weights come from the graph's inputs; a token input that is needed must be in ``given``.  ``instead`` may
-    change the arguments that a node is run with.
+    give another value than a node has with its arguments.
     """
     symbols = {traced.sizes.token: tokens} | ({traced.sizes.batch: batch} if traced.sizes.batch is not None else {})
     examples = {item.node: item.example for item in traced.inputs if item.place == "weight"}
@@ -74,12 +100,21 @@ def evaluate(
         elif current.op == "get_attr":
             values[current] = getattr(traced.module, str(current.target))
         else:
+            shape_of = shaped_like(current)
+            if shape_of is not None and shape_of not in values:
+                values[shape_of] = of_shape(shape_of, symbols)
             args, kwargs = fx.node.map_arg((current.args, current.kwargs), lambda n: values[n])
-            if instead is not None:
-                args = instead(current, args)
             with torch.no_grad():
-                values[current] = current.target(*args, **kwargs)  # type: ignore[operator]
+                value = None if instead is None else instead(current, args)
+                values[current] = current.target(*args, **kwargs) if value is None else value  # type: ignore[operator]
     return values[node]
+
+
+def of_shape(node: fx.Node, symbols: Mapping[sympy.Symbol, int]) -> torch.Tensor:
+    """A tensor of the shape and type of ``node``, that takes no memory."""
+    like = node.meta["val"]
+    shape = [concrete(size, symbols) for size in like.shape]
+    return torch.zeros((), dtype=like.dtype, device=like.device).expand(shape)
 
 
 def concrete(size: Any, symbols: Mapping[sympy.Symbol, int]) -> int:

@@ -23,8 +23,7 @@ from selective_compile.passes.normalise import Symbols, retrace, tidy
 from selective_compile.passes.positional import is_positional_root, straight_line
 from selective_compile.passes.rules_lookup import reads_own_index
 from selective_compile.passes.rules_order import is_inverse
-from selective_compile.passes.rules_reduce import dims_along
-from selective_compile.passes.rules_views import reads_rows_in_order, slice_bounds
+from selective_compile.passes.table_rows import table_rows
 from selective_compile.passes.traced_graph import (
     AttentionCall,
     Input,
@@ -64,6 +63,7 @@ class FlatGraph:
     example_inputs: list[Any]
     sizes: Sizes  # the symbols that the outputs' sizes are in
     outputs: tuple[Axes | int | sympy.Expr, ...]  # what each output is in the [B, S] graph
+    proved_from: tuple[Input, ...] = ()  # buffers that a proof read; most leave the graph with the masks they made
 
     @staticmethod
     def sizes_expression(size: Any) -> sympy.Expr:
@@ -249,17 +249,13 @@ class Flattener:
     def replace_rows(self) -> None:
         """A table's rows read in the order of a request's tokens are read at their positions."""
         for node in list(self.graph.nodes):
-            source = node.args[0] if node.target is aten.slice.Tensor else None
-            if source not in self.traced.axes or node not in self.traced.axes:
+            rows = table_rows(node, self.traced.axes, self.traced.sizes)
+            if rows is None or rows.from_end or self.traced.axes[node].is_pair:
                 continue
-            if not reads_rows_in_order(node, self.traced.axes[source], self.traced.sizes):
-                continue
-            (dim,) = dims_along(node, 1, 0)
-            start = slice_bounds(node)[0] or 0
             with self.graph.inserting_before(node):
-                index = self.graph.call_function(aten.add.Tensor, (self.new["positions"], start))
-                rows = self.graph.call_function(aten.index_select.default, (source, dim, index))
-            node.replace_all_uses_with(rows)
+                index = self.graph.call_function(aten.add.Tensor, (self.new["positions"], rows.start))
+                chosen = self.graph.call_function(aten.index_select.default, (node.args[0], rows.dim, index))
+            node.replace_all_uses_with(chosen)
             self.graph.erase_node(node)
 
     def replace_positions(self) -> None:
@@ -300,6 +296,8 @@ class Flattener:
                 self.traced.refuse(node, "it holds a value for each pair of tokens, outside an attention")
             elif axes.numbers == (Axis.BATCH,):
                 self.traced.refuse(node, "it numbers requests, outside a mask")
+            elif table_rows(node, self.traced.axes, self.traced.sizes) is not None:
+                self.traced.refuse(node, "it reads a table by the length of the request, outside a mask")
         if self.traced.refusals:
             raise RefusedError(self.traced.refusals)
 
@@ -339,6 +337,7 @@ class Flattener:
             example_inputs=list(fakes),
             sizes=self.traced.sizes,
             outputs=outputs,
+            proved_from=tuple(self.traced.proved_from),
         )
 
     def check_generality(self) -> None:

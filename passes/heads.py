@@ -121,15 +121,15 @@ def repeats(traced: TracedGraph, candidate: Operand, node: fx.Node, order: tuple
 
 
 def sinks_of(traced: TracedGraph, node: fx.Node, heads: int) -> fx.Node:
-    """The value with one number for each head that ``node`` ``[..., heads, tokens, 1]`` only repeats."""
+    """The value with one number for each head that ``node`` ``[..., heads, tokens or 1, 1]`` only repeats."""
     source = node
     while plain_count(traced, source) != heads or not traced.axes[source].is_constant:
         if getattr(source.target, "overloadpacket", None) not in MOVES or not isinstance(source.args[0], fx.Node):
             raise Unreadable(node, "its sinks are not one number for each head")
         source = source.args[0]
     numbers = torch.arange(heads, dtype=torch.int64).reshape([int(size) for size in source.meta["val"].shape])
-    moved = evaluate(traced, node, batch=1, tokens=PROBE_TOKENS, given={source: numbers})
-    if moved.dim() < 3 or not torch.equal(moved.reshape(heads, -1), numbers.reshape(heads, 1).expand(-1, PROBE_TOKENS)):
+    moved = evaluate(traced, node, batch=1, tokens=PROBE_TOKENS, given={source: numbers}).reshape(heads, -1)
+    if node.meta["val"].dim() < 3 or not torch.equal(moved, numbers.reshape(heads, 1).expand_as(moved)):
         raise Unreadable(node, "its sinks are not those of the heads in their order")
     return source
 

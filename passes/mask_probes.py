@@ -12,22 +12,18 @@ from torch import fx
 
 from selective_compile.passes.axes import Axis
 from selective_compile.passes.evaluate import ancestors, evaluate
+from selective_compile.passes.mask_reads import MaskReads, Unproved
 from selective_compile.passes.positional import at_positions, is_positional_root
 from selective_compile.passes.rules_lookup import reads_own_index
-from selective_compile.passes.score_chain import hidden_from
+from selective_compile.passes.score_chain import REPLACED, hidden_from
 from selective_compile.passes.traced_graph import AttentionCall, MaskTerm, TracedGraph
 
+aten = torch.ops.aten
 DENSE_LENGTHS = (2, 3, 5, 17, 40)
 STRIP, STRIPS_END = 256, 4096
+TILE, ALL_PAIRS = 1024, 2**31  # of a table, so many rows and columns at once, and so many numbers in all
+SHORTER = (12, 130, 257, 1000)
 FAR_POSITIONS = tuple(range(12)) + tuple(2**k + d for k in range(4, 17) for d in (-1, 0, 1))
-
-
-class Unproved(Exception):
-    """The mask equals no family; ``node`` is what to report."""
-
-    def __init__(self, node: fx.Node, reason: str) -> None:
-        super().__init__(reason)
-        self.node = node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +44,12 @@ class Probe:
     real_queries: torch.Tensor
 
 
-def dense_probes(traced: TracedGraph, call: AttentionCall, padding: fx.Node | None) -> Iterator[Probe]:
+def dense_probes(traced: TracedGraph, call: AttentionCall, reads: MaskReads) -> Iterator[Probe]:
     generator = torch.Generator().manual_seed(0)
-    batch = 3 if traced.sizes.batch is not None else 1
+    batch, padding = 3 if traced.sizes.batch is not None else 1, reads.padding
     for length in DENSE_LENGTHS:
+        if reads.limit is not None and length > reads.limit:
+            return
         for round_ in range(1 if padding is None else 3):
             real = torch.ones(batch, length, dtype=torch.int64)
             if round_:
@@ -69,23 +67,49 @@ def dense_probes(traced: TracedGraph, call: AttentionCall, padding: fx.Node | No
                 )
 
 
-def strip_probes(traced: TracedGraph, call: AttentionCall, padding: fx.Node | None) -> Iterator[Probe]:
+def strip_probes(traced: TracedGraph, call: AttentionCall, reads: MaskReads) -> Iterator[Probe]:
     generator = torch.Generator().manual_seed(1)
     for start in range(0, STRIPS_END, STRIP):
         positions = torch.cat([torch.arange(min(start, 4)), torch.arange(start, start + STRIP)])
-        real = torch.rand(len(positions), generator=generator) < 0.9
-        yield far_probe(traced, call, padding, positions, real)
+        positions = within(reads, positions)
+        if len(positions) > 1:
+            real = torch.rand(len(positions), generator=generator) < 0.9
+            yield far_probe(traced, call, reads, positions, real)
+
+
+def tile_probes(traced: TracedGraph, call: AttentionCall, reads: MaskReads, heads: int) -> Iterator[Probe]:
+    """Every pair of positions that tables have rows for, and some requests that are shorter than the longest.
+
+    Raises `Unproved` where the tables are too large for that.
+    """
+    limit = reads.limit
+    assert limit is not None
+    if limit * limit * heads > ALL_PAIRS:
+        pairs = f"{limit} x {limit} positions of {heads} heads"
+        raise Unproved(call.masks[0].node, f"its mask reads a table that is too large to be looked at whole: {pairs}")
+    tile = max(64, int(TILE / heads**0.5))
+    starts = range(0, limit, tile)
+    for j in starts:
+        for i in starts if len(starts) == 1 else range(0, j, tile):
+            parts = [torch.arange(start, min(start + tile, limit)) for start in sorted({i, j})]
+            yield far_probe(traced, call, reads, torch.cat(parts))
+    if any(rows.from_end for rows in reads.rows.values()):
+        for length in {limit - 1, limit // 2, limit // 3, *(c for c in SHORTER if c < limit)} - {0, 1}:
+            yield far_probe(traced, call, reads, within(reads, torch.arange(min(length, tile)) + max(0, length - tile)))
 
 
 def far_probe(
     traced: TracedGraph,
     call: AttentionCall,
-    padding: fx.Node | None,
+    reads: MaskReads,
     positions: torch.Tensor,
     real: torch.Tensor | None = None,
 ) -> Probe:
-    """The mask at chosen positions, in order; reads at a token's own index are then reads at its place here."""
-    length = len(positions)
+    """The mask at chosen positions of a request that ends with the last of them.
+
+    Reads at a token's own index are then reads at its place here, and tables are read at the positions.
+    """
+    length, padding = len(positions), reads.padding
     if padding is None or real is None:
         real = torch.ones(length, dtype=torch.bool)
     given: dict[fx.Node, Any] = {}
@@ -95,17 +119,22 @@ def far_probe(
     if padding is not None:
         given[padding] = real[None].to(padding.meta["val"].dtype)
 
-    def own_index(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def at_places(node: fx.Node, args: tuple[Any, ...]) -> torch.Tensor | None:
+        if node in reads.rows:
+            return reads.rows[node].at(args[0], positions, int(positions[-1]) + 1)
         if not reads_own_index(node, traced.axes):
-            return args
+            return None
         nodes: Any = node.args[1]
-        return (
-            args[0],
-            [i if i is None else places_of(traced.axes[n], i) for n, i in zip(nodes, args[1], strict=True)],
-        )
+        index = [i if i is None else places_of(traced.axes[n], i) for n, i in zip(nodes, args[1], strict=True)]
+        return aten.index.Tensor(args[0], index)
 
-    allowed, bias = combined(traced, call, 1, length, given, own_index)
+    allowed, bias = combined(traced, call, 1, length, given, at_places)
     return Probe(positions=positions, allowed=allowed[0], bias=bias[0], hidden_keys=~real, real_queries=real)
+
+
+def within(reads: MaskReads, positions: torch.Tensor) -> torch.Tensor:
+    """Those that the tables have rows for."""
+    return positions if reads.limit is None else positions[positions < reads.limit]
 
 
 def places_of(axes: Any, index: torch.Tensor) -> torch.Tensor:
@@ -125,6 +154,8 @@ def combined(
     """The pairs that the causal flag and every mask of the call allow, ``[batch, length, length]`` for all heads, and
     what the masks add to their scores, ``[batch, heads or 1 or 0, length, length]``."""
     allowed = torch.ones(batch, length, length, dtype=torch.bool)
+    total = torch.zeros(1, 1, 1, 1, dtype=torch.float64)
+    factors: list[tuple[MaskTerm, torch.Tensor]] = []
     bias = torch.zeros(batch, 0, length, length, dtype=torch.float64)
     if call.causal_flag:
         allowed &= torch.ones(length, length, dtype=torch.bool).tril()
@@ -134,12 +165,23 @@ def combined(
         except IndexError as error:
             raise Unproved(term.node, "its mask reads a table beyond its end") from error
         by_head = heads_apart(traced, term, value)
+        if term.kind == "times":
+            factors.append((term, by_head))
+            continue
         kept = keeps(term, by_head)
+        if term.kind != "add" and bool((~kept & (total + term.fill > REPLACED)).any()):
+            raise Unproved(term.node, f"what is added to scores that it replaced by {term.fill:g} uncovers them")
         if not bool((kept == kept[:, :1]).all()):
             raise Unproved(term.node, "its mask differs between heads")
         allowed &= kept[:, 0]
         if term.kind == "add":
+            total = total + by_head.double() * term.factor
             bias = added(term, bias, by_head)
+    for term, factor in factors:
+        replaced = (factor == 0) & (total <= REPLACED)
+        allowed &= ~replaced.all(1)
+        if bool(((factor != 1) & allowed[:, None]).any()):
+            raise Unproved(term.node, "it multiplies scores that are not hidden")
     return allowed, bias.masked_fill(~allowed[:, None], 0)
 
 

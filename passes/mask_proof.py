@@ -7,11 +7,13 @@ is evaluated on probes (`mask_probes`) and must equal a family on every one of t
 * the same function on strips of neighbouring positions up to ``STRIPS_END``, with random paddings;
 * the same function on chosen far positions: around every constant in the mask's graph, and powers of two;
 * if some distance is hidden, on positions that close in on the smallest such distance, which is the window;
-* if a token does not see the one before it, around multiples of its position, which is the chunk.
+* if a token does not see the one before it, around multiples of its position, which is the chunk;
+* if tables are read by slices of rows, as a triangle in a buffer is, every pair of positions that they have rows for.
 
 Only real queries (padding input not 0) need to agree.  Families: causal, within a window, within chunks, both, and with
-a linear bias for each head.  Refused with its source line: what depends on token content, on a constant table, on two
-paddings, or equals no family.
+a linear bias for each head.  Refused with its source line: what depends on token content, on a weight, on a look-up in
+a table, on two paddings, or equals no family.  A proof from tables bounds requests by their rows, and one from buffers
+of the model holds as long as these stay (``traced.proved_from``).
 """
 
 from __future__ import annotations
@@ -21,16 +23,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from selective_compile.passes.evaluate import ancestors, constants_in
+from selective_compile.passes.evaluate import constants_in
+from selective_compile.passes.fingerprint import Fingerprints
 from selective_compile.passes.mask_probes import (
     Probe,
-    Unproved,
     dense_probes,
     far_positions,
     far_probe,
     strip_probes,
+    tile_probes,
+    within,
 )
-from selective_compile.passes.rules_lookup import LOOKUPS
+from selective_compile.passes.mask_reads import MaskReads, Unproved, mask_reads
 from selective_compile.passes.traced_graph import AttentionCall, MaskFamily, TracedGraph
 
 aten = torch.ops.aten
@@ -42,12 +46,17 @@ CHUNKS_PROBED = (1, 2, 3, 5, 8, 64, 1000)
 def prove_masks(traced: TracedGraph) -> int:
     """Classify every call's mask; refuses what equals no family.  Returns the number proved."""
     proved: dict[Any, MaskFamily] = {}
+    alike = Fingerprints(traced)
     for call in traced.calls:
-        key = (call.causal_flag, call.masks)
+        key = (call.causal_flag, call.query.heads, *((alike.of(t.node), t.kind, t.factor) for t in call.masks))
         try:
+            reads = mask_reads(traced, call)
             if key not in proved:
-                proved[key] = prove(traced, call)
+                proved[key] = prove(traced, call, reads)
             call.family = proved[key]
+            traced.proved_from += [given for given in reads.buffers if given not in traced.proved_from]
+            if reads.limit is not None:
+                traced.bound(reads.limit)
         except Unproved as failure:
             traced.refuse(failure.node, f"mask of {call.name}: {failure}")
     refuse_different_paddings(traced)
@@ -64,23 +73,25 @@ def refuse_different_paddings(traced: TracedGraph) -> None:
             )
 
 
-def prove(traced: TracedGraph, call: AttentionCall) -> MaskFamily:
-    padding = padding_input(traced, call)
-    probes = list(dense_probes(traced, call, padding))
+def prove(traced: TracedGraph, call: AttentionCall, reads: MaskReads) -> MaskFamily:
+    probes = list(dense_probes(traced, call, reads))
     if call.masks:
-        constants = {c for term in call.masks for c in constants_in(term.node)}
-        probes += strip_probes(traced, call, padding)
-        probes.append(far_probe(traced, call, padding, far_positions(constants)))
+        values: Any = {given.node: given.example for given in reads.buffers}
+        constants = {c for term in call.masks for c in constants_in(term.node, values)}
+        probes += strip_probes(traced, call, reads)
+        probes.append(far_probe(traced, call, reads, within(reads, far_positions(constants))))
+    if reads.rows:
+        probes += tile_probes(traced, call, reads, max(len(probe.bias) for probe in probes) or 1)
     chunk = chunk_of(probes)
     if chunk:
         multiples = [chunk * k for k in CHUNKS_PROBED]
-        probes.append(far_probe(traced, call, padding, far_positions(multiples)))
-    window = close_in(traced, call, padding, probes, chunk)
+        probes.append(far_probe(traced, call, reads, within(reads, far_positions(multiples))))
+    window = close_in(traced, call, reads, probes, chunk)
     if not all(agrees(probe, window, chunk) for probe in probes):
         node = made_at(traced, call.masks[0].node) if call.masks else call.output
         tried = "causal, windows and chunks were tried"
         raise Unproved(node, f"no mask family reproduces it ({tried}); {first_difference(probes)}")
-    return MaskFamily(window=window, padding=padding, chunk=chunk, slopes=slopes_of(call, probes))
+    return MaskFamily(window=window, padding=reads.padding, chunk=chunk, slopes=slopes_of(call, probes))
 
 
 def chunk_of(probes: list[Probe]) -> int:
@@ -139,46 +150,7 @@ def made_at(traced: TracedGraph, node: fx.Node) -> fx.Node:
         (node,) = parents
 
 
-def padding_input(traced: TracedGraph, call: AttentionCall) -> fx.Node | None:
-    """The one token input that the masks depend on; refuses masks that read anything but positions and that input."""
-    found: set[fx.Node] = set()
-    tokens = {given.node for given in traced.tokens()}
-    for term in call.masks:
-        if term.node not in traced.axes:
-            raise Unproved(term.node, "its mask could not be followed back to positions")
-        for node in ancestors(term.node):
-            if node in tokens:
-                found.add(node)
-            elif reads_table(traced, node):
-                raise Unproved(term.node, f"its mask reads a table, weight or buffer ({node.name})")
-            elif node in traced.sequence_nodes or node.target is aten.embedding.default:
-                raise Unproved(node, "its mask depends on what the tokens are")
-    if len(found) > 1:
-        raise Unproved(call.masks[0].node, f"its masks depend on several inputs: {sorted(n.name for n in found)}")
-    if found & used_outside_masks(traced):
-        raise Unproved(call.masks[0].node, "the input that hides keys is used outside of masks as well")
-    return found.pop() if found else None
-
-
-def used_outside_masks(traced: TracedGraph) -> set[fx.Node]:
-    """Inputs whose values reach an output by a way that leads through no mask."""
-    masks = {term.node for call in traced.calls for term in call.masks}
-    reached = ancestors(traced.output_node, frozenset(masks))
-    return {node for node in reached if node.op == "placeholder"} - masks
-
-
-def reads_table(traced: TracedGraph, node: fx.Node) -> bool:
-    """A weight or buffer, which may change, or a look-up in a constant: what it holds elsewhere no probe may see."""
-    if node.op == "placeholder":
-        return isinstance(node.meta.get("val"), torch.Tensor)
-    by_slice = node.target is aten.slice.Tensor and not traced.axes[node].is_constant
-    if getattr(node.target, "overloadpacket", None) not in LOOKUPS and not by_slice:
-        return False
-    table = node.args[0]
-    return isinstance(table, fx.Node) and table.meta["val"].numel() > 1 and traced.axes[table].is_constant
-
-
-def close_in(traced: TracedGraph, call: AttentionCall, padding: fx.Node | None, probes: list[Probe], chunk: int) -> int:
+def close_in(traced: TracedGraph, call: AttentionCall, reads: MaskReads, probes: list[Probe], chunk: int) -> int:
     """The smallest distance that the mask hides within a chunk, 0 if it hides none; adds the probes that it takes."""
     while True:
         seen = max(int(distances(probe, probe.allowed, chunk).max()) for probe in probes)
@@ -189,7 +161,7 @@ def close_in(traced: TracedGraph, call: AttentionCall, padding: fx.Node | None, 
         nearest = int(hidden.min())
         if nearest == seen + 1:
             return nearest
-        probes.append(far_probe(traced, call, padding, far_positions([(seen + nearest) // 2])))
+        probes.append(far_probe(traced, call, reads, within(reads, far_positions([(seen + nearest) // 2]))))
 
 
 def distances(probe: Probe, pairs: torch.Tensor, chunk: int) -> torch.Tensor:

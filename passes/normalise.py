@@ -90,9 +90,10 @@ class Symbols:
             self._made[name] = made
         return self._made[name]
 
-    def sizes(self) -> Sizes:
-        batch = self._made.get("batch")
-        return Sizes(batch=None if batch is None else batch.node.expr, token=self._made["token"].node.expr)
+    def sizes(self, limit: int | None = None) -> Sizes:
+        """The symbols, of a graph for up to ``limit`` tokens."""
+        batch, token = self._made.get("batch"), self._made["token"].node.expr
+        return Sizes(batch=None if batch is None else batch.node.expr, token=token, limit=limit)
 
 
 def normalise(module: fx.GraphModule, examples: Sequence[Any]) -> TracedGraph:
@@ -117,12 +118,13 @@ def normalise(module: fx.GraphModule, examples: Sequence[Any]) -> TracedGraph:
     ]
     make_functional(traced)  # before copies are removed: a copy may be there to be written to
     tidy(traced)
+    limit = longest_request(bounding(symbols))
     return TracedGraph(
         module=traced,
         inputs=inputs,
-        sizes=symbols.sizes(),
+        sizes=symbols.sizes(limit),
         narrowings=narrowings(symbols),
-        max_tokens=longest_request(bounding(symbols)),
+        max_tokens=limit,
         conditions=tuple(guard.expr for guard in symbols.env.guards),
     )
 

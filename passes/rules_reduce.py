@@ -38,13 +38,13 @@ def reduction(position: int = 1, keepdim_position: int = 2) -> Callable[..., Any
         if node.target in OF_TWO:
             return pointwise(node, axes_of, sizes)
         axes, dims = axes_of(node.args[0]), dims_along(node, position)
-        over_keys = node.target in MAXIMA and len(dims) == 1 and is_keys(axes, dims[0])
+        over_keys = node.target in OVER_KEYS and len(dims) == 1 and is_keys(axes, dims[0])
         if not over_keys:
             refuse_labelled(node, axes, dims)
         keep = node.args[keepdim_position] if len(node.args) > keepdim_position else node.kwargs.get("keepdim", False)
         kept = tuple(() if i in dims else dim for i, dim in enumerate(axes.dims) if keep or i not in dims)
         found = Axes(dims=kept, inputs=axes.inputs)
-        return ("maximum over the key axis", found) if over_keys else found
+        return (OVER_KEYS[node.target], found) if over_keys else found
 
     return rule
 
@@ -69,6 +69,10 @@ def along(position: int = 1, default: Any = -1) -> Callable[..., Axes]:
 
 SOFTMAX = (aten.softmax.int, aten._softmax.default)
 MAXIMA = (aten.max.dim, aten.amax.default)
+OVER_KEYS: dict[Any, str] = {
+    **dict.fromkeys(MAXIMA, "maximum over the key axis"),
+    aten.logsumexp.default: "logarithm of the sum over the key axis",
+}
 OF_TWO = (aten.max.other, aten.min.other)  # of two tensors, which shares a name with that of one
 
 

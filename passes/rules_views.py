@@ -14,6 +14,7 @@ from selective_compile.passes.axes import Axes, Axis, Dim, Extended, Mixes, Size
 from selective_compile.passes.rules_order import order_of
 from selective_compile.passes.rules_pointwise import broadcast
 from selective_compile.passes.rules_reduce import dims_along, refuse_labelled
+from selective_compile.passes.table_rows import rows_of, slice_bounds
 
 aten = torch.ops.aten
 AxesOf = Callable[[Any], Axes]
@@ -82,27 +83,11 @@ def slice_(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     if cuts_extension(node, axes, dim, sizes):
         return with_dims(axes, replaced(axes.dims, dim, (Axis.TOKEN,)))
     refuse_labelled(node, axes, [dim])
-    if reads_rows_in_order(node, axes, sizes):
+    if rows_of(node, axes, sizes) is not None:
         return with_dims(axes, replaced(axes.dims, dim, (Axis.TOKEN,)))
     if not all(bound is None or isinstance(bound, int) for bound in (*node.args[2:], value.shape[dim])):
         raise Mixes("reads a table by the number of tokens")
     return with_dims(axes, replaced(axes.dims, dim, sizes.dim(value.shape[dim])))
-
-
-def reads_rows_in_order(node: fx.Node, axes: Axes, sizes: Sizes) -> bool:
-    """Whether a slice takes a table's rows from a constant one on, one for each token: ``table[2 : S + 2]``."""
-    (dim,) = dims_along(node, 1, 0)
-    start, _, step = slice_bounds(node)
-    if not axes.is_constant or step != 1 or not (start is None or isinstance(start, int) and start >= 0):
-        return False
-    size = node.meta["val"].shape[dim]
-    return is_symbolic(size) and sizes.monomial(size) == (1, 0, 1)
-
-
-def slice_bounds(node: fx.Node) -> list[Any]:
-    """Start, end and step as given, None, None and 1 where they are not."""
-    given: list[Any] = [*node.args[2:]]
-    return given + [None, None, 1][len(given) :]
 
 
 def cuts_extension(node: fx.Node, axes: Axes, dim: int, sizes: Sizes) -> bool:

@@ -18,6 +18,9 @@ from selective_compile.passes.traced_graph import MaskTerm, TracedGraph
 aten = torch.ops.aten
 # Scores at or below this are taken as hidden: exp of the difference to any score of usable size is 0 in float32.
 HIDDEN = -1e9
+# A score that is put in the place of another hides it from here on, if any score of usable size is more than -9,000;
+# of what is added to a score, so little may be a bias of far positions.
+REPLACED = -1e4
 PASSED_THROUGH = (aten.to, aten.reshape, aten._to_copy, aten.clone, aten.contiguous, aten.type_as)
 
 
@@ -100,6 +103,8 @@ def step_back(traced: TracedGraph, chain: ScoreChain, node: fx.Node) -> Any:
         factor = float(node.args[1])
         chain.multiply(factor if packet is aten.mul else 1 / factor)
         return node.args[0]
+    if packet is aten.mul and not node.kwargs:
+        return take_factors(traced, chain, node)
     if packet is aten.tanh:
         chain.tanh(node)
         return node.args[0]
@@ -118,6 +123,19 @@ def step_back(traced: TracedGraph, chain: ScoreChain, node: fx.Node) -> Any:
     raise Unreadable(node, f"no reading for {node.target} between the product of queries and keys and the softmax")
 
 
+def take_factors(traced: TracedGraph, chain: ScoreChain, node: fx.Node) -> Any:
+    """``scores * mask`` of zeros and ones: what it multiplies with zero must be hidden by something nearer the softmax.
+
+    Masks further from the softmax would be undone by it.
+    """
+    first, second = node.args[:2]
+    scores, mask = (first, second) if carries_scores(traced, first) else (second, first)
+    if not carries_scores(traced, scores) or not isinstance(mask, fx.Node) or carries_scores(traced, mask):
+        raise Unreadable(node, f"no reading for {node.target} of two scores or of a number that is not known")
+    chain.masks.append(MaskTerm(node=mask, kind="times"))
+    return scores
+
+
 def take_added_mask(traced: TracedGraph, chain: ScoreChain, node: fx.Node) -> Any:
     first, second = node.args[:2]
     scores, mask = (first, second) if carries_scores(traced, first) else (second, first)
@@ -133,7 +151,13 @@ def add_mask(traced: TracedGraph, chain: ScoreChain, node: fx.Node, mask: Any, t
         raise Unreadable(node, "what is added to its scores is not a mask of positions")
     if chain._after_tanh is not None:
         raise Unreadable(node, "a mask is applied before the scores are capped")
+    refuse_behind_factors(chain, node)
     chain.masks.append(MaskTerm(node=mask, kind="add", factor=chain.scale * times))
+
+
+def refuse_behind_factors(chain: ScoreChain, node: fx.Node) -> None:
+    if any(term.kind == "times" for term in chain.masks):
+        raise Unreadable(node, "a mask is applied before the scores are multiplied with another one")
 
 
 def take_maximum(chain: ScoreChain, node: fx.Node) -> Any:
@@ -153,7 +177,8 @@ def take_maximum(chain: ScoreChain, node: fx.Node) -> Any:
 
 def take_floor(traced: TracedGraph, node: fx.Node) -> Any:
     """``maximum(scores, least)``, with a least score that hides: what is above it stays as it is."""
-    if not hides(traced, node.args[1], node.meta["val"].dtype, 1.0):
+    least = largest_of(traced, node.args[1])
+    if least is None or least > replaced_by(node):
         raise Unreadable(node, "its scores are cut off from below")
     return node.args[0]
 
@@ -176,11 +201,13 @@ def take_filled(
 ) -> Any:
     if not carries_scores(traced, scores) or carries_scores(traced, mask):
         raise Unreadable(node, "it must fill scores where a mask of positions says so")
-    if not hides(traced, fill, node.meta["val"].dtype, chain.scale):
-        raise Unreadable(node, f"its hidden scores must be at most {HIDDEN:g}, got {fill}")
+    number = largest_of(traced, fill)
+    if number is None or number * chain.scale > replaced_by(node):
+        raise Unreadable(node, f"its hidden scores must be at most {REPLACED:g}, got {fill}")
     if chain._after_tanh is not None or chain.scale <= 0:
         raise Unreadable(node, "a mask is applied before the scores are capped or negated")
-    chain.masks.append(MaskTerm(node=mask, kind=kind))
+    refuse_behind_factors(chain, node)
+    chain.masks.append(MaskTerm(node=mask, kind=kind, fill=number * chain.scale))
     return scores
 
 
@@ -190,14 +217,19 @@ def no_factor_yet(chain: ScoreChain, node: fx.Node) -> None:
         raise Unreadable(node, "its sinks are there before the scores are scaled or capped")
 
 
-def hides(traced: TracedGraph, fill: Any, dtype: torch.dtype, factor: float) -> bool:
-    """Whether ``factor`` times a number, or a tensor that depends on no input, hides the scores it stands for."""
+def largest_of(traced: TracedGraph, fill: Any) -> float | None:
+    """A number, or the largest one in a tensor that depends on no input; None for what depends on one."""
     if isinstance(fill, fx.Node):
         known = fill in traced.axes and traced.axes[fill].is_constant
         if not known or any(node.op == "placeholder" for node in ancestors(fill)):
-            return False
+            return None
         fill = evaluate(traced, fill, batch=1, tokens=2, given={}).max().item()
-    return isinstance(fill, (int, float)) and fill * factor <= hidden_from(dtype)
+    return float(fill) if isinstance(fill, (int, float)) else None
+
+
+def replaced_by(node: fx.Node) -> float:
+    """The largest number that hides the score whose place it takes."""
+    return max(REPLACED, hidden_from(node.meta["val"].dtype))
 
 
 def hidden_from(dtype: torch.dtype) -> float:

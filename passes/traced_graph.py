@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -24,6 +25,11 @@ class Input:
     source: str
     place: Place
     example: torch.Tensor | int
+
+    @property
+    def is_buffer(self) -> bool:
+        """Whether it is a tensor of the model that training does not change."""
+        return self.place == "weight" and "_buffers[" in self.source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +68,16 @@ class Operand:
 
 @dataclass(frozen=True, kw_only=True)
 class MaskTerm:
-    """One mask of an attention call: a boolean to keep or drop, or floats to add, ``factor`` times, to the scores."""
+    """One mask of an attention call: a boolean to keep or drop, or floats to add, ``factor`` times, to the scores.
+
+    Or numbers that scores are multiplied with ("times"): they must be 1 for every pair that is not hidden.  ``fill`` is
+    what a hidden score is replaced by, before anything nearer the softmax is added to it.
+    """
 
     node: fx.Node
-    kind: Literal["keep", "drop", "add"]
+    kind: Literal["keep", "drop", "add", "times"]
     factor: float = 1.0
+    fill: float = -math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +163,8 @@ class TracedGraph:
     ``narrowings`` are refusals of the graph as a whole, for sizes that it does not hold for; analyses name the nodes
     where they can, so these come last.  ``conditions`` are all that was asked of sizes, as expressions.  ``max_tokens``
     is the longest request that they hold for, None if any is.  ``functions`` are those left whole by capture, with what
-    they are known to compute (`recurrence_match.Recognised`).
+    they are known to compute (`recurrence_match.Recognised`).  ``proved_from`` are buffers of the model whose values a
+    proof has read: it holds as long as they stay.
     """
 
     module: fx.GraphModule
@@ -167,6 +179,7 @@ class TracedGraph:
     conditions: tuple[sympy.Basic, ...] = ()
     functions: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
+    proved_from: list[Input] = field(default_factory=list)
 
     @property
     def graph(self) -> fx.Graph:
@@ -178,6 +191,10 @@ class TracedGraph:
 
     def tokens(self) -> list[Input]:
         return [given for given in self.inputs if given.place == "tokens"]
+
+    def bound(self, tokens: int) -> None:
+        """Requests of more ``tokens`` than this are not served."""
+        self.max_tokens = tokens if self.max_tokens is None else min(tokens, self.max_tokens)
 
     def tensors(self) -> Iterator[fx.Node]:
         return (node for node in self.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor))

@@ -13,6 +13,7 @@ from selective_compile.ops import forced_implementation
 from selective_compile.options import BackendOptions
 from selective_compile.passes import Rewrite
 from selective_compile.passes.axes import Axes, Axis
+from selective_compile.proved_tensors import ProvedTensors
 
 
 class RealTokens:
@@ -41,7 +42,8 @@ class PaddedProgram:
     """Called with Dynamo's graph inputs in Dynamo's order; returns Dynamo's graph outputs.
 
     Some calls run Dynamo's own graph, uncompiled: a length that the trace does not hold for, a mask of other numbers
-    than 0 and 1, a window over rows with holes, and fewer than two real tokens.
+    than 0 and 1, a window over rows with holes, fewer than two real tokens, and other values in the buffers that masks
+    were proved from.
     """
 
     def __init__(self, rewritten: Rewrite, module: fx.GraphModule, options: BackendOptions) -> None:
@@ -53,6 +55,9 @@ class PaddedProgram:
         self._weights = [given.index for given in flat.weights]
         self._tokens = [given.index for given in flat.tokens]
         self._uses_positions, self._device, self._sizes = flat.uses_positions, flat.device, flat.sizes
+        self._proved = [given.index for given in flat.proved_from]
+        proved: list[Any] = [given.example for given in flat.proved_from]
+        self._values = ProvedTensors(proved)
         self._conditions = rewritten.traced.conditions
         self._outputs = tuple(zip(flat.outputs, rewritten.tails, strict=True))
         padding = {call.family.padding for call in flat.calls if call.family is not None}
@@ -63,6 +68,8 @@ class PaddedProgram:
     def __call__(self, *arguments: Any) -> Any:
         if self._mask is not None and not zeros_and_ones(arguments[self._mask]):
             return self._module(*arguments)  # what the masks are for other numbers was not proved
+        if not self._values.hold([arguments[index] for index in self._proved]):
+            return self._module(*arguments)
         batch, length = self._batch_shape(arguments)
         symbols = {self._sizes.token: length, self._sizes.batch: batch}
         if not all(holds(condition, symbols) for condition in self._conditions):

@@ -19,6 +19,7 @@ from selective_compile.passes import RefusedError, Rewrite, rewrite
 from selective_compile.passes.flatten import FlatGraph, reach_of
 from selective_compile.passes.position_limit import position_limit
 from selective_compile.passes.recurrence_match import Recognised
+from selective_compile.proved_tensors import ProvedTensors
 from selective_compile.sequential_program import SequentialProgram, can_run
 from selective_compile.step import Reach, StepInputs
 from selective_compile.whole_functions import Place
@@ -77,6 +78,9 @@ class LiveWeights:
         self._slots = [places[0] if places else None for places in shared]
         # To the graph, a weight that the model has in several places is one input.
         self._tied = [(*places[0], *other) for places in shared for other in places[1:]]
+        proved: list[Any] = [given.example for given in flat.proved_from]
+        self._proved = [owners[id(tensor)][0] for tensor in proved]
+        self._values = ProvedTensors(proved)
         self._constants: list[Any] = [given.example for given in flat.weights]
         self._kinds = [(t.shape, t.dtype, t.device) for t in self._constants]
 
@@ -91,7 +95,8 @@ class LiveWeights:
 
         Raises:
             ValueError: the graph is not that of the model any more: a module was replaced, or a tied weight in one of
-                its places only, or a weight got another shape, dtype or device.
+                its places only, or a weight got another shape, dtype or device, or a buffer that masks were proved
+                from got other values.
         """
         for children, name, child in self._modules:
             if children.get(name) is not child:
@@ -107,6 +112,9 @@ class LiveWeights:
                     f"the model's {slot[1] if slot else 'tensors'!r} must stay {dtype} {list(shape)} on {device}, "
                     f"as compiled, got {found}"
                 )
+        if not self._values.hold([own.get(name) for own, name in self._proved]):
+            names = ", ".join(sorted({name for _, name in self._proved}))
+            raise ValueError(f"buffers that masks were proved from must keep their values, got others in {names}")
         return tuple((id(t), 0 if t.is_inference() else t._version) for t in tensors)
 
 

@@ -30,8 +30,19 @@ PACKAGE_OF_FOLDER = {
 # Lowest first: a module imports from its own layer and from those below it. `selective_compile/__init__.py`,
 # the face, stands above them all. A new module or subpackage of selective_compile/ takes its place here.
 LAYERS = (
-    ("options", "reference", "state_reference", "ops", "state_ops", "kernels", "step"),
+    (
+        "options",
+        "reference",
+        "state_reference",
+        "ops",
+        "state_ops",
+        "function_op",
+        "kernels",
+        "step",
+        "proved_tensors",
+    ),
     ("passes",),
+    ("whole_functions",),
     ("backend", "report", "capture", "compiling", "padded_program", "sequential_program", "step_program"),
     ("runtime",),
     (

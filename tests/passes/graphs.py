@@ -13,8 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from selective_compile.passes.attention import recognise_attention
 from selective_compile.passes.flatten import FlatGraph, flatten
 from selective_compile.passes.functional import make_functional
+from selective_compile.passes.lengths import longest_request
 from selective_compile.passes.mask_proof import prove_masks
-from selective_compile.passes.normalise import INDEX_FORM, Symbols, narrowings, tidy
+from selective_compile.passes.normalise import INDEX_FORM, Symbols, bounding, narrowings, tidy
 from selective_compile.passes.token_axes import mark_token_axes
 from selective_compile.passes.traced_graph import Input, Place, Refusal, RefusedError, TracedGraph
 
@@ -35,8 +36,8 @@ TOKEN_INPUTS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
 def trace(function: Callable[..., Any], *weights: Tensor) -> TracedGraph:
     """The graph of ``function``, as pass 1 leaves it.
 
-    Parameters that are named in `TOKEN_INPUTS` are token inputs, the others take ``weights``; one tensor or several
-    are returned.  Raises `RefusedError`.
+    Parameters that are named in `TOKEN_INPUTS` are token inputs, the others take ``weights``, those named ``buffer...``
+    as buffers; one tensor or several are returned.  Raises `RefusedError`.
     """
     names = [name for name in inspect.signature(function).parameters if name in TOKEN_INPUTS]
     symbols = Symbols()
@@ -53,7 +54,9 @@ def trace(function: Callable[..., Any], *weights: Tensor) -> TracedGraph:
         with torch.no_grad():
             module = make_fx(run, INDEX_FORM, tracing_mode="real", pre_dispatch=True)(*fakes)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    sources = ["B", "S", *(f"L['{n}']" for n in names)] + [f"L['self']._parameters['{i}']" for i in range(len(weights))]
+    held = [name for name in inspect.signature(function).parameters if name not in TOKEN_INPUTS]
+    sources = ["B", "S", *(f"L['{name}']" for name in names)]
+    sources += [f"L['self'].{'_buffers' if n.startswith('buffer') else '_parameters'}['{n}']" for n in held]
     examples = [3, 12, *(sample(n, 3, 12) for n in names), *weights]
     places: list[Place] = ["size", "size", *["tokens"] * len(names), *["weight"] * len(weights)]  # type: ignore[list-item]
     inputs = [
@@ -62,7 +65,10 @@ def trace(function: Callable[..., Any], *weights: Tensor) -> TracedGraph:
     ]
     make_functional(module)
     tidy(module)
-    return TracedGraph(module=module, inputs=inputs, sizes=symbols.sizes(), narrowings=narrowings(symbols))
+    limit = longest_request(bounding(symbols))
+    return TracedGraph(
+        module=module, inputs=inputs, sizes=symbols.sizes(limit), narrowings=narrowings(symbols), max_tokens=limit
+    )
 
 
 def sample(name: str, batch: int, length: int, seed: int = 0) -> Tensor:

@@ -1,0 +1,85 @@
+"""What an attention's masks are computed from: positions, one input that hides keys, and tables that can be checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from selective_compile.passes.evaluate import ancestors
+from selective_compile.passes.rules_lookup import LOOKUPS
+from selective_compile.passes.table_rows import TableRows, table_rows
+from selective_compile.passes.traced_graph import AttentionCall, Input, TracedGraph
+
+aten = torch.ops.aten
+
+
+class Unproved(Exception):
+    """The mask equals no family; ``node`` is what to report."""
+
+    def __init__(self, node: fx.Node, reason: str) -> None:
+        super().__init__(reason)
+        self.node = node
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskReads:
+    """The one token input that hides keys, if any; the slices of tables; the model's buffers, all of one call's masks.
+
+    ``limit``: the longest request that the tables have rows for; None without tables.
+    """
+
+    padding: fx.Node | None = None
+    rows: dict[fx.Node, TableRows] = field(default_factory=dict)
+    buffers: tuple[Input, ...] = ()
+
+    @property
+    def limit(self) -> int | None:
+        return min((rows.limit for rows in self.rows.values()), default=None)
+
+
+def mask_reads(traced: TracedGraph, call: AttentionCall) -> MaskReads:
+    """Raises `Unproved` where a mask depends on what the tokens are, on two inputs, on a weight, or on a look-up."""
+    found: set[fx.Node] = set()
+    rows: dict[fx.Node, TableRows] = {}
+    buffers: list[Input] = []
+    tokens = {given.node for given in traced.tokens()}
+    kept = {given.node: given for given in traced.inputs if given.is_buffer}
+    for term in call.masks:
+        if term.node not in traced.axes:
+            raise Unproved(term.node, "its mask could not be followed back to positions")
+        for node in ancestors(term.node):
+            if node in tokens:
+                found.add(node)
+            elif node in kept:
+                buffers.append(kept[node])
+            elif (read := table_rows(node, traced.axes, traced.sizes)) is not None:
+                rows[node] = read
+            elif reads_table(traced, node):
+                raise Unproved(term.node, f"its mask reads a table or a weight ({node.name})")
+            elif node in traced.sequence_nodes or node.target is aten.embedding.default:
+                raise Unproved(node, "its mask depends on what the tokens are")
+    if len(found) > 1:
+        raise Unproved(call.masks[0].node, f"its masks depend on several inputs: {sorted(n.name for n in found)}")
+    if found & used_outside_masks(traced):
+        raise Unproved(call.masks[0].node, "the input that hides keys is used outside of masks as well")
+    return MaskReads(padding=found.pop() if found else None, rows=rows, buffers=tuple(dict.fromkeys(buffers)))
+
+
+def used_outside_masks(traced: TracedGraph) -> set[fx.Node]:
+    """Inputs whose values reach an output by a way that leads through no mask."""
+    masks = {term.node for call in traced.calls for term in call.masks}
+    reached = ancestors(traced.output_node, frozenset(masks))
+    return {node for node in reached if node.op == "placeholder"} - masks
+
+
+def reads_table(traced: TracedGraph, node: fx.Node) -> bool:
+    """A parameter, which training changes, or a look-up in a constant: what it holds elsewhere no probe may see."""
+    if node.op == "placeholder":
+        return isinstance(node.meta.get("val"), torch.Tensor)
+    by_slice = node.target is aten.slice.Tensor and not traced.axes[node].is_constant
+    if getattr(node.target, "overloadpacket", None) not in LOOKUPS and not by_slice:
+        return False
+    table = node.args[0]
+    return isinstance(table, fx.Node) and table.meta["val"].numel() > 1 and traced.axes[table].is_constant
