@@ -76,7 +76,9 @@ def rewrite(
     module: fx.GraphModule,
     examples: Sequence[Any],
     *,
-    paged: bool, ones: str | None = None, functions: Mapping[str, Any] | None = None
+    paged: bool,
+    ones: str | None = None,
+    functions: Mapping[str, Any] | None = None,
 ) -> Rewrite:
     """Run the pipeline on Dynamo's graph.
 

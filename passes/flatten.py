@@ -45,8 +45,8 @@ HINT_TOKENS = 48
 @dataclass(kw_only=True)
 class FlatGraph:
     """The rewritten graph.  Placeholders in order: weights, token inputs ``[1, T]``, positions ``[T]`` if used,
-    metadata, then if paged a key and a value pool per call site and a state pool per recurrence, then ``logit_rows [R]``
-    once pass 8 has run.
+    metadata, then if paged a key and a value pool per call site and a state pool per recurrence, then
+    ``logit_rows [R]`` once pass 8 has run.
 
     Calls that see equally far back share a block table and a slot mapping; those of the farthest are in the metadata
     first, those of the others follow it in the order of ``reaches``, and then the slots of recurrent states."""
@@ -193,6 +193,7 @@ class Flattener:
             return source
         rows = self.graph.call_function(aten.squeeze.dim, (source, 0))
         return self.graph.call_function(aten.movedim.int, (rows, tensor.token_dim - 1, 0))
+
     def metadata_of(self, call: AttentionCall) -> tuple[str, ...]:
         group = self.group_of(call)
         return (*PAGED[:2], f"block_table_{group}", f"slot_mapping_{group}") if group else self.metadata[: len(PAGED)]
@@ -387,8 +388,8 @@ class Flattener:
         kind, index = name.split("_pool_")
         if kind == "state":
             call = self.traced.recurrences[int(index)]
-            shape = [self.symbols.size("num_slots", 11), *call.state_shape]
-            return torch.empty(shape, dtype=call.state_dtype, device=device)
+            pool: list[Any] = [self.symbols.size("num_slots", 11), *call.state_shape]
+            return torch.empty(pool, dtype=call.state_dtype, device=device)
         return self.fake_pool(self.traced.calls[int(index)], kind)
 
     def fake_pool(self, call: AttentionCall, kind: str) -> torch.Tensor:

@@ -60,8 +60,9 @@ def decaying(*shape: int, **options: Any) -> Tensor:
     return -0.05 - torch.rand(*shape, **options)
 
 
-def unit(*shape: int, **options: Any) -> Tensor:
-    return F.normalize(torch.randn(*shape, **options), dim=-1)
+def short(*shape: int, **options: Any) -> Tensor:
+    """Vectors that a state stays bounded with, of several lengths: a formula that normalises them is another one."""
+    return F.normalize(torch.randn(*shape, **options), dim=-1) * (0.3 + 0.7 * torch.rand(*shape[:-1], 1, **options))
 
 
 def seldom(*shape: int, **options: Any) -> Tensor:
@@ -107,7 +108,7 @@ def run_selective_scan(
     limits: tuple[float, float] | None,
     **step: Any,
 ) -> Tensor:
-    """Mamba (Gu and Dao 2023, algorithm 2): as `run_ssd` with a decay for each channel and state; ``y * silu(gate)``."""
+    """Mamba (Gu and Dao 2023, algorithm 2): `run_ssd` with a decay for each channel and state; ``y * silu(gate)``."""
     steps = time_step(dt, dt_bias, softplus, limits)
     y = ops.selective_scan(x.float(), steps, A.float(), B.float(), C.float(), None if D is None else D.float(), **step)
     return y if gate is None else y * F.silu(gate.float())
@@ -153,14 +154,14 @@ def run_causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, **s
 
 STEPS = tuple({"softplus": softplus} for softplus in (True, False))
 RULES = tuple({"normalised": n, "scaled": s} for n in (True, False) for s in (True, False))
-DELTA = {
+DELTA: dict[str, Any] = {
     "run": run_gated_delta_rule,
     "result": "HV",
     "state": "HDV",
     "options": RULES,
     "multiples": (("H", "K"),),
 }
-QUERY, KEY = Role(name="query", dims="KD", draw=unit), Role(name="key", dims="KD", draw=unit)
+QUERY, KEY = Role(name="query", dims="KD", draw=short), Role(name="key", dims="KD", draw=short)
 VALUE, BETA = Role(name="value", dims="HV"), Role(name="beta", dims="H", draw=uniform)
 
 FAMILIES: tuple[Family, ...] = (

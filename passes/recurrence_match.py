@@ -37,8 +37,10 @@ class TensorArgument:
     @property
     def sizes(self) -> tuple[int, ...]:
         """The sizes that are neither the batch nor the tokens."""
-        return self.shape if self.token_dim is None else tuple(
-            size for dim, size in enumerate(self.shape) if dim not in (0, self.token_dim)
+        return (
+            self.shape
+            if self.token_dim is None
+            else tuple(size for dim, size in enumerate(self.shape) if dim not in (0, self.token_dim))
         )
 
 
@@ -128,7 +130,9 @@ def unify(dims: str, sizes: tuple[int, ...], letters: Mapping[str, int]) -> dict
     if len(dims) != len(sizes):
         return None
     found = dict(letters)
-    return found if all(found.setdefault(letter, size) == size for letter, size in zip(dims, sizes, strict=True)) else None
+    return (
+        found if all(found.setdefault(letter, size) == size for letter, size in zip(dims, sizes, strict=True)) else None
+    )
 
 
 def sizes_fit(family: Family, letters: dict[str, int], result: tuple[int, ...]) -> bool:

@@ -13,6 +13,8 @@ op.  Declines, with the node, where the function is not known or its tensors are
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -20,7 +22,7 @@ from selective_compile.function_op import function
 from selective_compile.passes.axes import Axis
 from selective_compile.passes.recurrence_families import CAUSAL_CONV1D
 from selective_compile.passes.recurrence_match import Recognised, Signature, TensorArgument
-from selective_compile.passes.traced_graph import RecurrentCall, TracedGraph, TokenTensor, module_path, source_line
+from selective_compile.passes.traced_graph import RecurrentCall, TokenTensor, TracedGraph, module_path, source_line
 
 aten = torch.ops.aten
 DEFAULTS = (None, [1], [0], [1], 1)  # of a convolution: bias, stride, padding, dilation, groups
@@ -47,12 +49,22 @@ def whole_convolutions(traced: TracedGraph) -> int:
 def replace(traced: TracedGraph, first: fx.Node, last: fx.Node, tensors: list[fx.Node]) -> None:
     value = last.meta["val"]
     with traced.graph.inserting_before(first):
-        whole = traced.graph.call_function(function, (tensors, CONVOLUTION, list(value.shape), value.dtype))
+        shape = [
+            size if isinstance(size, int) else size_node(traced, tensors[0], dim)
+            for dim, size in enumerate(value.shape)
+        ]
+        whole = traced.graph.call_function(function, (tensors, CONVOLUTION, shape, value.dtype))
     whole.meta.update(last.meta)
     whole.meta["stack_trace"] = first.meta.get("stack_trace")
     last.replace_all_uses_with(whole)
     for node in dict.fromkeys((last, first)):
         traced.graph.erase_node(node)
+
+
+def size_node(traced: TracedGraph, node: fx.Node, dim: int) -> fx.Node:
+    size = traced.graph.call_function(aten.sym_size.int, (node, dim))
+    size.meta["val"] = node.meta["val"].shape[dim]
+    return size
 
 
 def convolution_tensors(traced: TracedGraph, node: fx.Node) -> list[fx.Node]:
@@ -66,14 +78,14 @@ def convolution_tensors(traced: TracedGraph, node: fx.Node) -> list[fx.Node]:
 
 def shift_of(node: fx.Node) -> int:
     """How many tokens a pad with zeros moves ``[B, S, C]`` back; 0 if it does something else."""
-    x, amounts, *how = node.args
-    value = x.meta["val"]  # type: ignore[union-attr]
+    x, amounts, *how = arguments_of(node)
+    value = x.meta["val"]
     zeros = how in ([], [0], [0.0], ["constant"], ["constant", None], ["constant", 0], ["constant", 0.0])
     if not zeros or node.kwargs or value.dim() != 3 or not isinstance(value.shape[2], int):
         return 0
-    if len(amounts) != 4 or list(amounts[:2]) != [0, 0]:  # type: ignore[arg-type,index]
+    if len(amounts) != 4 or list(amounts[:2]) != [0, 0]:
         return 0
-    front, behind = amounts[2:]  # type: ignore[index]
+    front, behind = amounts[2:]
     return front if isinstance(front, int) and front > 0 and front == -behind else 0
 
 
@@ -92,9 +104,15 @@ def shift_tensors(traced: TracedGraph, node: fx.Node, shift: int) -> list[fx.Nod
     return [x, constant]
 
 
+def arguments_of(node: fx.Node) -> list[Any]:
+    return list(node.args)
+
+
 def causal_cut(node: fx.Node) -> fx.Node | None:
     """The slice that leaves of a depthwise convolution, padded on both sides, what looks back alone."""
-    x, weight, _, stride, padding, dilation, groups = [*node.args, *DEFAULTS[len(node.args) - 2 :]]
+    given = arguments_of(node)
+    settings: list[Any] = [*given, *DEFAULTS[len(given) - 2 :]]
+    x, weight, _, stride, padding, dilation, groups = settings
     channels, own, width = weight.meta["val"].shape
     depthwise = own == 1 and groups == channels == x.meta["val"].shape[1]
     plain = list(stride) == [1] and list(dilation) == [1] and list(padding) == [width - 1]
@@ -102,7 +120,8 @@ def causal_cut(node: fx.Node) -> fx.Node | None:
     if not (depthwise and plain and len(users) == 1 and users[0].target is aten.slice.Tensor):
         return None
     (cut,) = users
-    _, dim, start, *rest = (*cut.args, 0, None)
+    bounds: list[Any] = [*arguments_of(cut), 0, None]
+    dim, start = bounds[1:3]
     whole = str(cut.meta["val"].shape) == str(x.meta["val"].shape)
     return cut if dim in (2, -1) and start in (0, None) and whole else None
 
@@ -112,7 +131,7 @@ def recognise_recurrences(traced: TracedGraph) -> int:
     for node in traced.graph.nodes:
         if node.target is not function or node not in traced.axes:
             continue
-        tensors, name = list(node.args[0]), node.args[1]
+        tensors, name = arguments_of(node)[:2]
         known = convolution_of(tensors, node) if name == CONVOLUTION else traced.functions.get(name)
         if known is None:
             traced.refuse(node, "it is no recurrence that is known")
@@ -192,4 +211,3 @@ def call_name(traced: TracedGraph, node: fx.Node) -> str:
     path = module_path(node) or "recurrence"
     taken = sum(call.name.split("#")[0] == path for call in traced.recurrences)
     return f"{path}#{taken + 1}" if taken else path
-

@@ -22,7 +22,16 @@ from selective_compile.report import Report, refused_report, report_on
 from selective_compile.sequential_program import can_run
 from selective_compile.step_program import CallSite, Program, StateSite, StepProgram, compile_step_program, proved
 
-__all__ = ["CallSite", "Program", "StateSite", "SelectiveBackend", "StepProgram", "compile_step_program", "explain", "selective"]
+__all__ = [
+    "CallSite",
+    "Program",
+    "StateSite",
+    "SelectiveBackend",
+    "StepProgram",
+    "compile_step_program",
+    "explain",
+    "selective",
+]
 
 logger = logging.getLogger(__name__)
 KEPT_REPORTS = 64

@@ -43,9 +43,9 @@ class RecurrenceReport:
 class Report:
     """The verdict on one graph.
 
-    ``ragged``: every operation that mixes tokens is a ragged attention or a ragged recurrence.  Otherwise ``refusals`` names what could not be
-    proved.  ``sequential``: the engine runs the whole model for one request after another.  ``refused``: the graph runs
-    as it came, or the engine refuses it.
+    ``ragged``: every operation that mixes tokens is a ragged attention or a ragged recurrence.  Otherwise ``refusals``
+    names what could not be proved.  ``sequential``: the engine runs the whole model for one request after another.
+    ``refused``: the graph runs as it came, or the engine refuses it.
     """
 
     model: str

@@ -20,7 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from selective_compile import function_op
-from selective_compile.passes.recurrence_match import Recognised, Signature, TensorArgument, explains, recognise_function
+from selective_compile.passes.recurrence_match import (
+    Recognised,
+    Signature,
+    TensorArgument,
+    explains,
+    recognise_function,
+)
 
 LENGTHS = (37, 41, 43, 47)  # of the trial: one that is no size of the model's own
 CONSTANTS = (int, float, str, bool, type(None), torch.dtype)
@@ -99,8 +105,9 @@ def places_of(model: nn.Module) -> list[Place]:
     """Functions of the Python modules that the model's layers come from, and methods of its layers."""
     classes = {type(module) for module in model.modules() if not type(module).__module__.startswith("torch.")}
     modules = {sys.modules[cls.__module__] for cls in classes if cls.__module__ in sys.modules}
+    owners: list[Any] = [*sorted(modules, key=lambda m: m.__name__), *sorted(classes, key=lambda c: c.__qualname__)]
     found = []
-    for owner in (*sorted(modules, key=lambda m: m.__name__), *sorted(classes, key=lambda c: c.__qualname__)):
+    for owner in owners:
         for name, value in vars(owner).items():
             own = isinstance(value, FunctionType) and value.__module__ == getattr(owner, "__module__", owner.__name__)
             if own and name != "forward" and not name.startswith("__"):
@@ -184,9 +191,7 @@ def described_as(name: str, value: Tensor, length: int) -> TensorArgument | None
     dims = [dim for dim, size in enumerate(value.shape) if size == length]
     if len(dims) > 1 or (dims and (dims[0] == 0 or value.shape[0] != 1)):
         return None
-    return TensorArgument(
-        name=name, shape=tuple(value.shape), dtype=value.dtype, token_dim=dims[0] if dims else None
-    )
+    return TensorArgument(name=name, shape=tuple(value.shape), dtype=value.dtype, token_dim=dims[0] if dims else None)
 
 
 @contextlib.contextmanager

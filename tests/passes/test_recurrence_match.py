@@ -1,0 +1,119 @@
+"""A function is what it computes: recurrences are recognised under any name and order, and near misses are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selective_compile.passes.recurrence_match import Signature, TensorArgument, recognise_function
+
+LENGTH = 37
+
+
+def signature(function_takes: dict[str, Any], result: tuple[int, ...], **constants: Any) -> Signature:
+    """Of shapes with ``LENGTH`` where the tokens are."""
+
+    def described(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> TensorArgument:
+        token_dim = shape.index(LENGTH) if LENGTH in shape else None
+        return TensorArgument(name=name, shape=shape, dtype=dtype, token_dim=token_dim)
+
+    return Signature(
+        tensors=tuple(described(name, shape) for name, shape in function_takes.items()),
+        constants=tuple(constants.items()),
+        result=described("", result),
+        returned=None,
+        device=torch.device("cpu"),
+    )
+
+
+def delta(
+    later: Tensor, b: Tensor, first: Tensor, k: Tensor, forget: Tensor, *, chunk: int = 0, order: int = 1
+) -> Tensor:
+    """The gated delta rule, its arguments named and ordered as nobody does; ``chunk`` plants a lost state."""
+    state = torch.zeros(1, later.shape[2], k.shape[3], later.shape[3])
+    outputs = []
+    for t in range(k.shape[1])[::order]:
+        if chunk and t % chunk == 0:
+            state = torch.zeros_like(state)
+        state = state * forget[:, t, :, None, None].exp()
+        read = (state * k[:, t, ..., None]).sum(2)
+        state = state + k[:, t, ..., None] * ((later[:, t] - read) * b[:, t, :, None])[:, :, None]
+        outputs.append((state * first[:, t, ..., None]).sum(2))
+    return torch.stack(outputs[::order], 1)
+
+
+DELTA_SHAPES = {
+    "later": (1, LENGTH, 2, 6),
+    "b": (1, LENGTH, 2),
+    "first": (1, LENGTH, 2, 4),
+    "k": (1, LENGTH, 2, 4),
+    "forget": (1, LENGTH, 2),
+}
+
+
+def test_gated_delta_rule_under_any_names() -> None:
+    found = recognise_function(delta, signature(DELTA_SHAPES, DELTA_SHAPES["later"]))
+    assert found is not None and found.family.name == "gated delta rule"
+    assert dict(found.roles) == {"query": 2, "key": 3, "value": 0, "decay": 4, "beta": 1}
+    assert dict(found.options) == {"normalised": False, "scaled": False}
+    assert found.state_shape() == (2, 4, 6)
+
+
+@pytest.mark.parametrize("planted", [{"chunk": 64}, {"chunk": 256}, {"order": -1}])
+def test_lost_state_and_reversed_order_are_not_recognised(planted: dict[str, int]) -> None:
+    assert recognise_function(delta, signature(DELTA_SHAPES, DELTA_SHAPES["later"], **planted)) is None
+
+
+def selective(u: Tensor, step: Tensor, a: Tensor, into: Tensor, out: Tensor, skip: Tensor, *, ahead: int = 0) -> Tensor:
+    """Mamba's scan over ``[1, I, S]``; ``ahead`` reads a later token's output weights."""
+    state = torch.zeros(1, u.shape[1], a.shape[1])
+    step, outputs = F.softplus(step), []
+    out = out.roll(-ahead, 1)
+    for t in range(u.shape[2]):
+        state = (step[:, :, t, None] * a).exp() * state + (step[:, :, t] * u[:, :, t])[..., None] * into[:, t, None]
+        outputs.append((state * out[:, t, None]).sum(2) + skip * u[:, :, t])
+    return torch.stack(outputs, 2)
+
+
+SCAN_SHAPES = {
+    "u": (1, 6, LENGTH),
+    "step": (1, 6, LENGTH),
+    "a": (6, 3),
+    "into": (1, LENGTH, 3),
+    "out": (1, LENGTH, 3),
+    "skip": (6,),
+}
+
+
+def test_selective_scan_with_its_options() -> None:
+    found = recognise_function(selective, signature(SCAN_SHAPES, SCAN_SHAPES["u"]))
+    assert found is not None and found.family.name == "selective_scan"
+    assert dict(found.roles)["B"] == 3 and dict(found.roles)["C"] == 4
+    assert dict(found.options)["softplus"] is True
+
+
+def test_scan_that_reads_ahead_is_not_recognised() -> None:
+    assert recognise_function(selective, signature(SCAN_SHAPES, SCAN_SHAPES["u"], ahead=1)) is None
+
+
+def averaged(x: Tensor, y: Tensor) -> Tensor:
+    return x.cumsum(1) * y
+
+
+def token_wise(x: Tensor, y: Tensor) -> Tensor:
+    return x * y
+
+
+def raising(x: Tensor, y: Tensor) -> Tensor:
+    raise RuntimeError("not for these")
+
+
+@pytest.mark.parametrize("function", [averaged, token_wise, raising])
+def test_functions_of_the_right_shapes_that_compute_something_else(function: Callable[..., Tensor]) -> None:
+    shapes = {"x": (1, LENGTH, 5), "y": (1, LENGTH, 5)}
+    assert recognise_function(function, signature(shapes, (1, LENGTH, 5))) is None

@@ -1,0 +1,60 @@
+"""Slots of recurrent states: every request of a step has one of its own, through pauses and departures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from selective_compile.options import EngineConfig
+from selective_compile.runtime.request_state import RequestState
+from selective_compile.runtime.state_slots import StateSlots, num_slots
+from selective_compile.step_program import StateSite
+
+SLOTS = 3
+
+
+def request(number: int) -> RequestState:
+    return RequestState(number, number, [1], max_new_tokens=4)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["start", "step", "pause", "leave"]), st.integers(0, 5)), max_size=60))
+def test_a_running_request_keeps_its_slot_alone(events: list[tuple[str, int]]) -> None:
+    slots, running, held = StateSlots(SLOTS), [], {}
+    paused: list[RequestState] = []
+    made = 0
+    for event, pick in events:
+        if event == "start" and len(running) < SLOTS:
+            if paused and pick % 2:
+                running.append(paused.pop())
+            else:
+                made += 1
+                running.append(request(made))
+        elif running and event in ("pause", "leave"):
+            gone = running.pop(pick % len(running))
+            held.pop(gone, None)
+            gone.computed = 0
+            if event == "leave":
+                slots.forget(gone)
+            else:
+                paused.append(gone)
+        stepped = running[pick % (len(running) + 1) :]
+        found = slots.of(stepped)
+        for one, slot in zip(stepped, found, strict=True):
+            assert held.setdefault(one, slot) == slot
+            one.computed += 1
+        assert len({held[one] for one in running if one in held}) == sum(one in held for one in running)
+        assert all(0 <= slot < SLOTS for slot in found)
+
+
+def test_slots_fit_into_memory_or_are_refused() -> None:
+    config, device = EngineConfig(max_requests=64), torch.device("cpu")
+    small = StateSite(name="a", shape=(4, 8), dtype=torch.float32, device=device)
+    large = StateSite(name="b", shape=(2**20, 64), dtype=torch.float32, device=device)
+    huge = StateSite(name="c", shape=(2**30, 64), dtype=torch.float32, device=device)
+    assert num_slots((), config, device=device) == 64
+    assert num_slots((small,), config, device=device) == 64
+    assert 1 <= num_slots((large,), config, device=device) < 64
+    with pytest.raises(ValueError, match="must hold the states of a request"):
+        num_slots((huge,), config, device=device)

@@ -1,0 +1,106 @@
+"""A decoder whose recurrence is a Python loop of its own is ragged; the live model sees nothing of how."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import selective_compile as sc
+from selective_compile.capture import capture, recurrences_of
+from selective_compile.whole_functions import left_whole
+from tests.exactness import TOLERANCE, engine_error
+
+VOCABULARY, WIDTH = 31, 8
+
+
+def forgetful(keep: Tensor, fresh: Tensor, **ignored: Any) -> Tensor:
+    """A linear recurrence, in a loop over the tokens."""
+    state, states = torch.zeros_like(fresh[:, 0]), []
+    for t in range(fresh.shape[1]):
+        state = keep[:, t] * state + fresh[:, t]
+        states.append(state)
+    return torch.stack(states, 1)
+
+
+def peeking(keep: Tensor, fresh: Tensor, **ignored: Any) -> Tensor:
+    return forgetful(keep, fresh) + fresh.mean(1, keepdim=True)
+
+
+class Mixer(nn.Module):
+    """Convolution, a shift by one token, and the loop."""
+
+    def __init__(self, peeks: bool = False) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH, padding=2)
+        self.shift = nn.ZeroPad2d((0, 0, 1, -1))
+        self.gate = nn.Linear(WIDTH, WIDTH)
+        self.peeks = peeks
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        mixed = F.silu(self.conv(hidden.transpose(1, 2))[..., : hidden.shape[1]].transpose(1, 2))
+        gate = torch.sigmoid(self.gate(mixed + self.shift(hidden)))
+        return peeking(gate, mixed) if self.peeks else forgetful(gate, mixed, width=(hidden,))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, peeks: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList([Mixer(peeks) for _ in range(2)])
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return self.head(hidden)
+
+
+def test_recurrences_of_a_model_of_ones_own_are_ragged() -> None:
+    model = Recurrent().eval()
+    report = sc.explain(model)
+    assert report.verdict == "ragged", str(report)
+    assert [call.family for call in report.recurrences].count("linear recurrence") == 2
+    assert [call.family for call in report.recurrences].count("causal convolution") == 4  # two convolutions, two shifts
+    assert engine_error(model, vocabulary=VOCABULARY) < TOLERANCE
+
+
+def test_a_loop_that_looks_at_all_tokens_is_refused() -> None:
+    with pytest.raises(sc.RefusedError):
+        sc.Engine(Recurrent(peeks=True).eval(), sc.EngineConfig(compile=False))
+
+
+def test_the_function_is_the_models_own_again_and_for_other_threads_always_was() -> None:
+    model = Recurrent().eval()
+    before, ids = globals()["forgetful"], torch.arange(9)[None]
+    expected, seen = model(ids), []
+    functions = recurrences_of(model)
+    assert globals()["forgetful"] is before
+    with left_whole(functions):
+        thread = threading.Thread(target=lambda: seen.append(model(ids)))
+        thread.start()
+        thread.join()
+    assert torch.equal(seen[0], expected)
+    capture(model, functions)
+    assert globals()["forgetful"] is before
+
+
+@pytest.mark.parametrize("change", ["offset", "dilation", "mixed channels", "look ahead"])
+def test_other_convolutions_are_left_alone(change: str) -> None:
+    model = Recurrent().eval()
+    conv = {
+        "offset": nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH, padding=3),
+        "dilation": nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH, padding=2, dilation=2),
+        "mixed channels": nn.Conv1d(WIDTH, WIDTH, 3, padding=2),
+        "look ahead": nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH, padding=1),
+    }[change]
+    model.layers[0].conv = conv
+    report = sc.explain(model)
+    assert report.verdict != "ragged"
+    assert report.refusals
