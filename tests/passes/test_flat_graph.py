@@ -143,7 +143,9 @@ def test_outputs_without_a_place_for_each_row_are_refused(output: Any) -> None:
 
 def test_pipeline_is_in_order() -> None:
     assert PIPELINE == (
+        "whole convolutions",
         "mark token axes",
+        "recognise recurrences",
         "recognise attention",
         "prove masks",
         "flatten",

@@ -42,6 +42,7 @@ class SimulatedProgram:
 
     def __init__(self, max_positions: int | None = None) -> None:
         self.max_positions = max_positions
+        self.state_sites = ()
         self.call_sites = (
             CallSite(
                 name="call 0",
@@ -63,7 +64,9 @@ class SimulatedProgram:
     def weights_version(self) -> tuple[Any, ...]:
         return (self.weights,)
 
-    def __call__(self, inputs: StepInputs, pools: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    def __call__(
+        self, inputs: StepInputs, pools: Sequence[tuple[Tensor, Tensor]], states: Sequence[Tensor] = ()
+    ) -> Tensor:
         self.before_run()
         check_inputs(inputs)
         ((keys, values),) = pools
