@@ -11,14 +11,15 @@ namespace {
 // TAPS: W where the compiler shall know it, so that it can turn a slot round with shuffles; else 0.
 template <typename T, int TAPS> class CausalConv1d {
  public:
-  static constexpr int64_t BLOCK = 1024;  // channels of a block: pieces of rows long enough to be fetched ahead
+  static constexpr int64_t BLOCK = 1024;  // most channels of a block
 
-  explicit CausalConv1d(const Call& call) : call_(call), taps_(TAPS ? TAPS : call.size) {}
+  explicit CausalConv1d(const Call& call)
+      : call_(call), taps_(TAPS ? TAPS : call.size), block_(channels_of_block(call, call.heads, BLOCK)) {}
 
-  int64_t blocks() const { return (call_.heads + BLOCK - 1) / BLOCK; }
+  int64_t blocks() const { return (call_.heads + block_ - 1) / block_; }
 
   void run(int64_t block, const Request* requests, int64_t count) const {
-    const int64_t taps = TAPS ? TAPS : taps_, first = block * BLOCK, channels = std::min(BLOCK, call_.heads - first);
+    const int64_t taps = TAPS ? TAPS : taps_, first = block * block_, channels = std::min(block_, call_.heads - first);
     float* memory = scratch_of_thread.floats((taps + 1) * BLOCK + taps * BLOCK + taps * 2);
     float *weight = memory, *bias = weight + taps * BLOCK, *rows = bias + BLOCK;
     const T** window = reinterpret_cast<const T**>(rows + taps * BLOCK);
@@ -88,7 +89,7 @@ template <typename T, int TAPS> class CausalConv1d {
   }
 
   const Call& call_;
-  const int64_t taps_;
+  const int64_t taps_, block_;
 };
 
 }  // namespace

@@ -10,14 +10,14 @@ namespace {
 
 class LinearRecurrence {
  public:
-  static constexpr int64_t BLOCK = 256;  // channels of a block
+  static constexpr int64_t BLOCK = 1024;  // most channels of a block
 
-  explicit LinearRecurrence(const Call& call) : call_(call) {}
+  explicit LinearRecurrence(const Call& call) : call_(call), block_(channels_of_block(call, call.heads, BLOCK)) {}
 
-  int64_t blocks() const { return (call_.heads + BLOCK - 1) / BLOCK; }
+  int64_t blocks() const { return (call_.heads + block_ - 1) / block_; }
 
   void run(int64_t block, const Request* requests, int64_t count) const {
-    const int64_t first = block * BLOCK, channels = std::min(BLOCK, call_.heads - first);
+    const int64_t first = block * block_, channels = std::min(block_, call_.heads - first);
     float *state = scratch_of_thread.floats(3 * BLOCK), *decay = state + BLOCK, *update = decay + BLOCK;
     for (const Request* request = requests; request < requests + count; ++request) {
       load_state(state, request->before(first), 1, channels, BLOCK, channels);
@@ -34,6 +34,7 @@ class LinearRecurrence {
 
  private:
   const Call& call_;
+  const int64_t block_;
 };
 
 }  // namespace

@@ -10,16 +10,17 @@ namespace {
 
 class SelectiveScan {
  public:
-  static constexpr int64_t BLOCK = 64;  // channels of a block, all of one group
+  static constexpr int64_t BLOCK = 256;  // most channels of a block, all of one group
 
   explicit SelectiveScan(const Call& call)
-      : call_(call), members_(call.heads / call.groups), width_(round_up(call.size, W)) {}
+      : call_(call), members_(call.heads / call.groups), width_(round_up(call.size, W)),
+        block_(channels_of_block(call, members_, BLOCK)) {}
 
   int64_t blocks() const { return call_.groups * per_group(); }
 
   void run(int64_t block, const Request* requests, int64_t count) const {
-    const int64_t group = block / per_group(), within = block % per_group() * BLOCK;
-    const int64_t first = group * members_ + within, channels = std::min(BLOCK, members_ - within);
+    const int64_t group = block / per_group(), within = block % per_group() * block_;
+    const int64_t first = group * members_ + within, channels = std::min(block_, members_ - within);
     float* memory = scratch_of_thread.floats(2 * BLOCK * width_ + 2 * width_ + 4 * BLOCK + 8 * W);
     float *rates = memory, *copy = rates + BLOCK * width_, *skip = copy + BLOCK * width_;
     load_state(rates, call_.parameters[0] + first * call_.size, channels, call_.size, width_, call_.size);
@@ -41,7 +42,7 @@ class SelectiveScan {
   }
 
  private:
-  int64_t per_group() const { return (members_ + BLOCK - 1) / BLOCK; }
+  int64_t per_group() const { return (members_ + block_ - 1) / block_; }
 
   void advance(int64_t t, int64_t group, int64_t first, int64_t channels, const float* rates, float* state,
                const float* skip, float* memory) const {
@@ -70,7 +71,7 @@ class SelectiveScan {
   }
 
   const Call& call_;
-  const int64_t members_, width_;
+  const int64_t members_, width_, block_;
 };
 
 }  // namespace

@@ -108,6 +108,11 @@ inline vf exp2_any(vf x) { return exp2(select(x > 128.f, splat(128.f), x)); }
 #endif
 constexpr float LOG2E = 1.44269504f;
 
+// Channels of a block: at most `most`, for long pieces of rows are fetched ahead, but fewer where threads would have none.
+inline int64_t channels_of_block(const Call& call, int64_t channels, int64_t most) {
+  return std::max<int64_t>(64, std::min(most, round_up(channels / call.threads, 64)));
+}
+
 // A state [count, size] between the pool, where its rows are `stride` apart, and a scratch, where they are `width` apart
 // and rounded up to W.
 inline void load_state(float* to, const float* from, int64_t count, int64_t size, int64_t width, int64_t stride) {

@@ -137,7 +137,7 @@ def wkv(time_decay: Tensor, time_first: Tensor, key: Tensor, value: Tensor, *req
     """`selective::wkv`. Returns [T, C]."""
     _, channels = value.shape
     _check(key=(key, value.shape), time_decay=(time_decay, (channels,)), time_first=(time_first, (channels,)))
-    parameters, sizes = (time_decay, time_first), (channels, 1, 1, 0, 0)
+    parameters, sizes = (time_decay, time_first), (channels, 1, 3, 0, 0)
     return _launch(5, value, (key, value), parameters, requests, (channels, 3), torch.float32, sizes)
 
 

@@ -10,14 +10,14 @@ namespace {
 
 class Wkv {
  public:
-  static constexpr int64_t BLOCK = 256;  // channels of a block
+  static constexpr int64_t BLOCK = 1024;  // most channels of a block
 
-  explicit Wkv(const Call& call) : call_(call) {}
+  explicit Wkv(const Call& call) : call_(call), block_(channels_of_block(call, call.heads, BLOCK)) {}
 
-  int64_t blocks() const { return (call_.heads + BLOCK - 1) / BLOCK; }
+  int64_t blocks() const { return (call_.heads + block_ - 1) / block_; }
 
   void run(int64_t block, const Request* requests, int64_t count) const {
-    const int64_t first = block * BLOCK, channels = std::min(BLOCK, call_.heads - first);
+    const int64_t first = block * block_, channels = std::min(block_, call_.heads - first);
     float *state = scratch_of_thread.floats(8 * BLOCK), *parameters = state + 3 * BLOCK, *memory = state + 5 * BLOCK;
     for (int i = 0; i < 2; ++i) widen(parameters + i * BLOCK, call_.parameters[i] + first, channels);
     for (const Request* request = requests; request < requests + count; ++request) {
@@ -58,6 +58,7 @@ class Wkv {
   static vf exponential(vf x) { return exp2(x * LOG2E); }
 
   const Call& call_;
+  const int64_t block_;
 };
 
 }  // namespace

@@ -103,7 +103,10 @@ def one_request(call: Call, n: int) -> Call:
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_results_do_not_depend_on_threads_or_on_the_batch(op, dtype):
-    case = StateCase(op=op, name="", sizes=SIZES[op][1], requests=((1, 4), (60, 0), (1, 0), (9, 9), (1, 1), (1, 2)))
+    # Enough of a step that three threads take it, and enough channels for each of them.
+    requests = ((1, 4), (300, 0), (1, 0), (9, 9), (1, 1), (1, 2))
+    sizes = {"causal_conv1d": (600, 4), "selective_scan": (300, 0, 16), "linear_recurrence": (600,), "wkv": (600,)}
+    case = StateCase(op=op, name="", sizes=sizes.get(op, SIZES[op][1]), requests=requests)
     whole, again, alone = (make_call(case, dtype) for _ in range(3))
     expected = whole.run(launcher)
     before = torch.get_num_threads()
