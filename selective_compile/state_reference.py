@@ -130,6 +130,36 @@ def wkv(time_decay: Tensor, time_first: Tensor, key: Tensor, value: Tensor, *poo
     return output
 
 
+def mlstm(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    input_gate: Tensor,
+    decay: Tensor,
+    scale: float,
+    eps: float,
+    *pool_and_requests: Any,
+) -> Tensor:
+    """`selective::mlstm` (xLSTM): a state [D, Dv] per head, and what it is divided by. Returns [T, H, Dv]."""
+    Q, K, V, gate, decay = _wide(query, key, value, input_gate, decay)
+    with_ones, output = F.pad(V, (0, 1), value=1.0), torch.zeros_like(value)
+
+    def step(state: Tensor, t: int) -> Tensor:
+        faded = decay[t] + state[:, -1, -1]
+        largest = torch.maximum(faded, gate[t])
+        kept, added = torch.exp(faded - largest), torch.exp(gate[t] - largest)
+        update = K[t, :, :, None] * (added[:, None] * with_ones[t])[:, None, :]
+        sums = kept[:, None, None] * state[:, :-1] + update
+        answer = scale * (Q[t, :, :, None] * sums).sum(1)
+        output[t] = answer[:, :-1] / (torch.maximum(answer[:, -1:].abs(), torch.exp(-largest)[:, None]) + eps)
+        state = F.pad(sums, (0, 0, 0, 1))
+        state[:, -1, -1] = largest
+        return state
+
+    _recur(step, V.new_zeros(value.shape[1], key.shape[2] + 1, value.shape[2] + 1), *pool_and_requests)
+    return output
+
+
 def _recur(
     step: Callable[[Tensor, int], Tensor],
     fresh: Tensor,

@@ -35,6 +35,7 @@ LAYERS = (
         "reference",
         "state_reference",
         "ops",
+        "state_fakes",
         "state_ops",
         "function_op",
         "kernels",

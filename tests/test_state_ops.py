@@ -14,7 +14,7 @@ from selective_compile import ops, state_ops, state_reference
 from tests.kernels.state_cases import OPS, SIZES, Call, StateCase, make_call
 
 STEP = ((3, 5), (1, 0), (0, 0), (1, 20))
-DYNAMIC = ("x", "dt", "B", "C", "query", "key", "value", "decay", "beta", "update")
+DYNAMIC = ("x", "dt", "B", "C", "query", "key", "value", "decay", "beta", "update", "input_gate")
 DYNAMIC += ("cu_seqlens_q", "context_lens", "state_slots")
 
 
@@ -112,6 +112,8 @@ META = {
     | {"scale": None, "state_pool": (3, 4, 8, 6)},
     "linear_recurrence": {"decay": (5, 7), "update": (5, 7), "state_pool": (3, 7)},
     "wkv": {"time_decay": (7,), "time_first": (7,), "key": (5, 7), "value": (5, 7), "state_pool": (3, 7, 3)},
+    "mlstm": {"query": (5, 2, 8), "key": (5, 2, 8), "value": (5, 2, 6), "input_gate": (5, 2), "decay": (5, 2)}
+    | {"scale": None, "eps": None, "state_pool": (3, 2, 9, 7)},
 }
 WRONG = [
     ("causal_conv1d", {"x": (5, 7, 1)}, "x must be [T, C], got [5, 7, 1]"),
@@ -143,6 +145,10 @@ WRONG = [
     ("wkv", {"time_first": (5, 7)}, "time_first must be [C] with [7], got [5, 7]"),
     ("wkv", {"key": (5, 6)}, "key must be [T, C] with [7], got [5, 6]"),
     ("wkv", {"state_pool": (3, 3, 7)}, "state_pool must be [num_slots, C, 3] with [7, 3], got [3, 3, 7]"),
+    ("mlstm", {"query": (5, 2, 6)}, "query must be [T, H, D] with [2, 8], got [5, 2, 6]"),
+    ("mlstm", {"value": (5, 3, 6)}, "value must be [T, H, Dv] with [2, 6], got [5, 3, 6]"),
+    ("mlstm", {"input_gate": (5,)}, "input_gate must be [T, H] with [2], got [5]"),
+    ("mlstm", {"state_pool": (3, 2, 8, 6)}, "[num_slots, H, D + 1, Dv + 1] with [2, 9, 7], got [3, 2, 8, 6]"),
 ]
 WRONG_DTYPES = [
     ("causal_conv1d", "state_pool", torch.bfloat16, "state_pool must be torch.float32, got torch.bfloat16"),
@@ -178,6 +184,7 @@ def test_the_result_has_the_shape_and_dtype_of_the_rows(op, dtype):
         "causal_conv1d": ("x", "state_pool"),
         "gated_delta_rule": ("query", "key", "value"),
         "wkv": ("key", "value"),
+        "mlstm": ("query", "key", "value"),
     }
     named |= {"linear_recurrence": ("update",)}
     names = named.get(op, ("x",))

@@ -16,6 +16,7 @@ from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 from transformers.models.rwkv.modeling_rwkv import rwkv_linear_attention_cpu
+from transformers.models.xlstm.modeling_xlstm import mlstm_recurrent_sequence_native
 
 from selective_compile import state_reference
 from tests.kernels.state_cases import CASES, OPS, SIZES, Call, StateCase, any_case, exact, make_call
@@ -154,6 +155,30 @@ def test_wkv_is_that_of_rwkv(past):
     state = None if before is None else list(before.unbind(2))
     output, state = rwkv_linear_attention_cpu(rate, first, *rows_of(call, "key", "value"), state, return_state=True)
     assert_same(call, before, output[0], torch.stack(state, 2)[0])
+
+
+@pytest.mark.parametrize("past", [0, 50])
+@pytest.mark.parametrize("sizes", SIZES["mlstm"], ids=str)
+def test_mlstm_is_that_of_xlstm(sizes, past):
+    call = one_request("mlstm", sizes, past)
+    before, (_, key_size, value_size) = initial(call), sizes
+    # There the forget gate is given before its log-sigmoid, and the query is scaled by its size.
+    forget = torch.randn(1, sizes[0], ROWS, generator=torch.Generator().manual_seed(1))
+    call = call.replaced(decay=F.logsigmoid(forget)[0].T)
+    heads_first = (tensor.transpose(1, 2) for tensor in rows_of(call, "query", "key", "value", "input_gate"))
+    state = torch.zeros(1, sizes[0], key_size + 1, value_size + 1) if before is None else before
+    output, (memory, normaliser, largest) = mlstm_recurrent_sequence_native(
+        *heads_first,
+        forget,
+        c_initial=state[:, :, :-1, :-1],
+        n_initial=state[:, :, :-1, -1],
+        m_initial=state[:, :, -1:, -1],
+        return_last_states=True,
+        eps=1e-6,
+    )
+    expected = torch.zeros_like(state[0])
+    expected[:, :-1, :-1], expected[:, :-1, -1], expected[:, -1:, -1] = memory[0], normaliser[0], largest[0]
+    assert_same(call, before, output[0].transpose(0, 1), expected)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -26,7 +26,7 @@ struct Call {
   void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
   int64_t threads, op, rows, requests;
   int64_t heads, groups, size, value_size, flag;  // what each op makes of them stands in its file
-  double scale;
+  double scale, extra;
 };
 
 enum Status { OK = 0, BAD_ROWS = 1, BAD_CONTEXT = 2, BAD_SLOT = 3, BAD_OP = 4 };

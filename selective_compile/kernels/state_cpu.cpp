@@ -19,6 +19,7 @@
 #include "causal_conv1d_cpu.h"
 #include "gated_delta_rule_cpu.h"
 #include "linear_recurrence_cpu.h"
+#include "mlstm_cpu.h"
 #include "selective_scan_cpu.h"
 #include "ssd_cpu.h"
 #include "state_call.h"
@@ -104,6 +105,7 @@ extern "C" int selective_state(const void* packed) {
     case 3: return run<GatedDeltaRule>(call);
     case 4: return run<LinearRecurrence>(call);
     case 5: return run<Wkv>(call);
+    case 6: return run<Mlstm>(call);
     default: return BAD_OP;
   }
 }

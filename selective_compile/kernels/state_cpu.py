@@ -22,7 +22,7 @@ from selective_compile.kernels import native
 
 _logger = logging.getLogger(__name__)
 
-_pack = struct.Struct("=40qd").pack
+_pack = struct.Struct("=40q2d").pack
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _REFUSALS = {
     1: "cu_seqlens_q must start at 0, never fall, and end at or below the number of rows",
@@ -141,6 +141,30 @@ def wkv(time_decay: Tensor, time_first: Tensor, key: Tensor, value: Tensor, *req
     return _launch(5, value, (key, value), parameters, requests, (channels, 3), torch.float32, sizes)
 
 
+def mlstm(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    input_gate: Tensor,
+    decay: Tensor,
+    scale: float,
+    eps: float,
+    *requests: Any,
+) -> Tensor:
+    """`selective::mlstm`. Returns [T, H, Dv]."""
+    (rows, heads, key_size), value_size = key.shape, value.shape[2]
+    gates = (rows, heads)
+    _check(
+        query=(query, key.shape),
+        value=(value, (rows, heads, value_size)),
+        input_gate=(input_gate, gates),
+        decay=(decay, gates),
+    )
+    slot, sizes = (heads, key_size + 1, value_size + 1), (heads, heads, key_size, value_size, 0)
+    inputs = (query, key, value, input_gate, decay)
+    return _launch(6, value, inputs, (None, None), requests, slot, torch.float32, sizes, scale, eps)
+
+
 def _launch(
     op: int,
     like: Tensor,
@@ -151,6 +175,7 @@ def _launch(
     dtype: torch.dtype,
     sizes: tuple[int, int, int, int, int],
     scale: float = 0.0,
+    extra: float = 0.0,
 ) -> Tensor:
     """Run the kernel `op`; its result is like `like`, its pool has slots of this shape and dtype."""
     if like.dtype not in _DTYPES:
@@ -171,7 +196,7 @@ def _launch(
         *(_address(slots), native.torch_parallel()),
         *(torch.get_num_threads(), op, output.shape[0], bounds.shape[0] - 1),
         *sizes,
-        scale,
+        *(scale, extra),
     )
     status = _kernel()(packed)
     if status:

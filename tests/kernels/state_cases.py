@@ -133,6 +133,19 @@ def _wkv(draw: Draw, rows: Draw, case: StateCase) -> dict[str, Any]:
     return parameters | {"key": rows(channels), "value": rows(channels)}
 
 
+def _mlstm(draw: Draw, rows: Draw, case: StateCase) -> dict[str, Any]:
+    heads, key_size, value_size = case.sizes
+    return {
+        "query": rows(heads, key_size),
+        "key": rows(heads, key_size),
+        "value": rows(heads, value_size),
+        "input_gate": rows(heads, wide=True),
+        "decay": torch.nn.functional.logsigmoid(rows(heads, wide=True)),
+        "scale": key_size**-0.5,
+        "eps": 1e-6,
+    }
+
+
 # What draws the arguments in front of the pool; the shape of a slot.
 OPS: dict[str, tuple[Callable[..., dict[str, Any]], Callable[..., tuple[int, ...]]]] = {
     "causal_conv1d": (_conv, lambda channels, width: (channels, width - 1)),
@@ -141,6 +154,7 @@ OPS: dict[str, tuple[Callable[..., dict[str, Any]], Callable[..., tuple[int, ...
     "gated_delta_rule": (_delta, lambda key_heads, heads, key_size, value_size, _: (heads, key_size, value_size)),
     "linear_recurrence": (_linear, lambda channels: (channels,)),
     "wkv": (_wkv, lambda channels: (channels, 3)),
+    "mlstm": (_mlstm, lambda heads, key_size, value_size: (heads, key_size + 1, value_size + 1)),
 }
 # Sizes: small and odd ones, and those of models.
 SIZES: dict[str, tuple[tuple[int, ...], ...]] = {
@@ -157,6 +171,7 @@ SIZES: dict[str, tuple[tuple[int, ...], ...]] = {
     ),
     "linear_recurrence": ((7,), (64,), (33,), (150,)),
     "wkv": ((7,), (64,), (33,), (150,)),
+    "mlstm": ((2, 5, 7), (2, 64, 128), (3, 17, 70), (1, 1, 1)),
 }
 
 
@@ -207,6 +222,8 @@ def make_call(case: StateCase, dtype: torch.dtype, seed: int = 0) -> Call:
     pool, slots = _draw_pool(case.requests, slot, generator)
     if case.op == "wkv" and len(pool):
         pool[..., 1] = pool[..., 1].abs()  # the denominator, a sum of exponentials
+    if case.op == "mlstm":
+        pool[..., -1, :-1] *= 0.0  # zeros in front of m; NaN stays
     metadata = {
         "state_pool": pool.to(dtype) if case.op == "causal_conv1d" else pool,
         "cu_seqlens_q": torch.tensor([0, *accumulate(counts)], dtype=torch.int32),
