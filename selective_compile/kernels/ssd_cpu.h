@@ -63,6 +63,8 @@ class Ssd {
 #pragma GCC unroll 4
         for (int j = 0; j < 4; ++j) {
           float* at = state + (i + j) * width_ + n;
+          // What is fetched ahead by itself is one row at a time: without this a decode step takes twice as long.
+          __builtin_prefetch(at + 16 * width_);
           vf h = load(at) * decay + input[j] * key;
           store(at, h);
           sum[j] += h * query;

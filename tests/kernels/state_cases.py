@@ -252,3 +252,9 @@ def exact(call: Call) -> tuple[Tensor, Tensor | None]:
     """The reference's result and pool in float64, from the same (rounded) arguments."""
     wide = call.to(torch.float64)
     return wide.run(state_reference), wide.pool
+
+
+@functools.cache
+def exact_step(case: StateCase, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """`exact` of the case's call, kept: it takes longer than any kernel. Not to be changed."""
+    return exact(make_call(case, dtype))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from selective_compile.kernels import native
 from selective_compile.kernels import state_cpu as launcher
-from tests.kernels.state_cases import CASES, OPS, SIZES, Call, StateCase, any_case, exact, make_call
+from tests.kernels.state_cases import CASES, OPS, SIZES, Call, StateCase, any_case, exact, exact_step, make_call
 
 pytestmark = pytest.mark.skipif(not launcher.available(), reason=str(launcher.unavailable_reason()))
 
@@ -37,8 +37,8 @@ def threads(request):
     torch.set_num_threads(before)
 
 
-def check(call: Call) -> None:
-    expected, pool = exact(call)
+def check(call: Call, wanted: tuple[Tensor, Tensor | None] | None = None) -> None:
+    expected, pool = wanted or exact(call)
     output = call.run(launcher)
     rows = next(call.arguments[name] for name in ("x", "value", "update") if name in call.arguments)
     assert (output.dtype, output.shape) == (rows.dtype, expected.shape)
@@ -53,16 +53,37 @@ def check(call: Call) -> None:
 
 @pytest.mark.parametrize(("case", "dtype"), RUNS, ids=str)
 def test_a_step(case, dtype, threads, nan_filled_outputs):
-    check(make_call(case, dtype))
+    check(make_call(case, dtype), exact_step(case, dtype))
 
 
-@pytest.mark.parametrize(("case", "dtype"), RUNS, ids=str)
-def test_a_step_without_a_pool(case, dtype, nan_filled_outputs):
-    check(make_call(case, dtype).fresh())
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_step_without_a_pool(case, nan_filled_outputs):
+    check(make_call(case, torch.float32).fresh())
 
 
 @pytest.mark.parametrize("op", OPS)
-@settings(max_examples=60, deadline=None)
+def test_a_step_without_rows(op):
+    case = StateCase(op=op, name="", sizes=SIZES[op][0], requests=((0, 3), (0, 0)), padding_rows=0)
+    check(make_call(case, torch.float32))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_nan_stays_in_its_request(op):
+    """Requests of one row share a thread's memory, one after another."""
+    case = StateCase(op=op, name="", sizes=SIZES[op][1], requests=((2, 4), (1, 3), (1, 0), (1, 0), (1, 5)))
+    clean, spoilt = make_call(case, torch.float32), make_call(case, torch.float32)
+    rows = next(name for name in ("x", "value", "update") if name in spoilt.arguments)
+    spoilt.arguments[rows][2] = torch.nan
+    expected, output = clean.run(launcher), spoilt.run(launcher)
+    others = [0, 1, *range(3, len(output))]
+    assert output[2].isnan().all()
+    assert torch.equal(output[others], expected[others])
+    slots = [int(slot) for n, slot in enumerate(spoilt.arguments["state_slots"]) if n != 1]
+    assert torch.equal(spoilt.pool[slots], clean.pool[slots])
+
+
+@pytest.mark.parametrize("op", OPS)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_step(op, data):
     check(make_call(data.draw(any_case(op)), data.draw(st.sampled_from(list(TOLERANCE))), data.draw(st.integers(0, 9))))
@@ -79,7 +100,7 @@ def test_every_instruction_set(architecture, tmp_path, monkeypatch, nan_filled_o
     library = native.load(Path(launcher.__file__).with_suffix(".cpp"), cache=tmp_path, flags=flags)
     monkeypatch.setattr(launcher, "_kernel", lambda: library.selective_state)
     for case, dtype in RUNS:
-        check(make_call(case, dtype))
+        check(make_call(case, dtype), exact_step(case, dtype))
 
 
 def one_request(call: Call, n: int) -> Call:
