@@ -90,7 +90,7 @@ class Mlstm {
                float* value) const {
     vf update[4], sum[4] = {};
     for (int v = 0; v < 4; ++v) update[v] = load(value + v * W) * added;
-    for (int64_t d = 0; d < call_.size; ++d, state += COLUMNS)
+    for (int64_t d = 0, size = call_.size; d < size; ++d, state += COLUMNS)
 #pragma GCC unroll 4
       for (int v = 0; v < 4; ++v) {
         vf s = load(state + v * W) * kept + update[v] * key[d];

@@ -55,16 +55,17 @@ class Ssd {
     read_row(b, call_.inputs[2], t, group, 0, call_.size);
     read_row(c, call_.inputs[3], t, group, 0, call_.size);
     const float dt = read_one(call_.inputs[1], t, head), decay = std::exp(dt * call_.parameters[0][head]);
+    const int64_t width = width_;  // a local, which no store of the loop can change
     for (int64_t i = 0; i < lines; i += 4) {
       vf sum[4] = {}, input[4];
       for (int j = 0; j < 4; ++j) input[j] = splat(dt * x[i + j]);
-      for (int64_t n = 0; n < width_; n += W) {
+      for (int64_t n = 0; n < width; n += W) {
         const vf key = load(b + n), query = load(c + n);
 #pragma GCC unroll 4
         for (int j = 0; j < 4; ++j) {
-          float* at = state + (i + j) * width_ + n;
+          float* at = state + (i + j) * width + n;
           // What is fetched ahead by itself is one row at a time: without this a decode step takes twice as long.
-          __builtin_prefetch(at + 16 * width_);
+          __builtin_prefetch(at + 16 * width);
           vf h = load(at) * decay + input[j] * key;
           store(at, h);
           sum[j] += h * query;
