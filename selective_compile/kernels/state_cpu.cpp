@@ -78,7 +78,7 @@ template <typename Op> Status run(const Call& call) {
     op.run(i % blocks, requests.group(i / blocks), requests.count(i / blocks));
   });
   const int64_t row = call.heads * std::max<int64_t>(call.value_size, 1) * bytes_of(call.output_dtype);
-  std::memset(call.output + used * row, 0, (call.rows - used) * row);
+  if (used < call.rows) std::memset(call.output + used * row, 0, (call.rows - used) * row);
   return OK;
 }
 
