@@ -69,6 +69,22 @@ def seldom(*shape: int, **options: Any) -> Tensor:
     return torch.rand(*shape, **options) < 0.2
 
 
+def ragged(
+    op: Any,
+    varlen: Any,
+    *tensors: Any,
+    state_pool: Tensor | None,
+    cu_seqlens_q: Tensor,
+    context_lens: Tensor | None,
+    state_slots: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    """The op over the requests' own states, or, where there is no pool of them, over requests that begin here."""
+    if state_pool is None:
+        return varlen(*tensors, cu_seqlens_q, **options)
+    return op(*tensors, state_pool, cu_seqlens_q, context_lens, state_slots, **options)
+
+
 def time_step(dt: Tensor, bias: Tensor | None, softplus: bool, limits: tuple[float, float] | None) -> Tensor:
     dt = dt.float()
     dt = dt if bias is None else dt + bias.float()
@@ -91,7 +107,17 @@ def run_ssd(
 ) -> Tensor:
     """Mamba-2 (Dao and Gu 2024, section 6): ``h = exp(dt A) h + dt x B``, ``y = h C + D x``."""
     steps = time_step(dt, dt_bias, softplus, limits)
-    return ops.ssd(x.float(), steps, A.float(), B.float(), C.float(), None if D is None else D.float(), **step)
+    return ragged(
+        ops.ssd,
+        ops.varlen_ssd,
+        x.float(),
+        steps,
+        A.float(),
+        B.float(),
+        C.float(),
+        None if D is None else D.float(),
+        **step,
+    )
 
 
 def run_selective_scan(
@@ -110,7 +136,17 @@ def run_selective_scan(
 ) -> Tensor:
     """Mamba (Gu and Dao 2023, algorithm 2): `run_ssd` with a decay for each channel and state; ``y * silu(gate)``."""
     steps = time_step(dt, dt_bias, softplus, limits)
-    y = ops.selective_scan(x.float(), steps, A.float(), B.float(), C.float(), None if D is None else D.float(), **step)
+    y = ragged(
+        ops.selective_scan,
+        ops.varlen_selective_scan,
+        x.float(),
+        steps,
+        A.float(),
+        B.float(),
+        C.float(),
+        None if D is None else D.float(),
+        **step,
+    )
     return y if gate is None else y * F.silu(gate.float())
 
 
@@ -130,7 +166,7 @@ def run_gated_delta_rule(
     if normalised:
         query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
     scale = query.shape[-1] ** -0.5 if scaled else 1.0
-    return ops.gated_delta_rule(query, key, value, decay, beta, scale, **step)
+    return ragged(ops.gated_delta_rule, ops.varlen_gated_delta_rule, query, key, value, decay, beta, scale, **step)
 
 
 def run_wkv(
@@ -138,18 +174,18 @@ def run_wkv(
 ) -> Tensor:
     """RWKV-4 (Peng et al. 2023, equation 16)."""
     decay = -torch.exp(time_decay.float()) if exponential else time_decay.float()
-    return ops.wkv(decay, time_first.float(), key.float(), value.float(), **step)
+    return ragged(ops.wkv, ops.varlen_wkv, decay, time_first.float(), key.float(), value.float(), **step)
 
 
 def run_linear_recurrence(decay: Tensor, update: Tensor, reset: Tensor | None = None, **step: Any) -> Tensor:
     """``h = decay * h + update``, as in RG-LRU (De et al. 2024, equation 4); a ``reset`` token forgets what was."""
     kept = decay.float() if reset is None else decay.float() * ~reset
-    return ops.linear_recurrence(kept, update.float(), **step)
+    return ragged(ops.linear_recurrence, ops.varlen_linear_recurrence, kept, update.float(), **step)
 
 
 def run_causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, **step: Any) -> Tensor:
     """Depthwise convolution over a token and the ones in front of it."""
-    return ops.causal_conv1d(x, weight, bias, silu=False, **step)
+    return ragged(ops.causal_conv1d, ops.varlen_causal_conv1d, x, weight, bias, silu=False, **step)
 
 
 STEPS = tuple({"softplus": softplus} for softplus in (True, False))
