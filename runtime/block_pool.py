@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
+from selective_compile.runtime.host_tier import HostTier
+
 
 class BlockPool:
     """Hands out block numbers 0 .. num_blocks - 1, counting references so that requests can share a block.
@@ -23,6 +25,7 @@ class BlockPool:
         self._idle: OrderedDict[int, None] = OrderedDict()  # free, with content that has a name
         self._names: list[bytes | None] = [None] * num_blocks
         self._blocks: dict[bytes, int] = {}
+        self.host: HostTier | None = None  # where content goes that there is no room for
 
     @property
     def num_blocks(self) -> int:
@@ -85,6 +88,26 @@ class BlockPool:
             found.append(block)
         return found
 
+    def count_known(self, names: Iterable[bytes]) -> int:
+        """How many of these contents are here or in the host tier, up to the first that is not."""
+        count = 0
+        for name in names:
+            if name not in self._blocks and (self.host is None or not self.host.has(name)):
+                break
+            count += 1
+        return count
+
+    def has(self, name: bytes) -> bool:
+        return name in self._blocks
+
+    def restore(self, names: Sequence[bytes], slots: Sequence[int], blocks: Sequence[int]) -> None:
+        """Have contents that the host tier holds copied to blocks that were allocated for them."""
+        if names:
+            assert self.host is not None
+            self.host.restore(names, slots, blocks)
+            for name, block in zip(names, blocks, strict=True):
+                self.keep(block, name)
+
     def count_free(self, blocks: Iterable[int]) -> int:
         """How many of these blocks nobody holds."""
         references = self._references
@@ -96,6 +119,8 @@ class BlockPool:
         self._idle.clear()
         self._names = [None] * self.num_blocks
         self._blocks.clear()
+        if self.host is not None:
+            self.host.forget()
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
         """Assert that the pool agrees with the holders' blocks: none is lost, none given out twice."""
@@ -108,6 +133,8 @@ class BlockPool:
         assert max(held, default=0) < self.num_blocks, "a holder names a block that does not exist"
         named = {name: block for block, name in enumerate(self._names) if name is not None}
         assert self._blocks == named, "a name leads elsewhere"
+        if self.host is not None:
+            self.host.check()
         assert free & set(named.values()) == self._idle.keys(), "idle blocks are the free ones with names"
 
     def _evict(self) -> int:
@@ -116,4 +143,6 @@ class BlockPool:
         assert name is not None, block
         self._names[block] = None
         del self._blocks[name]
+        if self.host is not None:
+            self.host.spill(name, block)
         return block

@@ -109,6 +109,7 @@ class Engine:
             order=self.config.waiting_order,
             batching=self.config.batching,
             prefill_slowdown=self.config.prefill_slowdown,
+            host_slots=self._runner.host_slots,
         )
         pool_tokens = self._scheduler.blocks.most_tokens or LONGEST
         longest = min(pool_tokens, self._program.max_positions or pool_tokens)
@@ -197,6 +198,7 @@ class Engine:
                 step = self._schedule()
                 if step is None:
                     return False
+                self._copy(step.plan)
                 logits = self._runner.run(step.inputs)
                 self._publish(step, self._sample(step, logits))
             self._observe(step.plan, started)
@@ -272,6 +274,7 @@ class Engine:
             "name": type(model).__name__,
             "vocab_size": self._program.vocab_size,
             "pools": [(reach.window, reach.chunk, blocks) for reach, blocks in self._runner.num_blocks.items()],
+            "host_slots": self._runner.host_slots,
             "reuses_blocks": self._scheduler.blocks.reuse,
         }
         return FileRecording(self.config.record, self.config, about)
@@ -299,6 +302,16 @@ class Engine:
             for state in plan.admitted:
                 self._requests.of(state).start()
             return _Step(plan=plan, requests=requests, inputs=inputs)
+
+    def _copy(self, plan: StepPlan) -> None:
+        """Before the model runs: what it reads comes to the device, what it overwrites goes to the host."""
+        if plan.copies:
+            started = self._log.now()
+            self._runner.copy(plan.copies)
+            ended = self._log.now()
+            with self._guard:
+                self._scheduler.copied(len(plan.copies), ended - started)
+                self._recording.copied(started, ended)
 
     def _sample(self, step: _Step, logits: Tensor) -> SampledTokens:
         """One token for each share that samples; the first rows of the logits are theirs, in this order."""

@@ -119,11 +119,11 @@ def free_memory(device: torch.device) -> int:
 
 
 def allocate_pools(
-    call_sites: Sequence[CallSite], blocks: Sequence[int], block_size: int
+    call_sites: Sequence[CallSite], blocks: Sequence[int], block_size: int, device: torch.device | None = None
 ) -> tuple[tuple[Tensor, Tensor], ...]:
     """A key pool [blocks, K, block_size, D] and a value pool [blocks, K, block_size, Dv] for each call site.
 
-    `blocks` are those of `num_blocks`: as many as its reach has.
+    `blocks` are those of `num_blocks`: as many as its reach has.  `device`: another than that of the call sites.
 
     Zeros, since a kernel may load slots that were never written and multiply them by a probability of 0.
     """
@@ -137,7 +137,7 @@ def allocate_pools(
                 block_size,
                 site.key_head_size,
                 dtype=site.dtype,
-                device=site.device,
+                device=device or site.device,
             ),
             torch.zeros(
                 count,
@@ -145,7 +145,7 @@ def allocate_pools(
                 block_size,
                 site.value_head_size,
                 dtype=site.dtype,
-                device=site.device,
+                device=device or site.device,
             ),
         )
         for site, count in zip(call_sites, of_each, strict=True)

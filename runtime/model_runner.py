@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
 from selective_compile.backend import Program, compile_step_program
 from selective_compile.options import EngineConfig
-from selective_compile.runtime.kv_cache import allocate_pools, num_blocks, reaches_of
+from selective_compile.runtime.host_tier import Copy
+from selective_compile.runtime.kv_cache import allocate_pools, bytes_per_block, num_blocks, reaches_of
 from selective_compile.runtime.request_state import RequestState
 from selective_compile.runtime.state_slots import StateSlots, allocate_states, num_slots
 from selective_compile.step import StepInputs
@@ -33,6 +36,13 @@ class ModelRunner:
         self._pools = allocate_pools(sites, blocks, config.block_size)
         self._states = allocate_states(states, self.max_requests)
         self._slots = StateSlots(self.max_requests)
+        size = bytes_per_block(sites, config.block_size)
+        # A request of a model with recurrent states cannot go on from its blocks alone.
+        self.host_slots = config.host_kv_bytes // size if size and not states else 0
+        slots = [self.host_slots] * len(blocks)
+        self._host_pools = allocate_pools(sites, slots, config.block_size, torch.device("cpu"))
+        kinds = reaches_of(sites)
+        self._sites_of = [[i for i, site in enumerate(sites) if site.reach == kind] for kind in kinds]
         self._weights_version = self.program.weights_version()
 
     def weights_changed(self) -> bool:
@@ -46,6 +56,20 @@ class ModelRunner:
         """Let go of what the program keeps of a request that has left."""
         self._slots.forget(request)
         self.program.forget(request)
+
+    @torch.no_grad()
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Move blocks between the pools and the host's, in this order."""
+        for (to_host, table), run in groupby(copies, key=lambda copy: (copy.to_host, copy.table)):
+            # By what is written: of two copies to one place the later holds.
+            moved = {copy.slot if to_host else copy.block: copy for copy in run}.values()
+            blocks, slots = [copy.block for copy in moved], [copy.slot for copy in moved]
+            for site in self._sites_of[table]:
+                for pool, host in zip(self._pools[site], self._host_pools[site], strict=True):
+                    if to_host:
+                        host[slots] = pool[blocks].to(host.device)
+                    else:
+                        pool[blocks] = host[slots].to(pool.device)
 
     @torch.no_grad()
     def run(self, inputs: StepInputs) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from selective_compile.runtime.host_tier import Copy
 from selective_compile.runtime.request_state import RequestState
 
 
@@ -30,6 +31,7 @@ class StepPlan:
         preempted: those that gave up their blocks, to be computed again.
         admitted: those that wait no more, the first time or again.
         refused: those that could not end by their deadline any more; they have left.
+        copies: between the device and the host tier, to be made in this order before the step runs.
         empty_slots: in a static batch, places of those that have ended before its longest member.
     """
 
@@ -37,6 +39,7 @@ class StepPlan:
     preempted: tuple[RequestState, ...] = ()
     admitted: tuple[RequestState, ...] = ()
     refused: tuple[RequestState, ...] = ()
+    copies: tuple[Copy, ...] = ()
     empty_slots: int = 0
 
     @property
@@ -55,11 +58,12 @@ class Draft:
     admitted: list[RequestState] = field(default_factory=list)
     refused: list[RequestState] = field(default_factory=list)
 
-    def plan(self, empty_slots: int) -> StepPlan:
+    def plan(self, *, copies: tuple[Copy, ...], empty_slots: int) -> StepPlan:
         return StepPlan(
             shares=tuple(self.shares),
             preempted=tuple(self.preempted),
             admitted=tuple(self.admitted),
             refused=tuple(self.refused),
+            copies=copies,
             empty_slots=empty_slots,
         )

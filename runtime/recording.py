@@ -5,6 +5,7 @@
     {"event": "cancelled", ...}  a request, by its number
     {"event": "dropped"}         all keys and values were dropped, since the weights changed or somebody said so
     {"event": "planned", ...}    a step: the time it was planned at, its shares, who came, gave way and was refused
+    {"event": "copied", ...}     when its copies between device and host began and ended
     {"event": "computed", ...}   the tokens that the step gave, and why requests ended with them
     {"event": "failed", ...}     the step failed: who ended by that
     {"event": "timed", ...}      when the step began and ended, which later decisions go by
@@ -57,6 +58,9 @@ class Recording:
     def planned(self, now: float, plan: StepPlan) -> None:
         """The scheduler was asked at this time, and said this."""
 
+    def copied(self, started: float, ended: float) -> None:
+        """The copies of the plan took from here to there, on the engine's clock."""
+
     def computed(self, plan: StepPlan, sampled: SampledTokens, ends: Sequence[str | None]) -> None:
         """The step ran; `ends` has, for each token, the reason why its request ended with it."""
 
@@ -108,6 +112,9 @@ class FileRecording(Recording):
     def planned(self, now: float, plan: StepPlan) -> None:
         self._write("planned", now=now, **pictured(plan))
 
+    def copied(self, started: float, ended: float) -> None:
+        self._write("copied", started=started, ended=ended)
+
     def computed(self, plan: StepPlan, sampled: SampledTokens, ends: Sequence[str | None]) -> None:
         sampling = [share.state.number for share in plan.shares if share.samples]
         self._write("computed", tokens=list(zip(sampling, sampled.tokens, ends, strict=True)))
@@ -128,6 +135,7 @@ def pictured(plan: StepPlan) -> dict[str, Any]:
     return {
         "shares": [[share.state.number, share.start, share.num_tokens] for share in plan.shares],
         **{name: [state.number for state in group] for name, group in groups.items()},
+        "copies": [list(copy) for copy in plan.copies],
     }
 
 

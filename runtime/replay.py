@@ -110,6 +110,7 @@ class _ScheduleAgain:
             order=config.waiting_order,
             batching=config.batching,
             prefill_slowdown=config.prefill_slowdown,
+            host_slots=about["host_slots"],
         )
         self._states: dict[int, RequestState] = {}
         self._plan = StepPlan(shares=())
@@ -119,6 +120,7 @@ class _ScheduleAgain:
             "cancelled": self._cancelled,
             "dropped": self._dropped,
             "planned": self._planned,
+            "copied": self._copied,
             "computed": self._computed,
             "failed": self._failed,
             "timed": self._timed,
@@ -152,6 +154,9 @@ class _ScheduleAgain:
         found, wanted = pictured(self._plan), {name: event[name] for name in pictured(self._plan)}
         step, self._steps = self._steps, self._steps + bool(self._plan.shares)
         return None if found == wanted else f"step {step} was {wanted} and is {found}"
+
+    def _copied(self, event: Event) -> None:
+        self._scheduler.copied(len(self._plan.copies), event["ended"] - event["started"])
 
     def _computed(self, event: Event) -> None:
         outcomes = iter(event["tokens"])

@@ -133,7 +133,10 @@ class _EngineAgain:
             outcome = event if event["event"] in ("computed", "failed") else None
         times = next((event for event in events if event["event"] == "timed"), planned | {"started": 0.0, "ended": 0.0})
         self._program.before_run = partial(self._during, during, times["ended"])
-        self._clock.set(times["started"], planned["now"], times["ended"])
+        copied = [(event["started"], event["ended"]) for event in during if event["event"] == "copied"]
+        self._clock.set(
+            times["started"], planned["now"], *(moment for pair in copied for moment in pair), times["ended"]
+        )
         self._engine_step()
 
     def _during(self, events: Sequence[Event], ended: float) -> None:

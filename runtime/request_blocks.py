@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from selective_compile.runtime.block_names import block_names
 from selective_compile.runtime.block_pool import BlockPool
+from selective_compile.runtime.host_tier import Copy, HostTier
 from selective_compile.runtime.request_state import BlockTable, RequestState
 from selective_compile.step import Reach
 
@@ -73,6 +75,17 @@ class BlockGroup:
         return True
 
 
+@dataclass(kw_only=True)
+class _Found:
+    """Of the leading blocks of a request from `first` on, those in the pool and the names of those in the host tier, by
+    their places; and how many blocks are to be allocated."""
+
+    first: int
+    here: dict[int, int] = field(default_factory=dict)
+    away: dict[int, bytes] = field(default_factory=dict)
+    needed: int = 0
+
+
 class RequestBlocks:
     """Gives requests their blocks, a table for each reach of the model's attention, and takes them back.
 
@@ -92,13 +105,33 @@ class RequestBlocks:
         block_size: int,
         reuse: bool,
         guarantees: bool,
+        host_slots: int = 0,
+        copying_pays: Callable[[int], bool] = lambda copies: True,
     ) -> None:
+        """
+        Args:
+            host_slots: of the host tier, for each of the pools.
+            copying_pays: whether so many copies of a block take less time than computing it again.
+        """
         self.groups = tuple(
             BlockGroup(pool, reach, token_budget=token_budget, block_size=block_size) for pool, reach in pools
         )
         self.block_size = block_size
         self.reuse = reuse
         self.guarantees = guarantees
+        self._copies: list[Copy] = []
+        for table, (pool, _) in enumerate(pools if host_slots else ()):
+            pool.host = HostTier(host_slots, table=table, copies=self._copies, pays=copying_pays)
+
+    @property
+    def host_tiers(self) -> list[HostTier]:
+        return [group.pool.host for group in self.groups if group.pool.host is not None]
+
+    def take_copies(self) -> tuple[Copy, ...]:
+        """Those to be made, in this order, before the step that is planned runs."""
+        copies = tuple(self._copies)
+        self._copies.clear()
+        return copies
 
     def fits(self, num_tokens: int) -> bool:
         """Whether a request that comes to hold so many computed tokens can run, at least by itself."""
@@ -120,21 +153,15 @@ class RequestBlocks:
             return False
         reused = self._computed_by_others(state)
         wanted = -(-len(state.tokens) // self.block_size)
-        found, needed = [], []
-        for group in self.groups:
-            first = group.first_kept(reused * self.block_size)
-            found.append(group.pool.find(state.block_names[first:reused]) if reused else [])
-            last = wanted if group.most is None else min(wanted, first + group.most)
-            needed.append(last - reused)
-            if not group.can_admit(state, found[-1], needed[-1], reserve=reserve):
+        found = [self._find(group, state, reused) for group in self.groups]
+        for group, one in zip(self.groups, found, strict=True):
+            last = wanted if group.most is None else min(wanted, one.first + group.most)
+            one.needed = last - one.first - len(one.here)
+            if not group.can_admit(state, list(one.here.values()), one.needed, reserve=reserve):
                 return False
-        tables = []
-        for group, blocks, count in zip(self.groups, found, needed, strict=True):
-            group.pool.share(blocks)
-            table = BlockTable(blocks + group.pool.allocate(count), reused - len(blocks))
+        state.tables = tuple(self._take(*pair) for pair in zip(self.groups, found, strict=True))
+        for group, table in zip(self.groups, state.tables, strict=True):
             group.promised += group.promise_of(state, table)
-            tables.append(table)
-        state.tables = tuple(tables)
         state.computed = reused * self.block_size
         return True
 
@@ -167,6 +194,7 @@ class RequestBlocks:
         """Nothing that the pools hold is to be found any more."""
         for group in self.groups:
             group.pool.forget()
+        self._copies.clear()
 
     def check(self, running: Iterable[RequestState]) -> None:
         """Assert that the running requests hold what they should, and the pools agree."""
@@ -196,8 +224,29 @@ class RequestBlocks:
             for group in self.groups:
                 first = group.first_kept(count * self.block_size)
                 # Without a block, no number of blocks that reaches past it would do.
-                count = first + len(group.pool.find(names[first:count]))
+                count = first + group.pool.count_known(names[first:count])
         return count
+
+    def _find(self, group: BlockGroup, state: RequestState, reused: int) -> _Found:
+        first = group.first_kept(reused * self.block_size)
+        found = _Found(first=first)
+        for index, name in enumerate(state.block_names[first:reused], first):
+            if group.pool.has(name):
+                (found.here[index],) = group.pool.find([name])
+            else:
+                found.away[index] = name
+        return found
+
+    def _take(self, group: BlockGroup, found: _Found) -> BlockTable:
+        group.pool.share(list(found.here.values()))
+        # Before blocks are allocated: what has to go from the device for them may take other slots of the host.
+        names = list(found.away.values())
+        slots = group.pool.host.hold(names) if group.pool.host is not None else []
+        fresh = group.pool.allocate(found.needed)
+        restored = fresh[: len(names)]
+        group.pool.restore(names, slots, restored)
+        leading = sorted({**found.here, **dict(zip(found.away, restored, strict=True))}.items())
+        return BlockTable([*(block for _, block in leading), *fresh[len(names) :]], found.first)
 
     def _rotates(self, group: BlockGroup) -> bool:
         return group.most is not None and group.most <= group.pool.num_blocks

@@ -9,6 +9,7 @@ from functools import partial
 
 from selective_compile.options import Batching, SchedulerPolicy, WaitingOrder
 from selective_compile.runtime.block_pool import BlockPool
+from selective_compile.runtime.host_tier import CopyTimes
 from selective_compile.runtime.plan import Draft, Share, StepPlan
 from selective_compile.runtime.request_blocks import RequestBlocks
 from selective_compile.runtime.request_state import RequestState
@@ -53,11 +54,13 @@ class Scheduler:
         batching: Batching = "inflight_fused",
         prefill_slowdown: float | None = None,
         reach: Reach = WHOLE,
+        host_slots: int = 0,
     ) -> None:
         """
         Args:
             pool: of the attention calls that see farthest, which is `reach`.
             others: of those that see less far.
+            host_slots: of the host tier, for each pool; what is there is kept by the names that `block_reuse` gives.
         """
         self.guarantees = policy == "guaranteed_no_evict" or batching == "static"
         self.blocks = RequestBlocks(
@@ -66,6 +69,8 @@ class Scheduler:
             block_size=block_size,
             reuse=block_reuse,
             guarantees=self.guarantees,
+            host_slots=host_slots,
+            copying_pays=self._copying_pays,
         )
         self.pool = pool
         self.token_budget = token_budget
@@ -75,6 +80,7 @@ class Scheduler:
         self.batching = batching
         self.prefill_slowdown = prefill_slowdown
         self.times = StepTimes()
+        self.copy_times = CopyTimes()
         self.preemptions = 0
         self.tokens_reused = 0
         self.tokens_admitted = 0
@@ -132,7 +138,8 @@ class Scheduler:
                 self._continue(draft)
         assert draft.shares or not self.has_work, "requests wait and none can be scheduled"
         static = self.batching == "static" and bool(self._running)
-        return draft.plan(empty_slots=self._batch - len(self._running) if static else 0)
+        empty = self._batch - len(self._running) if static else 0
+        return draft.plan(copies=self.blocks.take_copies() if draft.shares else (), empty_slots=empty)
 
     def advance(self, share: Share, token: int | None = None) -> None:
         """The step has computed this share and, where the share samples, generated `token`."""
@@ -145,6 +152,10 @@ class Scheduler:
     def measured(self, num_tokens: int, seconds: float) -> None:
         """A step of so many tokens took so long; what can still be met is estimated from this."""
         self.times.observe(num_tokens, seconds)
+
+    def copied(self, num_blocks: int, seconds: float) -> None:
+        """Copies of so many blocks took so long; whether another is worth while is estimated from this."""
+        self.copy_times.observe(num_blocks, seconds)
 
     def forget(self) -> None:
         """What the pool holds is not to be used any more. Nobody runs, or would go on from what is forgotten."""
@@ -170,6 +181,11 @@ class Scheduler:
             assert not state.finished and state.pending > 0, state
         assert self._prefilling.keys() <= self._running.keys(), "prefilling without running"
         self.blocks.check(running)
+
+    def _copying_pays(self, copies: int) -> bool:
+        """Whether so many copies of a block take less time than computing its tokens again, as far as is known."""
+        copy, token = self.copy_times.per_block, self.times.per_token
+        return copy is None or token is None or copies * copy <= self.block_size * token
 
     def _refuse_late(self, now: float, draft: Draft) -> None:
         """Those that come first and cannot end in time leave, before they cost anything."""

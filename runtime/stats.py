@@ -20,6 +20,7 @@ class EngineStats:
         running, waiting: requests that have blocks, and those that have none yet or gave them back.
         blocks_free, blocks_used, blocks_max: of the block pool; each has `block_size` slots.
         blocks_idle: those of the free blocks whose keys and values can still be reused.
+        host_slots_used, host_slots_max: of the host tier, over all of its pools.
         preemptions: how many times a request gave up its blocks, to be computed again.
         tokens_admitted: tokens of requests at the moments they were admitted, the first time or again.
         tokens_reused: those among them that were found computed.
@@ -37,6 +38,8 @@ class EngineStats:
     blocks_max: int
     blocks_idle: int
     block_size: int
+    host_slots_used: int
+    host_slots_max: int
     preemptions: int
     tokens_admitted: int
     tokens_reused: int

@@ -81,6 +81,8 @@ class StepLog:
             blocks_max=pool.num_blocks,
             block_size=scheduler.block_size,
             blocks_idle=pool.num_idle,
+            host_slots_used=sum(tier.num_used for tier in scheduler.blocks.host_tiers),
+            host_slots_max=sum(tier.num_slots for tier in scheduler.blocks.host_tiers),
             preemptions=scheduler.preemptions,
             tokens_admitted=scheduler.tokens_admitted,
             tokens_reused=scheduler.tokens_reused,

@@ -28,6 +28,11 @@ class StepTimes:
         tokens, seconds, slope = self._line()
         return seconds + slope * (num_tokens - tokens)
 
+    @property
+    def per_token(self) -> float | None:
+        """Seconds of each token more; None as long as steps of one size say nothing about it."""
+        return self._line()[2] or None if self._weight else None
+
     def prefill_seconds(self, num_tokens: int, budget: int) -> float | None:
         """Seconds of the steps of a prompt of so many tokens, by itself; None before the first step."""
         chunks, rest = divmod(num_tokens, budget)

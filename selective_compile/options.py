@@ -39,6 +39,9 @@ class EngineConfig(_NamedOptions):
         max_kv_tokens: slots of KV memory, rounded down to whole blocks; None: from the memory that is free.
         kv_memory_fraction: the share of the free memory that the KV pools may take when max_kv_tokens is
             None.
+        host_kv_bytes: host memory for keys and values that the KV memory has no room for: of requests that were
+            preempted, and of prefixes that nobody holds. They are copied back where that takes less time than to
+            compute them again, by the times measured so far; needs `block_reuse`.
         block_reuse: a request starts from the blocks of its leading tokens that another one left computed.
         scheduler_policy: "max_utilization" admits what fits now and preempts when blocks run short;
             "guaranteed_no_evict" admits only what can run to its end whatever the others generate.
@@ -66,6 +69,7 @@ class EngineConfig(_NamedOptions):
     block_size: int = 16
     max_kv_tokens: int | None = None
     kv_memory_fraction: float = 0.9
+    host_kv_bytes: int = 0
     block_reuse: bool = True
     scheduler_policy: SchedulerPolicy = "max_utilization"
     waiting_order: WaitingOrder = "first_come"
@@ -92,6 +96,9 @@ class EngineConfig(_NamedOptions):
         _require_integer("seed", self.seed, at_least=0)
         _require_bool("compile", self.compile)
         _require_bool("block_reuse", self.block_reuse)
+        _require_integer("host_kv_bytes", self.host_kv_bytes, at_least=0)
+        if self.host_kv_bytes and not self.block_reuse:
+            raise ValueError(f"host_kv_bytes must be 0 without block_reuse, got {self.host_kv_bytes}")
         if self.record is not None and not isinstance(self.record, (str, os.PathLike)):
             raise ValueError(f"record must be a path or None, got {self.record!r}")
         _require_one_of("scheduler_policy", self.scheduler_policy, get_args(SchedulerPolicy))

@@ -74,7 +74,18 @@ HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 FACE = "the face"
 HEIGHT[FACE] = len(LAYERS)
 
-TENSOR_FREE = ("request", "request_state", "scheduler", "plan", "waiting", "step_times", "block_pool", "block_names")
+TENSOR_FREE = (
+    "request",
+    "request_state",
+    "scheduler",
+    "plan",
+    "waiting",
+    "step_times",
+    "block_pool",
+    "block_names",
+    "host_tier",
+    "request_blocks",
+)
 
 
 def source_files() -> list[Path]:

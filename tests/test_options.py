@@ -20,6 +20,7 @@ def test_defaults() -> None:
         "block_size": 16,
         "max_kv_tokens": None,
         "kv_memory_fraction": 0.9,
+        "host_kv_bytes": 0,
         "block_reuse": True,
         "scheduler_policy": "max_utilization",
         "waiting_order": "first_come",
@@ -62,6 +63,7 @@ def test_defaults() -> None:
         {"prefill_slowdown": 1},
         {"prefill_slowdown": "2"},
         {"record": 7},
+        {"host_kv_bytes": -1},
     ],
 )
 def test_engine_config_refuses(options: dict[str, Any]) -> None:

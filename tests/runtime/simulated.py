@@ -7,6 +7,7 @@ knows no engine.
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -118,12 +119,13 @@ def simulated_engine(
     *,
     model: SimulatedModel | None = None,
     observers: Sequence[StepObserver] = (),
+    clock: Callable[[], float] = time.perf_counter,
     **config: Any,
 ) -> Engine:
     """An engine on the simulated program; 4,096 KV slots unless the configuration says otherwise."""
     simulated: Any = program or SimulatedProgram()
     chosen = EngineConfig(**{"max_kv_tokens": 4096, **config})
-    return Engine(model or SimulatedModel(), chosen, program=simulated, observers=observers)
+    return Engine(model or SimulatedModel(), chosen, program=simulated, observers=observers, clock=clock)
 
 
 def expected_tokens(prompt: Sequence[int], params: GenerationParams, weights: int = 0) -> list[int]:

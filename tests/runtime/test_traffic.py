@@ -67,6 +67,7 @@ CONFIGURATION = st.fixed_dictionaries(
         "order": st.sampled_from(get_args(WaitingOrder)),
         "batching": st.sampled_from(get_args(Batching)),
         "prefill_slowdown": st.sampled_from([None, 1.5]),
+        "host_slots": st.sampled_from([0, 0, 3, 12]),
         "kinds": st.sampled_from(
             [
                 (WHOLE,),
@@ -95,6 +96,8 @@ class Simulation:
         self.scheduler = make_scheduler(**configuration)
         self.memory = Memory(configuration["block_size"], configuration["kinds"])
         self.weights = 0
+        self.copied = 0
+        self.copying = 0.1  # seconds a block; computing one takes 0.2 for each of its tokens
         self.now = 0.0
         self.live: dict[int, RequestState] = {}
         self.ends: dict[int, int] = {}
@@ -131,6 +134,10 @@ class Simulation:
     def step(self, cancelled: int | None = None) -> None:
         """One step; one of its requests is cancelled while the model runs, or none."""
         plan = self.schedule()
+        self.memory.copy(plan.copies)
+        if plan.copies:
+            self.copied += len(plan.copies)
+            self.scheduler.copied(len(plan.copies), self.copying * len(plan.copies))
         self.memory.run(plan, self.weights)
         if cancelled is not None and plan.shares:
             self.end(plan.shares[cancelled % len(plan.shares)].state.number)
@@ -193,7 +200,7 @@ def picture(plan: StepPlan) -> tuple[Any, ...]:
         (share.state.number, share.start, share.num_tokens, *(list(table.blocks) for table in share.state.tables))
         for share in plan.shares
     ]
-    return (shares, *([state.number for state in group] for group in groups), plan.empty_slots)
+    return (plan.copies, shares, *([state.number for state in group] for group in groups), plan.empty_slots)
 
 
 class TrafficMachine(RuleBasedStateMachine):

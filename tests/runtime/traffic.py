@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 
+from selective_compile.runtime.host_tier import Copy
 from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.request_state import RequestState
 from selective_compile.step import Reach
@@ -23,6 +24,17 @@ class Memory:
         self._block_size = block_size
         self._reaches = reaches
         self._slots: dict[tuple[int, int], int] = {}
+        self._host: dict[tuple[int, int], list[int | None]] = {}
+
+    def copy(self, copies: Iterable[Copy]) -> None:
+        """Between the device and the host tier, one after the other."""
+        for to_host, table, block, slot in copies:
+            places = [(table, block * self._block_size + inside) for inside in range(self._block_size)]
+            if to_host:
+                self._host[table, slot] = [self._slots.get(place) for place in places]
+            else:
+                content = zip(places, self._host[table, slot], strict=True)
+                self._slots |= {place: value for place, value in content if value is not None}
 
     def run(self, plan: StepPlan, weights: int) -> None:
         """The step of a plan: all writes, then all reads, as `selective::ragged_attention` has it."""
