@@ -6,7 +6,7 @@ pools of `kv_cache`, `sampler` picks the next tokens (`processors` and `penaltie
 `philox` chooses, `criteria` say when to stop, `records` is what is kept; `generation` read all that from the request),
 and `request` hands them to whoever waits. `intake` checks what `submit` was given, `request_table` has the unfinished
 requests, `step_log` counts and tells observers; `recording` writes what happened, and `replay` does it again.
-`batch_manager` is the same engine behind callbacks.
+`batch_manager` is the same engine behind callbacks, `request_processor` several engines behind one `submit`.
 """
 
 from selective_compile.runtime.batch_manager import BatchManager, InferenceRequest
@@ -15,6 +15,7 @@ from selective_compile.runtime.generation import GenerationParams
 from selective_compile.runtime.metrics import EngineMetrics
 from selective_compile.runtime.records import TopLogprobs
 from selective_compile.runtime.request import FinishReason, Request, RequestResult, RequestTiming
+from selective_compile.runtime.request_processor import RequestProcessor
 from selective_compile.runtime.stats import EngineStats, RequestEnd, StepObserver, StepRecord, StepShare
 from selective_compile.runtime.trace_file import TraceFile
 
@@ -28,6 +29,7 @@ __all__ = [
     "InferenceRequest",
     "Request",
     "RequestEnd",
+    "RequestProcessor",
     "RequestResult",
     "RequestTiming",
     "StepError",

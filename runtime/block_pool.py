@@ -43,9 +43,11 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Take `count` free blocks, with one reference each. The caller knows that there are so many."""
         assert 0 <= count <= self.num_free, (count, self.num_free)
-        blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
-        for block in blocks:
-            self._references[block] = 1
+        blocks, free, references = [], self._free, self._references
+        for _ in range(count):
+            block = free.pop() if free else self._evict()
+            references[block] = 1
+            blocks.append(block)
         return blocks
 
     def share(self, blocks: Sequence[int]) -> None:

@@ -231,6 +231,10 @@ class Engine:
         return self._program.counts_padding
 
     @property
+    def vocab_size(self) -> int:
+        return self._program.vocab_size
+
+    @property
     def driven(self) -> bool:
         """Whether a background thread runs the steps."""
         return self._background.alive

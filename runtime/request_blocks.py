@@ -162,33 +162,43 @@ class RequestBlocks:
         state.tables = tuple(self._take(*pair) for pair in zip(self.groups, found, strict=True))
         for group, table in zip(self.groups, state.tables, strict=True):
             group.promised += group.promise_of(state, table)
-        state.computed = reused * self.block_size
+        state.computed, state.kept = reused * self.block_size, reused
         return True
 
     def cover(self, state: RequestState, end: int) -> bool:
         """Give a running request the blocks of its next tokens, up to `end`; False: there are not so many."""
         start = state.computed
+        if self.reuse and state.kept < start // self.block_size:
+            self._keep(state, start // self.block_size)  # before those that no token sees any more go
         for group, table in zip(self.groups, state.tables, strict=True):
             if not group.cover(table, start=start, end=end):
                 assert not self.guarantees, state
                 return False
         return True
 
+    def filled(self, state: RequestState, end: int) -> None:
+        """The step computes the tokens up to `end`: others may share the blocks that are full by that.
+
+        Those that a request fills token by token need not be told of one by one: they are shared when it gets its next.
+        """
+        if self.reuse and state.kept < end // self.block_size:
+            self._keep(state, end // self.block_size)
+
     def release(self, state: RequestState) -> None:
         """Take all blocks back."""
+        self.filled(state, state.computed)
         for group, table in zip(self.groups, state.tables, strict=True):
             group.promised -= group.promise_of(state, table)
             group.pool.release(table.held)
         state.tables = ()
+        state.kept = 0
 
-    def filled(self, state: RequestState, start: int, end: int) -> None:
-        """The step computes the tokens start .. end - 1: others may share the blocks that are full by that."""
-        first, last = start // self.block_size, end // self.block_size
-        if self.reuse and first < last:
-            names = block_names(state, last, self.block_size)
-            for group, table in zip(self.groups, state.tables, strict=True):
-                for index in range(first, last):
-                    group.pool.keep(table.blocks[index], names[index])
+    def _keep(self, state: RequestState, count: int) -> None:
+        names = block_names(state, count, self.block_size)
+        for group, table in zip(self.groups, state.tables, strict=True):
+            for index in range(state.kept, count):
+                group.pool.keep(table.blocks[index], names[index])
+        state.kept = count
 
     def forget(self) -> None:
         """Nothing that the pools hold is to be found any more."""
@@ -228,7 +238,7 @@ class RequestBlocks:
         return count
 
     def _find(self, group: BlockGroup, state: RequestState, reused: int) -> _Found:
-        first = group.first_kept(reused * self.block_size)
+        first = group.first_kept(reused * self.block_size) if reused else 0
         found = _Found(first=first)
         for index, name in enumerate(state.block_names[first:reused], first):
             if group.pool.has(name):
@@ -245,8 +255,11 @@ class RequestBlocks:
         fresh = group.pool.allocate(found.needed)
         restored = fresh[: len(names)]
         group.pool.restore(names, slots, restored)
-        leading = sorted({**found.here, **dict(zip(found.away, restored, strict=True))}.items())
-        return BlockTable([*(block for _, block in leading), *fresh[len(names) :]], found.first)
+        leading = list(found.here.values())
+        if names:
+            places = {**found.here, **dict(zip(found.away, restored, strict=True))}
+            leading = [places[index] for index in sorted(places)]
+        return BlockTable([*leading, *fresh[len(names) :]], found.first)
 
     def _rotates(self, group: BlockGroup) -> bool:
         return group.most is not None and group.most <= group.pool.num_blocks

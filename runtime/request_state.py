@@ -63,6 +63,7 @@ class RequestState:
         "computed",
         "final_length",
         "finished",
+        "kept",
         "number",
         "prompt_length",
         "request_id",
@@ -92,6 +93,7 @@ class RequestState:
         self.computed = 0  # how many of the tokens have their keys and values in the blocks
         self.reused = 0  # how many tokens were found computed, over all admissions
         self.charged = 0  # how many tokens have been put on the user's account
+        self.kept = 0  # how many leading blocks others may find by their names
         self.tables: tuple[BlockTable, ...] = ()  # one for each reach of the model's attention, while it runs
         # Of the content of full blocks, as far as they were asked for, or known before.
         self.block_names = [] if block_names is None else block_names

@@ -213,13 +213,13 @@ class Scheduler:
 
     def _continue(self, draft: Draft) -> None:
         """Shares for the running requests: one token where the last step generated one, else a chunk."""
-        block_size, last, budget = self.block_size, self.block_size - 1, draft.budget
+        block_size, budget = self.block_size, draft.budget
         take, share = draft.shares.append, partial(tuple.__new__, Share)
         # A copy, since making room shortens the running requests from the end; those then have no blocks.
         for state in list(self._running.values()):
             start = state.computed
             # Most requests, at most steps: one token in the midst of a block. By itself this halves a step's cost.
-            if budget and 0 < start % block_size < last and len(state.tokens) == start + 1:
+            if budget and start % block_size and len(state.tokens) == start + 1:
                 take(share((state, start, 1, True)))
                 budget -= 1
                 continue
@@ -253,21 +253,23 @@ class Scheduler:
     def _take(self, state: RequestState, draft: Draft) -> bool:
         """As much of a running request as budget allows; False: it had to give way itself."""
         start, pending = state.computed, len(state.tokens) - state.computed
-        num_tokens = min(pending, draft.budget)
-        if state.in_prefill:
-            num_tokens = min(num_tokens, draft.prefill)
-        self._charge_generated(state)
+        in_prefill = pending > 1 or start < state.prompt_length
+        num_tokens = min(pending, draft.budget, draft.prefill) if in_prefill else 1
+        if self.order == "fair":
+            self._charge_generated(state)
         while not self.blocks.cover(state, start + num_tokens):
             victim = self._preempt_last()
             draft.preempted.append(victim)
             if victim is state:
                 return False
-        draft.prefill -= num_tokens * state.in_prefill
+        if in_prefill:
+            draft.prefill -= num_tokens
         draft.budget -= num_tokens
         draft.shares.append(Share(state, start, num_tokens, num_tokens == pending))
         if num_tokens == pending and self._prefilling:
             self._prefilling.pop(state.number, None)
-        self.blocks.filled(state, start, start + num_tokens)
+        if num_tokens > 1:
+            self.blocks.filled(state, start + num_tokens)
         return True
 
     def _admit(self, draft: Draft) -> RequestState | None:

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from selective_compile.bench.ceilings import Ceilings, measure_ceilings
 from selective_compile.bench.floor import Work, floor_seconds
 from selective_compile.bench.machine import machine, versions
 from selective_compile.bench.peers import PEER_TYPES, Peer, PeerError, PeerRun
+from selective_compile.bench.serving import random_llama
 from selective_compile.bench.settings import BenchSettings, DtypeName, LlamaShape
 from selective_compile.bench.trace import Trace, make_trace
 from selective_compile.checkpoints import DTYPES, device_named
@@ -58,22 +59,7 @@ def run_benchmark(settings: BenchSettings, stages: Stages) -> Figures:
 
 def write_checkpoint(folder: Path, shape: LlamaShape, seed: int) -> None:
     """A Llama with random weights, in float32, as every peer will load it."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        config = LlamaConfig(
-            vocab_size=shape.vocabulary,
-            hidden_size=shape.hidden,
-            intermediate_size=shape.mlp,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads,
-            max_position_embeddings=shape.positions,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
-        )
-        LlamaForCausalLM(config).save_pretrained(folder)
+    random_llama(shape, seed).save_pretrained(folder)
 
 
 def load(folder: Path, dtype: DtypeName, settings: BenchSettings) -> PreTrainedModel:
