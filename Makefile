@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/installed-$(shell (pwd; cat pyproject.toml constraints.txt)
 INSTALL := $(BIN)/python -m pip install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench coverage clean
+.PHONY: help demo test lint bench soak coverage clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -29,6 +29,9 @@ lint: $(INSTALLED) ## ruff and mypy
 
 bench: $(INSTALLED)-bench ## throughput next to generate and generate_batch; wants a quiet machine
 	$(BIN)/selective-compile bench $(ARGS)
+
+soak: $(INSTALLED) ## a hundred thousand short requests with stops, errors and lost readers: what is left? some minutes
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py $(ARGS)
 
 coverage: $(INSTALLED) ## every model type of transformers against the model alone; writes docs/coverage.md
 	$(BIN)/selective-compile coverage --out docs/coverage.json $(ARGS)

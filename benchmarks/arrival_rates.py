@@ -63,7 +63,7 @@ def main() -> None:
     print(f"all at once: in-flight {most:.2f} requests a second, {ratio:.2f} times static", flush=True)
     results = []
     print(f"{'rate':>8} {'batching':10} {'tokens/s':>9} {'p50':>8} {'p99':>8}  seconds", flush=True)
-    for share in SHARES:
+    for share in SHARES[::3] if arguments.quick else SHARES:
         arriving = trace.arriving(share * most, settings.seed)
         for name, batching in MODES.items():
             results.append(figures(name, share * most, run(batching, arriving)))
@@ -107,7 +107,10 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     right.set(xlabel="arrivals, requests a second", ylabel="latency of a request, s", yscale="log")
     for axes in (left, right):
         axes.grid(which="both", alpha=0.25)
-        axes.legend(frameon=False)
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+        axes.tick_params(axis="y", which="minor", labelsize=7)
+        axes.legend(frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     figure.savefig(path, dpi=150)
 
 

@@ -1,4 +1,4 @@
-"""A prompt of 8,192 tokens arrives among 32 requests that decode: the gaps between their tokens, with and without bound.
+"""A prompt of 8,192 tokens arrives among 32 requests that decode: the gaps between their tokens, bounded or not.
 
     python benchmarks/long_prompt.py --json gaps.json
 

@@ -1,4 +1,4 @@
-"""One system prompt of 1,000 tokens before 64 requests: work of prefill and time to first token, with and without reuse.
+"""One system prompt of 1,000 tokens before 64 requests: work of prefill and time to first token, by reuse of blocks.
 
     python benchmarks/shared_prefix.py --json prefix.json
 

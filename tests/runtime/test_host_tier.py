@@ -167,9 +167,9 @@ def test_a_failed_step_leaves_nothing_on_the_host() -> None:
     assert list(request.result().tokens) == expected_tokens([0, *range(25)], request.params)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_the_tokens_are_those_of_generate(family: str) -> None:
-    model = tiny(family)
+def test_the_tokens_are_those_of_generate() -> None:
+    """Gemma 3 has two block tables: copies of both."""
+    model = tiny("gemma3_text")
     program = compile_step_program(model, sc.EngineConfig(compile=False))
     size = bytes_per_block(program.call_sites, BLOCK)
     config = sc.EngineConfig(

@@ -1,0 +1,51 @@
+"""The benchmarks of the engine run, at sizes at which their figures say nothing; and a short soak leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, Any]:
+    found = tmp_path / "found.json"
+    monkeypatch.setattr(sys, "argv", [name, "--no-compile", "--json", str(found), *arguments])
+    runpy.run_path(str(BENCHMARKS / f"{name}.py"), run_name="__main__")
+    return dict(json.loads(found.read_text()))
+
+
+def test_arrival_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    picture = tmp_path / "rates.png"
+    found = run("arrival_rates", tmp_path, monkeypatch, "--quick", "--picture", str(picture))
+    assert [row["batching"] for row in found["results"]] == ["static", "in-flight"] * 3
+    assert all(0 < row["p50"] <= row["p99"] for row in found["results"])
+    assert Image.open(picture).size == (1500, 600)
+
+
+def test_shared_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run("shared_prefix", tmp_path, monkeypatch, "--quick", "--requests", "12", "--rounds", "1")
+    assert found["saved"] == 11 / 12
+    assert found["without"]["tokens_computed"] - found["with"]["tokens_computed"] == 11 * 96
+
+
+def test_long_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run("long_prompt", tmp_path, monkeypatch, "--quick", "--requests", "4")
+    ways = [found[name] for name in ("whole", "budget", "bounded")]
+    assert ways[0]["steps"] <= 4 <= ways[1]["steps"] <= ways[2]["steps"]
+    assert all(0 < way["median"] <= way["p99"] <= way["largest"] for way in ways)
+
+
+def test_soak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run("soak", tmp_path, monkeypatch, "--requests", "800")
+    logging.disable(logging.NOTSET)
+    assert not any(found["wrong"].values())
+    assert min(found["ends"][kind] for kind in ("length", "stop", "cancelled", "error")) > 0
+    assert found["preemptions"] > 0 and found["tokens reused"] > 0 and found["readers lost"] > 0
