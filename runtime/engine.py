@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Condition, Lock
 from typing import Any
@@ -18,12 +18,11 @@ from selective_compile.backend import Program
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.background import BackgroundThread, weakly
 from selective_compile.runtime.batch import BatchAssembler
-from selective_compile.runtime.block_pool import BlockPool
 from selective_compile.runtime.intake import Intake
 from selective_compile.runtime.kv_cache import LONGEST
 from selective_compile.runtime.model_runner import ModelRunner
 from selective_compile.runtime.plan import Share, StepPlan
-from selective_compile.runtime.recording import FileRecording, Recording
+from selective_compile.runtime.recording import recording_of
 from selective_compile.runtime.records import TokenRecord
 from selective_compile.runtime.request import FinishReason, Request
 from selective_compile.runtime.request_state import RequestId
@@ -89,39 +88,37 @@ class Engine:
         self.config = config if config is not None else EngineConfig()
         self._runner = ModelRunner(model, self.config, program)
         self._program = self._runner.program
-        sizes = {
-            "token_budget": self.config.token_budget,
-            "max_requests": self._runner.max_requests,
-            "block_size": self.config.block_size,
-        }
         # A program without pools keeps what it computed by request, and no other request can go on from it.
         # What recurrences keep of a request is of its last token: no other request can go on from the middle of it.
         whole = bool(self._program.call_sites) and not self._program.state_sites
         reuses_blocks = self.config.block_reuse and whole
-        (first, reach), *others = [(BlockPool(blocks), reach) for reach, blocks in self._runner.num_blocks.items()]
-        self._scheduler = Scheduler(
-            first,
-            *others,
-            reach=reach,
-            **sizes,
+        self._scheduler = Scheduler.configured(
+            replace(self.config, max_requests=self._runner.max_requests),
+            self._runner.num_blocks,
             block_reuse=reuses_blocks,
-            policy=self.config.scheduler_policy,
-            order=self.config.waiting_order,
-            batching=self.config.batching,
-            prefill_slowdown=self.config.prefill_slowdown,
             host_slots=self._runner.host_slots,
         )
         pool_tokens = self._scheduler.blocks.most_tokens or LONGEST
         longest = min(pool_tokens, self._program.max_positions or pool_tokens)
         self._assembler = BatchAssembler(
-            **sizes,
+            token_budget=self.config.token_budget,
+            max_requests=self._runner.max_requests,
+            block_size=self.config.block_size,
             max_blocks=-(-longest // self.config.block_size),
             device=self._program.device,
             num_tables=len(self._runner.num_blocks),
         )
         self._intake = Intake(model, self._program, self.config, reuses_blocks=reuses_blocks, pool_tokens=pool_tokens)
         self._log = StepLog(observers, clock)
-        self._recording = self._recorder(model)
+        self._recording = recording_of(
+            self.config,
+            name=type(model).__name__,
+            vocab_size=self._program.vocab_size,
+            pools=[(reach.window, reach.chunk, blocks) for reach, blocks in self._runner.num_blocks.items()],
+            host_slots=self._runner.host_slots,
+            max_requests=self._runner.max_requests,
+            reuses_blocks=reuses_blocks,
+        )
         self._requests = RequestTable()
         self._stepping = Lock()
         self._submitting = Lock()
@@ -270,18 +267,6 @@ class Engine:
     def stats(self) -> EngineStats:
         with self._guard:
             return self._log.stats(self._scheduler, graphs=self._program.graphs)
-
-    def _recorder(self, model: nn.Module) -> Recording:
-        if self.config.record is None:
-            return Recording()
-        about = {
-            "name": type(model).__name__,
-            "vocab_size": self._program.vocab_size,
-            "pools": [(reach.window, reach.chunk, blocks) for reach, blocks in self._runner.num_blocks.items()],
-            "host_slots": self._runner.host_slots,
-            "reuses_blocks": self._scheduler.blocks.reuse,
-        }
-        return FileRecording(self.config.record, self.config, about)
 
     def _drop_computed(self) -> None:
         self._recording.dropped()

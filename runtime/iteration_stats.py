@@ -29,6 +29,8 @@ def iteration_stats(record: StepRecord, stats: EngineStats, config: EngineConfig
         "Free KV cache blocks": stats.blocks_free,
         "Used KV cache blocks": stats.blocks_used,
         "Reusable KV cache blocks": stats.blocks_idle,
+        "Max host KV cache blocks": stats.host_slots_max,
+        "Used host KV cache blocks": stats.host_slots_used,
         "Tokens per KV cache block": stats.block_size,
         "Scheduled Requests": len(record.shares),
         "Context Requests": len(context),

@@ -128,25 +128,11 @@ def allocate_pools(
     Zeros, since a kernel may load slots that were never written and multiply them by a probability of 0.
     """
     kinds = reaches_of(call_sites)
-    of_each = [blocks[kinds.index(site.reach)] for site in call_sites]
-    return tuple(
-        (
-            torch.zeros(
-                count,
-                site.num_kv_heads,
-                block_size,
-                site.key_head_size,
-                dtype=site.dtype,
-                device=device or site.device,
-            ),
-            torch.zeros(
-                count,
-                site.num_kv_heads,
-                block_size,
-                site.value_head_size,
-                dtype=site.dtype,
-                device=device or site.device,
-            ),
-        )
-        for site, count in zip(call_sites, of_each, strict=True)
-    )
+
+    def pool(site: CallSite, size: int) -> Tensor:
+        shape = (blocks[kinds.index(site.reach)], site.num_kv_heads, block_size, size)
+        # Only from pinned memory does a copy to a GPU run at the speed of the bus.
+        pinned = device is not None and device.type == "cpu" and site.device.type == "cuda"
+        return torch.zeros(shape, dtype=site.dtype, device=device or site.device, pin_memory=pinned)
+
+    return tuple((pool(site, site.key_head_size), pool(site, site.value_head_size)) for site in call_sites)

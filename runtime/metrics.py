@@ -37,6 +37,7 @@ class EngineMetrics:
                 ("requests_waiting", "Requests that have none yet, or gave them back"),
                 ("blocks_used", "KV blocks that a request holds"),
                 ("blocks_idle", "Free KV blocks whose content can be reused"),
+                ("host_slots_used", "KV blocks whose content is in host memory"),
                 ("blocks_max", "KV blocks of the pool"),
                 ("empty_slots", "Places of a static batch whose request has ended"),
             )
@@ -84,7 +85,9 @@ class EngineMetrics:
     def _update_gauges(self, *, empty_slots: int) -> None:
         stats = self._seen
         values = {"requests_running": stats.running, "requests_waiting": stats.waiting, "empty_slots": empty_slots}
-        values |= {name: getattr(stats, name) for name in ("blocks_used", "blocks_idle", "blocks_max")}
+        values |= {
+            name: getattr(stats, name) for name in ("blocks_used", "blocks_idle", "host_slots_used", "blocks_max")
+        }
         for name, value in values.items():
             self._gauges[name].set(value)
 

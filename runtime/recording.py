@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 from transformers import GenerationConfig
 
@@ -77,6 +78,7 @@ class FileRecording(Recording):
     def __init__(self, path: str | PathLike[str], config: EngineConfig, model: Mapping[str, Any]) -> None:
         """`model`: what is to be known of it. Raises OSError where nothing can be written there."""
         self._file = Path(path).open("w", encoding="utf-8", buffering=1)
+        finalize(self, self._file.close)  # the engine has no end of its own
         told = {name: value for name, value in dataclasses.asdict(config).items() if name not in NOT_TOLD}
         self._write("engine", version=VERSION, config=told, model=model)
 
@@ -127,6 +129,11 @@ class FileRecording(Recording):
 
     def _write(self, event: str, **values: Any) -> None:
         self._file.write(json.dumps({"event": event, **values}) + "\n")
+
+
+def recording_of(config: EngineConfig, **model: Any) -> Recording:
+    """What the configuration asks for; `model` is what is to be known of it. Raises OSError."""
+    return Recording() if config.record is None else FileRecording(config.record, config, model)
 
 
 def pictured(plan: StepPlan) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from selective_compile.options import EngineConfig
-from selective_compile.runtime.block_pool import BlockPool
 from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.recording import VERSION, pictured
 from selective_compile.runtime.request_state import RequestState, Terms
@@ -51,7 +50,7 @@ class EventLog:
     @property
     def config(self) -> EngineConfig:
         """As it was, with as many blocks as there were; it records nothing."""
-        config = self.engine["config"]
+        config = {**self.engine["config"], "max_requests": self.engine["model"]["max_requests"]}
         *_, first = self.engine["model"]["pools"][0]
         return EngineConfig(**config, max_kv_tokens=first * config["block_size"])
 
@@ -96,20 +95,10 @@ class _ScheduleAgain:
 
     def __init__(self, log: EventLog) -> None:
         config, about = log.config, log.engine["model"]
-        pools = [(BlockPool(blocks), Reach(window, chunk)) for window, chunk, blocks in about["pools"]]
-        (first, reach), *others = pools
-        self._scheduler = Scheduler(
-            first,
-            *others,
-            reach=reach,
-            token_budget=config.token_budget,
-            max_requests=config.max_requests,
-            block_size=config.block_size,
+        self._scheduler = Scheduler.configured(
+            config,
+            {Reach(window, chunk): blocks for window, chunk, blocks in about["pools"]},
             block_reuse=about["reuses_blocks"],
-            policy=config.scheduler_policy,
-            order=config.waiting_order,
-            batching=config.batching,
-            prefill_slowdown=config.prefill_slowdown,
             host_slots=about["host_slots"],
         )
         self._states: dict[int, RequestState] = {}

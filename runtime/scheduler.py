@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 
-from selective_compile.options import Batching, SchedulerPolicy, WaitingOrder
+from selective_compile.options import Batching, EngineConfig, SchedulerPolicy, WaitingOrder
 from selective_compile.runtime.block_pool import BlockPool
 from selective_compile.runtime.host_tier import CopyTimes
 from selective_compile.runtime.plan import Draft, Share, StepPlan
@@ -88,6 +88,27 @@ class Scheduler:
         self._waiting = waiting_queue(order)
         self._prefilling: dict[int, RequestState] = {}  # of the running ones, where batching tells them apart
         self._batch = 0  # requests that were admitted to the static batch
+
+    @classmethod
+    def configured(
+        cls, config: EngineConfig, pools: Mapping[Reach, int], *, block_reuse: bool, host_slots: int
+    ) -> Scheduler:
+        """As an engine has it; `pools`: how many blocks there are for each reach, the farthest first."""
+        (reach, first), *others = pools.items()
+        return cls(
+            BlockPool(first),
+            *((BlockPool(blocks), other) for other, blocks in others),
+            reach=reach,
+            token_budget=config.token_budget,
+            max_requests=config.max_requests,
+            block_size=config.block_size,
+            block_reuse=block_reuse,
+            policy=config.scheduler_policy,
+            order=config.waiting_order,
+            batching=config.batching,
+            prefill_slowdown=config.prefill_slowdown,
+            host_slots=host_slots,
+        )
 
     @property
     def num_running(self) -> int:
