@@ -58,7 +58,14 @@ def test_of(condition: sympy.Basic, symbol: sympy.Symbol) -> Callable[[int], boo
     source = PythonPrinter().doprint(condition.xreplace({symbol: sympy.Symbol("length")}))
     code = compile(source, "condition on the number of tokens", "eval")
     known = {"math": math, "torch": torch}
-    return lambda length: bool(eval(code, known, {"length": length}))
+
+    def holds(length: int) -> bool:
+        try:
+            return bool(eval(code, known, {"length": length}))
+        except ZeroDivisionError:
+            return False  # a condition that has no value there does not hold
+
+    return holds
 
 
 def tried(condition: sympy.Basic, shortest: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import sympy
+from torch.utils._sympy.functions import FloorDiv, Mod
 
 from selective_compile.passes.lengths import (
     ALL_LENGTHS,
@@ -27,6 +28,7 @@ UP_TO = {
     sympy.Ne(3 * S + 7, 3007): 999,
     S >= 3: 1,
     S <= 1_000_003: 1_000_003,
+    sympy.Ne(Mod(S, FloorDiv(300, S)), 300): 300,  # has no value from 301 on: a remainder by 0
 }
 
 
