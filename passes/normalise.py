@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import sympy
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import fx
@@ -110,6 +111,7 @@ def normalise(module: fx.GraphModule, examples: Sequence[Any]) -> TracedGraph:
         names = size_names(placeholders)
         fakes = [fake_input(symbols, names, node, place) for node, place in zip(placeholders, places, strict=True)]
     traced = retrace(module, symbols, fakes)
+    refuse_constants(symbols)
     inputs = [
         Input(index=index, node=node, source=source_name(old), place=place, example=example)
         for index, (node, old, place, example) in enumerate(
@@ -129,20 +131,29 @@ def normalise(module: fx.GraphModule, examples: Sequence[Any]) -> TracedGraph:
     )
 
 
+def refuse_constants(symbols: Symbols) -> None:
+    """Raises `RefusedError` where the trace holds for one number of tokens or requests alone, as an unrolled loop does:
+    no dimension of such a graph can be told from one of that size by chance."""
+    if all(size is None or size.free_symbols for size in (symbols.sizes().batch, symbols.sizes().token)):
+        return
+    guard = next(guard for guard in symbols.env.guards if isinstance(guard.expr, sympy.Eq))
+    raise RefusedError([narrowed(guard)])
+
+
 def narrowings(symbols: Symbols) -> list[Refusal]:
     """Where the trace asked what a size is, so that it holds for some sizes only, and does not only bound requests."""
     bounds = bounding(symbols)
-    return [
-        Refusal(
-            node="sizes",
-            operator="number of tokens or requests",
-            reason=f"it is used as a number; the graph would hold only where {guard.expr}",
-            source_line=str(guard.sloc.maybe_user_loc or guard.sloc),
-            module="",
-        )
-        for guard in symbols.env.guards
-        if guard.expr not in bounds
-    ]
+    return [narrowed(guard) for guard in symbols.env.guards if guard.expr not in bounds]
+
+
+def narrowed(guard: Any) -> Refusal:
+    return Refusal(
+        node="sizes",
+        operator="number of tokens or requests",
+        reason=f"it is used as a number; the graph would hold only where {guard.expr}",
+        source_line=str(guard.sloc.maybe_user_loc or guard.sloc),
+        module="",
+    )
 
 
 def bounding(symbols: Symbols) -> list[Any]:
