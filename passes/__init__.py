@@ -92,6 +92,8 @@ def rewrite(
     traced.functions = functions or {}
     if ones is not None:
         all_ones(traced, ones)
+    if paged:
+        drop_stored_weights(traced)
     result = Rewrite(traced=traced, tails=take_off_tails(traced.module))
     if paged and not all(tail.keeps_last for tail in result.tails):
         traced.refuse(traced.output_node, "it cuts off the logits of the last token")
@@ -112,6 +114,21 @@ def rewrite(
         if paged or transform is not keep_sampled_rows:
             result.timed(name, lambda transform=transform: transform(flat))  # type: ignore[misc]
     return result
+
+
+def drop_stored_weights(traced: TracedGraph) -> int:
+    """Outputs that are weights as they came leave the graph: a forward may assign a buffer to its own name.
+
+    Whatever else it stores in the model is refused: the engine runs no such side effect.
+    """
+    output, weights = traced.output_node, [given.node for given in traced.inputs if given.place == "weight"]
+    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    kept = [result for result in results if result not in weights]
+    output.args = (tuple(kept),)
+    if len(kept) != 1:
+        traced.refuse(output, f"its forward must give logits and store nothing in the model, got {len(kept)} results")
+    traced.module.recompile()
+    return len(results) - len(kept)
 
 
 def flatten_into(result: Rewrite, *, paged: bool) -> int:

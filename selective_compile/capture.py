@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +64,7 @@ def capture(model: nn.Module, functions: Mapping[Place, Recognised] | None = Non
     for argument in arguments:
         torch._dynamo.mark_dynamic(argument, 1)
     config = {"specialize_float": True, "assume_static_by_default": True}
-    with torch._dynamo.config.patch(config), torch.no_grad(), left_whole(functions or {}):
+    with torch._dynamo.config.patch(config), torch.no_grad(), left_whole(functions or {}), plain_buffers(model):
         try:
             torch.compile(call, backend=keep, fullgraph=True)(*arguments)
         except CaptureDone:
@@ -83,6 +84,22 @@ def recurrences_of(model: nn.Module) -> dict[Place, Recognised]:
         call(*arguments)
 
     return known_recurrences(model, run)
+
+
+@contextmanager
+def plain_buffers(model: nn.Module) -> Iterator[None]:
+    """Dynamo cannot follow a forward that assigns an `nn.Buffer` to its own name: meanwhile they are plain tensors.
+
+    Tensors that were registered by name are plain already, and are assigned alike.
+    """
+    marked: list[Any] = [buffer for buffer in model.buffers() if vars(buffer).get("_is_buffer")]
+    for buffer in marked:
+        del buffer._is_buffer
+    try:
+        yield
+    finally:
+        for buffer in marked:
+            buffer._is_buffer = True
 
 
 def untraceable(failure: TorchDynamoException) -> Refusal:

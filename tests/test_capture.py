@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import selective_compile as sc
 from selective_compile.capture import capture, declared_positions
 from tests.decoders import Decoder
-from tests.exactness import step_program
+from tests.exactness import engine_error, step_program
 from tests.models import tiny
 
 
@@ -91,3 +91,29 @@ def test_positions_that_a_configuration_declares(declared: int | None, known: in
     model.config = SimpleNamespace(max_position_embeddings=declared)  # type: ignore[assignment]
     assert declared_positions(model) == known
     assert declared_positions(Decoder(layers=1)) is None
+
+
+class Assigning(Decoder):
+    """Its forward assigns a buffer, as it is or changed, to the buffer's own name, as CTRL does."""
+
+    def __init__(self, change: float) -> None:
+        super().__init__(layers=1)
+        self.change = change
+        self.shift = nn.Buffer(torch.full((1,), 0.5), persistent=False)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        self.shift = self.shift.to(torch.float32) if not self.change else self.shift + self.change
+        return super().forward(input_ids, attention_mask) + self.shift
+
+
+def test_forward_may_assign_a_buffer_to_its_own_name() -> None:
+    model = Assigning(0.0).eval()
+    assert engine_error(model, vocabulary=97) < 1e-4
+    assert isinstance(model.shift, nn.Buffer) and model.shift.item() == 0.5
+
+
+def test_forward_that_stores_something_else_is_refused() -> None:
+    model = Assigning(1.0).eval()
+    with pytest.raises(sc.RefusedError, match=r"store nothing in the model"):
+        step_program(model)
+    assert model.shift.item() == 0.5

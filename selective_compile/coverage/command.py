@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -12,6 +13,8 @@ from rich.text import Text
 
 from selective_compile import generation_ledger
 from selective_compile.coverage import page as pages
+from selective_compile.coverage.mutation_table import mutation_page, tried, wrong_ones
+from selective_compile.coverage.mutations import MUTATED
 from selective_compile.coverage.standing import VERDICTS, bars, verdict, wrong
 from selective_compile.coverage.sweep import Sweep, chosen_types
 from selective_compile.progress import ProgressBars
@@ -25,20 +28,25 @@ def coverage_command(
     out_file: Annotated[Path, typer.Option("--out", help="Results; measured types are kept.")] = Path("coverage.json"),
     page: Annotated[Path | None, typer.Option(help="Write them as Markdown too.", show_default="beside --out")] = None,
     generation: Annotated[bool, typer.Option("--generation", help="Fields of GenerationConfig instead.")] = False,
+    mutations: Annotated[bool, typer.Option("--mutations", help="Changed attentions instead.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of text.")] = False,
 ) -> None:
     """Try every model type of the installed transformers, with random weights, against the model alone.
 
     One process for each; stopped and started again, it goes on where it was. Exit status 1 on wrong tokens. With
-    --generation: what each field of transformers' GenerationConfig comes to here; nothing is run.
+    --generation: what each field of transformers' GenerationConfig comes to here; nothing is run. With --mutations:
+    some types, each with its attention changed in several ways; exit status 1 if one is neither exact nor refused.
 
     \b
     selective-compile coverage --jobs 2 --out docs/coverage.json
     selective-compile coverage --types llama,gpt2,mamba --json
     selective-compile coverage --generation
+    selective-compile coverage --mutations --page docs/mutations.md
     """
     if generation:
         return print_ledger(as_json)
+    if mutations:
+        return mutate(types, jobs or os.cpu_count() or 1, page, as_json)
     chosen = chosen_types(types)
     target = page if page is not None else out_file.with_suffix(".md")
     for path, option in ((out_file, "--out"), (target, "--page")):
@@ -67,6 +75,24 @@ def coverage_command(
     mistaken = [name for name, facts in found.items() if wrong(facts)]
     if mistaken:
         raise ValueError(f"the tokens or logits are wrong without a refusal for {', '.join(mistaken)}")
+
+
+def mutate(types: str | None, jobs: int, page: Path | None, as_json: bool) -> None:
+    chosen = chosen_types(types) if types is not None else MUTATED
+    out = console()
+    with ProgressBars(console(stderr=True))("changing", len(chosen)) as advance:
+        outcomes = tried(chosen, jobs=jobs, tell=lambda _: advance(1))
+    if page is not None:
+        page.write_text(mutation_page(outcomes))
+    if as_json:
+        found = {name: {m: dataclasses.asdict(one) for m, one in ones.items()} for name, ones in outcomes.items()}
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        for name, ones in outcomes.items():
+            kinds = ", ".join(f"{mutation} {one.kind}" for mutation, one in ones.items())
+            out.print(Text(f"{name}: {kinds}"), soft_wrap=True)
+    if mistaken := wrong_ones(outcomes):
+        raise ValueError(f"a changed attention must be exact or refused, got {'; '.join(mistaken)}")
 
 
 def print_ledger(as_json: bool) -> None:

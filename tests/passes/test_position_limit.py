@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.decoders import MAX_POSITIONS, Decoder, counted
-from tests.exactness import step_program
+from tests.decoders import MAX_POSITIONS, WIDTH, Decoder, counted
+from tests.exactness import engine_error, step_program
 from tests.models import tiny
 
 
@@ -39,3 +39,24 @@ def test_rotary_positions_end_where_the_configuration_says() -> None:
     model = tiny("llama", num_hidden_layers=1)
     model.config.max_position_embeddings = 10**9
     assert step_program(model).max_positions == 10**9
+
+
+def gathered(ids: Tensor) -> Tensor:
+    """Positions repeated along features, as GPT-J gathers its table by them."""
+    return torch.arange(ids.shape[1])[None, :, None].repeat(1, 1, WIDTH)
+
+
+class Gathering(Decoder):
+    def __init__(self, places: Any = gathered) -> None:
+        super().__init__(layers=1)
+        self.numbered, self.table = places, torch.nn.Parameter(torch.randn(90, WIDTH))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        rows = self.table[None].gather(1, self.numbered(input_ids))
+        return super().forward(input_ids, attention_mask) + rows[..., :1]
+
+
+def test_table_that_is_gathered_from_ends_too() -> None:
+    model = Gathering().eval()
+    assert engine_error(model, vocabulary=97) < 1e-4
+    assert step_program(model).max_positions == 90
