@@ -53,16 +53,33 @@ class Extended:
         return f"TOKEN+{self.count}"
 
 
-Factor = Axis | int | Permuted | Extended
+@dataclass(frozen=True)
+class Part:
+    """A factor: of the elements of ``of``, those of one ``group``; None before one of the ``groups`` is taken."""
+
+    of: Permuted
+    groups: int
+    group: int | None = None
+
+    def __repr__(self) -> str:
+        return f"group {self.group} of {self.of}"
+
+
+Factor = Axis | int | Permuted | Extended | Part
 Dim = tuple[Factor, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """How many elements each group has after ``order`` sorted them by group, or where each group ends."""
+    """How many elements each group has after ``order`` sorted them by group, or where each group ends.
+
+    ``one``: the size of that group alone.  ``unsorted``: ``order`` is no sorting, but holds the groups' numbers.
+    """
 
     order: fx.Node
     ends: bool = False
+    one: int | None = None
+    unsorted: bool = False
 
 
 class Mixes(Exception):
@@ -102,11 +119,15 @@ class Axes:
         """Whether the value depends on what other tokens there are, as a place in an order of all of them does."""
         if not self.numbers:
             return self.groups is not None
-        return self.is_permuted or self.numbers not in ((Axis.TOKEN,), (Axis.BATCH,))
+        return self.is_permuted or self.holding_parts or self.numbers not in ((Axis.TOKEN,), (Axis.BATCH,))
 
     @property
     def is_permuted(self) -> bool:
         return any(isinstance(f, Permuted) for dim in self.dims for f in dim)
+
+    @property
+    def holding_parts(self) -> bool:
+        return any(isinstance(f, Part) for dim in self.dims for f in dim)
 
     @property
     def is_pair(self) -> bool:

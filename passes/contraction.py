@@ -130,7 +130,7 @@ def contraction_axes(node: fx.Node, axes_of: Callable[[Any], Axes]) -> Any:
 
 
 def summed_over_tokens(column: list[Dim]) -> bool:
-    if all(not any(isinstance(f, Axis) for f in dim) for dim in column):
+    if all(isinstance(factor, int) for dim in column for factor in dim):
         return False
     if len(column) == 2 and column[0] == column[1] == (Axis.TOKEN,):
         return True

@@ -42,11 +42,18 @@ def index(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     found = [axes_of(indices[i]) for i in used]
     for i, index_axes in zip(used, found, strict=True):
         own = axes.dims[i]
+        refuse_reordered(index_axes, labelled=axes.labelled(i))
         if axes.labelled(i) and own != index_axes.numbers:
             raise Mixes(f"gathers along dimension {i} by an index that is not the token's own")
     dims = broadcast([index_axes.dims for index_axes in found])
     inputs = axes.inputs.union(*(index_axes.inputs for index_axes in found))
     return Axes(dims=(*axes.dims[: used[0]], *dims, *axes.dims[used[-1] + 1 :]), inputs=inputs)
+
+
+def refuse_reordered(index: Axes, *, labelled: bool) -> None:
+    """The place of a token in an order of all tokens, or the size of a group, is no index into anything else."""
+    if index.groups is not None or (index.opaque and not labelled):
+        raise Mixes("reads a table by the numbers by which tokens are reordered")
 
 
 def reads_own_index(node: fx.Node, axes: dict[fx.Node, Axes]) -> bool:
@@ -105,6 +112,7 @@ def same_rows(dim: int, *given: Axes) -> None:
 def index_select(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     axes, index = readable(axes_of(node.args[0])), axes_of(node.args[2])
     (dim,) = dims_along(node, 1)
+    refuse_reordered(index, labelled=axes.labelled(dim))
     if axes.labelled(dim) and axes.dims[dim] != index.numbers:
         raise Mixes(f"gathers along dimension {dim} by an index that is not the token's own")
     return Axes(dims=(*axes.dims[:dim], *index.dims, *axes.dims[dim + 1 :]), inputs=axes.inputs | index.inputs)

@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from selective_compile.passes.axes import Axes, Groups, Mixes, Permuted, Sizes
+from selective_compile.passes.axes import Axes, Dim, Factor, Groups, Mixes, Part, Permuted, Sizes
 from selective_compile.passes.rules_lookup import readable
 from selective_compile.passes.rules_reduce import dims_along, selection
 
 aten = torch.ops.aten
 AxesOf = Callable[[Any], Axes]
 CASTS = (aten.to, aten._to_copy, aten.reshape, aten.view, aten.clone, aten.contiguous, aten.flatten)
+ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+ASCENDING = (aten.sort.default, aten.argsort.default)
+ITEMS = (aten.item.default, aten._local_scalar_dense.default)
 INDEX_MAKERS = (aten.topk, aten.sort, aten.argsort, aten.argmax, aten.argmin, aten.max, aten.min)
 
 
@@ -87,12 +91,82 @@ def never_negative(node: Any) -> bool:
     return packet in (aten.argsort, aten.argmax, aten.argmin)
 
 
+def counted_groups(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes | None:
+    """``zeros.scatter(-1, groups, 1).sum(0)``: how many times tokens name each group; None for any other sum.
+
+    The groups that one token names must be different ones, as those that ``topk`` finds are.
+    """
+    marks = made_from(node.args[0]) if isinstance(node.args[0], fx.Node) else None
+    if marks is None or marks.target is not aten.scatter.value or marks.args[3] != 1:
+        return None
+    zeros, found = marks.args[0], made_from(marks.args[2])
+    axes = axes_of(marks)
+    of_topk = found.target is operator.getitem and getattr(found.args[0], "target", None) is aten.topk.default
+    if getattr(zeros, "target", None) not in ZEROS or not of_topk or not never_negative(found):
+        return None
+    if len(axes.dims) != 2 or dims_along(marks, 1) != [1] or dims_along(node, 1) != [0] or not axes.labelled(0):
+        return None
+    if node.meta["val"].dim() != 1 or node.meta["val"].dtype.is_floating_point or axes.opaque:
+        return None
+    return Axes(dims=axes.dims[1:], inputs=axes.inputs, groups=Groups(order=found, unsorted=True))
+
+
+def size_of_group(node: fx.Node, groups: Groups) -> Axes:
+    """``sizes[i]``, which may only say where sorted tokens are split."""
+    index = node.args[2]
+    if groups.ends or groups.one is not None or not isinstance(index, int):
+        raise Mixes("reads the sizes of groups of tokens as values")
+    return Axes(dims=(), groups=replace(groups, one=index % node.args[0].meta["val"].shape[0]))  # type: ignore[union-attr]
+
+
+def split_groups(node: fx.Node, axes_of: AxesOf) -> Axes:
+    """Sorted rows split at the sizes of all their groups in turn; `part_of` then takes one."""
+    rows, listed = axes_of(node.args[0]), node.args[1]
+    (dim,) = dims_along(node, 2, 0)
+    (order,) = rows.dims[dim] if len(rows.dims[dim]) == 1 else (None,)
+    wrong = Mixes("splits tokens at other places than the sizes of their groups")
+    if not isinstance(order, Permuted) or rows.numbers or not isinstance(listed, (tuple, list)):
+        raise wrong
+    source = made_from(order.order.args[0])
+    if order.order.target not in ASCENDING or len(order.order.args) > 2 and order.order.args[2] or order.order.kwargs:
+        raise wrong
+    for place, size in enumerate(listed):
+        read = size.args[0] if isinstance(size, fx.Node) and size.target in ITEMS else None
+        if read is None or axes_of(read).groups != Groups(order=source, one=place, unsorted=True):
+            raise wrong
+        if len(listed) != read.args[0].meta["val"].shape[0]:  # type: ignore[union-attr]
+            raise wrong
+    part = Part(order, len(listed))
+    return Axes(dims=(*rows.dims[:dim], (part,), *rows.dims[dim + 1 :]), inputs=rows.inputs)
+
+
+def part_of(node: fx.Node, axes: Axes) -> Axes:
+    group = node.args[1]
+    assert isinstance(group, int)
+
+    def taken(factor: Factor) -> Factor:
+        return replace(factor, group=group) if isinstance(factor, Part) else factor
+
+    if any(isinstance(f, Part) and f.group is not None for dim in axes.dims for f in dim):
+        raise Mixes("takes a part of the rows of one group")
+    return replace(axes, dims=tuple(tuple(map(taken, dim)) for dim in axes.dims))
+
+
+def joined(dims: list[Dim]) -> Dim:
+    """All groups one after another are the sorted tokens again."""
+    parts = [dim[0] if len(dim) == 1 else None for dim in dims]
+    first = parts[0]
+    if not isinstance(first, Part) or parts != [Part(first.of, first.groups, i) for i in range(first.groups)]:
+        raise Mixes("puts parts of sorted tokens together that are not all of them in their order")
+    return (first.of,)
+
+
 def running_sum(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes | None:
     """Sizes of groups summed up are their ends; None for any other sum."""
     axes = axes_of(node.args[0])
     if axes.groups is None:
         return None
-    if axes.groups.ends or dims_along(node, 1) != [0]:
+    if axes.groups != Groups(order=axes.groups.order) or dims_along(node, 1) != [0]:
         raise Mixes("sums up more than the sizes of groups")
     return Axes(dims=axes.dims, groups=Groups(order=axes.groups.order, ends=True))
 

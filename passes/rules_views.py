@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from selective_compile.passes.axes import Axes, Axis, Dim, Extended, Mixes, Sizes, is_symbolic, merge_plain, regroup
-from selective_compile.passes.rules_order import order_of
+from selective_compile.passes.rules_order import joined, order_of, part_of, size_of_group, split_groups
 from selective_compile.passes.rules_pointwise import broadcast
 from selective_compile.passes.rules_reduce import dims_along, refuse_labelled
 from selective_compile.passes.table_rows import rows_of, slice_bounds
@@ -21,7 +21,9 @@ AxesOf = Callable[[Any], Axes]
 
 
 def with_dims(axes: Axes, dims: tuple[Dim, ...] | list[Dim]) -> Axes:
-    return Axes(dims=tuple(dims), numbers=axes.numbers, inputs=axes.inputs)
+    if axes.groups is not None and tuple(dims) != axes.dims:
+        raise Mixes("reads the sizes of groups of tokens as values")
+    return Axes(dims=tuple(dims), numbers=axes.numbers, inputs=axes.inputs, groups=axes.groups)
 
 
 def constant_dims(value: Any) -> list[int]:
@@ -106,6 +108,8 @@ def replaced(dims: tuple[Dim, ...], at: int, new: Dim) -> tuple[Dim, ...]:
 
 def select(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     axes = axes_of(node.args[0])
+    if axes.groups is not None:
+        return size_of_group(node, axes.groups)
     (dim,) = dims_along(node, 1, 0)
     refuse_labelled(node, axes, [dim])
     return with_dims(axes, (*axes.dims[:dim], *axes.dims[dim + 1 :]))
@@ -114,6 +118,8 @@ def select(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
 def split(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     """``split`` and ``chunk`` of an unlabelled dimension; ``getitem`` then picks a part (see `getitem`)."""
     axes = axes_of(node.args[0])
+    if any(is_symbolic(size.meta["val"]) for size in node.all_input_nodes[1:]):
+        return split_groups(node, axes_of)
     position = 1 if node.target is aten.unbind.int else 2
     refuse_labelled(node, axes, dims_along(node, position, 0))
     return axes
@@ -122,6 +128,8 @@ def split(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
 def getitem(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     """One of several results; their labelled dimensions are the producer's, plain sizes are read off the value."""
     axes, shape = axes_of(node.args[0]), node.meta["val"].shape
+    if axes.holding_parts:
+        return part_of(node, axes)
     producer = node.args[0].target.overloadpacket  # type: ignore[union-attr]
     dims = axes.dims
     if producer is aten.unbind:
@@ -143,6 +151,8 @@ def cat(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     rank = node.meta["val"].dim()
     dim = (node.args[1] if len(node.args) > 1 else 0) % rank
     others = broadcast([replaced(axes.dims, dim, ()) for axes in parts])
+    if any(axes.holding_parts for axes in parts):
+        return Axes(dims=replaced(others, dim, joined([axes.dims[dim] for axes in parts])), inputs=inputs)
     if (count := extension(parts, dim)) is not None:
         return Axes(dims=replaced(others, dim, (Extended(count),)), inputs=inputs)
     for axes in parts:

@@ -20,7 +20,14 @@ from selective_compile.passes.contraction import contraction_axes
 from selective_compile.passes.positional import positional
 from selective_compile.passes.rules_create import CREATIONS
 from selective_compile.passes.rules_lookup import LOOKUPS
-from selective_compile.passes.rules_order import GROUPED_PRODUCTS, ORDERS, READ_NUMBERS, grouped_product, running_sum
+from selective_compile.passes.rules_order import (
+    GROUPED_PRODUCTS,
+    ORDERS,
+    READ_NUMBERS,
+    counted_groups,
+    grouped_product,
+    running_sum,
+)
 from selective_compile.passes.rules_pointwise import UNTAGGED, pointwise
 from selective_compile.passes.rules_reduce import REDUCTIONS
 from selective_compile.passes.rules_views import VIEWS
@@ -35,7 +42,7 @@ RULES: dict[Any, Rule] = {**UNTAGGED, **VIEWS, **REDUCTIONS, **CREATIONS, **LOOK
 SHAPED_BY_SIZES = (
     *(aten.view, aten.reshape, aten._unsafe_view, aten.unflatten, aten.expand, aten.slice, aten.arange, aten.zeros),
     *(aten.ones, aten.full, aten.empty, aten.new_ones, aten.new_zeros, aten.new_full, aten.new_empty),
-    *(aten.slice_scatter, aten.slice),
+    *(aten.slice_scatter, aten.split_with_sizes),
     torch.ops.selective.function,
 )
 HELD_TO_NO_DROPOUT = (aten.scaled_dot_product_attention.default,)  # pass 3 refuses it with a dropout other than 0
@@ -147,6 +154,8 @@ def grouped_or_ended(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes
     """What reads the groups of sorted tokens; None for all else."""
     if node.target is aten.cumsum.default:
         return running_sum(node, axes_of, sizes)
+    if node.target is aten.sum.dim_IntList:
+        return counted_groups(node, axes_of, sizes)
     schema = getattr(node.target, "_schema", None)
     return grouped_product(node, axes_of, sizes) if schema is not None and schema.name in GROUPED_PRODUCTS else None
 

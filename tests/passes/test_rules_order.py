@@ -98,6 +98,30 @@ def by_maxima(x: Tensor, router: Tensor, up: Tensor, down: Tensor, bias: Tensor)
     return (product[by_writing(order)].view(-1, 2, WIDTH) * both[..., None]).sum(1).reshape(x.shape)
 
 
+def split_by_expert(
+    counted: Function = lambda gates: gates.long().sum(0),
+    choose: Function = lambda sizes: sizes,
+    gate: Function = lambda rows, experts: torch.zeros(rows.shape[0], EXPERTS).scatter(1, experts, 1),
+    parts: Function = lambda parts: parts,
+    rows_of: Function = lambda rows, order: rows[order // TOP],
+) -> Function:
+    """Each expert's rows are cut out and multiplied by themselves, as JetMoE does."""
+
+    def run(x: Tensor, router: Tensor, up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
+        rows, scores, experts = routed(x, router)
+        counts = counted(gate(rows, experts))
+        sizes = choose([counts[expert].item() for expert in range(EXPERTS)])
+        for size in sizes:
+            torch._check(size >= 0)
+        order = experts.flatten().sort(0)[1]
+        cut = rows_of(rows, order).split(sizes, dim=0)
+        product = torch.cat([part @ weight for part, weight in zip(parts(cut), up, strict=False)], dim=0)
+        weighted = product @ down[0] * scores.flatten()[order][:, None]
+        return torch.zeros_like(rows).index_add(0, order // TOP, weighted).view(x.shape)
+
+    return run
+
+
 EXACT: dict[str, Function] = {
     "sorted by expert": mixture(),
     "one expert each": mixture(1),
@@ -106,6 +130,7 @@ EXACT: dict[str, Function] = {
     "weights read for each pair": by_batches,
     "every expert": by_every_expert,
     "experts by maxima": by_maxima,
+    "rows cut by expert": split_by_expert(),
 }
 
 
@@ -127,7 +152,53 @@ def by_numbers(x: Tensor, numbers: Tensor, up: Tensor) -> Tensor:
     return product[by_writing(order)].reshape(*x.shape[:2], -1)
 
 
+def with_sorted(use: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Function:
+    """``use`` of the sorted rows, the sorted numbers of experts and the order gives what is added to every token."""
+
+    def run(x: Tensor, router: Tensor, up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
+        rows, _, experts = routed(x, router)
+        sorted_experts, order = torch.sort(experts.reshape(-1))
+        return x + use(rows[order // TOP], sorted_experts, order)
+
+    return run
+
+
+def counts_of(experts: Tensor) -> Tensor:
+    return torch.histc(experts.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
+
+
 REFUSED: dict[str, tuple[Function, str]] = {
+    "sorted rows multiplied with each other": (with_sorted(lambda rows, experts, order: (rows.t() @ rows).sum(0)), "sums over"),
+    "the share of an expert": (with_sorted(lambda rows, experts, order: counts_of(experts)[0]), "reordered"),
+    "the shares of experts": (
+        with_sorted(lambda rows, experts, order: counts_of(experts)[None, :, None].mean(1)),
+        "sizes of groups",
+    ),
+    "a table read at the sizes of groups": (
+        lambda x, router, up, down, bias: (
+            x + router.repeat(9, 1)[counts_of(routed(x, router)[2].reshape(-1).sort()[0]).long()].sum(0)
+        ),
+        "reordered",
+    ),
+    "a table read at places in the order": (
+        lambda x, router, up, down, bias: (
+            x + router.repeat(99, 1)[routed(x, router, 1)[2].reshape(-1).argsort().argsort()].view(*x.shape)
+        ),
+        "reordered",
+    ),
+    "split at sizes in another order": (split_by_expert(choose=lambda sizes: sizes[::-1]), "sizes of their groups"),
+    "split at the sizes of other groups": (
+        split_by_expert(gate=lambda rows, e: torch.zeros(rows.shape[0], EXPERTS).scatter(1, (e + 1) % EXPERTS, 1)),
+        "",
+    ),
+    "groups counted twice": (split_by_expert(counted=lambda gates: (2 * gates).long().sum(0)), ""),
+    "groups counted by features": (split_by_expert(counted=lambda gates: gates.long().sum(1)[:EXPERTS]), ""),
+    "parts in another order": (split_by_expert(parts=lambda parts: parts[::-1]), "parts of sorted tokens"),
+    "parts left out": (split_by_expert(parts=lambda parts: parts[1:]), "parts of sorted tokens"),
+    "rows that are not sorted": (
+        split_by_expert(rows_of=lambda rows, order: rows.repeat_interleave(TOP, dim=0)),
+        "sizes of their groups",
+    ),
     "not put back": (mixture(undo=lambda order: order), "not the token's own"),
     "put back by something else": (mixture(undo=lambda order: torch.arange(order.shape[0])), "not the token's own"),
     "put back one further": (mixture(undo=wrong_inverse), "reordered"),
