@@ -168,7 +168,10 @@ def counts_of(experts: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Function, str]] = {
-    "sorted rows multiplied with each other": (with_sorted(lambda rows, experts, order: (rows.t() @ rows).sum(0)), "sums over"),
+    "sorted rows multiplied with each other": (
+        with_sorted(lambda rows, experts, order: (rows.t() @ rows).sum(0)),
+        "sums over",
+    ),
     "the share of an expert": (with_sorted(lambda rows, experts, order: counts_of(experts)[0]), "reordered"),
     "the shares of experts": (
         with_sorted(lambda rows, experts, order: counts_of(experts)[None, :, None].mean(1)),
