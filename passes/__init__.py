@@ -14,6 +14,7 @@ import selective_compile.state_ops  # noqa: F401  (both register the operators t
 from selective_compile.passes.all_ones import all_ones
 from selective_compile.passes.attention import recognise_attention
 from selective_compile.passes.flatten import FlatGraph, flatten
+from selective_compile.passes.isolate import isolate
 from selective_compile.passes.lower import lower
 from selective_compile.passes.mask_proof import prove_masks
 from selective_compile.passes.normalise import normalise
@@ -28,6 +29,7 @@ __all__ = ["PIPELINE", "AttentionCall", "FlatGraph", "PassRecord", "RefusedError
 ANALYSES: tuple[tuple[str, Callable[[TracedGraph], int]], ...] = (
     ("whole convolutions", whole_convolutions),  # before the marks: a convolution reads over a request's bounds
     ("mark token axes", mark_token_axes),  # every later proof reads which dimension enumerates tokens
+    ("isolate", isolate),  # before what mixes is looked at: masks of isolated modules are none of its business
     ("recognise recurrences", recognise_recurrences),  # before attention, which refuses what mixes and is none
     ("recognise attention", recognise_attention),  # needs the marks: a softmax over keys is one over a token axis
     ("prove masks", prove_masks),  # needs the calls: a mask is what is added to or hides their scores

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
 from torch import fx
 
 from selective_compile.passes.axes import is_symbolic
-from selective_compile.passes.traced_graph import TracedGraph
+
+if TYPE_CHECKING:
+    from selective_compile.passes.traced_graph import TracedGraph
 
 aten = torch.ops.aten
 # Of their first argument they read the shape and the type, and no value.

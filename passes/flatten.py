@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from selective_compile.passes.axes import Axes, Axis, Sizes
+from selective_compile.passes.isolate import replace_isolated
 from selective_compile.passes.normalise import Symbols, retrace, tidy
 from selective_compile.passes.positional import is_positional_root, straight_line
 from selective_compile.passes.rules_lookup import reads_own_index
@@ -97,6 +98,7 @@ class Flattener:
             self.replace_attention(index, call)
         for index, recurrence in enumerate(self.traced.recurrences):
             self.replace_recurrence(index, recurrence)
+        replace_isolated(self.traced)
         self.graph.eliminate_dead_code()
         self.replace_rows()
         self.replace_positions()

@@ -43,7 +43,7 @@ def longest(condition: sympy.Basic, shortest: int) -> int:
     condition = condition.subs(dict.fromkeys(others, symbol))
     beyond = sympy.Symbol("beyond", integer=True, positive=True) + shortest - 1
     # sympy's algebra does not know torch's own functions: floor division, remainders.
-    if not condition.has(sympy.Function) and sympy.simplify(condition.subs(symbol, beyond)) is sympy.true:
+    if not condition.has(sympy.Function) and is_true(condition.subs(symbol, beyond)):
         return ALL_LENGTHS
     holds, last = test_of(condition, symbol), shortest - 1
     for length in tried(condition, shortest):
@@ -51,6 +51,14 @@ def longest(condition: sympy.Basic, shortest: int) -> int:
             return last
         last = length
     return ALL_LENGTHS
+
+
+def is_true(condition: sympy.Basic) -> bool:
+    """Whether algebra shows it."""
+    try:
+        return sympy.simplify(condition) is sympy.true
+    except RecursionError:  # what a loop over chunks has asked can be nested deeper than algebra goes
+        return False
 
 
 def test_of(condition: sympy.Basic, symbol: sympy.Symbol) -> Callable[[int], bool]:

@@ -17,6 +17,7 @@ from torch import fx
 from selective_compile.function_op import function
 from selective_compile.passes.axes import Axes, Axis, Mixes, Sizes, is_symbolic
 from selective_compile.passes.contraction import contraction_axes
+from selective_compile.passes.isolate import is_isolated, result_axes
 from selective_compile.passes.positional import positional
 from selective_compile.passes.rules_create import CREATIONS
 from selective_compile.passes.rules_lookup import LOOKUPS
@@ -92,8 +93,17 @@ def mark(traced: TracedGraph, node: fx.Node) -> None:
             raise Unknown
         return traced.axes[value]
 
-    if not has_tensor(node.meta.get("val")):
-        return  # a symbolic size
+    if not has_tensor(node.meta.get("val")) or is_isolated(node):
+        return  # a symbolic size, or what pass 6 looks at
+    if node.args and is_isolated(node.args[0]):
+        axes = result_axes(traced, node)
+        if axes is None and all(map(is_isolated, node.users)):
+            return  # pass 6 hands it on
+        if axes is None:
+            traced.refuse(node, "this result of an isolated module does not have tokens in exactly one dimension")
+        else:
+            traced.axes[node] = axes
+        return
     try:
         traced.axes[node] = transfer(node, axes_of, traced.sizes)
     except Unknown:

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from selective_compile.passes.axes import Axes, Sizes
+from selective_compile.passes.isolated_call import IsolatedCall
 
 Place = Literal["weight", "tokens", "size", "other"]
 
@@ -173,6 +174,7 @@ class TracedGraph:
     axes: dict[fx.Node, Axes] = field(default_factory=dict)
     sequence_nodes: dict[fx.Node, str] = field(default_factory=dict)
     calls: list[AttentionCall] = field(default_factory=list)
+    isolated: list[IsolatedCall] = field(default_factory=list)
     recurrences: list[RecurrentCall] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     narrowings: list[Refusal] = field(default_factory=list)
@@ -235,5 +237,11 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     if not stack:
         return ""
-    path = str(next(reversed(stack.values()))[0])
-    return path.replace("L['self'].", "").replace("L['model'].", "").replace("L['self']", "")
+    return shortened_path(str(next(reversed(stack.values()))[0]))
+
+
+def shortened_path(path: str) -> str:
+    """Dynamo's name for a module without the part that stands for the model."""
+    for root in ("L['self']", "L['model']"):
+        path = path.replace(root + ".", "").replace(root, "")
+    return path

@@ -88,9 +88,10 @@ class Engine:
         self.config = config if config is not None else EngineConfig()
         self._runner = ModelRunner(model, self.config, program)
         self._program = self._runner.program
-        # A program without pools keeps what it computed by request, and no other request can go on from it.
+        # What a program keeps by request, outside of its pools, no other request can go on from.
         # What recurrences keep of a request is of its last token: no other request can go on from the middle of it.
-        whole = bool(self._program.call_sites) and not self._program.state_sites
+        kept_in_blocks = not self._program.keeps_requests and not self._program.state_sites
+        whole = bool(self._program.call_sites) and kept_in_blocks
         reuses_blocks = self.config.block_reuse and whole
         self._scheduler = Scheduler.configured(
             replace(self.config, max_requests=self._runner.max_requests),

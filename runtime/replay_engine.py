@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from selective_compile.options import EngineConfig
+from selective_compile.programs import Program, compile_step_program
 from selective_compile.runtime.engine import Engine, StepError
 from selective_compile.runtime.replay import Event, EventLog, Replayed, first_difference
 from selective_compile.runtime.request import Request
-from selective_compile.step_program import Program, compile_step_program
 
 
 class Interrupted(BaseException):

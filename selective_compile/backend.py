@@ -14,13 +14,15 @@ from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
 from torch._guards import CompileContext
 
 from selective_compile.compiling import compiled_as_it_came
+from selective_compile.isolation import prove
 from selective_compile.options import BackendOptions
 from selective_compile.padded_program import PaddedProgram
 from selective_compile.passes import Refusal, RefusedError, rewrite
 from selective_compile.passes.normalise import is_float_input, place_of, source_name
+from selective_compile.programs import Program, compile_step_program
 from selective_compile.report import Report, refused_report, report_on
 from selective_compile.sequential_program import can_run
-from selective_compile.step_program import CallSite, Program, StateSite, StepProgram, compile_step_program, proved
+from selective_compile.step_program import CallSite, StateSite, StepProgram
 
 __all__ = [
     "CallSite",
@@ -163,16 +165,16 @@ def explain(model: nn.Module) -> Report:
     """
     name = type(model).__name__
     try:
-        _, rewritten = proved(model)
+        proved = prove(model, "sequential")
     except RefusedError as error:
         return unproved_report(model, error.refusals)
-    return report_on(rewritten, name) if rewritten.flat is not None else unproved_report(model, rewritten.refusals)
+    return report_on(proved.rewritten, name, isolated=proved.isolated)
 
 
 def report_of(program: Program, model: nn.Module) -> Report:
     """What `explain` says of a model that is compiled for the engine."""
     if isinstance(program, StepProgram):
-        return report_on(program.rewritten, type(model).__name__)
+        return report_on(program.rewritten, type(model).__name__, isolated=program.isolated)
     return unproved_report(model, program.refusals)
 
 

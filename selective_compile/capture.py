@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo.comptime import comptime
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._guards import TracingContext
 
@@ -18,6 +19,7 @@ from selective_compile.passes.lengths import CAPTURE_TOKENS, bounds_requests, lo
 from selective_compile.passes.normalise import keep_sources
 from selective_compile.passes.recurrence_match import Recognised
 from selective_compile.passes.traced_graph import Refusal, RefusedError
+from selective_compile.where_refused import GuardsByModule, module_of_frames, watch_guards
 from selective_compile.whole_functions import Place, known_recurrences, left_whole
 
 ATTENTION_MASK = "L['attention_mask']"  # Dynamo's name for that argument of the captured call
@@ -72,7 +74,7 @@ def capture(model: nn.Module, functions: Mapping[Place, Recognised] | None = Non
         except BackendCompilerFailed as failure:
             raise failure.inner_exception from None
         except TorchDynamoException as failure:
-            raise RefusedError([untraceable(failure)]) from failure
+            raise RefusedError([untraceable(model, failure)]) from failure
     return found.pop()  # the list outlives this call in Dynamo's record of the backend
 
 
@@ -102,7 +104,7 @@ def plain_buffers(model: nn.Module) -> Iterator[None]:
             buffer._is_buffer = True
 
 
-def untraceable(failure: TorchDynamoException) -> Refusal:
+def untraceable(model: nn.Module, failure: TorchDynamoException) -> Refusal:
     lines = [line.strip() for line in str(failure).strip().splitlines() if line.strip()]
     stack = getattr(failure, "real_stack", None)
     where = f"{stack[-1].filename}:{stack[-1].lineno}  {stack[-1].line}" if stack else "source line unknown"
@@ -111,7 +113,7 @@ def untraceable(failure: TorchDynamoException) -> Refusal:
         operator="graph capture",
         reason=f"Dynamo cannot trace the model to one graph: {lines[0] if lines else type(failure).__name__}",
         source_line=where,
-        module="",
+        module=module_of_frames(model, stack or ()),
     )
 
 
@@ -125,15 +127,16 @@ def longest_of_graph() -> int | None:
     context = TracingContext.try_get()
     assert context is not None and context.fake_mode is not None and context.fake_mode.shape_env is not None
     guards = context.fake_mode.shape_env.guards
+    modules = guards.modules if isinstance(guards, GuardsByModule) else [""] * len(guards)
     refusals = [
         Refusal(
             node="tokens",
             operator="branch on the number of tokens",
             reason=f"the model takes this branch only where {guard.expr}",
             source_line=str(guard.sloc.maybe_user_loc or guard.sloc),
-            module="",
+            module=module,
         )
-        for guard in guards
+        for guard, module in zip(guards, modules, strict=True)
         if not bounds_requests(guard.expr)
     ]
     if refusals:
@@ -163,9 +166,11 @@ def logits_call(model: nn.Module, ids: torch.Tensor) -> tuple[Callable[..., Any]
         return {"position_ids": torch.arange(input_ids.shape[1], device=input_ids.device)[None]}
 
     def masked(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        comptime(watch_guards)
         return logits_of(model(input_ids, attention_mask=attention_mask, **numbered(input_ids), **options))
 
     def plain(input_ids: torch.Tensor) -> Any:
+        comptime(watch_guards)
         return logits_of(model(input_ids, **numbered(input_ids), **options))
 
     if "attention_mask" in names:

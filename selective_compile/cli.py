@@ -214,7 +214,7 @@ def explain_command(
         typer.echo(report.to_json())
     else:
         out.print(Text(str(report)), soft_wrap=True)
-    if not report.ok:
+    if report.verdict == "refused":
         fail("the model is refused")
 
 

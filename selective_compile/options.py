@@ -11,7 +11,7 @@ import torch
 
 from selective_compile.ops import Implementation
 
-Fallback = Literal["sequential", "refuse"]
+Fallback = Literal["sequential", "isolated", "refuse"]
 SchedulerPolicy = Literal["max_utilization", "guaranteed_no_evict"]
 WaitingOrder = Literal["first_come", "priority", "deadline", "fair"]
 Batching = Literal["static", "inflight", "inflight_fused"]
@@ -57,8 +57,10 @@ class EngineConfig(_NamedOptions):
         compile: False runs the rewritten graph without Inductor.
         record: a file to write the event log to, which `selective-compile replay` reads: all that the engine's
             decisions depend on, and what they were. It holds the prompts and the tokens. None: it is not written.
-        fallback: of a Hugging Face model in which something cannot be proved. "sequential" runs the whole model for
-            one request after another, as `generate` does, which is exact, slow, and logged; "refuse" raises.
+        fallback: of a model in which something cannot be proved. "isolated" runs the modules concerned for one request
+            after another, and all else for all requests at once; "sequential" does so too where it can, and where not,
+            it runs the whole Hugging Face model for one request after another, as `generate` does. Both are exact,
+            slow, and logged. "refuse" raises.
 
     Raises:
         ValueError: an unknown option, or a value outside of what it must be.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from selective_compile.passes import PassRecord, Refusal, Rewrite
 from selective_compile.passes.traced_graph import AttentionCall, RecurrentCall
 
-Verdict = Literal["ragged", "sequential", "refused"]
+Verdict = Literal["ragged", "isolated", "sequential", "refused"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,9 @@ class Report:
     """The verdict on one graph.
 
     ``ragged``: every operation that mixes tokens is a ragged attention or a ragged recurrence.  Otherwise ``refusals``
-    names what could not be proved.  ``sequential``: the engine runs the whole model for one request after another.
+    names what could not be proved.  ``isolated``: the modules that hold it, whose paths are ``isolated``, run for one
+    request after another, inside the ragged rest.  ``sequential``: the engine runs the whole model for one request
+    after another.
     ``refused``: the graph runs as it came, or the engine refuses it.
     """
 
@@ -55,6 +58,7 @@ class Report:
     refusals: tuple[Refusal, ...]
     passes: tuple[PassRecord, ...]
     note: str = ""
+    isolated: tuple[str, ...] = ()
     recurrences: tuple[RecurrenceReport, ...] = ()
 
     @property
@@ -68,7 +72,7 @@ class Report:
         lines = [f"{self.model}: {self.verdict}"]
         if self.note:
             lines.append(f"  {self.note}")
-        if self.calls or self.recurrences:
+        if self.calls or self.recurrences or self.isolated:
             lines.append(f"  {self.token_wise_nodes} token-wise operations run once over the tokens of all requests")
         if self.recurrences:
             lines.append(f"  {len(self.recurrences)} recurrences run per request, each with the request's own state:")
@@ -76,6 +80,9 @@ class Report:
         if self.calls:
             lines.append(f"  {len(self.calls)} attention calls run per request:")
             lines += [f"    {text}" for text in grouped(self.calls)]
+        if self.isolated:
+            lines.append(f"  {len(self.isolated)} modules run for one request after another, and share no prefixes:")
+            lines.append(f"      {shortened(self.isolated)}")
         if self.refusals:
             lines.append(f"  {len(self.refusals)} operations could not be proved:")
             lines += [f"    {refusal}" for refusal in self.refusals]
@@ -100,21 +107,26 @@ def grouped_recurrences(recurrences: tuple[RecurrenceReport, ...]) -> list[str]:
     return [f"{len(names):3d} x {kind}\n          {shortened(names)}" for kind, names in kinds.items()]
 
 
-def shortened(names: list[str]) -> str:
+def shortened(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 2 else f"{names[0]} ... {names[-1]}"
 
 
-def report_on(rewritten: Rewrite, model: str, note: str = "") -> Report:
+def report_on(
+    rewritten: Rewrite, model: str, note: str = "", *, isolated: Mapping[str, Refusal] | None = None
+) -> Report:
+    """On a graph and, of each module that is isolated in it, why."""
+    apart = isolated or {}
     traced = rewritten.traced
     attention = {node for call in traced.calls for node in call.covers}
     mixing = attention | {call.output for call in traced.recurrences}
     marked = sum(node.op == "call_function" and node not in mixing for node in traced.axes)
     return Report(
         model=model,
-        verdict="ragged" if rewritten.flat is not None else "refused",
+        verdict="refused" if rewritten.flat is None else "isolated" if apart else "ragged",
         token_wise_nodes=marked,
         calls=tuple(call_report(call) for call in traced.calls if call.family is not None),
-        refusals=tuple(traced.refusals),
+        refusals=(*dict.fromkeys(apart.values()), *traced.refusals),
+        isolated=tuple(apart),
         recurrences=tuple(recurrence_report(call) for call in traced.recurrences),
         passes=tuple(rewritten.records),
         note=note,

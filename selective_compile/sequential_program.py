@@ -42,6 +42,7 @@ class SequentialProgram:
 
     graphs = 0
     counts_padding = True
+    keeps_requests = True
     call_sites: tuple[Any, ...] = ()
     state_sites: tuple[Any, ...] = ()
 

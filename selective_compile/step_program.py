@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from selective_compile.capture import ATTENTION_MASK, Captured, capture, declared_positions, recurrences_of
+from selective_compile.capture import ATTENTION_MASK, Captured, capture, recurrences_of
 from selective_compile.compiling import compiled
 from selective_compile.ops import forced_implementation
 from selective_compile.options import EngineConfig
-from selective_compile.passes import RefusedError, Rewrite, rewrite
+from selective_compile.passes import Refusal, RefusedError, Rewrite, rewrite
 from selective_compile.passes.flatten import FlatGraph, reach_of
-from selective_compile.passes.position_limit import position_limit
 from selective_compile.passes.recurrence_match import Recognised
 from selective_compile.proved_tensors import ProvedTensors
-from selective_compile.sequential_program import SequentialProgram, can_run
 from selective_compile.step import Reach, StepInputs
 from selective_compile.whole_functions import Place
-
-logger = logging.getLogger(__name__)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +57,7 @@ class StateSite:
 
 
 class LiveWeights:
-    """The model's tensors that a graph reads, looked up anew when the model's own change."""
+    """The model's ``tensors`` that a graph reads, looked up anew with each `version`, as before each step."""
 
     def __init__(self, model: nn.Module, flat: FlatGraph) -> None:
         owners: dict[int, list[tuple[dict[str, Any], str]]] = {}
@@ -83,15 +78,16 @@ class LiveWeights:
         self._values = ProvedTensors(proved)
         self._constants: list[Any] = [given.example for given in flat.weights]
         self._kinds = [(t.shape, t.dtype, t.device) for t in self._constants]
+        self.tensors = self._looked_up()  # as `version` found them last
 
-    def tensors(self) -> list[Any]:
+    def _looked_up(self) -> list[Any]:
         return [
             constant if slot is None else slot[0].get(slot[1])
             for slot, constant in zip(self._slots, self._constants, strict=True)
         ]
 
     def version(self) -> tuple[tuple[int, int], ...]:
-        """Identity and in-place version of each tensor; tensors made in inference mode count no versions.
+        """Look the tensors up: identity and in-place version of each; those made in inference mode count no versions.
 
         Raises:
             ValueError: the graph is not that of the model any more: a module was replaced, or a tied weight in one of
@@ -104,7 +100,7 @@ class LiveWeights:
         for own, name, others, other in self._tied:
             if own.get(name) is not others.get(other):
                 raise ValueError(f"weights tied when the model was compiled must stay tied, got another {other!r}")
-        tensors = self.tensors()
+        tensors = self.tensors = self._looked_up()
         for tensor, slot, (shape, dtype, device) in zip(tensors, self._slots, self._kinds, strict=True):
             if tensor is None or tensor.dtype != dtype or tensor.shape != shape or tensor.device != device:
                 found = None if tensor is None else f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
@@ -119,7 +115,13 @@ class LiveWeights:
 
 
 class StepProgram:
-    """Callable on `StepInputs` and pools; see `selective_compile.step` for the shapes."""
+    """Callable on `StepInputs` and pools; see `selective_compile.step` for the shapes.
+
+    ``keeps_requests``: whether it keeps more of a request than its blocks, so that no other can go on from those.
+    """
+
+    keeps_requests = False
+    isolated: Mapping[str, Refusal] = MappingProxyType({})
 
     def __init__(
         self, model: nn.Module, rewritten: Rewrite, config: EngineConfig, *, max_positions: int | None
@@ -155,7 +157,7 @@ class StepProgram:
         Writes this step's keys and values into ``pools``, and into ``states``, one ``[num_slots, ...]`` for each of
         `state_sites`, what the requests' recurrences have come to.
         """
-        arguments: list[Any] = self.weights.tensors()
+        arguments = list(self.weights.tensors)
         arguments += [inputs.input_ids[None] for _ in self._flat.tokens]  # one: the mask is ones, made in the graph
         if self._flat.uses_positions:
             arguments.append(inputs.positions)
@@ -184,45 +186,6 @@ def call_site(call: Any) -> CallSite:
         dtype=value.dtype,
         device=value.device,
     )
-
-
-Program = StepProgram | SequentialProgram
-
-
-def compile_step_program(model: nn.Module, config: EngineConfig) -> Program:
-    """Capture, prove, rewrite and compile ``model`` for the engine.
-
-    Raises:
-        RefusedError: something could not be proved, every node is named with its source line; and ``config.fallback``
-            is not for such a model, or it has not `generate`'s machinery to be run by.
-        ValueError: the model is in training mode, or of a dtype that no kernel has.
-    """
-    try:
-        return compile_ragged_program(model, config)
-    except RefusedError as error:
-        if config.fallback == "refuse" or not can_run(model):
-            raise
-        logger.warning("%s runs whole, one request after another: %s", type(model).__name__, error)
-        return SequentialProgram(model, error.refusals)
-
-
-def compile_ragged_program(model: nn.Module, config: EngineConfig) -> StepProgram:
-    """Raises what `compile_step_program` raises without a fallback."""
-    captured, rewritten = proved(model)
-    if rewritten.flat is None:
-        raise RefusedError(rewritten.refusals)
-    for call in rewritten.traced.calls:
-        dtype = call.key.node.meta["val"].dtype
-        if dtype not in DTYPES:
-            raise ValueError(f"the model's dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
-    limits = (
-        declared_positions(model),
-        captured.max_tokens,
-        rewritten.traced.max_tokens,
-        position_limit(rewritten.flat),
-    )
-    known = [limit for limit in limits if limit is not None]
-    return StepProgram(model, rewritten, config, max_positions=min(known, default=None))
 
 
 def proved(model: nn.Module) -> tuple[Captured, Rewrite]:

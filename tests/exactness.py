@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import selective_compile as sc
 from selective_compile.backend import compile_step_program
+from selective_compile.options import Fallback
 from selective_compile.report import Report
 from selective_compile.runtime.kv_cache import reaches_of
 from selective_compile.step import StepInputs
@@ -21,8 +22,11 @@ BLOCK = 4
 EAGER = {"inductor": False}
 
 
-def step_program(model: nn.Module) -> StepProgram:
-    return compile_step_program(model, sc.EngineConfig(compile=False))
+def step_program(model: nn.Module, fallback: Fallback = "refuse") -> StepProgram:
+    """Proved ragged as a whole, unless something else is asked for."""
+    program = compile_step_program(model, sc.EngineConfig(compile=False, fallback=fallback))
+    assert isinstance(program, StepProgram)
+    return program
 
 
 def logits_in_chunks(program: StepProgram, prompts: Sequence[Sequence[int]], chunk: int) -> list[Tensor]:
@@ -66,16 +70,22 @@ def step_inputs(prompts: Sequence[Sequence[int]], rows: Sequence[range], blocks:
         block_table=blocks.to(torch.int32),
         slot_mapping=torch.tensor(slots + [-1] * missing),
         logit_rows=torch.arange(len(ids) + missing),
+        requests=tuple(range(len(rows))),
     )
 
 
 def engine_error(
-    model: nn.Module, *, vocabulary: int, lengths: Sequence[int] = (1, 2, 23, 40, 7), chunk: int = 5
+    model: nn.Module,
+    *,
+    vocabulary: int,
+    lengths: Sequence[int] = (1, 2, 23, 40, 7),
+    chunk: int = 5,
+    fallback: Fallback = "refuse",
 ) -> float:
     """The largest difference of a logit from the model's own on each request alone.  Raises `sc.RefusedError`."""
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in lengths]
-    program = step_program(model)
+    program = step_program(model, fallback)
     with torch.no_grad():
         alone = [logits_of(model(torch.tensor([prompt])))[0] for prompt in prompts]
     worst = 0.0

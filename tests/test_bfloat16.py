@@ -11,9 +11,9 @@ from transformers import GenerationConfig
 
 import selective_compile as sc
 from selective_compile.backend import compile_step_program
+from selective_compile.coverage.recorder import Recorder
 from tests.models import tiny
 from tests.oracle import reference_logits
-from tests.recorder import Recorder
 
 ALLOWED = 1.1
 CONFIG = sc.EngineConfig(compile=False, token_budget=64, max_kv_tokens=16 * 60)

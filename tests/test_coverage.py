@@ -250,7 +250,7 @@ def test_the_bars_are_counted_and_the_page_shows_them() -> None:
     }
     same, ragged, _, _, lies = bars(types)
     assert (same[1], ragged[1], lies[1]) == (1, 2, 1) and not lies[3]
-    text = page({"types": types, "versions": sweep.versions()})
+    text = page({"types": types, "versions": sweep.versions(sweep.MEASURED)})
     assert "| gpt2 | engine: other tokens (token 3) |" in text
     assert "Wrong without" not in page({"types": {"llama": facts_of()}, "versions": {}}).replace("wrong", "")
     assert "## Mixtures of experts" in text

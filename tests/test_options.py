@@ -62,6 +62,7 @@ def test_defaults() -> None:
         {"batching": "v1"},
         {"prefill_slowdown": 1},
         {"prefill_slowdown": "2"},
+        {"fallback": "isolate"},
         {"record": 7},
         {"host_kv_bytes": -1},
     ],

@@ -10,10 +10,10 @@ from transformers import GenerationConfig
 
 import selective_compile as sc
 from selective_compile.backend import compile_step_program
+from selective_compile.coverage.recorder import Recorder
 from tests.exactness import engine_error
 from tests.models import FAMILIES, VOCABULARY, tiny
 from tests.oracle import MARGIN, assert_generated_alone, assert_same_tokens, reference_logits
-from tests.recorder import Recorder
 
 CONFIG = sc.EngineConfig(compile=False, token_budget=64, block_size=16, max_kv_tokens=16 * 14)
 REQUESTS = 32

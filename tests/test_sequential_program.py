@@ -11,7 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import selective_compile as sc
-from selective_compile.backend import compile_step_program
+from selective_compile.backend import compile_step_program, report_of
+from selective_compile.coverage.random_model import random_model
+from selective_compile.sequential_program import SequentialProgram
 from tests.decoders import Decoder
 from tests.oracle import assert_generated_alone
 
@@ -51,13 +53,15 @@ def unproved(family: str) -> Any:
     return model
 
 
+def whole(model: Any) -> sc.Engine:
+    return sc.Engine(model, CONFIG, program=SequentialProgram(model, ()))
+
+
 @pytest.mark.parametrize("family", UNPROVED)
-def test_tokens_are_those_of_generate_on_each_request_alone(family: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_tokens_are_those_of_generate_on_each_request_alone(family: str) -> None:
     """Under random arrivals, prompts longer than a step's budget, and preemption."""
     model = unproved(family)
-    with caplog.at_level(logging.WARNING):
-        engine = sc.Engine(model, CONFIG)
-    assert "runs whole, one request after another" in caplog.text
+    engine = whole(model)
     draw = random.Random(family)
     prompts, requests = [], []
     for number in range(10):
@@ -73,8 +77,13 @@ def test_tokens_are_those_of_generate_on_each_request_alone(family: str, caplog:
     assert not engine._program._requests  # type: ignore[union-attr]
 
 
-def test_explain_says_so_and_names_what_is_not_proved() -> None:
-    report = sc.explain(unproved("mamba"))
+def test_log_and_report_say_so_and_name_what_is_not_proved(caplog: pytest.LogCaptureFixture) -> None:
+    """Dynamo cannot trace it, and what it cannot trace is no part of a layer."""
+    model = random_model("reformer")
+    with caplog.at_level(logging.WARNING):
+        program = compile_step_program(model, CONFIG)
+    assert "runs whole, one request after another" in caplog.text and "graph capture" in caplog.text
+    report = report_of(program, model)
     assert report.verdict == "sequential" and not report.ok and report.refusals
     assert "one request after another" in str(report)
 
@@ -86,7 +95,7 @@ def test_refusing_instead_names_what_is_not_proved() -> None:
 
 def test_a_model_without_generate_is_refused() -> None:
     with pytest.raises(sc.RefusedError):
-        sc.Engine(Decoder(mix=lambda x: x.cumsum(1)), sc.EngineConfig(compile=False))
+        sc.Engine(Decoder(mix=lambda x: x.flip(1)), sc.EngineConfig(compile=False))
 
 
 def test_wrapped_model_is_run_by_its_own_generate() -> None:
@@ -99,7 +108,7 @@ def test_wrapped_model_is_run_by_its_own_generate() -> None:
 
 def test_weight_updates_are_seen() -> None:
     model = unproved("mamba")
-    engine = sc.Engine(model, CONFIG)
+    engine = whole(model)
     request = engine.submit([5, 7, 9], max_new_tokens=12, do_sample=False)
     for _ in range(4):
         engine.step()
@@ -114,7 +123,7 @@ def test_weight_updates_are_seen() -> None:
 
 def test_engines_that_share_a_program_do_not_share_requests() -> None:
     model = unproved("gpt_neo")
-    program = compile_step_program(model, CONFIG)
+    program = SequentialProgram(model, ())
     first, second = (sc.Engine(model, CONFIG, program=program) for _ in range(2))
     for _ in range(2):  # an id may be used again
         prompts = ([5, 7, 9, 11], [8, 6])
@@ -130,7 +139,7 @@ def test_engines_that_share_a_program_do_not_share_requests() -> None:
 
 
 def test_cancelled_request_leaves_nothing_behind() -> None:
-    engine = sc.Engine(unproved("mamba"), CONFIG)
+    engine = whole(unproved("mamba"))
     request = engine.submit([5, 7, 9], max_new_tokens=12, do_sample=False)
     other = engine.submit([5, 7], max_new_tokens=3, do_sample=False)
     engine.step()
@@ -142,7 +151,7 @@ def test_cancelled_request_leaves_nothing_behind() -> None:
 def test_nothing_is_reused_where_there_are_no_pools() -> None:
     """A second request with the prompt of the first: what that one computed is not its own."""
     model = unproved("mamba")
-    engine = sc.Engine(model, CONFIG)
+    engine = whole(model)
     prompt = list(range(1, 41))
     first, second = (list(engine.submit(prompt, max_new_tokens=6).result().tokens) for _ in range(2))
     assert second == first

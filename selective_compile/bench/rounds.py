@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import platform
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -50,7 +51,7 @@ def run_benchmark(settings: BenchSettings, stages: Stages) -> Figures:
         torch.set_num_threads(threads_before)
     return {
         "machine": machine(),
-        "versions": versions(),
+        "versions": {"python": platform.python_version()} | versions(),
         "settings": dataclasses.asdict(settings),
         "trace": {"prompt_tokens": trace.prompt_tokens, "new_tokens": trace.new_tokens},
         "results": results,

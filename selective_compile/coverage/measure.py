@@ -73,6 +73,7 @@ def verdict(report: Report, started: float) -> Facts:
         "compile_seconds": round(time.perf_counter() - started, 2),
         "token_wise_nodes": report.token_wise_nodes,
         "calls": [f"{call.form}: {call.mask}" for call in report.calls],
+        "isolated": list(report.isolated),
         "refusals": [facts_of(refusal) for refusal in report.refusals[:SHOWN_REFUSALS]],
         "refusal_count": len(report.refusals),
     }

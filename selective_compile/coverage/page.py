@@ -20,8 +20,10 @@ The engine serves requests of random lengths that arrive while others run, with 
 longest request alone, so that requests are preempted and long prompts cut. Its tokens are compared with
 `model.generate` on each request alone, and its logits, which may differ by {tolerance:g} of their spread. *Padded* is
 the same for the compiled model called with rows padded left, right and both; *as it came* says that such a call runs
-through Inductor unchanged, for the reason named. Tokens are *open* where the model's own `generate` and `forward`
-contradict each other for a request, as a choice among equal scores makes them, and the engine's are neither's.
+through Inductor unchanged, for the reason named. *Isolated* models run the modules concerned for one request after
+another and all else for all of them, *sequential* ones run whole. Tokens are *open* where the model's own `generate`
+and `forward` contradict each other for a request, as a choice among equal scores makes them, and the engine's are
+neither's.
 """
 HEADER = ("type", "class", "verdict", "tokens", "logits", "preempted", "padded", "compile", "attention, or why not")
 
@@ -122,7 +124,8 @@ def remark(facts: Mapping[str, Any]) -> str:
         first = facts["refusals"][0]
         more = f", and {facts['refusal_count'] - 1} more" if facts["refusal_count"] > 1 else ""
         where = f" in {first['module']}" if first["module"] else ""
-        return f"`{first['operator']}`{where}: {first['reason']} (`{first['source_line']}`){more}"
+        apart = f"{len(facts['isolated'])} modules isolated: " if facts.get("isolated") else ""
+        return f"{apart}`{first['operator']}`{where}: {first['reason']} (`{first['source_line']}`){more}"
     calls = facts.get("calls", [])
     kinds = [f"{calls.count(kind)} x {kind}" for kind in dict.fromkeys(calls)]
     return "; ".join([*kinds, *([] if facts.get("causal", True) else ["the model itself is not causal"])])

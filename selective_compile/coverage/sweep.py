@@ -12,14 +12,15 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from selective_compile import options, passes, runtime
+from selective_compile.bench.machine import versions
 from selective_compile.coverage.measure import Facts
 from selective_compile.coverage.trial import FULL, Trial
 from selective_compile.coverage.worker import Job
+
+MEASURED = ("torch", "transformers")  # the versions that results are of
 
 Results = dict[str, Any]
 
@@ -61,7 +62,7 @@ class Sweep:
                     running.remove(job)
                     facts = job.finish() | {"source": now}
                     results["types"][job.model_type] = facts
-                    results["versions"] = versions()
+                    results["versions"] = versions(MEASURED)
                     write(self.out, results)
                     advance(job.model_type, facts)
         return results
@@ -96,7 +97,7 @@ def chosen_types(names: str | None) -> tuple[str, ...]:
 
 
 def stored(out: Path) -> Results:
-    return json.loads(out.read_text()) if out.exists() else {"versions": versions(), "types": {}}
+    return json.loads(out.read_text()) if out.exists() else {"versions": versions(MEASURED), "types": {}}
 
 
 def write(out: Path, results: Results) -> None:
@@ -107,13 +108,9 @@ def write(out: Path, results: Results) -> None:
     part.replace(out)
 
 
-def versions() -> dict[str, str]:
-    return {"torch": torch.__version__, "transformers": transformers.__version__}
-
-
 def source() -> str:
     """A digest of the package's own code and of the versions it runs on: results of another one are measured anew."""
-    digest = hashlib.blake2b(json.dumps(versions()).encode(), digest_size=8)
+    digest = hashlib.blake2b(json.dumps(versions(MEASURED)).encode(), digest_size=8)
     # Named one by one, since in a checkout two of them are links, which rglob does not follow.
     folders = [Path(str(module.__file__)).parent.resolve() for module in (options, passes, runtime)]
     kinds = ("*.py", "*.cpp", "*.h")

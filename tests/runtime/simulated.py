@@ -43,6 +43,7 @@ class SimulatedProgram:
 
     def __init__(self, max_positions: int | None = None) -> None:
         self.max_positions = max_positions
+        self.keeps_requests = False
         self.state_sites = ()
         self.call_sites = (
             CallSite(

@@ -1,0 +1,257 @@
+"""A step program in which some modules run by themselves, for one request after another."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from threading import Lock
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from selective_compile.isolated_cache import Caches, put_at
+from selective_compile.isolated_op import running
+from selective_compile.options import EngineConfig
+from selective_compile.passes import Refusal, Rewrite
+from selective_compile.passes.isolated_call import Argument, IsolatedCall
+from selective_compile.sequential_program import State, plain_tensors, put, take_out
+from selective_compile.skeleton import others_in, rebuilt, skeleton, structure_of
+from selective_compile.step import StepInputs
+from selective_compile.step_program import StepProgram
+
+# What a module sees of a request in a step: the step's tokens, with the request's own cache; these if it is one token,
+# else all from the first on, with a new cache; or all from the first on, and no cache.  The first two are for modules
+# that are given a cache.
+Mode = Literal["new tokens", "one new token", "all tokens"]
+MODES: tuple[Mode, ...] = ("new tokens", "one new token", "all tokens")
+
+
+class Rows:
+    """What one argument was for all tokens of a request so far: grows by doubling."""
+
+    def __init__(self) -> None:
+        self._kept: Tensor | None = None  # [capacity, ...]
+        self.count = 0
+
+    def extended(self, rows: Tensor) -> Tensor:
+        """All rows ``[count, ...]`` once ``rows`` have been added."""
+        needed = self.count + len(rows)
+        if self._kept is None or needed > len(self._kept):
+            grown = rows.new_empty(max(needed, 2 * self.count), *rows.shape[1:])
+            if self._kept is not None:
+                grown[: self.count] = self._kept[: self.count]
+            self._kept = grown
+        self._kept[self.count : needed] = rows
+        self.count = needed
+        return self._kept[:needed]
+
+
+@dataclass(kw_only=True)
+class Kept:
+    """What is kept of one request: rows by call and argument, its cache, and by call what a module set of its own."""
+
+    rows: dict[tuple[int, int], Rows] = field(default_factory=dict)
+    cache: Any = None
+    attributes: dict[int, State] = field(default_factory=dict)
+    tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Rows ``first`` to ``end`` of the step, from ``position`` on in their request."""
+
+    kept: Kept
+    first: int
+    end: int
+    position: int
+    answers: dict[int, list[Tensor]] = field(default_factory=dict)  # by call: the tensors that it gave
+
+    @property
+    def count(self) -> int:
+        return self.end - self.first
+
+    @property
+    def length(self) -> int:
+        return self.position + self.count
+
+
+class Wholes:
+    """Values made of a request's length alone, each evaluated once in a step."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, int], Tensor] = {}
+
+    def __call__(self, argument: Argument, tokens: int) -> Tensor:
+        assert argument.whole is not None
+        key = (id(argument.whole), tokens)
+        if key not in self._found:
+            self._found[key] = argument.whole(tokens)
+        return self._found[key]
+
+
+class IsolatedProgram(StepProgram):
+    """As `StepProgram`, with modules called for each request by itself; ``mode`` says on what.
+
+    ``isolated`` has the modules' paths, and why they are.  One that is given no cache sees all tokens of its request up
+    to the last of the step: exact if what it gives for a token does not depend on the tokens behind it, and slow.
+    """
+
+    keeps_requests = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rewritten: Rewrite,
+        config: EngineConfig,
+        *,
+        max_positions: int | None,
+        isolated: Mapping[str, Refusal],
+        caches: Caches | None,
+        mode: Mode,
+    ) -> None:
+        super().__init__(model, rewritten, config, max_positions=max_positions)
+        self.isolated, self.mode = isolated, mode
+        self.calls: list[IsolatedCall] = rewritten.traced.isolated
+        self._caches = caches
+        self._modes = [mode_of(call, mode, caches) for call in self.calls]
+        copies = skeleton(model, {})
+        self._modules = [copies.get_submodule(call.module) for call in self.calls]
+        self._pairs = [
+            pair
+            for path in dict.fromkeys(call.module for call in self.calls)
+            for pair in zip(model.get_submodule(path).modules(), copies.get_submodule(path).modules(), strict=True)
+        ]
+        self._requests: dict[Hashable, Kept] = {}
+        self._left: set[Hashable] = set()  # since the last step, or while this one runs
+        self._lock = Lock()  # engines may share a program, and the modules' own attributes are one request's at a time
+        self.weights_version = self._versions
+
+    def forget(self, request: Hashable) -> None:
+        """Let go of all that is kept of a request that has left."""
+        self._left.add(request)
+        self._requests.pop(request, None)
+
+    def __call__(
+        self, inputs: StepInputs, pools: Sequence[tuple[Tensor, Tensor]], states: Sequence[Tensor] = ()
+    ) -> Tensor:
+        with self._lock:
+            shares = list(self._shares(inputs))
+            try:
+                with running(partial(self._run_call, shares, Wholes())):
+                    return super().__call__(inputs, pools, states)
+            finally:
+                self._left.clear()
+
+    def _versions(self) -> tuple[tuple[int, int], ...]:
+        version = self.weights.version()
+        for own, copied in self._pairs:
+            copied._buffers.update(own._buffers)
+        tensors = [t for own, _ in self._pairs for t in (*own._parameters.values(), *own._buffers.values())]
+        return version + tuple((id(t), 0 if t.is_inference() else t._version) for t in tensors if t is not None)
+
+    def _shares(self, inputs: StepInputs) -> Iterator[Share]:
+        bounds = inputs.cu_seqlens_q.tolist()
+        for request, first, end in zip(inputs.requests, bounds, bounds[1:], strict=False):
+            if first == end:
+                continue
+            position = int(inputs.positions[first])
+            if request in self._left:  # cancelled since the step was put together: nobody reads what it gives
+                position, kept = 0, Kept()
+            elif position == 0:
+                kept = self._requests[request] = Kept()
+            else:
+                kept = self._requests[request]
+                assert kept.tokens == position, "a request goes on where it was"
+            if self._caches is not None and (position == 0 or (end - first > 1 and self.mode == "one new token")):
+                kept.cache, kept.attributes = self._caches.new(), {}
+            kept.tokens = position + end - first
+            yield Share(kept=kept, first=first, end=end, position=position)
+
+    def _run_call(self, shares: list[Share], wholes: Wholes, number: int, values: list[Tensor]) -> list[Tensor]:
+        """For call ``number``, its results over all rows of the step; ``values`` are those that the graph computed."""
+        call = self.calls[number]
+        rows = next(argument for argument in call.arguments if argument.kind == "rows")
+        total = values[rows.value].shape[rows.dim]
+        shapes = [(dtype, [n if isinstance(n, int) else total for n in sizes]) for dtype, sizes in call.sizes]
+        results = [torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device) for dtype, shape in shapes]
+        for share in shares:
+            answer = share.answers[number] = self._answer(share, wholes, number, values)
+            for result, dim, index in zip(results, call.token_dims, call.results, strict=True):
+                new = answer[index]
+                last = new.narrow(dim, new.shape[dim] - share.count, share.count)
+                result.narrow(dim, share.first, share.count).copy_(last)
+        return results
+
+    def _answer(self, share: Share, wholes: Wholes, number: int, values: list[Tensor]) -> list[Tensor]:
+        """The tensors that the module returns for one request."""
+        call, module, mode = self.calls[number], self._modules[number], self._modes[number]
+        goes_on = share.position > 0 and (mode == "new tokens" or (mode == "one new token" and share.count == 1))
+        tensors = [
+            self._argument(share, wholes, (number, place), argument, values, goes_on)
+            for place, argument in enumerate(call.arguments)
+        ]
+        args, kwargs = rebuilt(call.structure, tensors)
+        if mode != "all tokens":
+            assert self._caches is not None
+            self._caches.calls[call.module].put(args, kwargs, share.kept.cache)
+        elif others_in(call.structure):  # the model hands out a cache even if it is told to use none
+            assert self._caches is not None
+            put_at(self._caches.calls[call.module].cache, self._caches.new(), args, kwargs)
+        found: list[Tensor] = []
+        with own_attributes(module, share.kept.attributes.get(number, {})) as left:
+            structure_of(module(*args, **kwargs), found)
+        if mode != "all tokens":
+            share.kept.attributes[number] = left
+        return found
+
+    def _argument(
+        self,
+        share: Share,
+        wholes: Wholes,
+        place: tuple[int, int],
+        argument: Argument,
+        values: list[Tensor],
+        goes_on: bool,
+    ) -> Tensor:
+        if argument.kind == "constant":
+            return values[argument.value]
+        if argument.kind == "handed":
+            return share.answers[argument.call][argument.value]
+        if argument.kind == "whole":
+            value = wholes(argument, share.length)
+            return value[..., share.position :, :] if goes_on and argument.is_pair else value
+        rows = values[argument.value].narrow(argument.dim, share.first, share.count).movedim(argument.dim, 0)
+        if self._modes[place[0]] != "new tokens":
+            every = share.kept.rows.setdefault(place, Rows()).extended(rows)
+            rows = rows if goes_on else every
+        return rows.movedim(0, argument.dim).clone()  # the module may write to it
+
+
+def mode_of(call: IsolatedCall, mode: Mode, caches: Caches | None) -> Mode:
+    """``mode`` for a module that is given a cache, unless the cache drops keys for which its mask has columns."""
+    if caches is None or call.module not in caches.calls:
+        return "all tokens"
+    masked = any(argument.is_pair for argument in call.arguments)
+    return "all tokens" if masked and any(getattr(caches.unused, "is_sliding", ())) else mode
+
+
+@contextmanager
+def own_attributes(module: nn.Module, state: State) -> Iterator[State]:
+    """Within, tensors in plain attributes of the modules are those of ``state``, or what they are at first if it is
+    empty; what they are at the end is put into what this yields, and then they are again what they were."""
+    own = plain_tensors(module)
+    buffers = [(part, dict(part._buffers)) for part in module.modules()]
+    put(state or {place: None if tensor is None else tensor.clone() for place, tensor in own.items()})
+    left: State = {}
+    try:
+        yield left
+    finally:
+        left.update(plain_tensors(module))
+        take_out(left.keys() - own.keys())
+        put(own)
+        for part, tensors in buffers:
+            part._buffers.clear()
+            part._buffers.update(tensors)

@@ -1,0 +1,210 @@
+"""Which modules of a model run by themselves, request after request, so that the rest of it is ragged."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from selective_compile.capture import Captured, device_of, logits_call, recurrences_of
+from selective_compile.isolated_cache import Caches, caches_of
+from selective_compile.isolated_program import MODES, IsolatedProgram, Mode, own_attributes
+from selective_compile.isolation_trial import CANNOT, departs
+from selective_compile.options import EngineConfig, Fallback
+from selective_compile.passes import Refusal, RefusedError, Rewrite
+from selective_compile.passes.recurrence_match import Recognised
+from selective_compile.passes.traced_graph import module_path
+from selective_compile.skeleton import Results, others_in, results_of_modules, skeleton, stand_in
+from selective_compile.step_program import captured_and_rewritten, proved
+from selective_compile.whole_functions import Place
+
+ATTEMPTS = 6
+LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+class UnprovedError(RefusedError):
+    """Also knows the modules that go on to compute with what was refused, by the name of its node."""
+
+    def __init__(self, rewritten: Rewrite) -> None:
+        super().__init__(rewritten.refusals)
+        nodes = {node.name: node for node in rewritten.traced.graph.nodes}
+        self.readers = {
+            refusal.node: readers_of(nodes[refusal.node]) for refusal in rewritten.refusals if refusal.node in nodes
+        }
+
+
+def readers_of(node: fx.Node) -> tuple[str, ...]:
+    """Paths of the modules in which a value of another module is used first, and what is computed from it there."""
+    found: dict[str, None] = {}
+    own, seen, stack = module_path(node), {node}, [node]
+    while stack:
+        for user in stack.pop().users:
+            path = module_path(user)
+            if path != own:
+                found[path] = None
+            elif user not in seen:
+                seen.add(user)
+                stack.append(user)
+    return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proved:
+    """The flat graph of a model and, of each module that is isolated in it, what could not be proved there."""
+
+    captured: Captured
+    rewritten: Rewrite
+    isolated: Mapping[str, Refusal]
+    caches: Caches | None = None
+    mode: Mode = "all tokens"
+
+
+def prove(model: nn.Module, fallback: Fallback) -> Proved:
+    """Capture and rewrite ``model``, isolating what still mixes unless ``fallback`` is "refuse".
+
+    Raises:
+        RefusedError: what could not be proved, as it was found without isolating anything.
+        ValueError: as `capture`.
+    """
+    try:
+        captured, rewritten = proved(model)
+        if rewritten.flat is None:
+            raise UnprovedError(rewritten)
+        return Proved(captured=captured, rewritten=rewritten, isolated={})
+    except RefusedError as error:
+        if fallback == "refuse":
+            raise
+        found = isolated(model, error)
+        if found is None:
+            raise
+        return found
+
+
+@torch.no_grad()
+def run_once(model: nn.Module) -> None:
+    """Some models change themselves when first called, such as rescale their weights, which copies would not tell."""
+    call, arguments = logits_call(model, torch.zeros(1, 2, dtype=torch.int64, device=device_of(model)))
+    with own_attributes(model, {}):
+        call(*arguments)
+
+
+def mode_found(model: nn.Module, found: Proved) -> Mode | None:
+    """The least work for isolated modules with which a trial gives the model's own logits; None if none does."""
+    for call in found.rewritten.traced.isolated:
+        cached = None if found.caches is None else found.caches.calls.get(call.module)
+        if others_in(call.structure) and not (cached is not None and cached.takes(call.structure)):
+            return None  # it is given an object of which nothing is known
+    for mode in MODES if found.caches is not None else MODES[-1:]:
+        program = IsolatedProgram(
+            model,
+            found.rewritten,
+            EngineConfig(compile=False),
+            max_positions=None,
+            isolated=found.isolated,
+            caches=found.caches,
+            mode=mode,
+        )
+        if not departs(model, program):
+            return mode
+    return None
+
+
+def attempt(traced: nn.Module, functions: Mapping[Place, Recognised], isolated: Mapping[str, Refusal]) -> Proved:
+    captured, rewritten = captured_and_rewritten(traced, functions)
+    if rewritten.flat is None:
+        raise UnprovedError(rewritten)
+    return Proved(captured=captured, rewritten=rewritten, isolated=isolated)
+
+
+def isolated(model: nn.Module, error: RefusedError) -> Proved | None:
+    """With more and more modules isolated, until nothing is refused; None if that cannot be reached."""
+    try:
+        run_once(model)
+        results = results_of_modules(model)
+        functions = recurrences_of(model)
+    except CANNOT:  # the model itself cannot be called so, as those that know only some lengths
+        return None
+    chosen: dict[str, Refusal] = {}
+    for _ in range(ATTEMPTS):
+        more = more_modules(model, results, chosen, error)
+        if not more:
+            return None
+        chosen = outermost({**more, **chosen})
+        replaced = {path: stand_in(path, results[path]) for path in chosen}
+        try:
+            found = attempt(skeleton(model, replaced), functions, chosen)
+        except RefusedError as another:
+            error = another
+            continue
+        found = replace(found, caches=caches_of(model, chosen))
+        mode = mode_found(model, found)
+        return None if mode is None else replace(found, mode=mode)
+    return None
+
+
+def more_modules(
+    model: nn.Module, results: Mapping[str, Results], chosen: Mapping[str, Refusal], error: RefusedError
+) -> dict[str, Refusal]:
+    """For each refusal the innermost module around it that can be isolated and is not yet; and all that are alike.
+
+    Around what is computed for all layers, as a mask is, there is none; then these are around those that use it.
+    """
+    modules = dict(model.named_modules())
+    found: dict[str, Refusal] = {}
+    readers = error.readers if isinstance(error, UnprovedError) else {}
+    for refusal in error.refusals:
+        around = module_around(modules, results, chosen, refusal.module)
+        paths = (
+            [around]
+            if around
+            else [module_around(modules, results, chosen, path) for path in readers.get(refusal.node, ())]
+        )
+        for path in paths:
+            if path is None or path in found:
+                continue
+            for other in modules:
+                if other in results and alike(modules, path, other):
+                    found.setdefault(other, refusal)
+    return found
+
+
+def module_around(
+    modules: Mapping[str, nn.Module], results: Mapping[str, Results], chosen: Mapping[str, Refusal], path: str
+) -> str | None:
+    """The innermost module at or above ``path`` that can be isolated, above all that are already."""
+    around = next((outer for outer in chosen if path == outer or path.startswith(outer + ".")), None)
+    path = path if around is None else around.rpartition(".")[0]
+    while path:
+        if path in modules and path in results and any(results[path].token_wise) and is_part(modules, path):
+            return path
+        path = path.rpartition(".")[0]
+    return None
+
+
+def is_part(modules: Mapping[str, nn.Module], path: str) -> bool:
+    """Whether the module is one of a list, or in one, or has no list in it: not what holds the model's layers."""
+    parents = [path.rsplit(".", depth)[0] for depth in range(1, path.count(".") + 1)]
+    inside = any(isinstance(modules.get(parent), LISTS) for parent in parents)
+    return inside or not any(isinstance(module, LISTS) for module in modules[path].modules())
+
+
+def alike(modules: Mapping[str, nn.Module], path: str, other: str) -> bool:
+    """Whether both are the same module of two layers: their paths differ in numbers alone, the classes in them not."""
+    if re.sub(r"\d+", "*", path) != re.sub(r"\d+", "*", other):
+        return False
+    return classes_in(modules[path]) == classes_in(modules[other])
+
+
+def classes_in(module: nn.Module) -> list[tuple[str, Any]]:
+    return [(name, type(part)) for name, part in module.named_modules(remove_duplicate=False)]
+
+
+def outermost(paths: Mapping[str, Refusal]) -> dict[str, Refusal]:
+    """Without modules that lie in others of them."""
+    return {
+        path: refusal for path, refusal in paths.items() if not any(path.startswith(outer + ".") for outer in paths)
+    }

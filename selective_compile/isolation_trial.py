@@ -1,0 +1,97 @@
+"""A trial of a flat graph with isolated modules, before it is used: against the model itself, on two short requests.
+
+That a module's results for a token do not depend on the tokens behind it, and that it is called as the model calls it,
+is not proved from a graph.  A model for which it is not so is found here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from selective_compile.capture import logits_call
+from selective_compile.isolated_program import IsolatedProgram
+from selective_compile.skeleton import skeleton
+from selective_compile.step import StepInputs, reaches
+
+BLOCK = 16
+# How many tokens of each of the two requests are in each step.
+STEPS = ((6, 0), (1, 3), (4, 1), (2, 5))
+# Of the spread of the logits.  A state that is wrong departs by about the spread itself.
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05}
+COARSE = 0.3
+# What models and modules raise when they are called in a way that they do not support.
+CANNOT = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError)
+
+
+@torch.no_grad()
+def departs(model: nn.Module, program: IsolatedProgram) -> bool:
+    """Whether the program's logits are others than the model's, or it cannot be run."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [sum(counts) for counts in zip(*STEPS, strict=True)]
+    prompts = [torch.randint(0, min(program.vocab_size, 1000), (n,), generator=generator) for n in lengths]
+    prompts = [prompt.to(program.device) for prompt in prompts]
+    try:
+        ours = in_steps(program, prompts)
+        alone = [logits_alone(model, prompt) for prompt in prompts]
+    except CANNOT:
+        return True
+    for rows, theirs in zip(ours, alone, strict=True):
+        tolerance = TOLERANCES.get(theirs.dtype, COARSE) * float(theirs.float().std())
+        if not bool(((rows.float() - theirs.float()).abs() <= tolerance).all()):
+            return True
+    return False
+
+
+def logits_alone(model: nn.Module, prompt: Tensor) -> Tensor:
+    """``[length, V]`` by the model itself."""
+    call, arguments = logits_call(skeleton(model, {}), prompt[None])
+    return call(*arguments)[0]
+
+
+def in_steps(program: IsolatedProgram, prompts: list[Tensor]) -> list[Tensor]:
+    """Logits ``[length, V]`` of each prompt, all of them advancing together."""
+    pools = [
+        tuple(
+            torch.zeros(len(prompts), site.num_kv_heads, BLOCK, size, dtype=site.dtype, device=site.device)
+            for size in (site.key_head_size, site.value_head_size)
+        )
+        for site in program.call_sites
+    ]
+    states = [
+        torch.zeros(len(prompts), *site.shape, dtype=site.dtype, device=site.device) for site in program.state_sites
+    ]
+    # Every block is kept here, so that calls that see less far can do with the same table.
+    tables = len(reaches(site.reach for site in program.call_sites)) or 1
+    done = [0] * len(prompts)
+    found: list[list[Tensor]] = [[] for _ in prompts]
+    for counts in STEPS:
+        inputs = step_inputs(prompts, done, counts)
+        inputs = replace(inputs, other_tables=((inputs.block_table, inputs.slot_mapping),) * (tables - 1))
+        logits = program(inputs, pools, states)  # type: ignore[arg-type]
+        for rows, part in zip(found, logits.split([*counts, len(logits) - sum(counts)]), strict=False):
+            rows.append(part)
+        done = [before + count for before, count in zip(done, counts, strict=True)]
+    return [torch.cat(rows) for rows in found]
+
+
+def step_inputs(prompts: list[Tensor], done: list[int], counts: tuple[int, ...]) -> StepInputs:
+    device = prompts[0].device
+    places = [torch.arange(start, start + count) for start, count in zip(done, counts, strict=True)]
+    slots = [number * BLOCK + place for number, place in enumerate(places)]
+    ends = torch.tensor([0, *counts]).cumsum(0)
+    inputs = StepInputs(
+        input_ids=torch.cat([prompt[s : s + n] for prompt, s, n in zip(prompts, done, counts, strict=True)]),
+        positions=torch.cat(places),
+        cu_seqlens_q=ends.to(torch.int32),
+        context_lens=torch.tensor([s + n for s, n in zip(done, counts, strict=True)], dtype=torch.int32),
+        block_table=torch.tensor([[number, 0] for number in range(len(prompts))], dtype=torch.int32),
+        slot_mapping=torch.cat(slots),
+        logit_rows=torch.arange(sum(counts)),
+        state_slots=torch.arange(len(prompts)),
+        requests=tuple(range(len(prompts))),
+    )
+    moved = {name: value.to(device) for name, value in vars(inputs).items() if isinstance(value, Tensor)}
+    return StepInputs(**{**vars(inputs), **moved})

@@ -1,0 +1,77 @@
+"""Which program runs a model in the engine: ragged, ragged with isolated modules, or whole and one by one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from selective_compile.capture import declared_positions
+from selective_compile.isolated_program import IsolatedProgram
+from selective_compile.isolation import Proved, prove
+from selective_compile.options import EngineConfig
+from selective_compile.passes import Refusal, RefusedError
+from selective_compile.passes.position_limit import position_limit
+from selective_compile.sequential_program import SequentialProgram, can_run
+from selective_compile.step_program import StepProgram
+
+logger = logging.getLogger(__name__)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Program = StepProgram | SequentialProgram
+
+
+def compile_step_program(model: nn.Module, config: EngineConfig) -> Program:
+    """Capture, prove, rewrite and compile ``model`` for the engine.
+
+    Raises:
+        RefusedError: something could not be proved, every node is named with its source line; and ``config.fallback``
+            is not for such a model, or it has not `generate`'s machinery to be run by.
+        ValueError: the model is in training mode, or of a dtype that no kernel has.
+    """
+    try:
+        proved = prove(model, config.fallback)
+    except RefusedError as error:
+        if config.fallback != "sequential" or not can_run(model):
+            raise
+        logger.warning("%s runs whole, one request after another: %s", type(model).__name__, error)
+        return SequentialProgram(model, error.refusals)
+    if proved.isolated:
+        logger.warning("%s", slow_modules(type(model).__name__, proved.isolated))
+    return step_program(model, config, proved)
+
+
+def step_program(model: nn.Module, config: EngineConfig, proved: Proved) -> StepProgram:
+    """Raises `ValueError` for a dtype that no kernel has."""
+    captured, rewritten = proved.captured, proved.rewritten
+    assert rewritten.flat is not None
+    for call in rewritten.traced.calls:
+        dtype = call.key.node.meta["val"].dtype
+        if dtype not in DTYPES:
+            raise ValueError(f"the model's dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
+    limits = (
+        declared_positions(model),
+        captured.max_tokens,
+        rewritten.traced.max_tokens,
+        position_limit(rewritten.flat),
+    )
+    known = [limit for limit in limits if limit is not None]
+    longest = min(known, default=None)
+    if proved.isolated:
+        return IsolatedProgram(
+            model,
+            rewritten,
+            config,
+            max_positions=longest,
+            isolated=proved.isolated,
+            caches=proved.caches,
+            mode=proved.mode,
+        )
+    return StepProgram(model, rewritten, config, max_positions=longest)
+
+
+def slow_modules(name: str, isolated: Mapping[str, Refusal]) -> str:
+    """What to say of a model that has isolated modules."""
+    listed = "\n  ".join(f"{path}: {refusal}" for path, refusal in isolated.items())
+    return f"{len(isolated)} modules of {name} run for one request after another, and share no prefixes:\n  {listed}"

@@ -1,0 +1,65 @@
+"""Which module of the model was being traced when Dynamo took a branch, or could not go on."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.comptime import ComptimeContext
+from torch._dynamo.symbolic_convert import InstructionTranslator
+
+from selective_compile.passes.traced_graph import shortened_path
+
+
+class GuardsByModule(list[Any]):
+    """The conditions that a trace holds under; ``modules`` has the path of the module that asked each."""
+
+    def __init__(self, guards: Iterable[Any]) -> None:
+        super().__init__(guards)
+        self.modules = [""] * len(self)
+
+    def append(self, guard: Any) -> None:
+        super().append(guard)
+        self.modules.append(traced_module())
+
+
+def watch_guards(context: ComptimeContext) -> None:
+    """To be called while Dynamo traces: conditions asked from now on are kept with their modules."""
+    fake_mode = torch._guards.TracingContext.get().fake_mode
+    assert fake_mode is not None and fake_mode.shape_env is not None
+    if not isinstance(fake_mode.shape_env.guards, GuardsByModule):
+        fake_mode.shape_env.guards = GuardsByModule(fake_mode.shape_env.guards)
+
+
+def traced_module() -> str:
+    """The path of the module that Dynamo is in, "" if in none."""
+    tx: Any = InstructionTranslator.current_tx()
+    stack = tx.output.current_tx.nn_module_stack
+    return shortened_path(next(reversed(stack.values()))[0]) if stack else ""
+
+
+def module_of_frames(model: nn.Module, frames: Iterable[Any]) -> str:
+    """The first module whose class has the innermost method among ``frames``; "" if it is the model or none.
+
+    Of a trace that broke off there is only the stack: files, names and lines.
+    """
+    codes = {path: codes_of(type(module)) for path, module in model.named_modules() if path}
+    for frame in reversed(list(frames)):
+        for path, methods in codes.items():
+            if any(holds_line(code, frame) for code in methods):
+                return path
+    return ""
+
+
+def codes_of(kind: type) -> list[CodeType]:
+    methods = [inspect.unwrap(method) for method in vars(kind).values() if inspect.isfunction(method)]
+    return [method.__code__ for method in methods]
+
+
+def holds_line(code: CodeType, frame: Any) -> bool:
+    lines = [line for *_, line in code.co_lines() if line is not None]
+    return code.co_filename == frame.filename and min(lines) <= frame.lineno <= max(lines)

@@ -1,0 +1,271 @@
+"""Modules that mix tokens in a way nobody knows run request after request, with the rest of the model ragged."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+import selective_compile as sc
+from selective_compile.backend import compile_step_program, report_of
+from selective_compile.coverage.random_model import random_model, vocabulary_of
+from selective_compile.isolated_program import IsolatedProgram
+from selective_compile.skeleton import skeleton
+from tests.decoders import VOCABULARY, WIDTH, Decoder
+from tests.exactness import TOLERANCE, logits_in_chunks
+from tests.oracle import assert_generated_alone, assert_same_tokens, reference_logits
+
+CONFIG = sc.EngineConfig(compile=False, token_budget=24, block_size=8, max_kv_tokens=8 * 10)
+
+
+class Highest(nn.Module):
+    """Each channel's largest value so far."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cummax(1).values
+
+
+class Decay(nn.Module):
+    """A recurrence, token after token in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = nn.Parameter(torch.linspace(0.1, 0.9, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, found = torch.zeros_like(x[:, 0]), []
+        for token in range(x.shape[1]):
+            state = state * self.rate.sigmoid() + x[:, token]
+            found.append(state)
+        return torch.stack(found, 1)
+
+
+class Keeping(nn.Module):
+    """A mean over tokens that leaves its last value in the module, and starts from it the next time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = torch.zeros_like(x[:, :1]) if self.last is None else self.last
+        means = start + x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[None, :, None]
+        self.last = means[:, -1:]
+        return means
+
+
+class Backwards(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flip(1).cumsum(1).flip(1) / 10
+
+
+class Mixed(Decoder):
+    """The decoder with a mixer of its own behind each block."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__(layers=1)
+        self.mixers = nn.ModuleList([kind() for _ in self.blocks])
+        self.eval()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        x = self.tokens(input_ids) + self.places(self.positions(input_ids))
+        mask = self.mask(input_ids, attention_mask)
+        for block, mixer in zip(self.blocks, self.mixers, strict=True):
+            x = x + mixer(block(x, mask))
+        return self.head(self.norm(x))
+
+
+def even_keys(ids: Tensor, attention_mask: Any) -> Tensor:
+    """A causal mask of no family: of the keys that are not the query's own, those at even places."""
+    places = torch.arange(ids.shape[1])
+    return ((places[None, :] <= places[:, None]) & ((places % 2 == 0)[None, :] | torch.eye(len(places)).bool()))[
+        None, None
+    ]
+
+
+def leaking(ids: Tensor, attention_mask: Any) -> Tensor:
+    """Causal, but that all see the token at 90."""
+    places = torch.arange(ids.shape[1])
+    return ((places[None, :] <= places[:, None]) | (places == 90)[None, :])[None, None]
+
+
+@functools.cache
+def compiled(kind: type[nn.Module]) -> tuple[Mixed, IsolatedProgram]:
+    """Tests share models: none changes a weight of these."""
+    model = Mixed(kind)
+    program = compile_step_program(model, CONFIG)
+    assert isinstance(program, IsolatedProgram)
+    return model, program
+
+
+def serve(model: Any, program: Any, prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
+    """Requests that arrive at random steps."""
+    engine, draw, requests = sc.Engine(model, CONFIG, program=program), random.Random(0), []
+    for prompt, count in zip(prompts, counts, strict=True):
+        requests.append(engine.submit(prompt, GenerationConfig(max_new_tokens=count, do_sample=False)))
+        for _ in range(draw.randint(0, 2)):
+            engine.step()
+    results = [list(request.result().tokens) for request in requests]
+    assert engine.stats().preemptions > 0 and engine.stats().tokens_reused == 0
+    return results
+
+
+def random_prompts(vocabulary: int) -> list[list[int]]:
+    draw = random.Random(1)
+    return [[draw.randrange(vocabulary) for _ in range(draw.randint(1, 40))] for _ in range(8)]
+
+
+def test_tokens_and_logits_are_the_models_own() -> None:
+    model, program = compiled(Decay)
+    prompts = random_prompts(VOCABULARY)
+    for prompt, tokens in zip(prompts, serve(model, program, prompts, [20] * 8), strict=True):
+        assert_same_tokens(model, prompt, tokens)
+    found = logits_in_chunks(program, prompts, chunk=5)
+    for number in range(len(prompts)):
+        program.forget(number)
+    for prompt, logits in zip(prompts, found, strict=True):
+        with torch.no_grad():
+            assert float((model(torch.tensor([prompt]))[0] - logits).abs().max()) < TOLERANCE
+
+
+def test_attention_with_an_odd_mask_is_isolated_with_what_surrounds_it() -> None:
+    model = Decoder(mask=even_keys, layers=1)
+    program = compile_step_program(model, CONFIG)
+    assert tuple(program.isolated) == ("blocks.0",) and not program.call_sites
+    prompts = random_prompts(VOCABULARY)
+    for prompt, tokens in zip(prompts, serve(model, program, prompts, [12] * 8), strict=True):
+        assert_same_tokens(model, prompt, tokens)
+
+
+@pytest.mark.parametrize("make", [lambda: Mixed(Backwards), lambda: Decoder(mask=leaking, layers=1)])
+def test_what_sees_later_tokens_is_refused(make: Callable[[], nn.Module]) -> None:
+    """At once, and at a place far beyond what is tried."""
+    with pytest.raises(sc.RefusedError):
+        sc.Engine(make(), CONFIG)
+
+
+def test_state_that_a_module_keeps_in_itself_is_not_shared() -> None:
+    """The model as it was loaded has seen no token: neither what is run here nor another request may change that."""
+    model, program = compiled(Keeping)
+    engine = sc.Engine(model, CONFIG, program=program)
+    requests = [engine.submit([3, 5, 7][: n + 1], max_new_tokens=5) for n in range(3)]
+    for n, request in enumerate(requests):
+        tokens = list(request.result().tokens)
+        for place, token in enumerate(tokens):  # the model anew for each token
+            logits = reference_logits(skeleton(model, {}), [3, 5, 7][: n + 1] + tokens[:place], [token])[0]
+            assert float(logits.max() - logits[token]) < TOLERANCE
+    assert model.mixers[0].last is None
+
+
+def test_fallback_says_how_far_to_go() -> None:
+    with pytest.raises(sc.RefusedError, match=r"aten\.cummax"):
+        compile_step_program(Mixed(Highest), sc.EngineConfig(compile=False, fallback="refuse"))
+    with pytest.raises(sc.RefusedError, match="graph capture"):
+        compile_step_program(random_model("reformer"), sc.EngineConfig(compile=False, fallback="isolated"))
+
+
+def test_report_and_log_name_modules_and_reasons(caplog: pytest.LogCaptureFixture) -> None:
+    model = Mixed(Highest)
+    with caplog.at_level(logging.WARNING):
+        program = compile_step_program(model, sc.EngineConfig(compile=False, fallback="isolated"))
+    assert "1 modules of Mixed run for one request after another, and share no prefixes" in caplog.text
+    report = report_of(program, model)
+    assert report.verdict == "isolated" and not report.ok
+    assert report.isolated == ("mixers.0",) and len(report.calls) == 1
+    for text in (str(report), caplog.text):
+        assert "mixers.0" in text and "aten.cummax" in text
+    assert json.loads(report.to_json())["isolated"] == ["mixers.0"]
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = Mixed(Highest)
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    compile_step_program(model, CONFIG)
+    for name, module in model.named_modules():
+        assert vars(module).keys() == before[name].keys()
+        assert all(vars(module)[key] is value for key, value in before[name].items())
+
+
+def test_compiled_by_inductor() -> None:
+    model = Mixed(Highest)
+    engine = sc.Engine(model, sc.EngineConfig(token_budget=16, max_kv_tokens=256))
+    prompts = [[5, 7, 9], [11], list(range(20))]
+    results = [engine.submit(prompt, max_new_tokens=4) for prompt in prompts]
+    for prompt, request in zip(prompts, results, strict=True):
+        assert_same_tokens(model, prompt, request.result().tokens)
+
+
+def test_weight_updates_drop_the_state() -> None:
+    model = Mixed(Decay)
+    engine = sc.Engine(model, CONFIG)
+    request = engine.submit([5, 7, 9], max_new_tokens=8)
+    for _ in range(4):
+        engine.step()
+    before = list(request.tokens)
+    with torch.no_grad():
+        model.mixers[0].rate.neg_()  # a weight that only an isolated module has
+    tokens = list(request.result().tokens)
+    assert_same_tokens(model, [5, 7, 9, *before], tokens[len(before) :])
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.integers(1, 40), st.integers(1, 12)),
+        st.tuples(st.just("cancel"), st.integers(0, 5), st.just(0)),
+        st.tuples(st.just("step"), st.integers(1, 3), st.just(0)),
+        st.tuples(st.just("drop"), st.just(0), st.just(0)),
+    ),
+    max_size=20,
+)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(ACTIONS)
+def test_state_lives_as_long_as_its_request(actions: list[tuple[str, int, int]]) -> None:
+    """Arrivals, cancelling, preemption and dropped results in any order: the right tokens, and nothing is left."""
+    model, program = compiled(Decay)
+    engine = sc.Engine(model, CONFIG, program=program)
+    draw = random.Random(len(actions))
+    requests: list[Any] = []
+    for kind, first, second in actions:
+        if kind == "submit":
+            prompt = [draw.randrange(VOCABULARY) for _ in range(first)]
+            requests.append((prompt, engine.submit(prompt, max_new_tokens=second)))
+        elif kind == "cancel" and requests:
+            requests[first % len(requests)][1].cancel()
+        elif kind == "drop":
+            engine.drop_computed()
+        for _ in range(first if kind == "step" else 0):
+            engine.step()
+        running = {request.state for _, request in requests if not request.finished}
+        assert set(program._requests) <= running
+    for prompt, request in requests:
+        result = request.result()
+        assert_same_tokens(model, prompt, result.tokens)
+    assert not program._requests and engine.stats().blocks_used == 0
+
+
+# By their mode: goes on with its cache at any number of tokens, and has no cache that would do.
+TYPES = {"deepseek_v32": "new tokens", "rwkv": "all tokens"}
+
+
+@pytest.mark.parametrize("family", TYPES)
+def test_tokens_are_those_of_generate_on_each_request_alone(family: str) -> None:
+    """Under random arrivals, prompts longer than a step's budget, and preemption."""
+    model: Any = random_model(family)
+    program = compile_step_program(model, CONFIG)
+    assert isinstance(program, IsolatedProgram) and program.mode == TYPES[family]
+    prompts = random_prompts(vocabulary_of(model))
+    for prompt, tokens in zip(prompts, serve(model, program, prompts, [16] * 8), strict=True):
+        assert_generated_alone(model, prompt, tokens)
+    assert not program._requests
