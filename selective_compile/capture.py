@@ -24,6 +24,9 @@ from selective_compile.whole_functions import Place, known_recurrences, left_who
 
 ATTENTION_MASK = "L['attention_mask']"  # Dynamo's name for that argument of the captured call
 
+# What models and modules raise when they are called in a way that they do not support.
+CANNOT = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Captured:
@@ -85,7 +88,10 @@ def recurrences_of(model: nn.Module) -> dict[Place, Recognised]:
         call, arguments = logits_call(model, ids)
         call(*arguments)
 
-    return known_recurrences(model, run)
+    try:
+        return known_recurrences(model, run)
+    except CANNOT:  # the model itself cannot be called so, as those that know only some lengths
+        return {}
 
 
 @contextmanager

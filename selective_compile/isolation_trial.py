@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from selective_compile.capture import logits_call
+from selective_compile.capture import CANNOT, logits_call
 from selective_compile.isolated_program import IsolatedProgram
 from selective_compile.skeleton import skeleton
 from selective_compile.step import StepInputs, reaches
@@ -22,8 +22,6 @@ STEPS = ((6, 0), (1, 3), (4, 1), (2, 5))
 # Of the spread of the logits.  A state that is wrong departs by about the spread itself.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05}
 COARSE = 0.3
-# What models and modules raise when they are called in a way that they do not support.
-CANNOT = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError)
 
 
 @torch.no_grad()

@@ -255,8 +255,7 @@ def test_state_lives_as_long_as_its_request(actions: list[tuple[str, int, int]])
     assert not program._requests and engine.stats().blocks_used == 0
 
 
-# By their mode: goes on with its cache at any number of tokens, and has no cache that would do.
-TYPES = {"deepseek_v32": "new tokens", "rwkv": "all tokens"}
+TYPES = {"deepseek_v32": "new tokens"}  # by their mode
 
 
 @pytest.mark.parametrize("family", TYPES)
