@@ -15,6 +15,7 @@ from torch._dynamo.comptime import comptime
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._guards import TracingContext
 
+from selective_compile.module_state import unchanged
 from selective_compile.passes.lengths import CAPTURE_TOKENS, bounds_requests, longest_request
 from selective_compile.passes.normalise import keep_sources
 from selective_compile.passes.recurrence_match import Recognised
@@ -89,7 +90,8 @@ def recurrences_of(model: nn.Module) -> dict[Place, Recognised]:
         call(*arguments)
 
     try:
-        return known_recurrences(model, run)
+        with torch.no_grad(), unchanged(model):
+            return known_recurrences(model, run)
     except CANNOT:  # the model itself cannot be called so, as those that know only some lengths
         return {}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
@@ -14,10 +13,10 @@ from torch import Tensor, nn
 
 from selective_compile.isolated_cache import Caches, put_at
 from selective_compile.isolated_op import running
+from selective_compile.module_state import State, own_attributes
 from selective_compile.options import EngineConfig
 from selective_compile.passes import Refusal, Rewrite
 from selective_compile.passes.isolated_call import Argument, IsolatedCall
-from selective_compile.sequential_program import State, plain_tensors, put, take_out
 from selective_compile.skeleton import others_in, rebuilt, skeleton, structure_of
 from selective_compile.step import StepInputs
 from selective_compile.step_program import StepProgram
@@ -236,22 +235,3 @@ def mode_of(call: IsolatedCall, mode: Mode, caches: Caches | None) -> Mode:
         return "all tokens"
     masked = any(argument.is_pair for argument in call.arguments)
     return "all tokens" if masked and any(getattr(caches.unused, "is_sliding", ())) else mode
-
-
-@contextmanager
-def own_attributes(module: nn.Module, state: State) -> Iterator[State]:
-    """Within, tensors in plain attributes of the modules are those of ``state``, or what they are at first if it is
-    empty; what they are at the end is put into what this yields, and then they are again what they were."""
-    own = plain_tensors(module)
-    buffers = [(part, dict(part._buffers)) for part in module.modules()]
-    put(state or {place: None if tensor is None else tensor.clone() for place, tensor in own.items()})
-    left: State = {}
-    try:
-        yield left
-    finally:
-        left.update(plain_tensors(module))
-        take_out(left.keys() - own.keys())
-        put(own)
-        for part, tensors in buffers:
-            part._buffers.clear()
-            part._buffers.update(tensors)

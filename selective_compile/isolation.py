@@ -12,8 +12,9 @@ from torch import fx, nn
 
 from selective_compile.capture import CANNOT, Captured, device_of, logits_call, recurrences_of
 from selective_compile.isolated_cache import Caches, caches_of
-from selective_compile.isolated_program import MODES, IsolatedProgram, Mode, own_attributes
+from selective_compile.isolated_program import MODES, IsolatedProgram, Mode
 from selective_compile.isolation_trial import departs
+from selective_compile.module_state import own_attributes
 from selective_compile.options import EngineConfig, Fallback
 from selective_compile.passes import Refusal, RefusedError, Rewrite
 from selective_compile.passes.recurrence_match import Recognised

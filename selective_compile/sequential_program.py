@@ -7,20 +7,18 @@ that `generate` prepares for it, and steps the model by `generate`'s own prepara
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationMixin
 
 from selective_compile.capture import declared_positions
+from selective_compile.module_state import State, own_attributes
 from selective_compile.passes import Refusal
 from selective_compile.step import StepInputs
-
-# Tensors that lie in plain attributes of modules, neither weights nor buffers: by module and name.
-State = dict[tuple[nn.Module, str], Tensor | None]
 
 
 @dataclass(kw_only=True)
@@ -97,14 +95,9 @@ class SequentialProgram:
 
         Some models keep state in their modules: the request's is there for the step, and then the model's own again.
         """
-        own = plain_tensors(self._model)
-        put(one.state or {place: None if tensor is None else tensor.clone() for place, tensor in own.items()})
-        try:
+        with own_attributes(self._model, one.state) as left:
             logits = self._stepped(one)
-        finally:
-            one.state = plain_tensors(self._model)
-            take_out(one.state.keys() - own.keys())
-            put(own)
+        one.state = left
         return logits
 
     def _stepped(self, one: OneRequest) -> Tensor:
@@ -119,26 +112,6 @@ class SequentialProgram:
         one.kwargs = self._model._update_model_kwargs_for_generation(outputs, one.kwargs, is_encoder_decoder=False)
         one.seen = one.tokens.shape[1]
         return outputs.logits[0, -1]
-
-
-def plain_tensors(model: nn.Module) -> State:
-    """Every plain attribute of a module that is a tensor, or nothing yet."""
-    return {
-        (module, name): value
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if value is None or isinstance(value, Tensor)
-    }
-
-
-def put(state: State) -> None:
-    for (module, name), tensor in state.items():
-        setattr(module, name, tensor)
-
-
-def take_out(places: Iterable[tuple[nn.Module, str]]) -> None:
-    for module, name in places:
-        delattr(module, name)
 
 
 def prepared(model: Any, ids: Tensor) -> dict[str, Any]:

@@ -116,3 +116,4 @@ def test_forward_that_stores_something_else_is_refused() -> None:
     model = Assigning(1.0).eval()
     with pytest.raises(sc.RefusedError, match=r"store nothing in the model"):
         step_program(model)
+    assert model.shift.item() == 0.5

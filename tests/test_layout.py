@@ -41,6 +41,7 @@ LAYERS = (
         "function_op",
         "kernels",
         "step",
+        "module_state",
         "proved_tensors",
     ),
     ("passes",),
