@@ -129,7 +129,11 @@ def sinks_of(traced: TracedGraph, node: fx.Node, heads: int) -> fx.Node:
         source = source.args[0]
     numbers = torch.arange(heads, dtype=torch.int64).reshape([int(size) for size in source.meta["val"].shape])
     moved = evaluate(traced, node, batch=1, tokens=PROBE_TOKENS, given={source: numbers}).reshape(heads, -1)
-    if node.meta["val"].dim() < 3 or not torch.equal(moved, numbers.reshape(heads, 1).expand_as(moved)):
+    if (
+        node.meta["val"].dim() < 3
+        or node.meta["val"].shape[-1] != 1
+        or not torch.equal(moved, numbers.reshape(heads, 1).expand_as(moved))
+    ):
         raise Unreadable(node, "its sinks are not those of the heads in their order")
     return source
 

@@ -225,6 +225,9 @@ def mismatched(tokens: list[fx.Node]) -> list[Refusal]:
     if not tokens:  # such as a piece of a model that Dynamo broke into several graphs
         reason, line = "none of the graph's inputs holds tokens", "source line unknown"
         return [Refusal(node="inputs", operator="inputs", reason=reason, source_line=line, module="")]
+    odd = [node for node in tokens if any(map(is_symbolic, node.meta["example_value"].shape[2:]))]
+    if odd:  # such as the kept rows of a cache
+        return [refused_input(node) for node in odd]
     shapes = {tuple(hint_of(size) for size in node.meta["example_value"].shape[:2]) for node in tokens}
     lengths = {length for _, length in shapes}
     batches = {batch for batch, _ in shapes if batch != 1}

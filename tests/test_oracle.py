@@ -23,7 +23,10 @@ REQUESTS = 32
 def test_engine_equals_generate_on_each_request_alone(family: str) -> None:
     """Mixed lengths, random arrivals, 64 tokens a step, and a pool so small that requests are preempted."""
     model = tiny(family)
-    recorder = Recorder(compile_step_program(model, CONFIG))
+    program = compile_step_program(model, CONFIG)
+    recorder = Recorder(program)
+    # Where every layer has a window, a request holds the blocks of that window alone, and all fit.
+    windowed = all(site.window for site in program.call_sites)
     engine = sc.Engine(model, CONFIG, program=recorder, observers=[recorder.observe])  # type: ignore[arg-type]
     draw = random.Random(family)
     prompts, requests = [], []
@@ -36,7 +39,7 @@ def test_engine_equals_generate_on_each_request_alone(family: str) -> None:
     results = [request.result() for request in requests]
     alone = tiny(family, attention="eager")
     stats = engine.stats()
-    assert stats.preemptions > 0
+    assert windowed or stats.preemptions > 0
     assert stats.blocks_used == 0
     for number, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
         assert_same_tokens(alone, prompt, result.tokens)

@@ -90,7 +90,7 @@ def test_log_and_report_say_so_and_name_what_is_not_proved(caplog: pytest.LogCap
 
 def test_refusing_instead_names_what_is_not_proved() -> None:
     with pytest.raises(sc.RefusedError, match="could not be proved"):
-        sc.Engine(unproved("mamba"), sc.EngineConfig(fallback="refuse"))
+        sc.Engine(Decoder(mix=lambda x: x.flip(1)), sc.EngineConfig(fallback="refuse"))
 
 
 def test_a_model_without_generate_is_refused() -> None:

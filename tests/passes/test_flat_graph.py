@@ -145,6 +145,7 @@ def test_pipeline_is_in_order() -> None:
     assert PIPELINE == (
         "whole convolutions",
         "mark token axes",
+        "isolate",
         "recognise recurrences",
         "recognise attention",
         "prove masks",

@@ -213,7 +213,7 @@ def test_a_window_kept_in_a_buffer_is_refused(size: Tensor) -> None:
         kept = below(q.shape[1]) & (places[:, None] - places[None] < window)
         return weigh(scores_of(q, k).masked_fill(~kept, -1e30).softmax(-1), v)
 
-    assert any("weight or buffer" in reason for reason in reasons(attend, size))
+    assert any("reads a table or a weight" in reason for reason in reasons(attend, size))
 
 
 def test_a_mask_changed_in_place_is_refused() -> None:

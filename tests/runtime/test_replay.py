@@ -151,9 +151,21 @@ def test_another_batch_and_another_token_are_told(tmp_path: Path) -> None:
     assert difference is not None and difference.startswith("request 'r0' got token ")
 
 
+class Timed(SimulatedProgram):
+    """A step takes as many seconds as it has rows."""
+
+    seconds = 0.0
+
+    def __call__(self, inputs: Any, *pools: Any) -> Any:
+        self.seconds += len(inputs.input_ids)
+        return super().__call__(inputs, *pools)
+
+
 def test_times_are_what_decides_and_are_in_the_log(tmp_path: Path) -> None:
     """A machine that was said to be slow cut the prompts that came later: the replay does without being told."""
-    engine = simulated_engine(record=tmp_path / "run.jsonl", prefill_slowdown=1.5, token_budget=64, block_size=4)
+    program = Timed()
+    config = {"record": tmp_path / "run.jsonl", "prefill_slowdown": 1.5, "token_budget": 64, "block_size": 4}
+    engine = simulated_engine(program, clock=lambda: program.seconds, **config)
     first = engine.submit([1] * 4, max_new_tokens=12)
     for _ in range(3):
         engine.step()
