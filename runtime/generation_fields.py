@@ -66,26 +66,10 @@ STOPPING = frozenset({"max_length", "max_new_tokens", "max_time", "stop_strings"
 KEPT = frozenset({"output_scores", "output_logits"})
 IMPLEMENTED = PROCESSED | STOPPING | KEPT | {"do_sample"}
 
-# These do not change which tokens a decoder generates as one sequence without an assistant: any value is taken, as
-# `generate` takes it. Padding and the return type are the business of the one who calls `generate`.
-WITHOUT_EFFECT = frozenset(
+# How several beams are searched; how drafts are made; how transformers keeps its cache; how it compiles.
+OF_BEAMS = frozenset({"early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty"})
+OF_DRAFTS = frozenset(
     {
-        "pad_token_id",
-        "bos_token_id",
-        "decoder_start_token_id",
-        "return_dict_in_generate",
-        "compile_config",
-        "disable_compile",
-        "transformers_version",
-        "use_cache",
-        "cache_config",
-        "max_cache_len",
-        "prefill_chunk_size",
-        "early_stopping",
-        "length_penalty",
-        "low_memory",
-        "num_beam_groups",
-        "diversity_penalty",
         "num_assistant_tokens",
         "num_assistant_tokens_schedule",
         "assistant_confidence_threshold",
@@ -93,6 +77,26 @@ WITHOUT_EFFECT = frozenset(
         "target_lookbehind",
         "assistant_ensemble_weight",
         "max_matching_ngram_size",
+    }
+)
+OF_CACHES = frozenset({"cache_config", "max_cache_len", "prefill_chunk_size"})
+OF_COMPILING = frozenset({"compile_config", "disable_compile"})
+
+# These do not change which tokens a decoder generates as one sequence without an assistant: any value is taken, as
+# `generate` takes it. Padding and the return type are the business of the one who calls `generate`.
+WITHOUT_EFFECT = (
+    OF_BEAMS
+    | OF_DRAFTS
+    | OF_CACHES
+    | OF_COMPILING
+    | {
+        "pad_token_id",
+        "bos_token_id",
+        "decoder_start_token_id",
+        "return_dict_in_generate",
+        "transformers_version",
+        "use_cache",
+        "low_memory",
     }
 )
 

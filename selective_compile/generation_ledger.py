@@ -11,7 +11,16 @@ from rich import box
 from rich.table import Table
 from transformers import GenerationConfig
 
-from selective_compile.runtime.generation_fields import IMPLEMENTED, INSTEAD, NEUTRAL, WITHOUT_EFFECT
+from selective_compile.runtime.generation_fields import (
+    IMPLEMENTED,
+    INSTEAD,
+    NEUTRAL,
+    OF_BEAMS,
+    OF_CACHES,
+    OF_COMPILING,
+    OF_DRAFTS,
+    WITHOUT_EFFECT,
+)
 
 Status = Literal["equal", "implemented", "refused"]
 
@@ -75,26 +84,10 @@ TESTS: Mapping[str, str] = {
     "pad_token_id": f"{DROP_IN}::test_equals_generate_for_left_padding",
     "compile_config": REFUSAL,
     "transformers_version": REFUSAL,
-    **dict.fromkeys(
-        ("early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty"), f"{PARITY}[beams that are one]"
-    ),
+    **dict.fromkeys(OF_BEAMS, f"{PARITY}[beams that are one]"),
     "low_memory": REFUSAL,
-    **dict.fromkeys(
-        (
-            "num_assistant_tokens",
-            "num_assistant_tokens_schedule",
-            "assistant_confidence_threshold",
-            "assistant_lookbehind",
-            "target_lookbehind",
-            "assistant_ensemble_weight",
-            "max_matching_ngram_size",
-        ),
-        f"{PARITY}[drafts that are none]",
-    ),
-    **dict.fromkeys(
-        ("prefill_chunk_size", "max_cache_len", "cache_config", "decoder_start_token_id", "disable_compile"),
-        f"{PARITY}[caches of transformers]",
-    ),
+    **dict.fromkeys(OF_DRAFTS, f"{PARITY}[drafts that are none]"),
+    **dict.fromkeys(OF_CACHES | {"decoder_start_token_id", "disable_compile"}, f"{PARITY}[caches of transformers]"),
 }
 LIMITS: Mapping[str, str] = {
     "do_sample": "the engine's own draws by seed: the tokens of generate where it rolls the same dice",
@@ -116,22 +109,11 @@ LIMITS: Mapping[str, str] = {
     "num_return_sequences": "sc.generate; with do_sample, each sequence with a seed of its own",
     "decoder_start_token_id": "no effect on a decoder, as there",
     "use_cache": "no effect on tokens: the engine keeps its own blocks in any case",
-    **dict.fromkeys(("cache_config", "max_cache_len", "prefill_chunk_size"), OWN_CACHE),
-    **dict.fromkeys(("early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty"), ONE_BEAM),
+    **dict.fromkeys(OF_CACHES, OWN_CACHE),
+    **dict.fromkeys(OF_BEAMS, ONE_BEAM),
     "low_memory": "no effect, as there",
-    **dict.fromkeys(
-        (
-            "num_assistant_tokens",
-            "num_assistant_tokens_schedule",
-            "assistant_confidence_threshold",
-            "assistant_lookbehind",
-            "target_lookbehind",
-            "assistant_ensemble_weight",
-            "max_matching_ngram_size",
-        ),
-        NO_DRAFT,
-    ),
-    **dict.fromkeys(("compile_config", "disable_compile"), "no effect: how transformers compiles"),
+    **dict.fromkeys(OF_DRAFTS, NO_DRAFT),
+    **dict.fromkeys(OF_COMPILING, "no effect: how transformers compiles"),
     "transformers_version": "no effect: a note of who wrote the file",
 }
 
