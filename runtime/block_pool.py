@@ -58,6 +58,30 @@ class BlockPool:
                 del self._idle[block]
             self._references[block] += 1
 
+    def fork(self, blocks: Sequence[int]) -> list[int]:
+        """The blocks of one who goes on from what the holder of these has in them, all shared.
+
+        Before either writes to a shared block it asks for one of its `own`.
+        """
+        self.share(blocks)
+        return list(blocks)
+
+    def is_own(self, block: int) -> bool:
+        """Whether its one holder may write to the block: nobody else holds it, or can find its content."""
+        assert self._references[block] > 0, f"block {block} is free"
+        return self._references[block] == 1 and self._names[block] is None
+
+    def own(self, block: int) -> int:
+        """A block that a holder of this one may write to: this one, or a free one in exchange for its reference.
+
+        The caller knows that one is free, and copies the content, before anybody writes to either of the two.
+        """
+        if self.is_own(block):
+            return block
+        (fresh,) = self.allocate(1)
+        self.release([block])
+        return fresh
+
     def release(self, blocks: Sequence[int]) -> None:
         """Give back one reference to each of these blocks; one without references is free.
 

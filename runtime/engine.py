@@ -21,13 +21,14 @@ from selective_compile.runtime.batch import BatchAssembler
 from selective_compile.runtime.intake import Intake
 from selective_compile.runtime.kv_cache import LONGEST
 from selective_compile.runtime.model_runner import ModelRunner
-from selective_compile.runtime.plan import Share, StepPlan
+from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.recording import recording_of
 from selective_compile.runtime.records import TokenRecord
 from selective_compile.runtime.request import FinishReason, Request
-from selective_compile.runtime.request_state import RequestId
+from selective_compile.runtime.request_state import RequestId, RequestState
 from selective_compile.runtime.request_table import RequestTable
 from selective_compile.runtime.sampler import SampledTokens, sample
+from selective_compile.runtime.samples import Asked
 from selective_compile.runtime.scheduler import Scheduler
 from selective_compile.runtime.stats import EngineStats, StepObserver
 from selective_compile.runtime.step_log import StepLog
@@ -44,10 +45,14 @@ class StepError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """A scheduled step: `requests` are those of the plan's shares, in the same order."""
+    """A scheduled step.
+
+    Attributes:
+        requests: for each of the plan's shares its request, and behind it the samples that start from its prompt.
+    """
 
     plan: StepPlan
-    requests: tuple[Request, ...]
+    requests: tuple[tuple[Request, ...], ...]
     inputs: StepInputs
 
 
@@ -120,6 +125,8 @@ class Engine:
             max_requests=self._runner.max_requests,
             reuses_blocks=reuses_blocks,
         )
+        # A log tells of requests that each compute their own prompt.
+        self._forks = self._program.forks_requests and self.config.record is None
         self._requests = RequestTable()
         self._stepping = Lock()
         self._submitting = Lock()
@@ -160,28 +167,57 @@ class Engine:
                 configurations set; `logits_processor`, `stopping_criteria`, `prefix_allowed_tokens_fn`,
                 `negative_prompt_ids`, `negative_prompt_attention_mask` and `tokenizer` as for `model.generate`,
                 for this request alone; `json_schema`, `regex` or `grammar` (of Lark), which its text must follow,
-                with `tokenizer`; `seed`; and what to keep of each
-                step, `logprobs`, `processed_logprobs` and `top_logprobs`.
+                with `tokenizer`; `seed`; and what to keep of each step, `logprobs`, `processed_logprobs` and
+                `top_logprobs`. With `num_return_sequences` above 1 the request is the first of `samples`, each of
+                them a request; they have the seeds that follow its own, and ids such as "a/1".
 
         Raises:
             ValueError: anything about it is wrong; other requests are not affected.
         """
-        now = self._log.now()
-        submission = self._intake.prompt(
-            prompt_ids, arrival=now, priority=priority, deadline=deadline, user=user, cache_salt=cache_salt
-        )
+        asked = self._intake.samples(generation_config, options)
+        terms = {"priority": priority, "deadline": deadline, "user": user, "cache_salt": cache_salt}
+        return self.submit_samples(prompt_ids, asked, request_id, **terms)[0]
+
+    def submit_samples(
+        self, prompt_ids: Any, asked: Sequence[Asked], request_id: RequestId | None = None, **terms: Any
+    ) -> tuple[Request, ...]:
+        """Queue several requests of one prompt, which is computed once for all where that can be; else as `submit`.
+
+        Args:
+            asked: of each of them.
+            request_id: of the first; the others have a number behind it.
+            terms: those of `submit`, the same for all.
+        """
+        terms = {"priority": 0, "deadline": None, "user": None, "cache_salt": None, **terms}
+        submission = self._intake.prompt(prompt_ids, arrival=self._log.now(), **terms)
         with self._submitting:
             with self._guard:
-                chosen_id = self._requests.choose_id(request_id)
-            params = self._intake.params(submission, chosen_id, generation_config, options)
+                ids = self._requests.choose_ids(request_id, len(asked))
+            pairs = zip(ids, asked, strict=True)
+            every = [self._intake.params(submission, each, one.config, one.options) for each, one in pairs]
             with self._guard:
-                state = submission.state(chosen_id, self._requests.next_number, params)
-                request = Request(state, params, self)
-                self._requests.add(request)
-                self._scheduler.add(state)
-                self._recording.submitted(state, submission, params, generation_config, options)
+                requests = []
+                for chosen_id, params, one in zip(ids, every, asked, strict=True):
+                    state = submission.state(chosen_id, self._requests.next_number, params)
+                    requests.append(Request(state, params, self))
+                    self._requests.add(requests[-1])
+                    self._recording.submitted(state, submission, params, one.config, one.options)
+                self._enqueue(requests)
                 self._guard.notify_all()
-        return request
+        return tuple(requests)
+
+    def _enqueue(self, requests: list[Request]) -> None:
+        for request in requests:
+            request.samples = tuple(requests)
+        first, *others = requests
+        longest = max(request.state.final_length for request in requests)
+        fits = longest == first.state.final_length and self._scheduler.fits_together(longest, len(requests))
+        if others and self._forks and fits:
+            first.state.width = len(requests)
+            self._requests.fork_later(first, others)
+            requests = [first]
+        for request in requests:
+            self._scheduler.add(request.state)
 
     def step(self) -> bool:
         """One iteration: schedule, assemble, run, sample, publish. False: there was nothing to do.
@@ -267,7 +303,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         with self._guard:
-            return self._log.stats(self._scheduler, graphs=self._program.graphs)
+            stats = self._log.stats(self._scheduler, graphs=self._program.graphs)
+            return replace(stats, waiting=stats.waiting + self._requests.num_unforked)
 
     def _drop_computed(self) -> None:
         self._recording.dropped()
@@ -283,7 +320,8 @@ class Engine:
             plan = self._scheduler.schedule(now)
             self._recording.planned(now, plan)
             for state in plan.refused:
-                self._forget(self._requests.of(state)).finish("error", TOO_LATE)
+                for request in (self._requests.of(state), *self._requests.take_unforked(state)):
+                    self._forget(request).finish("error", TOO_LATE)
             if not plan.shares:
                 return None
             requests = self._requests.of_shares(plan.shares)
@@ -300,15 +338,17 @@ class Engine:
             self._runner.copy(plan.copies)
             ended = self._log.now()
             with self._guard:
-                self._scheduler.copied(len(plan.copies), ended - started)
+                if plan.num_host_copies:
+                    self._scheduler.copied(plan.num_host_copies, ended - started)
                 self._recording.copied(started, ended)
 
     def _sample(self, step: _Step, logits: Tensor) -> SampledTokens:
-        """One token for each share that samples; the first rows of the logits are theirs, in this order."""
-        pairs = zip(step.requests, step.plan.shares, strict=True)
-        sampling = [request for request, share in pairs if share.samples]
+        """One token for each request of a share that samples; the first rows of the logits are the shares'."""
+        groups = [group for group, share in zip(step.requests, step.plan.shares, strict=True) if share.samples]
+        sampling = [request for group in groups for request in group]
+        rows = [row for row, group in enumerate(groups) for _ in group]
         return sample(
-            logits[: len(sampling)],
+            logits[: len(rows)] if len(rows) == len(groups) else logits[rows],
             [request.params for request in sampling],
             [request.state.generated for request in sampling],
             [request.state.tokens for request in sampling],
@@ -317,39 +357,57 @@ class Engine:
     def _publish(self, step: _Step, sampled: SampledTokens) -> None:
         """Hand out the tokens; requests that are done leave, with their blocks."""
         outcomes = iter(zip(sampled.tokens, sampled.records, strict=True))
-        ends: list[FinishReason | None] = []
         with self._guard:
             self._log.steps += 1
             self._log.tokens_computed += step.plan.num_tokens
-            for share, request in zip(step.plan.shares, step.requests, strict=True):
-                token, record = next(outcomes) if share.samples else (None, None)
-                end = self._hand_out(share, request, token, record)
-                if share.samples:
-                    ends.append(end)
+            answers: list[tuple[Request, int, TokenRecord | None]] = []
+            forks: list[list[RequestState]] = []
+            for share, (request, *others) in zip(step.plan.shares, step.requests, strict=True):
+                found = [next(outcomes) for _ in (request, *others)] if share.samples else []
+                if not request.finished and not (share.state.width == 1 and any(map(_is_error, found))):
+                    self._scheduler.advance(share, found[0][0] if found else None)
+                    if found and share.state.width > 1:
+                        forks.append(self._fork(request, others, [token for token, _ in found[1:]]))
+                answers += [(each, *one) for each, one in zip((request, *others), found, strict=False)]
+            # Now that all are known to have computed what they have: the slots of others are not to be taken.
+            for states in forks:
+                self._runner.go_on_from(states, [states[0]] * len(states))
+            ends = [self._answer(request, token, record) for request, token, record in answers]
             self._recording.computed(step.plan, sampled, ends)
 
-    def _hand_out(
-        self, share: Share, request: Request, token: int | None, record: TokenRecord | None
-    ) -> FinishReason | None:
-        """The share is computed; why the request ends with its token, or had ended while the model ran."""
+    def _fork(self, request: Request, others: Sequence[Request], tokens: Sequence[int]) -> list[RequestState]:
+        """The other samples go on from the request's prompt, but for those that were cancelled since."""
+        self._requests.take_unforked(request.state)
+        children = []
+        for other, token in zip(others, tokens, strict=True):
+            if not other.finished:
+                other.state.tokens.append(token)
+                other.start()
+                children.append(other.state)
+        self._scheduler.fork(request.state, children)
+        return [request.state, *children]
+
+    def _answer(self, request: Request, token: int, record: TokenRecord | None) -> FinishReason | None:
+        """Why the request ends with its token, or had ended while the model ran."""
         if request.finished:
             return request.finish_reason
         if record is not None and record.error is not None:
             self._remove(request)
             request.finish("error", record.error)
             return "error"
-        self._scheduler.advance(share, token)
-        reason = None
-        if token is not None:
-            self._log.tokens_generated += 1
-            reason = request.reason_to_end(token, record)
-            if reason is not None:
-                self._remove(request)
-            request.publish(token, record, reason)
+        self._log.tokens_generated += 1
+        reason = request.reason_to_end(token, record)
+        if reason is not None:
+            self._remove(request)
+        request.publish(token, record, reason)
         return reason
 
     def _remove(self, request: Request) -> None:
-        self._scheduler.remove(request.state)
+        if not self._requests.drop_unforked(request):
+            self._scheduler.remove(request.state)
+            # Those that would have gone on from its prompt are served by themselves.
+            for other in self._requests.take_unforked(request.state):
+                self._scheduler.add(other.state)
         self._forget(request)
 
     def _forget(self, request: Request) -> Request:
@@ -371,9 +429,9 @@ class Engine:
                     doomed = list(self._scheduler.waiting())
                 self._recording.failed(doomed, passed_on=not isinstance(error, Exception))
                 for state in doomed:
-                    request = self._requests.of(state)
-                    self._remove(request)
-                    request.finish("error", message)
+                    for request in reversed(self._requests.group_of(state)):
+                        self._remove(request)
+                        request.finish("error", message)
                 self._scheduler.forget()
             if isinstance(error, Exception):
                 raise StepError(message) from error
@@ -395,6 +453,11 @@ class Engine:
             requests = list(self._requests)
         for request in requests:
             request.wake()
+
+
+def _is_error(outcome: tuple[int, TokenRecord | None]) -> bool:
+    record = outcome[1]
+    return record is not None and record.error is not None
 
 
 def has_work(scheduler: Scheduler) -> bool:

@@ -152,6 +152,30 @@ class GenerationParams:
         )
 
 
+def sequences_asked(*sources: GenerationConfig | Mapping[str, Any] | None) -> int:
+    """How many sequences a request is to have: by its options, its configuration and the model's, the first that says.
+
+    Raises:
+        ValueError: it is not a number of at least 1, or several of greedy decoding, which would all be the same.
+    """
+    count = _first_of("num_return_sequences", sources)
+    count = 1 if count is None else integer("num_return_sequences", count, at_least=1)
+    beams = _first_of("num_beams", sources)
+    if count > 1 and not _first_of("do_sample", sources) and beams in (None, 1):
+        raise ValueError(f"num_return_sequences must be 1 for greedy decoding, got {count}")
+    return count
+
+
+def _first_of(name: str, sources: Sequence[GenerationConfig | Mapping[str, Any] | None]) -> Any:
+    for source in sources:
+        if isinstance(source, Mapping):
+            if name in source:
+                return source[name]
+        elif getattr(source, name, None) is not None:
+            return getattr(source, name)
+    return None
+
+
 def _merge(
     config: GenerationConfig | None, options: Mapping[str, Any], model_config: GenerationConfig | None
 ) -> dict[str, Any]:

@@ -15,6 +15,10 @@ def integer(name: str, value: Any, *, at_least: int = 0, below: int | None = Non
     return value
 
 
+def count(name: str, value: Any) -> int:
+    return integer(name, value, at_least=1)
+
+
 def boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}")
@@ -121,6 +125,7 @@ WHEN_SAMPLING: Mapping[str, Callable[[str, Any], Any]] = {
     "eta_cutoff": share,
 }
 ALWAYS: Mapping[str, Callable[[str, Any], Any]] = {
+    "num_return_sequences": count,
     "guidance_scale": number,
     "repetition_penalty": positive,
     "encoder_repetition_penalty": positive,

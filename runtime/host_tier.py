@@ -19,6 +19,14 @@ class Copy(NamedTuple):
     slot: int
 
 
+class BlockCopy(NamedTuple):
+    """Give a block of a table's pool the keys and values that another one has."""
+
+    table: int
+    source: int
+    block: int
+
+
 class CopyTimes:
     """Seconds to copy a block, over the recent copies."""
 
@@ -43,7 +51,9 @@ class HostTier:
     second time.
     """
 
-    def __init__(self, num_slots: int, *, table: int, copies: list[Copy], pays: Callable[[int], bool]) -> None:
+    def __init__(
+        self, num_slots: int, *, table: int, copies: list[Copy | BlockCopy], pays: Callable[[int], bool]
+    ) -> None:
         """`pays`: whether so many copies of a block take less time than computing it again."""
         self.num_slots = num_slots
         self._table = table

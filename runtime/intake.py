@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,11 @@ from transformers import GenerationConfig
 from selective_compile.backend import Program
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.block_names import extend_names
-from selective_compile.runtime.generation import GenerationParams, Served
+from selective_compile.runtime.generation import GenerationParams, Served, sequences_asked
 from selective_compile.runtime.grammar import Grammars
 from selective_compile.runtime.prompt import check_length, check_terms, token_ids
 from selective_compile.runtime.request_state import RequestId, RequestState, Terms
+from selective_compile.runtime.samples import Asked, options_of_samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,7 @@ class Submission:
             self.prompt,
             max_new_tokens=params.max_new_tokens,
             terms=self.terms,
-            block_names=self.block_names,
+            block_names=list(self.block_names),
         )
 
 
@@ -63,8 +65,13 @@ class Intake:
             extend_names(names, prompt, checked.cache_salt, len(prompt) // size, size)
         return Submission(prompt=prompt, terms=checked, block_names=names, deadline=deadline)
 
+    def samples(self, config: GenerationConfig | None, options: dict[str, Any]) -> list[Asked]:
+        """What each of the sequences that a request is to have asks for. Raises ValueError."""
+        count = sequences_asked(options, config, getattr(self._model, "generation_config", None))
+        return [Asked(config=config, options=each) for each in options_of_samples(options, count)]
+
     def params(
-        self, submission: Submission, request_id: RequestId, config: GenerationConfig | None, options: dict[str, Any]
+        self, submission: Submission, request_id: RequestId, config: GenerationConfig | None, options: Mapping[str, Any]
     ) -> GenerationParams:
         """Raises ValueError. Preparing stop strings for a large vocabulary takes seconds."""
         served = Served(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from selective_compile.backend import Program, compile_step_program
 from selective_compile.options import EngineConfig
-from selective_compile.runtime.host_tier import Copy
+from selective_compile.runtime.host_tier import BlockCopy, Copy
 from selective_compile.runtime.kv_cache import allocate_pools, bytes_per_block, num_blocks, reaches_of
 from selective_compile.runtime.request_state import RequestState
 from selective_compile.runtime.state_slots import StateSlots, allocate_states, num_slots
@@ -58,8 +58,33 @@ class ModelRunner:
         self.program.forget(request)
 
     @torch.no_grad()
-    def copy(self, copies: Sequence[Copy]) -> None:
-        """Move blocks between the pools and the host's, in this order."""
+    def go_on_from(self, requests: Sequence[RequestState], parents: Sequence[RequestState]) -> None:
+        """Each request goes on from what its parent has computed, as far as it is kept beside the blocks."""
+        if self._states:
+            sources, targets = self._slots.of(parents), self._slots.of(requests)
+            for pool in self._states:
+                pool[targets] = pool[sources]  # read before any is written: a parent may go on from another
+        self.program.go_on_from(requests, parents)
+
+    @torch.no_grad()
+    def copy(self, copies: Sequence[Copy | BlockCopy]) -> None:
+        """Move blocks within the pools, and between them and the host's, in this order."""
+        for within, some in groupby(copies, key=lambda copy: isinstance(copy, BlockCopy)):
+            if within:
+                self._copy_within([copy for copy in some if isinstance(copy, BlockCopy)])
+            else:
+                self._copy_to_and_from_host([copy for copy in some if isinstance(copy, Copy)])
+
+    def _copy_within(self, copies: Sequence[BlockCopy]) -> None:
+        """The source of one is never what one before it wrote: nobody shares a block that was just copied."""
+        for table, run in groupby(copies, key=lambda copy: copy.table):
+            moved = {copy.block: copy.source for copy in run}
+            blocks, sources = list(moved), list(moved.values())
+            for site in self._sites_of[table]:
+                for pool in self._pools[site]:
+                    pool[blocks] = pool[sources]
+
+    def _copy_to_and_from_host(self, copies: Sequence[Copy]) -> None:
         for (to_host, table), run in groupby(copies, key=lambda copy: (copy.to_host, copy.table)):
             # By what is written: of two copies to one place the later holds.
             moved = {copy.slot if to_host else copy.block: copy for copy in run}.values()

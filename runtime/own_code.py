@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -33,3 +37,21 @@ def attempt(what: str, call: Callable[[], Result]) -> Done[Result] | Failed:
     except Exception as error:
         logger.exception("%s of a request failed; the request ends with an error", what)
         return Failed(error=f"{what} failed: {type(error).__name__}: {error}")
+
+
+def copied(name: str, objects: Any) -> Any:
+    """A copy of each, with the models and tokenizers that they hold shared.
+
+    Raises:
+        ValueError: one cannot be copied.
+    """
+    if not isinstance(objects, (list, tuple)):
+        return objects
+    held = [value for each in objects for value in getattr(each, "__dict__", {}).values()]
+    shared: Mapping[int, Any] = {
+        id(value): value for value in held if isinstance(value, (nn.Module, PreTrainedTokenizerBase))
+    }
+    try:
+        return [copy.deepcopy(each, dict(shared)) for each in objects]
+    except TypeError as error:
+        raise ValueError(f"{name} must be objects that can be copied, for more than one row, got {error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from selective_compile.runtime.host_tier import Copy
+from selective_compile.runtime.host_tier import BlockCopy, Copy
 from selective_compile.runtime.request_state import RequestState
 
 
@@ -31,7 +31,8 @@ class StepPlan:
         preempted: those that gave up their blocks, to be computed again.
         admitted: those that wait no more, the first time or again.
         refused: those that could not end by their deadline any more; they have left.
-        copies: between the device and the host tier, to be made in this order before the step runs.
+        copies: between the device and the host tier, and to blocks of their own for those who shared one; to be made
+            in this order before the step runs.
         empty_slots: in a static batch, places of those that have ended before its longest member.
     """
 
@@ -39,12 +40,16 @@ class StepPlan:
     preempted: tuple[RequestState, ...] = ()
     admitted: tuple[RequestState, ...] = ()
     refused: tuple[RequestState, ...] = ()
-    copies: tuple[Copy, ...] = ()
+    copies: tuple[Copy | BlockCopy, ...] = ()
     empty_slots: int = 0
 
     @property
     def num_tokens(self) -> int:
         return sum(share.num_tokens for share in self.shares)
+
+    @property
+    def num_host_copies(self) -> int:
+        return sum(isinstance(copy, Copy) for copy in self.copies)
 
 
 @dataclass(kw_only=True)
@@ -58,7 +63,7 @@ class Draft:
     admitted: list[RequestState] = field(default_factory=list)
     refused: list[RequestState] = field(default_factory=list)
 
-    def plan(self, *, copies: tuple[Copy, ...], empty_slots: int) -> StepPlan:
+    def plan(self, *, copies: tuple[Copy | BlockCopy, ...], empty_slots: int) -> StepPlan:
         return StepPlan(
             shares=tuple(self.shares),
             preempted=tuple(self.preempted),

@@ -76,12 +76,16 @@ class Request:
 
     Iterating gives the token ids as they are generated; each iterator starts with the first. Where no
     background thread runs the engine (`Engine.running`), the reader that waits runs it, for all requests.
+
+    Attributes:
+        samples: those of the prompt that were submitted as one, each a request by itself; this one comes first.
     """
 
     def __init__(self, state: RequestState, params: GenerationParams, owner: RequestOwner) -> None:
         self.request_id = state.request_id
         self.params = params
         self.state = state
+        self.samples: tuple[Request, ...] = (self,)
         self._owner = owner
         self._changed = Condition()
         self._tokens: list[int] = []

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from selective_compile.runtime.block_names import block_names
 from selective_compile.runtime.block_pool import BlockPool
-from selective_compile.runtime.host_tier import Copy, HostTier
+from selective_compile.runtime.host_tier import BlockCopy, Copy, HostTier
 from selective_compile.runtime.request_state import BlockTable, RequestState
 from selective_compile.step import Reach
 
@@ -38,6 +39,13 @@ class BlockGroup:
         """The first block that is still of use to a request whose next token is at `position`."""
         return self.reach.first_seen(position) // self._block_size if self.reach.limited else 0
 
+    def can_admit_all(self, states: Sequence[RequestState], *, reserve: int | None) -> bool:
+        """Whether a group of requests can get its blocks, whatever of them is found."""
+        final = sum(self.blocks_for(state.final_length) for state in states)
+        if reserve is not None:
+            return sum(self.blocks_for(len(state.tokens)) for state in states) + reserve <= self.pool.num_free
+        return self.promised + final <= (self.pool.num_free if self.most is None else self.pool.num_blocks)
+
     def can_admit(self, state: RequestState, found: Sequence[int], needed: int, *, reserve: int | None) -> bool:
         """Whether a request can get `needed` blocks besides those that were found.
 
@@ -48,15 +56,20 @@ class BlockGroup:
         if reserve is not None:
             return taken + reserve <= self.pool.num_free
         if self.most is not None:
-            return self.promised + self.blocks_for(state.final_length) <= self.pool.num_blocks
-        growth = self.blocks_for(state.final_length) - self.blocks_for(len(state.tokens))
+            return self.promised + state.width * self.blocks_for(state.final_length) <= self.pool.num_blocks
+        growth = state.width * self.blocks_for(state.final_length) - self.blocks_for(len(state.tokens))
         return taken + growth + self.promised <= self.pool.num_free
 
     def promise_of(self, state: RequestState, table: BlockTable) -> int:
-        return self.blocks_for(state.final_length) - (len(table.blocks) if self.most is None else 0)
+        final = state.width * self.blocks_for(state.final_length)
+        return final - len(table.blocks) + table.shares_last if self.most is None else final
 
-    def cover(self, table: BlockTable, *, start: int, end: int) -> bool:
-        """Make the table hold what tokens start .. end - 1 see and take; False: there are not so many blocks."""
+    def cover(self, table: BlockTable, *, start: int, end: int, copy: Callable[[int, int], None]) -> bool:
+        """Make the table hold what tokens start .. end - 1 see and take; False: there are not so many blocks.
+
+        Args:
+            copy: called with two blocks, where the first is another's too: the second takes its place and content.
+        """
         blocks = table.blocks
         if self.most is not None:
             first = self.first_kept(start)
@@ -65,6 +78,8 @@ class BlockGroup:
                 for index in range(table.gone, first):
                     blocks[index] = 0
                 table.gone = first
+        if table.shares_last and not self._own(table, start // self._block_size, copy):
+            return False
         needed = -(-end // self._block_size) - len(blocks)
         if needed > 0:
             if needed > self.pool.num_free:
@@ -72,6 +87,18 @@ class BlockGroup:
             blocks.extend(self.pool.allocate(needed))
             if self.most is None:
                 self.promised -= needed
+        return True
+
+    def _own(self, table: BlockTable, index: int, copy: Callable[[int, int], None]) -> bool:
+        shared = table.blocks[index]
+        if not (self.pool.is_own(shared) or self.pool.num_free):
+            return False
+        own = table.blocks[index] = self.pool.own(shared)
+        if own != shared:
+            copy(shared, own)
+        table.shares_last = False
+        if self.most is None:
+            self.promised -= 1
         return True
 
 
@@ -119,7 +146,7 @@ class RequestBlocks:
         self.block_size = block_size
         self.reuse = reuse
         self.guarantees = guarantees
-        self._copies: list[Copy] = []
+        self._copies: list[Copy | BlockCopy] = []
         for table, (pool, _) in enumerate(pools if host_slots else ()):
             pool.host = HostTier(host_slots, table=table, copies=self._copies, pays=copying_pays)
 
@@ -127,7 +154,7 @@ class RequestBlocks:
     def host_tiers(self) -> list[HostTier]:
         return [group.pool.host for group in self.groups if group.pool.host is not None]
 
-    def take_copies(self) -> tuple[Copy, ...]:
+    def take_copies(self) -> tuple[Copy | BlockCopy, ...]:
         """Those to be made, in this order, before the step that is planned runs."""
         copies = tuple(self._copies)
         self._copies.clear()
@@ -135,7 +162,11 @@ class RequestBlocks:
 
     def fits(self, num_tokens: int) -> bool:
         """Whether a request that comes to hold so many computed tokens can run, at least by itself."""
-        return all(group.blocks_for(num_tokens) <= group.pool.num_blocks for group in self.groups)
+        return self.fits_together(num_tokens, 1)
+
+    def fits_together(self, num_tokens: int, count: int) -> bool:
+        """Whether so many of them can run side by side, whatever they share."""
+        return all(count * group.blocks_for(num_tokens) <= group.pool.num_blocks for group in self.groups)
 
     @property
     def most_tokens(self) -> int | None:
@@ -144,13 +175,28 @@ class RequestBlocks:
         return min(bounds) * self.block_size if bounds else None
 
     def admit(self, state: RequestState, *, num_running: int) -> bool:
-        """Give a request its blocks beside so many others, if there is memory for it; `computed` is what was found."""
+        """Give a request, or all of a group, its blocks beside so many others, if there is memory for it; `computed` is
+        what was found."""
         # Half a block of growth is left to each running request, or the newcomer would soon be preempted
         # again: of 200 requests (prompts log-uniform in 8-512, outputs in 8-256; pools of 60, 150 and 400
         # blocks of 16 slots) this computes 8, 12 and 16 % fewer tokens, for 0.4, 1.3 and 2.1 % more steps.
         reserve = None if self.guarantees else num_running // 2
         if self.groups[0].pool.num_free <= (reserve or 0):
             return False
+        if state.group is not None:
+            return self._admit_group(state.group, reserve)
+        return self._admit_one(state, reserve)
+
+    def _admit_group(self, members: Sequence[RequestState], reserve: int | None) -> bool:
+        # As if nothing of them was found: what is found for one may have to go for the blocks of another.
+        if not all(group.can_admit_all(members, reserve=reserve) for group in self.groups):
+            return False
+        for member in members:
+            admitted = self._admit_one(member, None if self.guarantees else 0)
+            assert admitted, member
+        return True
+
+    def _admit_one(self, state: RequestState, reserve: int | None) -> bool:
         reused = self._computed_by_others(state)
         wanted = -(-len(state.tokens) // self.block_size)
         found = [self._find(group, state, reused) for group in self.groups]
@@ -166,15 +212,67 @@ class RequestBlocks:
         return True
 
     def cover(self, state: RequestState, end: int) -> bool:
-        """Give a running request the blocks of its next tokens, up to `end`; False: there are not so many."""
+        """Give a running request the blocks of its next tokens, up to `end`, to write to; False: there are not so many.
+
+        Of those that it shares, the one that it writes to next is copied.
+        """
         start = state.computed
         if self.reuse and state.kept < start // self.block_size:
             self._keep(state, start // self.block_size)  # before those that no token sees any more go
-        for group, table in zip(self.groups, state.tables, strict=True):
-            if not group.cover(table, start=start, end=end):
+        for place, (group, table) in enumerate(zip(self.groups, state.tables, strict=True)):
+            if not group.cover(table, start=start, end=end, copy=partial(self._copy, place)):
                 assert not self.guarantees, state
                 return False
+        state.shares_last = False
         return True
+
+    def fork(self, parent: RequestState, children: Sequence[RequestState], *, copies_last: bool) -> None:
+        """Let others go on from what a running request has computed, in the room that it was given for its `width`.
+
+        Args:
+            copies_last: each of them writes to the block that the parent writes to as well; else `rearrange` follows.
+        """
+        for group, table in zip(self.groups, parent.tables, strict=True):
+            group.promised -= group.promise_of(parent, table)
+        parent.width = 1
+        for child in children:
+            pairs = zip(self.groups, parent.tables, strict=True)
+            child.tables = tuple(BlockTable(group.pool.fork(table.held), table.gone) for group, table in pairs)
+            child.computed, child.kept = parent.computed, parent.kept
+            child.block_names = parent.block_names[: parent.computed // self.block_size]
+            child.shares_last = copies_last and parent.computed % self.block_size > 0
+            for table in child.tables:
+                table.shares_last = child.shares_last
+        for place, group in enumerate(self.groups):
+            group.promised += sum(group.promise_of(state, state.tables[place]) for state in (parent, *children))
+
+    def rearrange(self, states: Sequence[RequestState], parents: Sequence[int]) -> None:
+        """Each of them goes on from what the one at the place that `parents` has for it has computed, to its end.
+
+        The first that goes on in a block writes where it is; the others copy before they do.
+        """
+        names = [(state.block_names, state.kept) for state in states]
+        for place, group in enumerate(self.groups):
+            held = [state.tables[place] for state in states]
+            group.promised -= sum(group.promise_of(state, table) for state, table in zip(states, held, strict=True))
+            written: set[int] = set()
+            for state, parent in zip(states, parents, strict=True):
+                table = BlockTable(group.pool.fork(held[parent].held), held[parent].gone)
+                if state.computed % self.block_size:
+                    last = table.blocks[state.computed // self.block_size]
+                    table.shares_last = last in written
+                    written.add(last)
+                state.tables = (*state.tables[:place], table, *state.tables[place + 1 :])
+            for table in held:
+                group.pool.release(table.held)
+            group.promised += sum(group.promise_of(state, state.tables[place]) for state in states)
+        for state, parent in zip(states, parents, strict=True):
+            known, state.kept = names[parent]
+            state.block_names = list(known)
+            state.shares_last = any(table.shares_last for table in state.tables)
+
+    def _copy(self, table: int, source: int, block: int) -> None:
+        self._copies.append(BlockCopy(table, source, block))
 
     def filled(self, state: RequestState, end: int) -> None:
         """The step computes the tokens up to `end`: others may share the blocks that are full by that.
@@ -192,6 +290,7 @@ class RequestBlocks:
             group.pool.release(table.held)
         state.tables = ()
         state.kept = 0
+        state.shares_last = False
 
     def _keep(self, state: RequestState, count: int) -> None:
         names = block_names(state, count, self.block_size)
@@ -215,6 +314,7 @@ class RequestBlocks:
                 assert state.computed <= len(table.blocks) * self.block_size, state
                 assert len(table.blocks) <= -(-len(state.tokens) // self.block_size), state
                 assert table.gone <= group.first_kept(state.computed), state
+                assert not table.shares_last or state.shares_last, state
                 assert group.most is None or len(table.held) <= group.most, state
             pairs = zip(states, tables, strict=True)
             assert group.promised == sum(group.promise_of(state, table) for state, table in pairs), group.promised

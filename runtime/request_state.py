@@ -36,14 +36,16 @@ class BlockTable:
     """A request's blocks in one pool: block i holds its tokens from i * block_size.
 
     The first `gone` were given back, since no token that is still to come sees theirs; their entries are 0.
+    `shares_last`: the block that its next token is written to is another's, who may write to it too.
     """
 
-    __slots__ = ("blocks", "gone")
+    __slots__ = ("blocks", "gone", "shares_last")
 
     def __init__(self, blocks: Iterable[int] = (), gone: int = 0) -> None:
         self.blocks = array("i", [0] * gone)
         self.blocks.extend(blocks)
         self.gone = gone
+        self.shares_last = False
 
     @property
     def held(self) -> array[int]:
@@ -63,14 +65,17 @@ class RequestState:
         "computed",
         "final_length",
         "finished",
+        "group",
         "kept",
         "number",
         "prompt_length",
         "request_id",
         "reused",
+        "shares_last",
         "tables",
         "terms",
         "tokens",
+        "width",
     )
 
     def __init__(
@@ -98,6 +103,15 @@ class RequestState:
         # Of the content of full blocks, as far as they were asked for, or known before.
         self.block_names = [] if block_names is None else block_names
         self.finished = False
+        self.width = 1  # how many there will be of it once its prompt is computed: `Scheduler.fork`
+        self.shares_last = False  # in one of its tables: it has to get a block of its own before it writes
+        # Those that are only served all together, this one included: the beams of a search.
+        self.group: tuple[RequestState, ...] | None = None
+
+    @property
+    def members(self) -> tuple[RequestState, ...]:
+        """Those that are admitted, preempted and removed with it, the first one for all; itself alone in most cases."""
+        return self.group or (self,)
 
     @property
     def blocks(self) -> array[int]:

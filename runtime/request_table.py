@@ -11,11 +11,16 @@ from selective_compile.runtime.request_state import RequestId, RequestState
 
 
 class RequestTable:
-    """Numbers requests as they arrive, and knows those that have not ended; an id is free again after that."""
+    """Numbers requests as they arrive, and knows those that have not ended; an id is free again after that.
+
+    Of several samples of a prompt the first stands for all until the prompt is computed: the scheduler does not know
+    the others until then.
+    """
 
     def __init__(self) -> None:
         self._live: dict[RequestId, Request] = {}
         self._submitted = 0
+        self._unforked: dict[int, list[Request]] = {}  # by whose prompt they wait for, the number of its request
 
     def __len__(self) -> int:
         return len(self._live)
@@ -27,6 +32,15 @@ class RequestTable:
     def next_number(self) -> int:
         """Of the request that is added next."""
         return self._submitted
+
+    @property
+    def num_unforked(self) -> int:
+        return sum(map(len, self._unforked.values()))
+
+    def choose_ids(self, request_id: RequestId | None, count: int) -> list[RequestId]:
+        """For so many samples: `choose_id`, and that with a number behind it."""
+        first = self.choose_id(request_id)
+        return [first, *(self.choose_id(f"{first}/{place}") for place in range(1, count))]
 
     def choose_id(self, request_id: RequestId | None) -> RequestId:
         """The id if it is free, or one that is made up for None.
@@ -51,8 +65,28 @@ class RequestTable:
     def of(self, state: RequestState) -> Request:
         return self._live[state.request_id]
 
-    def of_shares(self, shares: Iterable[Share]) -> tuple[Request, ...]:
-        return tuple(self._live[share.state.request_id] for share in shares)
+    def group_of(self, state: RequestState) -> tuple[Request, ...]:
+        """Its request, and behind it the samples that start from its prompt."""
+        return (self.of(state), *self._unforked.get(state.number, ()))
+
+    def of_shares(self, shares: Iterable[Share]) -> tuple[tuple[Request, ...], ...]:
+        return tuple(self.group_of(share.state) for share in shares)
 
     def remove(self, request: Request) -> None:
         del self._live[request.request_id]
+
+    def fork_later(self, first: Request, others: list[Request]) -> None:
+        """These go on from the prompt of the first, once it is computed."""
+        self._unforked[first.state.number] = others
+
+    def take_unforked(self, state: RequestState) -> list[Request]:
+        """Those that wait for its prompt, which do so no more."""
+        return self._unforked.pop(state.number, [])
+
+    def drop_unforked(self, request: Request) -> bool:
+        """Whether it waited for another's prompt, which it does no more."""
+        for others in self._unforked.values():
+            if request in others:
+                others.remove(request)
+                return True
+        return False

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from selective_compile.options import Batching, EngineConfig, SchedulerPolicy, WaitingOrder
@@ -37,6 +38,11 @@ class Scheduler:
     A block counts as computed, and is shared (`selective_compile.runtime.request_blocks`), from the plan on whose
     step fills it: a step writes all its keys and values before any request reads them. Whoever gives up such a step
     calls `forget`.
+
+    A request of a `width` above 1 has room for as many of the places of `max_requests`: once its prompt is computed,
+    `fork` lets others go on from there. They share its blocks, and each copies the last one when it first writes to
+    it. With a `group` they stay together: admitted, preempted and removed all at once, and served in step, in that
+    one that has no pending token waits for the others (`rearrange`). Without, each goes its own way from there.
 
     A step costs time in proportion to the running requests, however many wait.
     """
@@ -87,7 +93,8 @@ class Scheduler:
         self._running: OrderedDict[int, RequestState] = OrderedDict()  # in order of admission
         self._waiting = waiting_queue(order)
         self._prefilling: dict[int, RequestState] = {}  # of the running ones, where batching tells them apart
-        self._batch = 0  # requests that were admitted to the static batch
+        self._places = 0  # of max_requests, taken by the running requests
+        self._batch = 0  # places that were taken by the static batch
 
     @classmethod
     def configured(
@@ -128,19 +135,62 @@ class Scheduler:
     def waiting(self) -> Iterator[RequestState]:
         return iter(self._waiting)
 
+    def fits_together(self, num_tokens: int, count: int) -> bool:
+        """Whether so many requests of such a length can run side by side, whatever they share."""
+        return count <= self.max_requests and self.blocks.fits_together(num_tokens, count)
+
     def add(self, state: RequestState) -> None:
         """Queue a request. The caller has refused what never `fits`, and numbers requests as they arrive."""
         assert self.blocks.fits(state.final_length) and state.pending > 0 and not state.tables, state
+        assert state.width == 1 or self.fits_together(state.final_length, state.width), state
         self._waiting.add(state)
 
     def remove(self, state: RequestState) -> None:
         """End a request, running or waiting: it is scheduled no more and its blocks are free."""
         assert not state.finished, state
-        if self._running.pop(state.number, None) is None:
-            self._waiting.remove(state)
+        members = state.members
+        if members[0].number in self._running:
+            for member in members:
+                del self._running[member.number]
+                self._give_back(member)
         else:
-            self._give_back(state)
-        state.finished = True
+            self._waiting.remove(members[0])
+        for member in members:
+            member.finished = True
+
+    def fork(self, parent: RequestState, children: Sequence[RequestState], *, together: bool = False) -> None:
+        """Let others run, from what a running request has computed and in the places that it was admitted with.
+
+        Args:
+            children: new states, their tokens those that `parent` has computed and more of their own; numbered next
+                after it. Fewer than it has room for give up the places of the rest.
+            together: they and the parent are a `group` from now on; `rearrange` is to follow at once.
+        """
+        assert len(children) < parent.width and parent.number in self._running, parent
+        self._places -= parent.width - 1 - len(children)
+        self.blocks.fork(parent, children, copies_last=not together)
+        every = (parent, *children)
+        for child in children:
+            child.charged = parent.computed
+        if together:
+            for state in every:
+                state.group = every
+        running = list(self._running.items())
+        place = running.index((parent.number, parent)) + 1
+        running[place:place] = [(child.number, child) for child in children]
+        self._running = OrderedDict(running)
+
+    def rearrange(self, group: Sequence[RequestState], parents: Sequence[int], tokens: Sequence[int]) -> None:
+        """Each of a group goes on from the one at the place that `parents` has for it, with one more token.
+
+        All of them are computed to their ends. Blocks that nobody goes on from are free.
+        """
+        assert all(state.pending == 0 and not state.shares_last for state in group), group
+        known = [state.tokens for state in group]
+        self.blocks.rearrange(group, parents)
+        for state, parent, token in zip(group, parents, tokens, strict=True):
+            state.tokens = array("q", known[parent])
+            state.tokens.append(token)
 
     def schedule(self, now: float = 0.0) -> StepPlan:
         """Decide the next step. `advance` every share of it before the next call.
@@ -159,13 +209,16 @@ class Scheduler:
                 self._continue(draft)
         assert draft.shares or not self.has_work, "requests wait and none can be scheduled"
         static = self.batching == "static" and bool(self._running)
-        empty = self._batch - len(self._running) if static else 0
+        empty = self._batch - self._places if static else 0
         return draft.plan(copies=self.blocks.take_copies() if draft.shares else (), empty_slots=empty)
 
     def advance(self, share: Share, token: int | None = None) -> None:
-        """The step has computed this share and, where the share samples, generated `token`."""
+        """The step has computed this share and, where the share samples, generated `token`.
+
+        One of a group has its token from `rearrange`, and so has one that is forked into a group.
+        """
         state, start, num_tokens, samples = share
-        assert not state.finished and state.computed == start and samples == (token is not None), share
+        assert not state.finished and state.computed == start and (samples or token is None), share
         state.computed = start + num_tokens
         if token is not None:
             state.tokens.append(token)
@@ -195,11 +248,13 @@ class Scheduler:
         numbers = [state.number for state in running + sorted(waiting, key=lambda state: state.number)]
         assert len(set(numbers)) == len(numbers) == len(running) + self.num_waiting, numbers
         assert self.order != "first_come" or numbers == sorted(numbers), "not in order of arrival"
-        assert len(running) <= self.max_requests, len(running)
+        assert self._places == sum(state.width for state in running) <= self.max_requests, self._places
+        for state in running:
+            assert all(member.number in self._running for member in state.members), "a part of a group runs"
         for state in waiting:
-            assert not state.tables and state.computed == 0, state
+            assert all(not member.tables and member.computed == 0 for member in state.members), state
         for state in running + waiting:
-            assert not state.finished and state.pending > 0, state
+            assert not state.finished and any(member.pending > 0 for member in state.members), state
         assert self._prefilling.keys() <= self._running.keys(), "prefilling without running"
         self.blocks.check(running)
 
@@ -240,7 +295,8 @@ class Scheduler:
         for state in list(self._running.values()):
             start = state.computed
             # Most requests, at most steps: one token in the midst of a block. By itself this halves a step's cost.
-            if budget and start % block_size and len(state.tokens) == start + 1:
+            steady = not state.shares_last and state.group is None
+            if budget and start % block_size and len(state.tokens) == start + 1 and steady:
                 take(share((state, start, 1, True)))
                 budget -= 1
                 continue
@@ -264,7 +320,7 @@ class Scheduler:
         if self.batching == "static" and not self._running:
             while self._admit(draft):
                 pass
-            self._batch = len(self._running)
+            self._batch = self._places
         for state in list(self._prefilling.values()):
             if draft.budget and state.tables:
                 self._take(state, draft)
@@ -274,15 +330,14 @@ class Scheduler:
     def _take(self, state: RequestState, draft: Draft) -> bool:
         """As much of a running request as budget allows; False: it had to give way itself."""
         start, pending = state.computed, len(state.tokens) - state.computed
+        if not pending:
+            return True  # until the others of its group are as far
         in_prefill = pending > 1 or start < state.prompt_length
         num_tokens = min(pending, draft.budget, draft.prefill) if in_prefill else 1
         if self.order == "fair":
             self._charge_generated(state)
-        while not self.blocks.cover(state, start + num_tokens):
-            victim = self._preempt_last()
-            draft.preempted.append(victim)
-            if victim is state:
-                return False
+        if not self._make_room(state, start + num_tokens, draft):
+            return False
         if in_prefill:
             draft.prefill -= num_tokens
         draft.budget -= num_tokens
@@ -293,18 +348,33 @@ class Scheduler:
             self.blocks.filled(state, start + num_tokens)
         return True
 
+    def _make_room(self, state: RequestState, end: int, draft: Draft) -> bool:
+        """Get the blocks of the next tokens of a running request, up to `end`; False: it had to give way itself.
+
+        Of a group at once, before any of it has a share: else a part of it might be preempted with the share.
+        """
+        ends = [(member, member.computed + min(member.pending, self.token_budget)) for member in state.group or ()]
+        while not all(self.blocks.cover(member, most) for member, most in ends or [(state, end)]):
+            victim = self._preempt_last()
+            draft.preempted.append(victim)
+            if victim is state.members[0]:
+                return False
+        return True
+
     def _admit(self, draft: Draft) -> RequestState | None:
         """Start the request that waits first, if there is memory for it; nobody overtakes it."""
         state = self._waiting.first()
-        if state is None or len(self._running) == self.max_requests:
+        if state is None or self._places + sum(member.width for member in state.members) > self.max_requests:
             return None
         if not self.blocks.admit(state, num_running=len(self._running)):
             return None
         self._waiting.remove(state)
-        self._running[state.number] = state
-        self._count_reuse(state)
-        if self.batching != "inflight_fused":
-            self._prefilling[state.number] = state
+        for member in state.members:
+            self._running[member.number] = member
+            self._places += member.width
+            self._count_reuse(member)
+            if self.batching != "inflight_fused":
+                self._prefilling[member.number] = member
         draft.admitted.append(state)
         return state
 
@@ -325,14 +395,17 @@ class Scheduler:
             state.charged = len(state.tokens)
 
     def _preempt_last(self) -> RequestState:
-        _, state = self._running.popitem()
-        self._give_back(state)
-        state.computed = 0
-        self._waiting.add(state)
+        _, last = self._running.popitem()
+        for member in last.members:
+            self._running.pop(member.number, None)
+            self._give_back(member)
+            member.computed = 0
+        self._waiting.add(last.members[0])
         self.preemptions += 1
-        return state
+        return last.members[0]
 
     def _give_back(self, state: RequestState) -> None:
         self._charge_generated(state)
         self.blocks.release(state)
+        self._places -= state.width
         self._prefilling.pop(state.number, None)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
-from transformers import MaxLengthCriteria, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import MaxLengthCriteria
+
+from selective_compile.runtime.own_code import copied
 
 NEGATIVE = ("negative_prompt_ids", "negative_prompt_attention_mask")
 
@@ -57,24 +58,6 @@ def _row_of(name: str, given: Any, row: int, rows: int) -> Any:
         found = f"{len(given)} rows" if isinstance(given, (Tensor, list, tuple)) else repr(given)
         raise ValueError(f"{name} must be one for each of the {rows} rows of input_ids, got {found}")
     return given[row]
-
-
-def copied(name: str, objects: Any) -> Any:
-    """A copy of each, with the models and tokenizers that they hold shared.
-
-    Raises:
-        ValueError: one cannot be copied.
-    """
-    if not isinstance(objects, (list, tuple)):
-        return objects
-    held = [value for each in objects for value in getattr(each, "__dict__", {}).values()]
-    shared: Mapping[int, Any] = {
-        id(value): value for value in held if isinstance(value, (nn.Module, PreTrainedTokenizerBase))
-    }
-    try:
-        return [copy.deepcopy(each, dict(shared)) for each in objects]
-    except TypeError as error:
-        raise ValueError(f"{name} must be objects that can be copied, for more than one row, got {error}") from error
 
 
 def _without_padding(criterion: Any, padding: int) -> Any:

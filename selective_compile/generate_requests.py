@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from selective_compile.generate_objects import CallObjects
 from selective_compile.kept_engines import KeptEngines
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.request import Request, RequestResult
+from selective_compile.runtime.samples import Asked
 
 # A function with the arguments of `model.generate` has no other place for what it compiled, since the model
 # object stays as it is. Nothing in here outlives its model.
@@ -53,17 +54,31 @@ def finished_requests(
         )
     requests: list[Request] = []
     try:
-        for number, (row, each) in enumerate(zip(prompts.rows, fields, strict=True)):
-            padding = widths[number] - len(row)
-            options = each.options(padding) | objects.options(number, len(fields), padding)
-            options |= {"max_new_tokens": counts[number], "seed": seeds[number]}
-            requests.append(engine.submit(row, each.config, **options))
+        for row, numbers in _samples(prompts, engine.config.max_requests):
+            asked = []
+            for number in numbers:
+                padding = widths[number] - len(row)
+                options = fields[number].options(padding) | objects.options(number, len(fields), padding)
+                options |= {"max_new_tokens": counts[number], "seed": seeds[number]}
+                asked.append(Asked(config=fields[number].config, options=options))
+            requests += engine.submit_samples(row, asked)
         if streamer is not None:
             stream(requests, prompts, streamer, fields[0].pad_token_id)
         return [_result(request) for request in requests]
     finally:
         for request in requests:
             request.cancel()
+
+
+def _samples(prompts: Prompts, most: int) -> Iterator[tuple[Any, list[int]]]:
+    """Each prompt with the numbers of its rows, which follow each other, at most so many."""
+    first = 0
+    for _, group in itertools.groupby(prompts.rows, key=id):
+        rows = list(group)
+        for start in range(0, len(rows), most):
+            part = rows[start : start + most]
+            yield part[0], list(range(first, first + len(part)))
+            first += len(part)
 
 
 def stream(requests: Sequence[Request], prompts: Prompts, streamer: BaseStreamer, pad: int | None) -> None:

@@ -56,7 +56,7 @@ def ledger() -> list[Entry]:
 
 
 def _entry(name: str) -> Entry:
-    if name in IMPLEMENTED or name in WITHOUT_EFFECT or name in TAKEN_BY_GENERATE:
+    if name in IMPLEMENTED or name in WITHOUT_EFFECT:
         status: Status = "implemented" if name in NOT_COMPARABLE else "equal"
         return Entry(field=name, status=status, test=_test_of(name), limits=LIMITS.get(name, ""))
     neutral = " or ".join(repr(value) for value in (*NEUTRAL.get(name, ()), None))
@@ -69,8 +69,6 @@ def _test_of(name: str) -> str:
     return TESTS.get(name, f"{PARITY}[{name}]")
 
 
-# `sc.generate` makes one request of each sequence; the engine has a handle for one sequence only.
-TAKEN_BY_GENERATE = frozenset({"num_return_sequences"})
 # Fields whose effect is on time, on the return type, or on nothing that tokens show.
 NOT_COMPARABLE = frozenset({"max_time", "compile_config", "disable_compile", "transformers_version"})
 COMPARED_WHERE_NEUTRAL = frozenset({"cache_implementation"})
@@ -106,7 +104,7 @@ LIMITS: Mapping[str, str] = {
     "output_scores": "rows that have ended: 0 for the padding id, -inf for all else",
     "output_logits": "rows that have ended: 0 for the padding id, -inf for all else",
     "return_dict_in_generate": "without past_key_values, attentions and hidden_states",
-    "num_return_sequences": "sc.generate; with do_sample, each sequence with a seed of its own",
+    "num_return_sequences": "with do_sample; each sequence with a seed of its own, the prompt computed once for all",
     "decoder_start_token_id": "no effect on a decoder, as there",
     "use_cache": "no effect on tokens: the engine keeps its own blocks in any case",
     **dict.fromkeys(OF_CACHES, OWN_CACHE),

@@ -99,6 +99,7 @@ class IsolatedProgram(StepProgram):
     """
 
     keeps_requests = True
+    forks_requests = False  # what modules leave in their caches and attributes is theirs
 
     def __init__(
         self,

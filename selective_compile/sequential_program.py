@@ -6,6 +6,7 @@ that `generate` prepares for it, and steps the model by `generate`'s own prepara
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,11 @@ class OneRequest:
     state: State = field(default_factory=dict)
     seen: int = 0
 
+    def copy(self) -> OneRequest:
+        """Another one that is as far, with a cache of its own."""
+        state = {place: None if tensor is None else tensor.clone() for place, tensor in self.state.items()}
+        return OneRequest(tokens=self.tokens.clone(), kwargs=copy.deepcopy(self.kwargs), state=state, seen=self.seen)
+
 
 class SequentialProgram:
     """Callable on `StepInputs` as `StepProgram` is; it needs no pools.
@@ -41,6 +47,7 @@ class SequentialProgram:
     graphs = 0
     counts_padding = True
     keeps_requests = True
+    forks_requests = True
     call_sites: tuple[Any, ...] = ()
     state_sites: tuple[Any, ...] = ()
 
@@ -63,6 +70,14 @@ class SequentialProgram:
         """Let go of the cache of a request that has left."""
         self._left.add(request)
         self._requests.pop(request, None)
+
+    def go_on_from(self, requests: Sequence[Hashable], parents: Sequence[Hashable]) -> None:
+        """Give each request the cache of its parent, in place of its own: the first of a parent's that very one."""
+        caches = [self._requests[parent] for parent in parents]
+        taken: set[int] = set()
+        for request, one in zip(requests, caches, strict=True):
+            self._requests[request] = one.copy() if id(one) in taken else one
+            taken.add(id(one))
 
     @torch.no_grad()
     def __call__(

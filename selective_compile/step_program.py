@@ -117,10 +117,12 @@ class LiveWeights:
 class StepProgram:
     """Callable on `StepInputs` and pools; see `selective_compile.step` for the shapes.
 
-    ``keeps_requests``: whether it keeps more of a request than its blocks, so that no other can go on from those.
+    ``keeps_requests``: whether it keeps more of a request than its blocks, so that no other can go on from those;
+    ``forks_requests``: whether a request can go on from all that is kept of another by `go_on_from`.
     """
 
     keeps_requests = False
+    forks_requests = True
     isolated: Mapping[str, Refusal] = MappingProxyType({})
 
     def __init__(
@@ -148,6 +150,9 @@ class StepProgram:
 
     def forget(self, request: Hashable) -> None:
         """Nothing is kept of a request but its blocks."""
+
+    def go_on_from(self, requests: Sequence[Hashable], parents: Sequence[Hashable]) -> None:
+        """Nothing is kept of a request but its blocks and states."""
 
     def __call__(
         self, inputs: StepInputs, pools: Sequence[tuple[Tensor, Tensor]], states: Sequence[Tensor] = ()

@@ -44,6 +44,7 @@ class SimulatedProgram:
     def __init__(self, max_positions: int | None = None) -> None:
         self.max_positions = max_positions
         self.keeps_requests = False
+        self.forks_requests = True
         self.state_sites = ()
         self.call_sites = (
             CallSite(
@@ -61,6 +62,9 @@ class SimulatedProgram:
         self.before_run: Callable[[], None] = lambda: None
 
     def forget(self, request: Any) -> None:
+        """Keeps nothing of a request but what is in the pools."""
+
+    def go_on_from(self, requests: Any, parents: Any) -> None:
         """Keeps nothing of a request but what is in the pools."""
 
     def weights_version(self) -> tuple[Any, ...]:

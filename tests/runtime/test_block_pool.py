@@ -112,6 +112,32 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.holders)
     @rule(holder=st.integers(0, 99))
+    def fork(self, holder: int) -> None:
+        before = self.pool.num_free
+        self.holders.append(self.pool.fork(self.holders[holder % len(self.holders)]))
+        assert self.pool.num_free == before, "a fork takes no memory until somebody writes"
+
+    @precondition(lambda self: self.holders)
+    @rule(holder=st.integers(0, 99), place=st.integers(0, 3))
+    def write(self, holder: int, place: int) -> None:
+        """What is written to is nobody else's, cannot be found, and is another block only where it had to be."""
+        blocks = self.holders[holder % len(self.holders)]
+        if blocks and (self.pool.num_free or self.pool.is_own(blocks[place % len(blocks)])):
+            place %= len(blocks)
+            shared = blocks[place]
+            findable = self.pool.find([self.content.get(shared, b"")]) == [shared]
+            own = blocks[place] = self.pool.own(shared)
+            self.pool.check(self.holders)
+            assert sum(own in other for other in self.holders) == 1
+            others = sum(shared in other for other in self.holders)
+            if own == shared:
+                assert others == 1 and not findable
+            else:
+                assert others >= 1 or findable
+                self.content.pop(own, None)
+
+    @precondition(lambda self: self.holders)
+    @rule(holder=st.integers(0, 99))
     def release(self, holder: int) -> None:
         self.pool.release(self.holders.pop(holder % len(self.holders)))
 

@@ -12,17 +12,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from selective_compile.options import Batching, SchedulerPolicy, WaitingOrder
 from selective_compile.runtime.block_pool import BlockPool
-from selective_compile.runtime.plan import StepPlan
+from selective_compile.runtime.plan import Share, StepPlan
 from selective_compile.runtime.request_state import RequestState, Terms
 from selective_compile.runtime.scheduler import WHOLE, Scheduler
 from selective_compile.step import Reach
-from tests.runtime.traffic import Memory, next_token
+from tests.runtime.traffic import Memory, next_beams, next_token
 
 PROMPTS = ([0] * 20, [0, 1] * 10, [0, 0, 0, 1] * 5)
 
 
 class Arrival(NamedTuple):
-    """A request that ends up to `early` tokens before it might; `deadline` in steps from its arrival."""
+    """A request that ends up to `early` tokens before it might; `deadline` in steps from its arrival.
+
+    There will be `width` of it once its prompt is computed: beams if they stay `together`, else samples.
+    """
 
     prompt: list[int]
     length: int
@@ -32,6 +35,8 @@ class Arrival(NamedTuple):
     priority: int
     deadline: float
     user: str | None
+    width: int = 1
+    together: bool = False
 
     def state(self, number: int, now: float) -> RequestState:
         terms = Terms(
@@ -55,6 +60,8 @@ ARRIVAL = st.builds(
     priority=st.integers(-2, 2),
     deadline=st.sampled_from([math.inf, 5.0, 20.0, 60.0]),
     user=st.sampled_from([None, "a", "b"]),
+    width=st.sampled_from([1, 1, 2, 3]),
+    together=st.booleans(),
 )
 CONFIGURATION = st.fixed_dictionaries(
     {
@@ -101,6 +108,8 @@ class Simulation:
         self.now = 0.0
         self.live: dict[int, RequestState] = {}
         self.ends: dict[int, int] = {}
+        self.together: set[int] = set()  # whose fork makes a group
+        self.began: list[int] = []
         self.finished: list[int] = []
         self.log: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.plans: list[tuple[Any, ...]] = []
@@ -112,9 +121,15 @@ class Simulation:
     def arrive(self, arrival: Arrival) -> None:
         if self.scheduler.blocks.fits(arrival.length + arrival.new_tokens - 1):
             number = len(self.ends)
-            self.live[number] = arrival.state(number, self.now)
-            self.scheduler.add(self.live[number])
-            self.ends[number] = max(1, arrival.new_tokens - arrival.early)
+            state = self.live[number] = arrival.state(number, self.now)
+            if self.scheduler.fits_together(state.final_length, arrival.width):
+                state.width = arrival.width
+                if arrival.together and state.width > 1:
+                    self.together.add(number)
+            self.scheduler.add(state)
+            self.began.append(number)
+            for place in range(state.width):
+                self.ends[number + place] = max(1, arrival.new_tokens - arrival.early)
 
     def cancel(self, which: int) -> None:
         if self.live:
@@ -128,26 +143,57 @@ class Simulation:
         """A step that computes nothing: those that run end, and nothing of it may be found later."""
         self.schedule()
         for state in list(self.scheduler.running()):
-            self.end(state.number)
+            if state.number in self.live:
+                self.end(state.number)
         self.scheduler.forget()
 
     def step(self, cancelled: int | None = None) -> None:
         """One step; one of its requests is cancelled while the model runs, or none."""
         plan = self.schedule()
         self.memory.copy(plan.copies)
-        if plan.copies:
-            self.copied += len(plan.copies)
-            self.scheduler.copied(len(plan.copies), self.copying * len(plan.copies))
+        if plan.num_host_copies:
+            self.copied += plan.num_host_copies
+            self.scheduler.copied(plan.num_host_copies, self.copying * plan.num_host_copies)
         self.memory.run(plan, self.weights)
         if cancelled is not None and plan.shares:
-            self.end(plan.shares[cancelled % len(plan.shares)].state.number)
+            self.end(plan.shares[cancelled % len(plan.shares)].state.members[0].number)
         for share in plan.shares:
             if not share.state.finished:
-                self.scheduler.advance(share, next_token(share.state) if share.samples else None)
-                if share.state.generated == self.ends[share.state.number]:
-                    self.end(share.state.number)
+                for state in self.advanced(share):
+                    if state.generated == self.ends[state.number]:
+                        self.end(state.number)
         if plan.shares:
             self.scheduler.measured(plan.num_tokens, 1.0 + 0.2 * plan.num_tokens)
+
+    def advanced(self, share: Share) -> list[RequestState]:
+        """Those that got a token with this share; of a group, its first."""
+        state = share.state
+        if not share.samples or (state.group is None and state.width == 1):
+            self.scheduler.advance(share, next_token(state) if share.samples else None)
+            return [state] if share.samples else []
+        if state.group is not None or state.number in self.together:
+            self.scheduler.advance(share)
+            if state.group is None:
+                self.scheduler.fork(state, self.children(state), together=True)
+            if any(member.pending for member in state.members):
+                return []
+            self.scheduler.rearrange(state.members, *next_beams(state.members))
+            return [state.members[0]]
+        children = self.children(state)[: state.width - 1 - state.number % 2]  # some give up their places
+        for place, child in enumerate(children):
+            child.tokens.append(next_token(state, place))
+            self.live[child.number] = child
+            self.began.append(child.number)
+        self.scheduler.advance(share, next_token(state))
+        self.scheduler.fork(state, children)
+        return [state, *children]
+
+    def children(self, state: RequestState) -> list[RequestState]:
+        new_tokens = state.final_length - state.prompt_length + 1
+        return [
+            RequestState(number, number, state.tokens, max_new_tokens=new_tokens, terms=state.terms)
+            for number in range(state.number + 1, state.number + state.width)
+        ]
 
     def end(self, number: int) -> None:
         self.scheduler.remove(self.live.pop(number))
@@ -181,10 +227,10 @@ class Simulation:
             assert not state.tables and state.number not in numbers
         assert not (plan.preempted and scheduler.guarantees), "who was guaranteed to run to its end was preempted"
         if before and scheduler.batching == "inflight_fused":
-            assert plan.shares[0].state is before[0], "the request that was admitted first is always served"
+            assert plan.shares[0].state in before[0].members, "the request that was admitted first is always served"
         if scheduler.order == "first_come" and scheduler.batching == "inflight_fused":
             assert numbers == sorted(numbers)
-            assert not numbers or numbers[0] == min(self.live)
+            assert not numbers or plan.shares[0].state.members[0].number == min(self.live)
         if scheduler.batching != "inflight_fused" and any(share.is_prefill for share in plan.shares):
             # What is computed again may have a single token left, which looks like decode.
             prefilling |= {state.number for state in plan.admitted}
@@ -233,7 +279,8 @@ class TrafficMachine(RuleBasedStateMachine):
     def consistent(self) -> None:
         scheduler = self.simulation.scheduler
         scheduler.check()
-        assert scheduler.num_running + scheduler.num_waiting == len(self.simulation.live)
+        first = [state for state in scheduler.running() if state.members[0] is state]
+        assert len(first) + scheduler.num_waiting == len(self.simulation.live)
 
     def teardown(self) -> None:
         """Without new arrivals every request ends, once, in bounded time; and the log gives the same batches."""
@@ -242,13 +289,17 @@ class TrafficMachine(RuleBasedStateMachine):
         simulation = self.simulation
         # Served alone from its admission, a request ends within its tokens, each computed once more at most.
         left = simulation.live.items()
-        for _ in range(sum(2 * (len(state.tokens) + simulation.ends[number]) for number, state in left)):
+        lengths = [
+            (len(state.tokens) + simulation.ends[number]) * sum(member.width for member in state.members)
+            for number, state in left
+        ]
+        for _ in range(2 * sum(lengths)):
             simulation.do(Simulation.step)
             self.consistent()
         assert not simulation.scheduler.has_work
         for group in simulation.scheduler.blocks.groups:
             assert group.pool.num_free == group.pool.num_blocks
-        assert sorted(simulation.finished) == list(range(len(simulation.ends)))
+        assert sorted(simulation.finished) == sorted(simulation.began)
         again = Simulation(simulation.configuration)
         for what, arguments in simulation.log:
             again.do(what, *arguments)

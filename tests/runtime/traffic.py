@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 
-from selective_compile.runtime.host_tier import Copy
+from selective_compile.runtime.host_tier import BlockCopy, Copy
 from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.request_state import RequestState
 from selective_compile.step import Reach
@@ -26,15 +26,25 @@ class Memory:
         self._slots: dict[tuple[int, int], int] = {}
         self._host: dict[tuple[int, int], list[int | None]] = {}
 
-    def copy(self, copies: Iterable[Copy]) -> None:
-        """Between the device and the host tier, one after the other."""
-        for to_host, table, block, slot in copies:
-            places = [(table, block * self._block_size + inside) for inside in range(self._block_size)]
-            if to_host:
-                self._host[table, slot] = [self._slots.get(place) for place in places]
+    def copy(self, copies: Iterable[Copy | BlockCopy]) -> None:
+        """Between blocks, and between the device and the host tier, one after the other."""
+        for copy in copies:
+            places = self._places(copy.table, copy.block)
+            if isinstance(copy, BlockCopy):
+                self._put(places, [self._slots.get(place) for place in self._places(copy.table, copy.source)])
+            elif copy.to_host:
+                self._host[copy.table, copy.slot] = [self._slots.get(place) for place in places]
             else:
-                content = zip(places, self._host[table, slot], strict=True)
-                self._slots |= {place: value for place, value in content if value is not None}
+                self._put(places, self._host[copy.table, copy.slot])
+
+    def _places(self, table: int, block: int) -> list[tuple[int, int]]:
+        return [(table, block * self._block_size + inside) for inside in range(self._block_size)]
+
+    def _put(self, places: Sequence[tuple[int, int]], values: Sequence[int | None]) -> None:
+        for place, value in zip(places, values, strict=True):
+            self._slots.pop(place, None)
+            if value is not None:
+                self._slots[place] = value
 
     def run(self, plan: StepPlan, weights: int) -> None:
         """The step of a plan: all writes, then all reads, as `selective::ragged_attention` has it."""
@@ -63,6 +73,13 @@ class Memory:
         return table, held.blocks[block] * self._block_size + inside
 
 
-def next_token(state: RequestState) -> int:
+def next_token(state: RequestState, branch: int = 0) -> int:
     """What the model of the tests generates: few different tokens, so that requests come to agree by chance."""
-    return zlib.crc32(state.tokens.tobytes()) % 2
+    return (zlib.crc32(state.tokens.tobytes()) + branch) % 2
+
+
+def next_beams(group: Sequence[RequestState]) -> tuple[list[int], list[int]]:
+    """Which of a group each of it goes on from, and the token that it goes on with."""
+    mixed = zlib.crc32(b"".join(state.tokens.tobytes() for state in group))
+    parents = [(mixed >> 3 * place) % len(group) for place in range(len(group))]
+    return parents, [next_token(group[parent], place) for place, parent in enumerate(parents)]
