@@ -82,6 +82,11 @@ def row_criteria(values: Mapping[str, Any], prompt_length: int) -> tuple[RowCrit
     return RowCriteria(asked, with_scores=with_scores), numbers
 
 
+def beam_criteria(values: Mapping[str, Any], prompt_length: int) -> Any:
+    """The list that says of each of a request's candidates whether it has ended; as `row_criteria` else."""
+    return kinds.StoppingCriteriaList(_list_of_transformers(values, prompt_length))
+
+
 def _list_of_transformers(values: Mapping[str, Any], prompt_length: int) -> list[Any]:
     """As `generate` makes it for this request alone."""
     given = values.get("stopping_criteria")

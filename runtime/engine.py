@@ -18,10 +18,11 @@ from selective_compile.backend import Program
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.background import BackgroundThread, weakly
 from selective_compile.runtime.batch import BatchAssembler
+from selective_compile.runtime.beam_request import RequestSearch
 from selective_compile.runtime.intake import Intake
 from selective_compile.runtime.kv_cache import LONGEST
 from selective_compile.runtime.model_runner import ModelRunner
-from selective_compile.runtime.plan import StepPlan
+from selective_compile.runtime.plan import Share, StepPlan
 from selective_compile.runtime.recording import recording_of
 from selective_compile.runtime.records import TokenRecord
 from selective_compile.runtime.request import FinishReason, Request
@@ -114,7 +115,14 @@ class Engine:
             device=self._program.device,
             num_tables=len(self._runner.num_blocks),
         )
-        self._intake = Intake(model, self._program, self.config, reuses_blocks=reuses_blocks, pool_tokens=pool_tokens)
+        self._intake = Intake(
+            model,
+            self._program,
+            replace(self.config, max_requests=self._runner.max_requests),
+            reuses_blocks=reuses_blocks,
+            pool_tokens=pool_tokens,
+            fits_together=self._scheduler.fits_together,
+        )
         self._log = StepLog(observers, clock)
         self._recording = recording_of(
             self.config,
@@ -210,6 +218,11 @@ class Engine:
         for request in requests:
             request.samples = tuple(requests)
         first, *others = requests
+        beams = first.params.beams
+        if beams is not None:
+            device = self._program.device
+            first.search = RequestSearch(first.state, beams, seed=first.params.seed, device=device)
+            first.state.width = beams.num_beams
         longest = max(request.state.final_length for request in requests)
         fits = longest == first.state.final_length and self._scheduler.fits_together(longest, len(requests))
         if others and self._forks and fits:
@@ -344,36 +357,76 @@ class Engine:
 
     def _sample(self, step: _Step, logits: Tensor) -> SampledTokens:
         """One token for each request of a share that samples; the first rows of the logits are the shares'."""
-        groups = [group for group, share in zip(step.requests, step.plan.shares, strict=True) if share.samples]
-        sampling = [request for group in groups for request in group]
-        rows = [row for row, group in enumerate(groups) for _ in group]
+        shares = [pair for pair in zip(step.requests, step.plan.shares, strict=True) if pair[1].samples]
+        self._search(shares, logits)
+        answered = [(request, row) for row, (group, _) in enumerate(shares) for request in group if not request.search]
+        sampling, rows = [request for request, _ in answered], [row for _, row in answered]
         return sample(
-            logits[: len(rows)] if len(rows) == len(groups) else logits[rows],
+            logits[: len(rows)] if rows == list(range(len(rows))) else logits[rows],
             [request.params for request in sampling],
             [request.state.generated for request in sampling],
             [request.state.tokens for request in sampling],
         )
 
+    def _search(self, shares: Sequence[tuple[tuple[Request, ...], Share]], logits: Tensor) -> None:
+        """Advance the beam searches whose last missing rows are among these."""
+        searched: dict[Request, RequestSearch] = {}
+        for row, ((request, *_), share) in enumerate(shares):
+            if request.search is not None:
+                request.search.give(share.state, logits[row])
+                searched[request] = request.search
+        if searched:
+            computed = {share.state for _, share in shares}
+            for search in searched.values():
+                search.advance(computed)
+
     def _publish(self, step: _Step, sampled: SampledTokens) -> None:
         """Hand out the tokens; requests that are done leave, with their blocks."""
         outcomes = iter(zip(sampled.tokens, sampled.records, strict=True))
+        searched: dict[Request, RequestSearch] = {}
         with self._guard:
             self._log.steps += 1
             self._log.tokens_computed += step.plan.num_tokens
             answers: list[tuple[Request, int, TokenRecord | None]] = []
             forks: list[list[RequestState]] = []
             for share, (request, *others) in zip(step.plan.shares, step.requests, strict=True):
-                found = [next(outcomes) for _ in (request, *others)] if share.samples else []
+                answered = share.samples and request.search is None
+                found = [next(outcomes) for _ in (request, *others)] if answered else []
                 if not request.finished and not (share.state.width == 1 and any(map(_is_error, found))):
                     self._scheduler.advance(share, found[0][0] if found else None)
                     if found and share.state.width > 1:
                         forks.append(self._fork(request, others, [token for token, _ in found[1:]]))
+                    if share.samples and request.search is not None and request.search.ready:
+                        searched[request] = request.search
                 answers += [(each, *one) for each, one in zip((request, *others), found, strict=False)]
             # Now that all are known to have computed what they have: the slots of others are not to be taken.
             for states in forks:
                 self._runner.go_on_from(states, [states[0]] * len(states))
+            for request, search in searched.items():
+                self._go_on(request, search)
             ends = [self._answer(request, token, record) for request, token, record in answers]
             self._recording.computed(step.plan, sampled, ends)
+
+    def _go_on(self, request: Request, search: RequestSearch) -> None:
+        """Move the beams of a search as it was decided, or end it."""
+        state = request.state
+        if search.moves is None:
+            self._remove(request)
+            if search.error is not None:
+                request.finish("error", search.error)
+            else:
+                result = search.result()
+                tokens = result.hypotheses[0].tokens
+                self._log.tokens_generated += len(tokens)
+                stopped = len(tokens) < request.params.max_new_tokens or tokens[-1] in request.params.eos_token_ids
+                request.publish_search(result, "stop" if stopped else "length")
+            return
+        parents = [state.members[parent] for parent in search.moves.parents] if state.group else None
+        if parents is None:
+            parents = [state] * search.params.num_beams
+            self._scheduler.fork(state, search.others, together=True)
+        self._scheduler.rearrange(state.members, search.moves.parents, search.moves.tokens)
+        self._runner.go_on_from(state.members, parents)
 
     def _fork(self, request: Request, others: Sequence[Request], tokens: Sequence[int]) -> list[RequestState]:
         """The other samples go on from the request's prompt, but for those that were cancelled since."""
@@ -412,7 +465,8 @@ class Engine:
 
     def _forget(self, request: Request) -> Request:
         self._requests.remove(request)
-        self._runner.forget(request.state)
+        for state in request.state.members:
+            self._runner.forget(state)
         self._log.ended(request)
         return request
 
@@ -429,6 +483,8 @@ class Engine:
                     doomed = list(self._scheduler.waiting())
                 self._recording.failed(doomed, passed_on=not isinstance(error, Exception))
                 for state in doomed:
+                    if state.finished:
+                        continue  # with another of its group
                     for request in reversed(self._requests.group_of(state)):
                         self._remove(request)
                         request.finish("error", message)

@@ -10,14 +10,23 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from selective_compile.runtime.criteria import RowCriteria, row_criteria
+from selective_compile.runtime.beams import BeamParams
+from selective_compile.runtime.criteria import RowCriteria, beam_criteria, row_criteria
 from selective_compile.runtime.generation_fields import FIELDS, KNOWN, refuse_unsupported
-from selective_compile.runtime.generation_values import ALWAYS, WHEN_SAMPLING, boolean, integer
-from selective_compile.runtime.grammar import Grammars
+from selective_compile.runtime.generation_values import ALWAYS, WHEN_SAMPLING, WITH_BEAMS, boolean, integer
+from selective_compile.runtime.grammar import GRAMMARS, Grammars
 from selective_compile.runtime.processors import Ban, RowProcessors, row_processors
 
 DEFAULT_NEW_TOKENS = 20
 CPU = torch.device("cpu")
+
+# What several beams do not go with, and what to do instead.
+NOT_WITH_BEAMS: Mapping[str, str] = {
+    "num_beam_groups": "call model.generate(custom_generate='transformers-community/group-beam-search')",
+    "low_memory": "leave it out, as transformers has it no more; beams share blocks",
+    **dict.fromkeys(("logprobs", "processed_logprobs"), "output_scores has those of all tokens for each beam"),
+    **dict.fromkeys(GRAMMARS, "prefix_allowed_tokens_fn constrains beams"),
+}
 
 # What `generate` takes for a field that neither the call nor the model sets. Lengths are resolved by themselves.
 DEFAULTS: Mapping[str, Any] = {
@@ -65,6 +74,7 @@ class GenerationParams:
         processed_logprobs: keep it under the distribution that it was drawn from.
         top_logprobs: of as many of the likeliest tokens too, under each of the two that is kept.
         output_scores, output_logits: keep the rows [V] themselves.
+        beams: how several are searched, in place of all above that chooses tokens; None: there is one.
     """
 
     max_new_tokens: int
@@ -84,6 +94,7 @@ class GenerationParams:
     top_logprobs: int = 0
     output_scores: bool = False
     output_logits: bool = False
+    beams: BeamParams | None = None
 
     @cached_property
     def recorded(self) -> bool:
@@ -134,26 +145,37 @@ class GenerationParams:
         values = _checked(_merge(config, options, served.config))
         values["max_new_tokens"] = _max_new_tokens(values, len(prompt), served.max_positions)
         criteria, stop = row_criteria(values, len(prompt))
+        if values["num_beams"] > 1:
+            _check_beams(values)
         grammar = served.grammars.processor(values, prompt_length=len(prompt), vocab_size=served.vocab_size)
         processors, tail = row_processors(
             values, prompt, grammar, vocab_size=served.vocab_size, device=served.device, model=served.model
         )
+        found: dict[str, Any]
+        if values["num_beams"] > 1:
+            found = {"beams": _beams(values, processors, beam_criteria(values, len(prompt)))}
+        else:
+            found = {
+                "processors": processors,
+                "criteria": criteria,
+                "output_scores": bool(values.get("output_scores")),
+                "output_logits": bool(values.get("output_logits")),
+            }
         return cls(
             max_new_tokens=stop.max_new_tokens,
             eos_token_ids=stop.eos_token_ids,
             do_sample=values["do_sample"],
             seed=_seed(values, default_seed),
-            processors=processors,
-            criteria=criteria,
-            output_scores=bool(values.get("output_scores")),
-            output_logits=bool(values.get("output_logits")),
+            **found,
             **tail,
             **_logprobs(values),
         )
 
 
-def sequences_asked(*sources: GenerationConfig | Mapping[str, Any] | None) -> int:
-    """How many sequences a request is to have: by its options, its configuration and the model's, the first that says.
+def samples_asked(*sources: GenerationConfig | Mapping[str, Any] | None) -> int:
+    """How many sequences to sample of a prompt: by options, configuration and the model's, the first that says.
+
+    Those of a beam search are no samples.
 
     Raises:
         ValueError: it is not a number of at least 1, or several of greedy decoding, which would all be the same.
@@ -161,7 +183,9 @@ def sequences_asked(*sources: GenerationConfig | Mapping[str, Any] | None) -> in
     count = _first_of("num_return_sequences", sources)
     count = 1 if count is None else integer("num_return_sequences", count, at_least=1)
     beams = _first_of("num_beams", sources)
-    if count > 1 and not _first_of("do_sample", sources) and beams in (None, 1):
+    if isinstance(beams, int) and beams > 1:
+        return 1
+    if count > 1 and not _first_of("do_sample", sources):
         raise ValueError(f"num_return_sequences must be 1 for greedy decoding, got {count}")
     return count
 
@@ -215,6 +239,38 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
         if values.get(name) is not None:
             values[name] = check(name, values[name])
     return values
+
+
+def _check_beams(values: dict[str, Any]) -> None:
+    """Check what only beams have, and refuse what they do not go with."""
+    beams = values["num_beams"]
+    for name, check in WITH_BEAMS.items():
+        if values.get(name) is not None:
+            values[name] = check(name, values[name])
+    count = values.get("num_return_sequences") or 1
+    if count > beams:
+        raise ValueError(f"num_return_sequences must be at most num_beams, {beams}, got {count}")
+    for name, instead in NOT_WITH_BEAMS.items():
+        value = values.get(name)
+        if value not in (None, False, 0, 1) or value is True:
+            raise ValueError(f"{name} must be None with num_beams={beams}, got {value!r}: {instead}")
+
+
+def _beams(values: Mapping[str, Any], processors: RowProcessors | None, criteria: Any) -> BeamParams:
+    penalty, stopping = values.get("length_penalty"), values.get("early_stopping")
+    return BeamParams(
+        num_beams=values["num_beams"],
+        num_return_sequences=values.get("num_return_sequences") or 1,
+        length_penalty=1.0 if penalty is None else penalty,
+        early_stopping=False if stopping is None else stopping,
+        do_sample=values["do_sample"],
+        max_new_tokens=values["max_new_tokens"],
+        num_eos=len(values.get("eos_token_id") or ()),
+        processors=processors,
+        criteria=criteria,
+        keeps_scores=bool(values.get("output_scores")),
+        keeps_logits=bool(values.get("output_logits")),
+    )
 
 
 def _max_new_tokens(values: Mapping[str, Any], prompt_length: int, max_positions: int | None) -> int:

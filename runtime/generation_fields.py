@@ -64,7 +64,7 @@ PROCESSED = frozenset(
 STOPPING = frozenset({"max_length", "max_new_tokens", "max_time", "stop_strings", "eos_token_id"})
 # What a request keeps of every step.
 KEPT = frozenset({"output_scores", "output_logits"})
-IMPLEMENTED = PROCESSED | STOPPING | KEPT | {"do_sample", "num_return_sequences"}
+IMPLEMENTED = PROCESSED | STOPPING | KEPT | {"do_sample", "num_beams", "num_return_sequences"}
 
 # How several beams are searched; how drafts are made; how transformers keeps its cache; how it compiles.
 OF_BEAMS = frozenset({"early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty"})
@@ -104,7 +104,6 @@ WITHOUT_EFFECT = (
 # later transformers brings, must be None. Which cache `generate` keeps does not show in its tokens, unless the cache
 # is quantised.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "num_beams": (1,),
     "use_mtp": (False,),
     "cache_implementation": (
         "dynamic",
@@ -125,7 +124,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 # What to do instead, for the fields that are refused.
 INSTEAD: Mapping[str, str] = {
-    "num_beams": "sample several sequences with num_return_sequences, or call model.generate for beam search",
     "use_mtp": "leave it out: the tokens of greedy decoding are the same without drafts",
     "cache_implementation": "leave it out: the engine's own KV blocks hold keys and values unquantised",
     "token_healing": "heal the prompt with model.heal_tokens before",

@@ -55,6 +55,12 @@ def positive_share(name: str, value: Any) -> float:
     return float(value)
 
 
+def early_stopping(name: str, value: Any) -> Any:
+    if not isinstance(value, bool) and value != "never":
+        raise ValueError(f"{name} must be True, False or 'never', got {value!r}")
+    return value
+
+
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
     """In the order given; one id, a list, an array or a tensor of them."""
     items = value.tolist() if hasattr(value, "tolist") else value
@@ -124,7 +130,9 @@ WHEN_SAMPLING: Mapping[str, Callable[[str, Any], Any]] = {
     "epsilon_cutoff": share,
     "eta_cutoff": share,
 }
+WITH_BEAMS: Mapping[str, Callable[[str, Any], Any]] = {"length_penalty": number, "early_stopping": early_stopping}
 ALWAYS: Mapping[str, Callable[[str, Any], Any]] = {
+    "num_beams": count,
     "num_return_sequences": count,
     "guidance_scale": number,
     "repetition_penalty": positive,

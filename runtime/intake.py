@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from selective_compile.backend import Program
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.block_names import extend_names
-from selective_compile.runtime.generation import GenerationParams, Served, sequences_asked
+from selective_compile.runtime.generation import GenerationParams, Served, samples_asked
 from selective_compile.runtime.grammar import Grammars
 from selective_compile.runtime.prompt import check_length, check_terms, token_ids
 from selective_compile.runtime.request_state import RequestId, RequestState, Terms
@@ -45,14 +45,26 @@ class Intake:
     """Refuses what the model, the pools or the sampler could not serve, before it touches anybody else."""
 
     def __init__(
-        self, model: nn.Module, program: Program, config: EngineConfig, *, reuses_blocks: bool, pool_tokens: int
+        self,
+        model: nn.Module,
+        program: Program,
+        config: EngineConfig,
+        *,
+        reuses_blocks: bool,
+        pool_tokens: int,
+        fits_together: Callable[[int, int], bool],
     ) -> None:
-        """`pool_tokens`: the most that a request can come to hold."""
+        """
+        Args:
+            pool_tokens: the most that a request can come to hold.
+            fits_together: whether requests of so many tokens, so many of them, can run side by side.
+        """
         self._model = model
         self._program = program
         self._config = config
         self._reuses_blocks = reuses_blocks
         self._pool_tokens = pool_tokens
+        self._fits_together = fits_together
         self._grammars = Grammars()
 
     def prompt(self, prompt_ids: Any, *, arrival: float, deadline: float | None, **terms: Any) -> Submission:
@@ -67,7 +79,7 @@ class Intake:
 
     def samples(self, config: GenerationConfig | None, options: dict[str, Any]) -> list[Asked]:
         """What each of the sequences that a request is to have asks for. Raises ValueError."""
-        count = sequences_asked(options, config, getattr(self._model, "generation_config", None))
+        count = samples_asked(options, config, getattr(self._model, "generation_config", None))
         return [Asked(config=config, options=each) for each in options_of_samples(options, count)]
 
     def params(
@@ -90,7 +102,25 @@ class Intake:
             max_positions=self._program.max_positions,
             pool_tokens=self._pool_tokens,
         )
+        if params.beams is not None:
+            self._check_beams(len(submission.prompt) + params.max_new_tokens - 1, params.beams.num_beams)
         return params
+
+    def _check_beams(self, length: int, beams: int) -> None:
+        if not self._program.forks_requests:
+            paths = ", ".join(getattr(self._program, "isolated", ()))
+            raise ValueError(
+                f"num_beams must be 1 for a model with modules that run for one request after another, which keep what "
+                f"no other beam can go on from ({paths}), got {beams}"
+            )
+        if self._config.record is not None:
+            raise ValueError(f"num_beams must be 1 where EngineConfig.record is set: a log has no beams, got {beams}")
+        if not self._fits_together(length, beams):
+            most = next(count for count in range(beams, -1, -1) if self._fits_together(length, count))
+            raise ValueError(
+                f"num_beams must be at most {most} for {length} tokens each in the blocks of {self._config.block_size} "
+                f"tokens that there are and max_requests {self._config.max_requests}, got {beams}"
+            )
 
 
 def seed_of(engine_seed: int, request_id: RequestId) -> int:

@@ -85,7 +85,11 @@ class RowProcessors:
         Raises:
             ValueError: a processor gave something else than a row; and whatever a processor raises.
         """
-        ids = torch.from_numpy(np.array(history, dtype=np.int64))[None].to(self._device)
+        return self.run(torch.from_numpy(np.array(history, dtype=np.int64))[None].to(self._device), scores)
+
+    @torch.no_grad()
+    def run(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """As above for the rows of all beams of a request: ids [N, length], scores [N, V]."""
         found: Any = scores
         for each in self.processors:
             found = each(ids, found)
@@ -115,6 +119,8 @@ def row_processors(
         ValueError: a value that the processor does not take.
     """
     every = _list_of_transformers(values, prompt, grammar, _Maker(model, vocab_size), device)
+    if values["num_beams"] > 1:
+        return (RowProcessors(every, device) if every else None), _read_off([], len(prompt))
     order = PENALTIES + WARPERS if values["do_sample"] else PENALTIES
     start = len(every)
     above = len(order)
@@ -141,7 +147,6 @@ def _list_of_transformers(
     asked._eos_token_tensor = torch.tensor(eos, device=device) if eos else None
     if asked.exponential_decay_length_penalty is not None and not eos:
         raise ValueError("eos_token_id must be set for exponential_decay_length_penalty, got None")
-    asked.num_beams = 1
     found = maker._get_logits_processor(
         generation_config=asked,
         input_ids_seq_length=length,

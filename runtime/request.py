@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from threading import Condition
 from typing import Any, Literal, Protocol
 
+from selective_compile.runtime.beam_request import RequestSearch
+from selective_compile.runtime.beams import BeamResult, Hypothesis
 from selective_compile.runtime.generation import GenerationParams
 from selective_compile.runtime.records import TokenRecord, TopLogprobs
 from selective_compile.runtime.request_state import RequestId, RequestState
@@ -55,7 +57,8 @@ class RequestResult:
         top_logprobs, processed_top_logprobs: of the likeliest tokens of each step, as many as `top_logprobs` asked
             for, under each of the two distributions that is kept.
         logits, scores: for each token the row [V] that the model gave, and what was made of it, float32; with
-            `output_logits=True`, `output_scores=True`.
+            `output_logits=True`, `output_scores=True`. With beams, for each step the rows of all [num_beams, V].
+        hypotheses: with beams, the best `num_return_sequences` of them, the best first, whose tokens are `tokens`.
     """
 
     request_id: RequestId
@@ -68,6 +71,7 @@ class RequestResult:
     processed_top_logprobs: tuple[TopLogprobs, ...] | None
     logits: tuple[Any, ...] | None
     scores: tuple[Any, ...] | None
+    hypotheses: tuple[Hypothesis, ...] | None
     timing: RequestTiming
 
 
@@ -86,10 +90,12 @@ class Request:
         self.params = params
         self.state = state
         self.samples: tuple[Request, ...] = (self,)
+        self.search: RequestSearch | None = None
         self._owner = owner
         self._changed = Condition()
         self._tokens: list[int] = []
         self._records: list[TokenRecord] = []  # one for each token, if the request keeps any
+        self._searched: BeamResult | None = None
         self._finish_reason: FinishReason | None = None
         self._error: str | None = None
         self._submitted_at = time.perf_counter()
@@ -214,6 +220,15 @@ class Request:
                 self._end(finish_reason)
             self._changed.notify_all()
 
+    def publish_search(self, result: BeamResult, finish_reason: FinishReason) -> None:
+        """For the engine: the search has ended, and all tokens of its best hypothesis are there at once."""
+        with self._changed:
+            self._tokens.extend(result.hypotheses[0].tokens)
+            self._searched = result
+            self._first_token_at = self._last_token_at = time.perf_counter()
+            self._end(finish_reason)
+            self._changed.notify_all()
+
     def finish(self, finish_reason: FinishReason, error: str | None = None) -> None:
         """For the engine: the end, without another token."""
         with self._changed:
@@ -242,6 +257,8 @@ class Request:
             "processed_top_logprobs": self._kept("processed_top_logprobs", top and wanted.processed_logprobs),
             "logits": self._kept("logits", wanted.output_logits),
             "scores": self._kept("scores", wanted.output_scores),
+            "hypotheses": None,
+            **({} if self._searched is None else vars(self._searched)),
         }
 
     def _kept(self, name: str, wanted: bool) -> tuple[Any, ...] | None:

@@ -59,7 +59,8 @@ class RequestTable:
 
     def add(self, request: Request) -> None:
         assert request.state.number == self._submitted and request.request_id not in self._live, request
-        self._submitted += 1
+        # The states of the other beams have the numbers behind its own.
+        self._submitted += 1 if request.params.beams is None else request.params.beams.num_beams
         self._live[request.request_id] = request
 
     def of(self, state: RequestState) -> Request:

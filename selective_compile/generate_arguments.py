@@ -67,7 +67,7 @@ def expanded(prompts: Prompts, fields: Sequence[Fields]) -> tuple[Prompts, list[
     Raises:
         ValueError: a number of sequences that is none, or several of greedy decoding.
     """
-    counts = [each.return_sequences for each in fields]
+    counts = [each.samples for each in fields]
     if all(count == 1 for count in counts):
         return prompts, list(fields)
     columns = prompts.columns

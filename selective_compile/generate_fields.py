@@ -67,8 +67,8 @@ class Fields:
         return max_length - columns
 
     @property
-    def return_sequences(self) -> int:
-        """How many sequences to generate for the prompt.
+    def samples(self) -> int:
+        """How many requests to make of the prompt; those that a search with beams returns are of one.
 
         Raises:
             ValueError: several of greedy decoding, which would all be the same.
@@ -77,9 +77,23 @@ class Fields:
         count = 1 if count is None else count
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(f"num_return_sequences must be an integer of at least 1, got {count!r}")
-        if count > 1 and not self["do_sample"] and self["num_beams"] in (None, 1):
+        if self.num_beams > 1:
+            return 1
+        if count > 1 and not self["do_sample"]:
             raise ValueError(f"num_return_sequences must be 1 for greedy decoding, got {count}")
         return count
+
+    @property
+    def num_beams(self) -> int:
+        """1 where it is not set.
+
+        Raises:
+            ValueError: it is no number of beams.
+        """
+        count = self["num_beams"]
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise ValueError(f"num_beams must be an integer of at least 1, got {count!r}")
+        return count or 1
 
     def kept(self) -> dict[str, bool]:
         """What a request keeps of its steps; as for `model.generate`, only where a dictionary is returned."""
@@ -88,7 +102,9 @@ class Fields:
 
     def options(self, padding: int) -> dict[str, Any]:
         """The call's own fields as options of `Engine.submit`; lengths count `padding` columns that it does not see."""
-        found = {**self._arguments, "num_return_sequences": 1, **self.kept()}
+        found = {**self._arguments, **self.kept()}
+        if self.num_beams == 1:
+            found["num_return_sequences"] = 1  # of each of its requests
         if padding and isinstance(self["min_length"], int):
             found["min_length"] = max(0, self["min_length"] - padding)
         return found

@@ -45,7 +45,11 @@ def finished_requests(
     max_positions = declared_positions(model)
     widths = [len(row) if prompts.columns is None else prompts.columns.shape[1] for row in prompts.rows]
     counts = [each.new_tokens(width, max_positions) for each, width in zip(fields, widths, strict=True)]
-    lengths = [len(row) + count for row, count in zip(prompts.rows, counts, strict=True)]
+    lengths = [
+        len(row) + count
+        for row, count, each in zip(prompts.rows, counts, fields, strict=True)
+        for _ in range(each.num_beams)
+    ]
     engine = ENGINES.engine_for(model, config, lengths)
     if prompts.holes and engine.counts_padding:
         raise ValueError(

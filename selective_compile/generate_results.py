@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from selective_compile.generate_arguments import Prompts
+from selective_compile.generate_beams import output_of_beams, sequences_of_beams
 from selective_compile.generate_fields import Fields
 from selective_compile.runtime.request import RequestResult
 
@@ -20,6 +21,10 @@ def returned(prompts: Prompts, results: Sequence[RequestResult], fields: Sequenc
     Its `scores` and `logits` are, for each step, [B, V] float32 on `device`. Rows that have ended, for which
     `model.generate` goes on computing with padding, have 0 for the padding id and -inf for all others there.
     """
+    if any(result.hypotheses is not None for result in results):
+        of_beams = sequences_of_beams(prompts, results, fields, device)
+        wanted = any(each["return_dict_in_generate"] for each in fields)
+        return output_of_beams(of_beams, results, fields, device) if wanted else of_beams
     found = sequences(prompts, results, fields, device)
     if not any(each["return_dict_in_generate"] for each in fields):
         return found
@@ -64,7 +69,7 @@ def refuse_ends_without_padding(fields: Sequence[Fields], *, criteria: bool, row
         ValueError: naming what ends them.
     """
     for each in fields:
-        if rows > 1 and each.pad_token_id is None:
+        if rows > 1 and each.pad_token_id is None and each.num_beams == 1:
             for name, asked in (
                 ("stopping_criteria", criteria),
                 ("stop_strings", each["stop_strings"]),

@@ -32,6 +32,7 @@ MEANINGS: Mapping[Status, str] = {
 PARITY = "tests/test_generation_parity.py::test_a_field_equals_generate"
 REFUSAL = "tests/runtime/test_generation.py::test_every_field_is_implemented_without_effect_or_refused_by_name"
 RETURNS = "tests/test_generate_returns.py"
+BEAMS = "tests/runtime/test_beams.py::test_random_configurations_equal_generate"
 DROP_IN = "tests/test_huggingface.py"
 ONE_BEAM = "no effect with one beam, as there"
 NO_DRAFT = "no effect without an assistant, as there"
@@ -83,6 +84,7 @@ TESTS: Mapping[str, str] = {
     "compile_config": REFUSAL,
     "transformers_version": REFUSAL,
     **dict.fromkeys(OF_BEAMS, f"{PARITY}[beams that are one]"),
+    **dict.fromkeys(("num_beams", "length_penalty", "early_stopping"), BEAMS),
     "low_memory": REFUSAL,
     **dict.fromkeys(OF_DRAFTS, f"{PARITY}[drafts that are none]"),
     **dict.fromkeys(OF_CACHES | {"decoder_start_token_id", "disable_compile"}, f"{PARITY}[caches of transformers]"),
@@ -104,11 +106,16 @@ LIMITS: Mapping[str, str] = {
     "output_scores": "rows that have ended: 0 for the padding id, -inf for all else",
     "output_logits": "rows that have ended: 0 for the padding id, -inf for all else",
     "return_dict_in_generate": "without past_key_values, attentions and hidden_states",
-    "num_return_sequences": "with do_sample; each sequence with a seed of its own, the prompt computed once for all",
+    "num_return_sequences": "of beams; with do_sample, each with a seed of its own, the prompt computed once for all",
     "decoder_start_token_id": "no effect on a decoder, as there",
     "use_cache": "no effect on tokens: the engine keeps its own blocks in any case",
     **dict.fromkeys(OF_CACHES, OWN_CACHE),
     **dict.fromkeys(OF_BEAMS, ONE_BEAM),
+    "num_beams": "also with do_sample; grammars, streamers, EngineConfig.record, isolated modules are refused by name",
+    **dict.fromkeys(("length_penalty", "early_stopping"), "with num_beams, as there"),
+    **dict.fromkeys(
+        ("num_beam_groups", "diversity_penalty"), "no effect with one beam group; more are refused by name"
+    ),
     "low_memory": "no effect, as there",
     **dict.fromkeys(OF_DRAFTS, NO_DRAFT),
     **dict.fromkeys(OF_COMPILING, "no effect: how transformers compiles"),

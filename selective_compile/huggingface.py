@@ -19,6 +19,7 @@ from selective_compile.generate_arguments import (
     refuse_unsupported,
     seeds_of,
 )
+from selective_compile.generate_beams import check_beams
 from selective_compile.generate_fields import GENERATION_FIELDS, fields_of
 from selective_compile.generate_objects import CallObjects
 from selective_compile.generate_requests import ENGINES, finished_requests
@@ -78,7 +79,8 @@ def generate(
         one dimension: each prompt with its new tokens. With `num_return_sequences`, as many rows for each prompt.
         With `return_dict_in_generate`, these as `sequences` of a GenerateDecoderOnlyOutput, with `scores` and
         `logits` where they are asked for: of each step [B, V]; a row that has ended has 0 for `pad_token_id`
-        there and -inf for all else.
+        there and -inf for all else. With `num_beams` above 1, in a GenerateBeamDecoderOnlyOutput, with
+        `sequences_scores` (where scores are asked for) and `beam_indices`.
 
     Raises:
         ValueError: an argument that is wrong or not supported, or a model that cannot be rewritten.
@@ -104,6 +106,7 @@ def generate(
     seeds = seeds_of(seed, len(fields), sampled=any(each["do_sample"] for each in fields))
     if streamer is not None and prompts.columns is None and len(fields) > 1:
         raise ValueError(f"streamer must be None for a list of more than one prompt, got one for {len(fields)}")
+    check_beams(fields, streamer=streamer)
     refuse_ends_without_padding(
         fields, criteria=bool(stopping_criteria), rows=0 if prompts.columns is None else len(fields)
     )

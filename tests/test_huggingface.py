@@ -308,7 +308,6 @@ UNSUPPORTED: dict[str, Any] = {
     "logprobs": True,
     "max_new_token": 3,
     "do_samples": False,
-    "num_beams": 2,
     "cache_implementation": "paged",
     "output_attentions": True,
     "output_hidden_states": True,

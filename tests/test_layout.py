@@ -66,6 +66,7 @@ LAYERS = (
     (
         "generate_arguments",
         "generate_fields",
+        "generate_beams",
         "generate_objects",
         "generate_requests",
         "generate_results",

@@ -211,7 +211,8 @@ def test_generation_config_of_request_and_model() -> None:
         ({"request_id": "taken"}, "request_id must not be that of an unfinished request, got 'taken'"),
         ({"request_id": 1.5}, "request_id must be a string or an integer, got 1.5"),
         ({"max_tokens": 5}, "generation option must be one of .*, got 'max_tokens'"),
-        ({"num_beams": 4}, "generation option 'num_beams' must be 1 or None, got 4"),
+        ({"num_beams": -4}, "num_beams must be an integer of at least 1, got -4"),
+        ({"num_beams": 70}, "num_beams must be at most .* for .* tokens each in .* blocks of .*got 70"),
         (
             {"generation_config": {"max_new_tokens": 4}},
             "generation_config must be a transformers.GenerationConfig",

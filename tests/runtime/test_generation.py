@@ -193,8 +193,8 @@ def test_neutral_values_pass(name: str) -> None:
 
 @pytest.mark.parametrize("value", [{"a": 1}, [1, 2], torch.tensor([1, 1]), object()])
 def test_values_that_cannot_be_compared_are_refused_too(value: Any) -> None:
-    with pytest.raises(ValueError, match="'num_beams' must be 1 or None"):
-        resolve(config_with(num_beams=value))
+    with pytest.raises(ValueError, match="'output_attentions' must be False or None"):
+        resolve(config_with(output_attentions=value))
 
 
 def test_the_defaults_that_generate_fills_in_are_neutral() -> None:
