@@ -40,7 +40,7 @@ class BatchAssembler:
         self._positions = self._buffer(tokens, torch.int64)
         self._cu_seqlens_q = self._buffer(requests + 1, torch.int32)
         self._context_lens = self._buffer(requests, torch.int32)
-        self._logit_rows = self._buffer(requests, torch.int64)
+        self._logit_rows = self._buffer(max(tokens, requests), torch.int64)
         self._tables = [
             (self._buffer(requests * max(max_blocks, SMALLEST), torch.int32), self._buffer(tokens, torch.int64))
             for _ in range(num_tables)
@@ -50,8 +50,8 @@ class BatchAssembler:
         """The inputs of a plan with at least one share.
 
         T, N, R and max_blocks are at least 2: a padding row, an empty request, rows of logits that nobody
-        asked for and unused table entries make up for what is missing. The first rows of logits belong, in
-        order, to the shares that sample.
+        asked for and unused table entries make up for what is missing. The rows of logits are those of the
+        shares, in order, as many of each as its `num_rows`.
         """
         counts = np.array([share.num_tokens for share in plan.shares], dtype=np.int32)
         starts = np.array([share.start for share in plan.shares], dtype=np.int32)
@@ -59,7 +59,7 @@ class BatchAssembler:
         owners = np.repeat(np.arange(len(counts)), counts)  # [T], the request of each row
         positions = self._rows(plan, owners, starts - cu_seqlens[: len(counts)])
         (block_table, slot_mapping), *others = self._places(plan, owners, positions)
-        samples = np.array([share.samples for share in plan.shares])
+        rows = np.array([share.num_rows for share in plan.shares], dtype=np.int32)
         return StepInputs(
             input_ids=self._take(self._input_ids, len(owners)),
             positions=self._take(self._positions, len(owners)),
@@ -68,7 +68,7 @@ class BatchAssembler:
             block_table=block_table,
             slot_mapping=slot_mapping,
             other_tables=tuple(others),
-            logit_rows=self._logits_of(cu_seqlens[1 : len(counts) + 1][samples] - 1),
+            logit_rows=self._logits_of(cu_seqlens[1 : len(counts) + 1], rows),
             requests=tuple(share.state for share in plan.shares),
         )
 
@@ -90,10 +90,11 @@ class BatchAssembler:
     def _rows(self, plan: StepPlan, owners: NDArray[np.int64], offsets: NDArray[np.int32]) -> NDArray[np.int64]:
         """Token id and position of each row, [T]; `offsets` [N] is what to add to a row for its position."""
         tokens = len(owners)
-        pieces = [
-            np.frombuffer(share.state.tokens, np.int64)[share.start : share.start + share.num_tokens]
-            for share in plan.shares
-        ]
+        pieces = []
+        for state, start, num_tokens, _, drafted in plan.shares:
+            pieces.append(np.frombuffer(state.tokens, np.int64)[start : start + num_tokens - drafted])
+            if drafted:
+                pieces.append(np.frombuffer(state.draft, np.int64)[:drafted])
         np.concatenate(pieces, out=self._input_ids.numpy()[:tokens])
         positions = np.add(np.arange(tokens), offsets[owners], out=self._positions.numpy()[:tokens])
         self._input_ids.numpy()[tokens:SMALLEST] = 0
@@ -120,7 +121,10 @@ class BatchAssembler:
             found.append((self._take(table_buffer, table.size).view(table.shape), self._take(slot_buffer, tokens)))
         return found
 
-    def _logits_of(self, rows: NDArray[np.int32]) -> Tensor:
+    def _logits_of(self, ends: NDArray[np.int32], counts: NDArray[np.int32]) -> Tensor:
+        """The last `counts` rows of each share [N], whose rows end at `ends` [N]."""
+        # The rows of a share count up to its end, from wherever the shares before it have got to.
+        rows = np.repeat(ends - counts.cumsum(), counts) + np.arange(counts.sum())
         logit_rows = self._logit_rows.numpy()
         logit_rows[: len(rows)] = rows
         logit_rows[len(rows) : SMALLEST] = 0

@@ -19,20 +19,20 @@ from selective_compile.options import EngineConfig
 from selective_compile.runtime.background import BackgroundThread, weakly
 from selective_compile.runtime.batch import BatchAssembler
 from selective_compile.runtime.beam_request import RequestSearch
+from selective_compile.runtime.drafts import Drafts, PromptLookup
 from selective_compile.runtime.intake import Intake
 from selective_compile.runtime.kv_cache import LONGEST
 from selective_compile.runtime.model_runner import ModelRunner
 from selective_compile.runtime.plan import Share, StepPlan
 from selective_compile.runtime.recording import recording_of
-from selective_compile.runtime.records import TokenRecord
 from selective_compile.runtime.request import FinishReason, Request
 from selective_compile.runtime.request_state import RequestId, RequestState
 from selective_compile.runtime.request_table import RequestTable
-from selective_compile.runtime.sampler import SampledTokens, sample
 from selective_compile.runtime.samples import Asked
 from selective_compile.runtime.scheduler import Scheduler
 from selective_compile.runtime.stats import EngineStats, StepObserver
 from selective_compile.runtime.step_log import StepLog
+from selective_compile.runtime.verify import Answering, Outcome, answers
 from selective_compile.step import StepInputs
 
 TOO_LATE = "deadline must leave time for the tokens asked for, at the pace of the steps so far: it cannot be met"
@@ -135,6 +135,9 @@ class Engine:
         )
         # A log tells of requests that each compute their own prompt.
         self._forks = self._program.forks_requests and self.config.record is None
+        # Drafts change no token; how long they are goes by measured times in a way that a log does not tell.
+        self._drafting = self._program.rewinds and self.config.record is None
+        self._drafts: dict[int, tuple[Request, Drafts]] = {}  # by number
         self._requests = RequestTable()
         self._stepping = Lock()
         self._submitting = Lock()
@@ -217,6 +220,10 @@ class Engine:
     def _enqueue(self, requests: list[Request]) -> None:
         for request in requests:
             request.samples = tuple(requests)
+            if request.params.lookup_tokens and self._drafting:
+                lookup = PromptLookup(ngram_size=request.params.lookup_ngram)
+                drafts = Drafts(lookup, most=request.params.lookup_tokens)
+                self._drafts[request.state.number] = request, drafts
         first, *others = requests
         beams = first.params.beams
         if beams is not None:
@@ -242,6 +249,7 @@ class Engine:
         with self._stepping:
             started = self._log.now()
             with self._failure_ends_running_requests():
+                self._propose()
                 step = self._schedule()
                 if step is None:
                     return False
@@ -323,6 +331,15 @@ class Engine:
         self._recording.dropped()
         self._scheduler.preempt_all()
 
+    def _propose(self) -> None:
+        """Give drafts to the requests that ask for them and are to compute their last token next."""
+        with self._guard:
+            running = self._scheduler.num_running
+            worth = self._scheduler.times.worth_of_a_row(running) if self._drafts and running else 0.0
+            for request, drafts in self._drafts.values():
+                if request.state.tables and request.state.generated and request.state.pending == 1:
+                    request.state.draft = drafts.propose(request.state.tokens, worth)
+
     def _schedule(self) -> _Step | None:
         with self._guard:
             if not self._scheduler.has_work:
@@ -355,57 +372,63 @@ class Engine:
                     self._scheduler.copied(plan.num_host_copies, ended - started)
                 self._recording.copied(started, ended)
 
-    def _sample(self, step: _Step, logits: Tensor) -> SampledTokens:
-        """One token for each request of a share that samples; the first rows of the logits are the shares'."""
-        shares = [pair for pair in zip(step.requests, step.plan.shares, strict=True) if pair[1].samples]
-        self._search(shares, logits)
-        answered = [(request, row) for row, (group, _) in enumerate(shares) for request in group if not request.search]
-        sampling, rows = [request for request, _ in answered], [row for _, row in answered]
-        return sample(
-            logits[: len(rows)] if rows == list(range(len(rows))) else logits[rows],
-            [request.params for request in sampling],
-            [request.state.generated for request in sampling],
-            [request.state.tokens for request in sampling],
-        )
-
-    def _search(self, shares: Sequence[tuple[tuple[Request, ...], Share]], logits: Tensor) -> None:
-        """Advance the beam searches whose last missing rows are among these."""
+    def _sample(self, step: _Step, logits: Tensor) -> list[list[Outcome]]:
+        """The tokens of each request of a share that samples; those of searches go to them."""
+        answering: list[Answering] = []
         searched: dict[Request, RequestSearch] = {}
-        for row, ((request, *_), share) in enumerate(shares):
-            if request.search is not None:
+        end = 0
+        for (request, *others), share in zip(step.requests, step.plan.shares, strict=True):
+            end += share.num_rows
+            row = end - 1 - share.drafted
+            if share.samples and request.search is not None:
                 request.search.give(share.state, logits[row])
                 searched[request] = request.search
+            elif share.samples:
+                drafted = share.state.draft[: share.drafted]
+                answering += [Answering(each, row, drafted) for each in (request, *others)]
         if searched:
-            computed = {share.state for _, share in shares}
+            computed = {share.state for share in step.plan.shares if share.samples}
             for search in searched.values():
                 search.advance(computed)
+        return answers(logits, answering, _ends)
 
-    def _publish(self, step: _Step, sampled: SampledTokens) -> None:
+    def _publish(self, step: _Step, sampled: list[list[Outcome]]) -> None:
         """Hand out the tokens; requests that are done leave, with their blocks."""
-        outcomes = iter(zip(sampled.tokens, sampled.records, strict=True))
+        outcomes = iter(sampled)
         searched: dict[Request, RequestSearch] = {}
         with self._guard:
             self._log.steps += 1
             self._log.tokens_computed += step.plan.num_tokens
-            answers: list[tuple[Request, int, TokenRecord | None]] = []
+            answered: list[tuple[Request, int, Outcome]] = []
             forks: list[list[RequestState]] = []
             for share, (request, *others) in zip(step.plan.shares, step.requests, strict=True):
-                answered = share.samples and request.search is None
-                found = [next(outcomes) for _ in (request, *others)] if answered else []
-                if not request.finished and not (share.state.width == 1 and any(map(_is_error, found))):
-                    self._scheduler.advance(share, found[0][0] if found else None)
+                answers_now = share.samples and request.search is None
+                found = [next(outcomes) for _ in (request, *others)] if answers_now else []
+                before = share.state.generated
+                if not request.finished:
+                    self._advance(share, found[0] if found else [])
                     if found and share.state.width > 1:
-                        forks.append(self._fork(request, others, [token for token, _ in found[1:]]))
+                        forks.append(self._fork(request, others, [each[0][0] for each in found[1:]]))
                     if share.samples and request.search is not None and request.search.ready:
                         searched[request] = request.search
-                answers += [(each, *one) for each, one in zip((request, *others), found, strict=False)]
+                for each, outcomes_of in zip((request, *others), found, strict=False):
+                    answered += [(each, before + place, outcome) for place, outcome in enumerate(outcomes_of)]
             # Now that all are known to have computed what they have: the slots of others are not to be taken.
             for states in forks:
                 self._runner.go_on_from(states, [states[0]] * len(states))
             for request, search in searched.items():
                 self._go_on(request, search)
-            ends = [self._answer(request, token, record) for request, token, record in answers]
-            self._recording.computed(step.plan, sampled, ends)
+            ends = [self._answer(*each) for each in answered]
+            self._recording.computed(step.plan, [outcome[0] for _, _, outcome in answered], ends)
+
+    def _advance(self, share: Share, found: Sequence[Outcome]) -> None:
+        tokens = [token for token, _ in found]
+        if share.drafted:
+            self._scheduler.verified(share, tokens)
+        elif share.state.width > 1 or not any(map(_failed, found)):  # whose request fails is not computed any more
+            self._scheduler.advance(share, tokens[0] if tokens else None)
+        if tokens and share.state.number in self._drafts:
+            self._drafts[share.state.number][1].observe(tokens)
 
     def _go_on(self, request: Request, search: RequestSearch) -> None:
         """Move the beams of a search as it was decided, or end it."""
@@ -440,8 +463,9 @@ class Engine:
         self._scheduler.fork(request.state, children)
         return [request.state, *children]
 
-    def _answer(self, request: Request, token: int, record: TokenRecord | None) -> FinishReason | None:
-        """Why the request ends with its token, or had ended while the model ran."""
+    def _answer(self, request: Request, generated: int, outcome: Outcome) -> FinishReason | None:
+        """Why the request, that has generated so many tokens, ends with this one, or had ended while the model ran."""
+        token, record = outcome
         if request.finished:
             return request.finish_reason
         if record is not None and record.error is not None:
@@ -449,7 +473,7 @@ class Engine:
             request.finish("error", record.error)
             return "error"
         self._log.tokens_generated += 1
-        reason = request.reason_to_end(token, record)
+        reason = request.reason_to_end(generated, token, record)
         if reason is not None:
             self._remove(request)
         request.publish(token, record, reason)
@@ -465,6 +489,7 @@ class Engine:
 
     def _forget(self, request: Request) -> Request:
         self._requests.remove(request)
+        self._drafts.pop(request.state.number, None)
         for state in request.state.members:
             self._runner.forget(state)
         self._log.ended(request)
@@ -511,9 +536,13 @@ class Engine:
             request.wake()
 
 
-def _is_error(outcome: tuple[int, TokenRecord | None]) -> bool:
-    record = outcome[1]
-    return record is not None and record.error is not None
+def _failed(outcome: Outcome) -> bool:
+    return outcome[1] is not None and outcome[1].error is not None
+
+
+def _ends(request: Request, generated: int, outcome: Outcome) -> bool:
+    """Whether a request that had generated so many tokens ends with this one."""
+    return _failed(outcome) or request.reason_to_end(generated, *outcome) is not None
 
 
 def has_work(scheduler: Scheduler) -> bool:

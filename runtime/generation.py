@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from selective_compile.runtime.beams import BeamParams
 from selective_compile.runtime.criteria import RowCriteria, beam_criteria, row_criteria
 from selective_compile.runtime.generation_fields import FIELDS, KNOWN, refuse_unsupported
-from selective_compile.runtime.generation_values import ALWAYS, WHEN_SAMPLING, WITH_BEAMS, boolean, integer
+from selective_compile.runtime.generation_values import ALWAYS, WHEN_SAMPLING, WITH_BEAMS, boolean, count, integer
 from selective_compile.runtime.grammar import GRAMMARS, Grammars
 from selective_compile.runtime.processors import Ban, RowProcessors, row_processors
 
@@ -24,6 +24,7 @@ CPU = torch.device("cpu")
 NOT_WITH_BEAMS: Mapping[str, str] = {
     "num_beam_groups": "call model.generate(custom_generate='transformers-community/group-beam-search')",
     "low_memory": "leave it out, as transformers has it no more; beams share blocks",
+    "prompt_lookup_num_tokens": "drafts go with one sequence",
     **dict.fromkeys(("logprobs", "processed_logprobs"), "output_scores has those of all tokens for each beam"),
     **dict.fromkeys(GRAMMARS, "prefix_allowed_tokens_fn constrains beams"),
 }
@@ -74,6 +75,8 @@ class GenerationParams:
         processed_logprobs: keep it under the distribution that it was drawn from.
         top_logprobs: of as many of the likeliest tokens too, under each of the two that is kept.
         output_scores, output_logits: keep the rows [V] themselves.
+        lookup_tokens: most tokens of a draft that is looked up in the tokens so far; 0: there are no such drafts.
+        lookup_ngram: most tokens that are looked up.
         beams: how several are searched, in place of all above that chooses tokens; None: there is one.
     """
 
@@ -95,6 +98,8 @@ class GenerationParams:
     output_scores: bool = False
     output_logits: bool = False
     beams: BeamParams | None = None
+    lookup_tokens: int = 0
+    lookup_ngram: int = 2
 
     @cached_property
     def recorded(self) -> bool:
@@ -168,6 +173,7 @@ class GenerationParams:
             seed=_seed(values, default_seed),
             **found,
             **tail,
+            **_drafts(values),
             **_logprobs(values),
         )
 
@@ -180,14 +186,14 @@ def samples_asked(*sources: GenerationConfig | Mapping[str, Any] | None) -> int:
     Raises:
         ValueError: it is not a number of at least 1, or several of greedy decoding, which would all be the same.
     """
-    count = _first_of("num_return_sequences", sources)
-    count = 1 if count is None else integer("num_return_sequences", count, at_least=1)
+    asked = _first_of("num_return_sequences", sources)
+    asked = 1 if asked is None else count("num_return_sequences", asked)
     beams = _first_of("num_beams", sources)
     if isinstance(beams, int) and beams > 1:
         return 1
-    if count > 1 and not _first_of("do_sample", sources):
-        raise ValueError(f"num_return_sequences must be 1 for greedy decoding, got {count}")
-    return count
+    if asked > 1 and not _first_of("do_sample", sources):
+        raise ValueError(f"num_return_sequences must be 1 for greedy decoding, got {asked}")
+    return int(asked)
 
 
 def _first_of(name: str, sources: Sequence[GenerationConfig | Mapping[str, Any] | None]) -> Any:
@@ -247,12 +253,13 @@ def _check_beams(values: dict[str, Any]) -> None:
     for name, check in WITH_BEAMS.items():
         if values.get(name) is not None:
             values[name] = check(name, values[name])
-    count = values.get("num_return_sequences") or 1
-    if count > beams:
-        raise ValueError(f"num_return_sequences must be at most num_beams, {beams}, got {count}")
+    sequences = values.get("num_return_sequences") or 1
+    if sequences > beams:
+        raise ValueError(f"num_return_sequences must be at most num_beams, {beams}, got {sequences}")
     for name, instead in NOT_WITH_BEAMS.items():
         value = values.get(name)
-        if value not in (None, False, 0, 1) or value is True:
+        nothing = (None, False, 0) if name != "num_beam_groups" else (None, 1)
+        if value not in nothing or value is True:
             raise ValueError(f"{name} must be None with num_beams={beams}, got {value!r}: {instead}")
 
 
@@ -295,9 +302,18 @@ def _seed(values: Mapping[str, Any], default: int) -> int:
     return default if seed is None else integer("seed", seed, below=2**64)
 
 
+def _drafts(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Other fields about drafts change no token, and without drafts `generate` takes any value for them."""
+    most = values.get("prompt_lookup_num_tokens")
+    if most is None:
+        return {}
+    ngram = values.get("max_matching_ngram_size")
+    return {"lookup_tokens": most, "lookup_ngram": 2 if ngram is None else count("max_matching_ngram_size", ngram)}
+
+
 def _logprobs(values: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: boolean(name, values.get(name) or False) for name in ("logprobs", "processed_logprobs")}
-    count = integer("top_logprobs", values.get("top_logprobs") or 0)
-    if count and not any(found.values()):
-        raise ValueError(f"top_logprobs must be 0 without logprobs or processed_logprobs, got {count}")
-    return {**found, "top_logprobs": count}
+    top = integer("top_logprobs", values.get("top_logprobs") or 0)
+    if top and not any(found.values()):
+        raise ValueError(f"top_logprobs must be 0 without logprobs or processed_logprobs, got {top}")
+    return {**found, "top_logprobs": top}

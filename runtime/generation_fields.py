@@ -64,7 +64,9 @@ PROCESSED = frozenset(
 STOPPING = frozenset({"max_length", "max_new_tokens", "max_time", "stop_strings", "eos_token_id"})
 # What a request keeps of every step.
 KEPT = frozenset({"output_scores", "output_logits"})
-IMPLEMENTED = PROCESSED | STOPPING | KEPT | {"do_sample", "num_beams", "num_return_sequences"}
+IMPLEMENTED = (
+    PROCESSED | STOPPING | KEPT | {"do_sample", "num_beams", "num_return_sequences", "prompt_lookup_num_tokens"}
+)
 
 # How several beams are searched; how drafts are made; how transformers keeps its cache; how it compiles.
 OF_BEAMS = frozenset({"early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty"})
@@ -134,7 +136,6 @@ INSTEAD: Mapping[str, str] = {
     "dola_layers": "call model.generate(custom_generate='transformers-community/dola')",
     "constraints": "call model.generate(custom_generate='transformers-community/constrained-beam-search')",
     "force_words_ids": "call model.generate(custom_generate='transformers-community/constrained-beam-search')",
-    "prompt_lookup_num_tokens": "leave it out: the tokens of greedy decoding are the same without drafts",
     "assistant_early_exit": "leave it out: the tokens of greedy decoding are the same without drafts",
     "speculation_type": "leave it out: the tokens of greedy decoding are the same without drafts",
     "continuous_batching_config": "give sc.EngineConfig in its place",

@@ -134,6 +134,7 @@ WITH_BEAMS: Mapping[str, Callable[[str, Any], Any]] = {"length_penalty": number,
 ALWAYS: Mapping[str, Callable[[str, Any], Any]] = {
     "num_beams": count,
     "num_return_sequences": count,
+    "prompt_lookup_num_tokens": count,
     "guidance_scale": number,
     "repetition_penalty": positive,
     "encoder_repetition_penalty": positive,

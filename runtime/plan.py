@@ -10,17 +10,30 @@ from selective_compile.runtime.request_state import RequestState
 
 
 class Share(NamedTuple):
-    """A request's part in a step: tokens start .. start + num_tokens of `state.tokens` are computed."""
+    """A request's part in a step: tokens start .. start + num_tokens of `state.tokens` are computed.
+
+    The last `drafted` of them are not known yet, but the first of `state.draft`.
+    """
 
     state: RequestState
     start: int
     num_tokens: int
     samples: bool  # the last known token is among them, so the step's logits give the next one
+    drafted: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """How many of its last tokens have their logits computed."""
+        wanted = self.samples + self.drafted
+        if self.state.rows_from is None:
+            return wanted
+        end = self.start + self.num_tokens
+        return max(wanted, end - max(self.start, self.state.rows_from))
 
     @property
     def is_prefill(self) -> bool:
         """True unless the share is the token that the previous step generated; recomputing is prefill too."""
-        return not self.samples or self.num_tokens > 1 or self.start < self.state.prompt_length
+        return not self.samples or self.num_tokens > 1 + self.drafted or self.start < self.state.prompt_length
 
 
 @dataclass(frozen=True, kw_only=True)

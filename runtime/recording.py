@@ -30,7 +30,6 @@ from selective_compile.runtime.generation import GenerationParams, set_fields
 from selective_compile.runtime.intake import Submission
 from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.request_state import RequestState
-from selective_compile.runtime.sampler import SampledTokens
 
 VERSION = 1
 # Of an EngineConfig: what is the log's own business, and what the blocks in its first line stand for.
@@ -62,8 +61,8 @@ class Recording:
     def copied(self, started: float, ended: float) -> None:
         """The copies of the plan took from here to there, on the engine's clock."""
 
-    def computed(self, plan: StepPlan, sampled: SampledTokens, ends: Sequence[str | None]) -> None:
-        """The step ran; `ends` has, for each token, the reason why its request ended with it."""
+    def computed(self, plan: StepPlan, tokens: Sequence[int], ends: Sequence[str | None]) -> None:
+        """The step ran; `ends` has, for each of the tokens, the reason why its request ended with it."""
 
     def failed(self, doomed: Iterable[RequestState], *, passed_on: bool) -> None:
         """The step failed, by something that was passed on as it came or not; these ended."""
@@ -117,9 +116,9 @@ class FileRecording(Recording):
     def copied(self, started: float, ended: float) -> None:
         self._write("copied", started=started, ended=ended)
 
-    def computed(self, plan: StepPlan, sampled: SampledTokens, ends: Sequence[str | None]) -> None:
+    def computed(self, plan: StepPlan, tokens: Sequence[int], ends: Sequence[str | None]) -> None:
         sampling = [share.state.number for share in plan.shares if share.samples]
-        self._write("computed", tokens=list(zip(sampling, sampled.tokens, ends, strict=True)))
+        self._write("computed", tokens=list(zip(sampling, tokens, ends, strict=True)))
 
     def failed(self, doomed: Iterable[RequestState], *, passed_on: bool) -> None:
         self._write("failed", numbers=[state.number for state in doomed], passed_on=passed_on)

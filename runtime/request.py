@@ -194,13 +194,13 @@ class Request:
         ended = self._finish_reason or "not finished"
         return f"Request({self.request_id!r}, {len(self._tokens)} tokens, {ended})"
 
-    def reason_to_end(self, token: int, record: TokenRecord | None) -> FinishReason | None:
-        """For the engine: why this token, which the scheduler has, is the last; None if it is not."""
+    def reason_to_end(self, generated: int, token: int, record: TokenRecord | None) -> FinishReason | None:
+        """For the engine: why this token, with so many generated before it, is the last; None if it is not."""
         if token in self.params.eos_token_ids:
             return "stop"
         if record is not None and record.stop is not None:
             return record.stop
-        return "length" if self.state.generated == self.params.max_new_tokens else None
+        return "length" if generated + 1 == self.params.max_new_tokens else None
 
     def start(self) -> None:
         """For the engine: the request is in a step for the first time, or again after a preemption."""

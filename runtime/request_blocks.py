@@ -226,6 +226,34 @@ class RequestBlocks:
         state.shares_last = False
         return True
 
+    def room_for_draft(self, state: RequestState, most: int, *, num_running: int) -> int:
+        """For how many tokens behind those that it has, at most `most`, there are blocks that nobody will miss soon.
+
+        Args:
+            num_running: how many requests may need a block in the same step.
+        """
+        known = len(state.tokens)
+        most = min(most, state.final_length - known)
+        for group, table in zip(self.groups, state.tables, strict=True):
+            reserved = num_running
+            if self.guarantees:
+                # Where the calls' reach is limited, what all may come to need at a time is there in any case.
+                reserved = group.promised - group.promise_of(state, table) if group.most is None else 0
+            free = max(0, group.pool.num_free - reserved)
+            most = min(most, (len(table.blocks) + free) * self.block_size - known)
+        return max(0, most)
+
+    def cut(self, state: RequestState) -> None:
+        """Take back the blocks behind that of its last token, which a draft had that was not all right."""
+        self.filled(state, state.computed)
+        for group, table in zip(self.groups, state.tables, strict=True):
+            surplus = len(table.blocks) - -(-len(state.tokens) // self.block_size)
+            if surplus > 0:
+                group.pool.release(table.blocks[-surplus:])
+                del table.blocks[-surplus:]
+                if group.most is None:
+                    group.promised += surplus
+
     def fork(self, parent: RequestState, children: Sequence[RequestState], *, copies_last: bool) -> None:
         """Let others go on from what a running request has computed, in the room that it was given for its `width`.
 
@@ -327,6 +355,8 @@ class RequestBlocks:
         if not self.reuse:
             return 0
         count = (len(state.tokens) - 1) // self.block_size
+        if state.rows_from is not None:
+            count = min(count, state.rows_from // self.block_size)
         names = block_names(state, count, self.block_size)
         before = count + 1
         while count < before:  # what one group has not, the others need not have

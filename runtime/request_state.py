@@ -63,6 +63,7 @@ class RequestState:
         "block_names",
         "charged",
         "computed",
+        "draft",
         "final_length",
         "finished",
         "group",
@@ -71,6 +72,7 @@ class RequestState:
         "prompt_length",
         "request_id",
         "reused",
+        "rows_from",
         "shares_last",
         "tables",
         "terms",
@@ -107,6 +109,9 @@ class RequestState:
         self.shares_last = False  # in one of its tables: it has to get a block of its own before it writes
         # Those that are only served all together, this one included: the beams of a search.
         self.group: tuple[RequestState, ...] | None = None
+
+        self.draft = array("q")  # what may come next, to be computed with the last token and then verified
+        self.rows_from: int | None = None  # the logits of this token and all behind it are wanted, of the prompt too
 
     @property
     def members(self) -> tuple[RequestState, ...]:

@@ -217,11 +217,21 @@ class Scheduler:
 
         One of a group has its token from `rearrange`, and so has one that is forked into a group.
         """
-        state, start, num_tokens, samples = share
+        state, start, num_tokens, samples, _ = share
         assert not state.finished and state.computed == start and (samples or token is None), share
         state.computed = start + num_tokens
         if token is not None:
             state.tokens.append(token)
+
+    def verified(self, share: Share, tokens: Sequence[int]) -> None:
+        """As `advance` for a share with a draft: the tokens that it gave, of which all but the last were drafted."""
+        state, start, num_tokens, _, drafted = share
+        assert 1 <= len(tokens) <= drafted + 1 and not state.finished and state.computed == start, share
+        assert all(token == drafted for token, drafted in zip(tokens[:-1], state.draft, strict=False)), share
+        state.tokens.extend(tokens)
+        state.computed = start + num_tokens - drafted + len(tokens) - 1
+        state.draft = array("q")
+        self.blocks.cut(state)
 
     def measured(self, num_tokens: int, seconds: float) -> None:
         """A step of so many tokens took so long; what can still be met is estimated from this."""
@@ -292,19 +302,21 @@ class Scheduler:
         block_size, budget = self.block_size, draft.budget
         take, share = draft.shares.append, partial(tuple.__new__, Share)
         # A copy, since making room shortens the running requests from the end; those then have no blocks.
-        for state in list(self._running.values()):
+        running = list(self._running.values())
+        for place, state in enumerate(running):
             start = state.computed
             # Most requests, at most steps: one token in the midst of a block. By itself this halves a step's cost.
-            steady = not state.shares_last and state.group is None
+            steady = not (state.shares_last or state.draft) and state.group is None
             if budget and start % block_size and len(state.tokens) == start + 1 and steady:
-                take(share((state, start, 1, True)))
+                take(share((state, start, 1, True, 0)))
                 budget -= 1
                 continue
             if budget == 0 or not state.tables:
                 break
             if draft.prefill or not state.in_prefill:
                 draft.budget = budget
-                if not self._take(state, draft):
+                # Nobody is left without a token for the sake of another's draft.
+                if not self._take(state, draft, most_drafted=budget - (len(running) - place)):
                     break
                 budget = draft.budget
         draft.budget = budget
@@ -327,7 +339,7 @@ class Scheduler:
         if self.batching == "inflight":
             self._admit_within_budget(draft)
 
-    def _take(self, state: RequestState, draft: Draft) -> bool:
+    def _take(self, state: RequestState, draft: Draft, most_drafted: int = 0) -> bool:
         """As much of a running request as budget allows; False: it had to give way itself."""
         start, pending = state.computed, len(state.tokens) - state.computed
         if not pending:
@@ -338,15 +350,25 @@ class Scheduler:
             self._charge_generated(state)
         if not self._make_room(state, start + num_tokens, draft):
             return False
+        drafted = self._room_for_draft(state, start + num_tokens, most_drafted)
         if in_prefill:
             draft.prefill -= num_tokens
-        draft.budget -= num_tokens
-        draft.shares.append(Share(state, start, num_tokens, num_tokens == pending))
+        draft.budget -= num_tokens + drafted
+        draft.shares.append(Share(state, start, num_tokens + drafted, num_tokens == pending, drafted))
         if num_tokens == pending and self._prefilling:
             self._prefilling.pop(state.number, None)
         if num_tokens > 1:
             self.blocks.filled(state, start + num_tokens)
         return True
+
+    def _room_for_draft(self, state: RequestState, end: int, most: int) -> int:
+        """How much of a request's draft can be computed, with the blocks for it taken; nobody is preempted for it."""
+        if not state.draft or state.pending != 1 or most <= 0:
+            return 0
+        drafted = self.blocks.room_for_draft(state, min(most, len(state.draft)), num_running=len(self._running))
+        covered = self.blocks.cover(state, end + drafted)
+        assert covered, state
+        return drafted
 
     def _make_room(self, state: RequestState, end: int, draft: Draft) -> bool:
         """Get the blocks of the next tokens of a running request, up to `end`; False: it had to give way itself.
@@ -408,4 +430,5 @@ class Scheduler:
         self._charge_generated(state)
         self.blocks.release(state)
         self._places -= state.width
+        state.draft = array("q")
         self._prefilling.pop(state.number, None)

@@ -33,6 +33,14 @@ class StepTimes:
         """Seconds of each token more; None as long as steps of one size say nothing about it."""
         return self._line()[2] or None if self._weight else None
 
+    def worth_of_a_row(self, num_tokens: int) -> float:
+        """What a token more costs in a step of so many, as a share of what each of those has cost; 0: nothing known.
+
+        A token that need not be computed in a later step saves that share, and a part in the rest of that step.
+        """
+        step = self.predict(num_tokens)
+        return num_tokens * self._line()[2] / step if step else 0.0
+
     def prefill_seconds(self, num_tokens: int, budget: int) -> float | None:
         """Seconds of the steps of a prompt of so many tokens, by itself; None before the first step."""
         chunks, rest = divmod(num_tokens, budget)

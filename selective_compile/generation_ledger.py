@@ -116,8 +116,10 @@ LIMITS: Mapping[str, str] = {
     **dict.fromkeys(
         ("num_beam_groups", "diversity_penalty"), "no effect with one beam group; more are refused by name"
     ),
+    "prompt_lookup_num_tokens": "as many at most, by how many were right; sampled tokens too are those without it",
+    "max_matching_ngram_size": "with prompt_lookup_num_tokens; changes no token",
     "low_memory": "no effect, as there",
-    **dict.fromkeys(OF_DRAFTS, NO_DRAFT),
+    **dict.fromkeys(OF_DRAFTS - {"max_matching_ngram_size"}, NO_DRAFT),
     **dict.fromkeys(OF_COMPILING, "no effect: how transformers compiles"),
     "transformers_version": "no effect: a note of who wrote the file",
 }

@@ -148,6 +148,11 @@ class StepProgram:
         self._implementation = config.implementation
         self._run = compiled(flat, inductor=config.compile)
 
+    @property
+    def rewinds(self) -> bool:
+        """Whether a request can go on from fewer tokens than were computed of it: blocks are just written over."""
+        return not self.state_sites and not self.keeps_requests
+
     def forget(self, request: Hashable) -> None:
         """Nothing is kept of a request but its blocks."""
 

@@ -135,6 +135,11 @@ ROWS: Mapping[str, Callable[[Random], dict[str, Any]]] = {
         "assistant_ensemble_weight": 0.5,
         "max_matching_ngram_size": 3,
     },
+    "prompt_lookup_num_tokens": lambda rng: {
+        "prompt_lookup_num_tokens": rng.randint(1, 9),
+        "max_matching_ngram_size": rng.choice([None, 1, 3]),
+        **rng.choice([{}, {"repetition_penalty": 0.6}, {"no_repeat_ngram_size": 3}]),
+    },
     "caches of transformers": lambda rng: {
         "prefill_chunk_size": rng.randint(1, 9),
         "max_cache_len": 99,

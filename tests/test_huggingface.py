@@ -311,7 +311,6 @@ UNSUPPORTED: dict[str, Any] = {
     "cache_implementation": "paged",
     "output_attentions": True,
     "output_hidden_states": True,
-    "prompt_lookup_num_tokens": 3,
 }
 
 

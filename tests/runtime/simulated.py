@@ -40,6 +40,7 @@ class SimulatedProgram:
     vocab_size = VOCAB_SIZE
     device = CPU
     graphs = 1
+    rewinds = True
 
     def __init__(self, max_positions: int | None = None) -> None:
         self.max_positions = max_positions

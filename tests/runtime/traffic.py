@@ -11,9 +11,9 @@ from selective_compile.runtime.request_state import RequestState
 from selective_compile.step import Reach
 
 
-def content(state: RequestState, position: int, weights: int) -> int:
+def content(state: RequestState, position: int, weights: int, drafted: int = 0) -> int:
     """What the keys and values of a token depend on: all tokens up to it, the salt, and the weights."""
-    tokens = state.tokens[: position + 1].tobytes()
+    tokens = (state.tokens + state.draft[:drafted])[: position + 1].tobytes()
     return zlib.crc32(repr((state.terms.cache_salt, weights)).encode() + tokens)
 
 
@@ -55,16 +55,16 @@ class Memory:
                     slot = self._slot(share.state, table, position)
                     assert slot not in written, f"slot {slot} is written twice in a step"
                     written.add(slot)
-                    self._slots[slot] = content(share.state, position, weights)
+                    self._slots[slot] = content(share.state, position, weights, share.drafted)
         for table, reach in enumerate(self._reaches):
             for share in plan.shares:
                 seen = range(reach.first_seen(share.start), share.start + share.num_tokens)
-                self._read(share.state, table, seen, weights)
+                self._read(share.state, table, seen, weights, share.drafted)
 
-    def _read(self, state: RequestState, table: int, positions: Iterable[int], weights: int) -> None:
+    def _read(self, state: RequestState, table: int, positions: Iterable[int], weights: int, drafted: int) -> None:
         for position in positions:
             found = self._slots.get(self._slot(state, table, position))
-            assert found == content(state, position, weights), f"{state}: another's content at {position}"
+            assert found == content(state, position, weights, drafted), f"{state}: another's content at {position}"
 
     def _slot(self, state: RequestState, table: int, position: int) -> tuple[int, int]:
         block, inside = divmod(position, self._block_size)
@@ -76,6 +76,16 @@ class Memory:
 def next_token(state: RequestState, branch: int = 0) -> int:
     """What the model of the tests generates: few different tokens, so that requests come to agree by chance."""
     return (zlib.crc32(state.tokens.tobytes()) + branch) % 2
+
+
+def next_tokens(state: RequestState, drafted: int) -> list[int]:
+    """The tokens of a step: those of the draft that are right, and one more."""
+    found = RequestState(0, 0, state.tokens, max_new_tokens=1)
+    for right in state.draft[:drafted]:
+        found.tokens.append(next_token(found))
+        if found.tokens[-1] != right:
+            return found.tokens[len(state.tokens) :].tolist()
+    return [*found.tokens[len(state.tokens) :], next_token(found)]
 
 
 def next_beams(group: Sequence[RequestState]) -> tuple[list[int], list[int]]:

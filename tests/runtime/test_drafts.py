@@ -1,0 +1,170 @@
+"""Drafts change how many steps there are, and no token."""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import selective_compile as sc
+from selective_compile import tiny_model
+from selective_compile.backend import compile_step_program
+from selective_compile.runtime.drafts import Acceptance, PromptLookup
+from selective_compile.runtime.replay import EventLog, replay_schedule
+from selective_compile.runtime.replay_engine import replay_engine
+from selective_compile.runtime.step_times import StepTimes
+from tests.models import tiny
+from tests.oracle import assert_generated_alone
+from tests.runtime.simulated import SimulatedModel, SimulatedProgram, simulated_engine
+from tests.runtime.test_engine import expect, run_until_idle
+from tests.test_whole_functions import Recurrent
+
+CONFIG = sc.EngineConfig(compile=False, max_kv_tokens=4096)
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=30), st.integers(1, 4), st.integers(1, 5))
+def test_lookup_proposes_what_followed_the_latest_longest_match(tokens: list[int], size: int, most: int) -> None:
+    lookup = PromptLookup(ngram_size=size)
+    for end in range(1, len(tokens) + 1):  # as the tokens come
+        proposed = lookup.propose(array("q", tokens[:end]), most)
+    wanted: list[int] = []
+    for length in range(min(size, len(tokens) - 1), 0, -1):
+        ends = [end for end in range(length, len(tokens)) if tokens[end - length : end] == tokens[-length:]]
+        if ends:
+            wanted = tokens[ends[-1] :][:most]
+            break
+    assert proposed == wanted
+
+
+def test_length_follows_what_was_right_and_drafts_that_do_not_pay_stop_and_come_back() -> None:
+    acceptance = Acceptance()
+    assert acceptance.length(0.2, 9) == 2  # a half, a quarter
+    for _ in range(30):
+        acceptance.observe([5, 6, 7], [5, 6, 7, 8])
+    assert acceptance.length(0.2, 9) == 9
+    for _ in range(40):
+        acceptance.observe([5, 6, 7], [9])
+    assert acceptance.length(0.2, 9) == 0
+    for _ in range(9):
+        acceptance.observe([5], [5])  # proposed, and not computed
+    assert acceptance.length(0.2, 9) > 0
+    assert acceptance.length(0.0, 9) == 9, "where nothing is known, rows are free"
+
+
+def test_a_row_is_worth_its_share_of_a_step() -> None:
+    times = StepTimes()
+    assert times.worth_of_a_row(8) == 0.0
+    for tokens in (4, 8, 16):
+        times.observe(tokens, 1.0 + 0.5 * tokens)
+    assert times.worth_of_a_row(8) == pytest.approx(8 * 0.5 / 5.0)
+
+
+@pytest.mark.parametrize("policy", ["max_utilization", "guaranteed_no_evict"])
+def test_wrong_drafts_change_nothing(policy: Any) -> None:
+    rng = Random(policy)
+    engine = simulated_engine(block_size=3, max_kv_tokens=120, token_budget=12, max_requests=5, scheduler_policy=policy)
+    requests = [
+        engine.submit(
+            [rng.randrange(3) for _ in range(rng.randint(1, 20))],
+            do_sample=rng.random() < 0.5,
+            eos_token_id=[5, 6, 7],
+            max_new_tokens=rng.randint(1, 20),
+            prompt_lookup_num_tokens=rng.randint(1, 6),
+        )
+        for _ in range(12)
+    ]
+    run_until_idle(engine)
+    for request in requests:
+        expect(request)
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Any:
+    model, tokenizer = tiny_model.load()
+    return model, tokenizer, compile_step_program(model, CONFIG)
+
+
+def test_right_drafts_save_steps_and_tokens_are_the_same(shipped: Any) -> None:
+    """Greedy and sampled, with scores, log probabilities and stops, next to requests without drafts."""
+    model, tokenizer, program = shipped
+    ids = tokenizer("count 3 to 9: 3 4 5 6 7 8 9 count 3 to 9: 3 4").input_ids
+    asked: list[dict[str, Any]] = [
+        {},
+        {"do_sample": True, "temperature": 0.6, "seed": 5},
+        {"repetition_penalty": 1.01, "logprobs": True, "output_scores": True},
+        {"eos_token_id": [ord("8")]},
+        {"stop_strings": ["7 8"], "tokenizer": tokenizer},
+        {"max_new_tokens": 7},
+    ]
+    asked = [{"max_new_tokens": 16, **options} for options in asked]
+    found = []
+    for drafts in ({}, {"prompt_lookup_num_tokens": 8}):
+        engine = sc.Engine(model, CONFIG, program=program)
+        requests = [engine.submit(ids, **options, **drafts) for options in asked]
+        found.append([request.result() for request in requests])
+        steps = engine.stats().steps
+        assert steps == 16 if not drafts else steps <= 8
+    for plain, drafted in zip(*found, strict=True):
+        assert drafted.tokens == plain.tokens and drafted.finish_reason == plain.finish_reason
+        assert (drafted.logprobs is None) == (plain.logprobs is None)
+        if plain.logprobs is not None:
+            assert drafted.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
+            assert len(drafted.scores) == len(plain.scores) == len(plain.tokens)
+    assert_generated_alone(model, ids, found[1][0].tokens)
+
+
+def test_blocks_filled_by_drafts_are_found_only_where_the_drafts_were_right(shipped: Any) -> None:
+    model, tokenizer, program = shipped
+    engine = sc.Engine(model, sc.EngineConfig(compile=False, max_kv_tokens=4096, block_size=2), program=program)
+    ids = tokenizer("aabab aabab aab").input_ids
+    first = engine.submit(ids, max_new_tokens=24, prompt_lookup_num_tokens=5).result()
+    again = engine.submit([*ids, *first.tokens], max_new_tokens=4)
+    assert_generated_alone(model, again.prompt_ids, again.result().tokens)
+
+
+def test_refusals() -> None:
+    engine = simulated_engine()
+    with pytest.raises(ValueError, match="prompt_lookup_num_tokens must be an integer of at least 1, got 0"):
+        engine.submit([1], prompt_lookup_num_tokens=0)
+    with pytest.raises(ValueError, match="max_matching_ngram_size must be an integer of at least 1, got 0"):
+        engine.submit([1], prompt_lookup_num_tokens=2, max_matching_ngram_size=0)
+    with pytest.raises(ValueError, match="prompt_lookup_num_tokens must be None with num_beams=2, got 3"):
+        engine.submit([1], prompt_lookup_num_tokens=3, num_beams=2)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: tiny("gemma3_text"), lambda: Recurrent().eval()], ids=["windows", "recurrent"]
+)
+def test_drafts_change_no_token_where_blocks_are_given_back_and_where_nothing_can_be_rewound(make: Any) -> None:
+    model = make()
+    program = compile_step_program(model, CONFIG)
+    assert program.rewinds == (not program.state_sites)
+    sizes = {"token_budget": 12, "block_size": 3, "max_kv_tokens": 240}
+    found, steps = [], []
+    for drafts in ({}, {"prompt_lookup_num_tokens": 6}):
+        engine = sc.Engine(model, sc.EngineConfig(compile=False, **sizes), program=program)
+        # Tiny models come to repeat themselves, and then the drafts are right.
+        requests = [engine.submit([1, 2, 3] * length, max_new_tokens=40, **drafts) for length in (1, 4, 7)]
+        while engine.step():
+            engine._scheduler.check()
+        found.append([request.tokens for request in requests])
+        steps.append(engine.stats().steps)
+    assert found[0] == found[1]
+    assert steps[1] < steps[0] if program.rewinds else steps[1] == steps[0]
+
+
+def test_a_recorded_engine_makes_no_drafts_and_its_log_is_replayed(tmp_path: Path) -> None:
+    engine = simulated_engine(record=tmp_path / "run.jsonl")
+    request = engine.submit([1, 2] * 8, max_new_tokens=9, prompt_lookup_num_tokens=4)
+    run_until_idle(engine)
+    expect(request)
+    assert engine.stats().tokens_computed == 16 + 8
+    log = EventLog.read(tmp_path / "run.jsonl")
+    assert replay_schedule(log).difference is None
+    program: Any = SimulatedProgram()
+    assert replay_engine(log, SimulatedModel(), program=program).difference is None
