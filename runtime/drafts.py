@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Protocol
+
+from selective_compile.runtime.assistants import PROBE, Assistant
 
 # What the next token tells of the share that is right, against all before it; over about the last ten.
 RECENT = 0.1
@@ -41,13 +42,6 @@ class Acceptance:
         return count
 
 
-class Drafter(Protocol):
-    """Makes the drafts of one request."""
-
-    def propose(self, tokens: array[int], most: int) -> list[int]:
-        """What may follow the tokens, the prompt included, that it saw a beginning of before."""
-
-
 class PromptLookup:
     """Proposes what followed the last tokens where they stood before, as transformers' prompt lookup.
 
@@ -60,6 +54,7 @@ class PromptLookup:
         self._seen = 0
 
     def propose(self, tokens: array[int], most: int) -> list[int]:
+        """What may follow the tokens, the prompt included, that it saw a beginning of before."""
         for end in range(max(1, self._seen), len(tokens)):
             for size in range(1, min(self._size, end) + 1):
                 self._ends[tuple(tokens[end - size : end])] = end
@@ -72,18 +67,25 @@ class PromptLookup:
 
 
 class Drafts:
-    """The drafts of one request: what is proposed, and how much of it is worth computing."""
+    """The drafts of one request: what is proposed, and how much of it is worth computing.
 
-    def __init__(self, drafter: Drafter, *, most: int) -> None:
-        self._drafter = drafter
+    They are by a `drafter` of the request's own, or by an `assistant` for many.
+    """
+
+    def __init__(self, drafter: PromptLookup | Assistant, *, most: int) -> None:
+        self.drafter = drafter
         self.most = most
         self.acceptance = Acceptance()
         self.proposed: list[int] = []
 
-    def propose(self, tokens: array[int], worth: float) -> array[int]:
-        """To compute next; empty where it does not pay."""
-        self.proposed = self._drafter.propose(tokens, self.most)
-        return array("q", self.proposed[: self.acceptance.length(worth, self.most)])
+    def take(self, proposed: list[int], worth: float) -> array[int]:
+        """What to compute next of a proposal; empty where it does not pay."""
+        self.proposed = proposed
+        return array("q", proposed[: self.acceptance.length(worth, self.most)])
+
+    def wanted(self, generated: int, worth: float) -> int:
+        """How many tokens to have drafted where drafting costs something by itself."""
+        return self.acceptance.length(worth, self.most) or int(generated % PROBE == 0)
 
     def observe(self, tokens: Sequence[int]) -> None:
         """These tokens came since it proposed."""

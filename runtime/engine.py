@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,10 +17,12 @@ from transformers import GenerationConfig
 
 from selective_compile.backend import Program
 from selective_compile.options import EngineConfig
+from selective_compile.runtime.assistants import Assistant, Assistants
 from selective_compile.runtime.background import BackgroundThread, weakly
 from selective_compile.runtime.batch import BatchAssembler
 from selective_compile.runtime.beam_request import RequestSearch
 from selective_compile.runtime.drafts import Drafts, PromptLookup
+from selective_compile.runtime.generation import GenerationParams
 from selective_compile.runtime.intake import Intake
 from selective_compile.runtime.kv_cache import LONGEST
 from selective_compile.runtime.model_runner import ModelRunner
@@ -64,6 +67,9 @@ class Engine:
     included, so that there is one step at a time; `_submitting` while a request's options are read, so that its
     id stays free; `_guard` is held for moments and protects all state, so that submitting, cancelling and `stats`
     never wait for the model.
+
+    Attributes:
+        longest: the most tokens that a request can come to compute.
     """
 
     def __init__(
@@ -107,6 +113,17 @@ class Engine:
         )
         pool_tokens = self._scheduler.blocks.most_tokens or LONGEST
         longest = min(pool_tokens, self._program.max_positions or pool_tokens)
+        self.longest = longest
+        # As many blocks as the model itself has, which are found again from step to step.
+        first = next(iter(self._runner.num_blocks.values()), None)
+        alike = replace(
+            self.config,
+            max_kv_tokens=self.config.max_kv_tokens if first is None else first * self.config.block_size,
+            block_reuse=True,
+            scheduler_policy="max_utilization",
+            record=None,
+        )
+        self._assistants = Assistants(partial(Engine, config=alike))
         self._assembler = BatchAssembler(
             token_budget=self.config.token_budget,
             max_requests=self._runner.max_requests,
@@ -122,6 +139,7 @@ class Engine:
             reuses_blocks=reuses_blocks,
             pool_tokens=pool_tokens,
             fits_together=self._scheduler.fits_together,
+            assistants=self._assistants,
         )
         self._log = StepLog(observers, clock)
         self._recording = recording_of(
@@ -220,9 +238,8 @@ class Engine:
     def _enqueue(self, requests: list[Request]) -> None:
         for request in requests:
             request.samples = tuple(requests)
-            if request.params.lookup_tokens and self._drafting:
-                lookup = PromptLookup(ngram_size=request.params.lookup_ngram)
-                drafts = Drafts(lookup, most=request.params.lookup_tokens)
+            drafts = self._drafts_of(request.params)
+            if drafts is not None and self._drafting:
                 self._drafts[request.state.number] = request, drafts
         first, *others = requests
         beams = first.params.beams
@@ -247,9 +264,9 @@ class Engine:
                 none was running: then no step would get further, and they have ended too.
         """
         with self._stepping:
-            started = self._log.now()
             with self._failure_ends_running_requests():
                 self._propose()
+                started = self._log.now()
                 step = self._schedule()
                 if step is None:
                     return False
@@ -331,14 +348,39 @@ class Engine:
         self._recording.dropped()
         self._scheduler.preempt_all()
 
+    def _drafts_of(self, params: GenerationParams) -> Drafts | None:
+        if params.assistant is not None:
+            assistant = self._assistants.of(params.assistant, self.vocab_size)
+            return Drafts(assistant, most=params.assistant_tokens)
+        if params.lookup_tokens:
+            return Drafts(PromptLookup(ngram_size=params.lookup_ngram), most=params.lookup_tokens)
+        return None
+
     def _propose(self) -> None:
         """Give drafts to the requests that ask for them and are to compute their last token next."""
+        if not self._drafts:
+            return
+        asked: dict[Assistant, list[tuple[RequestState, Drafts, int]]] = {}
         with self._guard:
             running = self._scheduler.num_running
-            worth = self._scheduler.times.worth_of_a_row(running) if self._drafts and running else 0.0
+            worth = self._scheduler.times.worth_of_a_row(running) if running else 0.0
+            step = self._scheduler.times.predict(running) or math.inf
             for request, drafts in self._drafts.values():
-                if request.state.tables and request.state.generated and request.state.pending == 1:
-                    request.state.draft = drafts.propose(request.state.tokens, worth)
+                state, drafter = request.state, drafts.drafter
+                if not (state.tables and state.generated and state.pending == 1):
+                    continue
+                if isinstance(drafter, Assistant):
+                    count = drafts.wanted(state.generated, worth + drafter.seconds_per_token / step)
+                    asked.setdefault(drafter, []).append((state, drafts, min(count, state.final_length)))
+                else:
+                    state.draft = drafts.take(drafter.propose(state.tokens, drafts.most), worth)
+        for assistant, wanted in asked.items():
+            # Without the guard: nobody but a step changes the tokens of a request.
+            proposed = assistant.propose([(state.tokens, count, state.terms.cache_salt) for state, _, count in wanted])
+            with self._guard:
+                for (state, drafts, _), tokens in zip(wanted, proposed, strict=True):
+                    if state.tables:
+                        state.draft = drafts.take(tokens, worth)
 
     def _schedule(self) -> _Step | None:
         with self._guard:

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 NOT_WITH_BEAMS: Mapping[str, str] = {
     "num_beam_groups": "call model.generate(custom_generate='transformers-community/group-beam-search')",
     "low_memory": "leave it out, as transformers has it no more; beams share blocks",
-    "prompt_lookup_num_tokens": "drafts go with one sequence",
+    **dict.fromkeys(("prompt_lookup_num_tokens", "assistant_model"), "drafts go with one sequence"),
     **dict.fromkeys(("logprobs", "processed_logprobs"), "output_scores has those of all tokens for each beam"),
     **dict.fromkeys(GRAMMARS, "prefix_allowed_tokens_fn constrains beams"),
 }
@@ -77,6 +77,7 @@ class GenerationParams:
         output_scores, output_logits: keep the rows [V] themselves.
         lookup_tokens: most tokens of a draft that is looked up in the tokens so far; 0: there are no such drafts.
         lookup_ngram: most tokens that are looked up.
+        assistant: a model that drafts, at most `assistant_tokens` at a time; None: there is none.
         beams: how several are searched, in place of all above that chooses tokens; None: there is one.
     """
 
@@ -100,6 +101,8 @@ class GenerationParams:
     beams: BeamParams | None = None
     lookup_tokens: int = 0
     lookup_ngram: int = 2
+    assistant: Any = None
+    assistant_tokens: int = 20
 
     @cached_property
     def recorded(self) -> bool:
@@ -240,6 +243,8 @@ def set_fields(config: GenerationConfig | None) -> dict[str, Any]:
 def _checked(values: dict[str, Any]) -> dict[str, Any]:
     do_sample = values.get("do_sample")
     values["do_sample"] = False if do_sample is None else boolean("do_sample", do_sample)
+    if values.get("num_beams") is None:
+        values["num_beams"] = 1
     checks = {**ALWAYS, **WHEN_SAMPLING} if values["do_sample"] else ALWAYS
     for name, check in checks.items():
         if values.get(name) is not None:
@@ -304,7 +309,17 @@ def _seed(values: Mapping[str, Any], default: int) -> int:
 
 def _drafts(values: Mapping[str, Any]) -> dict[str, Any]:
     """Other fields about drafts change no token, and without drafts `generate` takes any value for them."""
-    most = values.get("prompt_lookup_num_tokens")
+    most, assistant = values.get("prompt_lookup_num_tokens"), values.get("assistant_model")
+    if assistant is not None:
+        if most is not None:
+            raise ValueError(f"prompt_lookup_num_tokens must be None with an assistant_model, got {most}")
+        if values.get("assistant_ensemble_weight") is not None:
+            raise ValueError("assistant_ensemble_weight must be None, for it changes what is sampled; leave it out")
+        asked = values.get("num_assistant_tokens")
+        return {
+            "assistant": assistant,
+            "assistant_tokens": count("num_assistant_tokens", 20 if asked is None else asked),
+        }
     if most is None:
         return {}
     ngram = values.get("max_matching_ngram_size")

@@ -23,6 +23,7 @@ OWN_OPTIONS = frozenset(
         "negative_prompt_ids",
         "negative_prompt_attention_mask",
         "tokenizer",
+        "assistant_model",
         "json_schema",
         "regex",
         "grammar",

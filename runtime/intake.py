@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 
 from selective_compile.backend import Program
 from selective_compile.options import EngineConfig
+from selective_compile.runtime.assistants import Assistants
 from selective_compile.runtime.block_names import extend_names
 from selective_compile.runtime.generation import GenerationParams, Served, samples_asked
 from selective_compile.runtime.grammar import Grammars
@@ -53,11 +54,13 @@ class Intake:
         reuses_blocks: bool,
         pool_tokens: int,
         fits_together: Callable[[int, int], bool],
+        assistants: Assistants,
     ) -> None:
         """
         Args:
             pool_tokens: the most that a request can come to hold.
             fits_together: whether requests of so many tokens, so many of them, can run side by side.
+            assistants: which compile a model when a request first names it.
         """
         self._model = model
         self._program = program
@@ -65,6 +68,7 @@ class Intake:
         self._reuses_blocks = reuses_blocks
         self._pool_tokens = pool_tokens
         self._fits_together = fits_together
+        self._assistants = assistants
         self._grammars = Grammars()
 
     def prompt(self, prompt_ids: Any, *, arrival: float, deadline: float | None, **terms: Any) -> Submission:
@@ -102,6 +106,8 @@ class Intake:
             max_positions=self._program.max_positions,
             pool_tokens=self._pool_tokens,
         )
+        if params.assistant is not None:
+            self._assistants.of(params.assistant, self._program.vocab_size)
         if params.beams is not None:
             self._check_beams(len(submission.prompt) + params.max_new_tokens - 1, params.beams.num_beams)
         return params

@@ -25,6 +25,7 @@ class CallObjects:
     tokenizer: Any
     negative_prompt_ids: Any
     negative_prompt_attention_mask: Any
+    assistant_model: Any
     structure: Mapping[str, Any]
 
     def options(self, row: int, rows: int, padding: int) -> dict[str, Any]:
@@ -46,6 +47,7 @@ class CallObjects:
             **found,
             "prefix_allowed_tokens_fn": partial(_for_row, allowed, row) if callable(allowed) else allowed,
             "tokenizer": self.tokenizer,
+            "assistant_model": self.assistant_model,
             **self.structure,
             **{name: _row_of(name, getattr(self, name), row, rows) for name in NEGATIVE},
         }

@@ -35,7 +35,7 @@ RETURNS = "tests/test_generate_returns.py"
 BEAMS = "tests/runtime/test_beams.py::test_random_configurations_equal_generate"
 DROP_IN = "tests/test_huggingface.py"
 ONE_BEAM = "no effect with one beam, as there"
-NO_DRAFT = "no effect without an assistant, as there"
+NO_DRAFT = "changes no token, with or without an assistant"
 OWN_CACHE = "no effect: the engine keeps its own blocks"
 PROMPT = "of a decoder, the tokens of the prompt"
 WHEN_SAMPLING = "with do_sample, as there"
@@ -116,10 +116,11 @@ LIMITS: Mapping[str, str] = {
     **dict.fromkeys(
         ("num_beam_groups", "diversity_penalty"), "no effect with one beam group; more are refused by name"
     ),
+    **dict.fromkeys(OF_DRAFTS, NO_DRAFT),
     "prompt_lookup_num_tokens": "as many at most, by how many were right; sampled tokens too are those without it",
+    "num_assistant_tokens": "with assistant_model, as many at most; changes no token",
     "max_matching_ngram_size": "with prompt_lookup_num_tokens; changes no token",
     "low_memory": "no effect, as there",
-    **dict.fromkeys(OF_DRAFTS - {"max_matching_ngram_size"}, NO_DRAFT),
     **dict.fromkeys(OF_COMPILING, "no effect: how transformers compiles"),
     "transformers_version": "no effect: a note of who wrote the file",
 }

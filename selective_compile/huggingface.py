@@ -62,6 +62,7 @@ def generate(
             does.
         logits_processor, stopping_criteria: called for each row by itself, [1, length] without padding; of several
             rows each gets a copy of the objects, so that none sees the calls for another row.
+        assistant_model: a smaller model of the same vocabulary, which drafts; the tokens are those without it.
         prefix_allowed_tokens_fn: gets the row's number and its ids.
         streamer: gets the prompts and then a token of every row in turn; of a list it takes a single prompt.
         seed: of sampling: one for each row that is generated, or a single one, to which row i adds i. None: drawn
@@ -90,7 +91,6 @@ def generate(
     refuse_unsupported(
         {
             "synced_gpus": synced_gpus,
-            "assistant_model": assistant_model,
             "custom_generate": custom_generate,
             **{name: kwargs[name] for name in kwargs if name not in GENERATION_FIELDS | {"tokenizer", *GRAMMARS}},
         }
@@ -117,6 +117,7 @@ def generate(
         tokenizer=kwargs.get("tokenizer"),
         negative_prompt_ids=negative_prompt_ids,
         negative_prompt_attention_mask=negative_prompt_attention_mask,
+        assistant_model=assistant_model,
         structure={name: kwargs[name] for name in GRAMMARS if name in kwargs},
     )
     config = engine_config or _config_of(model)

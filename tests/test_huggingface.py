@@ -296,7 +296,6 @@ def assert_idle(model: nn.Module, config: EngineConfig = CONFIG) -> None:
 
 UNSUPPORTED: dict[str, Any] = {
     "synced_gpus": True,
-    "assistant_model": "a model",
     "custom_generate": "someone/something",
     "trust_remote_code": True,
     "assistant_tokenizer": "a tokenizer",

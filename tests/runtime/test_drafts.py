@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import selective_compile as sc
 from selective_compile import tiny_model
 from selective_compile.backend import compile_step_program
+from selective_compile.runtime.assistants import Assistant
 from selective_compile.runtime.drafts import Acceptance, PromptLookup
 from selective_compile.runtime.replay import EventLog, replay_schedule
 from selective_compile.runtime.replay_engine import replay_engine
@@ -127,12 +128,49 @@ def test_blocks_filled_by_drafts_are_found_only_where_the_drafts_were_right(ship
     assert_generated_alone(model, again.prompt_ids, again.result().tokens)
 
 
+def test_an_assistant_drafts_for_several_requests_and_changes_no_token(shipped: Any) -> None:
+    model, tokenizer, program = shipped
+    prompts = [tokenizer(text).input_ids for text in ("count 3 to 9:", "12+7=", "letters c to j:")]
+    options = [{}, {"do_sample": True, "temperature": 0.8, "seed": 3}, {"repetition_penalty": 1.1}]
+    found, steps = [], []
+    for assistant in (None, model, tiny("llama", vocab_size=model.config.vocab_size)):
+        engine = sc.Engine(model, CONFIG, program=program)
+        requests = [
+            engine.submit(ids, max_new_tokens=14, eos_token_id=None, assistant_model=assistant, **each)
+            for ids, each in zip(prompts, options, strict=True)
+        ]
+        found.append([request.result().tokens for request in requests])
+        steps.append(engine.stats().steps)
+    assert found[0] == found[1] == found[2]
+    assert steps[1] < steps[0] == 14, "the model itself is right most of the time"
+    ours = sc.generate(
+        model, prompts[:1], assistant_model=model, max_new_tokens=14, eos_token_id=None, engine_config=CONFIG
+    )
+    assert ours[0][len(prompts[0]) :].tolist() == list(found[0][0])
+
+
+def test_an_assistant_shares_blocks_only_among_requests_of_one_salt() -> None:
+    engine = simulated_engine(block_size=2)
+    assistant = Assistant(engine)
+    found = [assistant.propose([([1, 2, 3, 4, 5], 2, salt)]) for salt in ("a", "b")]
+    assert engine.stats().tokens_reused == 0
+    assert assistant.propose([([1, 2, 3, 4, 5], 2, "a")]) == found[0] == found[1]
+    assert engine.stats().tokens_reused == 4
+    assert assistant.propose([([1, 2], 0, None), ([1], engine.longest + 1, None)]) == [[], []]
+
+
 def test_refusals() -> None:
-    engine = simulated_engine()
+    engine = simulated_engine(compile=False)
     with pytest.raises(ValueError, match="prompt_lookup_num_tokens must be an integer of at least 1, got 0"):
         engine.submit([1], prompt_lookup_num_tokens=0)
     with pytest.raises(ValueError, match="max_matching_ngram_size must be an integer of at least 1, got 0"):
         engine.submit([1], prompt_lookup_num_tokens=2, max_matching_ngram_size=0)
+    with pytest.raises(ValueError, match="assistant_model must be a torch.nn.Module, got str"):
+        engine.submit([1], assistant_model="a model")
+    with pytest.raises(ValueError, match="assistant_model must have a vocabulary of 61, got 199"):
+        engine.submit([1], assistant_model=tiny("llama"))
+    with pytest.raises(ValueError, match="assistant_ensemble_weight must be None"):
+        engine.submit([1], assistant_model=tiny("llama"), assistant_ensemble_weight=0.5)
     with pytest.raises(ValueError, match="prompt_lookup_num_tokens must be None with num_beams=2, got 3"):
         engine.submit([1], prompt_lookup_num_tokens=3, num_beams=2)
 
