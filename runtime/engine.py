@@ -27,7 +27,9 @@ from selective_compile.runtime.intake import Intake
 from selective_compile.runtime.kv_cache import LONGEST
 from selective_compile.runtime.model_runner import ModelRunner
 from selective_compile.runtime.plan import Share, StepPlan
+from selective_compile.runtime.prompt import token_ids
 from selective_compile.runtime.recording import recording_of
+from selective_compile.runtime.records import logprobs_of
 from selective_compile.runtime.request import FinishReason, Request
 from selective_compile.runtime.request_state import RequestId, RequestState
 from selective_compile.runtime.request_table import RequestTable
@@ -197,24 +199,32 @@ class Engine:
                 `negative_prompt_ids`, `negative_prompt_attention_mask` and `tokenizer` as for `model.generate`,
                 for this request alone; `json_schema`, `regex` or `grammar` (of Lark), which its text must follow,
                 with `tokenizer`; `seed`; and what to keep of each step, `logprobs`, `processed_logprobs` and
-                `top_logprobs`. With `num_return_sequences` above 1 the request is the first of `samples`, each of
-                them a request; they have the seeds that follow its own, and ids such as "a/1".
+                `top_logprobs`, and of the prompt, `prompt_logprobs`. With `num_return_sequences` above 1 the request
+                is the first of `samples`, each of them a request; they have the seeds that follow its own, and ids
+                such as "a/1". With `num_beams` above 1 all tokens come at the end.
 
         Raises:
             ValueError: anything about it is wrong; other requests are not affected.
         """
         asked = self._intake.samples(generation_config, options)
-        terms = {"priority": priority, "deadline": deadline, "user": user, "cache_salt": cache_salt}
+        terms: dict[str, Any] = {"priority": priority, "deadline": deadline, "user": user, "cache_salt": cache_salt}
         return self.submit_samples(prompt_ids, asked, request_id, **terms)[0]
 
     def submit_samples(
-        self, prompt_ids: Any, asked: Sequence[Asked], request_id: RequestId | None = None, **terms: Any
+        self,
+        prompt_ids: Any,
+        asked: Sequence[Asked],
+        request_id: RequestId | None = None,
+        *,
+        rows_from: int = 0,
+        **terms: Any,
     ) -> tuple[Request, ...]:
         """Queue several requests of one prompt, which is computed once for all where that can be; else as `submit`.
 
         Args:
             asked: of each of them.
             request_id: of the first; the others have a number behind it.
+            rows_from: where log probabilities of the prompt are asked for, the token whose next is the first of them.
             terms: those of `submit`, the same for all.
         """
         terms = {"priority": 0, "deadline": None, "user": None, "cache_salt": None, **terms}
@@ -228,6 +238,8 @@ class Engine:
                 requests = []
                 for chosen_id, params, one in zip(ids, every, asked, strict=True):
                     state = submission.state(chosen_id, self._requests.next_number, params)
+                    if any(each.prompt_logprobs for each in every):
+                        state.rows_from = rows_from
                     requests.append(Request(state, params, self))
                     self._requests.add(requests[-1])
                     self._recording.submitted(state, submission, params, one.config, one.options)
@@ -255,6 +267,25 @@ class Engine:
             requests = [first]
         for request in requests:
             self._scheduler.add(request.state)
+
+    def score(self, prompt_ids: Any, continuation_ids: Any) -> tuple[float, ...]:
+        """The log probability of each token of a continuation, given the prompt and the tokens before it.
+
+        As `logprobs` of a request that had generated these tokens; waits as `Request.result` does.
+
+        Raises:
+            ValueError: as `submit`.
+            RuntimeError: a step failed.
+        """
+        prompt = token_ids(prompt_ids, self._program.vocab_size)
+        continuation = token_ids(continuation_ids, self._program.vocab_size)
+        options = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1, "prompt_logprobs": True}
+        asked = Asked(config=GenerationConfig(), options=options)
+        (request,) = self.submit_samples(prompt + continuation, [asked], rows_from=len(prompt) - 1)
+        result = request.result()
+        if result.prompt_logprobs is None or len(result.prompt_logprobs) != len(continuation):
+            raise RuntimeError(f"scoring ended with {result.finish_reason!r}: {result.error}")
+        return result.prompt_logprobs
 
     def step(self) -> bool:
         """One iteration: schedule, assemble, run, sample, publish. False: there was nothing to do.
@@ -421,6 +452,8 @@ class Engine:
         end = 0
         for (request, *others), share in zip(step.requests, step.plan.shares, strict=True):
             end += share.num_rows
+            if share.state.rows_from is not None:
+                self._score((request, *others), share, logits[end - share.num_rows : end])
             row = end - 1 - share.drafted
             if share.samples and request.search is not None:
                 request.search.give(share.state, logits[row])
@@ -433,6 +466,18 @@ class Engine:
             for search in searched.values():
                 search.advance(computed)
         return answers(logits, answering, _ends)
+
+    def _score(self, requests: Sequence[Request], share: Share, rows: Tensor) -> None:
+        """Keep the log probabilities of a prompt's tokens, each given by the row of the token before it."""
+        state = share.state
+        first = share.start + share.num_tokens - len(rows) + 1
+        # Computed again after a preemption, they are known already.
+        skipped = (state.rows_from or 0) + 1 + len(requests[0].prompt_logprobs) - first
+        tokens = state.tokens[first + skipped : min(first + len(rows), state.prompt_length)].tolist()
+        if tokens:
+            found = logprobs_of(rows[skipped : skipped + len(tokens)], tokens)
+            for request in requests:
+                request.prompt_logprobs += found
 
     def _publish(self, step: _Step, sampled: list[list[Outcome]]) -> None:
         """Hand out the tokens; requests that are done leave, with their blocks."""

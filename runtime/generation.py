@@ -20,12 +20,15 @@ from selective_compile.runtime.processors import Ban, RowProcessors, row_process
 DEFAULT_NEW_TOKENS = 20
 CPU = torch.device("cpu")
 
+LOGPROBS = ("logprobs", "processed_logprobs")
+
 # What several beams do not go with, and what to do instead.
 NOT_WITH_BEAMS: Mapping[str, str] = {
     "num_beam_groups": "call model.generate(custom_generate='transformers-community/group-beam-search')",
     "low_memory": "leave it out, as transformers has it no more; beams share blocks",
     **dict.fromkeys(("prompt_lookup_num_tokens", "assistant_model"), "drafts go with one sequence"),
-    **dict.fromkeys(("logprobs", "processed_logprobs"), "output_scores has those of all tokens for each beam"),
+    **dict.fromkeys(LOGPROBS, "output_scores has those of all tokens for each beam"),
+    "prompt_logprobs": "Engine.score has them",
     **dict.fromkeys(GRAMMARS, "prefix_allowed_tokens_fn constrains beams"),
 }
 
@@ -74,6 +77,7 @@ class GenerationParams:
         logprobs: keep the log probability of each token under the model's own distribution.
         processed_logprobs: keep it under the distribution that it was drawn from.
         top_logprobs: of as many of the likeliest tokens too, under each of the two that is kept.
+        prompt_logprobs: keep the log probability of each token of the prompt but the first.
         output_scores, output_logits: keep the rows [V] themselves.
         lookup_tokens: most tokens of a draft that is looked up in the tokens so far; 0: there are no such drafts.
         lookup_ngram: most tokens that are looked up.
@@ -96,6 +100,7 @@ class GenerationParams:
     criteria: RowCriteria | None = None
     processed_logprobs: bool = False
     top_logprobs: int = 0
+    prompt_logprobs: bool = False
     output_scores: bool = False
     output_logits: bool = False
     beams: BeamParams | None = None
@@ -327,8 +332,9 @@ def _drafts(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _logprobs(values: Mapping[str, Any]) -> dict[str, Any]:
-    found = {name: boolean(name, values.get(name) or False) for name in ("logprobs", "processed_logprobs")}
+    found = {name: boolean(name, values.get(name) or False) for name in LOGPROBS}
     top = integer("top_logprobs", values.get("top_logprobs") or 0)
     if top and not any(found.values()):
         raise ValueError(f"top_logprobs must be 0 without logprobs or processed_logprobs, got {top}")
-    return {**found, "top_logprobs": top}
+    of_prompt = boolean("prompt_logprobs", values.get("prompt_logprobs") or False)
+    return {**found, "top_logprobs": top, "prompt_logprobs": of_prompt}

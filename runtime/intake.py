@@ -106,6 +106,8 @@ class Intake:
             max_positions=self._program.max_positions,
             pool_tokens=self._pool_tokens,
         )
+        if params.prompt_logprobs and not self._program.gives_every_row:
+            raise ValueError("prompt_logprobs must be False for a model that runs whole, got True")
         if params.assistant is not None:
             self._assistants.of(params.assistant, self._program.vocab_size)
         if params.beams is not None:

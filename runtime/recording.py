@@ -100,6 +100,7 @@ class FileRecording(Recording):
             prompt=submission.prompt.tolist(),
             max_new_tokens=params.max_new_tokens,
             terms=terms,
+            rows_from=state.rows_from,
             options=told,
             untold=untold,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -68,6 +69,13 @@ def recorded(
         logits=logits.clone() if params.output_logits else None,
         scores=scores.clone() if params.output_scores and scores is not None else None,
     )
+
+
+@torch.no_grad()
+def logprobs_of(logits: Tensor, tokens: Sequence[int]) -> list[float]:
+    """Of each token under its row of logits [N, V]; bit for bit what the record of a generated token has."""
+    rows = logits.float().log_softmax(dim=-1)
+    return rows.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
 
 
 def _logprobs(row: Tensor, token: int, count: int) -> tuple[float, TopLogprobs | None]:

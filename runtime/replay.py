@@ -127,6 +127,7 @@ class _ScheduleAgain:
             max_new_tokens=event["max_new_tokens"],
             terms=terms_of(event),
         )
+        state.rows_from = event.get("rows_from")
         self._states[state.number] = state
         self._scheduler.add(state)
 

@@ -19,6 +19,7 @@ from selective_compile.programs import Program, compile_step_program
 from selective_compile.runtime.engine import Engine, StepError
 from selective_compile.runtime.replay import Event, EventLog, Replayed, first_difference
 from selective_compile.runtime.request import Request
+from selective_compile.runtime.samples import Asked
 
 
 class Interrupted(BaseException):
@@ -167,7 +168,11 @@ class _EngineAgain:
         outcomes = self._outcomes.get(event["number"], [])
         options = forced(event, outcomes) if event["untold"] else event["options"]
         self._clock.set(event["terms"]["arrival"])
-        request = self._engine.submit(event["prompt"], None, event["id"], **terms, **options)
+        rows_from = event.get("rows_from")
+        if rows_from is not None:
+            options = {**options, "prompt_logprobs": True}
+        asked = [Asked(config=None, options={**options, "num_return_sequences": 1})]
+        (request,) = self._engine.submit_samples(event["prompt"], asked, event["id"], rows_from=rows_from or 0, **terms)
         self._requests[event["number"]] = request
 
 

@@ -52,6 +52,7 @@ class RequestResult:
         error: the message when finish_reason is "error", else None.
         logprobs: of each token under the model's own distribution, before temperature and filters; None
             unless the request asked for them with `logprobs=True`.
+        prompt_logprobs: of each token of the prompt but the first, given those before it, with `prompt_logprobs=True`.
         processed_logprobs: of each token under the distribution that it was drawn from; with
             `processed_logprobs=True`.
         top_logprobs, processed_top_logprobs: of the likeliest tokens of each step, as many as `top_logprobs` asked
@@ -66,6 +67,7 @@ class RequestResult:
     finish_reason: FinishReason
     error: str | None
     logprobs: tuple[float, ...] | None
+    prompt_logprobs: tuple[float, ...] | None
     processed_logprobs: tuple[float, ...] | None
     top_logprobs: tuple[TopLogprobs, ...] | None
     processed_top_logprobs: tuple[TopLogprobs, ...] | None
@@ -95,6 +97,7 @@ class Request:
         self._changed = Condition()
         self._tokens: list[int] = []
         self._records: list[TokenRecord] = []  # one for each token, if the request keeps any
+        self.prompt_logprobs: list[float] = []  # of the prompt's tokens behind that at `state.rows_from`
         self._searched: BeamResult | None = None
         self._finish_reason: FinishReason | None = None
         self._error: str | None = None
@@ -252,6 +255,7 @@ class Request:
         top = wanted.top_logprobs > 0
         return {
             "logprobs": self._kept("logprob", wanted.logprobs),
+            "prompt_logprobs": tuple(self.prompt_logprobs) if wanted.prompt_logprobs else None,
             "processed_logprobs": self._kept("processed_logprob", wanted.processed_logprobs),
             "top_logprobs": self._kept("top_logprobs", top and wanted.logprobs),
             "processed_top_logprobs": self._kept("processed_top_logprobs", top and wanted.processed_logprobs),

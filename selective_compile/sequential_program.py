@@ -48,6 +48,7 @@ class SequentialProgram:
     counts_padding = True
     keeps_requests = True
     forks_requests = True
+    gives_every_row = False
     rewinds = False  # nor are there rows for more than a request's last token
     call_sites: tuple[Any, ...] = ()
     state_sites: tuple[Any, ...] = ()

@@ -118,11 +118,13 @@ class StepProgram:
     """Callable on `StepInputs` and pools; see `selective_compile.step` for the shapes.
 
     ``keeps_requests``: whether it keeps more of a request than its blocks, so that no other can go on from those;
-    ``forks_requests``: whether a request can go on from all that is kept of another by `go_on_from`.
+    ``forks_requests``: whether a request can go on from all that is kept of another by `go_on_from`;
+    ``gives_every_row``: whether the logits of any token of a step can be asked for, or only of a request's last.
     """
 
     keeps_requests = False
     forks_requests = True
+    gives_every_row = True
     isolated: Mapping[str, Refusal] = MappingProxyType({})
 
     def __init__(

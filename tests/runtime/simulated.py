@@ -41,6 +41,7 @@ class SimulatedProgram:
     device = CPU
     graphs = 1
     rewinds = True
+    gives_every_row = True
 
     def __init__(self, max_positions: int | None = None) -> None:
         self.max_positions = max_positions
