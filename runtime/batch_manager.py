@@ -199,8 +199,16 @@ class BatchManager:
             )
         except (ValueError, TypeError) as error:
             self._close(wanted.request_id, {}, str(error))
-        else:
-            self._open[wanted.request_id] = _Open(handle=handle, streaming=wanted.streaming)
+            return
+        if handle.search is not None or len(handle.samples) > 1:
+            for sample in handle.samples:
+                sample.cancel()
+            name = "num_return_sequences" if handle.search is None else "num_beams"
+            self._close(
+                wanted.request_id, {}, f"{name} must be 1, for a response has one sequence; submit to the engine"
+            )
+            return
+        self._open[wanted.request_id] = _Open(handle=handle, streaming=wanted.streaming)
 
     def _stop(self, request_ids: Collection[RequestId]) -> None:
         for request_id in request_ids:

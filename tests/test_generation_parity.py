@@ -133,7 +133,15 @@ def test_a_field_equals_generate(served: Served, name: str, monkeypatch: pytest.
         assert_equals_generate(served, case, request.result(), monkeypatch)
 
 
-NOT_TOGETHER = {"max_length", "max_time", "beams that are one", "drafts that are none", "caches of transformers"}
+# With drafts, `generate` asks processors that keep a state more than once for a token, and draws for several at once.
+NOT_TOGETHER = {
+    "max_length",
+    "max_time",
+    "beams that are one",
+    "drafts that are none",
+    "caches of transformers",
+    "prompt_lookup_num_tokens",
+}
 
 
 @pytest.mark.parametrize("seed", [0, 1])
