@@ -81,8 +81,13 @@ class RequestProcessor:
             chosen_id = self._choose_id(request_id)
             place = self._place_of(names)
             request = self.engines[place].submit(prompt, generation_config, chosen_id, cache_salt=cache_salt, **options)
+            taken = [sample.request_id for sample in request.samples if sample.request_id in self._open]
+            if taken:  # of another engine: which ids samples have is known only now
+                for sample in request.samples:
+                    sample.cancel()
+                raise ValueError(f"request_id must not be that of an unfinished request, got {taken[0]!r}")
             self._submitted += 1
-            self._open[chosen_id] = (place, request)
+            self._open |= {sample.request_id: (place, sample) for sample in request.samples}
             self._remember(place, names)
         return request
 

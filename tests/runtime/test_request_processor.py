@@ -141,3 +141,18 @@ def test_wrong_engines() -> None:
             RequestProcessor(engines)
     with pytest.raises(ValueError, match="routing must be one of .*, got 'random'"):
         RequestProcessor([engine], routing="random")  # type: ignore[arg-type]
+
+
+def test_samples_have_ids_that_no_engine_has_otherwise() -> None:
+    several = processor(2, "round_robin")
+    sampled: dict[str, Any] = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 4}
+    first = several.submit([1, 2, 3], request_id="a", **sampled)
+    assert [place(several, sample) for sample in first.samples] == [0, 0, 0]
+    with pytest.raises(ValueError, match="request_id must not be that of an unfinished request, got 'a/2'"):
+        several.submit([1], request_id="a/2")
+    other = several.submit([1, 2], request_id="b/1", max_new_tokens=4)
+    assert place(several, other) == 1
+    with pytest.raises(ValueError, match="request_id must not be that of an unfinished request, got 'b/1'"):
+        several.submit([1], request_id="b", **sampled)
+    run(several, *first.samples, other)
+    assert all(stats.blocks_used == stats.running == stats.waiting == 0 for stats in several.stats())
