@@ -133,6 +133,8 @@ class Engine:
             max_blocks=-(-longest // self.config.block_size),
             device=self._program.device,
             num_tables=len(self._runner.num_blocks),
+            # A program that runs one request after another computes nothing else with it.
+            batch_invariant=self.config.batch_invariant and bool(self._program.call_sites),
         )
         self._intake = Intake(
             model,

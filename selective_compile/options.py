@@ -54,6 +54,8 @@ class EngineConfig(_NamedOptions):
         dtype: the dtype that the model must have; None: whatever it has. The engine never converts weights.
         implementation: of the custom operators; "auto" takes the best there is for the device.
         seed: of requests that bring none, mixed with their id: the same id samples the same tokens.
+        batch_invariant: the logits of a request are the same bits whatever else is in the batch, however its prompt is
+            chunked and whatever blocks it finds; on a CPU, and slower: each row attends by itself.
         compile: False runs the rewritten graph without Inductor.
         record: a file to write the event log to, which `selective-compile replay` reads: all that the engine's
             decisions depend on, and what they were. It holds the prompts and the tokens. None: it is not written.
@@ -80,6 +82,7 @@ class EngineConfig(_NamedOptions):
     dtype: torch.dtype | None = None
     implementation: Implementation = "auto"
     seed: int = 0
+    batch_invariant: bool = False
     compile: bool = True
     record: str | os.PathLike[str] | None = None
     fallback: Fallback = "sequential"
@@ -103,6 +106,7 @@ class EngineConfig(_NamedOptions):
             raise ValueError(f"host_kv_bytes must be 0 without block_reuse, got {self.host_kv_bytes}")
         if self.record is not None and not isinstance(self.record, (str, os.PathLike)):
             raise ValueError(f"record must be a path or None, got {self.record!r}")
+        _require_bool("batch_invariant", self.batch_invariant)
         _require_one_of("scheduler_policy", self.scheduler_policy, get_args(SchedulerPolicy))
         _require_one_of("waiting_order", self.waiting_order, get_args(WaitingOrder))
         _require_one_of("batching", self.batching, get_args(Batching))

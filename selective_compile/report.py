@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from selective_compile.passes import PassRecord, Refusal, Rewrite
+from selective_compile.passes.batch_dependence import batch_dependent
 from selective_compile.passes.traced_graph import AttentionCall, RecurrentCall
 
 Verdict = Literal["ragged", "isolated", "sequential", "refused"]
@@ -48,7 +49,8 @@ class Report:
     names what could not be proved.  ``isolated``: the modules that hold it, whose paths are ``isolated``, run for one
     request after another, inside the ragged rest.  ``sequential``: the engine runs the whole model for one request
     after another.
-    ``refused``: the graph runs as it came, or the engine refuses it.
+    ``refused``: the graph runs as it came, or the engine refuses it.  ``batch_dependent`` names the operations whose
+    rows may differ in the last bits with the rows around them, unless the engine is batch-invariant.
     """
 
     model: str
@@ -60,6 +62,7 @@ class Report:
     note: str = ""
     isolated: tuple[str, ...] = ()
     recurrences: tuple[RecurrenceReport, ...] = ()
+    batch_dependent: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -83,6 +86,8 @@ class Report:
         if self.isolated:
             lines.append(f"  {len(self.isolated)} modules run for one request after another, and share no prefixes:")
             lines.append(f"      {shortened(self.isolated)}")
+        if self.batch_dependent:
+            lines.append(f"  {len(self.batch_dependent)} operations depend on the batch in the last bits")
         if self.refusals:
             lines.append(f"  {len(self.refusals)} operations could not be proved:")
             lines += [f"    {refusal}" for refusal in self.refusals]
@@ -130,6 +135,7 @@ def report_on(
         recurrences=tuple(recurrence_report(call) for call in traced.recurrences),
         passes=tuple(rewritten.records),
         note=note,
+        batch_dependent=batch_dependent(rewritten.flat) if rewritten.flat is not None else (),
     )
 
 

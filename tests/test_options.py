@@ -29,6 +29,7 @@ def test_defaults() -> None:
         "dtype": None,
         "implementation": "auto",
         "seed": 0,
+        "batch_invariant": False,
         "compile": True,
         "record": None,
         "fallback": "sequential",
