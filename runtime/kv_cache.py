@@ -37,20 +37,26 @@ def bytes_per_block(call_sites: Sequence[CallSite], block_size: int) -> int:
 
 
 def num_blocks(
-    call_sites: Sequence[CallSite], config: EngineConfig, *, max_positions: int | None, device: torch.device
+    call_sites: Sequence[CallSite],
+    config: EngineConfig,
+    *,
+    max_positions: int | None,
+    device: torch.device,
+    reserved: int = 0,
 ) -> tuple[int, ...]:
     """How many blocks the pools of each of `reaches_of` have.
 
     `max_kv_tokens` decides those of the first if it is given. Otherwise all take `kv_memory_fraction` of the memory
     that is free, on a CPU at most 4 GiB, and never more than `max_requests` requests of `max_positions` tokens can
-    fill. Those of the others are never more than `max_requests` requests can hold.
+    fill; `reserved` bytes of that memory are for something else. Those of the others are never more than
+    `max_requests` requests can hold.
 
     Raises:
         ValueError: not one block fits.
     """
     if config.max_kv_tokens is not None:
         return shared_out(config.max_kv_tokens // config.block_size, call_sites, config)
-    memory = memory_for_pools(config, device)
+    memory = memory_for_pools(config, device) - reserved
     size = bytes_per_block(call_sites, config.block_size)
     if memory < size:
         raise ValueError(

@@ -34,7 +34,9 @@ class ModelRunner:
             _check_invariance(self.program, config)
         sites, states, device = self.program.call_sites, self.program.state_sites, self.program.device
         self.max_requests = num_slots(states, config, device=device)
-        blocks = num_blocks(sites, config, max_positions=self.program.max_positions, device=device)
+        taken = self.max_requests * sum(site.num_bytes for site in states)
+        positions = self.program.max_positions
+        blocks = num_blocks(sites, config, max_positions=positions, device=device, reserved=taken)
         self.num_blocks = dict(zip(reaches_of(sites), blocks, strict=True))
         self._pools = allocate_pools(sites, blocks, config.block_size)
         self._states = allocate_states(states, self.max_requests)

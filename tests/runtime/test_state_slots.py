@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selective_compile.options import EngineConfig
+from selective_compile.runtime.kv_cache import bytes_per_block, memory_for_pools, num_blocks
 from selective_compile.runtime.request_state import RequestState
 from selective_compile.runtime.state_slots import StateSlots, num_slots
-from selective_compile.step_program import StateSite
+from selective_compile.step_program import CallSite, StateSite
 
 SLOTS = 3
 
@@ -46,6 +47,24 @@ def test_a_running_request_keeps_its_slot_alone(events: list[tuple[str, int]]) -
             one.computed += 1
         assert len({held[one] for one in running if one in held}) == sum(one in held for one in running)
         assert all(0 <= slot < SLOTS for slot in found)
+
+
+def test_blocks_get_what_states_leave() -> None:
+    """Together they stay within the memory for pools."""
+    config, device = EngineConfig(kv_memory_fraction=0.5), torch.device("cpu")
+    site = CallSite(
+        name="a",
+        num_query_heads=1,
+        num_kv_heads=1,
+        key_head_size=64,
+        value_head_size=64,
+        window=0,
+        dtype=torch.float32,
+        device=device,
+    )
+    size, memory = bytes_per_block([site], config.block_size), memory_for_pools(config, device)
+    (blocks,) = num_blocks([site], config, max_positions=None, device=device, reserved=memory * 3 // 4)
+    assert 0 < blocks * size <= memory * 3 // 10  # a quarter, and what the free memory moves meanwhile
 
 
 def test_slots_fit_into_memory_or_are_refused() -> None:
