@@ -91,7 +91,7 @@ class Scheduler:
         self.tokens_reused = 0
         self.tokens_admitted = 0
         self._running: OrderedDict[int, RequestState] = OrderedDict()  # in order of admission
-        self._waiting = waiting_queue(order)
+        self._waiting = waiting_queue(order, self.running)
         self._prefilling: dict[int, RequestState] = {}  # of the running ones, where batching tells them apart
         self._places = 0  # of max_requests, taken by the running requests
         self._batch = 0  # places that were taken by the static batch
@@ -390,9 +390,10 @@ class Scheduler:
             return None
         if not self.blocks.admit(state, num_running=len(self._running)):
             return None
+        # At no time in neither: whoever runs or waits has an account.
+        self._running.update((member.number, member) for member in state.members)
         self._waiting.remove(state)
         for member in state.members:
-            self._running[member.number] = member
             self._places += member.width
             self._count_reuse(member)
             if self.batching != "inflight_fused":

@@ -7,7 +7,7 @@ is ahead of it only if it came soon enough after it. How soon is said with each 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Protocol
 
@@ -99,7 +99,9 @@ class FairQueue:
     could be ahead of one with a debt for ever.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, running: Callable[[], Iterable[RequestState]] = tuple) -> None:
+        """`running`: those that were admitted, whose accounts stay open: they may come back, and not anew."""
+        self._running = running
         self._accounts: dict[RequestId | None, _Account] = {}
         self._heap: list[tuple[float, int, RequestId | None]] = []
         self._length = 0
@@ -166,11 +168,12 @@ class FairQueue:
         return None
 
     def _close_accounts(self) -> None:
-        """Drop those that say no more than a new one would; the others' owners are in debt."""
+        """Drop those that say no more than a new one would; the others' owners run, wait, or are in debt."""
+        running = {state.terms.user for state in self._running()}
         self._accounts = {
             user: account
             for user, account in self._accounts.items()
-            if account.requests or account.served > self._level
+            if account.requests or account.served > self._level or user in running
         }
         self._most_accounts = 2 * len(self._accounts) + 64
 
@@ -190,7 +193,8 @@ def by_deadline(state: RequestState) -> float:
     return terms.arrival + PATIENCE_SECONDS if terms.deadline == math.inf else terms.deadline
 
 
-def waiting_queue(order: WaitingOrder) -> WaitingQueue:
+def waiting_queue(order: WaitingOrder, running: Callable[[], Iterable[RequestState]] = tuple) -> WaitingQueue:
+    """The queue of an order; `running`: those that were admitted from it and have not ended."""
     if order == "fair":
-        return FairQueue()
+        return FairQueue(running)
     return RankedQueue({"first_come": by_arrival, "priority": by_priority, "deadline": by_deadline}[order])

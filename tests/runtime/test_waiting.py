@@ -7,7 +7,7 @@ import random
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from selective_compile.options import Batching, SchedulerPolicy, WaitingOrder
@@ -107,6 +107,23 @@ def test_accounts_of_those_who_left_are_closed() -> None:
     assert len(queue._heap) < 200 or queue.first() is None
 
 
+def test_the_account_of_one_that_runs_stays_open() -> None:
+    """However many come and go meanwhile: preempted, it is ahead of all who have come since."""
+    first = request(0, user="first")
+    queue = FairQueue(running=lambda: [first])
+    queue.add(first)
+    queue.charge(first, 5)
+    queue.remove(first)
+    first.charged = 5
+    for number in range(1, 1000):
+        other = request(number, user=number, arrival=float(number))
+        queue.add(other)
+        queue.remove(other)
+    queue.add(request(1000, user="last", arrival=1000.0))
+    queue.add(first)
+    assert drained(queue) == [0, 1000]
+
+
 def test_entries_of_removed_requests_do_not_pile_up() -> None:
     queue: Any = waiting_queue("priority")
     kept = request(0, priority=9)
@@ -154,6 +171,7 @@ FAVOURED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("order", get_args(WaitingOrder))
 @settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 10**6))
+@example(seed=10**6)  # preempted when the accounts of those who came and went had been closed
 def test_no_starvation(order: WaitingOrder, batching: Batching, policy: SchedulerPolicy, seed: int) -> None:
     """More arrives at every step than can be served, all of it favoured, and blocks run short."""
     source = random.Random(seed)
