@@ -396,8 +396,8 @@ class Engine:
         asked: dict[Assistant, list[tuple[RequestState, Drafts, int]]] = {}
         with self._guard:
             running = self._scheduler.num_running
-            worth = self._scheduler.times.worth_of_a_row(running) if running else 0.0
-            step = self._scheduler.times.predict(running) or math.inf
+            worth = self._scheduler.pace.steps.worth_of_a_row(running) if running else 0.0
+            step = self._scheduler.pace.steps.predict(running) or math.inf
             for request, drafts in self._drafts.values():
                 state, drafter = request.state, drafts.drafter
                 if not (state.tables and state.generated and state.pending == 1):
@@ -444,7 +444,7 @@ class Engine:
             ended = self._log.now()
             with self._guard:
                 if plan.num_host_copies:
-                    self._scheduler.copied(plan.num_host_copies, ended - started)
+                    self._scheduler.pace.copies.observe(plan.num_host_copies, ended - started)
                 self._recording.copied(started, ended)
 
     def _sample(self, step: _Step, logits: Tensor) -> list[list[Outcome]]:
@@ -612,8 +612,8 @@ class Engine:
         seconds = ended - started
         with self._guard:
             self._recording.timed(started, ended)
-            predicted = self._scheduler.times.predict(plan.num_tokens)
-            self._scheduler.measured(plan.num_tokens, seconds)
+            predicted = self._scheduler.pace.steps.predict(plan.num_tokens)
+            self._scheduler.pace.steps.observe(plan.num_tokens, seconds)
             observed = self._log.stepped(plan, started=started, seconds=seconds, predicted=predicted)
         if observed is not None:
             observed.tell()

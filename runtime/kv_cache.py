@@ -11,7 +11,7 @@ from torch import Tensor
 
 from selective_compile.backend import CallSite
 from selective_compile.options import EngineConfig
-from selective_compile.runtime.request_blocks import most_blocks
+from selective_compile.runtime.block_group import most_blocks
 from selective_compile.step import Reach, reaches
 
 GIB = 2**30

@@ -146,7 +146,7 @@ class _ScheduleAgain:
         return None if found == wanted else f"step {step} was {wanted} and is {found}"
 
     def _copied(self, event: Event) -> None:
-        self._scheduler.copied(len(self._plan.copies), event["ended"] - event["started"])
+        self._scheduler.pace.copies.observe(len(self._plan.copies), event["ended"] - event["started"])
 
     def _computed(self, event: Event) -> None:
         outcomes = iter(event["tokens"])
@@ -164,7 +164,7 @@ class _ScheduleAgain:
         self._scheduler.forget()
 
     def _timed(self, event: Event) -> None:
-        self._scheduler.measured(self._plan.num_tokens, event["ended"] - event["started"])
+        self._scheduler.pace.steps.observe(self._plan.num_tokens, event["ended"] - event["started"])
 
     def _remove(self, number: int) -> None:
         self._scheduler.remove(self._states.pop(number))

@@ -3,114 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
+from selective_compile.runtime.block_group import BlockGroup
 from selective_compile.runtime.block_names import block_names
 from selective_compile.runtime.block_pool import BlockPool
+from selective_compile.runtime.found_blocks import FoundBlocks, count_found
 from selective_compile.runtime.host_tier import BlockCopy, Copy, HostTier
 from selective_compile.runtime.request_state import BlockTable, RequestState
 from selective_compile.step import Reach
-
-
-class BlockGroup:
-    """The pool of the attention calls of one reach, and what of it the running requests may still come to need.
-
-    Where the reach is not limited, a request gets the blocks of all the tokens it has, when it is admitted and as it
-    grows. Where it is, a request never holds more than `most`, those of a step's tokens and of what they see: it gives
-    back the blocks in front of that.
-    """
-
-    def __init__(self, pool: BlockPool, reach: Reach, *, token_budget: int, block_size: int) -> None:
-        self.pool = pool
-        self.reach = reach
-        self.most = most_blocks(reach, token_budget=token_budget, block_size=block_size)
-        self._block_size = block_size
-        # Blocks that running requests may come to need: besides those they have, or, where they give some back that
-        # others may go on to hold, with those.
-        self.promised = 0
-
-    def blocks_for(self, num_tokens: int) -> int:
-        """What a request of so many tokens comes to hold at most at a time."""
-        blocks = -(-num_tokens // self._block_size)
-        return blocks if self.most is None else min(blocks, self.most)
-
-    def first_kept(self, position: int) -> int:
-        """The first block that is still of use to a request whose next token is at `position`."""
-        return self.reach.first_seen(position) // self._block_size if self.reach.limited else 0
-
-    def can_admit_all(self, states: Sequence[RequestState], *, reserve: int | None) -> bool:
-        """Whether a group of requests can get its blocks, whatever of them is found."""
-        final = sum(self.blocks_for(state.final_length) for state in states)
-        if reserve is not None:
-            return sum(self.blocks_for(len(state.tokens)) for state in states) + reserve <= self.pool.num_free
-        return self.promised + final <= (self.pool.num_free if self.most is None else self.pool.num_blocks)
-
-    def can_admit(self, state: RequestState, found: Sequence[int], needed: int, *, reserve: int | None) -> bool:
-        """Whether a request can get `needed` blocks besides those that were found.
-
-        Args:
-            reserve: blocks to leave free; None: as many as all running requests may come to need, this one included.
-        """
-        taken = needed + self.pool.count_free(found)
-        if reserve is not None:
-            return taken + reserve <= self.pool.num_free
-        if self.most is not None:
-            return self.promised + state.width * self.blocks_for(state.final_length) <= self.pool.num_blocks
-        growth = state.width * self.blocks_for(state.final_length) - self.blocks_for(len(state.tokens))
-        return taken + growth + self.promised <= self.pool.num_free
-
-    def promise_of(self, state: RequestState, table: BlockTable) -> int:
-        final = state.width * self.blocks_for(state.final_length)
-        return final - len(table.blocks) + table.shares_last if self.most is None else final
-
-    def cover(self, table: BlockTable, *, start: int, end: int, copy: Callable[[int, int], None]) -> bool:
-        """Make the table hold what tokens start .. end - 1 see and take; False: there are not so many blocks.
-
-        Args:
-            copy: called with two blocks, where the first is another's too: the second takes its place and content.
-        """
-        blocks = table.blocks
-        if self.most is not None:
-            first = self.first_kept(start)
-            if first > table.gone:
-                self.pool.release(blocks[table.gone : first])
-                for index in range(table.gone, first):
-                    blocks[index] = 0
-                table.gone = first
-        if table.shares_last and not self._own(table, start // self._block_size, copy):
-            return False
-        needed = -(-end // self._block_size) - len(blocks)
-        if needed > 0:
-            if needed > self.pool.num_free:
-                return False
-            blocks.extend(self.pool.allocate(needed))
-            if self.most is None:
-                self.promised -= needed
-        return True
-
-    def _own(self, table: BlockTable, index: int, copy: Callable[[int, int], None]) -> bool:
-        shared = table.blocks[index]
-        if not (self.pool.is_own(shared) or self.pool.num_free):
-            return False
-        own = table.blocks[index] = self.pool.own(shared)
-        if own != shared:
-            copy(shared, own)
-        table.shares_last = False
-        if self.most is None:
-            self.promised -= 1
-        return True
-
-
-@dataclass(kw_only=True)
-class _Found:
-    """Of the leading blocks of a request from `first` on, those in the pool and the names of those in the host tier, by
-    their places; and how many blocks are to be allocated."""
-
-    first: int
-    here: dict[int, int] = field(default_factory=dict)
-    away: dict[int, bytes] = field(default_factory=dict)
-    needed: int = 0
 
 
 class RequestBlocks:
@@ -171,7 +72,7 @@ class RequestBlocks:
     @property
     def most_tokens(self) -> int | None:
         """The most that `fits`; None: as many as you like."""
-        bounds = [group.pool.num_blocks for group in self.groups if group.most is None or not self._rotates(group)]
+        bounds = [group.pool.num_blocks for group in self.groups if not group.rotates]
         return min(bounds) * self.block_size if bounds else None
 
     def admit(self, state: RequestState, *, num_running: int) -> bool:
@@ -197,15 +98,13 @@ class RequestBlocks:
         return True
 
     def _admit_one(self, state: RequestState, reserve: int | None) -> bool:
-        reused = self._computed_by_others(state)
+        reused = count_found(state, self.groups, self.block_size) if self.reuse else 0
         wanted = -(-len(state.tokens) // self.block_size)
-        found = [self._find(group, state, reused) for group in self.groups]
+        found = [FoundBlocks.of(state, reused, group, wanted=wanted) for group in self.groups]
         for group, one in zip(self.groups, found, strict=True):
-            last = wanted if group.most is None else min(wanted, one.first + group.most)
-            one.needed = last - one.first - len(one.here)
             if not group.can_admit(state, list(one.here.values()), one.needed, reserve=reserve):
                 return False
-        state.tables = tuple(self._take(*pair) for pair in zip(self.groups, found, strict=True))
+        state.tables = tuple(one.take(group) for group, one in zip(self.groups, found, strict=True))
         for group, table in zip(self.groups, state.tables, strict=True):
             group.promised += group.promise_of(state, table)
         state.computed, state.kept = reused * self.block_size, reused
@@ -349,55 +248,3 @@ class RequestBlocks:
             most = group.pool.num_free if group.most is None else group.pool.num_blocks
             assert not self.guarantees or group.promised <= most, "what was guaranteed is not there"
             group.pool.check(table.held for table in tables)
-
-    def _computed_by_others(self, state: RequestState) -> int:
-        """How many full blocks of leading tokens, of which the last is none, can be taken from the pools."""
-        if not self.reuse:
-            return 0
-        count = (len(state.tokens) - 1) // self.block_size
-        if state.rows_from is not None:
-            count = min(count, state.rows_from // self.block_size)
-        names = block_names(state, count, self.block_size)
-        before = count + 1
-        while count < before:  # what one group has not, the others need not have
-            before = count
-            for group in self.groups:
-                first = group.first_kept(count * self.block_size)
-                # Without a block, no number of blocks that reaches past it would do.
-                count = first + group.pool.count_known(names[first:count])
-        return count
-
-    def _find(self, group: BlockGroup, state: RequestState, reused: int) -> _Found:
-        first = group.first_kept(reused * self.block_size) if reused else 0
-        found = _Found(first=first)
-        for index, name in enumerate(state.block_names[first:reused], first):
-            if group.pool.has(name):
-                (found.here[index],) = group.pool.find([name])
-            else:
-                found.away[index] = name
-        return found
-
-    def _take(self, group: BlockGroup, found: _Found) -> BlockTable:
-        group.pool.share(list(found.here.values()))
-        # Before blocks are allocated: what has to go from the device for them may take other slots of the host.
-        names = list(found.away.values())
-        slots = group.pool.host.hold(names) if group.pool.host is not None else []
-        fresh = group.pool.allocate(found.needed)
-        restored = fresh[: len(names)]
-        group.pool.restore(names, slots, restored)
-        leading = list(found.here.values())
-        if names:
-            places = {**found.here, **dict(zip(found.away, restored, strict=True))}
-            leading = [places[index] for index in sorted(places)]
-        return BlockTable([*leading, *fresh[len(names) :]], found.first)
-
-    def _rotates(self, group: BlockGroup) -> bool:
-        return group.most is not None and group.most <= group.pool.num_blocks
-
-
-def most_blocks(reach: Reach, *, token_budget: int, block_size: int) -> int | None:
-    """What a request holds at most at a time of the calls of this reach; None: the more, the longer it is."""
-    if not reach.limited:
-        return None
-    positions = reach.span - 1 + token_budget
-    return (positions + block_size - 2) // block_size + 1

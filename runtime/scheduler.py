@@ -10,11 +10,10 @@ from functools import partial
 
 from selective_compile.options import Batching, EngineConfig, SchedulerPolicy, WaitingOrder
 from selective_compile.runtime.block_pool import BlockPool
-from selective_compile.runtime.host_tier import CopyTimes
+from selective_compile.runtime.pace import Pace
 from selective_compile.runtime.plan import Draft, Share, StepPlan
 from selective_compile.runtime.request_blocks import RequestBlocks
 from selective_compile.runtime.request_state import RequestState
-from selective_compile.runtime.step_times import StepTimes
 from selective_compile.runtime.waiting import GENERATED_TOKEN, waiting_queue
 from selective_compile.step import Reach
 
@@ -23,6 +22,8 @@ WHOLE = Reach()
 
 class Scheduler:
     """Chooses each step's tokens within one budget; a pure function of the calls made to it, no tensors, no clock.
+
+    What steps and copies took it is told by way of its `pace`.
 
     Running requests come first, in the order in which they were admitted; then waiting ones, in their own order
     (`selective_compile.runtime.waiting`), as far as budget, memory and `max_requests` allow; the last prompt may
@@ -69,6 +70,12 @@ class Scheduler:
             host_slots: of the host tier, for each pool; what is there is kept by the names that `block_reuse` gives.
         """
         self.guarantees = policy == "guaranteed_no_evict" or batching == "static"
+        self.pace = Pace(
+            token_budget=token_budget,
+            max_requests=max_requests,
+            block_size=block_size,
+            prefill_slowdown=prefill_slowdown if batching == "inflight_fused" else None,
+        )
         self.blocks = RequestBlocks(
             ((pool, reach), *others),
             token_budget=token_budget,
@@ -76,7 +83,7 @@ class Scheduler:
             reuse=block_reuse,
             guarantees=self.guarantees,
             host_slots=host_slots,
-            copying_pays=self._copying_pays,
+            copying_pays=self.pace.copying_pays,
         )
         self.pool = pool
         self.token_budget = token_budget
@@ -84,9 +91,6 @@ class Scheduler:
         self.block_size = block_size
         self.order = order
         self.batching = batching
-        self.prefill_slowdown = prefill_slowdown
-        self.times = StepTimes()
-        self.copy_times = CopyTimes()
         self.preemptions = 0
         self.tokens_reused = 0
         self.tokens_admitted = 0
@@ -198,7 +202,7 @@ class Scheduler:
         Args:
             now: the time, on the clock that deadlines are given on.
         """
-        draft = Draft(budget=self.token_budget, prefill=self._prefill_budget())
+        draft = Draft(budget=self.token_budget, prefill=self.pace.prefill_budget(len(self._running)))
         self._refuse_late(now, draft)
         if self.batching == "inflight_fused":
             self._continue(draft)
@@ -233,14 +237,6 @@ class Scheduler:
         state.draft = array("q")
         self.blocks.cut(state)
 
-    def measured(self, num_tokens: int, seconds: float) -> None:
-        """A step of so many tokens took so long; what can still be met is estimated from this."""
-        self.times.observe(num_tokens, seconds)
-
-    def copied(self, num_blocks: int, seconds: float) -> None:
-        """Copies of so many blocks took so long; whether another is worth while is estimated from this."""
-        self.copy_times.observe(num_blocks, seconds)
-
     def forget(self) -> None:
         """What the pool holds is not to be used any more. Nobody runs, or would go on from what is forgotten."""
         assert not self._running
@@ -268,34 +264,14 @@ class Scheduler:
         assert self._prefilling.keys() <= self._running.keys(), "prefilling without running"
         self.blocks.check(running)
 
-    def _copying_pays(self, copies: int) -> bool:
-        """Whether so many copies of a block take less time than computing its tokens again, as far as is known."""
-        copy, token = self.copy_times.per_block, self.times.per_token
-        return copy is None or token is None or copies * copy <= self.block_size * token
-
     def _refuse_late(self, now: float, draft: Draft) -> None:
         """Those that come first and cannot end in time leave, before they cost anything."""
         while (state := self._waiting.first()) is not None and state.terms.deadline != math.inf:
             # Whoever was preempted has begun, and is not to lose what it has.
-            if state.generated or now + self._seconds_needed(state) <= state.terms.deadline:
+            if state.generated or now + self.pace.seconds_needed(state, len(self._running)) <= state.terms.deadline:
                 break
             self.remove(state)
             draft.refused.append(state)
-
-    def _seconds_needed(self, state: RequestState) -> float:
-        """From admission to the last token it may generate, at the pace of the steps so far."""
-        known, width = len(state.tokens), min(len(self._running) + 1, self.max_requests)
-        prefill = self.times.prefill_seconds(known, self.token_budget)
-        decode = self.times.predict(width)
-        return 0.0 if prefill is None or decode is None else prefill + decode * (state.final_length - known)
-
-    def _prefill_budget(self) -> int:
-        """Tokens of prompts in a step, so that those who decode do not wait too long for their next token."""
-        if self.prefill_slowdown is None or self.batching != "inflight_fused" or not self._running:
-            return self.token_budget
-        allowed = self.times.tokens_beside(len(self._running), self.prefill_slowdown)
-        # At least a block, so that prompts get on however slow the machine seems to be.
-        return int(max(self.block_size, min(allowed, self.token_budget)))
 
     def _continue(self, draft: Draft) -> None:
         """Shares for the running requests: one token where the last step generated one, else a chunk."""

@@ -102,6 +102,9 @@ TENSOR_FREE = (
     "block_pool",
     "block_names",
     "host_tier",
+    "block_group",
+    "found_blocks",
+    "pace",
     "request_blocks",
 )
 

@@ -78,13 +78,13 @@ def run(scheduler: Scheduler, memory: Memory, *states: RequestState, copying: fl
         memory.copy(plan.copies)
         copies += plan.copies
         if plan.copies:
-            scheduler.copied(len(plan.copies), copying * len(plan.copies))
+            scheduler.pace.copies.observe(len(plan.copies), copying * len(plan.copies))
         memory.run(plan, 0)
         for share in plan.shares:
             scheduler.advance(share, next_token(share.state) if share.samples else None)
             if share.state.generated == share.state.final_length + 1 - share.state.prompt_length:
                 scheduler.remove(share.state)
-        scheduler.measured(plan.num_tokens, 1.0 + plan.num_tokens)
+        scheduler.pace.steps.observe(plan.num_tokens, 1.0 + plan.num_tokens)
     return copies
 
 

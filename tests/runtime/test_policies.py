@@ -119,7 +119,7 @@ def test_a_static_batch_ends_with_its_longest_member() -> None:
 def test_what_cannot_be_met_is_refused_before_it_costs_anything() -> None:
     engine = simulated_engine(waiting_order="deadline", max_requests=2)
     engine.submit([1], max_new_tokens=3).result()
-    engine._scheduler.times.observe(1, 1e6)  # a very slow machine
+    engine._scheduler.pace.steps.observe(1, 1e6)  # a very slow machine
     late = engine.submit([1, 2], max_new_tokens=50, deadline=5.0)
     whenever = engine.submit([1, 2], max_new_tokens=5)
     before = engine.stats().tokens_computed
@@ -133,7 +133,7 @@ def test_what_cannot_be_met_is_refused_before_it_costs_anything() -> None:
 
 def test_only_refused_requests_leave_nothing_to_do() -> None:
     engine = simulated_engine(waiting_order="deadline")
-    engine._scheduler.times.observe(1, 1e6)
+    engine._scheduler.pace.steps.observe(1, 1e6)
     request = engine.submit([1], deadline=1.0)
     assert not engine.step()
     assert request.finish_reason == "error"

@@ -192,7 +192,7 @@ def gaps_beside_a_long_prompt(prefill_slowdown: float | None) -> list[float]:
             scheduler.add(long)
         plan = scheduler.schedule()
         seconds = 0.010 + 0.0005 * plan.num_tokens
-        scheduler.measured(plan.num_tokens, seconds)
+        scheduler.pace.steps.observe(plan.num_tokens, seconds)
         for share in plan.shares:
             scheduler.advance(share, 1 if share.samples else None)
         assert len(plan.shares) >= 32, "everyone who decodes gets a token"

@@ -154,7 +154,7 @@ class Simulation:
         self.memory.copy(plan.copies)
         if plan.num_host_copies:
             self.copied += plan.num_host_copies
-            self.scheduler.copied(plan.num_host_copies, self.copying * plan.num_host_copies)
+            self.scheduler.pace.copies.observe(plan.num_host_copies, self.copying * plan.num_host_copies)
         self.memory.run(plan, self.weights)
         if cancelled is not None and plan.shares:
             self.end(plan.shares[cancelled % len(plan.shares)].state.members[0].number)
@@ -164,7 +164,7 @@ class Simulation:
                     if state.generated == self.ends[state.number]:
                         self.end(state.number)
         if plan.shares:
-            self.scheduler.measured(plan.num_tokens, 1.0 + 0.2 * plan.num_tokens)
+            self.scheduler.pace.steps.observe(plan.num_tokens, 1.0 + 0.2 * plan.num_tokens)
 
     def advanced(self, share: Share) -> list[RequestState]:
         """Those that got a token with this share; of a group, its first."""

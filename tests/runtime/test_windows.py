@@ -9,9 +9,9 @@ import torch
 
 import selective_compile as sc
 from selective_compile.backend import CallSite, compile_step_program
+from selective_compile.runtime.block_group import most_blocks
 from selective_compile.runtime.block_pool import BlockPool
 from selective_compile.runtime.kv_cache import allocate_pools, bytes_per_block, num_blocks
-from selective_compile.runtime.request_blocks import most_blocks
 from selective_compile.runtime.request_state import RequestState
 from selective_compile.runtime.scheduler import WHOLE, Scheduler
 from selective_compile.step import Reach, reaches

@@ -1,0 +1,42 @@
+"""What steps and copies have taken, and what is estimated from it: chunks, deadlines, whether to copy or to compute."""
+
+from __future__ import annotations
+
+from selective_compile.runtime.host_tier import CopyTimes
+from selective_compile.runtime.request_state import RequestState
+from selective_compile.runtime.step_times import StepTimes
+
+
+class Pace:
+    """How fast the machine is, to a scheduler: it is told of each step and copy, and asks no clock."""
+
+    def __init__(
+        self, *, token_budget: int, max_requests: int, block_size: int, prefill_slowdown: float | None
+    ) -> None:
+        """`prefill_slowdown`: how many times as long as without prompts a step may take by them; None: any."""
+        self.steps = StepTimes()
+        self.copies = CopyTimes()
+        self._token_budget = token_budget
+        self._max_requests = max_requests
+        self._block_size = block_size
+        self._prefill_slowdown = prefill_slowdown
+
+    def copying_pays(self, copies: int) -> bool:
+        """Whether so many copies of a block take less time than computing its tokens again, as far as is known."""
+        copy, token = self.copies.per_block, self.steps.per_token
+        return copy is None or token is None or copies * copy <= self._block_size * token
+
+    def seconds_needed(self, state: RequestState, num_running: int) -> float:
+        """From admission beside so many to the last token it may generate; 0 as long as nothing is known."""
+        known, width = len(state.tokens), min(num_running + 1, self._max_requests)
+        prefill = self.steps.prefill_seconds(known, self._token_budget)
+        decode = self.steps.predict(width)
+        return 0.0 if prefill is None or decode is None else prefill + decode * (state.final_length - known)
+
+    def prefill_budget(self, num_running: int) -> int:
+        """Tokens of prompts in a step beside so many, who are not to wait too long for their next token."""
+        if self._prefill_slowdown is None or not num_running:
+            return self._token_budget
+        allowed = self.steps.tokens_beside(num_running, self._prefill_slowdown)
+        # At least a block, so that prompts get on however slow the machine seems to be.
+        return int(max(self._block_size, min(allowed, self._token_budget)))
