@@ -3,42 +3,33 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from threading import Condition, Lock
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import GenerationConfig
 
 from selective_compile.backend import Program
 from selective_compile.options import EngineConfig
-from selective_compile.runtime.assistants import Assistant, Assistants
 from selective_compile.runtime.background import BackgroundThread, weakly
-from selective_compile.runtime.batch import BatchAssembler
-from selective_compile.runtime.beam_request import RequestSearch
-from selective_compile.runtime.drafts import Drafts, PromptLookup
-from selective_compile.runtime.generation import GenerationParams
-from selective_compile.runtime.intake import Intake
-from selective_compile.runtime.kv_cache import LONGEST
-from selective_compile.runtime.model_runner import ModelRunner
-from selective_compile.runtime.plan import Share, StepPlan
+from selective_compile.runtime.drafting import Drafting
+from selective_compile.runtime.engine_parts import EngineParts
+from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.prompt import token_ids
-from selective_compile.runtime.recording import recording_of
-from selective_compile.runtime.records import logprobs_of
-from selective_compile.runtime.request import FinishReason, Request
-from selective_compile.runtime.request_state import RequestId, RequestState
-from selective_compile.runtime.request_table import RequestTable
+from selective_compile.runtime.publisher import Publisher
+from selective_compile.runtime.request import Request
+from selective_compile.runtime.request_state import RequestId
+from selective_compile.runtime.roster import Roster
 from selective_compile.runtime.samples import Asked
+from selective_compile.runtime.scheduled_step import ScheduledStep
 from selective_compile.runtime.scheduler import Scheduler
 from selective_compile.runtime.stats import EngineStats, StepObserver
 from selective_compile.runtime.step_log import StepLog
-from selective_compile.runtime.verify import Answering, Outcome, answers
-from selective_compile.step import StepInputs
 
 TOO_LATE = "deadline must leave time for the tokens asked for, at the pace of the steps so far: it cannot be met"
 
@@ -47,19 +38,6 @@ logger = logging.getLogger(__name__)
 
 class StepError(RuntimeError):
     """A step failed. Its running requests have ended with "error"; the engine can go on."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Step:
-    """A scheduled step.
-
-    Attributes:
-        requests: for each of the plan's shares its request, and behind it the samples that start from its prompt.
-    """
-
-    plan: StepPlan
-    requests: tuple[tuple[Request, ...], ...]
-    inputs: StepInputs
 
 
 class Engine:
@@ -100,70 +78,36 @@ class Engine:
         if config is not None and not isinstance(config, EngineConfig):
             raise ValueError(f"config must be an EngineConfig or None, got {config!r}")
         self.config = config if config is not None else EngineConfig()
-        self._runner = ModelRunner(model, self.config, program)
+        parts = EngineParts.of(model, self.config, program, Engine)
+        self.longest = parts.longest
+        self._runner, self._scheduler = parts.runner, parts.scheduler
+        self._assembler, self._intake, self._recording = parts.assembler, parts.intake, parts.recording
         self._program = self._runner.program
-        # What a program keeps by request, outside of its pools, no other request can go on from.
-        # What recurrences keep of a request is of its last token: no other request can go on from the middle of it.
-        kept_in_blocks = not self._program.keeps_requests and not self._program.state_sites
-        whole = bool(self._program.call_sites) and kept_in_blocks
-        reuses_blocks = self.config.block_reuse and whole
-        self._scheduler = Scheduler.configured(
-            replace(self.config, max_requests=self._runner.max_requests),
-            self._runner.num_blocks,
-            block_reuse=reuses_blocks,
-            host_slots=self._runner.host_slots,
-        )
-        pool_tokens = self._scheduler.blocks.most_tokens or LONGEST
-        longest = min(pool_tokens, self._program.max_positions or pool_tokens)
-        self.longest = longest
-        # As many blocks as the model itself has, which are found again from step to step.
-        first = next(iter(self._runner.num_blocks.values()), None)
-        alike = replace(
-            self.config,
-            max_kv_tokens=self.config.max_kv_tokens if first is None else first * self.config.block_size,
-            block_reuse=True,
-            scheduler_policy="max_utilization",
-            record=None,
-        )
-        self._assistants = Assistants(partial(Engine, config=alike))
-        self._assembler = BatchAssembler(
-            token_budget=self.config.token_budget,
-            max_requests=self._runner.max_requests,
-            block_size=self.config.block_size,
-            max_blocks=-(-longest // self.config.block_size),
-            device=self._program.device,
-            num_tables=len(self._runner.num_blocks),
-            # A program that runs one request after another computes nothing else with it.
-            batch_invariant=self.config.batch_invariant and bool(self._program.call_sites),
-        )
-        self._intake = Intake(
-            model,
-            self._program,
-            replace(self.config, max_requests=self._runner.max_requests),
-            reuses_blocks=reuses_blocks,
-            pool_tokens=pool_tokens,
-            fits_together=self._scheduler.fits_together,
-            assistants=self._assistants,
-        )
         self._log = StepLog(observers, clock)
-        self._recording = recording_of(
-            self.config,
-            name=type(model).__name__,
-            vocab_size=self._program.vocab_size,
-            pools=[(reach.window, reach.chunk, blocks) for reach, blocks in self._runner.num_blocks.items()],
-            host_slots=self._runner.host_slots,
-            max_requests=self._runner.max_requests,
-            reuses_blocks=reuses_blocks,
+        self._guard = Condition()  # notified when there is work
+        # A log tells of requests that each compute their own prompt. Drafts change no token; but how long they are
+        # goes by measured times in a way that a log does not tell.
+        recorded = self.config.record is not None
+        self._drafting = Drafting(
+            self._scheduler,
+            parts.assistants,
+            self._guard,
+            vocab_size=self.vocab_size,
+            allowed=self._program.rewinds and not recorded,
         )
-        # A log tells of requests that each compute their own prompt.
-        self._forks = self._program.forks_requests and self.config.record is None
-        # Drafts change no token; how long they are goes by measured times in a way that a log does not tell.
-        self._drafting = self._program.rewinds and self.config.record is None
-        self._drafts: dict[int, tuple[Request, Drafts]] = {}  # by number
-        self._requests = RequestTable()
+        forks = self._program.forks_requests and not recorded
+        self._roster = Roster(self._scheduler, self._runner, drafting=self._drafting, log=self._log, forks=forks)
+        self._requests = self._roster.requests
+        self._publisher = Publisher(
+            self._scheduler,
+            self._runner,
+            roster=self._roster,
+            drafting=self._drafting,
+            log=self._log,
+            recording=self._recording,
+        )
         self._stepping = Lock()
         self._submitting = Lock()
-        self._guard = Condition()  # notified when there is work
         self._background = BackgroundThread(
             guard=self._guard,
             has_work=partial(has_work, self._scheduler),
@@ -245,30 +189,9 @@ class Engine:
                     requests.append(Request(state, params, self))
                     self._requests.add(requests[-1])
                     self._recording.submitted(state, submission, params, one.config, one.options)
-                self._enqueue(requests)
+                self._roster.enter(requests, device=self._program.device)
                 self._guard.notify_all()
         return tuple(requests)
-
-    def _enqueue(self, requests: list[Request]) -> None:
-        for request in requests:
-            request.samples = tuple(requests)
-            drafts = self._drafts_of(request.params)
-            if drafts is not None and self._drafting:
-                self._drafts[request.state.number] = request, drafts
-        first, *others = requests
-        beams = first.params.beams
-        if beams is not None:
-            device = self._program.device
-            first.search = RequestSearch(first.state, beams, seed=first.params.seed, device=device)
-            first.state.width = beams.num_beams
-        longest = max(request.state.final_length for request in requests)
-        fits = longest == first.state.final_length and self._scheduler.fits_together(longest, len(requests))
-        if others and self._forks and fits:
-            first.state.width = len(requests)
-            self._requests.fork_later(first, others)
-            requests = [first]
-        for request in requests:
-            self._scheduler.add(request.state)
 
     def score(self, prompt_ids: Any, continuation_ids: Any) -> tuple[float, ...]:
         """The log probability of each token of a continuation, given the prompt and the tokens before it.
@@ -298,14 +221,16 @@ class Engine:
         """
         with self._stepping:
             with self._failure_ends_running_requests():
-                self._propose()
+                self._drafting.propose()
                 started = self._log.now()
                 step = self._schedule()
                 if step is None:
                     return False
                 self._copy(step.plan)
                 logits = self._runner.run(step.inputs)
-                self._publish(step, self._sample(step, logits))
+                sampled = step.sample(logits)
+                with self._guard:
+                    self._publisher.publish(step, sampled)
             self._observe(step.plan, started)
         return True
 
@@ -314,7 +239,7 @@ class Engine:
         with self._guard:
             if not request.finished:
                 self._recording.cancelled(request.state)
-                self._remove(request)
+                self._roster.leave(request)
                 request.finish("cancelled")
 
     @contextmanager
@@ -381,41 +306,7 @@ class Engine:
         self._recording.dropped()
         self._scheduler.preempt_all()
 
-    def _drafts_of(self, params: GenerationParams) -> Drafts | None:
-        if params.assistant is not None:
-            assistant = self._assistants.of(params.assistant, self.vocab_size)
-            return Drafts(assistant, most=params.assistant_tokens)
-        if params.lookup_tokens:
-            return Drafts(PromptLookup(ngram_size=params.lookup_ngram), most=params.lookup_tokens)
-        return None
-
-    def _propose(self) -> None:
-        """Give drafts to the requests that ask for them and are to compute their last token next."""
-        if not self._drafts:
-            return
-        asked: dict[Assistant, list[tuple[RequestState, Drafts, int]]] = {}
-        with self._guard:
-            running = self._scheduler.num_running
-            worth = self._scheduler.pace.steps.worth_of_a_row(running) if running else 0.0
-            step = self._scheduler.pace.steps.predict(running) or math.inf
-            for request, drafts in self._drafts.values():
-                state, drafter = request.state, drafts.drafter
-                if not (state.tables and state.generated and state.pending == 1):
-                    continue
-                if isinstance(drafter, Assistant):
-                    count = drafts.wanted(state.generated, worth + drafter.seconds_per_token / step)
-                    asked.setdefault(drafter, []).append((state, drafts, min(count, state.final_length)))
-                else:
-                    state.draft = drafts.take(drafter.propose(state.tokens, drafts.most), worth)
-        for assistant, wanted in asked.items():
-            # Without the guard: nobody but a step changes the tokens of a request.
-            proposed = assistant.propose([(state.tokens, count, state.terms.cache_salt) for state, _, count in wanted])
-            with self._guard:
-                for (state, drafts, _), tokens in zip(wanted, proposed, strict=True):
-                    if state.tables:
-                        state.draft = drafts.take(tokens, worth)
-
-    def _schedule(self) -> _Step | None:
+    def _schedule(self) -> ScheduledStep | None:
         with self._guard:
             if not self._scheduler.has_work:
                 return None
@@ -426,7 +317,8 @@ class Engine:
             self._recording.planned(now, plan)
             for state in plan.refused:
                 for request in (self._requests.of(state), *self._requests.take_unforked(state)):
-                    self._forget(request).finish("error", TOO_LATE)
+                    self._roster.forget(request)
+                    request.finish("error", TOO_LATE)
             if not plan.shares:
                 return None
             requests = self._requests.of_shares(plan.shares)
@@ -434,7 +326,7 @@ class Engine:
             inputs = self._assembler.assemble(plan)
             for state in plan.admitted:
                 self._requests.of(state).start()
-            return _Step(plan=plan, requests=requests, inputs=inputs)
+            return ScheduledStep(plan=plan, requests=requests, inputs=inputs)
 
     def _copy(self, plan: StepPlan) -> None:
         """Before the model runs: what it reads comes to the device, what it overwrites goes to the host."""
@@ -446,143 +338,6 @@ class Engine:
                 if plan.num_host_copies:
                     self._scheduler.pace.copies.observe(plan.num_host_copies, ended - started)
                 self._recording.copied(started, ended)
-
-    def _sample(self, step: _Step, logits: Tensor) -> list[list[Outcome]]:
-        """The tokens of each request of a share that samples; those of searches go to them."""
-        answering: list[Answering] = []
-        searched: dict[Request, RequestSearch] = {}
-        end = 0
-        for (request, *others), share in zip(step.requests, step.plan.shares, strict=True):
-            end += share.num_rows
-            if share.state.rows_from is not None:
-                self._score((request, *others), share, logits[end - share.num_rows : end])
-            row = end - 1 - share.drafted
-            if share.samples and request.search is not None:
-                request.search.give(share.state, logits[row])
-                searched[request] = request.search
-            elif share.samples:
-                drafted = share.state.draft[: share.drafted]
-                answering += [Answering(each, row, drafted) for each in (request, *others)]
-        if searched:
-            computed = {share.state for share in step.plan.shares if share.samples}
-            for search in searched.values():
-                search.advance(computed)
-        return answers(logits, answering, _ends)
-
-    def _score(self, requests: Sequence[Request], share: Share, rows: Tensor) -> None:
-        """Keep the log probabilities of a prompt's tokens, each given by the row of the token before it."""
-        state = share.state
-        first = share.start + share.num_tokens - len(rows) + 1
-        # Computed again after a preemption, they are known already.
-        skipped = (state.rows_from or 0) + 1 + len(requests[0].prompt_logprobs) - first
-        tokens = state.tokens[first + skipped : min(first + len(rows), state.prompt_length)].tolist()
-        if tokens:
-            found = logprobs_of(rows[skipped : skipped + len(tokens)], tokens)
-            for request in requests:
-                request.prompt_logprobs += found
-
-    def _publish(self, step: _Step, sampled: list[list[Outcome]]) -> None:
-        """Hand out the tokens; requests that are done leave, with their blocks."""
-        outcomes = iter(sampled)
-        searched: dict[Request, RequestSearch] = {}
-        with self._guard:
-            self._log.steps += 1
-            self._log.tokens_computed += step.plan.num_tokens
-            answered: list[tuple[Request, int, Outcome]] = []
-            forks: list[list[RequestState]] = []
-            for share, (request, *others) in zip(step.plan.shares, step.requests, strict=True):
-                answers_now = share.samples and request.search is None
-                found = [next(outcomes) for _ in (request, *others)] if answers_now else []
-                before = share.state.generated
-                if not request.finished:
-                    self._advance(share, found[0] if found else [])
-                    if found and share.state.width > 1:
-                        forks.append(self._fork(request, others, [each[0][0] for each in found[1:]]))
-                    if share.samples and request.search is not None and request.search.ready:
-                        searched[request] = request.search
-                for each, outcomes_of in zip((request, *others), found, strict=False):
-                    answered += [(each, before + place, outcome) for place, outcome in enumerate(outcomes_of)]
-            # Now that all are known to have computed what they have: the slots of others are not to be taken.
-            for states in forks:
-                self._runner.go_on_from(states, [states[0]] * len(states))
-            for request, search in searched.items():
-                self._go_on(request, search)
-            ends = [self._answer(*each) for each in answered]
-            self._recording.computed(step.plan, [outcome[0] for _, _, outcome in answered], ends)
-
-    def _advance(self, share: Share, found: Sequence[Outcome]) -> None:
-        tokens = [token for token, _ in found]
-        if share.drafted:
-            self._scheduler.verified(share, tokens)
-        elif share.state.width > 1 or not any(map(_failed, found)):  # whose request fails is not computed any more
-            self._scheduler.advance(share, tokens[0] if tokens else None)
-        if tokens and share.state.number in self._drafts:
-            self._drafts[share.state.number][1].observe(tokens)
-
-    def _go_on(self, request: Request, search: RequestSearch) -> None:
-        """Move the beams of a search as it was decided, or end it."""
-        state = request.state
-        if search.moves is None:
-            self._remove(request)
-            if search.error is not None:
-                request.finish("error", search.error)
-            else:
-                result = search.result()
-                tokens = result.hypotheses[0].tokens
-                self._log.tokens_generated += len(tokens)
-                stopped = len(tokens) < request.params.max_new_tokens or tokens[-1] in request.params.eos_token_ids
-                request.publish_search(result, "stop" if stopped else "length")
-            return
-        parents = [state.members[parent] for parent in search.moves.parents] if state.group else None
-        if parents is None:
-            parents = [state] * search.params.num_beams
-            self._scheduler.fork(state, search.others, together=True)
-        self._scheduler.rearrange(state.members, search.moves.parents, search.moves.tokens)
-        self._runner.go_on_from(state.members, parents)
-
-    def _fork(self, request: Request, others: Sequence[Request], tokens: Sequence[int]) -> list[RequestState]:
-        """The other samples go on from the request's prompt, but for those that were cancelled since."""
-        self._requests.take_unforked(request.state)
-        children = []
-        for other, token in zip(others, tokens, strict=True):
-            if not other.finished:
-                other.state.tokens.append(token)
-                other.start()
-                children.append(other.state)
-        self._scheduler.fork(request.state, children)
-        return [request.state, *children]
-
-    def _answer(self, request: Request, generated: int, outcome: Outcome) -> FinishReason | None:
-        """Why the request, that has generated so many tokens, ends with this one, or had ended while the model ran."""
-        token, record = outcome
-        if request.finished:
-            return request.finish_reason
-        if record is not None and record.error is not None:
-            self._remove(request)
-            request.finish("error", record.error)
-            return "error"
-        self._log.tokens_generated += 1
-        reason = request.reason_to_end(generated, token, record)
-        if reason is not None:
-            self._remove(request)
-        request.publish(token, record, reason)
-        return reason
-
-    def _remove(self, request: Request) -> None:
-        if not self._requests.drop_unforked(request):
-            self._scheduler.remove(request.state)
-            # Those that would have gone on from its prompt are served by themselves.
-            for other in self._requests.take_unforked(request.state):
-                self._scheduler.add(other.state)
-        self._forget(request)
-
-    def _forget(self, request: Request) -> Request:
-        self._requests.remove(request)
-        self._drafts.pop(request.state.number, None)
-        for state in request.state.members:
-            self._runner.forget(state)
-        self._log.ended(request)
-        return request
 
     @contextmanager
     def _failure_ends_running_requests(self) -> Iterator[None]:
@@ -600,7 +355,7 @@ class Engine:
                     if state.finished:
                         continue  # with another of its group
                     for request in reversed(self._requests.group_of(state)):
-                        self._remove(request)
+                        self._roster.leave(request)
                         request.finish("error", message)
                 self._scheduler.forget()
             if isinstance(error, Exception):
@@ -623,15 +378,6 @@ class Engine:
             requests = list(self._requests)
         for request in requests:
             request.wake()
-
-
-def _failed(outcome: Outcome) -> bool:
-    return outcome[1] is not None and outcome[1].error is not None
-
-
-def _ends(request: Request, generated: int, outcome: Outcome) -> bool:
-    """Whether a request that had generated so many tokens ends with this one."""
-    return _failed(outcome) or request.reason_to_end(generated, *outcome) is not None
 
 
 def has_work(scheduler: Scheduler) -> bool:

@@ -62,3 +62,8 @@ def answers(
 def _history(one: Answering, step: int) -> array[int]:
     tokens = one.request.state.tokens
     return tokens + array("q", one.draft[:step]) if step and not one.request.params.plain else tokens
+
+
+def failed(outcome: Outcome) -> bool:
+    """Whether it is the error of one of the request's own processors or criteria, in place of a token."""
+    return outcome[1] is not None and outcome[1].error is not None

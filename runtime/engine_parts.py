@@ -1,0 +1,127 @@
+"""What an engine is made of, each part configured for the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from selective_compile.backend import Program
+from selective_compile.options import EngineConfig
+from selective_compile.runtime.assistants import Assistants
+from selective_compile.runtime.batch import BatchAssembler
+from selective_compile.runtime.intake import Intake
+from selective_compile.runtime.kv_cache import LONGEST
+from selective_compile.runtime.model_runner import ModelRunner
+from selective_compile.runtime.recording import Recording, recording_of
+from selective_compile.runtime.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from selective_compile.runtime.engine import Engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineParts:
+    """The parts that do not know of each other's state.
+
+    Attributes:
+        longest: the most tokens that a request can come to compute.
+    """
+
+    runner: ModelRunner
+    scheduler: Scheduler
+    assembler: BatchAssembler
+    intake: Intake
+    assistants: Assistants
+    recording: Recording
+    longest: int
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        config: EngineConfig,
+        program: Program | None,
+        make_engine: Callable[..., Engine],
+    ) -> EngineParts:
+        """Compile the model, if `program` is not that, and allocate the pools; `make_engine` is for assistants.
+
+        Raises:
+            ValueError: the model cannot be rewritten, or the configuration does not go with it.
+            OSError: `config.record` is no place to write to.
+        """
+        runner = ModelRunner(model, config, program)
+        assistants = Assistants(partial(make_engine, config=_alike(config, runner)))
+        config = replace(config, max_requests=runner.max_requests)
+        reuses_blocks = config.block_reuse and _whole_in_blocks(runner.program)
+        scheduler = Scheduler.configured(
+            config, runner.num_blocks, block_reuse=reuses_blocks, host_slots=runner.host_slots
+        )
+        pool_tokens = scheduler.blocks.most_tokens or LONGEST
+        longest = min(pool_tokens, runner.program.max_positions or pool_tokens)
+        return cls(
+            runner=runner,
+            scheduler=scheduler,
+            assembler=_assembler(runner, config, longest),
+            intake=Intake(
+                model,
+                runner.program,
+                config,
+                reuses_blocks=reuses_blocks,
+                pool_tokens=pool_tokens,
+                fits_together=scheduler.fits_together,
+                assistants=assistants,
+            ),
+            assistants=assistants,
+            recording=_recording(model, config, runner, reuses_blocks),
+            longest=longest,
+        )
+
+
+def _whole_in_blocks(program: Program) -> bool:
+    """Whether another request can go on from a prefix by its blocks alone.
+
+    Not from what a program keeps by request, outside of its pools, nor from what recurrences keep, which is of a
+    request's last token and not of the middle of it.
+    """
+    return bool(program.call_sites) and not program.keeps_requests and not program.state_sites
+
+
+def _alike(config: EngineConfig, runner: ModelRunner) -> EngineConfig:
+    """For an assistant: as many blocks as the model itself has, which are found again from step to step."""
+    first = next(iter(runner.num_blocks.values()), None)
+    return replace(
+        config,
+        max_kv_tokens=config.max_kv_tokens if first is None else first * config.block_size,
+        block_reuse=True,
+        scheduler_policy="max_utilization",
+        record=None,
+    )
+
+
+def _assembler(runner: ModelRunner, config: EngineConfig, longest: int) -> BatchAssembler:
+    return BatchAssembler(
+        token_budget=config.token_budget,
+        max_requests=config.max_requests,
+        block_size=config.block_size,
+        max_blocks=-(-longest // config.block_size),
+        device=runner.program.device,
+        num_tables=len(runner.num_blocks),
+        # A program that runs one request after another computes nothing else with it.
+        batch_invariant=config.batch_invariant and bool(runner.program.call_sites),
+    )
+
+
+def _recording(model: nn.Module, config: EngineConfig, runner: ModelRunner, reuses_blocks: bool) -> Recording:
+    return recording_of(
+        config,
+        name=type(model).__name__,
+        vocab_size=runner.program.vocab_size,
+        pools=[(reach.window, reach.chunk, blocks) for reach, blocks in runner.num_blocks.items()],
+        host_slots=runner.host_slots,
+        max_requests=runner.max_requests,
+        reuses_blocks=reuses_blocks,
+    )

@@ -1,0 +1,125 @@
+"""What becomes of the tokens of a step: requests get them, go on from them, or end with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from selective_compile.runtime.beam_request import RequestSearch
+from selective_compile.runtime.drafting import Drafting
+from selective_compile.runtime.model_runner import ModelRunner
+from selective_compile.runtime.plan import Share
+from selective_compile.runtime.recording import Recording
+from selective_compile.runtime.request import FinishReason, Request
+from selective_compile.runtime.request_state import RequestState
+from selective_compile.runtime.roster import Roster
+from selective_compile.runtime.scheduled_step import ScheduledStep
+from selective_compile.runtime.scheduler import Scheduler
+from selective_compile.runtime.step_log import StepLog
+from selective_compile.runtime.verify import Outcome, failed
+
+
+class Publisher:
+    """Tells the scheduler and the requests what a step came to. The engine calls it under its guard."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        *,
+        roster: Roster,
+        drafting: Drafting,
+        log: StepLog,
+        recording: Recording,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._roster = roster
+        self._drafting = drafting
+        self._log = log
+        self._recording = recording
+
+    def publish(self, step: ScheduledStep, sampled: list[list[Outcome]]) -> None:
+        """Hand out the tokens; requests that are done leave, with their blocks."""
+        outcomes = iter(sampled)
+        searched: dict[Request, RequestSearch] = {}
+        self._log.steps += 1
+        self._log.tokens_computed += step.plan.num_tokens
+        answered: list[tuple[Request, int, Outcome]] = []
+        forks: list[list[RequestState]] = []
+        for share, (request, *others) in zip(step.plan.shares, step.requests, strict=True):
+            answers_now = share.samples and request.search is None
+            found = [next(outcomes) for _ in (request, *others)] if answers_now else []
+            before = share.state.generated
+            if not request.finished:
+                self._advance(share, found[0] if found else [])
+                if found and share.state.width > 1:
+                    forks.append(self._fork(request, others, [each[0][0] for each in found[1:]]))
+                if share.samples and request.search is not None and request.search.ready:
+                    searched[request] = request.search
+            for each, outcomes_of in zip((request, *others), found, strict=False):
+                answered += [(each, before + place, outcome) for place, outcome in enumerate(outcomes_of)]
+        # Now that all are known to have computed what they have: the slots of others are not to be taken.
+        for states in forks:
+            self._runner.go_on_from(states, [states[0]] * len(states))
+        for request, search in searched.items():
+            self._go_on(request, search)
+        ends = [self._answer(*each) for each in answered]
+        self._recording.computed(step.plan, [outcome[0] for _, _, outcome in answered], ends)
+
+    def _advance(self, share: Share, found: Sequence[Outcome]) -> None:
+        tokens = [token for token, _ in found]
+        if share.drafted:
+            self._scheduler.verified(share, tokens)
+        elif share.state.width > 1 or not any(map(failed, found)):  # whose request fails is not computed any more
+            self._scheduler.advance(share, tokens[0] if tokens else None)
+        if tokens:
+            self._drafting.observe(share.state, tokens)
+
+    def _go_on(self, request: Request, search: RequestSearch) -> None:
+        """Move the beams of a search as it was decided, or end it."""
+        state = request.state
+        if search.moves is None:
+            self._roster.leave(request)
+            if search.error is not None:
+                request.finish("error", search.error)
+            else:
+                result = search.result()
+                tokens = result.hypotheses[0].tokens
+                self._log.tokens_generated += len(tokens)
+                stopped = len(tokens) < request.params.max_new_tokens or tokens[-1] in request.params.eos_token_ids
+                request.publish_search(result, "stop" if stopped else "length")
+            return
+        parents = [state.members[parent] for parent in search.moves.parents] if state.group else None
+        if parents is None:
+            parents = [state] * search.params.num_beams
+            self._scheduler.fork(state, search.others, together=True)
+        self._scheduler.rearrange(state.members, search.moves.parents, search.moves.tokens)
+        self._runner.go_on_from(state.members, parents)
+
+    def _fork(self, request: Request, others: Sequence[Request], tokens: Sequence[int]) -> list[RequestState]:
+        """The other samples go on from the request's prompt, but for those that were cancelled since."""
+        self._roster.requests.take_unforked(request.state)
+        children = []
+        for other, token in zip(others, tokens, strict=True):
+            if not other.finished:
+                other.state.tokens.append(token)
+                other.start()
+                children.append(other.state)
+        self._scheduler.fork(request.state, children)
+        return [request.state, *children]
+
+    def _answer(self, request: Request, generated: int, outcome: Outcome) -> FinishReason | None:
+        """Why the request, that has generated so many tokens, ends with this one, or had ended while the model ran."""
+        token, record = outcome
+        if request.finished:
+            return request.finish_reason
+        if record is not None and record.error is not None:
+            self._roster.leave(request)
+            request.finish("error", record.error)
+            return "error"
+        self._log.tokens_generated += 1
+        reason = request.reason_to_end(generated, token, record)
+        if reason is not None:
+            self._roster.leave(request)
+        request.publish(token, record, reason)
+        return reason

@@ -1,0 +1,68 @@
+"""How requests enter the engine and leave it."""
+
+from __future__ import annotations
+
+import torch
+
+from selective_compile.runtime.beam_request import RequestSearch
+from selective_compile.runtime.drafting import Drafting
+from selective_compile.runtime.model_runner import ModelRunner
+from selective_compile.runtime.request import Request
+from selective_compile.runtime.request_table import RequestTable
+from selective_compile.runtime.scheduler import Scheduler
+from selective_compile.runtime.step_log import StepLog
+
+
+class Roster:
+    """Keeps scheduler, drafts and model runner in step with who is there. The engine calls it under its guard.
+
+    Attributes:
+        requests: those that have not ended.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, runner: ModelRunner, *, drafting: Drafting, log: StepLog, forks: bool
+    ) -> None:
+        """`forks`: whether samples of a prompt may go on from the blocks of the first."""
+        self.requests = RequestTable()
+        self._scheduler = scheduler
+        self._runner = runner
+        self._drafting = drafting
+        self._log = log
+        self._forks = forks
+
+    def enter(self, samples: list[Request], *, device: torch.device) -> None:
+        """Queue the samples of one prompt, which are in the table already; a search draws on `device`."""
+        for request in samples:
+            request.samples = tuple(samples)
+            self._drafting.enter(request)
+        first, *others = samples
+        beams = first.params.beams
+        if beams is not None:
+            first.search = RequestSearch(first.state, beams, seed=first.params.seed, device=device)
+            first.state.width = beams.num_beams
+        longest = max(request.state.final_length for request in samples)
+        fits = longest == first.state.final_length and self._scheduler.fits_together(longest, len(samples))
+        if others and self._forks and fits:
+            first.state.width = len(samples)
+            self.requests.fork_later(first, others)
+            samples = [first]
+        for request in samples:
+            self._scheduler.add(request.state)
+
+    def leave(self, request: Request) -> None:
+        """It is scheduled no more, and nothing of it is kept; its reason is the caller's to tell."""
+        if not self.requests.drop_unforked(request):
+            self._scheduler.remove(request.state)
+            # Those that would have gone on from its prompt are served by themselves.
+            for other in self.requests.take_unforked(request.state):
+                self._scheduler.add(other.state)
+        self.forget(request)
+
+    def forget(self, request: Request) -> None:
+        """As `leave`, for one that the scheduler has let go of by itself."""
+        self.requests.remove(request)
+        self._drafting.leave(request)
+        for state in request.state.members:
+            self._runner.forget(state)
+        self._log.ended(request)

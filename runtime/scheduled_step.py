@@ -1,0 +1,68 @@
+"""A step that is scheduled: its plan, its requests and its inputs, and the tokens that its logits give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from selective_compile.runtime.beam_request import RequestSearch
+from selective_compile.runtime.plan import Share, StepPlan
+from selective_compile.runtime.records import logprobs_of
+from selective_compile.runtime.request import Request
+from selective_compile.runtime.verify import Answering, Outcome, answers, failed
+from selective_compile.step import StepInputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduledStep:
+    """A step that is about to run.
+
+    Attributes:
+        requests: for each of the plan's shares its request, and behind it the samples that start from its prompt.
+    """
+
+    plan: StepPlan
+    requests: tuple[tuple[Request, ...], ...]
+    inputs: StepInputs
+
+    def sample(self, logits: Tensor) -> list[list[Outcome]]:
+        """The tokens of each request of a share that samples; those of searches go to them."""
+        answering: list[Answering] = []
+        searched: dict[Request, RequestSearch] = {}
+        end = 0
+        for (request, *others), share in zip(self.requests, self.plan.shares, strict=True):
+            end += share.num_rows
+            if share.state.rows_from is not None:
+                _score((request, *others), share, logits[end - share.num_rows : end])
+            row = end - 1 - share.drafted
+            if share.samples and request.search is not None:
+                request.search.give(share.state, logits[row])
+                searched[request] = request.search
+            elif share.samples:
+                drafted = share.state.draft[: share.drafted]
+                answering += [Answering(each, row, drafted) for each in (request, *others)]
+        if searched:
+            computed = {share.state for share in self.plan.shares if share.samples}
+            for search in searched.values():
+                search.advance(computed)
+        return answers(logits, answering, _ends)
+
+
+def _score(requests: Sequence[Request], share: Share, rows: Tensor) -> None:
+    """Keep the log probabilities of a prompt's tokens, each given by the row of the token before it."""
+    state = share.state
+    first = share.start + share.num_tokens - len(rows) + 1
+    # Computed again after a preemption, they are known already.
+    skipped = (state.rows_from or 0) + 1 + len(requests[0].prompt_logprobs) - first
+    tokens = state.tokens[first + skipped : min(first + len(rows), state.prompt_length)].tolist()
+    if tokens:
+        found = logprobs_of(rows[skipped : skipped + len(tokens)], tokens)
+        for request in requests:
+            request.prompt_logprobs += found
+
+
+def _ends(request: Request, generated: int, outcome: Outcome) -> bool:
+    """Whether a request that had generated so many tokens ends with this one."""
+    return failed(outcome) or request.reason_to_end(generated, *outcome) is not None
