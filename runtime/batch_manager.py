@@ -10,14 +10,13 @@ from threading import Event, Lock, Thread
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
 from selective_compile.runtime.engine import Engine
 from selective_compile.runtime.iteration_stats import iteration_json
-from selective_compile.runtime.request import Request
 from selective_compile.runtime.request_state import RequestId
+from selective_compile.runtime.responses import OpenRequest
 from selective_compile.runtime.stats import StepRecord
 
 logger = logging.getLogger(__name__)
@@ -34,7 +33,8 @@ class InferenceRequest:
         request_id: a string or an integer that no request has whose final response is still to come.
         input_ids: as for `Engine.submit`.
         generation_config: as for `Engine.submit`.
-        streaming: a response for each token, in place of one at the end.
+        streaming: a response for each token, in place of one at the end. A beam search has all tokens at its end.
+        pad_id: fills up the rows of sequences that are shorter than others of the request.
         options: other arguments of `Engine.submit`, such as `logprobs`, `priority` or `max_new_tokens`.
     """
 
@@ -42,6 +42,7 @@ class InferenceRequest:
     input_ids: Any
     generation_config: GenerationConfig | None = None
     streaming: bool = False
+    pad_id: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -49,15 +50,6 @@ GetRequests = Callable[[int], Iterable[InferenceRequest]]
 SendResponse = Callable[[RequestId, dict[str, Tensor], bool, str], None]
 PollStop = Callable[[], Collection[RequestId]]
 OnStats = Callable[[str], None]
-
-
-@dataclass(kw_only=True)
-class _Open:
-    """A request whose final response has not been sent; `sent` counts the tokens that are in responses."""
-
-    handle: Request
-    streaming: bool
-    sent: int = 0
 
 
 class BatchManager:
@@ -77,6 +69,7 @@ class BatchManager:
         on_stats: OnStats | None = None,
         *,
         max_active: int | None = None,
+        max_beam_width: int | None = None,
     ) -> None:
         """Start the worker.
 
@@ -84,28 +77,35 @@ class BatchManager:
             engine: nobody else may run its steps.
             get_requests: called with the most requests that can be taken, negative for no limit.
             send_response: called with the id, the tensors, whether it is the last response, and a message that is
-                empty unless the request failed, in which case there are no tensors. The tensors, on the CPU:
-                `output_ids` [1, 1, length] int64, the prompt and what was generated, or in a streamed response what
-                is new; `sequence_length` [1, 1] int64, of prompt and output so far; and for requests with
-                `logprobs` `log_probs` [1, 1, output length] and `cum_log_probs` [1, 1], float32, of the output so
-                far. Nothing of a request is left in the engine when its last response is sent, and its id is free.
+                empty unless the request failed, in which case there are no tensors. The tensors, on the CPU, of a
+                request's beams, where it has neither `num_beams` nor `num_return_sequences` one: `output_ids` [1,
+                beams, length] int64, the prompt and what was generated, or in a streamed response what is new;
+                `sequence_length` [1, beams] int64, of prompt and output so far; with the option `logprobs`
+                `log_probs` [1, beams, output length] float32, as new as `output_ids`, and `cum_log_probs` [1, beams]
+                float32, of the output so far; with `output_logits` `generation_logits` [1, beams, output length, V]
+                float32, as new; and with `prompt_logits` `context_logits` [1, prompt length, V] float32, in the
+                first response. Rows that are shorter than others are filled up, with `pad_id` or 0. Nothing of a
+                request is left in the engine when its last response is sent, and its id is free.
             poll_stop: gives the ids of requests to be stopped; unknown ones are passed over. A stopped request
                 gets its last response, with what it has generated.
             on_stats: called with the JSON text of `iteration_stats` after each step.
             max_active: most requests to be taken at a time; None: no limit.
+            max_beam_width: most beams or samples of a request; None: no limit.
 
         Raises:
-            ValueError: max_active is not a positive integer.
+            ValueError: a limit is not a positive integer.
         """
-        if max_active is not None and (isinstance(max_active, bool) or not max_active > 0):
-            raise ValueError(f"max_active must be a positive integer or None, got {max_active!r}")
+        for name, limit in (("max_active", max_active), ("max_beam_width", max_beam_width)):
+            if limit is not None and (type(limit) is not int or limit < 1):
+                raise ValueError(f"{name} must be a positive integer or None, got {limit!r}")
         self._engine = engine
         self._get_requests = get_requests
         self._send_response = send_response
         self._poll_stop = poll_stop
         self._on_stats = on_stats
         self._max_active = max_active
-        self._open: dict[RequestId, _Open] = {}
+        self._max_beam_width = max_beam_width
+        self._open: dict[RequestId, OpenRequest] = {}
         self._taken: set[RequestId] = set()  # ids whose final response has not been handed over
         self._lock = Lock()  # of `_taken`
         self._stopping = Event()
@@ -156,7 +156,7 @@ class BatchManager:
         finally:
             self._respond()
             for request_id, entry in list(self._open.items()):
-                entry.handle.cancel()
+                entry.cancel()
                 self._close(request_id, {}, reason)
 
     def _iterate(self) -> bool:
@@ -195,49 +195,49 @@ class BatchManager:
             return
         try:
             handle = self._engine.submit(
-                wanted.input_ids, wanted.generation_config, wanted.request_id, **wanted.options
+                wanted.input_ids, wanted.generation_config, wanted.request_id, **_with_all_beams(wanted)
             )
         except (ValueError, TypeError) as error:
             self._close(wanted.request_id, {}, str(error))
             return
-        if handle.search is not None or len(handle.samples) > 1:
-            for sample in handle.samples:
-                sample.cancel()
-            name = "num_return_sequences" if handle.search is None else "num_beams"
-            self._close(
-                wanted.request_id, {}, f"{name} must be 1, for a response has one sequence; submit to the engine"
-            )
+        opened = OpenRequest(handle=handle, streaming=wanted.streaming, pad_id=wanted.pad_id)
+        beams = handle.params.beams
+        width = len(handle.samples) if beams is None else beams.num_beams
+        if self._max_beam_width is not None and width > self._max_beam_width:
+            opened.cancel()
+            name = "num_return_sequences" if beams is None else "num_beams"
+            message = f"{name} must be at most max_beam_width, {self._max_beam_width}, got {width}"
+            self._close(wanted.request_id, {}, message)
             return
-        self._open[wanted.request_id] = _Open(handle=handle, streaming=wanted.streaming)
+        self._open[wanted.request_id] = opened
 
     def _stop(self, request_ids: Collection[RequestId]) -> None:
         for request_id in request_ids:
             if request_id in self._open:
-                self._open[request_id].handle.cancel()
+                self._open[request_id].cancel()
         self._respond()
 
     def _respond(self) -> None:
         """Responses for what has changed since the last time."""
         for request_id, entry in list(self._open.items()):
-            handle = entry.handle
-            ended = handle.finished
-            if handle.error is not None:
-                self._close(request_id, {}, handle.error)
-            elif ended or (entry.streaming and handle.state.generated > entry.sent):
-                tensors = _tensors(entry)
-                entry.sent = len(handle.tokens)
-                if ended:
-                    self._close(request_id, tensors, "")
-                else:
-                    self._sender.submit(self._deliver_part, handle, tensors)
+            error = entry.error
+            if error is not None:
+                entry.cancel()
+                self._close(request_id, {}, error)
+                continue
+            ended, tensors = entry.ended, entry.tensors()
+            if ended:
+                self._close(request_id, tensors or {}, "")
+            elif tensors is not None:
+                self._sender.submit(self._deliver_part, entry, tensors)
 
     def _close(self, request_id: RequestId, tensors: dict[str, Tensor], error: str) -> None:
         self._open.pop(request_id, None)
         self._sender.submit(self._deliver_last, request_id, tensors, error)
 
-    def _deliver_part(self, handle: Request, tensors: dict[str, Tensor]) -> None:
-        if not self._call_back(handle.request_id, tensors, False, ""):
-            handle.cancel()
+    def _deliver_part(self, entry: OpenRequest, tensors: dict[str, Tensor]) -> None:
+        if not self._call_back(entry.handle.request_id, tensors, False, ""):
+            entry.cancel()
 
     def _deliver_last(self, request_id: RequestId, tensors: dict[str, Tensor], error: str) -> None:
         with self._lock:
@@ -253,19 +253,14 @@ class BatchManager:
         self._last = record
 
 
-def _tensors(entry: _Open) -> dict[str, Tensor]:
-    handle = entry.handle
-    tokens, prompt = handle.tokens, handle.prompt_ids
-    new = tokens[entry.sent :] if entry.streaming else prompt + tokens
-    tensors = {
-        "output_ids": torch.tensor(new, dtype=torch.int64).view(1, 1, -1),
-        "sequence_length": torch.tensor([[len(prompt) + len(tokens)]]),
-    }
-    logprobs = handle.logprobs
-    if logprobs is not None:
-        log_probs = torch.tensor(logprobs, dtype=torch.float32).view(1, 1, -1)
-        tensors |= {"log_probs": log_probs, "cum_log_probs": log_probs.sum(dim=-1)}
-    return tensors
+def _with_all_beams(wanted: InferenceRequest) -> dict[str, Any]:
+    """Its options; where it has beams and does not say how many of them to return, all."""
+    config, options = wanted.generation_config, dict(wanted.options)
+    beams = options.get("num_beams", getattr(config, "num_beams", None))
+    said = "num_return_sequences" in options or getattr(config, "num_return_sequences", None) is not None
+    if isinstance(beams, int) and beams > 1 and not said:
+        options["num_return_sequences"] = beams
+    return options
 
 
 class _Logged:

@@ -31,6 +31,7 @@ class BeamParams:
         processors: run on the rows of all beams at once, as there; None: there are none.
         criteria: a StoppingCriteriaList, which says of every candidate whether it has ended.
         keeps_scores, keeps_logits: of each step [num_beams, V].
+        keeps_logprobs: of each token of a hypothesis, under the model's own distribution.
     """
 
     num_beams: int
@@ -44,6 +45,7 @@ class BeamParams:
     criteria: Any
     keeps_scores: bool
     keeps_logits: bool
+    keeps_logprobs: bool = False
 
     @property
     def num_candidates(self) -> int:
@@ -59,11 +61,13 @@ class Hypothesis:
         tokens: those that were generated.
         score: the sum of their log probabilities, over their number to the power of the length penalty.
         beam_indices: for each token, from which beam of the step before it went on.
+        logprobs: of each token under the model's own distribution; None unless asked for.
     """
 
     tokens: tuple[int, ...]
     score: float
     beam_indices: tuple[int, ...]
+    logprobs: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +89,14 @@ class Moves:
 
 @dataclass(kw_only=True)
 class _Beams:
-    """N sequences of one length, or of many; `tokens` and `paths` are of each, `scores` is [1, N] float32."""
+    """N sequences of one length, or of many; the lists are of each, `scores` is [1, N] float32.
+
+    `logprobs` is empty for each where nobody asked for them.
+    """
 
     tokens: list[Tensor]
     paths: list[Tensor]
+    logprobs: list[Tensor]
     scores: Tensor
 
     def at(self, places: Tensor, scores: Tensor) -> _Beams:
@@ -96,6 +104,7 @@ class _Beams:
         return _Beams(
             tokens=[self.tokens[place] for place in chosen],
             paths=[self.paths[place] for place in chosen],
+            logprobs=[self.logprobs[place] for place in chosen],
             scores=scores.gather(1, places),
         )
 
@@ -120,9 +129,10 @@ class BeamSearch:
         # All beams but the first are out of the question at first, or they would all be the same.
         first = torch.full((1, count), FAR, device=device)
         first[:, 0] = 0.0
-        self._running = _Beams(tokens=[ids] * count, paths=[path] * count, scores=first)
+        no_logprobs = [torch.empty(0, device=device)] * count
+        self._running = _Beams(tokens=[ids] * count, paths=[path] * count, logprobs=no_logprobs, scores=first)
         none = torch.full((1, count), FAR, device=device)
-        self._ended = _Beams(tokens=[ids] * count, paths=[path] * count, scores=none)
+        self._ended = _Beams(tokens=[ids] * count, paths=[path] * count, logprobs=no_logprobs, scores=none)
         self._has_ended = torch.zeros(1, count, dtype=torch.bool, device=device)
         self._improves = torch.ones(1, 1, dtype=torch.bool, device=device)
         self._kept = _Kept()
@@ -139,8 +149,9 @@ class BeamSearch:
         """
         params = self.params
         logits = logits.float().expand(params.num_beams, -1)
-        log_probs = logits.log_softmax(dim=-1)
+        log_probs = own = logits.log_softmax(dim=-1)
         if params.processors is not None:
+            own = log_probs.clone() if params.keeps_logprobs else own  # processors may write in place
             log_probs = params.processors.run(torch.stack(self._running.tokens), log_probs)
         self._keep(logits, log_probs)
         scores, indices = self._candidates((log_probs + self._running.scores[0][:, None]).reshape(1, -1))
@@ -148,6 +159,7 @@ class BeamSearch:
         candidates = _Beams(
             tokens=[torch.cat([self._running.tokens[p], t]) for p, t in _pairs(parents, tokens)],
             paths=[torch.cat([self._running.paths[p], q]) for p, q in _pairs(parents, parents)],
+            logprobs=self._grown_logprobs(own, parents, tokens),
             scores=scores,
         )
         kept_scores = self._kept.scores if params.keeps_scores else None
@@ -162,12 +174,17 @@ class BeamSearch:
         return Moves(parents=parents[0][chosen].tolist(), tokens=tokens[0][chosen].tolist())
 
     def result(self) -> BeamResult:
-        found = zip(self._ended.tokens, self._ended.paths, self._ended.scores[0].tolist(), strict=True)
+        ended = self._ended
         best = [
             Hypothesis(
-                tokens=tuple(tokens[self._prompt_length :].tolist()), score=score, beam_indices=tuple(path.tolist())
+                tokens=tuple(tokens[self._prompt_length :].tolist()),
+                score=score,
+                beam_indices=tuple(path.tolist()),
+                logprobs=tuple(logprobs.tolist()) if self.params.keeps_logprobs else None,
             )
-            for tokens, path, score in found
+            for tokens, path, logprobs, score in zip(
+                ended.tokens, ended.paths, ended.logprobs, ended.scores[0].tolist(), strict=True
+            )
         ]
         return BeamResult(
             hypotheses=tuple(best[: self.params.num_return_sequences]),
@@ -184,6 +201,13 @@ class BeamSearch:
             self._kept.logits += (logits.clone(),)
         if self.params.keeps_scores:
             self._kept.scores += (log_probs.clone(),)
+
+    def _grown_logprobs(self, own: Tensor, parents: Tensor, tokens: Tensor) -> list[Tensor]:
+        """Of the candidates: those of the beams that they go on from, and of the tokens that they go on with."""
+        before = [self._running.logprobs[parent] for parent in parents[0].tolist()]
+        if not self.params.keeps_logprobs:
+            return before
+        return [torch.cat(pair) for pair in zip(before, own[parents[0], tokens[0]].split(1), strict=True)]
 
     def _candidates(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """The candidates' scores and places among all beams' tokens [1, num_beams * V], both [1, num_candidates]."""
@@ -209,6 +233,7 @@ class BeamSearch:
         both = _Beams(
             tokens=self._ended.tokens + candidates.tokens,
             paths=self._ended.paths + candidates.paths,
+            logprobs=self._ended.logprobs + candidates.logprobs,
             scores=torch.cat([self._ended.scores, scores], dim=1),
         )
         places = both.scores.topk(params.num_beams)[1]

@@ -145,9 +145,9 @@ class Engine:
                 `negative_prompt_ids`, `negative_prompt_attention_mask` and `tokenizer` as for `model.generate`,
                 for this request alone; `json_schema`, `regex` or `grammar` (of Lark), which its text must follow,
                 with `tokenizer`; `seed`; and what to keep of each step, `logprobs`, `processed_logprobs` and
-                `top_logprobs`, and of the prompt, `prompt_logprobs`. With `num_return_sequences` above 1 the request
-                is the first of `samples`, each of them a request; they have the seeds that follow its own, and ids
-                such as "a/1". With `num_beams` above 1 all tokens come at the end.
+                `top_logprobs`, and of the prompt, `prompt_logprobs` and `prompt_logits`. With `num_return_sequences`
+                above 1 the request is the first of `samples`, each of them a request; they have the seeds that follow
+                its own, and ids such as "a/1". With `num_beams` above 1 all tokens come at the end.
 
         Raises:
             ValueError: anything about it is wrong; other requests are not affected.
@@ -184,7 +184,7 @@ class Engine:
                 requests = []
                 for chosen_id, params, one in zip(ids, every, asked, strict=True):
                     state = submission.state(chosen_id, self._requests.next_number, params)
-                    if any(each.prompt_logprobs for each in every):
+                    if any(each.keeps_prompt for each in every):
                         state.rows_from = rows_from
                     requests.append(Request(state, params, self))
                     self._requests.add(requests[-1])

@@ -21,13 +21,15 @@ DEFAULT_NEW_TOKENS = 20
 CPU = torch.device("cpu")
 
 LOGPROBS = ("logprobs", "processed_logprobs")
+OF_PROMPT = ("prompt_logprobs", "prompt_logits")
 
 # What several beams do not go with, and what to do instead.
 NOT_WITH_BEAMS: Mapping[str, str] = {
     "num_beam_groups": "call model.generate(custom_generate='transformers-community/group-beam-search')",
     "low_memory": "leave it out, as transformers has it no more; beams share blocks",
     **dict.fromkeys(("prompt_lookup_num_tokens", "assistant_model"), "drafts go with one sequence"),
-    **dict.fromkeys(LOGPROBS, "output_scores has those of all tokens for each beam"),
+    "processed_logprobs": "output_scores has those of all tokens for each beam",
+    "top_logprobs": "output_scores has those of all tokens for each beam",
     "prompt_logprobs": "Engine.score has them",
     **dict.fromkeys(GRAMMARS, "prefix_allowed_tokens_fn constrains beams"),
 }
@@ -78,6 +80,7 @@ class GenerationParams:
         processed_logprobs: keep it under the distribution that it was drawn from.
         top_logprobs: of as many of the likeliest tokens too, under each of the two that is kept.
         prompt_logprobs: keep the log probability of each token of the prompt but the first.
+        prompt_logits: keep the rows [V] of the prompt's tokens.
         output_scores, output_logits: keep the rows [V] themselves.
         lookup_tokens: most tokens of a draft that is looked up in the tokens so far; 0: there are no such drafts.
         lookup_ngram: most tokens that are looked up.
@@ -101,6 +104,7 @@ class GenerationParams:
     processed_logprobs: bool = False
     top_logprobs: int = 0
     prompt_logprobs: bool = False
+    prompt_logits: bool = False
     output_scores: bool = False
     output_logits: bool = False
     beams: BeamParams | None = None
@@ -108,6 +112,11 @@ class GenerationParams:
     lookup_ngram: int = 2
     assistant: Any = None
     assistant_tokens: int = 20
+
+    @property
+    def keeps_prompt(self) -> bool:
+        """Whether anything of the prompt's own logits is kept."""
+        return self.prompt_logprobs or self.prompt_logits
 
     @cached_property
     def recorded(self) -> bool:
@@ -287,6 +296,7 @@ def _beams(values: Mapping[str, Any], processors: RowProcessors | None, criteria
         criteria=criteria,
         keeps_scores=bool(values.get("output_scores")),
         keeps_logits=bool(values.get("output_logits")),
+        keeps_logprobs=boolean("logprobs", values.get("logprobs") or False),
     )
 
 
@@ -336,5 +346,5 @@ def _logprobs(values: Mapping[str, Any]) -> dict[str, Any]:
     top = integer("top_logprobs", values.get("top_logprobs") or 0)
     if top and not any(found.values()):
         raise ValueError(f"top_logprobs must be 0 without logprobs or processed_logprobs, got {top}")
-    of_prompt = boolean("prompt_logprobs", values.get("prompt_logprobs") or False)
-    return {**found, "top_logprobs": top, "prompt_logprobs": of_prompt}
+    of_prompt = {name: boolean(name, values.get(name) or False) for name in OF_PROMPT}
+    return {**found, "top_logprobs": top, **of_prompt}

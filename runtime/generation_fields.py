@@ -15,6 +15,7 @@ OWN_OPTIONS = frozenset(
     {
         "seed",
         "logprobs",
+        "prompt_logits",
         "prompt_logprobs",
         "processed_logprobs",
         "top_logprobs",

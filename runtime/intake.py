@@ -106,8 +106,9 @@ class Intake:
             max_positions=self._program.max_positions,
             pool_tokens=self._pool_tokens,
         )
-        if params.prompt_logprobs and not self._program.gives_every_row:
-            raise ValueError("prompt_logprobs must be False for a model that runs whole, got True")
+        if params.keeps_prompt and not self._program.gives_every_row:
+            name = "prompt_logprobs" if params.prompt_logprobs else "prompt_logits"
+            raise ValueError(f"{name} must be False for a model that runs whole, got True")
         if params.assistant is not None:
             self._assistants.of(params.assistant, self._program.vocab_size)
         if params.beams is not None:

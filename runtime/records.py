@@ -78,6 +78,11 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int]) -> list[float]:
     return rows.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
 
 
+def joined_rows(pieces: Sequence[Tensor]) -> Tensor | None:
+    """Rows [N, V] that came in pieces; None where none came."""
+    return torch.cat(list(pieces)) if pieces else None
+
+
 def _logprobs(row: Tensor, token: int, count: int) -> tuple[float, TopLogprobs | None]:
     logprobs = row.log_softmax(dim=-1)
     top = None

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 from selective_compile.runtime.beam_request import RequestSearch
 from selective_compile.runtime.beams import BeamResult, Hypothesis
 from selective_compile.runtime.generation import GenerationParams
-from selective_compile.runtime.records import TokenRecord, TopLogprobs
+from selective_compile.runtime.records import TokenRecord, TopLogprobs, joined_rows
 from selective_compile.runtime.request_state import RequestId, RequestState
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -51,8 +51,10 @@ class RequestResult:
             many tokens, or as much time, as allowed), "cancelled" or "error".
         error: the message when finish_reason is "error", else None.
         logprobs: of each token under the model's own distribution, before temperature and filters; None
-            unless the request asked for them with `logprobs=True`.
+            unless the request asked for them with `logprobs=True`. With beams, of the best hypothesis.
         prompt_logprobs: of each token of the prompt but the first, given those before it, with `prompt_logprobs=True`.
+        prompt_logits: the rows [prompt length, V] that the model gave for the prompt's tokens, float32, with
+            `prompt_logits=True`; fewer where the request ended before, and None without any.
         processed_logprobs: of each token under the distribution that it was drawn from; with
             `processed_logprobs=True`.
         top_logprobs, processed_top_logprobs: of the likeliest tokens of each step, as many as `top_logprobs` asked
@@ -68,6 +70,7 @@ class RequestResult:
     error: str | None
     logprobs: tuple[float, ...] | None
     prompt_logprobs: tuple[float, ...] | None
+    prompt_logits: Any
     processed_logprobs: tuple[float, ...] | None
     top_logprobs: tuple[TopLogprobs, ...] | None
     processed_top_logprobs: tuple[TopLogprobs, ...] | None
@@ -98,6 +101,7 @@ class Request:
         self._tokens: list[int] = []
         self._records: list[TokenRecord] = []  # one for each token, if the request keeps any
         self.prompt_logprobs: list[float] = []  # of the prompt's tokens behind that at `state.rows_from`
+        self.prompt_logits: list[Any] = []  # of the prompt's tokens so far, in pieces [tokens, V]
         self._searched: BeamResult | None = None
         self._finish_reason: FinishReason | None = None
         self._error: str | None = None
@@ -121,8 +125,18 @@ class Request:
     def logprobs(self) -> list[float] | None:
         """Log probabilities of the tokens so far, as a copy; None unless asked for."""
         with self._changed:
-            found = self._kept("logprob", self.params.logprobs)
+            found = self._results()["logprobs"]
         return None if found is None else list(found)
+
+    def since(self, count: int) -> tuple[list[int], list[TokenRecord]]:
+        """The tokens behind the first so many, and the records of these if the request keeps any."""
+        with self._changed:
+            return self._tokens[count:], self._records[count:]
+
+    @property
+    def searched(self) -> BeamResult | None:
+        """How the search ended, if it has; None without beams."""
+        return self._searched
 
     @property
     def finished(self) -> bool:
@@ -256,13 +270,14 @@ class Request:
         return {
             "logprobs": self._kept("logprob", wanted.logprobs),
             "prompt_logprobs": tuple(self.prompt_logprobs) if wanted.prompt_logprobs else None,
+            "prompt_logits": joined_rows(self.prompt_logits) if wanted.prompt_logits else None,
             "processed_logprobs": self._kept("processed_logprob", wanted.processed_logprobs),
             "top_logprobs": self._kept("top_logprobs", top and wanted.logprobs),
             "processed_top_logprobs": self._kept("processed_top_logprobs", top and wanted.processed_logprobs),
             "logits": self._kept("logits", wanted.output_logits),
             "scores": self._kept("scores", wanted.output_scores),
             "hypotheses": None,
-            **({} if self._searched is None else vars(self._searched)),
+            **({} if self._searched is None else _of_search(self._searched)),
         }
 
     def _kept(self, name: str, wanted: bool) -> tuple[Any, ...] | None:
@@ -282,3 +297,7 @@ class Request:
             if not driven:
                 self._owner.drive()
         return True
+
+
+def _of_search(result: BeamResult) -> dict[str, Any]:
+    return {**vars(result), "logprobs": result.hypotheses[0].logprobs}

@@ -35,7 +35,7 @@ class ScheduledStep:
         for (request, *others), share in zip(self.requests, self.plan.shares, strict=True):
             end += share.num_rows
             if share.state.rows_from is not None:
-                _score((request, *others), share, logits[end - share.num_rows : end])
+                _keep_of_prompt((request, *others), share, logits[end - share.num_rows : end])
             row = end - 1 - share.drafted
             if share.samples and request.search is not None:
                 request.search.give(share.state, logits[row])
@@ -48,6 +48,22 @@ class ScheduledStep:
             for search in searched.values():
                 search.advance(computed)
         return answers(logits, answering, _ends)
+
+
+def _keep_of_prompt(requests: Sequence[Request], share: Share, rows: Tensor) -> None:
+    """Keep what is asked for of the logits of the prompt's tokens, the last of which are those of the share."""
+    params = requests[0].params
+    if params.prompt_logprobs:
+        _score(requests, share, rows)
+    if params.prompt_logits:
+        first = share.start + share.num_tokens - len(rows)
+        # Computed again after a preemption, they are there already.
+        skipped = max(0, sum(map(len, requests[0].prompt_logits)) - first)
+        fresh = rows[skipped : max(0, share.state.prompt_length - first)]
+        if len(fresh):
+            fresh = fresh.float().clone()
+            for request in requests:
+                request.prompt_logits.append(fresh)
 
 
 def _score(requests: Sequence[Request], share: Share, rows: Tensor) -> None:

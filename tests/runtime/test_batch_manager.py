@@ -125,19 +125,6 @@ def test_what_is_wrong_with_one_request_arrives_as_its_last_response() -> None:
     assert_nothing_left(manager)
 
 
-def test_several_sequences_do_not_fit_into_a_response() -> None:
-    client = Client()
-    client.ask("beams", num_beams=2)
-    client.ask("samples", do_sample=True, num_return_sequences=3)
-    client.ask("one")
-    with manage(client) as manager:
-        client.wait(3)
-    assert client.errors["beams"].startswith("num_beams must be 1")
-    assert client.errors["samples"].startswith("num_return_sequences must be 1")
-    assert "one" in client.parts and "one" not in client.errors
-    assert_nothing_left(manager)
-
-
 def test_an_id_in_use_is_refused_and_one_that_ended_may_be_used_again() -> None:
     client = Client()
 
