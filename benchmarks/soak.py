@@ -105,7 +105,7 @@ def main() -> None:
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)  # each of the failures is logged
     model, _ = tiny_model.load()
-    config = EngineConfig(block_size=8, max_kv_tokens=480, max_requests=64, compile=arguments.compile, token_budget=256)
+    config = EngineConfig(block_size=8, max_kv_tokens=320, max_requests=64, compile=arguments.compile, token_budget=256)
     ends: list[RequestEnd] = []
     steps: list[int] = []
 
