@@ -111,7 +111,7 @@ def step_back(traced: TracedGraph, chain: ScoreChain, node: fx.Node) -> Any:
     if packet is aten.add and node.kwargs.get("alpha", 1) == 1:
         return take_added_mask(traced, chain, node)
     if packet is aten.sub and node.kwargs.get("alpha", 1) == 1:
-        return take_maximum(chain, node)
+        return take_maximum(traced, chain, node)
     if packet is aten.cat:
         return take_sinks(traced, chain, node)
     if packet in (aten.max, aten.maximum) and len(node.args) == 2 and carries_scores(traced, node.args[0]):
@@ -160,7 +160,7 @@ def refuse_behind_factors(chain: ScoreChain, node: fx.Node) -> None:
         raise Unreadable(node, "a mask is applied before the scores are multiplied with another one")
 
 
-def take_maximum(chain: ScoreChain, node: fx.Node) -> Any:
+def take_maximum(traced: TracedGraph, chain: ScoreChain, node: fx.Node) -> Any:
     """``scores - scores.max(-1)``: the same number taken off all scores of a query changes no weight."""
     scores, taken = node.args[:2]
     found = taken
@@ -168,9 +168,12 @@ def take_maximum(chain: ScoreChain, node: fx.Node) -> Any:
         found = found.args[0]  # type: ignore[union-attr]
     if getattr(found, "target", None) not in MAXIMA or found.args[0] is not scores:  # type: ignore[union-attr]
         raise Unreadable(node, "what is taken off its scores is not their own maximum")
-    if len(found.args) < 3 or not found.args[2]:  # type: ignore[union-attr]
-        raise Unreadable(node, "what is taken off its scores is not one number for each query")
     assert isinstance(found, fx.Node)
+    last = len(traced.axes[node].dims) - 1
+    if found.args[1] not in (-1, last, [-1], [last]) or len(found.args) < 3 or not found.args[2]:
+        raise Unreadable(node, "what is taken off its scores is not one number for each query")
+    if chain._after_tanh is not None or chain.sinks is not None:
+        raise Unreadable(node, "a number is taken off its scores before they are capped, or beside its sinks")
     chain.covers.append(found)
     return scores
 

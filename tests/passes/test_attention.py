@@ -113,6 +113,10 @@ def stable(scores: Tensor) -> Tensor:
     return scores - scores.max(dim=-1, keepdim=True)[0]
 
 
+def less_largest(scores: Tensor, dim: int) -> Tensor:
+    return scores - scores.amax(dim, keepdim=True)
+
+
 def grouped(q: Tensor, kv: Tensor) -> Tensor:
     scores = torch.einsum("bqkgd,btkd->bkgqt", q.unflatten(2, (2, 2)), kv)
     return torch.einsum("bkgqt,btkd->bqkgd", hide_future(scores).softmax(-1), kv).flatten(2, 3)
@@ -395,6 +399,24 @@ REFUSED: dict[str, tuple[Function, str]] = {
     "maximum of other scores": (
         lambda q, k, v: weigh((scores_of(q, k) - scores_of(k, q).amax(-1, keepdim=True)).softmax(-1), v),
         "not their own maximum",
+    ),
+    "maximum over heads": (
+        lambda q, k, v: weigh(hide_future(less_largest(scores_of(q, k), 1)).softmax(-1), v),
+        "not one number for each query",
+    ),
+    "maximum over queries": (
+        lambda q, k, v: weigh(hide_future(less_largest(scores_of(q, k), 2)).softmax(-1), v),
+        "enumerates tokens",
+    ),
+    "maximum taken off before a softcap": (
+        lambda q, k, v: weigh(hide_future(less_largest(hide_future(scores_of(q, k)), -1).tanh()).softmax(-1), v),
+        "before they are capped",
+    ),
+    "maximum taken off beside sinks": (
+        lambda q, k, v: weigh(
+            with_sinks(less_largest(hide_future(scores_of(q, k)), -1), torch.ones(1, 4, 1, 1)).softmax(-1)[..., :-1], v
+        ),
+        "beside its sinks",
     ),
     "bias that is no line": (
         lambda q, k, v: weigh(hide_future(scores_of(q, k) + alibi(q) ** 2).softmax(-1), v),
