@@ -2,24 +2,26 @@
 
 A model numbers its tokens by ``arange(S)``, by a running sum of ones, by tests on differences of positions.  Such a
 value depends on no token input and no weight.  If its entries stay the same however long the request is, the entry at
-position p is a function of p alone, which is what marking claims of a token-wise value.
+position p is a function of p alone, which is what marking claims of a token-wise value.  It is looked at up to a length
+that few requests reach, and longer ones are not served.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 from torch import fx
 
 from selective_compile.passes.axes import Axes, Axis, Dim, Mixes
-from selective_compile.passes.evaluate import ancestors, constants_in, evaluate
+from selective_compile.passes.evaluate import ancestors, concrete, constants_in, evaluate
 from selective_compile.passes.traced_graph import TracedGraph, is_mutable
 
 aten = torch.ops.aten
 LENGTHS = (2, 3, 5, 17, 40, 130)
 LONGEST = 2**20
-LINE_LENGTH = 300
+MOST_NUMBERS = 2**24  # of a value that is looked at whole
 
 
 def positional(traced: TracedGraph, node: fx.Node) -> Axes | None:
@@ -42,9 +44,34 @@ def positional(traced: TracedGraph, node: fx.Node) -> Axes | None:
         ]
     except IndexError:  # a table that is too short for some length
         return None
-    if all(prefix_of(short, long, dims) for short, long in itertools.pairwise(values)):
-        return Axes(dims=dims, probed=True)
-    return None
+    length, far = farthest(traced, node)
+    if length < lengths[-1] or not all(prefix_of(a, b, dims) for a, b in itertools.pairwise([*values, far])):
+        return None
+    traced.bound(length)
+    return Axes(dims=dims, probed=True)
+
+
+def farthest(traced: TracedGraph, node: fx.Node) -> tuple[int, torch.Tensor]:
+    """The longest requests that a value made of sizes alone can be looked at for, and the value for three of them.
+
+    A threshold that a function of positions crosses need not be a number in the graph: it shows here.
+    """
+    length = LONGEST
+    while True:
+        if numbers_in(traced, node, length) <= MOST_NUMBERS:
+            try:
+                return length, evaluate(traced, node, batch=3, tokens=length, given={})
+            except IndexError:  # a table has no rows for so many
+                pass
+        length //= 2
+
+
+def numbers_in(traced: TracedGraph, node: fx.Node, tokens: int) -> int:
+    """Of the largest tensor that a value for so many tokens is computed by way of."""
+    symbols = {traced.sizes.token: tokens} | ({traced.sizes.batch: 3} if traced.sizes.batch is not None else {})
+    tensors = (current.meta.get("val") for current in ancestors(node))
+    shapes = [value.shape for value in tensors if isinstance(value, torch.Tensor)]
+    return max(math.prod(concrete(size, symbols) for size in shape) for shape in shapes)
 
 
 def made_of_sizes(traced: TracedGraph, node: fx.Node) -> bool:
@@ -87,9 +114,13 @@ def straight_line(traced: TracedGraph, node: fx.Node) -> tuple[int, int] | None:
     axes = traced.axes[node]
     if axes.is_pair or node.meta["val"].dtype.is_floating_point or node.meta["val"].dtype == torch.bool:
         return None
-    length = max([LINE_LENGTH, *(2 * c for c in constants_in(node) if c <= LONGEST)])
-    value = evaluate(traced, node, batch=1, tokens=length, given={}).movedim(axes.holding(Axis.TOKEN)[0], -1)
+    length, value = farthest(traced, node)
+    value = value.movedim(axes.holding(Axis.TOKEN)[0], -1)
     rows = value.reshape(-1, length)
     first, step = int(rows[0, 0]), int(rows[0, 1] - rows[0, 0])
     line = first + step * torch.arange(length)
-    return (first, step) if torch.equal(rows, line.to(rows.dtype).expand_as(rows)) else None
+    if not torch.equal(rows, line.to(rows.dtype).expand_as(rows)):
+        return None
+    if axes.probed:  # not by a rule
+        traced.bound(length)
+    return first, step

@@ -157,6 +157,14 @@ MIXING: dict[str, tuple[Function, str]] = {
         lambda x: x + ((torch.arange(x.shape[1]) < 500).long().cumsum(0) - 1)[:, None],
         "no straight line",
     ),
+    "positions that bend where a function crosses a number": (
+        lambda x: x + torch.where((torch.arange(x.shape[1]) + 1.0).log() < 7.0, 2, 1).cumsum(0)[:, None],
+        "no straight line",
+    ),
+    "scale by the length, from where a function crosses a number": (
+        lambda x: x * ((torch.arange(x.shape[1]) + 1.0).log() / 7.0).clamp(min=1.0).amax(),
+        "enumerates tokens",
+    ),
     "positions from the attention mask": (lambda mask, x: x + (mask.cumsum(1) - 1)[..., None], "enumerates tokens"),
     "in place on an input": (lambda x: x.add_(1), "in place"),
     "in place below a view": (lambda x: below_a_view(x * 1), "in place"),
