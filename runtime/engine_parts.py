@@ -56,6 +56,8 @@ class EngineParts:
         runner = ModelRunner(model, config, program)
         assistants = Assistants(partial(make_engine, config=_alike(config, runner)))
         config = replace(config, max_requests=runner.max_requests)
+        if not runner.program.pauses:
+            config = replace(config, scheduler_policy="guaranteed_no_evict")
         reuses_blocks = config.block_reuse and _whole_in_blocks(runner.program)
         scheduler = Scheduler.configured(
             config, runner.num_blocks, block_reuse=reuses_blocks, host_slots=runner.host_slots

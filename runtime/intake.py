@@ -24,12 +24,23 @@ from selective_compile.runtime.samples import Asked, options_of_samples
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """A prompt on its terms; `block_names` are those of its full blocks, if blocks are reused; `deadline` as given."""
+    """A prompt on its terms.
+
+    Attributes:
+        block_names: of its full blocks, if blocks are reused.
+        deadline: as given.
+        cut_up_to: of requests of at most so many tokens the prompt may be computed in parts; None: of all.
+    """
 
     prompt: array[int]
     terms: Terms
     block_names: list[bytes]
     deadline: float | None
+    cut_up_to: int | None
+
+    def is_whole(self, max_new_tokens: int) -> bool:
+        """Whether its prompt must be computed in one step."""
+        return self.cut_up_to is not None and len(self.prompt) + max_new_tokens - 1 > self.cut_up_to
 
     def state(self, request_id: RequestId, number: int, params: GenerationParams) -> RequestState:
         return RequestState(
@@ -39,6 +50,7 @@ class Submission:
             max_new_tokens=params.max_new_tokens,
             terms=self.terms,
             block_names=list(self.block_names),
+            whole=self.is_whole(params.max_new_tokens),
         )
 
 
@@ -79,7 +91,13 @@ class Intake:
         if self._reuses_blocks:  # made here: in a step, they would keep all other requests waiting
             size = self._config.block_size
             extend_names(names, prompt, checked.cache_salt, len(prompt) // size, size)
-        return Submission(prompt=prompt, terms=checked, block_names=names, deadline=deadline)
+        return Submission(
+            prompt=prompt,
+            terms=checked,
+            block_names=names,
+            deadline=deadline,
+            cut_up_to=self._program.cut_up_to,
+        )
 
     def samples(self, config: GenerationConfig | None, options: dict[str, Any]) -> list[Asked]:
         """What each of the sequences that a request is to have asks for. Raises ValueError."""
@@ -106,6 +124,13 @@ class Intake:
             max_positions=self._program.max_positions,
             pool_tokens=self._pool_tokens,
         )
+        if submission.is_whole(params.max_new_tokens) and len(submission.prompt) > self._config.token_budget:
+            modules = ", ".join(self._program.isolated)
+            raise ValueError(
+                f"a prompt must have at most EngineConfig.token_budget = {self._config.token_budget} tokens, if it and "
+                f"what it generates are more than {submission.cut_up_to}: it is not known that modules which run for "
+                f"one request after another ({modules}) may be given longer ones in parts; got {len(submission.prompt)}"
+            )
         if params.keeps_prompt and not self._program.gives_every_row:
             name = "prompt_logprobs" if params.prompt_logprobs else "prompt_logits"
             raise ValueError(f"{name} must be False for a model that runs whole, got True")

@@ -101,6 +101,7 @@ class FileRecording(Recording):
             max_new_tokens=params.max_new_tokens,
             terms=terms,
             rows_from=state.rows_from,
+            whole=state.whole,
             options=told,
             untold=untold,
         )

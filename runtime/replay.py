@@ -126,6 +126,7 @@ class _ScheduleAgain:
             array("q", event["prompt"]),
             max_new_tokens=event["max_new_tokens"],
             terms=terms_of(event),
+            whole=event.get("whole", False),
         )
         state.rows_from = event.get("rows_from")
         self._states[state.number] = state

@@ -77,6 +77,7 @@ class RequestState:
         "tables",
         "terms",
         "tokens",
+        "whole",
         "width",
     )
 
@@ -89,6 +90,7 @@ class RequestState:
         max_new_tokens: int,
         terms: Terms | None = None,
         block_names: list[bytes] | None = None,
+        whole: bool = False,
     ) -> None:
         self.request_id = request_id
         self.number = number  # the order of arrival; also tells two requests apart that used one id in turn
@@ -105,6 +107,9 @@ class RequestState:
         # Of the content of full blocks, as far as they were asked for, or known before.
         self.block_names = [] if block_names is None else block_names
         self.finished = False
+        # Its prompt is computed in one step and what is generated token by token, after a preemption too: in the calls
+        # that `generate` makes, for a model of which it is not known that it may be called otherwise.
+        self.whole = whole
         self.width = 1  # how many there will be of it once its prompt is computed: `Scheduler.fork`
         self.shares_last = False  # in one of its tables: it has to get a block of its own before it writes
         # Those that are only served all together, this one included: the beams of a search.

@@ -321,14 +321,16 @@ class Scheduler:
         if not pending:
             return True  # until the others of its group are as far
         in_prefill = pending > 1 or start < state.prompt_length
-        num_tokens = min(pending, draft.budget, draft.prefill) if in_prefill else 1
+        num_tokens = self._most_at_once(state, pending, draft) if in_prefill else 1
+        if num_tokens > draft.budget:
+            return True  # until there is room for all of it
         if self.order == "fair":
             self._charge_generated(state)
         if not self._make_room(state, start + num_tokens, draft):
             return False
         drafted = self._room_for_draft(state, start + num_tokens, most_drafted)
         if in_prefill:
-            draft.prefill -= num_tokens
+            draft.prefill = max(0, draft.prefill - num_tokens)
         draft.budget -= num_tokens + drafted
         draft.shares.append(Share(state, start, num_tokens + drafted, num_tokens == pending, drafted))
         if num_tokens == pending and self._prefilling:
@@ -336,6 +338,11 @@ class Scheduler:
         if num_tokens > 1:
             self.blocks.filled(state, start + num_tokens)
         return True
+
+    def _most_at_once(self, state: RequestState, pending: int, draft: Draft) -> int:
+        if state.whole:
+            return state.prompt_length if state.computed == 0 else 1
+        return min(pending, draft.budget, draft.prefill)
 
     def _room_for_draft(self, state: RequestState, end: int, most: int) -> int:
         """How much of a request's draft can be computed, with the blocks for it taken; nobody is preempted for it."""
@@ -362,7 +369,9 @@ class Scheduler:
     def _admit(self, draft: Draft) -> RequestState | None:
         """Start the request that waits first, if there is memory for it; nobody overtakes it."""
         state = self._waiting.first()
-        if state is None or self._places + sum(member.width for member in state.members) > self.max_requests:
+        if state is None or (state.whole and state.prompt_length > draft.budget):
+            return None
+        if self._places + sum(member.width for member in state.members) > self.max_requests:
             return None
         if not self.blocks.admit(state, num_running=len(self._running)):
             return None

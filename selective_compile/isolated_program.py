@@ -25,6 +25,8 @@ from selective_compile.step_program import StepProgram
 # else all from the first on, with a new cache; or all from the first on, and no cache.  The first two are for modules
 # that are given a cache.
 Mode = Literal["new tokens", "one new token", "all tokens"]
+# Requests of at most so many tokens may be computed in parts of any size: `isolation_trial` has tried it.
+TRIED = 64
 MODES: tuple[Mode, ...] = ("new tokens", "one new token", "all tokens")
 
 
@@ -96,9 +98,11 @@ class IsolatedProgram(StepProgram):
 
     ``isolated`` has the modules' paths, and why they are.  One that is given no cache sees all tokens of its request up
     to the last of the step: exact if what it gives for a token does not depend on the tokens behind it, and slow.
+    One that is given a cache sees, of a request of more than `TRIED` tokens, what `generate` would show it.
     """
 
     keeps_requests = True
+    cut_up_to = TRIED
     forks_requests = False  # what modules leave in their caches and attributes is theirs
 
     def __init__(

@@ -12,13 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from selective_compile.capture import CANNOT, logits_call
-from selective_compile.isolated_program import IsolatedProgram
+from selective_compile.isolated_program import TRIED, IsolatedProgram
 from selective_compile.skeleton import skeleton
 from selective_compile.step import StepInputs, reaches
 
-BLOCK = 16
+BLOCK = 128
 # How many tokens of each of the two requests are in each step.
-STEPS = ((6, 0), (1, 3), (4, 1), (2, 5))
+STEPS = ((6, 0), (1, 3), (12, 1), (2, 17), (44, 20), (1, 24))
+# A module that looks ahead need not do so in a short request: a longer one, of the first of these lengths that the
+# model knows, must have the logits of its leading tokens run alone.
+LONGER = (300, 128, 64)
 # Of the spread of the logits.  A state that is wrong departs by about the spread itself.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05}
 COARSE = 0.3
@@ -29,18 +32,35 @@ def departs(model: nn.Module, program: IsolatedProgram) -> bool:
     """Whether the program's logits are others than the model's, or it cannot be run."""
     generator = torch.Generator().manual_seed(0)
     lengths = [sum(counts) for counts in zip(*STEPS, strict=True)]
+    assert min(lengths) >= TRIED
     prompts = [torch.randint(0, min(program.vocab_size, 1000), (n,), generator=generator) for n in lengths]
     prompts = [prompt.to(program.device) for prompt in prompts]
     try:
+        longer = torch.randint(0, min(program.vocab_size, 1000), (LONGER[0],), generator=generator)
+        if looks_ahead(model, longer.to(program.device)):
+            return True
         ours = in_steps(program, prompts)
         alone = [logits_alone(model, prompt) for prompt in prompts]
     except CANNOT:
         return True
-    for rows, theirs in zip(ours, alone, strict=True):
-        tolerance = TOLERANCES.get(theirs.dtype, COARSE) * float(theirs.float().std())
-        if not bool(((rows.float() - theirs.float()).abs() <= tolerance).all()):
-            return True
-    return False
+    return not all(map(alike, ours, alone))
+
+
+def looks_ahead(model: nn.Module, prompt: Tensor) -> bool:
+    """Whether the model's logits of some leading tokens are others if the prompt goes on behind them."""
+    for length in LONGER:
+        try:
+            whole = logits_alone(model, prompt[:length])
+        except CANNOT:  # a table of positions ends before
+            continue
+        prefixes = (length // 5, length // 2, length - 1)
+        return not all(alike(whole[:count], logits_alone(model, prompt[:count])) for count in prefixes)
+    return True
+
+
+def alike(rows: Tensor, theirs: Tensor) -> bool:
+    tolerance = TOLERANCES.get(theirs.dtype, COARSE) * float(theirs.float().std())
+    return bool(((rows.float() - theirs.float()).abs() <= tolerance).all())
 
 
 def logits_alone(model: nn.Module, prompt: Tensor) -> Tensor:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,7 +42,8 @@ class SequentialProgram:
     """Callable on `StepInputs` as `StepProgram` is; it needs no pools.
 
     A prompt is run whole, in the step that asks for its logits: a model with recurrent layers cannot always go on in
-    the middle of one.
+    the middle of one. No request is to be preempted: of a model that is not causal, a prompt and what was generated
+    from it are not the same as a longer prompt.
     """
 
     graphs = 0
@@ -49,9 +51,12 @@ class SequentialProgram:
     keeps_requests = True
     forks_requests = True
     gives_every_row = False
+    cut_up_to = None
+    pauses = False
     rewinds = False  # nor are there rows for more than a request's last token
     call_sites: tuple[Any, ...] = ()
     state_sites: tuple[Any, ...] = ()
+    isolated: Mapping[str, Refusal] = MappingProxyType({})
 
     def __init__(self, model: Any, refusals: Sequence[Refusal]) -> None:
         self.refusals = tuple(refusals)

@@ -119,12 +119,16 @@ class StepProgram:
 
     ``keeps_requests``: whether it keeps more of a request than its blocks, so that no other can go on from those;
     ``forks_requests``: whether a request can go on from all that is kept of another by `go_on_from`;
+    ``cut_up_to``: prompts of requests of at most so many tokens may be computed in parts, None for all;
+    ``pauses``: whether a request can be computed again, from its prompt and what it has generated;
     ``gives_every_row``: whether the logits of any token of a step can be asked for, or only of a request's last.
     """
 
     keeps_requests = False
     forks_requests = True
     gives_every_row = True
+    cut_up_to: int | None = None
+    pauses = True
     isolated: Mapping[str, Refusal] = MappingProxyType({})
 
     def __init__(

@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 import selective_compile as sc
 from selective_compile.backend import compile_step_program, report_of
 from selective_compile.coverage.random_model import random_model, vocabulary_of
-from selective_compile.isolated_program import IsolatedProgram
+from selective_compile.isolated_program import TRIED, IsolatedProgram
 from selective_compile.skeleton import skeleton
 from tests.decoders import VOCABULARY, WIDTH, Decoder
 from tests.exactness import TOLERANCE, logits_in_chunks
@@ -147,7 +147,27 @@ def test_attention_with_an_odd_mask_is_isolated_with_what_surrounds_it() -> None
         assert_same_tokens(model, prompt, tokens)
 
 
-@pytest.mark.parametrize("make", [lambda: Mixed(Backwards), lambda: Decoder(mask=leaking, layers=1)])
+class Chosen(nn.Module):
+    """The 70 tokens with the largest first feature pass: not causal in requests of more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        least = x[..., 0].topk(min(x.shape[1], 70), dim=1).values[:, -1:]
+        return torch.where((x[..., 0] >= least)[..., None], x, torch.zeros_like(x))
+
+
+def test_a_prompt_that_may_not_be_cut_must_fit_into_a_step() -> None:
+    model, program = compiled(Decay)
+    engine = sc.Engine(model, CONFIG, program=program)
+    engine.submit([1] * 30, max_new_tokens=TRIED - 29).cancel()
+    with pytest.raises(ValueError, match=r"at most EngineConfig.token_budget = 24 .*mixers\.0.*got 30"):
+        engine.submit([1] * 30, max_new_tokens=TRIED - 28)
+    long = engine.submit([1] * 20, max_new_tokens=60)
+    assert_same_tokens(model, [1] * 20, long.result().tokens)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Mixed(Backwards), lambda: Mixed(Chosen), lambda: Decoder(mask=leaking, layers=1)]
+)
 def test_what_sees_later_tokens_is_refused(make: Callable[[], nn.Module]) -> None:
     """At once, and at a place far beyond what is tried."""
     with pytest.raises(sc.RefusedError):

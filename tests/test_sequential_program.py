@@ -71,7 +71,7 @@ def test_tokens_are_those_of_generate_on_each_request_alone(family: str) -> None
         for _ in range(draw.randint(0, 2)):
             engine.step()
     results = [request.result() for request in requests]
-    assert engine.stats().preemptions > 0
+    assert engine.stats().preemptions == 0  # a model that is not causal could not go on from there
     for prompt, result in zip(prompts, results, strict=True):
         assert_generated_alone(model, prompt, result.tokens)
     assert not engine._program._requests  # type: ignore[union-attr]

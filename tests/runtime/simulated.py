@@ -42,6 +42,8 @@ class SimulatedProgram:
     graphs = 1
     rewinds = True
     gives_every_row = True
+    cut_up_to: int | None = None
+    pauses = True
 
     def __init__(self, max_positions: int | None = None) -> None:
         self.max_positions = max_positions

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import time
+from typing import Any, get_args
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from selective_compile.options import Batching
 from selective_compile.runtime.block_pool import BlockPool
 from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.request_state import RequestState
@@ -150,6 +155,35 @@ def test_what_never_fits_is_our_mistake() -> None:
     assert scheduler.blocks.fits(8) and not scheduler.blocks.fits(9)
     with pytest.raises(AssertionError):
         add(scheduler, 0, 9)
+
+
+@pytest.mark.parametrize("batching", get_args(Batching))
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6), slowdown=st.sampled_from([None, 1.5]))
+def test_whole_requests_are_computed_as_generate_would(batching: Batching, seed: int, slowdown: float | None) -> None:
+    """The prompt in one step and each further token in its own, after a preemption again."""
+    source = random.Random(seed)
+    options: dict[str, Any] = {"batching": batching, "prefill_slowdown": slowdown, "block_reuse": False}
+    scheduler = Scheduler(BlockPool(8), token_budget=9, max_requests=4, block_size=2, **options)
+    states = [
+        RequestState(n, n, [n] * source.randint(1, 9), max_new_tokens=source.randint(1, 7), whole=n % 3 > 0)
+        for n in range(12)
+    ]
+    waiting = list(states)
+    for _ in range(400):
+        if waiting and source.random() < 0.5:
+            scheduler.add(waiting.pop(0))
+        plan = scheduler.schedule()
+        scheduler.pace.steps.observe(plan.num_tokens, 1.0 + plan.num_tokens)
+        assert plan.num_tokens <= 9
+        for share in plan.shares:
+            if share.state.whole:
+                assert share.num_tokens == (share.state.prompt_length if share.start == 0 else 1), share
+            scheduler.advance(share, 1 if share.samples else None)
+            if share.state.computed == share.state.final_length:
+                scheduler.remove(share.state)
+        scheduler.check()
+    assert all(state.finished for state in states)
 
 
 def test_nothing_to_do() -> None:
