@@ -21,22 +21,32 @@ class Pace:
         self._block_size = block_size
         self._prefill_slowdown = prefill_slowdown
 
+    @property
+    def bounds_prefill(self) -> bool:
+        """Whether steps are kept short for the sake of those that decode."""
+        return self._prefill_slowdown is not None
+
     def copying_pays(self, copies: int) -> bool:
         """Whether so many copies of a block take less time than computing its tokens again, as far as is known."""
         copy, token = self.copies.per_block, self.steps.per_token
         return copy is None or token is None or copies * copy <= self._block_size * token
 
     def seconds_needed(self, state: RequestState, num_running: int) -> float:
-        """From admission beside so many to the last token it may generate; 0 as long as nothing is known."""
+        """From admission beside so many to the last token it may generate; 0 as long as that is not known.
+
+        It is not known from steps of one size, of prompts or of tokens after them: the others may take far less.
+        """
+        if self.steps.per_token is None:
+            return 0.0
         known, width = len(state.tokens), min(num_running + 1, self._max_requests)
         prefill = self.steps.prefill_seconds(known, self._token_budget)
         decode = self.steps.predict(width)
         return 0.0 if prefill is None or decode is None else prefill + decode * (state.final_length - known)
 
-    def prefill_budget(self, num_running: int) -> int:
+    def prefill_budget(self, num_decoding: int) -> int:
         """Tokens of prompts in a step beside so many, who are not to wait too long for their next token."""
-        if self._prefill_slowdown is None or not num_running:
+        if self._prefill_slowdown is None or not num_decoding:
             return self._token_budget
-        allowed = self.steps.tokens_beside(num_running, self._prefill_slowdown)
+        allowed = self.steps.tokens_beside(num_decoding, self._prefill_slowdown)
         # At least a block, so that prompts get on however slow the machine seems to be.
         return int(max(self._block_size, min(allowed, self._token_budget)))

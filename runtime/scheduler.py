@@ -18,6 +18,8 @@ from selective_compile.runtime.waiting import GENERATED_TOKEN, waiting_queue
 from selective_compile.step import Reach
 
 WHOLE = Reach()
+# Where prompts have steps of their own, those that decode have one after so many of them.
+PREFILL_STEPS = 4
 
 
 class Scheduler:
@@ -98,6 +100,7 @@ class Scheduler:
         self._waiting = waiting_queue(order, self.running)
         self._prefilling: dict[int, RequestState] = {}  # of the running ones, where batching tells them apart
         self._places = 0  # of max_requests, taken by the running requests
+        self._prefill_steps = 0  # of prompts alone, since those that decode had a step
         self._batch = 0  # places that were taken by the static batch
 
     @classmethod
@@ -202,15 +205,13 @@ class Scheduler:
         Args:
             now: the time, on the clock that deadlines are given on.
         """
-        draft = Draft(budget=self.token_budget, prefill=self.pace.prefill_budget(len(self._running)))
+        draft = Draft(budget=self.token_budget, prefill=self._prefill_budget())
         self._refuse_late(now, draft)
         if self.batching == "inflight_fused":
             self._continue(draft)
             self._admit_within_budget(draft)
         else:
-            self._prefill(draft)
-            if not draft.shares:
-                self._continue(draft)
+            self._alternate(draft)
         assert draft.shares or not self.has_work, "requests wait and none can be scheduled"
         static = self.batching == "static" and bool(self._running)
         empty = self._batch - self._places if static else 0
@@ -265,13 +266,22 @@ class Scheduler:
         self.blocks.check(running)
 
     def _refuse_late(self, now: float, draft: Draft) -> None:
-        """Those that come first and cannot end in time leave, before they cost anything."""
+        """Of the earliest deadline first: those that cannot end in time leave, before they cost anything."""
+        if self.order != "deadline":
+            return
         while (state := self._waiting.first()) is not None and state.terms.deadline != math.inf:
+            # While nobody runs, an estimate that was once too large would stay so: then only the clock refuses.
+            needed = self.pace.seconds_needed(state, len(self._running)) if self._running else 0.0
             # Whoever was preempted has begun, and is not to lose what it has.
-            if state.generated or now + self.pace.seconds_needed(state, len(self._running)) <= state.terms.deadline:
+            if state.generated or now + needed <= state.terms.deadline:
                 break
             self.remove(state)
             draft.refused.append(state)
+
+    def _prefill_budget(self) -> int:
+        if not self.pace.bounds_prefill:
+            return self.token_budget
+        return self.pace.prefill_budget(sum(not state.in_prefill for state in self._running.values()))
 
     def _continue(self, draft: Draft) -> None:
         """Shares for the running requests: one token where the last step generated one, else a chunk."""
@@ -302,6 +312,15 @@ class Scheduler:
         # come and go at every step.
         while draft.budget and draft.prefill and not draft.preempted and (state := self._admit(draft)):
             self._take(state, draft)
+
+    def _alternate(self, draft: Draft) -> None:
+        """Prompts or those that decode: prompts first, but however many come, the others are not kept waiting."""
+        decoding = len(self._running) > len(self._prefilling)
+        if not decoding or self._prefill_steps < PREFILL_STEPS:
+            self._prefill(draft)
+        self._prefill_steps = self._prefill_steps + 1 if draft.shares and decoding else 0
+        if not draft.shares:
+            self._continue(draft)
 
     def _prefill(self, draft: Draft) -> None:
         """Shares for prompts, and none for those that decode; prompts come first."""

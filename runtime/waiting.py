@@ -59,8 +59,8 @@ class RankedQueue:
         return iter(self._states.values())
 
     def add(self, state: RequestState) -> None:
+        heappush(self._heap, (self._rank(state), state.number))  # before anything has changed, should it have no rank
         self._states[state.number] = state
-        heappush(self._heap, (self._rank(state), state.number))
 
     def remove(self, state: RequestState) -> None:
         del self._states[state.number]

@@ -118,8 +118,9 @@ def test_a_static_batch_ends_with_its_longest_member() -> None:
 
 def test_what_cannot_be_met_is_refused_before_it_costs_anything() -> None:
     engine = simulated_engine(waiting_order="deadline", max_requests=2)
-    engine.submit([1], max_new_tokens=3).result()
-    engine._scheduler.pace.steps.observe(1, 1e6)  # a very slow machine
+    running = engine.submit([1], max_new_tokens=8)
+    engine.step()
+    a_slow_machine(engine)
     late = engine.submit([1, 2], max_new_tokens=50, deadline=5.0)
     whenever = engine.submit([1, 2], max_new_tokens=5)
     before = engine.stats().tokens_computed
@@ -127,14 +128,38 @@ def test_what_cannot_be_met_is_refused_before_it_costs_anything() -> None:
     assert (result.finish_reason, result.tokens) == ("error", ())
     assert result.error is not None and "deadline" in result.error
     assert whenever.result().finish_reason == "length"
-    assert engine.stats().tokens_computed - before == 2 + 4
+    assert running.result().finish_reason == "length"
+    assert engine.stats().tokens_computed - before == 7 + 2 + 4
     assert not engine._requests
 
 
-def test_only_refused_requests_leave_nothing_to_do() -> None:
+def a_slow_machine(engine: Any) -> None:
+    for tokens in (1, 2):
+        engine._scheduler.pace.steps.observe(tokens, tokens * 1e6)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_what_was_measured_once_does_not_refuse_for_ever(slow: bool) -> None:
+    """Where nobody runs nothing is measured: the estimate would stay as it is."""
     engine = simulated_engine(waiting_order="deadline")
-    engine._scheduler.pace.steps.observe(1, 1e6)
+    a_slow_machine(engine) if slow else engine._scheduler.pace.steps.observe(512, 1e6)
+    assert engine.submit([1], max_new_tokens=2, deadline=5.0).result().finish_reason == "length"
+
+
+@pytest.mark.parametrize("order", ["first_come", "priority", "fair"])
+def test_other_orders_refuse_nobody(order: Any) -> None:
+    engine = simulated_engine(waiting_order=order)
+    engine.submit([1], max_new_tokens=8)
+    engine.step()
+    a_slow_machine(engine)
+    assert engine.submit([2], max_new_tokens=2, deadline=5.0).result().finish_reason == "length"
+
+
+def test_only_refused_requests_leave_nothing_to_do() -> None:
+    now = [0.0]
+    engine = simulated_engine(waiting_order="deadline", clock=lambda: now[0])
     request = engine.submit([1], deadline=1.0)
+    now[0] = 2.0
     assert not engine.step()
     assert request.finish_reason == "error"
     engine.submit([1], request_id=request.request_id, max_new_tokens=2).result()
