@@ -17,6 +17,7 @@ from selective_compile.passes.flatten import FlatGraph, flatten
 from selective_compile.passes.isolate import isolate
 from selective_compile.passes.lower import lower
 from selective_compile.passes.mask_proof import prove_masks
+from selective_compile.passes.narrow_windows import narrow_windows
 from selective_compile.passes.normalise import normalise
 from selective_compile.passes.output_tails import Tail, take_off_tails
 from selective_compile.passes.recurrences import recognise_recurrences, whole_convolutions
@@ -81,14 +82,15 @@ def rewrite(
     paged: bool,
     ones: str | None = None,
     functions: Mapping[str, Any] | None = None,
+    max_window: int | None = None,
 ) -> Rewrite:
     """Run the pipeline on Dynamo's graph.
 
     ``paged``: for the engine, with KV pools and sampled rows; otherwise for a padded call, whole in one step.  ``ones``
     is the source of a token input that is never anything but 1, as the engine's attention mask.  ``functions`` are what
-    capture left whole, by name, with what they compute.  What cannot be proved
-    stands in ``refusals`` and leaves ``flat`` None.  Raises `RefusedError` when the graph's inputs are not those of a
-    decoder at all.
+    capture left whole, by name, with what they compute.  ``max_window``: let no attention see farther, whatever the
+    model says; that is no part of the pipeline, for it changes results.  What cannot be proved stands in ``refusals``
+    and leaves ``flat`` None.  Raises `RefusedError` when the graph's inputs are not those of a decoder at all.
     """
     traced = normalise(module, examples)
     traced.functions = functions or {}
@@ -105,6 +107,8 @@ def rewrite(
         traced.refusals += traced.narrowings
     if traced.refusals:
         return result
+    if max_window is not None:
+        result.timed("narrow windows", lambda: narrow_windows(traced, max_window))
     try:
         result.timed("flatten", lambda: flatten_into(result, paged=paged))
     except RefusedError as error:  # a trace of the flat graph that fails has its refusals in the error alone

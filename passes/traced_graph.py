@@ -90,17 +90,19 @@ class MaskFamily:
         chunk: keys of the query's own chunk, where every ``chunk`` positions are one.
         slopes: for each query head, what is added to a score per position that the key is behind (ALiBi), negated.
         padding: the [B, S] graph input whose zeros hide keys.
+        narrowed: the window is not the model's, but was asked for.
     """
 
     window: int
     padding: fx.Node | None
     chunk: int = 0
     slopes: tuple[float, ...] = ()
+    narrowed: bool = False
 
     def __str__(self) -> str:
         named = [
             "causal",
-            f"window {self.window}" if self.window else "",
+            f"window {self.window}{' by max_attention_window' if self.narrowed else ''}" if self.window else "",
             f"chunks of {self.chunk}" if self.chunk else "",
             f"a linear bias for each of {len(self.slopes)} heads" if self.slopes else "",
             "keys hidden by the attention mask" if self.padding is not None else "",

@@ -30,6 +30,7 @@ class ModelRunner:
         """
         _check_dtype(model, config)
         self.program = compile_step_program(model, config) if program is None else program
+        _check_window(self.program, config)
         if config.batch_invariant:
             _check_invariance(self.program, config)
         sites, states, device = self.program.call_sites, self.program.state_sites, self.program.device
@@ -135,6 +136,15 @@ def _check_invariance(program: Program, config: EngineConfig) -> None:
                 f"batch_invariant must be False but for float32 on the native kernels of a CPU, got {found} on "
                 f"{program.device} with implementation {config.implementation!r}"
             )
+
+
+def _check_window(program: Program, config: EngineConfig) -> None:
+    """Refuse a program that was compiled for another window: what its attention sees is in its graph."""
+    if isinstance(program, StepProgram) and program.max_attention_window != config.max_attention_window:
+        raise ValueError(
+            f"max_attention_window must be that which the program was compiled for, {program.max_attention_window}, "
+            f"got {config.max_attention_window}"
+        )
 
 
 def _check_dtype(model: nn.Module, config: EngineConfig) -> None:

@@ -157,15 +157,18 @@ def ask_for_symbolic_sizes(module: fx.GraphModule) -> None:
 selective = SelectiveBackend()
 
 
-def explain(model: nn.Module) -> Report:
+def explain(model: nn.Module, *, max_attention_window: int | None = None) -> Report:
     """What the engine would make of ``model``: every attention call with what was proved, every refusal.
 
+    Args:
+        max_attention_window: that of `EngineConfig`, whose windows the report names as such.
+
     Raises:
-        ValueError: the model is in training mode.
+        ValueError: the model is in training mode, or has something that cannot be narrowed.
     """
     name = type(model).__name__
     try:
-        proved = prove(model, "sequential")
+        proved = prove(model, "sequential", max_attention_window)
     except RefusedError as error:
         return unproved_report(model, error.refusals)
     return report_on(proved.rewritten, name, isolated=proved.isolated)

@@ -64,19 +64,26 @@ class Proved:
     mode: Mode = "all tokens"
 
 
-def prove(model: nn.Module, fallback: Fallback) -> Proved:
+def prove(model: nn.Module, fallback: Fallback, max_window: int | None = None) -> Proved:
     """Capture and rewrite ``model``, isolating what still mixes unless ``fallback`` is "refuse".
+
+    `max_window`: as in `rewrite`, for a model in which nothing has to be isolated.
 
     Raises:
         RefusedError: what could not be proved, as it was found without isolating anything.
         ValueError: as `capture`.
     """
     try:
-        captured, rewritten = proved(model)
+        captured, rewritten = proved(model, max_window)
         if rewritten.flat is None:
             raise UnprovedError(rewritten)
         return Proved(captured=captured, rewritten=rewritten, isolated={})
     except RefusedError as error:
+        if max_window is not None:
+            raise ValueError(
+                f"max_attention_window must be None for a model in which not every attention is ragged, got "
+                f"{max_window}: {error}"
+            ) from error
         if fallback == "refuse":
             raise
         found = isolated(model, error)

@@ -42,6 +42,10 @@ class EngineConfig(_NamedOptions):
         host_kv_bytes: host memory for keys and values that the KV memory has no room for: of requests that were
             preempted, and of prefixes that nobody holds. They are copied back where that takes less time than to
             compute them again, by the times measured so far; needs `block_reuse`.
+        max_attention_window: most positions that a token attends to, its own included, as in a sliding window over the
+            last ones; a layer that sees fewer stays as it is. Keys and values outside are given up, so that a request
+            holds that much however long it gets. Longer requests get other tokens than by `generate`: it is exact for
+            the model with that window, not for the model as it is. None: as far as the model sees.
         block_reuse: a request starts from the blocks of its leading tokens that another one left computed.
         scheduler_policy: "max_utilization" admits what fits now and preempts when blocks run short;
             "guaranteed_no_evict" admits only what can run to its end whatever the others generate.
@@ -73,6 +77,7 @@ class EngineConfig(_NamedOptions):
     block_size: int = 16
     max_kv_tokens: int | None = None
     kv_memory_fraction: float = 0.9
+    max_attention_window: int | None = None
     host_kv_bytes: int = 0
     block_reuse: bool = True
     scheduler_policy: SchedulerPolicy = "max_utilization"
@@ -92,6 +97,8 @@ class EngineConfig(_NamedOptions):
             _require_integer(name, getattr(self, name), at_least=1)
         if self.max_kv_tokens is not None:
             _require_integer("max_kv_tokens", self.max_kv_tokens, at_least=self.block_size)
+        if self.max_attention_window is not None:
+            _require_integer("max_attention_window", self.max_attention_window, at_least=1)
         fraction = self.kv_memory_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
             raise ValueError(f"kv_memory_fraction must be a number above 0 and at most 1, got {fraction!r}")

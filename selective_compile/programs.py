@@ -28,15 +28,18 @@ def compile_step_program(model: nn.Module, config: EngineConfig) -> Program:
     Raises:
         RefusedError: something could not be proved, every node is named with its source line; and ``config.fallback``
             is not for such a model, or it has not `generate`'s machinery to be run by.
-        ValueError: the model is in training mode, or of a dtype that no kernel has.
+        ValueError: the model is in training mode, or of a dtype that no kernel has; or ``config.max_attention_window``
+            is given for a model that runs request after request, all of it or in part.
     """
     try:
-        proved = prove(model, config.fallback)
+        proved = prove(model, config.fallback, config.max_attention_window)
     except RefusedError as error:
         if config.fallback != "sequential" or not can_run(model):
             raise
         logger.warning("%s runs whole, one request after another: %s", type(model).__name__, error)
         return SequentialProgram(model, error.refusals)
+    if config.max_attention_window is not None:
+        logger.warning("%s", narrowed(type(model).__name__, proved, config.max_attention_window))
     if proved.isolated:
         logger.warning("%s", slow_modules(type(model).__name__, proved.isolated))
     return step_program(model, config, proved)
@@ -69,6 +72,15 @@ def step_program(model: nn.Module, config: EngineConfig, proved: Proved) -> Step
             mode=proved.mode,
         )
     return StepProgram(model, rewritten, config, max_positions=longest)
+
+
+def narrowed(name: str, proved: Proved, window: int) -> str:
+    """What to say of a model that is not to see as far as it could."""
+    calls = [call for call in proved.rewritten.traced.calls if call.family is not None and call.family.narrowed]
+    return (
+        f"{len(calls)} attention calls of {name} see the last {window} positions at most (max_attention_window): "
+        "longer requests get other tokens than by generate"
+    )
 
 
 def slow_modules(name: str, isolated: Mapping[str, Refusal]) -> str:

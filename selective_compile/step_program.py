@@ -145,6 +145,7 @@ class StepProgram:
         self.device = flat.device
         self.vocab_size = int(rewritten.logits_shape[-1])
         self.max_positions = max_positions
+        self.max_attention_window = config.max_attention_window
         self.graphs = 1
         self.weights = LiveWeights(model, flat)
         self.weights_version = self.weights.version
@@ -204,14 +205,16 @@ def call_site(call: Any) -> CallSite:
     )
 
 
-def proved(model: nn.Module) -> tuple[Captured, Rewrite]:
+def proved(model: nn.Module, max_window: int | None = None) -> tuple[Captured, Rewrite]:
     """Capture and rewrite; where that fails, once more with the model's recurrences left whole, if it has any.
+
+    `max_window`: as in `rewrite`.
 
     Raises:
         RefusedError: the model cannot be captured.
     """
     try:
-        first = captured_and_rewritten(model, {})
+        first = captured_and_rewritten(model, {}, max_window)
         if first[1].flat is not None:
             return first
         failure = None
@@ -219,13 +222,17 @@ def proved(model: nn.Module) -> tuple[Captured, Rewrite]:
         failure = error
     functions = recurrences_of(model)
     if functions:
-        return captured_and_rewritten(model, functions)
+        return captured_and_rewritten(model, functions, max_window)
     if failure is not None:
         raise failure
     return first
 
 
-def captured_and_rewritten(model: nn.Module, functions: Mapping[Place, Recognised]) -> tuple[Captured, Rewrite]:
+def captured_and_rewritten(
+    model: nn.Module, functions: Mapping[Place, Recognised], max_window: int | None = None
+) -> tuple[Captured, Rewrite]:
     captured = capture(model, functions)
     named = {str(place): known for place, known in functions.items()}
-    return captured, rewrite(captured.module, captured.examples, paged=True, ones=ATTENTION_MASK, functions=named)
+    return captured, rewrite(
+        captured.module, captured.examples, paged=True, ones=ATTENTION_MASK, functions=named, max_window=max_window
+    )
