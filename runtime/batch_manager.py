@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from selective_compile.runtime.engine import Engine
 from selective_compile.runtime.iteration_stats import iteration_json
 from selective_compile.runtime.request_state import RequestId
 from selective_compile.runtime.responses import OpenRequest
-from selective_compile.runtime.stats import StepRecord
+from selective_compile.runtime.stats import EngineStats, StepRecord
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,10 @@ class BatchManager:
 
     Each iteration is: `get_requests`, one step, responses, `poll_stop`, `on_stats`. Responses go out from a thread of
     their own, in order, so that a reader that blocks keeps only responses waiting and not the steps. What a callback
-    raises is logged; where it was about one request, that request is stopped, and the others go on.
+    raises is logged; where it was about one request, that request is stopped, and the others go on. With
+    `EngineConfig.overlap` the other callbacks are called from one thread of their own during a step, `poll_stop` and
+    `on_stats` about the step before, `get_requests` for the step after; one that blocks holds up the next step all the
+    same.
     """
 
     def __init__(
@@ -111,6 +115,9 @@ class BatchManager:
         self._stopping = Event()
         self._wake = Event()
         self._last: StepRecord | None = None
+        self._unreported: deque[tuple[StepRecord, EngineStats]] = deque()
+        # Calls the server during a step, where the engine overlaps.
+        self._caller = ThreadPoolExecutor(1, "selective-compile-callbacks") if engine.config.overlap else None
         self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="selective-compile-responses")
         engine.add_observer(self._observe)
         self._worker = Thread(target=self._run, name="selective-compile-batch-manager", daemon=True)
@@ -126,6 +133,8 @@ class BatchManager:
         self._wake.set()
         self._worker.join()
         self._sender.shutdown()
+        if self._caller is not None:
+            self._caller.shutdown()
         self._engine.remove_observer(self._observe)
 
     def __enter__(self) -> Self:
@@ -161,26 +170,56 @@ class BatchManager:
 
     def _iterate(self) -> bool:
         """One iteration; False: asked to stop, and nothing is left to do."""
-        if not self._stopping.is_set():
-            with _Logged("get_requests"):
-                for wanted in self._get_requests(self._room()):
-                    self._take(wanted)
-        if self._open:
-            self._engine.drive()
+        if self._caller is not None and self._open:
+            self._step_beside(self._caller)
+        else:
+            self._ask()
+            if self._open:
+                self._step()
         self._respond()
-        if self._poll_stop is not None and self._open:
-            with _Logged("poll_stop"):
-                self._stop(self._poll_stop())
-        record, self._last = self._last, None
-        if self._on_stats is not None and record is not None:
-            with _Logged("on_stats"):
-                self._on_stats(iteration_json(record, self._engine.stats(), self._engine.config))
+        if self._caller is None or not self._open:
+            self._call_after()
+            self._respond()
         if not self._open:
             if self._stopping.is_set():
                 return False
             self._wake.wait(IDLE_SECONDS)
             self._wake.clear()
         return True
+
+    def _step_beside(self, caller: ThreadPoolExecutor) -> None:
+        """A step, during which the server is called: for what follows the step before, and for new requests."""
+        calls = [caller.submit(self._call_after), caller.submit(self._ask)]
+        try:
+            self._step()
+        finally:
+            for call in calls:
+                call.result()
+
+    def _step(self) -> None:
+        self._engine.drive()
+        self._engine.hand_out()
+        record, self._last = self._last, None
+        if record is not None:
+            self._unreported.append((record, self._engine.stats()))
+
+    def _ask(self) -> None:
+        """New requests, to be in the next step."""
+        if not self._stopping.is_set():
+            with _Logged("get_requests"):
+                for wanted in self._get_requests(self._room()):
+                    self._take(wanted)
+
+    def _call_after(self) -> None:
+        """What follows a step: whom to stop, and its statistics."""
+        if self._poll_stop is not None and self._open:
+            with _Logged("poll_stop"):
+                self._stop(self._poll_stop())
+        while self._unreported:
+            record, stats = self._unreported.popleft()
+            if self._on_stats is not None:
+                with _Logged("on_stats"):
+                    self._on_stats(iteration_json(record, stats, self._engine.config))
 
     def _room(self) -> int:
         return -1 if self._max_active is None else max(0, self._max_active - self.num_active)
@@ -215,7 +254,6 @@ class BatchManager:
         for request_id in request_ids:
             if request_id in self._open:
                 self._open[request_id].cancel()
-        self._respond()
 
     def _respond(self) -> None:
         """Responses for what has changed since the last time."""

@@ -11,7 +11,7 @@ from functools import partial
 from threading import Condition, Lock
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from selective_compile.backend import Program
@@ -19,6 +19,7 @@ from selective_compile.options import EngineConfig
 from selective_compile.runtime.background import BackgroundThread, weakly
 from selective_compile.runtime.drafting import Drafting
 from selective_compile.runtime.engine_parts import EngineParts
+from selective_compile.runtime.outbox import Outbox
 from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.prompt import token_ids
 from selective_compile.runtime.publisher import Publisher
@@ -30,6 +31,7 @@ from selective_compile.runtime.scheduled_step import ScheduledStep
 from selective_compile.runtime.scheduler import Scheduler
 from selective_compile.runtime.stats import EngineStats, StepObserver
 from selective_compile.runtime.step_log import StepLog
+from selective_compile.runtime.verify import Outcome
 
 TOO_LATE = "deadline must leave time for the tokens asked for, at the pace of the steps so far: it cannot be met"
 
@@ -95,6 +97,7 @@ class Engine:
             vocab_size=self.vocab_size,
             allowed=self._program.rewinds and not recorded,
         )
+        self._outbox = Outbox(threaded=self.config.overlap)
         forks = self._program.forks_requests and not recorded
         self._roster = Roster(self._scheduler, self._runner, drafting=self._drafting, log=self._log, forks=forks)
         self._requests = self._roster.requests
@@ -103,6 +106,7 @@ class Engine:
             self._runner,
             roster=self._roster,
             drafting=self._drafting,
+            outbox=self._outbox,
             log=self._log,
             recording=self._recording,
         )
@@ -215,6 +219,9 @@ class Engine:
     def step(self) -> bool:
         """One iteration: schedule, assemble, run, sample, publish. False: there was nothing to do.
 
+        With `EngineConfig.overlap` the requests get this step's tokens while the next one runs, unless nothing is left
+        to do: see `hand_out`.
+
         Raises:
             StepError: the step failed. All running requests have ended with "error"; waiting ones go on, unless
                 none was running: then no step would get further, and they have ended too.
@@ -227,20 +234,24 @@ class Engine:
                 if step is None:
                     return False
                 self._copy(step.plan)
-                logits = self._runner.run(step.inputs)
-                sampled = step.sample(logits)
-                with self._guard:
-                    self._publisher.publish(step, sampled)
+                sampled = step.sample(self._run(step))
+                self._publish(step, sampled)
             self._observe(step.plan, started)
         return True
 
     def cancel(self, request: Request) -> None:
         """End a request with "cancelled" and free its blocks; without effect on one that has finished."""
         with self._guard:
+            self._outbox.flush()
             if not request.finished:
                 self._recording.cancelled(request.state)
                 self._roster.leave(request)
                 request.finish("cancelled")
+
+    def hand_out(self) -> None:
+        """Wait until the tokens of all steps so far are with their requests, as without `EngineConfig.overlap`."""
+        with self._guard:
+            self._outbox.flush()
 
     @contextmanager
     def running(self) -> Iterator[Engine]:
@@ -309,6 +320,7 @@ class Engine:
     def _schedule(self) -> ScheduledStep | None:
         with self._guard:
             if not self._scheduler.has_work:
+                self._outbox.flush()
                 return None
             if self._runner.weights_changed():
                 self._drop_computed()
@@ -339,6 +351,19 @@ class Engine:
                     self._scheduler.pace.copies.observe(plan.num_host_copies, ended - started)
                 self._recording.copied(started, ended)
 
+    def _run(self, step: ScheduledStep) -> Tensor:
+        """Logits [R, V]; meanwhile the tokens of the step before are handed out, if that was left for now."""
+        with self._guard:
+            self._outbox.send()
+        return self._runner.run(step.inputs)
+
+    def _publish(self, step: ScheduledStep, sampled: list[list[Outcome]]) -> None:
+        with self._guard:
+            self._outbox.flush()
+            self._publisher.publish(step, sampled)
+            if not self._scheduler.has_work:
+                self._outbox.flush()
+
     @contextmanager
     def _failure_ends_running_requests(self) -> Iterator[None]:
         try:
@@ -346,6 +371,7 @@ class Engine:
         except BaseException as error:
             message = f"step {self._log.steps} failed: {type(error).__name__}: {error}"
             with self._guard:
+                self._outbox.flush()
                 self._log.steps += 1
                 doomed = list(self._scheduler.running())
                 if not doomed and isinstance(error, Exception):  # or whoever waits for them would step for ever
@@ -369,12 +395,15 @@ class Engine:
             self._recording.timed(started, ended)
             predicted = self._scheduler.pace.steps.predict(plan.num_tokens)
             self._scheduler.pace.steps.observe(plan.num_tokens, seconds)
+            if self._log.has_ended:
+                self._outbox.flush()
             observed = self._log.stepped(plan, started=started, seconds=seconds, predicted=predicted)
         if observed is not None:
             observed.tell()
 
     def _wake_readers(self) -> None:
         with self._guard:
+            self._outbox.flush()
             requests = list(self._requests)
         for request in requests:
             request.wake()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from selective_compile.runtime.beam_request import RequestSearch
 from selective_compile.runtime.drafting import Drafting
 from selective_compile.runtime.model_runner import ModelRunner
+from selective_compile.runtime.outbox import Outbox
 from selective_compile.runtime.plan import Share
 from selective_compile.runtime.recording import Recording
 from selective_compile.runtime.request import FinishReason, Request
@@ -28,6 +29,7 @@ class Publisher:
         *,
         roster: Roster,
         drafting: Drafting,
+        outbox: Outbox,
         log: StepLog,
         recording: Recording,
     ) -> None:
@@ -35,6 +37,7 @@ class Publisher:
         self._runner = runner
         self._roster = roster
         self._drafting = drafting
+        self._outbox = outbox
         self._log = log
         self._recording = recording
 
@@ -81,13 +84,13 @@ class Publisher:
         if search.moves is None:
             self._roster.leave(request)
             if search.error is not None:
-                request.finish("error", search.error)
+                self._outbox.put(request.finish, "error", search.error)
             else:
                 result = search.result()
                 tokens = result.hypotheses[0].tokens
                 self._log.tokens_generated += len(tokens)
                 stopped = len(tokens) < request.params.max_new_tokens or tokens[-1] in request.params.eos_token_ids
-                request.publish_search(result, "stop" if stopped else "length")
+                self._outbox.put(request.publish_search, result, "stop" if stopped else "length")
             return
         parents = [state.members[parent] for parent in search.moves.parents] if state.group else None
         if parents is None:
@@ -115,11 +118,11 @@ class Publisher:
             return request.finish_reason
         if record is not None and record.error is not None:
             self._roster.leave(request)
-            request.finish("error", record.error)
+            self._outbox.put(request.finish, "error", record.error)
             return "error"
         self._log.tokens_generated += 1
         reason = request.reason_to_end(generated, token, record)
         if reason is not None:
             self._roster.leave(request)
-        request.publish(token, record, reason)
+        self._outbox.put(request.publish, token, record, reason)
         return reason

@@ -96,7 +96,8 @@ class Request:
         self.state = state
         self.samples: tuple[Request, ...] = (self,)
         self.search: RequestSearch | None = None
-        self._owner = owner
+        # Until the end: samples know one another, and a cycle would keep the KV pools until the garbage collector runs.
+        self._owner: RequestOwner | None = owner
         self._changed = Condition()
         self._tokens: list[int] = []
         self._records: list[TokenRecord] = []  # one for each token, if the request keeps any
@@ -168,7 +169,9 @@ class Request:
 
     def cancel(self) -> None:
         """End the request now and free its memory; without effect on one that has finished."""
-        self._owner.cancel(self)
+        owner = self._owner
+        if owner is not None:
+            owner.cancel(self)
 
     def result(self, timeout: float | None = None) -> RequestResult:
         """Wait for the end. A request that failed returns too: finish_reason "error", and the message in
@@ -262,6 +265,7 @@ class Request:
         assert self._finish_reason is None, self
         self._finished_at = time.perf_counter()
         self._finish_reason = finish_reason
+        self._owner = None
 
     def _results(self) -> dict[str, Any]:
         """What the records of the tokens come to, by the names of `RequestResult`."""
@@ -289,13 +293,16 @@ class Request:
             left = None if deadline is None else deadline - time.perf_counter()
             if left is not None and left <= 0:
                 return False
+            owner = self._owner
+            if owner is None:
+                continue  # it has ended since
             with self._changed:
                 # Under the condition, or the wake of a background thread that stops here would be missed.
-                driven = self._owner.driven
+                driven = owner.driven
                 if driven and not ready():
                     self._changed.wait(left)
             if not driven:
-                self._owner.drive()
+                owner.drive()
         return True
 
 

@@ -48,6 +48,11 @@ class StepLog:
         if not self._observers:  # nobody would ever take them
             self._left.clear()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the next record is to say of a request how it ended."""
+        return bool(self._left)
+
     def ended(self, request: Request) -> None:
         """The request has left; it has, or is about to get, its reason."""
         if self._observers:

@@ -55,6 +55,8 @@ class EngineConfig(_NamedOptions):
             own, "static" admits nobody until all that were admitted together have ended.
         prefill_slowdown: with "inflight_fused", how many times as long as one without prompts a step may take, as far
             as the steps so far tell: chunks of prompts are cut to that, at least to a block. None: no limit.
+        overlap: requests get the tokens of a step while the next one computes, so that their readers do not hold up its
+            planning, and a batch manager calls its server during steps. Tokens and batches are the same.
         dtype: the dtype that the model must have; None: whatever it has. The engine never converts weights.
         implementation: of the custom operators; "auto" takes the best there is for the device.
         seed: of requests that bring none, mixed with their id: the same id samples the same tokens.
@@ -84,6 +86,7 @@ class EngineConfig(_NamedOptions):
     waiting_order: WaitingOrder = "first_come"
     batching: Batching = "inflight_fused"
     prefill_slowdown: float | None = None
+    overlap: bool = False
     dtype: torch.dtype | None = None
     implementation: Implementation = "auto"
     seed: int = 0
@@ -107,6 +110,7 @@ class EngineConfig(_NamedOptions):
         _require_implementation(self.implementation)
         _require_integer("seed", self.seed, at_least=0)
         _require_bool("compile", self.compile)
+        _require_bool("overlap", self.overlap)
         _require_bool("block_reuse", self.block_reuse)
         _require_integer("host_kv_bytes", self.host_kv_bytes, at_least=0)
         if self.host_kv_bytes and not self.block_reuse:

@@ -49,3 +49,10 @@ def test_soak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(found["wrong"].values())
     assert min(found["ends"][kind] for kind in ("length", "stop", "cancelled", "error")) > 0
     assert found["preemptions"] > 0 and found["tokens reused"] > 0 and found["readers lost"] > 0
+
+
+def test_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run("overlap", tmp_path, monkeypatch, "--quick", "--requests", "3", "--tokens", "4", "--rounds", "1")
+    for server in ("readers", "batch manager"):
+        assert all(found[server][way]["tokens_per_second"] > 0 for way in ("off", "on"))
+        assert found[server]["ratio"] > 0

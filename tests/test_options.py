@@ -27,6 +27,7 @@ def test_defaults() -> None:
         "waiting_order": "first_come",
         "batching": "inflight_fused",
         "prefill_slowdown": None,
+        "overlap": False,
         "dtype": None,
         "implementation": "auto",
         "seed": 0,

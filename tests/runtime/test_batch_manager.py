@@ -101,10 +101,11 @@ def test_a_response_has_the_tensors_of_its_request() -> None:
     assert_nothing_left(manager)
 
 
-def test_a_streamed_request_gets_a_response_for_each_token() -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_streamed_request_gets_a_response_for_each_token(overlap: bool) -> None:
     client = Client()
     client.ask("a", [4, 5], streaming=True, max_new_tokens=6)
-    with manage(client):
+    with manage(client, overlap=overlap):
         client.wait(1)
     parts = client.parts["a"]
     assert [part["output_ids"].shape for part in parts] == [(1, 1, 1)] * 6
@@ -125,7 +126,8 @@ def test_what_is_wrong_with_one_request_arrives_as_its_last_response() -> None:
     assert_nothing_left(manager)
 
 
-def test_an_id_in_use_is_refused_and_one_that_ended_may_be_used_again() -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_id_in_use_is_refused_and_one_that_ended_may_be_used_again(overlap: bool) -> None:
     client = Client()
 
     def again(request_id: Any, is_final: bool) -> None:
@@ -135,14 +137,15 @@ def test_an_id_in_use_is_refused_and_one_that_ended_may_be_used_again() -> None:
     client.ask("a", max_new_tokens=20)
     client.ask("a")
     client.on_response = again
-    with manage(client) as manager:
+    with manage(client, overlap=overlap) as manager:
         client.wait(3)
     assert client.errors["a"].startswith("request_id must not be that of an unfinished request")
     assert [len(part["output_ids"][0, 0]) for part in client.parts["a"]] == [23, 6]
     assert_nothing_left(manager)
 
 
-def test_a_stopped_request_gets_its_last_response() -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_stopped_request_gets_its_last_response(overlap: bool) -> None:
     client = Client()
     client.ask("a", max_new_tokens=500, streaming=True)
     client.ask("b", max_new_tokens=3)
@@ -152,7 +155,7 @@ def test_a_stopped_request_gets_its_last_response() -> None:
             client.stops = {"a", "who is that"}
 
     client.on_response = stop_soon
-    with manage(client) as manager:
+    with manage(client, overlap=overlap) as manager:
         client.wait(2)
     assert 4 <= sum(part["output_ids"].numel() for part in client.parts["a"]) < 500
     assert client.errors == {} and set(client.done) == {"a", "b"}
@@ -169,6 +172,39 @@ def test_no_more_are_asked_for_than_can_be_taken() -> None:
     assert_nothing_left(manager)
 
 
+def test_with_overlap_the_server_is_called_during_a_step() -> None:
+    """A request that comes while the model computes is taken before that step ends, and one is stopped."""
+    client, program = Client(), SimulatedProgram()
+    taken, stopped = threading.Event(), threading.Event()
+
+    def get(count: int) -> list[InferenceRequest]:
+        found = client.get(count)
+        if any(one.request_id == "late" for one in found):
+            taken.set()
+        return found
+
+    def poll_stop() -> set[Any]:
+        if steps:
+            stopped.set()
+        return {"a"} if steps else set()
+
+    def compute() -> None:
+        steps.append(None)
+        if len(steps) == 1:  # before which nothing was open, so that nothing could overlap
+            client.ask("late", max_new_tokens=2)
+        if len(steps) == 2:
+            assert taken.wait(60) and stopped.wait(60)
+
+    steps: list[None] = []
+    program.before_run = compute
+    client.ask("a", max_new_tokens=900)
+    engine = simulated_engine(program, overlap=True)
+    with BatchManager(engine, get, client.send, poll_stop, None) as manager:
+        client.wait(2)
+    assert client.errors == {} and len(steps) < 900
+    assert_nothing_left(manager)
+
+
 def test_without_a_limit_the_count_is_negative() -> None:
     client = Client()
     client.ask("a")
@@ -177,11 +213,12 @@ def test_without_a_limit_the_count_is_negative() -> None:
     assert set(client.asked) == {-1}
 
 
-def test_stats_of_each_iteration() -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_stats_of_each_iteration(overlap: bool) -> None:
     client = Client()
     for number in range(3):
         client.ask(number, [number] * 5, max_new_tokens=4)
-    with manage(client, token_budget=8, block_size=4, max_kv_tokens=64):
+    with manage(client, overlap=overlap, token_budget=8, block_size=4, max_kv_tokens=64):
         client.wait(3)
     first = client.stats[0]
     assert first["Iteration Counter"] == 0
@@ -203,7 +240,8 @@ def test_static_batches_report_their_empty_slots() -> None:
     assert [one["Empty Generation Slots"] for one in client.stats] == [0, 0, 1, 1]
 
 
-def test_a_failed_step_ends_its_requests_and_others_go_on() -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_failed_step_ends_its_requests_and_others_go_on(overlap: bool) -> None:
     client, program = Client(), SimulatedProgram()
     failures = iter([torch.OutOfMemoryError("too much")])
 
@@ -214,14 +252,15 @@ def test_a_failed_step_ends_its_requests_and_others_go_on() -> None:
     program.before_run = fail_once
     for number in range(3):
         client.ask(number)
-    with manage(client, program, max_requests=2) as manager:
+    with manage(client, program, overlap=overlap, max_requests=2) as manager:
         client.wait(3)
     assert client.errors == dict.fromkeys((0, 1), "step 0 failed: OutOfMemoryError: too much")
     assert len(client.parts[2]) == 1
     assert_nothing_left(manager)
 
 
-def test_a_send_response_that_raises_stops_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_send_response_that_raises_stops_its_request_alone(overlap: bool, caplog: pytest.LogCaptureFixture) -> None:
     client = Client()
     client.ask("bad", streaming=True, max_new_tokens=900)
     client.ask("good", streaming=True, max_new_tokens=9)
@@ -231,7 +270,7 @@ def test_a_send_response_that_raises_stops_its_request_alone(caplog: pytest.LogC
             raise ConnectionError("the reader has gone")
 
     client.on_response = gone
-    with manage(client) as manager:
+    with manage(client, overlap=overlap) as manager:
         client.wait(2)
     assert len(client.parts["good"]) == 9
     assert len(client.parts["bad"]) < 900
@@ -239,7 +278,8 @@ def test_a_send_response_that_raises_stops_its_request_alone(caplog: pytest.LogC
     assert_nothing_left(manager)
 
 
-def test_a_reader_that_blocks_does_not_keep_the_steps_waiting() -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_reader_that_blocks_does_not_keep_the_steps_waiting(overlap: bool) -> None:
     client, program = Client(), SimulatedProgram()
     steps = []
     program.before_run = lambda: steps.append(None)
@@ -250,7 +290,7 @@ def test_a_reader_that_blocks_does_not_keep_the_steps_waiting() -> None:
 
     client.on_response = block
     client.ask("a", streaming=True, max_new_tokens=40)
-    with manage(client, program) as manager:
+    with manage(client, program, overlap=overlap) as manager:
         deadline = time.monotonic() + 60
         while len(steps) < 40 and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -262,7 +302,8 @@ def test_a_reader_that_blocks_does_not_keep_the_steps_waiting() -> None:
 
 
 @pytest.mark.parametrize("name", ["get", "poll_stop", "on_stats"])
-def test_other_callbacks_that_raise_are_logged(name: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_other_callbacks_that_raise_are_logged(overlap: bool, name: str, caplog: pytest.LogCaptureFixture) -> None:
     client = Client()
     client.ask("a")
     calls = []
@@ -275,14 +316,15 @@ def test_other_callbacks_that_raise_are_logged(name: str, caplog: pytest.LogCapt
 
     callbacks = {"get": client.get, "poll_stop": set, "on_stats": lambda text: None, name: raising}
     arguments = (callbacks["get"], client.send, callbacks["poll_stop"], callbacks["on_stats"])
-    with BatchManager(simulated_engine(), *arguments) as manager:
+    with BatchManager(simulated_engine(overlap=overlap), *arguments) as manager:
         client.wait(1)
     assert client.errors == {} and "raised" in caplog.text
     assert_nothing_left(manager)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_worker_that_is_killed_says_so_to_everyone() -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_worker_that_is_killed_says_so_to_everyone(overlap: bool) -> None:
     client, program = Client(), SimulatedProgram()
 
     def kill() -> None:
@@ -291,7 +333,7 @@ def test_a_worker_that_is_killed_says_so_to_everyone() -> None:
     program.before_run = kill
     for number in range(3):
         client.ask(number)
-    with manage(client, program, max_requests=2) as manager:
+    with manage(client, program, overlap=overlap, max_requests=2) as manager:
         client.wait(3)
     assert client.errors[0] == "step 0 failed: SystemExit: killed"
     assert client.errors[2] == "the worker thread of the batch manager ended: SystemExit: killed"
@@ -310,10 +352,11 @@ def test_max_active_must_be_positive() -> None:
         manage(Client(), max_active=0)
 
 
-def test_soak() -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_soak(overlap: bool) -> None:
     """Random requests, stops, errors and readers that go: every one has one last response, and nothing is left."""
     client, draw = Client(), random.Random(0)
-    count = 1500
+    count = 800
 
     def unreliable(request_id: Any, is_final: bool) -> None:
         if draw.random() < 0.05:
@@ -326,10 +369,11 @@ def test_soak() -> None:
         prompt = [draw.randrange(3) for _ in range(draw.randint(0, 12))]  # one in 13 is empty
         options = {"max_new_tokens": draw.randint(1, 6), "eos_token_id": draw.randrange(VOCAB_SIZE)}
         client.ask(number, prompt, streaming=draw.random() < 0.5, **options)
-    threads = threading.active_count()
-    with manage(client, max_requests=16, max_kv_tokens=64, block_size=2) as manager:
+    before = threading.enumerate()
+    with manage(client, overlap=overlap, max_requests=16, max_kv_tokens=64, block_size=2) as manager:
         client.wait(count)
     assert sorted(client.done) == list(range(count))
     assert_nothing_left(manager)
-    assert threading.active_count() == threads
+    own = [one for one in threading.enumerate() if one not in before]
+    assert [one.name for one in own] == ["selective-compile-tokens_0"] * overlap  # the engine's, which ends with it
     assert manager._engine.stats().preemptions > 0

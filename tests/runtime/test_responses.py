@@ -244,9 +244,14 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
-@given(asked=REQUESTS, policy=st.sampled_from(["max_utilization", "guaranteed_no_evict"]), small=st.booleans())
-def test_random_beams_samples_and_stops(asked: list[dict[str, Any]], policy: str, small: bool) -> None:
+@settings(max_examples=40, deadline=None)
+@given(
+    asked=REQUESTS,
+    policy=st.sampled_from(["max_utilization", "guaranteed_no_evict"]),
+    small=st.booleans(),
+    overlap=st.booleans(),
+)
+def test_random_beams_samples_and_stops(asked: list[dict[str, Any]], policy: str, small: bool, overlap: bool) -> None:
     """Each has one last response, with the sequences of a request that has an engine for itself."""
     client = Client()
     for number, one in enumerate(asked):
@@ -254,7 +259,7 @@ def test_random_beams_samples_and_stops(asked: list[dict[str, Any]], policy: str
         client.ask(number, one["prompt"], streaming=one["streaming"], **options)
     client.on_response = lambda number, is_final: client.stops.update(n for n, one in enumerate(asked) if one["stop"])
     sizes = {"block_size": 2, "max_kv_tokens": 64, "token_budget": 5, "max_requests": 4} if small else {}
-    with manage(client, scheduler_policy=policy, **sizes) as manager:
+    with manage(client, scheduler_policy=policy, overlap=overlap, **sizes) as manager:
         client.wait(len(asked))
     assert_nothing_left(manager)
     assert sorted(client.done) == list(range(len(asked))) and client.errors == {}
