@@ -334,8 +334,8 @@ class Engine:
             if not plan.shares:
                 return None
             requests = self._requests.of_shares(plan.shares)
-            # Under the lock, since cancelling a request takes its blocks away.
-            inputs = self._assembler.assemble(plan)
+            # Under the lock, since cancelling a request takes its blocks and its slot away.
+            inputs = self._runner.with_slots(self._assembler.assemble(plan))
             for state in plan.admitted:
                 self._requests.of(state).start()
             return ScheduledStep(plan=plan, requests=requests, inputs=inputs)

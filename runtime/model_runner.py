@@ -102,13 +102,21 @@ class ModelRunner:
                     else:
                         pool[blocks] = host[slots].to(pool.device)
 
+    def with_slots(self, inputs: StepInputs) -> StepInputs:
+        """The inputs with a slot for each request whose states are kept.
+
+        For when the step is planned, and none of its requests can leave: one that leaves before the step runs gives
+        its slot back, and would have a new one from `run` that nobody gives back.
+        """
+        if not self._states:
+            return inputs
+        slots = self._slots.of([request for request in inputs.requests if isinstance(request, RequestState)])
+        slots += [0] * (len(inputs.context_lens) - len(slots))  # of requests without rows
+        return replace(inputs, state_slots=torch.tensor(slots, device=self.program.device))
+
     @torch.no_grad()
     def run(self, inputs: StepInputs) -> Tensor:
         """Compute the step's tokens, writing their keys and values into the pools; logits [R, V]."""
-        if self._states:
-            slots = self._slots.of([request for request in inputs.requests if isinstance(request, RequestState)])
-            slots += [0] * (len(inputs.context_lens) - len(slots))  # of requests without rows
-            inputs = replace(inputs, state_slots=torch.tensor(slots, device=self.program.device))
         return self.program(inputs, self._pools, self._states)
 
 

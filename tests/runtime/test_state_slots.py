@@ -8,10 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selective_compile.options import EngineConfig
+from selective_compile.runtime import Engine
 from selective_compile.runtime.kv_cache import bytes_per_block, memory_for_pools, num_blocks
 from selective_compile.runtime.request_state import RequestState
 from selective_compile.runtime.state_slots import StateSlots, num_slots
+from selective_compile.step import StepInputs
 from selective_compile.step_program import CallSite, StateSite
+from tests.test_whole_functions import Recurrent
 
 SLOTS = 3
 
@@ -77,3 +80,23 @@ def test_slots_fit_into_memory_or_are_refused() -> None:
     assert 1 <= num_slots((large,), config, device=device) < 64
     with pytest.raises(ValueError, match="must hold the states of a request"):
         num_slots((huge,), config, device=device)
+
+
+def test_a_request_cancelled_between_plan_and_run_leaves_no_slot_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(Recurrent().eval(), EngineConfig(compile=False, max_requests=2))
+    run, victims = engine._runner.run, []
+
+    def cancelled_meanwhile(inputs: StepInputs) -> torch.Tensor:
+        while victims:
+            victims.pop().cancel()
+        return run(inputs)
+
+    monkeypatch.setattr(engine._runner, "run", cancelled_meanwhile)
+    alone = engine.submit([1, 2, 3], max_new_tokens=4).result().tokens
+    for _ in range(4):
+        request = engine.submit([1, 2, 3], max_new_tokens=8)
+        assert engine.step() and engine.step()
+        victims.append(request)
+        assert engine.step() and request.finish_reason == "cancelled"
+        assert not engine._runner._slots._slots
+    assert engine.submit([1, 2, 3], max_new_tokens=4).result().tokens == alone
