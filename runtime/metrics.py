@@ -2,20 +2,58 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from selective_compile.runtime.engine import Engine
-from selective_compile.runtime.stats import RequestEnd, StepRecord
+from selective_compile.runtime.stats import EngineStats, RequestEnd, StepRecord
 
 # Powers of two from a tenth of a millisecond: a step of a small model on a GPU, to minutes in a queue.
 SECONDS = tuple(1e-4 * 2**power for power in range(22))
+NOW = {
+    "running": ("requests_running", "Requests that have blocks"),
+    "waiting": ("requests_waiting", "Requests that have none yet, or gave them back"),
+    "blocks_used": ("blocks_used", "KV blocks that a request holds"),
+    "blocks_free": ("blocks_free", "KV blocks that none holds"),
+    "blocks_idle": ("blocks_idle", "Free KV blocks whose content can be reused"),
+    "blocks_max": ("blocks_max", "KV blocks of the pool"),
+    "block_size": ("block_tokens", "Tokens of a KV block"),
+    "host_slots_used": ("host_slots_used", "KV blocks whose content is in host memory"),
+    "host_slots_max": ("host_slots_max", "KV blocks that there is host memory for"),
+}
+SINCE = {
+    "steps": ("steps", "Steps, failed ones included"),
+    "preemptions": ("preemptions", "Times that a request gave up its blocks"),
+    "tokens_computed": ("tokens_computed", "Tokens that went through the model"),
+    "tokens_generated": ("tokens_generated", "Tokens that requests received"),
+    "tokens_admitted": ("tokens_admitted", "Tokens of requests when they were admitted"),
+    "tokens_reused": ("tokens_reused", "Those of them that were found computed"),
+}
+LAST_STEP = {
+    "requests_scheduled": "Requests that the last step served",
+    "requests_context": "Those of them of which it computed a part of their prompt",
+    "requests_generating": "Those of them of which it computed the token they had generated last",
+    "context_tokens": "Tokens of prompts that the last step computed",
+    "empty_slots": "Places of a static batch whose request has ended",
+    "predicted_step_seconds": "What the steps before the last one let expect of it",
+}
+TIMES = {
+    "step": "A step",
+    "queue": "From submission to the first step of a request",
+    "first_token": "From submission to the first token",
+    "between_tokens": "Between two tokens of a request, its average",
+    "request": "From submission to the end",
+}
 
 
-class EngineMetrics:
+class EngineMetrics(Collector):
     """A registry that follows an engine: `prometheus_client.generate_latest(metrics.registry)` is its text.
 
-    Gauges and counters are read from the engine when they are asked for; what is per step or per request is added up
-    after each step, in the thread that ran it.
+    What the engine is and has done is read from it when it is asked for. What a step or a request was is noted after
+    each step, in the thread that ran it.
     """
 
     def __init__(self, engine: Engine, registry: CollectorRegistry | None = None) -> None:
@@ -29,70 +67,56 @@ class EngineMetrics:
         """
         self.registry = registry if registry is not None else CollectorRegistry()
         self._engine = engine
-        self._seen = engine.stats()
-        self._gauges = {
-            name: Gauge(f"selective_{name}", text, registry=self.registry)
-            for name, text in (
-                ("requests_running", "Requests that have blocks"),
-                ("requests_waiting", "Requests that have none yet, or gave them back"),
-                ("blocks_used", "KV blocks that a request holds"),
-                ("blocks_idle", "Free KV blocks whose content can be reused"),
-                ("host_slots_used", "KV blocks whose content is in host memory"),
-                ("blocks_max", "KV blocks of the pool"),
-                ("empty_slots", "Places of a static batch whose request has ended"),
-            )
+        self._before = engine.stats()
+        self._closed: EngineStats | None = None
+        self.registry.register(self)
+        self._last_step = {
+            name: Gauge(f"selective_{name}", text, registry=self.registry) for name, text in LAST_STEP.items()
         }
-        self._counters = {
-            name: Counter(f"selective_{name}", text, registry=self.registry)
-            for name, text in (
-                ("steps", "Steps, failed ones included"),
-                ("preemptions", "Times that a request gave up its blocks"),
-                ("tokens_computed", "Tokens that went through the model"),
-                ("tokens_generated", "Tokens that requests received"),
-                ("tokens_admitted", "Tokens of requests when they were admitted"),
-                ("tokens_reused", "Those of them that were found computed"),
-            )
-        }
-        ends = "Requests that ended, by how"
-        self._ends = Counter("selective_requests", ends, ["finish_reason"], registry=self.registry)
+        most = Gauge("selective_requests_max", "Requests that can run at a time", registry=self.registry)
+        most.set(engine.config.max_requests)
         self._seconds = {
             name: Histogram(f"selective_{name}_seconds", text, registry=self.registry, buckets=SECONDS)
-            for name, text in (
-                ("step", "A step"),
-                ("queue", "From submission to the first step of a request"),
-                ("first_token", "From submission to the first token"),
-                ("between_tokens", "Between two tokens of a request, its average"),
-                ("request", "From submission to the end"),
-            )
+            for name, text in TIMES.items()
         }
-        self._update_gauges(empty_slots=0)
         engine.add_observer(self._observe)
 
     def close(self) -> None:
-        """Follow the engine no more."""
+        """Follow the engine no more: all stays as it is now."""
+        self._closed = self._engine.stats()
         self._engine.remove_observer(self._observe)
 
+    def collect(self) -> Iterator[Metric]:
+        stats, before = self._closed or self._engine.stats(), self._before
+        for name, (title, text) in NOW.items():
+            yield GaugeMetricFamily(f"selective_{title}", text, value=getattr(stats, name))
+        for name, (title, text) in SINCE.items():
+            value = getattr(stats, name) - getattr(before, name)
+            yield CounterMetricFamily(f"selective_{title}", text, value=value)
+        ends = CounterMetricFamily("selective_requests", "Requests that ended, by how", labels=["finish_reason"])
+        for reason, count in stats.ended.items():
+            if count > before.ended.get(reason, 0):
+                ends.add_metric([reason], count - before.ended.get(reason, 0))
+        yield ends
+
     def _observe(self, record: StepRecord) -> None:
-        before, now = self._seen, self._engine.stats()
-        self._seen = now
-        for name, counter in self._counters.items():
-            counter.inc(getattr(now, name) - getattr(before, name))
-        self._update_gauges(empty_slots=record.empty_slots)
+        context = [share.tokens for share in record.shares if share.is_prefill]
+        values: dict[str, float | None] = {
+            "requests_scheduled": len(record.shares),
+            "requests_context": len(context),
+            "requests_generating": len(record.shares) - len(context),
+            "context_tokens": sum(context),
+            "empty_slots": record.empty_slots,
+            "predicted_step_seconds": record.predicted_seconds,
+        }
+        for name, value in values.items():
+            if value is not None:
+                self._last_step[name].set(value)
         self._seconds["step"].observe(record.seconds)
         for end in record.ended:
             self._count(end)
 
-    def _update_gauges(self, *, empty_slots: int) -> None:
-        stats = self._seen
-        values = {"requests_running": stats.running, "requests_waiting": stats.waiting, "empty_slots": empty_slots}
-        values |= {
-            name: getattr(stats, name) for name in ("blocks_used", "blocks_idle", "host_slots_used", "blocks_max")
-        }
-        for name, value in values.items():
-            self._gauges[name].set(value)
-
     def _count(self, end: RequestEnd) -> None:
-        self._ends.labels(finish_reason=end.finish_reason).inc()
         timing = end.timing
         measured = {
             "queue": timing.queued,

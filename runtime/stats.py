@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ class EngineStats:
         tokens_reused: those among them that were found computed.
         tokens_computed: prompt, generated and recomputed tokens that went through the model.
         tokens_generated: tokens that requests have received.
+        ended: how many requests ended, by how.
         graphs: compiled graphs, known before the first step.
         last_step_seconds: None before the first step.
     """
@@ -45,6 +46,7 @@ class EngineStats:
     tokens_reused: int
     tokens_computed: int
     tokens_generated: int
+    ended: Mapping[FinishReason, int]
     graphs: int
     last_step_seconds: float | None
 
@@ -81,7 +83,9 @@ class StepRecord:
         started: its start, in seconds on the engine's clock.
         predicted_seconds: what the steps before let one expect; None for the first.
         empty_slots: as in a `StepPlan`.
-        ended: requests that ended since the step before this one did.
+        ended: requests that ended since the step before this one did; of very many without a step, those that ended
+            last.
+        error: why the step failed, or None.
     """
 
     step: int
@@ -92,6 +96,7 @@ class StepRecord:
     empty_slots: int = 0
     predicted_seconds: float | None = None
     ended: tuple[RequestEnd, ...] = ()
+    error: str | None = None
 
     @classmethod
     def of_plan(cls, plan: StepPlan, *, step: int, seconds: float, **values: Any) -> StepRecord:

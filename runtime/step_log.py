@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from selective_compile.runtime.plan import StepPlan
-from selective_compile.runtime.request import Request
+from selective_compile.runtime.request import FinishReason, Request
 from selective_compile.runtime.scheduler import Scheduler
 from selective_compile.runtime.stats import EngineStats, RequestEnd, StepObserver, StepRecord
+
+MOST_ENDED = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +34,9 @@ class StepLog:
         self._clock = clock
         self._began = clock()
         self._observers = tuple(observers)
-        self._left: list[Request] = []  # ended, and not yet in a record
+        self._left: deque[Request] = deque(maxlen=MOST_ENDED)  # and not yet in a record
+        self._unsettled: list[Request] = []  # ended, and not yet counted: by now they have their reasons
+        self._ended: Counter[FinishReason] = Counter()
         self.steps = 0
         self.tokens_computed = 0
         self.tokens_generated = 0
@@ -55,27 +61,35 @@ class StepLog:
 
     def ended(self, request: Request) -> None:
         """The request has left; it has, or is about to get, its reason."""
+        self._count_ends()
+        self._unsettled.append(request)
         if self._observers:
             self._left.append(request)
 
     def stepped(self, plan: StepPlan, *, started: float, seconds: float, predicted: float | None) -> Observed | None:
         """The step with number `steps` - 1 took so long; None if nobody observes."""
         self.last_step_seconds = seconds
+        return self._observed(plan, started=started, seconds=seconds, predicted_seconds=predicted)
+
+    def failed(self, plan: StepPlan, *, started: float, error: str) -> Observed | None:
+        """The step with number `steps` - 1 failed; None if nobody observes."""
+        return self._observed(plan, started=started, seconds=self.now() - started, error=error)
+
+    def _observed(self, plan: StepPlan, **values: Any) -> Observed | None:
         if not self._observers:
             return None
-        ended, self._left = self._left, []
-        record = StepRecord.of_plan(
-            plan,
-            step=self.steps - 1,
-            seconds=seconds,
-            started=started,
-            predicted_seconds=predicted,
-            ended=tuple(RequestEnd.of(request) for request in ended),
-        )
+        ended = tuple(RequestEnd.of(request) for request in self._left)
+        self._left.clear()
+        record = StepRecord.of_plan(plan, step=self.steps - 1, ended=ended, **values)
         return Observed(record=record, observers=self._observers)
+
+    def _count_ends(self) -> None:
+        self._ended.update(request.finish_reason for request in self._unsettled if request.finish_reason is not None)
+        self._unsettled.clear()
 
     def stats(self, scheduler: Scheduler, *, graphs: int) -> EngineStats:
         """The engine at this moment."""
+        self._count_ends()
         pool = scheduler.pool
         return EngineStats(
             steps=self.steps,
@@ -93,6 +107,7 @@ class StepLog:
             tokens_reused=scheduler.tokens_reused,
             tokens_computed=self.tokens_computed,
             tokens_generated=self.tokens_generated,
+            ended=dict(self._ended),
             graphs=graphs,
             last_step_seconds=self.last_step_seconds,
         )

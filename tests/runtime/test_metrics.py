@@ -28,7 +28,8 @@ def test_counters_gauges_and_times_are_those_of_the_engine() -> None:
     requests = [engine.submit([1, 2, 3, 4, number], max_new_tokens=20) for number in range(6)]
     engine.step()
     requests[0].cancel()
-    assert value("requests_running") == engine.stats().running + 1
+    assert value("requests_running") == engine.stats().running > 0
+    assert value("requests_total", finish_reason="cancelled") == 1
     run(engine)
     stats = engine.stats()
     for name in ("steps", "preemptions", "tokens_computed", "tokens_generated", "tokens_reused", "tokens_admitted"):
@@ -42,7 +43,18 @@ def test_counters_gauges_and_times_are_those_of_the_engine() -> None:
     assert value("between_tokens_seconds_count") == 5
     total = sum(request.result().timing.total or 0.0 for request in requests)
     assert value("request_seconds_sum") == pytest.approx(total)
+    assert (value("requests_max"), value("block_tokens"), value("requests_scheduled")) == (8, 4, 1)
+    assert (value("requests_context"), value("requests_generating"), value("context_tokens")) == (0, 1, 0)
     assert b"# HELP selective_tokens_reused_total" in generate_latest(metrics.registry)
+
+
+def test_ends_that_no_step_follows_are_counted_and_do_not_pile_up() -> None:
+    engine = simulated_engine()
+    metrics = EngineMetrics(engine)
+    for _ in range(5000):
+        engine.submit([1]).cancel()
+    assert metrics.registry.get_sample_value("selective_requests_total", {"finish_reason": "cancelled"}) == 5000
+    assert len(engine._log._left) < 5000
 
 
 def test_a_registry_has_one_engine_and_may_be_closed() -> None:
