@@ -384,6 +384,9 @@ class Engine:
                         self._roster.leave(request)
                         request.finish("error", message)
                 self._scheduler.forget()
+                observed = self._log.failed(message)
+            if observed is not None:
+                observed.tell()
             if isinstance(error, Exception):
                 raise StepError(message) from error
             raise

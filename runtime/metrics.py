@@ -112,7 +112,8 @@ class EngineMetrics(Collector):
         for name, value in values.items():
             if value is not None:
                 self._last_step[name].set(value)
-        self._seconds["step"].observe(record.seconds)
+        if record.error is None:
+            self._seconds["step"].observe(record.seconds)
         for end in record.ended:
             self._count(end)
 

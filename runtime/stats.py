@@ -85,7 +85,7 @@ class StepRecord:
         empty_slots: as in a `StepPlan`.
         ended: requests that ended since the step before this one did; of very many without a step, those that ended
             last.
-        error: why the step failed, or None.
+        error: why the step failed, or None. One that failed has no shares and no times.
     """
 
     step: int

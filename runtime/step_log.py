@@ -35,7 +35,7 @@ class StepLog:
         self._began = clock()
         self._observers = tuple(observers)
         self._left: deque[Request] = deque(maxlen=MOST_ENDED)  # and not yet in a record
-        self._unsettled: list[Request] = []  # ended, and not yet counted: by now they have their reasons
+        self._unsettled: list[Request] = []  # ended, and not yet counted: they may not have their reasons
         self._ended: Counter[FinishReason] = Counter()
         self.steps = 0
         self.tokens_computed = 0
@@ -71,9 +71,9 @@ class StepLog:
         self.last_step_seconds = seconds
         return self._observed(plan, started=started, seconds=seconds, predicted_seconds=predicted)
 
-    def failed(self, plan: StepPlan, *, started: float, error: str) -> Observed | None:
+    def failed(self, error: str) -> Observed | None:
         """The step with number `steps` - 1 failed; None if nobody observes."""
-        return self._observed(plan, started=started, seconds=self.now() - started, error=error)
+        return self._observed(StepPlan(shares=()), seconds=0.0, error=error)
 
     def _observed(self, plan: StepPlan, **values: Any) -> Observed | None:
         if not self._observers:
@@ -85,7 +85,7 @@ class StepLog:
 
     def _count_ends(self) -> None:
         self._ended.update(request.finish_reason for request in self._unsettled if request.finish_reason is not None)
-        self._unsettled.clear()
+        self._unsettled = [request for request in self._unsettled if request.finish_reason is None]
 
     def stats(self, scheduler: Scheduler, *, graphs: int) -> EngineStats:
         """The engine at this moment."""

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from selective_compile.runtime import Engine, EngineMetrics, StepRecord, TraceFile
-from tests.runtime.simulated import simulated_engine
+from tests.runtime.simulated import SimulatedProgram, simulated_engine
 
 
 def run(engine: Engine) -> None:
@@ -55,6 +55,24 @@ def test_ends_that_no_step_follows_are_counted_and_do_not_pile_up() -> None:
         engine.submit([1]).cancel()
     assert metrics.registry.get_sample_value("selective_requests_total", {"finish_reason": "cancelled"}) == 5000
     assert len(engine._log._left) < 5000
+
+
+def test_failed_steps_and_those_that_they_ended_are_seen() -> None:
+    program, records = SimulatedProgram(), list[StepRecord]()
+    engine = simulated_engine(program, observers=[records.append])
+    metrics = EngineMetrics(engine)
+
+    def fail() -> None:
+        raise MemoryError("no more")
+
+    program.before_run = fail
+    request = engine.submit([1], request_id="doomed")
+    engine.drive()
+    (record,) = records
+    assert record.error == request.error and "no more" in str(record.error) and not record.shares
+    assert [end.request_id for end in record.ended] == ["doomed"]
+    assert metrics.registry.get_sample_value("selective_requests_total", {"finish_reason": "error"}) == 1
+    assert metrics.registry.get_sample_value("selective_steps_total") == 1
 
 
 def test_a_registry_has_one_engine_and_may_be_closed() -> None:
