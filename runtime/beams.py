@@ -7,7 +7,7 @@ equal scores are told apart by the same `topk` over tensors of the same shape.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -32,6 +32,7 @@ class BeamParams:
         criteria: a StoppingCriteriaList, which says of every candidate whether it has ended.
         keeps_scores, keeps_logits: of each step [num_beams, V].
         keeps_logprobs: of each token of a hypothesis, under the model's own distribution.
+        keeps_beams: of each step the tokens that its beams have generated.
     """
 
     num_beams: int
@@ -46,6 +47,7 @@ class BeamParams:
     keeps_scores: bool
     keeps_logits: bool
     keeps_logprobs: bool = False
+    keeps_beams: bool = False
 
     @property
     def num_candidates(self) -> int:
@@ -72,11 +74,17 @@ class Hypothesis:
 
 @dataclass(frozen=True, kw_only=True)
 class BeamResult:
-    """How a search ended: the best hypotheses, the best first, and what was kept of its steps, each [num_beams, V]."""
+    """How a search ended: the best hypotheses, the best first, and what was kept of its steps.
+
+    Attributes:
+        scores, logits: of each step [num_beams, V].
+        beams: before each step, and after the last, the tokens that its beams have generated [num_beams, steps].
+    """
 
     hypotheses: tuple[Hypothesis, ...]
     scores: tuple[Tensor, ...] | None
     logits: tuple[Tensor, ...] | None
+    beams: tuple[Tensor, ...] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +120,8 @@ class _Beams:
 @dataclass(kw_only=True)
 class _Kept:
     scores: tuple[Tensor, ...] = ()
-    logits: tuple[Tensor, ...] = field(default=())
+    logits: tuple[Tensor, ...] = ()
+    beams: tuple[Tensor, ...] = ()
 
 
 class BeamSearch:
@@ -190,13 +199,19 @@ class BeamSearch:
             hypotheses=tuple(best[: self.params.num_return_sequences]),
             scores=self._kept.scores if self.params.keeps_scores else None,
             logits=self._kept.logits if self.params.keeps_logits else None,
+            beams=(*self._kept.beams, self._generated_by_beams()) if self.params.keeps_beams else None,
         )
 
     @property
     def _generated(self) -> int:
         return len(self._running.paths[0])
 
+    def _generated_by_beams(self) -> Tensor:
+        return torch.stack(self._running.tokens)[:, self._prompt_length :]
+
     def _keep(self, logits: Tensor, log_probs: Tensor) -> None:
+        if self.params.keeps_beams:
+            self._kept.beams += (self._generated_by_beams(),)
         if self.params.keeps_logits:
             self._kept.logits += (logits.clone(),)
         if self.params.keeps_scores:

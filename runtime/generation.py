@@ -297,6 +297,7 @@ def _beams(values: Mapping[str, Any], processors: RowProcessors | None, criteria
         keeps_scores=bool(values.get("output_scores")),
         keeps_logits=bool(values.get("output_logits")),
         keeps_logprobs=boolean("logprobs", values.get("logprobs") or False),
+        keeps_beams=boolean("output_beams", values.get("output_beams") or False),
     )
 
 

@@ -62,6 +62,8 @@ class RequestResult:
         logits, scores: for each token the row [V] that the model gave, and what was made of it, float32; with
             `output_logits=True`, `output_scores=True`. With beams, for each step the rows of all [num_beams, V].
         hypotheses: with beams, the best `num_return_sequences` of them, the best first, whose tokens are `tokens`.
+        beams: with `output_beams=True`, what the beams had generated before each step and after the last, each
+            [num_beams, steps].
     """
 
     request_id: RequestId
@@ -77,6 +79,7 @@ class RequestResult:
     logits: tuple[Any, ...] | None
     scores: tuple[Any, ...] | None
     hypotheses: tuple[Hypothesis, ...] | None
+    beams: tuple[Any, ...] | None
     timing: RequestTiming
 
 
@@ -281,6 +284,7 @@ class Request:
             "logits": self._kept("logits", wanted.output_logits),
             "scores": self._kept("scores", wanted.output_scores),
             "hypotheses": None,
+            "beams": None,
             **({} if self._searched is None else _of_search(self._searched)),
         }
 

@@ -15,6 +15,9 @@ from selective_compile.generate_fields import Fields, described
 # Of these, an empty list or False asks for nothing either.
 NONE_OR_EMPTY = frozenset({"synced_gpus", "trust_remote_code"})
 
+# Arguments of a model's forward that may be given as long as they say what holds in any case.
+FORWARD_ARGUMENTS = frozenset({"position_ids", "logits_to_keep"})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
@@ -23,11 +26,13 @@ class Prompts:
     Attributes:
         rows: the token ids of each.
         columns: [B, S] int64, the tensor that they came in, padding included; None: they came as a list.
+        mask: [B, S] bool, False for padding; None with `columns`.
         holes: a row has padding between its tokens.
     """
 
     rows: Sequence[Any]
     columns: Tensor | None
+    mask: Tensor | None = None
     holes: bool = False
 
 
@@ -61,6 +66,27 @@ def prompts_of(inputs: Any, attention_mask: Any, fields: Sequence[Fields], devic
     return Prompts(rows=inputs, columns=None)
 
 
+def check_forward_arguments(prompts: Prompts, arguments: Mapping[str, Any]) -> None:
+    """Refuse what is not so of the engine: it numbers the tokens of each row from 0, and keeps the last row of logits.
+
+    Raises:
+        ValueError: other position ids, or a number of rows to keep that is none.
+    """
+    kept = arguments.get("logits_to_keep")
+    if kept is not None and (isinstance(kept, bool) or not isinstance(kept, int) or kept < 0):
+        raise ValueError(f"logits_to_keep must be an integer of at least 0 or None, got {described(kept)}")
+    given = arguments.get("position_ids")
+    if given is None:
+        return
+    if prompts.columns is None or prompts.mask is None:
+        raise ValueError(f"position_ids must be None for a list of prompts, got {described(given)}")
+    found = torch.as_tensor(given).to(prompts.columns.device)
+    if found.dim() != 2 or found.shape[1] != prompts.columns.shape[1] or len(found) not in (1, len(prompts.columns)):
+        raise ValueError(f"position_ids must have shape {list(prompts.columns.shape)}, got {described(given)}")
+    if bool(((found != prompts.mask.cumsum(1) - 1) & prompts.mask).any()):
+        raise ValueError("position_ids must number the tokens of each row from 0, padding left out, got others")
+
+
 def expanded(prompts: Prompts, fields: Sequence[Fields]) -> tuple[Prompts, list[Fields]]:
     """Each prompt, with its fields, as many times as it has sequences to return.
 
@@ -70,11 +96,12 @@ def expanded(prompts: Prompts, fields: Sequence[Fields]) -> tuple[Prompts, list[
     counts = [each.samples for each in fields]
     if all(count == 1 for count in counts):
         return prompts, list(fields)
-    columns = prompts.columns
-    if columns is not None:
-        columns = columns.repeat_interleave(torch.tensor(counts, device=columns.device), dim=0)
+    columns, mask = prompts.columns, prompts.mask
+    if columns is not None and mask is not None:
+        repeats = torch.tensor(counts, device=columns.device)
+        columns, mask = columns.repeat_interleave(repeats, dim=0), mask.repeat_interleave(repeats, dim=0)
     rows = [row for row, count in zip(prompts.rows, counts, strict=True) for _ in range(count)]
-    return Prompts(rows=rows, columns=columns, holes=prompts.holes), [
+    return Prompts(rows=rows, columns=columns, mask=mask, holes=prompts.holes), [
         each for each, count in zip(fields, counts, strict=True) for _ in range(count)
     ]
 
@@ -106,7 +133,7 @@ def _prompts_of_tensor(columns: Tensor, attention_mask: Any, fields: Fields) -> 
             raise ValueError(f"attention_mask must leave at least one token in each row, got none in row {row}")
     rows = [ids[real] for ids, real in zip(columns.cpu(), mask.cpu(), strict=True)]
     starts = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0]
-    return Prompts(rows=rows, columns=columns.long(), holes=bool((starts > 1).any()))
+    return Prompts(rows=rows, columns=columns.long(), mask=mask, holes=bool((starts > 1).any()))
 
 
 def inferred_mask(columns: Tensor, fields: Fields) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,9 +52,13 @@ def sequences_of_beams(
 
 
 def output_of_beams(
-    found: Tensor | list[Tensor], results: Sequence[RequestResult], fields: Sequence[Fields], device: torch.device
+    found: Tensor | list[Tensor],
+    results: Sequence[RequestResult],
+    fields: Sequence[Fields],
+    device: torch.device,
+    states: Mapping[str, Any],
 ) -> GenerateBeamDecoderOnlyOutput:
-    """With `scores` and `logits` of each step [B * num_beams, V]; of a search that has ended, zeros."""
+    """With `states`, and `scores` and `logits` of each step [B * num_beams, V]; of a search that has ended, zeros."""
     beams = fields[0].num_beams
     every = [result.hypotheses or () for result in results]
     paths = [
@@ -71,6 +75,7 @@ def output_of_beams(
         sequences_scores=values if "scores" in kept else None,
         beam_indices=torch.tensor(padded(paths, -1), dtype=torch.int32, device=device),
         **kept,
+        **states,
     )
 
 

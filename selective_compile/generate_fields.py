@@ -14,6 +14,9 @@ from selective_compile.runtime.generation_fields import FIELDS
 
 GENERATION_FIELDS = FIELDS
 
+# What only the model's own loop over the finished sequences gives.
+STATES = ("output_hidden_states", "output_attentions")
+
 
 class Fields:
     """The generation fields of one request: the call's, then its configuration's, then the model's."""
@@ -100,11 +103,18 @@ class Fields:
         wanted = bool(self["return_dict_in_generate"])
         return {name: wanted and bool(self[name]) for name in ("output_scores", "output_logits")}
 
+    def states(self) -> dict[str, bool]:
+        """Which states of the model are returned with it; likewise."""
+        wanted = bool(self["return_dict_in_generate"])
+        return {name: wanted and bool(self[name]) for name in STATES}
+
     def options(self, padding: int) -> dict[str, Any]:
         """The call's own fields as options of `Engine.submit`; lengths count `padding` columns that it does not see."""
-        found = {**self._arguments, **self.kept()}
+        found = {**self._arguments, **self.kept(), **dict.fromkeys(STATES)}
         if self.num_beams == 1:
             found["num_return_sequences"] = 1  # of each of its requests
+        elif any(self.states().values()):
+            found["output_beams"] = True
         if padding and isinstance(self["min_length"], int):
             found["min_length"] = max(0, self["min_length"] - padding)
         return found

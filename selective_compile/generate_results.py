@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,16 +15,25 @@ from selective_compile.generate_fields import Fields
 from selective_compile.runtime.request import RequestResult
 
 
-def returned(prompts: Prompts, results: Sequence[RequestResult], fields: Sequence[Fields], device: torch.device) -> Any:
+def returned(
+    prompts: Prompts,
+    results: Sequence[RequestResult],
+    fields: Sequence[Fields],
+    device: torch.device,
+    states: Mapping[str, Any],
+) -> Any:
     """The sequences; in a GenerateDecoderOnlyOutput where one of the prompts asks for it.
 
     Its `scores` and `logits` are, for each step, [B, V] float32 on `device`. Rows that have ended, for which
     `model.generate` goes on computing with padding, have 0 for the padding id and -inf for all others there.
+
+    Args:
+        states: what else it holds.
     """
     if any(result.hypotheses is not None for result in results):
         of_beams = sequences_of_beams(prompts, results, fields, device)
         wanted = any(each["return_dict_in_generate"] for each in fields)
-        return output_of_beams(of_beams, results, fields, device) if wanted else of_beams
+        return output_of_beams(of_beams, results, fields, device, states) if wanted else of_beams
     found = sequences(prompts, results, fields, device)
     if not any(each["return_dict_in_generate"] for each in fields):
         return found
@@ -33,7 +42,7 @@ def returned(prompts: Prompts, results: Sequence[RequestResult], fields: Sequenc
         for name, wanted in (("scores", "output_scores"), ("logits", "output_logits"))
         if all(each.kept()[wanted] for each in fields)
     }
-    return GenerateDecoderOnlyOutput(sequences=found, **kept)
+    return GenerateDecoderOnlyOutput(sequences=found, **kept, **states)
 
 
 def sequences(

@@ -11,6 +11,7 @@ from rich import box
 from rich.table import Table
 from transformers import GenerationConfig
 
+from selective_compile.generate_fields import STATES
 from selective_compile.runtime.generation_fields import (
     IMPLEMENTED,
     INSTEAD,
@@ -33,6 +34,7 @@ PARITY = "tests/test_generation_parity.py::test_a_field_equals_generate"
 REFUSAL = "tests/runtime/test_generation.py::test_every_field_is_implemented_without_effect_or_refused_by_name"
 RETURNS = "tests/test_generate_returns.py"
 BEAMS = "tests/runtime/test_beams.py::test_random_configurations_equal_generate"
+STATES_TEST = "tests/test_generate_states.py::test_they_equal_those_of_generate"
 DROP_IN = "tests/test_huggingface.py"
 ONE_BEAM = "no effect with one beam, as there"
 NO_DRAFT = "changes no token, with or without an assistant"
@@ -57,7 +59,7 @@ def ledger() -> list[Entry]:
 
 
 def _entry(name: str) -> Entry:
-    if name in IMPLEMENTED or name in WITHOUT_EFFECT:
+    if name in IMPLEMENTED or name in WITHOUT_EFFECT or name in OF_GENERATE:
         status: Status = "implemented" if name in NOT_COMPARABLE else "equal"
         return Entry(field=name, status=status, test=_test_of(name), limits=LIMITS.get(name, ""))
     neutral = " or ".join(repr(value) for value in (*NEUTRAL.get(name, ()), None))
@@ -72,11 +74,14 @@ def _test_of(name: str) -> str:
 
 # Fields whose effect is on time, on the return type, or on nothing that tokens show.
 NOT_COMPARABLE = frozenset({"max_time", "compile_config", "disable_compile", "transformers_version"})
+# What `sc.generate` returns, and the engine refuses.
+OF_GENERATE = frozenset(STATES)
 COMPARED_WHERE_NEUTRAL = frozenset({"cache_implementation"})
 
 TESTS: Mapping[str, str] = {
     "output_scores": f"{RETURNS}::test_scores_and_logits_equal_generate",
     "output_logits": f"{RETURNS}::test_scores_and_logits_equal_generate",
+    **dict.fromkeys(STATES, STATES_TEST),
     "return_dict_in_generate": f"{DROP_IN}::test_returns_the_class_of_generate",
     "num_return_sequences": f"{RETURNS}::test_several_sequences_of_a_prompt_equal_generate",
     "bos_token_id": f"{DROP_IN}::test_without_prompt_it_begins_with_bos",
@@ -105,7 +110,12 @@ LIMITS: Mapping[str, str] = {
     "guidance_scale": "transformers' own pass for each request by itself, with a cache beside the blocks",
     "output_scores": "rows that have ended: 0 for the padding id, -inf for all else",
     "output_logits": "rows that have ended: 0 for the padding id, -inf for all else",
-    "return_dict_in_generate": "without past_key_values, attentions and hidden_states",
+    **dict.fromkeys(
+        STATES,
+        "of sc.generate, by the model's own loop over the finished sequences, which takes as long as model.generate; "
+        "Engine.submit refuses it by name",
+    ),
+    "return_dict_in_generate": "past_key_values with hidden states or attentions alone",
     "num_return_sequences": "of beams; with do_sample, each with a seed of its own, the prompt computed once for all",
     "decoder_start_token_id": "no effect on a decoder, as there",
     "use_cache": "no effect on tokens: the engine keeps its own blocks in any case",

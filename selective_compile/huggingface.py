@@ -13,6 +13,8 @@ from transformers.generation import BaseStreamer
 
 from selective_compile.capture import device_of
 from selective_compile.generate_arguments import (
+    FORWARD_ARGUMENTS,
+    check_forward_arguments,
     check_model,
     expanded,
     prompts_of,
@@ -24,8 +26,11 @@ from selective_compile.generate_fields import GENERATION_FIELDS, fields_of
 from selective_compile.generate_objects import CallObjects
 from selective_compile.generate_requests import ENGINES, finished_requests
 from selective_compile.generate_results import refuse_ends_without_padding, returned
+from selective_compile.generate_states import check_states, states_of
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.grammar import GRAMMARS
+
+TAKEN = GENERATION_FIELDS | FORWARD_ARGUMENTS | {"tokenizer", *GRAMMARS}
 
 
 def generate(
@@ -72,6 +77,8 @@ def generate(
             needs and the memory allows.
         kwargs: single fields of a GenerationConfig, which come first, and `tokenizer`, which stop strings need;
             and `json_schema`, `regex` or `grammar`, which the text of every row must follow, with `tokenizer`.
+            `position_ids` [B, S] must number the tokens of each row from 0, which is what the engine does;
+            `logits_to_keep` changes nothing.
             All other arguments of `model.generate` must be None.
 
     Returns:
@@ -80,7 +87,9 @@ def generate(
         one dimension: each prompt with its new tokens. With `num_return_sequences`, as many rows for each prompt.
         With `return_dict_in_generate`, these as `sequences` of a GenerateDecoderOnlyOutput, with `scores` and
         `logits` where they are asked for: of each step [B, V]; a row that has ended has 0 for `pad_token_id`
-        there and -inf for all else. With `num_beams` above 1, in a GenerateBeamDecoderOnlyOutput, with
+        there and -inf for all else. `hidden_states` and `attentions`, and with them `past_key_values`, come from the
+        model's own loop over the finished sequences, padded on the left: such a call takes as long as `model.generate`
+        besides. With `num_beams` above 1, in a GenerateBeamDecoderOnlyOutput, with
         `sequences_scores` (where scores are asked for) and `beam_indices`.
 
     Raises:
@@ -92,7 +101,7 @@ def generate(
         {
             "synced_gpus": synced_gpus,
             "custom_generate": custom_generate,
-            **{name: kwargs[name] for name in kwargs if name not in GENERATION_FIELDS | {"tokenizer", *GRAMMARS}},
+            **{name: kwargs[name] for name in kwargs if name not in TAKEN},
         }
     )
     if inputs is not None and input_ids is not None:
@@ -101,12 +110,14 @@ def generate(
     arguments = {name: value for name, value in kwargs.items() if name in GENERATION_FIELDS}
     fields = fields_of(arguments, generation_config, getattr(model, "generation_config", None), inputs)
     prompts = prompts_of(inputs, attention_mask, fields, device_of(model))
+    check_forward_arguments(prompts, kwargs)
     fields = fields * len(prompts.rows) if len(fields) == 1 else fields
     prompts, fields = expanded(prompts, fields)
     seeds = seeds_of(seed, len(fields), sampled=any(each["do_sample"] for each in fields))
     if streamer is not None and prompts.columns is None and len(fields) > 1:
         raise ValueError(f"streamer must be None for a list of more than one prompt, got one for {len(fields)}")
     check_beams(fields, streamer=streamer)
+    check_states(model, prompts, fields)
     refuse_ends_without_padding(
         fields, criteria=bool(stopping_criteria), rows=0 if prompts.columns is None else len(fields)
     )
@@ -122,7 +133,7 @@ def generate(
     )
     config = engine_config or _config_of(model)
     results = finished_requests(model, config, prompts, fields, seeds, objects, streamer)
-    return returned(prompts, results, fields, device_of(model))
+    return returned(prompts, results, fields, device_of(model), states_of(model, prompts, results, fields))
 
 
 class BatchedGenerate:

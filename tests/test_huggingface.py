@@ -301,15 +301,11 @@ UNSUPPORTED: dict[str, Any] = {
     "assistant_tokenizer": "a tokenizer",
     "inputs_embeds": torch.ones(1, 2, 64),
     "past_key_values": "a cache",
-    "position_ids": torch.ones(1, 2),
     "token_type_ids": torch.ones(1, 2),
-    "logits_to_keep": 1,
     "logprobs": True,
     "max_new_token": 3,
     "do_samples": False,
     "cache_implementation": "paged",
-    "output_attentions": True,
-    "output_hidden_states": True,
 }
 
 

@@ -69,6 +69,7 @@ LAYERS = (
         "generate_beams",
         "generate_objects",
         "generate_requests",
+        "generate_states",
         "generate_results",
         "kept_engines",
         "huggingface",

@@ -1,0 +1,187 @@
+"""Hidden states, attentions and the cache of a call, as `model.generate` returns them.
+
+They come from the model's own loop, run once more over the tokens that the engine has generated, so that they have the
+shapes and the meaning that they have there for every kind of layer. Such a call costs what `model.generate` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+
+from selective_compile.generate_arguments import Prompts
+from selective_compile.generate_fields import STATES, Fields
+from selective_compile.runtime.request import RequestResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Paths:
+    """The sequences to run over, R of them.
+
+    Attributes:
+        rows: of each the number of its prompt, and its generated tokens.
+        steps: for each step the places in `rows` of what is returned; -1 for a search that has ended.
+        last: those of the rows whose cache is returned.
+    """
+
+    rows: list[tuple[int, Sequence[int]]]
+    steps: list[list[int]]
+    last: list[int]
+
+
+def check_states(model: nn.Module, prompts: Prompts, fields: Sequence[Fields]) -> None:
+    """Refuse before anything is generated what hidden states and attentions do not go with.
+
+    Raises:
+        ValueError: a list of prompts, or an attention implementation that keeps no attentions.
+    """
+    for name in STATES:
+        if any(each.states()[name] for each in fields):
+            if prompts.columns is None:
+                raise ValueError(f"{name} must be False for a list of prompts, which have no common length; pad them")
+            if not all(each.states()[name] for each in fields):
+                raise ValueError(f"{name} must be the same for all prompts, got both")
+            kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
+            if name == "output_attentions" and kind not in (None, "eager"):
+                raise ValueError(
+                    f"output_attentions must be False for a model with {kind!r} attention, got True; "
+                    "model.set_attn_implementation('eager') keeps them"
+                )
+
+
+def states_of(
+    model: nn.Module, prompts: Prompts, results: Sequence[RequestResult], fields: Sequence[Fields]
+) -> dict[str, Any]:
+    """`hidden_states`, `attentions` and `past_key_values`, as far as a call asks for the first two; else nothing.
+
+    For each step a tuple of layers: of hidden states [B, S, hidden] for the prompts and [B, 1, hidden] after that; of
+    attentions [B, H, S, S] and [B, H, 1, length]. Prompts are padded on the left, however they came. With beams B is
+    that of all beams of the step.
+    """
+    if not any(any(each.states().values()) for each in fields):
+        return {}
+    assert prompts.columns is not None and prompts.mask is not None
+    paths = _paths_of(results, fields[0].pad_token_id)
+    numbers = torch.tensor([number for number, _ in paths.rows])
+    order = prompts.mask.to(torch.uint8).argsort(dim=1, stable=True)  # padding first
+    columns = prompts.columns.gather(1, order)[numbers.to(order.device)]
+    mask = prompts.mask.gather(1, order)[numbers.to(order.device)]
+    found = _run_over(model, columns, mask, [tokens for _, tokens in paths.rows], fields[0])
+    if all(result.hypotheses is None for result in results):
+        return found
+    for name in ("hidden_states", "attentions"):
+        if found[name] is not None:
+            found[name] = tuple(
+                tuple(_at(layer, rows) for layer in step) for step, rows in zip(found[name], paths.steps, strict=True)
+            )
+    if found["past_key_values"] is not None:
+        found["past_key_values"].reorder_cache(torch.tensor(paths.last, device=columns.device))
+    return found
+
+
+def _paths_of(results: Sequence[RequestResult], pad: int | None) -> _Paths:
+    longest = max(len(result.tokens) if result.beams is None else len(result.beams) - 1 for result in results)
+    rows: list[tuple[int, Sequence[int]]] = []
+    steps: list[list[int]] = [[] for _ in range(longest)]
+    last: list[int] = []
+    for number, result in enumerate(results):
+        if result.beams is None:
+            rows.append((number, result.tokens))
+        else:
+            _add_beams(number, [each.tolist() for each in result.beams], rows, steps, last)
+    fill = [0 if pad is None else pad]
+    return _Paths(
+        rows=[(number, [*tokens, *fill * (longest - len(tokens))]) for number, tokens in rows], steps=steps, last=last
+    )
+
+
+def _add_beams(
+    number: int,
+    beams: list[list[list[int]]],
+    rows: list[tuple[int, Sequence[int]]],
+    steps: list[list[int]],
+    last: list[int],
+) -> None:
+    """The beams of one search are a tree; each of its ends makes a row, and what leads there is in that row."""
+    places: dict[tuple[int, ...], int] = {}
+    for step in reversed(range(len(beams))):
+        for beam in beams[step]:
+            if tuple(beam) not in places:
+                for length in range(len(beam) + 1):
+                    places.setdefault(tuple(beam[:length]), len(rows))
+                rows.append((number, beam))
+    for step, found in enumerate(steps):
+        found += [places[tuple(beam)] for beam in beams[step]] if step < len(beams) - 1 else [-1] * len(beams[0])
+    last += [places[tuple(beam[: len(steps) - 1])] for beam in beams[-1]]
+
+
+def _at(layer: Tensor, rows: list[int]) -> Tensor:
+    places = torch.tensor(rows, device=layer.device)
+    found = layer[places.clamp(min=0)]
+    found[places < 0] = 0
+    return found
+
+
+class _Forced(LogitsProcessor):
+    """Only the token that is known to come is possible. `tokens` is [R, steps], after `width` columns of prompt."""
+
+    def __init__(self, tokens: Tensor, width: int) -> None:
+        self._tokens = tokens
+        self._width = width
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        step = input_ids.shape[1] - self._width
+        return torch.full_like(scores, -torch.inf).scatter_(1, self._tokens[:, step : step + 1], 0.0)
+
+
+def _run_over(
+    model: nn.Module, columns: Tensor, mask: Tensor, tokens: Sequence[Sequence[int]], fields: Fields
+) -> dict[str, Any]:
+    """The model's own loop over columns [R, S] and then `tokens`, R of one length."""
+    forced = columns.new_tensor(tokens)
+    width, steps = columns.shape[1], forced.shape[1]
+    cached = fields["use_cache"]
+    config = GenerationConfig(
+        do_sample=False,
+        num_beams=1,
+        num_return_sequences=1,
+        max_new_tokens=steps,
+        pad_token_id=fields.pad_token_id,
+        use_cache=True if cached is None else cached,
+        cache_implementation=fields["cache_implementation"],
+        disable_compile=True,
+        return_dict_in_generate=True,
+        **fields.states(),
+    )
+    # Of the class: the model's own may be the one that `wrap` put there.
+    found = cast(Any, type(model)).generate(
+        model,
+        columns,
+        attention_mask=mask.long(),
+        generation_config=config,
+        custom_generate=_forced_loop(_Forced(forced, width), width + steps),
+    )
+    assert torch.equal(found.sequences[:, width:], forced), "the loop took other tokens than it was given"
+    return {name: getattr(found, name) for name in ("hidden_states", "attentions", "past_key_values")}
+
+
+def _forced_loop(processor: LogitsProcessor, length: int) -> Callable[..., Any]:
+    """What `custom_generate` takes: nothing but `processor` chooses, and nothing but the length ends it."""
+
+    def loop(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        **kwargs: Any,
+    ) -> Any:
+        ends = StoppingCriteriaList([MaxLengthCriteria(length)])
+        return model._sample(input_ids, LogitsProcessorList([processor]), ends, generation_config, **kwargs)
+
+    return loop
