@@ -159,6 +159,7 @@ class Flattener:
                 op = torch.ops.selective.varlen_attention.default
                 arguments = (query, key, value, *metadata, *options)
             mixed = self.graph.call_function(op, arguments, others)
+            mixed.meta["stack_trace"] = call.output.meta.get("stack_trace")
             result = self.shaped_as_output(call, mixed)
         call.output.replace_all_uses_with(result)
         self.replaced[call.output] = result

@@ -87,7 +87,9 @@ class Report:
             lines.append(f"  {len(self.isolated)} modules run for one request after another, and share no prefixes:")
             lines.append(f"      {shortened(self.isolated)}")
         if self.batch_dependent:
-            lines.append(f"  {len(self.batch_dependent)} operations depend on the batch in the last bits")
+            count = len(self.batch_dependent)
+            lines.append(f"  {count} operations depend on the batch in the last bits, without batch_invariant=True:")
+            lines += [f"    {text}" for text in grouped_nodes(self.batch_dependent)]
         if self.refusals:
             lines.append(f"  {len(self.refusals)} operations could not be proved:")
             lines += [f"    {refusal}" for refusal in self.refusals]
@@ -110,6 +112,19 @@ def grouped_recurrences(recurrences: tuple[RecurrenceReport, ...]) -> list[str]:
     for call in recurrences:
         kinds.setdefault(f"{call.family}, state {list(call.state_shape)} {call.state_dtype}", []).append(call.name)
     return [f"{len(names):3d} x {kind}\n          {shortened(names)}" for kind, names in kinds.items()]
+
+
+def grouped_nodes(described: Sequence[str]) -> list[str]:
+    """Of lines "node: operator, where": one for each operator with its nodes, and where the first was written."""
+    kinds: dict[str, list[tuple[str, str]]] = {}
+    for line in described:
+        name, _, rest = line.partition(": ")
+        operator, _, place = rest.partition(", ")
+        kinds.setdefault(operator, []).append((name, place))
+    return [
+        f"{len(nodes):3d} x {operator}: {shortened([name for name, _ in nodes])}\n          {nodes[0][1]}"
+        for operator, nodes in kinds.items()
+    ]
 
 
 def shortened(names: Sequence[str]) -> str:
