@@ -15,6 +15,9 @@ from selective_compile.runtime.philox import uniform
 # Candidates that are looked at before a row's whole vocabulary is sorted for its top_p: for 64 rows of 32,000 scores
 # with top_p 0.9 on one core, sorting took 210 ms, this 48.
 NUCLEUS: Final = 1024
+# Scores whose largest one stands for all of them where the k largest of a row are looked for: of 64 rows of 32,000 the
+# 51 largest then come out of 51 * 64 candidates in place of 32,000, a fifth of the time on one core.
+GROUP: Final = 64
 
 
 def draw(scores: Tensor, params: Sequence[GenerationParams], indices: Sequence[int]) -> list[int | None]:
@@ -101,7 +104,7 @@ def _keep_top_k(scores: Tensor, params: Sequence[GenerationParams]) -> tuple[Ten
     kept = [min(wanted.top_k, scores.shape[1]) for wanted in params]
     # Scaling keeps the order, so only candidates are scaled. One more than asked for shows whether ties reach further,
     # also those that scaling makes; only then all scores are compared.
-    largest, vocabulary = scores.topk(min(max(kept) + 1, scores.shape[1]), dim=-1)
+    largest, vocabulary = _topk(scores, min(max(kept) + 1, scores.shape[1]))
     _scale(largest, params)
     limits = largest.gather(1, _column(kept, torch.int64, scores.device) - 1)
     # Where fewer than asked for are possible at all, the limit is -inf, and no tie with it matters.
@@ -113,6 +116,26 @@ def _keep_top_k(scores: Tensor, params: Sequence[GenerationParams]) -> tuple[Ten
     order = vocabulary.argsort(dim=-1)
     candidates = largest.gather(1, order)
     return candidates.masked_fill_(candidates < limits, -torch.inf), vocabulary.gather(1, order)
+
+
+def _topk(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """As `topk` along rows, but that which of the scores equal to the least of them are among them is open.
+
+    The `count` largest are in the `count` groups with the largest maxima: a score elsewhere is at most that of its own
+    group, and so at most those of all these.
+    """
+    groups = scores.shape[1] // GROUP
+    if count >= groups // 2:
+        found = scores.topk(count, dim=-1)
+        return found.values, found.indices
+    whole = groups * GROUP
+    maxima = scores[:, :whole].unflatten(1, (groups, GROUP)).amax(dim=-1)
+    chosen = maxima.topk(count, dim=-1).indices
+    places = (chosen[..., None] * GROUP + torch.arange(GROUP, device=scores.device)).flatten(1)
+    rest = torch.arange(whole, scores.shape[1], device=scores.device).expand(len(scores), -1)
+    places = torch.cat([places, rest], dim=1)
+    found = scores.gather(1, places).topk(count, dim=-1)
+    return found.values, places.gather(1, found.indices)
 
 
 def _remove_below_top_k(scores: Tensor, top_k: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ from selective_compile.runtime.beams import BeamParams
 from selective_compile.runtime.criteria import RowCriteria, beam_criteria, row_criteria
 from selective_compile.runtime.generation_fields import FIELDS, KNOWN, refuse_unsupported
 from selective_compile.runtime.generation_values import ALWAYS, WHEN_SAMPLING, WITH_BEAMS, boolean, count, integer
-from selective_compile.runtime.grammar import GRAMMARS, Grammars
+from selective_compile.runtime.grammar import GRAMMARS, GrammarProcessor, Grammars
 from selective_compile.runtime.processors import Ban, RowProcessors, row_processors
 
 DEFAULT_NEW_TOKENS = 20
@@ -75,6 +75,7 @@ class GenerationParams:
         processors: applied first, to the request's row alone; None: there are none.
         repetition_penalty, bans, temperature, top_k, top_p, min_p: as transformers' processors, applied in this
             order to all rows at once; 1.0, none, 1.0, 0, 1.0 and 0.0 are off.
+        grammar: leaves the tokens that the text can go on with, after penalties and bans; None: any text will do.
         criteria: asked after each token whether to end; None: there are none.
         logprobs: keep the log probability of each token under the model's own distribution.
         processed_logprobs: keep it under the distribution that it was drawn from.
@@ -100,6 +101,7 @@ class GenerationParams:
     repetition_penalty: float = 1.0
     bans: tuple[Ban, ...] = ()
     processors: RowProcessors | None = None
+    grammar: GrammarProcessor | None = None
     criteria: RowCriteria | None = None
     processed_logprobs: bool = False
     top_logprobs: int = 0
@@ -132,13 +134,13 @@ class GenerationParams:
     def changes_scores(self) -> bool:
         """Whether choosing the token writes to the request's row."""
         whole = self.do_sample and (not self.top_k or self.keeps_scores)
-        return bool(whole or self.bans or self.repetition_penalty != 1.0 or self.processors)
+        return bool(whole or self.bans or self.repetition_penalty != 1.0 or self.processors or self.grammar)
 
     @cached_property
     def plain(self) -> bool:
         """Whether each token is that of the largest logit and nothing else is asked for."""
         changed = self.do_sample or self.bans or self.repetition_penalty != 1.0
-        return not (changed or self.processors or self.criteria or self.recorded)
+        return not (changed or self.processors or self.grammar or self.criteria or self.recorded)
 
     @classmethod
     def resolve(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,10 +18,14 @@ import llguidance.numpy
 import numpy as np
 import torch
 from llguidance import LLMatcher, LLTokenizer
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from selective_compile.runtime.own_code import Failed, attempt
+
 GRAMMARS = ("json_schema", "regex", "grammar")
+NONE_LEFT = "no token is left that follows the grammar and may come by the other options"
 
 
 class GrammarProcessor(LogitsProcessor):
@@ -29,7 +34,7 @@ class GrammarProcessor(LogitsProcessor):
     def __init__(self, matcher: LLMatcher, *, prompt_length: int, vocab_size: int) -> None:
         self._matcher = matcher
         self._read = prompt_length
-        self._mask = np.zeros((1, -(-vocab_size // 32)), dtype=np.int32)
+        self.words = -(-vocab_size // 32)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores [1, V] with -inf for what cannot come after the tokens [1, length].
@@ -37,17 +42,59 @@ class GrammarProcessor(LogitsProcessor):
         Raises:
             ValueError: a token of the request does not follow the grammar, or none is left that does.
         """
-        for token in input_ids[0, self._read :].tolist():
+        bits = np.zeros((1, self.words), dtype=np.int32)
+        self.fill(input_ids[0].tolist(), bits, 0)
+        left = scores.masked_fill(_forbidden(bits, scores), -torch.inf)
+        if bool(left.isneginf().all()):
+            raise ValueError(NONE_LEFT)
+        return left
+
+    def fill(self, tokens: Sequence[int], bits: NDArray[np.int32], place: int) -> None:
+        """Have row `place` of `bits` [R, words] say what can come after the tokens so far.
+
+        Raises:
+            ValueError: a token does not follow the grammar.
+        """
+        for token in tokens[self._read :]:
             self._matcher.consume_token(token)
-        self._read = input_ids.shape[1]
-        llguidance.numpy.fill_next_token_bitmask(self._matcher, self._mask, 0)
+        self._read = len(tokens)
+        llguidance.numpy.fill_next_token_bitmask(self._matcher, bits, place)
         if self._matcher.is_error():
             raise ValueError(f"tokens must follow the grammar: {self._matcher.get_error()}")
-        bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little")[: scores.shape[1]]
-        left = scores.masked_fill(torch.from_numpy(bits == 0).to(scores.device), -torch.inf)
-        if bool(left.isneginf().all()):
-            raise ValueError("no token is left that follows the grammar and may come by the other options")
-        return left
+
+
+def mask(
+    scores: Tensor, grammars: Sequence[GrammarProcessor | None], histories: Sequence[Sequence[int]]
+) -> dict[int, str]:
+    """Write -inf to scores [S, V] where a row's grammar does not go on; the rows for which that failed, and how.
+
+    Args:
+        grammars: of each row; None: it has none.
+        histories: of each row, its request's tokens so far, the prompt included.
+    """
+    rows = [row for row, grammar in enumerate(grammars) if grammar is not None]
+    if not rows:
+        return {}
+    bits = np.zeros((len(rows), -(-scores.shape[1] // 32)), dtype=np.int32)
+    errors = {}
+    for place, row in enumerate(rows):
+        grammar = grammars[row]
+        assert grammar is not None and grammar.words == bits.shape[1], (scores.shape, grammar)
+        asked = attempt("logits processors", partial(grammar.fill, histories[row], bits, place))
+        if isinstance(asked, Failed):
+            errors[row] = asked.error
+    forbidden = _forbidden(bits, scores)
+    if len(rows) == len(scores):
+        scores.masked_fill_(forbidden, -torch.inf)
+    else:
+        scores[rows] = scores[rows].masked_fill_(forbidden, -torch.inf)
+    return errors
+
+
+def _forbidden(bits: NDArray[np.int32], scores: Tensor) -> Tensor:
+    """[R, V] bool on the device of the scores, of bits [R, words]."""
+    allowed = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")[:, : scores.shape[1]]
+    return torch.from_numpy(allowed == 0).to(scores.device)
 
 
 class Grammars:

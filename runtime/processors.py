@@ -21,6 +21,7 @@ from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as kinds
 
 from selective_compile.runtime.generation_fields import FIELDS
+from selective_compile.runtime.grammar import GrammarProcessor
 
 # In the order in which they are applied to all rows at once, which is that of transformers. The warpers are read off
 # for sampling only, since greedy decoding has them only where a user passes them.
@@ -102,7 +103,7 @@ class RowProcessors:
 def row_processors(
     values: Mapping[str, Any],
     prompt: Sequence[int],
-    grammar: LogitsProcessor | None,
+    grammar: GrammarProcessor | None,
     *,
     vocab_size: int,
     device: torch.device,
@@ -112,7 +113,7 @@ def row_processors(
 
     Args:
         values: the request's fields, checked; `max_new_tokens` is resolved.
-        grammar: comes behind the processors of the user.
+        grammar: comes behind the processors of the user, and before what only sampling has.
         model: what guidance calls, with the request's tokens or its negative prompt.
 
     Raises:
@@ -121,7 +122,7 @@ def row_processors(
     every = _list_of_transformers(values, prompt, grammar, _Maker(model, vocab_size), device)
     if values["num_beams"] > 1:
         return (RowProcessors(every, device) if every else None), _read_off([], len(prompt))
-    order = PENALTIES + WARPERS if values["do_sample"] else PENALTIES
+    order: tuple[type, ...] = (*PENALTIES, GrammarProcessor, *(WARPERS if values["do_sample"] else ()))
     start = len(every)
     above = len(order)
     while start and (rank := _rank(every[start - 1], order)) is not None and rank < above:
@@ -190,6 +191,8 @@ def _read_off(processors: Sequence[Any], prompt_length: int) -> dict[str, Any]:
                 bans.append(Ban(_array(each.suppress_tokens), 0, math.inf))
             case kinds.SuppressTokensAtBeginLogitsProcessor():
                 bans.append(Ban(_array(each.begin_suppress_tokens), each.begin_index, each.begin_index + 1))
+            case GrammarProcessor():
+                found["grammar"] = each
             case kinds.TemperatureLogitsWarper():
                 found["temperature"] = each.temperature
             case kinds.TopKLogitsWarper():

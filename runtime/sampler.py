@@ -6,14 +6,17 @@ and on nothing else: not on the batch around it, nor on how the prompt was chunk
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from selective_compile.runtime.draw import NUCLEUS, draw, draw_of_few, draw_of_nucleus
 from selective_compile.runtime.generation import GenerationParams
+from selective_compile.runtime.grammar import NONE_LEFT, mask
 from selective_compile.runtime.own_code import Failed, attempt
 from selective_compile.runtime.penalties import penalise
 from selective_compile.runtime.records import TokenRecord, recorded
@@ -35,6 +38,8 @@ def sample(
     params: Sequence[GenerationParams],
     indices: Sequence[int],
     histories: Sequence[Sequence[int]] = (),
+    *,
+    scratch: bool = False,
 ) -> SampledTokens:
     """Choose a token for each row.
 
@@ -44,14 +49,20 @@ def sample(
         indices: for each row, how many tokens its request has generated before this one.
         histories: for each row, its request's tokens so far, the prompt included; may be left out where no request
             has processors, criteria, penalties or bans.
+        scratch: the logits may be written to.
     """
+    scratch = scratch or logits.dtype != torch.float32
     logits = logits.float()
     if all(wanted.plain for wanted in params):
         return SampledTokens(tokens=logits.argmax(dim=-1).tolist(), records=[None] * len(params))
     rows = [row for row, wanted in enumerate(params) if not wanted.plain]
-    whole = len(rows) == len(params) and not any(wanted.changes_scores for wanted in params)
+    whole = len(rows) == len(params) and (
+        not any(wanted.changes_scores for wanted in params)
+        or (scratch and not any(wanted.logprobs or wanted.output_logits for wanted in params))
+    )
     chosen = _Chosen(
-        scores=logits if whole else logits[rows],  # a copy, where what follows writes to it
+        # A copy, where what follows writes to it.
+        scores=logits if whole else logits.clone() if len(rows) == len(params) else logits[rows],
         params=[params[row] for row in rows],
         indices=[indices[row] for row in rows],
         histories=[histories[row] for row in rows] if histories else [],
@@ -86,6 +97,7 @@ class _Chosen:
         """Process and choose; what stands at a place with an error is no token."""
         self._run_processors()
         penalise(self._scores, self._params, self._histories)
+        self._follow_grammars()
         drawn = [place for place, wanted in enumerate(self._params) if wanted.do_sample]
         tokens = [0] * len(self._params) if len(drawn) == len(self._params) else self._scores.argmax(dim=-1).tolist()
         groups: dict[Draw, list[int]] = {}
@@ -93,6 +105,7 @@ class _Chosen:
             groups.setdefault(self._way(place), []).append(place)
         for way, places in groups.items():
             self._draw(way, places, tokens)
+        self._refuse_the_impossible(tokens)
         return tokens
 
     def record(self, place: int, token: int, logits: Tensor) -> TokenRecord | None:
@@ -122,6 +135,20 @@ class _Chosen:
                 else:
                     self._scores[place] = asked.result[0]
 
+    def _follow_grammars(self) -> None:
+        # A request that has failed already is not asked for more.
+        grammars = [None if place in self._errors else each.grammar for place, each in enumerate(self._params)]
+        self._errors |= mask(self._scores, grammars, self._histories)
+
+    def _refuse_the_impossible(self, tokens: Sequence[int]) -> None:
+        """A grammar and other options may have left no token; then a greedy one stands for that, with -inf."""
+        places = [place for place, wanted in enumerate(self._params) if wanted.grammar and not wanted.do_sample]
+        if places:
+            found = self._scores[places, [tokens[place] for place in places]].tolist()
+            for place, score in zip(places, found, strict=True):
+                if score == -math.inf:
+                    self._errors.setdefault(place, NONE_LEFT)
+
     def _way(self, place: int) -> Draw:
         """Depends on nothing but the row: the ways agree in what they draw, but for the last bits of sums."""
         wanted = self._params[place]
@@ -139,7 +166,7 @@ class _Chosen:
             self._scores[list(places)] = scores
         for place, token in zip(places, found, strict=True):
             if token is None:
-                self._errors.setdefault(place, NO_TOKEN_LEFT)
+                self._errors.setdefault(place, NONE_LEFT if self._params[place].grammar else NO_TOKEN_LEFT)
             else:
                 tokens[place] = token
 

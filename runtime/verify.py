@@ -46,6 +46,7 @@ def answers(
             [request.params for request in requests],
             [request.state.generated + step for request in requests],
             [_history(answering[place], step) for place in left],
+            scratch=True,  # each row is for one token
         )
         going = []
         for place, outcome in zip(left, zip(sampled.tokens, sampled.records, strict=True), strict=True):

@@ -43,6 +43,14 @@ def test_long_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(0 < way["median"] <= way["p99"] <= way["largest"] for way in ways)
 
 
+def test_generation_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a few requests: that drafts leave the tokens alone, and cost fewer steps where there is something to copy."""
+    sizes = ("--requests", "3", "--new", "24", "--rounds", "1")
+    found = run("generation_costs", tmp_path, monkeypatch, "--quick", *sizes)
+    assert list(found["ratios"]) == ["sampled", "json schema", "copying", "nothing repeats", "misleading"]
+    assert found["ratios"]["copying"] < 0.8 * found["ratios"]["nothing repeats"]
+
+
 def test_soak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run("soak", tmp_path, monkeypatch, "--requests", "800")
     logging.disable(logging.NOTSET)

@@ -256,3 +256,36 @@ def test_logprobs_are_those_of_the_model_for_who_asks() -> None:
         assert record is not None
         assert record.logprob == pytest.approx(expected[row, sampled.tokens[row]].item(), abs=1e-6)
     assert sampled.records[1] is None
+
+
+@pytest.mark.parametrize("vocabulary", [64, 700, 9000, 9001])
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_the_largest_by_groups_are_the_largest(vocabulary: int, count: int) -> None:
+    """Also among many equal scores, of which any may be taken, and many that are impossible."""
+    dice = torch.Generator().manual_seed(count)
+    for scores in (
+        torch.randn(5, vocabulary, generator=dice),
+        torch.randint(0, 7, (5, vocabulary), generator=dice).float(),
+        torch.randn(5, vocabulary, generator=dice).masked_fill(
+            torch.rand(5, vocabulary, generator=dice) < 0.999, -torch.inf
+        ),
+    ):
+        values, places = draw._topk(scores, min(count, vocabulary))
+        assert torch.equal(values, scores.topk(min(count, vocabulary), dim=-1).values)
+        assert torch.equal(values, scores.gather(1, places))
+        assert all(len(set(row)) == len(row) for row in places.tolist())
+
+
+def test_logits_are_written_to_only_where_that_is_allowed_and_nothing_keeps_them() -> None:
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
+    kept = logits.clone()
+    histories = [[1, 2, 3]] * 3
+    plain = [params(repetition_penalty=2.0) for _ in range(3)]
+    wanted = sample(logits, plain, [0] * 3, histories).tokens
+    assert torch.equal(logits, kept)
+    recorded = [dataclasses.replace(each, output_logits=True) for each in plain]
+    found = sample(logits, recorded, [0] * 3, histories, scratch=True)
+    assert torch.equal(logits, kept) and found.tokens == wanted
+    assert all(torch.equal(record.logits, row) for record, row in zip(found.records, kept, strict=True) if record)
+    assert sample(logits, plain, [0] * 3, histories, scratch=True).tokens == wanted
+    assert not torch.equal(logits, kept)
