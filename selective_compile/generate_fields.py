@@ -103,6 +103,11 @@ class Fields:
         wanted = bool(self["return_dict_in_generate"])
         return {name: wanted and bool(self[name]) for name in ("output_scores", "output_logits")}
 
+    @property
+    def returns_cache(self) -> bool:
+        """Whether the call itself asks for the cache: it takes a run of the model's own loop, which is no default."""
+        return bool(self["return_dict_in_generate"]) and self._arguments.get("use_cache") is True
+
     def states(self) -> dict[str, bool]:
         """Which states of the model are returned with it; likewise."""
         wanted = bool(self["return_dict_in_generate"])
@@ -113,7 +118,7 @@ class Fields:
         found = {**self._arguments, **self.kept(), **dict.fromkeys(STATES)}
         if self.num_beams == 1:
             found["num_return_sequences"] = 1  # of each of its requests
-        elif any(self.states().values()):
+        elif any(self.states().values()) or self.returns_cache:
             found["output_beams"] = True
         if padding and isinstance(self["min_length"], int):
             found["min_length"] = max(0, self["min_length"] - padding)

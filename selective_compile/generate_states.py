@@ -57,15 +57,16 @@ def check_states(model: nn.Module, prompts: Prompts, fields: Sequence[Fields]) -
 def states_of(
     model: nn.Module, prompts: Prompts, results: Sequence[RequestResult], fields: Sequence[Fields]
 ) -> dict[str, Any]:
-    """`hidden_states`, `attentions` and `past_key_values`, as far as a call asks for the first two; else nothing.
+    """`hidden_states` and `attentions` as far as a call asks for them, and with them, or where it has `use_cache=True`,
+    `past_key_values`.
 
     For each step a tuple of layers: of hidden states [B, S, hidden] for the prompts and [B, 1, hidden] after that; of
     attentions [B, H, S, S] and [B, H, 1, length]. Prompts are padded on the left, however they came. With beams B is
     that of all beams of the step.
     """
-    if not any(any(each.states().values()) for each in fields):
+    wanted = any(any(each.states().values()) for each in fields)
+    if prompts.columns is None or prompts.mask is None or not (wanted or fields[0].returns_cache):
         return {}
-    assert prompts.columns is not None and prompts.mask is not None
     paths = _paths_of(results, fields[0].pad_token_id)
     numbers = torch.tensor([number for number, _ in paths.rows])
     order = prompts.mask.to(torch.uint8).argsort(dim=1, stable=True)  # padding first

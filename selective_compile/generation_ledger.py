@@ -115,10 +115,10 @@ LIMITS: Mapping[str, str] = {
         "of sc.generate, by the model's own loop over the finished sequences, which takes as long as model.generate; "
         "Engine.submit refuses it by name",
     ),
-    "return_dict_in_generate": "past_key_values with hidden states or attentions alone",
+    "return_dict_in_generate": "past_key_values with hidden states or attentions, or where the call has use_cache=True",
     "num_return_sequences": "of beams; with do_sample, each with a seed of its own, the prompt computed once for all",
     "decoder_start_token_id": "no effect on a decoder, as there",
-    "use_cache": "no effect on tokens: the engine keeps its own blocks in any case",
+    "use_cache": "no effect on tokens: the engine keeps its own blocks in any case; True in the call returns a cache",
     **dict.fromkeys(OF_CACHES, OWN_CACHE),
     **dict.fromkeys(OF_BEAMS, ONE_BEAM),
     "num_beams": "also with do_sample; grammars, streamers, EngineConfig.record, isolated modules are refused by name",

@@ -130,6 +130,13 @@ def test_a_wrapped_model_returns_them_and_is_left_as_it_was() -> None:
         found = model.generate(rows()["input_ids"], max_new_tokens=3, eos_token_id=None, pad_token_id=0, **RETURNS)
         assert "generate" in vars(model)
     assert len(found.attentions) == 3 and found.past_key_values.get_seq_length() == WIDTH + 2
+    # Asked for by itself, of the class that is asked for.
+    asked = {"use_cache": True, "cache_implementation": "static", "return_dict_in_generate": True, "max_new_tokens": 3}
+    cache = sc.generate(
+        model, **rows(), eos_token_id=None, pad_token_id=0, engine_config=CONFIG, **asked
+    ).past_key_values
+    theirs = model.generate(**rows(), eos_token_id=None, pad_token_id=0, **asked).past_key_values
+    assert type(cache) is type(theirs) and cache.layers[0].keys.shape == theirs.layers[0].keys.shape
     plain = sc.generate(model, rows()["input_ids"], max_new_tokens=3, output_hidden_states=True, engine_config=CONFIG)
     assert isinstance(plain, Tensor), "without return_dict_in_generate nothing else is returned, as there"
 

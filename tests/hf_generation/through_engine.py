@@ -6,6 +6,7 @@ name of ours: so this imports nothing from there, and `run.py` beside it starts 
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,7 +46,7 @@ class Recorder:
         def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
             return recorder.call(model, args, kwargs)
 
-        generate.__signature__ = __import__("inspect").signature(self._generate)  # type: ignore[attr-defined]
+        generate.__signature__ = inspect.signature(self._generate)  # type: ignore[attr-defined]
         GenerationMixin.generate = generate
         try:
             yield
