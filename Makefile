@@ -10,10 +10,10 @@ INSTALLED := $(VENV)/installed-$(shell (pwd; cat pyproject.toml constraints.txt)
 INSTALL := $(BIN)/python -m pip install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench soak coverage clean
+.PHONY: help demo test lint bench soak coverage hf-tests clean
 
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
 
 demo: $(INSTALLED) ## serve mixed requests on the model that ships; ARGS='--help' shows the options
 	$(BIN)/selective-compile demo $(ARGS)
@@ -36,6 +36,9 @@ soak: $(INSTALLED) ## a hundred thousand short requests with stops, errors and l
 coverage: $(INSTALLED) ## every model type of transformers against the model alone; writes docs/coverage.md
 	$(BIN)/selective-compile coverage --out docs/coverage.json $(ARGS)
 
+hf-tests: $(INSTALLED)-hf-tests ## transformers' own generation tests; TRANSFORMERS=path of a checkout of its repository
+	OMP_NUM_THREADS=1 $(BIN)/python tests/hf_generation/run.py '$(TRANSFORMERS)' --json docs/generation_tests.json $(ARGS)
+
 clean: ## remove the environment, caches and build output
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -51,4 +54,8 @@ $(INSTALLED):
 
 $(INSTALLED)-bench: $(INSTALLED)
 	$(INSTALL) --no-build-isolation --editable '.[test,bench]'
+	touch $@
+
+$(INSTALLED)-hf-tests: $(INSTALLED)
+	$(INSTALL) --no-build-isolation --editable '.[test,hf-tests]'
 	touch $@
