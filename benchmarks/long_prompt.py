@@ -3,12 +3,13 @@
     python benchmarks/long_prompt.py --json gaps.json
 
 The Llama of `make bench` in float32, with 9,216 positions. "whole": the prompt in one step; "budget": in chunks of the
-token budget, 512; "bounded": in chunks cut so that a step takes at most 1.8 times as long as one without
-(`prefill_slowdown=1.8`). Gaps are those between tokens of the 32 from the step before the prompt arrives to the one
-after its first token. The bar for "bounded": p99 at most twice the median.
+token budget, 512; "bounded": in chunks cut so that a step takes at most 1.7 times as long as one without
+(`prefill_slowdown=1.7`). Gaps are those between tokens of the 32 from the step before the prompt arrives to the one
+after its first token. The bar for "bounded": their p99 at most twice the median gap of the steps before the prompt
+came, where the 32 decode alone. (The median beside the prompt would hide what its chunks cost: it is one of theirs.)
 
 Prediction before the first run: whole, one gap of about 8 seconds where the median is 80 ms; in chunks of 512, p99 at
-about 6 times a decode step, which is also the median while the prompt is in; bounded, p99 at 1.3 times the median. It
+about 6 times a decode step; bounded, p99 at 1.8 times a decode step. It
 takes about five minutes on two quiet cores.
 """
 
@@ -57,11 +58,11 @@ def main() -> None:
     program = compile_step_program(model, config)
     measure(model, ways["budget"], program, length, arguments)  # warms up
     results = {name: measure(model, way, program, length, arguments) for name, way in ways.items()}
-    print(f"{'prompt':10} {'median ms':>10} {'p99 ms':>10} {'largest':>10} {'p99/median':>11} {'first token s':>14}")
+    columns = {"alone": "alone ms", "median": "median ms", "p99": "p99 ms", "largest": "largest", "ratio": "p99/alone"}
+    print(f"{'prompt':10}", *(f"{title:>10}" for title in columns.values()), f"{'first token s':>14}")
     for name, found in results.items():
-        gaps = f"{found['median']:10.1f} {found['p99']:10.1f} {found['largest']:10.1f} {found['ratio']:11.2f}"
-        print(f"{name:10} {gaps} {found['first_token']:14.2f}")
-    print(f"bar 2: {'met' if results['bounded']['ratio'] <= 2 else 'MISSED'}")
+        print(f"{name:10}", *(f"{found[column]:10.2f}" for column in columns), f"{found['first_token']:14.2f}")
+    print(f"bar 2 (bounded): {'met' if results['bounded']['ratio'] <= 2 else 'MISSED'}")
     if arguments.json:
         about = {"machine": machine(), "versions": versions(), "prompt": length, "requests": arguments.requests}
         arguments.json.write_text(json.dumps({**about, "slowdown": arguments.slowdown, **results}, indent=1) + "\n")
@@ -84,11 +85,14 @@ def measure(
     prompt = engine.submit(draw.choices(range(vocabulary), k=length), greedy_without_end(2), "long")
     while not prompt.finished:
         engine.step()
-    gaps = [1e3 * gap for gap in gaps_of(records[first:], range(arguments.requests))]
+    before, gaps = (
+        [1e3 * gap for gap in gaps_of(part, range(arguments.requests))]
+        for part in (records[first - BEFORE // 2 : first + 1], records[first:])
+    )
     timing = prompt.timing
     assert timing.first_token is not None
-    median, p99 = quantile(gaps, 0.5), quantile(gaps, 0.99)
-    found = {"median": median, "p99": p99, "largest": max(gaps), "ratio": p99 / median}
+    alone, median, p99 = quantile(before, 0.5), quantile(gaps, 0.5), quantile(gaps, 0.99)
+    found = {"alone": alone, "median": median, "p99": p99, "largest": max(gaps), "ratio": p99 / alone}
     return {**found, "first_token": timing.first_token, "steps": len(records) - first}
 
 
@@ -110,7 +114,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompt", type=int, default=8192)
     parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--slowdown", type=float, default=1.8)
+    parser.add_argument("--slowdown", type=float, default=1.7)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run?")
