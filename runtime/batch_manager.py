@@ -18,7 +18,7 @@ from selective_compile.runtime.engine import Engine
 from selective_compile.runtime.iteration_stats import iteration_json
 from selective_compile.runtime.request_state import RequestId
 from selective_compile.runtime.responses import OpenRequest
-from selective_compile.runtime.stats import EngineStats, StepRecord
+from selective_compile.runtime.stats import EngineStats, StepFloor, StepRecord
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,7 @@ class BatchManager:
         *,
         max_active: int | None = None,
         max_beam_width: int | None = None,
+        floor: Callable[[StepRecord], StepFloor] | None = None,
     ) -> None:
         """Start the worker.
 
@@ -95,6 +96,8 @@ class BatchManager:
             on_stats: called with the JSON text of `iteration_stats` after each step.
             max_active: most requests to be taken at a time; None: no limit.
             max_beam_width: most beams or samples of a request; None: no limit.
+            floor: what `on_stats` is to report as a step's least time and limiting resource, such as a `Roofline` of
+                `selective_compile.bench.floor`; None: neither is reported.
 
         Raises:
             ValueError: a limit is not a positive integer.
@@ -109,6 +112,7 @@ class BatchManager:
         self._on_stats = on_stats
         self._max_active = max_active
         self._max_beam_width = max_beam_width
+        self._floor = floor
         self._open: dict[RequestId, OpenRequest] = {}
         self._taken: set[RequestId] = set()  # ids whose final response has not been handed over
         self._lock = Lock()  # of `_taken`
@@ -218,8 +222,9 @@ class BatchManager:
         while self._unreported:
             record, stats = self._unreported.popleft()
             if self._on_stats is not None:
+                floor = None if self._floor is None else self._floor(record)
                 with _Logged("on_stats"):
-                    self._on_stats(iteration_json(record, stats, self._engine.config))
+                    self._on_stats(iteration_json(record, stats, self._engine.config, floor))
 
     def _room(self) -> int:
         return -1 if self._max_active is None else max(0, self._max_active - self.num_active)

@@ -7,16 +7,19 @@ from datetime import datetime
 from typing import Any
 
 from selective_compile.options import EngineConfig
-from selective_compile.runtime.stats import EngineStats, StepRecord
+from selective_compile.runtime.stats import EngineStats, StepFloor, StepRecord
 
 
-def iteration_stats(record: StepRecord, stats: EngineStats, config: EngineConfig) -> dict[str, Any]:
+def iteration_stats(
+    record: StepRecord, stats: EngineStats, config: EngineConfig, floor: StepFloor | None = None
+) -> dict[str, Any]:
     """What `on_stats` reports of a step.
 
     Args:
         record: the step.
         stats: the engine after it.
         config: of the engine.
+        floor: the least time of the step on this machine; None: not known.
     """
     context = [share for share in record.shares if share.is_prefill]
     values: dict[str, Any] = {
@@ -40,6 +43,10 @@ def iteration_stats(record: StepRecord, stats: EngineStats, config: EngineConfig
         "Step Seconds": record.seconds,
         "Predicted Step Seconds": record.predicted_seconds,
     }
+    if floor is not None:
+        values |= {"Floor Step Seconds": floor.seconds, "Limiting Resource": floor.limit}
+    if record.error is not None:
+        values["Error"] = record.error
     if config.batching == "static":
         values["Total Generation Tokens"] = len(record.shares) - len(context)
         values["Empty Generation Slots"] = record.empty_slots
@@ -49,5 +56,5 @@ def iteration_stats(record: StepRecord, stats: EngineStats, config: EngineConfig
     return values
 
 
-def iteration_json(record: StepRecord, stats: EngineStats, config: EngineConfig) -> str:
-    return json.dumps(iteration_stats(record, stats, config))
+def iteration_json(record: StepRecord, stats: EngineStats, config: EngineConfig, floor: StepFloor | None = None) -> str:
+    return json.dumps(iteration_stats(record, stats, config, floor))

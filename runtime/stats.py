@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.request import FinishReason, Request, RequestTiming
@@ -112,6 +112,13 @@ class StepRecord:
             empty_slots=plan.empty_slots,
             **values,
         )
+
+
+class StepFloor(NamedTuple):
+    """The least time that the machine could have taken for a step, and what of the machine it is the time of."""
+
+    seconds: float
+    limit: Literal["memory", "compute"]
 
 
 StepObserver = Callable[[StepRecord], None]

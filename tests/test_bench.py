@@ -15,7 +15,7 @@ import torch
 
 from selective_compile.bench import BenchSettings, peers, run_benchmark
 from selective_compile.bench.ceilings import Ceilings, measure_ceilings
-from selective_compile.bench.floor import Work, floor_seconds
+from selective_compile.bench.floor import Roofline, Work, floor_seconds
 from selective_compile.bench.peers import PEER_TYPES, PeerError, PeerRun
 from selective_compile.bench.rounds import agreement, check_lengths, load, run_rounds, write_checkpoint
 from selective_compile.bench.settings import PEERS, LlamaShape, PeerName, chosen, listed
@@ -123,6 +123,8 @@ def test_the_floor_is_the_larger_of_reading_and_multiplying_in_each_step() -> No
     assert floor_seconds(steps, work, multiplying) == 50 + 242 + 117 + 123
     mixed = Ceilings(bytes_per_second=1.0, flops_per_second=242 / 2000)
     assert floor_seconds(steps, work, mixed) == pytest.approx(1028 + 2000 + 1049 + 123 / 242 * 2000)
+    roofline = Roofline(work, mixed)
+    assert [roofline(one).limit for one in steps] == ["memory", "compute", "memory", "compute"]
 
 
 def test_the_work_of_a_model_is_read_off_its_weights(checkpoint: Path) -> None:

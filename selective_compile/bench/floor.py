@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from selective_compile.bench.ceilings import Ceilings
 from selective_compile.runtime.request_state import RequestId
-from selective_compile.runtime.stats import StepRecord
+from selective_compile.runtime.stats import StepFloor, StepRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +48,17 @@ class Work:
         )
 
 
-def floor_seconds(records: Sequence[StepRecord], work: Work, ceilings: Ceilings) -> float:
-    """The sum over steps of max(bytes / bandwidth, flops / rate)."""
-    contexts: dict[RequestId, int] = {}
-    seconds = 0.0
-    for record in records:
+class Roofline:
+    """The floor of one step after another: the larger of bytes over bandwidth and operations over rate."""
+
+    def __init__(self, work: Work, ceilings: Ceilings) -> None:
+        self._work = work
+        self._ceilings = ceilings
+        self._contexts: dict[RequestId, int] = {}
+
+    def __call__(self, record: StepRecord) -> StepFloor:
+        """To be called for every step, in order."""
+        work, contexts = self._work, self._contexts
         for request_id in record.preempted:
             contexts[request_id] = 0
         moved, flops = work.weight_bytes, 0
@@ -63,5 +69,13 @@ def floor_seconds(records: Sequence[StepRecord], work: Work, ceilings: Ceilings)
             moved += work.kv_bytes_per_token * contexts[share.request_id]
             flops += work.flops_per_token * share.tokens + work.flops_per_pair * pairs
             flops += work.flops_per_row * share.samples
-        seconds += max(moved / ceilings.bytes_per_second, flops / ceilings.flops_per_second)
-    return seconds
+        for end in record.ended:
+            contexts.pop(end.request_id, None)
+        reading, computing = moved / self._ceilings.bytes_per_second, flops / self._ceilings.flops_per_second
+        return StepFloor(max(reading, computing), "memory" if reading >= computing else "compute")
+
+
+def floor_seconds(records: Sequence[StepRecord], work: Work, ceilings: Ceilings) -> float:
+    """The sum over steps of max(bytes / bandwidth, flops / rate)."""
+    roofline = Roofline(work, ceilings)
+    return sum(roofline(record).seconds for record in records)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import selective_compile as sc
 from selective_compile.runtime import BatchManager, InferenceRequest
+from selective_compile.runtime.stats import StepFloor, StepRecord
 from tests.runtime.simulated import VOCAB_SIZE, SimulatedProgram, expected_tokens, simulated_engine
 
 
@@ -70,7 +71,11 @@ def manage(client: Client, program: SimulatedProgram | None = None, **config: An
     def poll_stop() -> set[Any]:
         return set(client.stops)
 
-    return BatchManager(engine, client.get, client.send, poll_stop, on_stats, max_active=limit)
+    return BatchManager(engine, client.get, client.send, poll_stop, on_stats, max_active=limit, floor=least)
+
+
+def least(record: StepRecord) -> StepFloor:
+    return StepFloor(0.25 * record.seconds, "compute" if any(share.is_prefill for share in record.shares) else "memory")
 
 
 def assert_nothing_left(manager: BatchManager) -> None:
@@ -228,6 +233,9 @@ def test_stats_of_each_iteration(overlap: bool) -> None:
     assert first["Used KV cache blocks"] + first["Free KV cache blocks"] == 16
     assert [one["Iteration Counter"] for one in client.stats] == list(range(len(client.stats)))
     assert client.stats[-1]["Active Request Count"] == 0
+    assert [one["Limiting Resource"] for one in client.stats[:2]] == ["compute", "compute"]
+    assert client.stats[-1]["Limiting Resource"] == "memory"
+    assert all(4 * one["Floor Step Seconds"] == one["Step Seconds"] for one in client.stats)
     assert first["Predicted Step Seconds"] is None and client.stats[1]["Predicted Step Seconds"] > 0
 
 
