@@ -15,6 +15,7 @@ from selective_compile.passes.all_ones import all_ones
 from selective_compile.passes.attention import recognise_attention
 from selective_compile.passes.flatten import FlatGraph, flatten
 from selective_compile.passes.isolate import isolate
+from selective_compile.passes.isolated_call import WholeModules
 from selective_compile.passes.lower import lower
 from selective_compile.passes.mask_proof import prove_masks
 from selective_compile.passes.narrow_windows import narrow_windows
@@ -23,6 +24,7 @@ from selective_compile.passes.output_tails import Tail, take_off_tails
 from selective_compile.passes.recurrences import recognise_recurrences, whole_convolutions
 from selective_compile.passes.sampled_rows import keep_sampled_rows
 from selective_compile.passes.token_axes import mark_token_axes
+from selective_compile.passes.token_wise import call_once
 from selective_compile.passes.traced_graph import AttentionCall, Refusal, RefusedError, TracedGraph
 
 __all__ = ["PIPELINE", "AttentionCall", "FlatGraph", "PassRecord", "RefusedError", "Refusal", "Rewrite", "rewrite"]
@@ -31,6 +33,7 @@ ANALYSES: tuple[tuple[str, Callable[[TracedGraph], int]], ...] = (
     ("whole convolutions", whole_convolutions),  # before the marks: a convolution reads over a request's bounds
     ("mark token axes", mark_token_axes),  # every later proof reads which dimension enumerates tokens
     ("isolate", isolate),  # before what mixes is looked at: masks of isolated modules are none of its business
+    ("call once", call_once),  # needs the calls: of these, those that treat tokens independently mix nothing
     ("recognise recurrences", recognise_recurrences),  # before attention, which refuses what mixes and is none
     ("recognise attention", recognise_attention),  # needs the marks: a softmax over keys is one over a token axis
     ("prove masks", prove_masks),  # needs the calls: a mask is what is added to or hides their scores
@@ -83,17 +86,19 @@ def rewrite(
     ones: str | None = None,
     functions: Mapping[str, Any] | None = None,
     max_window: int | None = None,
+    modules: WholeModules | None = None,
 ) -> Rewrite:
     """Run the pipeline on Dynamo's graph.
 
     ``paged``: for the engine, with KV pools and sampled rows; otherwise for a padded call, whole in one step.  ``ones``
     is the source of a token input that is never anything but 1, as the engine's attention mask.  ``functions`` are what
-    capture left whole, by name, with what they compute.  ``max_window``: let no attention see farther, whatever the
-    model says; that is no part of the pipeline, for it changes results.  What cannot be proved stands in ``refusals``
-    and leaves ``flat`` None.  Raises `RefusedError` when the graph's inputs are not those of a decoder at all.
+    capture left whole, by name, with what they compute; ``modules`` are those that it left whole.  ``max_window``: let no
+    attention see farther, whatever the model says; that is no part of the pipeline, for it changes results.  What cannot
+    be proved stands in ``refusals`` and leaves ``flat`` None.  Raises `RefusedError` when the graph's inputs are not
+    those of a decoder at all.
     """
     traced = normalise(module, examples)
-    traced.functions = functions or {}
+    traced.functions, traced.modules = functions or {}, modules
     if ones is not None:
         all_ones(traced, ones)
     if paged:

@@ -65,7 +65,19 @@ class Part:
         return f"group {self.group} of {self.of}"
 
 
-Factor = Axis | int | Permuted | Extended | Part
+@dataclass(frozen=True)
+class Chosen:
+    """A factor: of the elements of the dimensions ``of``, the ``size`` many that ``finder`` found not to be 0."""
+
+    finder: fx.Node
+    of: tuple[Dim, ...]
+    size: sympy.Expr
+
+    def __repr__(self) -> str:
+        return f"chosen by {self.finder.name}"
+
+
+Factor = Axis | int | Permuted | Extended | Part | Chosen
 Dim = tuple[Factor, ...]
 
 
@@ -92,8 +104,9 @@ class Axes:
 
     The claim: the element at batch index b and token index s is a function of token (b, s) alone (of the two tokens
     it names, where two dimensions carry TOKEN), of constants, and of nothing else.  Along a `Permuted` dimension it is
-    a function of the token that was put there.  ``inputs`` are the token-carrying graph inputs that the value depends
-    on.  ``probed`` says that the claim rests on evaluation (`positional`), not on a rule.
+    a function of the token that was put there, and along a `Chosen` one of the token that was chosen.  ``inputs`` are
+    the token-carrying graph inputs that the value depends on.  ``probed`` says that the claim rests on evaluation
+    (`positional`), not on a rule.
 
     Two kinds of value make no such claim.  ``numbers``, unless empty: the value is an index into a dimension with these
     factors, of the element it stands for.  ``groups``: it holds the sizes or ends of groups of sorted tokens.  Only
@@ -119,7 +132,8 @@ class Axes:
         """Whether the value depends on what other tokens there are, as a place in an order of all of them does."""
         if not self.numbers:
             return self.groups is not None
-        return self.is_permuted or self.holding_parts or self.numbers not in ((Axis.TOKEN,), (Axis.BATCH,))
+        reordered = self.is_permuted or self.holding_parts or self.holding_chosen
+        return reordered or self.numbers not in ((Axis.TOKEN,), (Axis.BATCH,))
 
     @property
     def is_permuted(self) -> bool:
@@ -128,6 +142,10 @@ class Axes:
     @property
     def holding_parts(self) -> bool:
         return any(isinstance(f, Part) for dim in self.dims for f in dim)
+
+    @property
+    def holding_chosen(self) -> bool:
+        return any(isinstance(f, Chosen) for dim in self.dims for f in dim)
 
     @property
     def is_pair(self) -> bool:
@@ -209,6 +227,9 @@ def regroup(dims: tuple[Dim, ...], sizes: Sizes, shape: tuple[object, ...]) -> t
     factors = [f for dim in dims for f in dim]
     regrouped: list[Dim] = []
     for size in shape:
+        if factors and isinstance(factors[0], Chosen) and factors[0].size == sizes.expression(size):
+            regrouped.append((factors.pop(0),))
+            continue
         coefficient, batch, token = sizes.monomial(size)
         taken: list[Factor] = []
         while (coefficient, batch, token) != (1, 0, 0):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from selective_compile.isolated_op import isolated_rows
 from selective_compile.passes.flatten import FlatGraph
 from selective_compile.passes.traced_graph import source_line
 
@@ -38,17 +39,17 @@ def batch_dependent(flat: FlatGraph) -> tuple[str, ...]:
 
 
 def foreign_products(flat: FlatGraph) -> tuple[str, ...]:
-    """Of these, the ones by libraries, which depend on the batch whatever the engine does."""
+    """Of these, those by libraries and by modules of the model, which depend on the batch whatever the engine does."""
     nodes = (node for node in flat.module.graph.nodes if node.op == "call_function" and not _is_ours(node))
     return tuple(f"{node.name}: {node.target}, {source_line(node)}" for node in nodes if _depends(node))
 
 
 def _is_ours(node: fx.Node) -> bool:
-    return str(node.target).startswith("selective.")
+    return str(node.target).startswith("selective.") and node.target is not isolated_rows
 
 
 def _depends(node: fx.Node) -> bool:
-    if _is_ours(node):
+    if _is_ours(node) or node.target is isolated_rows:
         return True
     name = str(node.target).partition(".")[2].partition(".")[0]
     return name in PRODUCTS and not _sums_one_term(node)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -13,6 +14,16 @@ from selective_compile.passes.evaluate import evaluate
 
 if TYPE_CHECKING:
     from selective_compile.passes.traced_graph import TracedGraph
+
+
+class WholeModules(Protocol):
+    """The modules that capture left whole, to be traced by themselves."""
+
+    def likeness(self, path: str) -> Hashable:
+        """The same for modules that are the same but for the values of their weights."""
+
+    def run(self, path: str, structure: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors that a copy of the module returns, called with ``structure`` (`IsolatedCall`) of ``tensors``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +77,7 @@ class IsolatedCall:
         results: which of the tensors it returns are used.
         sizes: of these.
         token_dims: the dimension that enumerates tokens in each of these.
+        token_wise: whether it was proved to treat tokens independently, and so runs once, on the rows of all requests.
     """
 
     module: str
@@ -76,3 +88,4 @@ class IsolatedCall:
     sizes: OutputSizes
     token_dims: tuple[int, ...]
     source_line: str
+    token_wise: bool = False

@@ -78,8 +78,8 @@ def is_float_input(placeholder: fx.Node) -> bool:
 class Symbols:
     """The two symbolic sizes of a trace and the fake inputs made of them."""
 
-    def __init__(self) -> None:
-        self.env = ShapeEnv()
+    def __init__(self, env: ShapeEnv | None = None) -> None:
+        self.env = env or ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self._made: dict[str, torch.SymInt] = {}
 

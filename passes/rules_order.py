@@ -85,6 +85,8 @@ def never_negative(node: Any) -> bool:
     packet = getattr(source.target, "overloadpacket", None)
     if packet in (aten.cat, aten.stack):
         return all(never_negative(part) for part in source.args[0])  # type: ignore[union-attr]
+    if source.target is aten.masked_fill.Scalar and isinstance(source.args[2], int) and source.args[2] >= 0:
+        return never_negative(source.args[0])
     if source.target is operator.getitem:
         packet = getattr(source.args[0].target, "overloadpacket", None)  # type: ignore[union-attr]
         return bool(source.args[1] == 1) and packet in INDEX_MAKERS  # of (values, indices)

@@ -64,6 +64,7 @@ UNTAGGED: dict[Any, Callable[..., Axes]] = {
         "floor_divide",
         "gelu",
         "silu",
+        "log_sigmoid",
         "clamp",
         "softplus",
         "copy",

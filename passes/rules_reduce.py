@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from selective_compile.passes.axes import Axes, Axis, Dim, Mixes, Sizes
+from selective_compile.passes.axes import Axes, Axis, Dim, Factor, Mixes, Sizes
 from selective_compile.passes.rules_pointwise import broadcast, pointwise
 
 aten = torch.ops.aten
@@ -29,8 +29,8 @@ def refuse_labelled(node: fx.Node, axes: Axes, dims: list[int]) -> None:
 
 
 def named(dim: Dim) -> str:
-    names = {Axis.BATCH: "requests", Axis.TOKEN: "tokens"}
-    return " and ".join(names[f] if isinstance(f, Axis) else "sorted tokens" for f in dim if not isinstance(f, int))
+    names: dict[Factor, str] = {Axis.BATCH: "requests", Axis.TOKEN: "tokens"}
+    return " and ".join(names.get(f, "sorted or chosen tokens") for f in dim if not isinstance(f, int))
 
 
 def reduction(position: int = 1, keepdim_position: int = 2) -> Callable[..., Any]:
@@ -108,6 +108,7 @@ def attention(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Ax
 REDUCTIONS: dict[Any, Callable[..., Any]] = {
     **{op: reduction() for op in (aten.mean, aten.sum, aten.amax, aten.amin, aten.argmax, aten.argmin, aten.prod)},
     **{op: reduction(keepdim_position=3) for op in (aten.std, aten.var)},
+    aten.linalg_vector_norm: reduction(2, 3),
     aten.max: reduction(),
     aten.min: reduction(),
     **{op: reduction() for op in (aten.any, aten.all, aten.logsumexp)},

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from selective_compile.passes.axes import Axes, Axis, Dim, Extended, Mixes, Sizes, is_symbolic, merge_plain, regroup
+from selective_compile.passes.rules_chosen import FINDERS, place
 from selective_compile.passes.rules_order import joined, order_of, part_of, size_of_group, split_groups
 from selective_compile.passes.rules_pointwise import broadcast
 from selective_compile.passes.rules_reduce import dims_along, refuse_labelled
@@ -130,6 +131,8 @@ def getitem(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     axes, shape = axes_of(node.args[0]), node.meta["val"].shape
     if axes.holding_parts:
         return part_of(node, axes)
+    if node.args[0].target in FINDERS:  # type: ignore[union-attr,operator]
+        return place(axes, node.args[1])  # type: ignore[arg-type]
     producer = node.args[0].target.overloadpacket  # type: ignore[union-attr]
     dims = axes.dims
     if producer is aten.unbind:

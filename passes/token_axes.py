@@ -19,6 +19,7 @@ from selective_compile.passes.axes import Axes, Axis, Mixes, Sizes, is_symbolic
 from selective_compile.passes.contraction import contraction_axes
 from selective_compile.passes.isolate import is_isolated, result_axes
 from selective_compile.passes.positional import positional
+from selective_compile.passes.rules_chosen import CHOICES
 from selective_compile.passes.rules_create import CREATIONS
 from selective_compile.passes.rules_lookup import LOOKUPS
 from selective_compile.passes.rules_order import (
@@ -36,7 +37,7 @@ from selective_compile.passes.traced_graph import Input, TracedGraph, is_mutable
 
 Rule = Callable[[fx.Node, Callable[[Any], Axes], Sizes], Axes]
 aten = torch.ops.aten
-RULES: dict[Any, Rule] = {**UNTAGGED, **VIEWS, **REDUCTIONS, **CREATIONS, **LOOKUPS, **ORDERS}
+RULES: dict[Any, Rule] = {**UNTAGGED, **VIEWS, **REDUCTIONS, **CREATIONS, **LOOKUPS, **ORDERS, **CHOICES}
 
 
 # Their rules read what a number of requests or tokens does to the shape, and refuse it anywhere else.

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from selective_compile.passes.axes import Axes, Sizes
-from selective_compile.passes.isolated_call import IsolatedCall
+from selective_compile.passes.isolated_call import IsolatedCall, WholeModules
 
 Place = Literal["weight", "tokens", "size", "other"]
 
@@ -166,8 +166,9 @@ class TracedGraph:
     ``narrowings`` are refusals of the graph as a whole, for sizes that it does not hold for; analyses name the nodes
     where they can, so these come last.  ``conditions`` are all that was asked of sizes, as expressions.  ``max_tokens``
     is the longest request that they hold for, None if any is.  ``functions`` are those left whole by capture, with what
-    they are known to compute (`recurrence_match.Recognised`).  ``proved_from`` are buffers of the model whose values a
-    proof has read: it holds as long as they stay.
+    they are known to compute (`recurrence_match.Recognised`).  ``modules`` runs copies of the modules
+    that capture left whole, to see what they compute; None where there are none.  ``proved_from`` are buffers of the
+    model whose values a proof has read: it holds as long as they stay.
     """
 
     module: fx.GraphModule
@@ -182,6 +183,7 @@ class TracedGraph:
     narrowings: list[Refusal] = field(default_factory=list)
     conditions: tuple[sympy.Basic, ...] = ()
     functions: Mapping[str, Any] = field(default_factory=dict)
+    modules: WholeModules | None = None
     max_tokens: int | None = None
     proved_from: list[Input] = field(default_factory=list)
 

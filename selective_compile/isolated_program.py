@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from threading import Lock
 from typing import Any, Literal
 
 import torch
@@ -13,11 +12,12 @@ from torch import Tensor, nn
 
 from selective_compile.isolated_cache import Caches, put_at
 from selective_compile.isolated_op import running
+from selective_compile.module_program import ModuleProgram
 from selective_compile.module_state import State, own_attributes
 from selective_compile.options import EngineConfig
 from selective_compile.passes import Refusal, Rewrite
 from selective_compile.passes.isolated_call import Argument, IsolatedCall
-from selective_compile.skeleton import others_in, rebuilt, skeleton, structure_of
+from selective_compile.skeleton import others_in, rebuilt, structure_of
 from selective_compile.step import StepInputs
 from selective_compile.step_program import StepProgram
 
@@ -93,8 +93,8 @@ class Wholes:
         return self._found[key]
 
 
-class IsolatedProgram(StepProgram):
-    """As `StepProgram`, with modules called for each request by itself; ``mode`` says on what.
+class IsolatedProgram(ModuleProgram):
+    """As `ModuleProgram`, with modules called for each request by itself; ``mode`` says on what.
 
     ``isolated`` has the modules' paths, and why they are.  One that is given no cache sees all tokens of its request up
     to the last of the step: exact if what it gives for a token does not depend on the tokens behind it, and slow.
@@ -118,20 +118,10 @@ class IsolatedProgram(StepProgram):
     ) -> None:
         super().__init__(model, rewritten, config, max_positions=max_positions)
         self.isolated, self.mode = isolated, mode
-        self.calls: list[IsolatedCall] = rewritten.traced.isolated
         self._caches = caches
         self._modes = [mode_of(call, mode, caches) for call in self.calls]
-        copies = skeleton(model, {})
-        self._modules = [copies.get_submodule(call.module) for call in self.calls]
-        self._pairs = [
-            pair
-            for path in dict.fromkeys(call.module for call in self.calls)
-            for pair in zip(model.get_submodule(path).modules(), copies.get_submodule(path).modules(), strict=True)
-        ]
         self._requests: dict[Hashable, Kept] = {}
         self._left: set[Hashable] = set()  # since the last step, or while this one runs
-        self._lock = Lock()  # engines may share a program, and the modules' own attributes are one request's at a time
-        self.weights_version = self._versions
 
     def forget(self, request: Hashable) -> None:
         """Let go of all that is kept of a request that has left."""
@@ -145,16 +135,9 @@ class IsolatedProgram(StepProgram):
             shares = list(self._shares(inputs))
             try:
                 with running(partial(self._run_call, shares, Wholes())):
-                    return super().__call__(inputs, pools, states)
+                    return StepProgram.__call__(self, inputs, pools, states)
             finally:
                 self._left.clear()
-
-    def _versions(self) -> tuple[tuple[int, int], ...]:
-        version = self.weights.version()
-        for own, copied in self._pairs:
-            copied._buffers.update(own._buffers)
-        tensors = [t for own, _ in self._pairs for t in (*own._parameters.values(), *own._buffers.values())]
-        return version + tuple((id(t), 0 if t.is_inference() else t._version) for t in tensors if t is not None)
 
     def _shares(self, inputs: StepInputs) -> Iterator[Share]:
         bounds = inputs.cu_seqlens_q.tolist()
@@ -177,6 +160,8 @@ class IsolatedProgram(StepProgram):
     def _run_call(self, shares: list[Share], wholes: Wholes, number: int, values: list[Tensor]) -> list[Tensor]:
         """For call ``number``, its results over all rows of the step; ``values`` are those that the graph computed."""
         call = self.calls[number]
+        if call.token_wise:
+            return self._called_once(number, values)
         rows = next(argument for argument in call.arguments if argument.kind == "rows")
         total = values[rows.value].shape[rows.dim]
         shapes = [(dtype, [n if isinstance(n, int) else total for n in sizes]) for dtype, sizes in call.sizes]

@@ -14,6 +14,7 @@ from selective_compile.capture import CANNOT, Captured, device_of, logits_call, 
 from selective_compile.isolated_cache import Caches, caches_of
 from selective_compile.isolated_program import MODES, IsolatedProgram, Mode
 from selective_compile.isolation_trial import departs
+from selective_compile.module_program import ModuleProgram
 from selective_compile.module_state import own_attributes
 from selective_compile.options import EngineConfig, Fallback
 from selective_compile.passes import Refusal, RefusedError, Rewrite
@@ -22,16 +23,19 @@ from selective_compile.passes.traced_graph import module_path
 from selective_compile.skeleton import Results, others_in, results_of_modules, skeleton, stand_in
 from selective_compile.step_program import captured_and_rewritten, proved
 from selective_compile.whole_functions import Place
+from selective_compile.whole_modules import ModulesOf
 
 ATTEMPTS = 6
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class UnprovedError(RefusedError):
-    """Also knows the modules that go on to compute with what was refused, by the name of its node."""
+    """Also knows the modules that go on to compute with what was refused, by the name of its node; and whether other
+    modules would run for one request after another."""
 
     def __init__(self, rewritten: Rewrite) -> None:
         super().__init__(rewritten.refusals)
+        self.isolates = any(not call.token_wise for call in rewritten.traced.isolated)
         nodes = {node.name: node for node in rewritten.traced.graph.nodes}
         self.readers = {
             refusal.node: readers_of(nodes[refusal.node]) for refusal in rewritten.refusals if refusal.node in nodes
@@ -67,7 +71,8 @@ class Proved:
 def prove(model: nn.Module, fallback: Fallback, max_window: int | None = None) -> Proved:
     """Capture and rewrite ``model``, isolating what still mixes unless ``fallback`` is "refuse".
 
-    `max_window`: as in `rewrite`, for a model in which nothing has to be isolated.
+    `max_window`: as in `rewrite`, for a model in which nothing has to be isolated.  Modules that cannot be captured, but
+    treat tokens independently, are left as they are whatever ``fallback`` is.
 
     Raises:
         RefusedError: what could not be proved, as it was found without isolating anything.
@@ -84,9 +89,7 @@ def prove(model: nn.Module, fallback: Fallback, max_window: int | None = None) -
                 f"max_attention_window must be None for a model in which not every attention is ragged, got "
                 f"{max_window}: {error}"
             ) from error
-        if fallback == "refuse":
-            raise
-        found = isolated(model, error)
+        found = isolated(model, error, refuse=fallback == "refuse")
         if found is None:
             raise
         return found
@@ -103,9 +106,14 @@ def run_once(model: nn.Module) -> None:
 def mode_found(model: nn.Module, found: Proved) -> Mode | None:
     """The least work for isolated modules with which a trial gives the model's own logits; None if none does."""
     for call in found.rewritten.traced.isolated:
+        if call.token_wise:
+            continue
         cached = None if found.caches is None else found.caches.calls.get(call.module)
         if others_in(call.structure) and not (cached is not None and cached.takes(call.structure)):
             return None  # it is given an object of which nothing is known
+    if not found.isolated:
+        called = ModuleProgram(model, found.rewritten, EngineConfig(compile=False), max_positions=None)
+        return None if departs(model, called) else found.mode
     for mode in MODES if found.caches is not None else MODES[-1:]:
         program = IsolatedProgram(
             model,
@@ -121,15 +129,28 @@ def mode_found(model: nn.Module, found: Proved) -> Mode | None:
     return None
 
 
-def attempt(traced: nn.Module, functions: Mapping[Place, Recognised], isolated: Mapping[str, Refusal]) -> Proved:
-    captured, rewritten = captured_and_rewritten(traced, functions)
+def attempt(
+    model: nn.Module, traced: nn.Module, functions: Mapping[Place, Recognised], chosen: Mapping[str, Refusal]
+) -> Proved:
+    """``traced`` is ``model`` with stand-ins for the ``chosen`` modules."""
+    captured, rewritten = captured_and_rewritten(traced, functions, modules=ModulesOf(model))
     if rewritten.flat is None:
         raise UnprovedError(rewritten)
-    return Proved(captured=captured, rewritten=rewritten, isolated=isolated)
+    return Proved(captured=captured, rewritten=rewritten, isolated=without_token_wise(chosen, rewritten))
 
 
-def isolated(model: nn.Module, error: RefusedError) -> Proved | None:
-    """With more and more modules isolated, until nothing is refused; None if that cannot be reached."""
+def without_token_wise(chosen: Mapping[str, Refusal], rewritten: Rewrite) -> dict[str, Refusal]:
+    """The modules that have to run for one request after another."""
+    calls = rewritten.traced.isolated
+    once = {call.module for call in calls} - {call.module for call in calls if not call.token_wise}
+    return {path: refusal for path, refusal in chosen.items() if path not in once}
+
+
+def isolated(model: nn.Module, error: RefusedError, *, refuse: bool = False) -> Proved | None:
+    """With more and more modules isolated, until nothing is refused; None if that cannot be reached.
+
+    ``refuse``: None also where modules would have to run for one request after another.
+    """
     try:
         run_once(model)
         results = results_of_modules(model)
@@ -144,11 +165,15 @@ def isolated(model: nn.Module, error: RefusedError) -> Proved | None:
         chosen = outermost({**more, **chosen})
         replaced = {path: stand_in(path, results[path]) for path in chosen}
         try:
-            found = attempt(skeleton(model, replaced), functions, chosen)
+            found = attempt(model, skeleton(model, replaced), functions, chosen)
         except RefusedError as another:
+            if refuse and isinstance(another, UnprovedError) and another.isolates:
+                return None
             error = another
             continue
-        found = replace(found, caches=caches_of(model, chosen))
+        if refuse and found.isolated:
+            return None
+        found = replace(found, caches=caches_of(model, found.isolated) if found.isolated else None)
         mode = mode_found(model, found)
         return None if mode is None else replace(found, mode=mode)
     return None

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from selective_compile.capture import CANNOT, logits_call
-from selective_compile.isolated_program import TRIED, IsolatedProgram
+from selective_compile.isolated_program import TRIED
 from selective_compile.skeleton import skeleton
 from selective_compile.step import StepInputs, reaches
+from selective_compile.step_program import StepProgram
 
 BLOCK = 128
 # How many tokens of each of the two requests are in each step.
@@ -28,7 +29,7 @@ COARSE = 0.3
 
 
 @torch.no_grad()
-def departs(model: nn.Module, program: IsolatedProgram) -> bool:
+def departs(model: nn.Module, program: StepProgram) -> bool:
     """Whether the program's logits are others than the model's, or it cannot be run."""
     generator = torch.Generator().manual_seed(0)
     lengths = [sum(counts) for counts in zip(*STEPS, strict=True)]
@@ -69,7 +70,7 @@ def logits_alone(model: nn.Module, prompt: Tensor) -> Tensor:
     return call(*arguments)[0]
 
 
-def in_steps(program: IsolatedProgram, prompts: list[Tensor]) -> list[Tensor]:
+def in_steps(program: StepProgram, prompts: list[Tensor]) -> list[Tensor]:
     """Logits ``[length, V]`` of each prompt, all of them advancing together."""
     pools = [
         tuple(

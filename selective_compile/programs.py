@@ -11,6 +11,7 @@ from torch import nn
 from selective_compile.capture import declared_positions
 from selective_compile.isolated_program import IsolatedProgram
 from selective_compile.isolation import Proved, prove
+from selective_compile.module_program import ModuleProgram
 from selective_compile.options import EngineConfig
 from selective_compile.passes import Refusal, RefusedError
 from selective_compile.passes.position_limit import position_limit
@@ -71,7 +72,8 @@ def step_program(model: nn.Module, config: EngineConfig, proved: Proved) -> Step
             caches=proved.caches,
             mode=proved.mode,
         )
-    return StepProgram(model, rewritten, config, max_positions=longest)
+    kind = ModuleProgram if rewritten.traced.isolated else StepProgram
+    return kind(model, rewritten, config, max_positions=longest)
 
 
 def narrowed(name: str, proved: Proved, window: int) -> str:

@@ -48,7 +48,7 @@ class Report:
     ``ragged``: every operation that mixes tokens is a ragged attention or a ragged recurrence.  Otherwise ``refusals``
     names what could not be proved.  ``isolated``: the modules that hold it, whose paths are ``isolated``, run for one
     request after another, inside the ragged rest.  ``sequential``: the engine runs the whole model for one request
-    after another.
+    after another.  ``called_once`` are modules that run by their own Python, once for the tokens of all requests.
     ``refused``: the graph runs as it came, or the engine refuses it.  ``batch_dependent`` names the operations whose
     rows may differ in the last bits with the rows around them, unless the engine is batch-invariant.
     """
@@ -63,6 +63,7 @@ class Report:
     isolated: tuple[str, ...] = ()
     recurrences: tuple[RecurrenceReport, ...] = ()
     batch_dependent: tuple[str, ...] = ()
+    called_once: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -83,6 +84,9 @@ class Report:
         if self.calls:
             lines.append(f"  {len(self.calls)} attention calls run per request:")
             lines += [f"    {text}" for text in grouped(self.calls)]
+        if self.called_once:
+            lines.append(f"  {len(self.called_once)} modules run as they are, once over the tokens of all requests:")
+            lines.append(f"      {shortened(self.called_once)}")
         if self.isolated:
             lines.append(f"  {len(self.isolated)} modules run for one request after another, and share no prefixes:")
             lines.append(f"      {shortened(self.isolated)}")
@@ -147,6 +151,7 @@ def report_on(
         calls=tuple(call_report(call) for call in traced.calls if call.family is not None),
         refusals=(*dict.fromkeys(apart.values()), *traced.refusals),
         isolated=tuple(apart),
+        called_once=tuple(dict.fromkeys(call.module for call in traced.isolated if call.module not in apart)),
         recurrences=tuple(recurrence_report(call) for call in traced.recurrences),
         passes=tuple(rewritten.records),
         note=note,

@@ -17,6 +17,7 @@ from selective_compile.ops import forced_implementation
 from selective_compile.options import EngineConfig
 from selective_compile.passes import Refusal, RefusedError, Rewrite, rewrite
 from selective_compile.passes.flatten import FlatGraph, reach_of
+from selective_compile.passes.isolated_call import WholeModules
 from selective_compile.passes.recurrence_match import Recognised
 from selective_compile.proved_tensors import ProvedTensors
 from selective_compile.step import Reach, StepInputs
@@ -229,10 +230,21 @@ def proved(model: nn.Module, max_window: int | None = None) -> tuple[Captured, R
 
 
 def captured_and_rewritten(
-    model: nn.Module, functions: Mapping[Place, Recognised], max_window: int | None = None
+    model: nn.Module,
+    functions: Mapping[Place, Recognised],
+    max_window: int | None = None,
+    modules: WholeModules | None = None,
 ) -> tuple[Captured, Rewrite]:
+    """``functions`` and ``modules`` are left whole."""
     captured = capture(model, functions)
     named = {str(place): known for place, known in functions.items()}
-    return captured, rewrite(
-        captured.module, captured.examples, paged=True, ones=ATTENTION_MASK, functions=named, max_window=max_window
+    rewritten = rewrite(
+        captured.module,
+        captured.examples,
+        paged=True,
+        ones=ATTENTION_MASK,
+        functions=named,
+        max_window=max_window,
+        modules=modules,
     )
+    return captured, rewritten

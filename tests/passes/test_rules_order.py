@@ -122,6 +122,24 @@ def split_by_expert(
     return run
 
 
+def by_numbers(x: Tensor, numbers: Tensor, up: Tensor) -> Tensor:
+    """Rows grouped by any number, one for each."""
+    sorted_numbers, order = torch.sort(numbers)
+    product = grouped(x.reshape(-1, WIDTH)[order], up, ends_of(sorted_numbers))
+    return product[by_writing(order)].reshape(*x.shape[:2], -1)
+
+
+def replaced_by(number: int) -> Function:
+    """Each token's one expert, or ``number`` in place of the last."""
+
+    def run(x: Tensor, router: Tensor, up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
+        _, scores, experts = routed(x, router, 1)
+        found = experts.masked_fill(experts == EXPERTS - 1, number).reshape(-1)
+        return by_numbers(x, found, up) * scores.reshape(*x.shape[:2], 1)
+
+    return run
+
+
 EXACT: dict[str, Function] = {
     "sorted by expert": mixture(),
     "one expert each": mixture(1),
@@ -131,6 +149,7 @@ EXACT: dict[str, Function] = {
     "every expert": by_every_expert,
     "experts by maxima": by_maxima,
     "rows cut by expert": split_by_expert(),
+    "an expert that stands for none": replaced_by(0),
 }
 
 
@@ -143,13 +162,6 @@ def wrong_inverse(order: Tensor) -> Tensor:
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.shape[0]) + 1
     return inverse
-
-
-def by_numbers(x: Tensor, numbers: Tensor, up: Tensor) -> Tensor:
-    """Rows grouped by any number, one for each."""
-    sorted_numbers, order = torch.sort(numbers)
-    product = grouped(x.reshape(-1, WIDTH)[order], up, ends_of(sorted_numbers))
-    return product[by_writing(order)].reshape(*x.shape[:2], -1)
 
 
 def with_sorted(use: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Function:
@@ -207,6 +219,7 @@ REFUSED: dict[str, tuple[Function, str]] = {
     "put back one further": (mixture(undo=wrong_inverse), "reordered"),
     "rows of other tokens": (mixture(owner=lambda order: order // 4), "reordered"),
     "rows of no token": (mixture(owner=lambda order: order), "not the token's own"),
+    "an expert that may become -1": (replaced_by(-1), "not known to be indices"),
     "experts counted in pairs": (mixture(ends=lambda e: ends_of(e // 2)), "other values"),
     "ends that are not summed": (
         mixture(ends=lambda e: torch.histc(e.float(), EXPERTS, 0, EXPERTS - 1).int()),

@@ -45,6 +45,8 @@ TOKEN_WISE: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
     "softmax of features": (lambda x: x.softmax(-1), ()),
     "cumsum of features": (lambda x: x.cumsum(-1), ()),
     "flip of features": (lambda x: x.flip(-1), ()),
+    "norm of features": (lambda x: x / torch.norm(x, p=1, dim=-1, keepdim=True), ()),
+    "log of a sigmoid": (lambda x: F.logsigmoid(x), ()),
     "sort of features": (lambda x: x.sort(-1)[0], ()),
     "top-k": (from_top, ()),
     "split": (lambda x: torch.cat(list(reversed(x.split(4, dim=-1))), dim=-1), ()),
@@ -100,6 +102,7 @@ def test_token_wise_operations_give_the_same_numbers_on_a_ragged_batch(name: str
 
 
 MIXING: dict[str, tuple[Function, str]] = {
+    "norm over tokens": (lambda x: x / torch.norm(x, dim=1, keepdim=True), "dimension 1"),
     "roll": (lambda x: x.roll(1, 1), "no transfer rule for aten.roll"),
     "cumsum": (lambda x: x.cumsum(1), "enumerates tokens"),
     "flip": (lambda x: x.flip(1), "enumerates tokens"),

@@ -1,0 +1,194 @@
+"""Proves that code with a loop over the groups that some token chose is one graph, whichever groups these are.
+
+The graph in which the loop goes round for all groups stands for all others if, first, what finds the groups leaves out
+only those that no token chose; and if, second, the graph of a trace with fewer rounds is the full one without the rows
+that those groups would have added.  Then a group that is left out would have added no rows: nothing is lost or gained
+by its round.  The second is shown for several sets of groups: a count of rounds, a value handed from round to round or
+a first round that differs from the others would change one of them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from selective_compile.passes.axes import Mixes
+from selective_compile.passes.group_loops import Answers, Given, GroupError, GroupTrace, trace_groups
+from selective_compile.passes.rules_chosen import FINDERS
+from selective_compile.passes.rules_order import CASTS
+
+aten = torch.ops.aten
+Run = Callable[[list[Tensor]], list[Tensor]]
+SQUEEZES = (aten.squeeze, aten.unsqueeze, aten.permute, aten.transpose)
+COPIES = (aten.to, aten._to_copy, aten.clone, aten.contiguous)
+NOT_ZERO = (aten.gt.Scalar, aten.greater.Scalar, aten.ne.Scalar, aten.not_equal.Scalar)
+SMALL = 16  # numbers in a constant of the code; weights are told apart by identity
+
+
+def prove_any_groups(run: Run, given: Sequence[Given], full: GroupTrace) -> None:
+    """Raises `Mixes` unless ``full``, of `trace_all`, is right whichever groups tokens choose; or as `trace_groups`."""
+    if not full.hits:
+        return
+    chosen = chosen_groups(full)
+    for group in full.entered:
+        if not full.asked.get(group, set()) <= sizes_found(chosen.get(group, ())):
+            raise Mixes("asks whether nothing was found of something else than what a group of tokens is")
+    table: dict[Any, int] = {}
+    for answers in other_answers(full):
+        assert answers.entered is not None
+        left_out = (full.entered - answers.entered) | answers.empty
+        expected = numbered(full.module, table, rows_added(full.module.graph, chosen, left_out))
+        if numbered(trace_groups(run, given, answers).module, table, frozenset()) != expected:
+            raise Mixes("does something else for the tokens of a group where other groups have none")
+
+
+def trace_all(run: Run, given: Sequence[Given]) -> GroupTrace:
+    """With a round for every group, but for one that the code fails for, as a number that stands for no expert."""
+    try:
+        return trace_groups(run, given)
+    except GroupError as error:
+        groups, failing = error.groups, error.group
+    wrong = Mixes("fails for some groups of tokens, or after some others")
+    try:
+        trace_groups(run, given, Answers(entered=frozenset({failing})))
+    except GroupError:
+        pass
+    else:
+        raise wrong
+    try:
+        return trace_groups(run, given, Answers(entered=frozenset(range(groups)) - {failing}))
+    except GroupError as error:
+        raise wrong from error
+
+
+def other_answers(full: GroupTrace) -> Iterator[Answers]:
+    """No round at all, and of three parts of the groups one without its rounds, and one where nothing is found."""
+    yield Answers(entered=frozenset())
+    ordered = sorted(full.entered)
+    parts = [frozenset(ordered[start::3]) for start in range(3)]
+    for number, part in enumerate(parts):
+        yield Answers(entered=full.entered - part, empty=parts[number - 1] if full.asked else frozenset())
+
+
+def chosen_groups(trace: GroupTrace) -> dict[int, list[fx.Node]]:
+    """By group, the nodes that find its tokens in the mask whose groups without tokens the loop leaves out."""
+    if len(trace.hits) != 1:
+        raise Mixes("loops over groups of tokens several times")
+    graph = trace.module.graph
+    mask, dim = mask_of_hits(trace.hits[0])
+    found: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.target in FINDERS:
+            part = behind(node.args[0], (*CASTS, *SQUEEZES))
+            group = group_of(part, mask, dim)
+            if group is not None:
+                found.setdefault(group, []).append(node)
+    return found
+
+
+def group_of(part: fx.Node, mask: fx.Node, dim: int) -> int | None:
+    """Which entry of ``mask`` along ``dim`` the node is."""
+    if part.target is not aten.select.int:
+        return None
+    source, along, index = part.args
+    if behind(source, COPIES) is not mask or not isinstance(along, int) or not isinstance(index, int):
+        return None
+    return index % mask.meta["val"].shape[dim] if along % rank(mask) == dim else None
+
+
+def mask_of_hits(hits: fx.Node) -> tuple[fx.Node, int]:
+    """The mask ``[..., E, ...]`` and its dimension of groups; ``hits`` are those with an entry that is not 0."""
+    wrong = Mixes("loops over other groups than those that some token chose")
+    if hits.target is not aten.nonzero.default:
+        raise wrong
+    test = behind(hits.args[0], CASTS)
+    if test.target in NOT_ZERO and test.args[1] == 0:
+        (test, _) = test.args  # type: ignore[assignment]
+        if test.target is not aten.sum.dim_IntList or test.kwargs:  # a type of few bits may hold no large sum
+            raise wrong
+    elif test.target is not aten.any.dims:
+        raise wrong
+    mask = behind(test.args[0], COPIES)
+    if not counts(mask):
+        raise wrong
+    gone = {dim % rank(mask) for dim in test.args[1]}  # type: ignore[union-attr,operator]
+    left = [dim for dim in range(rank(mask)) if dim not in gone]
+    if len(left) != 1:
+        raise wrong
+    return mask, left[0]
+
+
+def counts(mask: fx.Node) -> bool:
+    """Whether all entries are 0 or 1: a sum is 0 only where all of them are, and a cast keeps them apart."""
+    source = behind(mask, (*CASTS, *SQUEEZES))
+    return source.target is aten.one_hot.default or source.meta["val"].dtype == torch.bool
+
+
+def behind(node: Any, packets: Sequence[Any]) -> fx.Node:
+    while getattr(node.target, "overloadpacket", None) in packets:
+        node = node.args[0]
+    assert isinstance(node, fx.Node)
+    return node
+
+
+def rank(node: fx.Node) -> int:
+    return int(node.meta["val"].dim())
+
+
+def sizes_found(finders: Sequence[fx.Node]) -> set[sympy.Symbol]:
+    return {finder.meta["val"][0].shape[0].node.expr for finder in finders}
+
+
+def rows_added(graph: fx.Graph, chosen: dict[int, list[fx.Node]], groups: frozenset[int]) -> frozenset[fx.Node]:
+    """The nodes that add something to the rows of the tokens of ``groups``, and to no others."""
+    finders = {finder for group in groups for finder in chosen.get(group, ())}
+    adding = [node for node in graph.nodes if node.target is aten.index_add.default]
+    return frozenset(node for node in adding if finder_of(node.args[2]) in finders)
+
+
+def finder_of(rows: Any) -> Any:
+    return rows.args[0] if rows.target is operator.getitem else None
+
+
+def numbered(module: fx.GraphModule, table: dict[Any, int], skipped: frozenset[fx.Node]) -> Any:
+    """What the graph returns, as numbers that are the same for the same computation; ``skipped`` nodes return their
+    first argument."""
+    numbers: dict[fx.Node, int] = {}
+
+    def argument(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return "node", numbers[value]
+        if isinstance(value, (list, tuple)):
+            return tuple(map(argument, value))
+        if isinstance(value, slice):
+            return "slice", argument((value.start, value.stop, value.step))
+        return type(value), value
+
+    inputs = 0
+    for node in module.graph.nodes:
+        if node in skipped:
+            numbers[node] = numbers[node.args[0]]
+            continue
+        if node.op == "output":
+            return argument(node.args[0])
+        if node.op == "placeholder":
+            key: Any = ("input", inputs)
+            inputs += 1
+        elif node.op == "get_attr":
+            key = ("constant", *identity(getattr(module, str(node.target))))
+        else:
+            keywords = tuple((name, argument(value)) for name, value in sorted(node.kwargs.items()))
+            key = (node.target, argument(node.args), keywords)
+        numbers[node] = table.setdefault(key, len(table))
+    raise AssertionError("a graph has an output")
+
+
+def identity(constant: Tensor) -> tuple[Any, ...]:
+    if constant.numel() > SMALL or isinstance(constant, torch.nn.Parameter):
+        return (id(constant),)
+    return (constant.dtype, tuple(constant.shape), tuple(constant.flatten().tolist()))

@@ -1,0 +1,63 @@
+"""A step program in which some modules of the model are called as they are, on the rows of all requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import Lock
+from typing import Any
+
+from torch import Tensor, nn
+
+from selective_compile.isolated_op import running
+from selective_compile.module_state import own_attributes
+from selective_compile.options import EngineConfig
+from selective_compile.passes import Rewrite
+from selective_compile.passes.isolated_call import IsolatedCall
+from selective_compile.skeleton import rebuilt, skeleton, structure_of
+from selective_compile.step import StepInputs
+from selective_compile.step_program import StepProgram
+
+
+class ModuleProgram(StepProgram):
+    """As `StepProgram`; modules that were proved to treat tokens independently are called by their own Python.
+
+    Such a module is one that cannot be captured, as a loop over the experts that were hit: it runs once in a step.
+    """
+
+    def __init__(
+        self, model: nn.Module, rewritten: Rewrite, config: EngineConfig, *, max_positions: int | None
+    ) -> None:
+        super().__init__(model, rewritten, config, max_positions=max_positions)
+        self.calls: list[IsolatedCall] = rewritten.traced.isolated
+        copies = skeleton(model, {})
+        self._modules = [copies.get_submodule(call.module) for call in self.calls]
+        self._pairs = [
+            pair
+            for path in dict.fromkeys(call.module for call in self.calls)
+            for pair in zip(model.get_submodule(path).modules(), copies.get_submodule(path).modules(), strict=True)
+        ]
+        self._lock = Lock()  # engines may share a program, and the modules' own attributes are one call's at a time
+        self.weights_version = self._versions
+
+    def __call__(
+        self, inputs: StepInputs, pools: Sequence[tuple[Tensor, Tensor]], states: Sequence[Tensor] = ()
+    ) -> Tensor:
+        with self._lock, running(self._called_once):
+            return super().__call__(inputs, pools, states)
+
+    def _versions(self) -> tuple[tuple[int, int], ...]:
+        version = self.weights.version()
+        for own, copied in self._pairs:
+            copied._buffers.update(own._buffers)
+        tensors = [t for own, _ in self._pairs for t in (*own._parameters.values(), *own._buffers.values())]
+        return version + tuple((id(t), 0 if t.is_inference() else t._version) for t in tensors if t is not None)
+
+    def _called_once(self, number: int, values: list[Tensor]) -> list[Tensor]:
+        """The results of call ``number`` that are used; ``values`` are those that the graph computed."""
+        call = self.calls[number]
+        tensors = [values[argument.value].clone() for argument in call.arguments]  # the module may write to them
+        args, kwargs = rebuilt(call.structure, tensors)
+        found: list[Any] = []
+        with own_attributes(self._modules[number], {}):
+            structure_of(self._modules[number](*args, **kwargs), found)
+        return [found[index] for index in call.results]

@@ -1,0 +1,69 @@
+"""Copies of a model's modules that capture left whole, to be run and traced by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from selective_compile.module_state import own_attributes
+from selective_compile.skeleton import rebuilt, skeleton, structure_of
+
+CONSTANTS = (int, float, str, bool, type(None))
+CONTAINERS = (dict, list, set, tuple)
+
+
+class ModulesOf:
+    """The modules of ``model``, by path; see `passes.isolated_call.WholeModules`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def run(self, path: str, structure: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors that the module returns, in the order of `structure_of`.
+
+        Raises:
+            RuntimeError: it keeps something of the call, so that the next may be another.
+            What the module raises.
+        """
+        module = skeleton(self._model.get_submodule(path), {})
+        before = plain_attributes(module)
+        args, kwargs = rebuilt(structure, tensors)
+        found: list[Tensor] = []
+        with own_attributes(module, {}):
+            structure_of(module(*args, **kwargs), found)
+        after = plain_attributes(module)
+        if before.keys() != after.keys() or any(before[key] is not value for key, value in after.items()):
+            raise RuntimeError("it keeps something of its call in its attributes")
+        return found
+
+    def likeness(self, path: str) -> Hashable:
+        """Class, constants and shapes of all parts; other attributes must be the same objects."""
+        return tuple(
+            (name, type(part), attributes_of(part), shapes_of(part._parameters), shapes_of(part._buffers))
+            for name, part in self._model.get_submodule(path).named_modules(remove_duplicate=False)
+        )
+
+
+def plain_attributes(module: nn.Module) -> dict[tuple[str, str], Any]:
+    """What lies in plain attributes of the module and its parts."""
+    return {
+        (path, name): value
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if not isinstance(value, Tensor)
+    }
+
+
+def attributes_of(part: nn.Module) -> tuple[Any, ...]:
+    """Without weights and parts, and without containers that are empty, as those of hooks mostly are."""
+    return tuple(
+        (name, type(value), value if isinstance(value, CONSTANTS) else id(value))
+        for name, value in vars(part).items()
+        if name not in ("_parameters", "_buffers", "_modules") and not (isinstance(value, CONTAINERS) and not value)
+    )
+
+
+def shapes_of(tensors: dict[str, Tensor | None]) -> tuple[Any, ...]:
+    return tuple((name, None if t is None else (t.dtype, tuple(t.shape))) for name, t in tensors.items())

@@ -1,0 +1,261 @@
+"""Expert loops that depend on the data: proved token-wise by their own Python, and refused where tokens mix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from selective_compile.passes.group_loops import Given
+from selective_compile.passes.token_wise import why_not_token_wise
+
+TOKENS, WIDTH, EXPERTS, CHOSEN = 7, 4, 3, 2
+WEIGHTS = torch.randn(EXPERTS, WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))
+Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def given() -> list[Given]:
+    return [
+        Given(value=torch.randn(TOKENS, WIDTH), token_dim=0),
+        Given(value=torch.randint(0, EXPERTS, (TOKENS, CHOSEN)), token_dim=0),
+        Given(value=torch.rand(TOKENS, CHOSEN), token_dim=0),
+    ]
+
+
+def why_not(experts: Experts) -> str | None:
+    return why_not_token_wise(lambda tensors: [experts(*tensors)], given(), {0: 0})
+
+
+def masked(chosen: Tensor, classes: int = EXPERTS) -> Tensor:
+    """``[E, k, T]``"""
+    return torch.nn.functional.one_hot(chosen, classes).permute(2, 1, 0)
+
+
+def loop(
+    *,
+    hits: Callable[[Tensor], Tensor] = lambda mask: (mask.sum(dim=(-1, -2)) > 0).nonzero(),
+    number: Callable[[Tensor], Any] = lambda expert: expert[0],
+    compute: Callable[[Tensor, Any], Tensor] = lambda rows, expert: rows @ WEIGHTS[expert],
+    weigh: Callable[[Tensor, Tensor, Tensor], Tensor] = lambda weights, rows, places: weights[rows, places, None],
+    skip: Callable[[Tensor], bool] = lambda rows: False,
+    target: Callable[[Tensor], Tensor] = lambda rows: rows,
+    finish: Callable[[Tensor, int], Tensor] = lambda out, rounds: out,
+    classes: int = EXPERTS,
+) -> Experts:
+    """The loop of a mixture of experts, with parts that can be exchanged."""
+
+    def experts(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        out, mask, rounds = torch.zeros_like(x), masked(chosen, classes), 0
+        for found in hits(mask):
+            expert = number(found)
+            places, rows = torch.where(mask[expert])
+            rounds += 1
+            if skip(rows):
+                continue
+            out.index_add_(0, target(rows), compute(x[rows], expert) * weigh(weights, rows, places))
+        return finish(out, rounds)
+
+    return experts
+
+
+def over_all_experts(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    out, mask = torch.zeros_like(x), masked(chosen)
+    for expert in range(EXPERTS):
+        places, rows = torch.where(mask[expert])
+        out = out.index_add(0, rows, (x[rows] @ WEIGHTS[expert]) * weights[rows, places][:, None])
+    return out
+
+
+def norm(rows: Tensor, expert: Any) -> Tensor:
+    return torch.nn.functional.layer_norm(rows @ WEIGHTS[expert], (WIDTH,)).softmax(-1)
+
+
+def by_number(rows: Tensor, expert: int) -> Tensor:
+    return rows if expert >= 2 else rows @ WEIGHTS[expert]
+
+
+INDEPENDENT = {
+    "hit experts": loop(),
+    "every expert": over_all_experts,
+    "any in place of a sum": loop(hits=lambda mask: torch.any(mask.bool(), dim=(1, 2)).nonzero()),
+    "not zero": loop(hits=lambda mask: mask.sum(dim=(1, 2)).ne(0).nonzero()),
+    "the number read": loop(number=lambda expert: int(expert.item()), compute=by_number),
+    "norm of each row": loop(compute=norm),
+    "skips nothing found": loop(skip=lambda rows: rows.numel() == 0),
+    "skips no rows": loop(skip=lambda rows: not rows.shape[0] > 0),
+    "a class of no expert": loop(classes=EXPERTS + 1),
+    "sums by a constant": loop(finish=lambda out, rounds: out / EXPERTS),
+}
+
+
+@pytest.mark.parametrize("name", INDEPENDENT)
+def test_a_loop_over_experts_is_token_wise(name: str) -> None:
+    assert why_not(INDEPENDENT[name]) is None
+
+
+def test_what_is_known_of_a_loop_is_so() -> None:
+    """Each token alone gives what it gives among others, for every loop that is held to be token-wise."""
+    x, chosen, weights = (one.value for one in given())
+    for name, experts in INDEPENDENT.items():
+        together = experts(x, chosen, weights)
+        alone = [experts(x[[t]], chosen[[t]], weights[[t]]) for t in range(TOKENS)]
+        assert torch.allclose(together, torch.cat(alone), atol=1e-5), name
+
+
+def mean_of_rows(rows: Tensor, expert: Any) -> Tensor:
+    return rows @ WEIGHTS[expert] - rows.mean(0, keepdim=True)
+
+
+def counted(rows: Tensor, expert: Any) -> Tensor:
+    return rows @ WEIGHTS[expert] / rows.shape[0]
+
+
+def next_rows(rows: Tensor) -> Tensor:
+    return (rows + 1) % TOKENS
+
+
+def added_when_empty(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    out, mask = torch.zeros_like(x), masked(chosen)
+    for expert in (mask.sum(dim=(-1, -2)) > 0).nonzero():
+        for choice in range(CHOSEN):
+            (rows,) = torch.where(mask[expert[0], choice])
+            if rows.numel() == 0:
+                out = out + 1
+                continue
+            out = out.index_add(0, rows, x[rows])
+    return out
+
+
+def another_mask(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Goes over the experts that the first choices hit, and adds for both."""
+    out, mask = torch.zeros_like(x), masked(chosen)
+    first = masked(chosen[:, :1])
+    for expert in (first.sum(dim=(-1, -2)) > 0).nonzero():
+        _, rows = torch.where(mask[expert[0]])
+        out = out.index_add(0, rows, x[rows])
+    return out
+
+
+def another_test(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Skips both choices of an expert where nobody's first choice is it."""
+    out, mask = torch.zeros_like(x), masked(chosen)
+    for expert in (mask.sum(dim=(-1, -2)) > 0).nonzero():
+        (first,) = torch.where(mask[expert[0], 0])
+        _, rows = torch.where(mask[expert[0]])
+        if first.numel() == 0:
+            continue
+        out = out.index_add(0, rows, x[rows])
+    return out
+
+
+def carried(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """What is added for an expert depends on how many rounds there were before."""
+    out, mask, scale = torch.zeros_like(x), masked(chosen), 1.0
+    for expert in (mask.sum(dim=(-1, -2)) > 0).nonzero():
+        _, rows = torch.where(mask[expert[0]])
+        out = out.index_add(0, rows, x[rows] * scale)
+        scale = scale / 2
+    return out
+
+
+def first_differs(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    out, mask = None, masked(chosen)
+    for expert in (mask.sum(dim=(-1, -2)) > 0).nonzero():
+        _, rows = torch.where(mask[expert[0]])
+        before = torch.ones_like(x) if out is None else out
+        out = before.index_add(0, rows, x[rows]) if out is None else before.index_add(0, rows, -x[rows])
+    return torch.zeros_like(x) if out is None else out
+
+
+def few_rounds(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Has no scale for as many rounds as there are experts."""
+    out, mask, scales = torch.zeros_like(x), masked(chosen), [1.0] * (EXPERTS - 1)
+    for rounds, expert in enumerate((mask.sum(dim=(-1, -2)) > 0).nonzero()):
+        _, rows = torch.where(mask[expert[0]])
+        out = out.index_add(0, rows, x[rows] * scales[rounds])
+    return out
+
+
+def numbered_tokens(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    return loop()(x, chosen, weights) * torch.arange(x.shape[0])[:, None]
+
+
+def mixed_before(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    return loop()(x.cumsum(0), chosen, weights)
+
+
+def written_back(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    out = loop()(x, chosen, weights)
+    x.add_(1)
+    return out
+
+
+def rows_in_order(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """The rows that were found, as they are: the first tokens get those of others."""
+    _, rows = torch.where(masked(chosen)[0])
+    return torch.cat([x[rows], x])[: x.shape[0]]
+
+
+LEAKING = {
+    "normalises over the rows": (loop(compute=mean_of_rows), "combines values along dimension 0"),
+    "sums up over the rows": (loop(compute=lambda rows, _: rows.cumsum(0)), "combines values along dimension 0"),
+    "the rows in another order": (loop(compute=lambda rows, _: rows.flip(0)), "combines values along dimension 0"),
+    "softmax over the rows": (loop(compute=lambda rows, _: rows.softmax(0)), "combines values along dimension 0"),
+    "rows times rows": (loop(compute=lambda rows, _: rows @ rows.T @ rows), ""),
+    "divides by how many": (loop(compute=counted), "number of tokens"),
+    "adds at other rows": (loop(target=next_rows), "numbers by which tokens are reordered"),
+    "adds in another order": (loop(target=lambda rows: rows.flip(0)), ""),
+    "adds at the choice": (loop(weigh=lambda w, rows, places: w[places, 0, None]), "not the token's own"),
+    "weighs by the row's number": (loop(weigh=lambda w, rows, _: rows[:, None]), "reordered"),
+    "only experts that several tokens chose": (
+        loop(hits=lambda mask: (mask.sum(dim=(-1, -2)) > 1).nonzero()),
+        "other groups than those that some token chose",
+    ),
+    "experts that nobody chose": (loop(hits=lambda mask: (mask.sum(dim=(-1, -2)) == 0).nonzero()), "other groups"),
+    "experts by a sum with signs": (loop(hits=lambda mask: ((mask * 2 - 1).sum(dim=(-1, -2)) > 0).nonzero()), "other"),
+    "experts by a sum of few bits": (
+        loop(hits=lambda mask: (mask.sum(dim=(-1, -2), dtype=torch.int8) > 0).nonzero()),
+        "other groups",
+    ),
+    "skips experts with few tokens": (loop(skip=lambda rows: rows.numel() < 2), "cannot be traced"),
+    "skips experts with two tokens": (loop(skip=lambda rows: rows.shape[0] == 2), "cannot be traced"),
+    "counts the rounds": (loop(finish=lambda out, rounds: out / max(rounds, 1)), "where other groups have none"),
+    "counts the hits": (lambda x, c, w: loop()(x, c, w) / (masked(c).sum(dim=(-1, -2)) > 0).sum(), "combines"),
+    "adds where nothing was found": (added_when_empty, ""),
+    "another mask": (another_mask, "where other groups have none"),
+    "another test": (another_test, "something else than what a group of tokens is"),
+    "handed from round to round": (carried, "where other groups have none"),
+    "the first round": (first_differs, "where other groups have none"),
+    "fails after some rounds": (few_rounds, "after some others"),
+    "fails for several": (loop(classes=EXPERTS + 2), "fails for some groups"),
+    "numbers of tokens": (numbered_tokens, "numbers the tokens of all requests"),
+    "mixes before": (mixed_before, "combines values along dimension 0"),
+    "changes what it is given": (written_back, "in place"),
+    "rows as they come": (rows_in_order, ""),
+}
+
+
+@pytest.mark.parametrize("name", LEAKING)
+def test_a_loop_that_leaks_between_tokens_is_refused(name: str) -> None:
+    experts, part = LEAKING[name]
+    reason = why_not(experts)
+    assert reason is not None and part in reason
+
+
+def test_loops_that_ask_something_of_the_values_are_refused() -> None:
+    reason = why_not(lambda x, chosen, weights: x if x.sum() > 0 else -x)
+    assert reason is not None and "cannot be traced" in reason
+
+
+def test_another_dimension_than_the_tokens_is_refused() -> None:
+    reason = why_not_token_wise(lambda tensors: [tensors[0].T.contiguous()], given()[:1], {0: 0})
+    assert reason == "its result 0 does not have tokens in dimension 0 alone"
+
+
+def test_few_groups() -> None:
+    """One expert, and one that nobody can choose but it."""
+    one = [given()[0], Given(value=torch.zeros(TOKENS, 1, dtype=torch.int64), token_dim=0), given()[2]]
+    assert why_not_token_wise(lambda tensors: [loop(classes=1)(*tensors)], one, {0: 0}) is None

@@ -1,0 +1,168 @@
+"""Modules that cannot be captured, but treat tokens independently, run once a step; the model around them is ragged."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import selective_compile as sc
+from selective_compile.backend import compile_step_program, report_of
+from selective_compile.module_program import ModuleProgram
+from selective_compile.whole_modules import ModulesOf
+from tests.decoders import VOCABULARY, WIDTH, Decoder
+from tests.exactness import TOLERANCE, logits_in_chunks
+from tests.oracle import assert_same_tokens
+
+EXPERTS, CHOSEN = 4, 2
+CONFIG = sc.EngineConfig(compile=False, token_budget=24, block_size=8, max_kv_tokens=8 * 10)
+
+
+class Experts(nn.Module):
+    """Which experts are computed depends on the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.weights = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / WIDTH**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, WIDTH)
+        weights, chosen = self.router(rows).softmax(-1).topk(CHOSEN)
+        mask = torch.nn.functional.one_hot(chosen, EXPERTS).permute(2, 1, 0)
+        out = torch.zeros_like(rows)
+        for hit in (mask.sum((-1, -2)) > 0).nonzero():
+            expert = int(hit.item())
+            places, found = torch.where(mask[expert])
+            if found.numel() == 0:
+                continue
+            out.index_add_(0, found, self.compute(rows[found], expert) * weights[found, places, None])
+        return out.view(x.shape)
+
+    def compute(self, rows: Tensor, expert: int) -> Tensor:
+        return (rows @ self.weights[expert]).relu()
+
+
+class Normalised(Experts):
+    """An expert that sees which other tokens chose it."""
+
+    def compute(self, rows: Tensor, expert: int) -> Tensor:
+        return super().compute(rows - rows.mean(0), expert)
+
+
+class Counting(Experts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) / self.calls
+
+
+class Sparse(Decoder):
+    def __init__(self, kind: type[nn.Module] = Experts) -> None:
+        super().__init__(layers=2)
+        self.experts = nn.ModuleList([kind() for _ in self.blocks])
+        self.eval()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        x = self.tokens(input_ids) + self.places(self.positions(input_ids))
+        mask = self.mask(input_ids, attention_mask)
+        for block, experts in zip(self.blocks, self.experts, strict=True):
+            x = x + experts(block(x, mask))
+        return self.head(self.norm(x))
+
+
+@functools.cache
+def compiled() -> tuple[Sparse, ModuleProgram]:
+    """Tests share a model: none changes a weight of it."""
+    torch.manual_seed(0)
+    model = Sparse()
+    program = compile_step_program(model, sc.EngineConfig(compile=False, fallback="refuse"))
+    assert type(program) is ModuleProgram
+    return model, program
+
+
+def prompts(count: int = 6) -> list[list[int]]:
+    draw = random.Random(1)
+    return [[draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 40))] for _ in range(count)]
+
+
+def test_the_verdict_is_ragged_and_names_the_modules() -> None:
+    model, program = compiled()
+    report = report_of(program, model)
+    assert report.ok and not report.isolated and not report.refusals
+    assert report.called_once == ("experts.0", "experts.1") and len(report.calls) == 2
+    assert "2 modules run as they are, once over the tokens of all requests" in str(report)
+    assert json.loads(report.to_json())["called_once"] == ["experts.0", "experts.1"]
+
+
+def test_logits_are_the_models_own() -> None:
+    model, program = compiled()
+    for prompt, logits in zip(prompts(), logits_in_chunks(program, prompts(), chunk=5), strict=True):
+        with torch.no_grad():
+            assert float((model(torch.tensor([prompt]))[0] - logits).abs().max()) < TOLERANCE
+
+
+def test_requests_preempted_or_with_a_common_prefix_get_the_same_tokens() -> None:
+    model, program = compiled()
+    engine = sc.Engine(model, CONFIG, program=program)
+    common = list(range(1, 18))
+    given = [[*common, n] for n in range(4)] + prompts(4)
+    requests = []
+    for prompt in given:
+        requests.append(engine.submit(prompt, max_new_tokens=10))
+        engine.step()
+    for prompt, request in zip(given, requests, strict=True):
+        assert_same_tokens(model, prompt, request.result().tokens)
+    assert engine.stats().preemptions > 0 and engine.stats().tokens_reused > 0
+
+
+def test_compiled_by_inductor() -> None:
+    model, _ = compiled()
+    engine = sc.Engine(model, sc.EngineConfig(token_budget=16, max_kv_tokens=256))
+    requests = [engine.submit(prompt, max_new_tokens=4) for prompt in ([5, 7, 9], [11], list(range(20)))]
+    for prompt, request in zip(([5, 7, 9], [11], list(range(20))), requests, strict=True):
+        assert_same_tokens(model, prompt, request.result().tokens)
+
+
+def test_a_weight_of_such_a_module_is_used_from_the_next_step_on() -> None:
+    model = Sparse()
+    engine = sc.Engine(model, CONFIG)
+    request = engine.submit([5, 7, 9], max_new_tokens=8)
+    for _ in range(4):
+        engine.step()
+    before = list(request.tokens)
+    with torch.no_grad():
+        model.experts[0].weights.neg_()
+    tokens = list(request.result().tokens)
+    assert_same_tokens(model, [5, 7, 9, *before], tokens[len(before) :])
+
+
+@pytest.mark.parametrize("kind", [Normalised, Counting])
+def test_what_leaks_or_counts_is_refused(kind: type[nn.Module]) -> None:
+    for fallback in ("refuse", "isolated"):
+        with pytest.raises(sc.RefusedError, match="graph capture"):
+            compile_step_program(Sparse(kind), sc.EngineConfig(compile=False, fallback=fallback))
+
+
+def test_its_products_depend_on_the_batch() -> None:
+    model, program = compiled()
+    with pytest.raises(ValueError, match=r"batch_invariant must be False for products.*isolated_rows"):
+        sc.Engine(model, sc.EngineConfig(compile=False, batch_invariant=True), program=program)
+
+
+def test_modules_are_alike_if_only_weights_differ() -> None:
+    model, _ = compiled()
+    modules = ModulesOf(model)
+    assert modules.likeness("experts.0") == modules.likeness("experts.1")
+    other = Sparse()
+    other.experts[1] = Counting()
+    other.experts[0].extra = 3
+    modules = ModulesOf(other)
+    assert len({modules.likeness(path) for path in ("experts.0", "experts.1", "blocks.0")}) == 3
