@@ -25,7 +25,9 @@ AxesOf = Callable[[Any], Axes]
 CASTS = (aten.to, aten._to_copy, aten.reshape, aten.view, aten.clone, aten.contiguous, aten.flatten)
 ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 ASCENDING = (aten.sort.default, aten.argsort.default)
+SORTS = (aten.sort.default, aten.sort.stable)
 ITEMS = (aten.item.default, aten._local_scalar_dense.default)
+NEVER_NEGATIVE = "never_negative"  # in the meta of a table that holds no negative numbers
 INDEX_MAKERS = (aten.topk, aten.sort, aten.argsort, aten.argmax, aten.argmin, aten.max, aten.min)
 
 
@@ -79,18 +81,31 @@ def made_from(node: Any) -> fx.Node:
     return node
 
 
-def never_negative(node: Any) -> bool:
-    """Whether the values are indices that an operator found."""
+def never_negative(node: Any, tables: list[fx.Node] | None = None) -> bool:
+    """Whether the values are indices that an operator found, or were looked up among such; these go to ``tables``."""
     source = made_from(node)
     packet = getattr(source.target, "overloadpacket", None)
     if packet in (aten.cat, aten.stack):
-        return all(never_negative(part) for part in source.args[0])  # type: ignore[union-attr]
+        return all(never_negative(part, tables) for part in source.args[0])  # type: ignore[union-attr]
     if source.target is aten.masked_fill.Scalar and isinstance(source.args[2], int) and source.args[2] >= 0:
-        return never_negative(source.args[0])
+        return never_negative(source.args[0], tables)
+    if packet in (aten.index, aten.embedding, aten.index_select):
+        table: Any = source.args[0]
+        if tables is not None:
+            tables.append(table)
+        return bool(table.meta.get(NEVER_NEGATIVE))
     if source.target is operator.getitem:
         packet = getattr(source.args[0].target, "overloadpacket", None)  # type: ignore[union-attr]
         return bool(source.args[1] == 1) and packet in INDEX_MAKERS  # of (values, indices)
     return packet in (aten.argsort, aten.argmax, aten.argmin)
+
+
+def tables_counted(axes: Axes) -> list[fx.Node]:
+    """Tables whose values are what tokens were sorted by, of a `histogram`."""
+    tables: list[fx.Node] = []
+    if axes.groups is not None and axes.groups.order.target in SORTS:
+        never_negative(axes.groups.order.args[0], tables)
+    return tables
 
 
 def counted_groups(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes | None:

@@ -24,11 +24,13 @@ from selective_compile.passes.rules_create import CREATIONS
 from selective_compile.passes.rules_lookup import LOOKUPS
 from selective_compile.passes.rules_order import (
     GROUPED_PRODUCTS,
+    NEVER_NEGATIVE,
     ORDERS,
     READ_NUMBERS,
     counted_groups,
     grouped_product,
     running_sum,
+    tables_counted,
 )
 from selective_compile.passes.rules_pointwise import UNTAGGED, pointwise
 from selective_compile.passes.rules_reduce import REDUCTIONS
@@ -67,6 +69,8 @@ class SequenceNode(Exception):
 def mark_token_axes(traced: TracedGraph) -> int:
     """Fill ``traced.axes``, ``sequence_nodes`` and ``refusals``; returns the number of values marked."""
     places = {given.node: given for given in traced.inputs}
+    for given in traced.inputs:
+        given.node.meta[NEVER_NEGATIVE] = given.is_buffer and holds_no_negative(given.example)
     for node in traced.graph.nodes:
         if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor):
             traced.axes[node] = placeholder_axes(places[node], traced.sizes)
@@ -74,7 +78,16 @@ def mark_token_axes(traced: TracedGraph) -> int:
             traced.axes[node] = Axes(dims=tuple((size,) if size != 1 else () for size in node.meta["val"].shape))
         elif node.op == "call_function":
             mark(traced, node)
+    counted = {table for axes in traced.axes.values() for table in tables_counted(axes)}
+    traced.proved_from += [given for given in traced.inputs if given.node in counted]
     return len(traced.axes)
+
+
+def holds_no_negative(table: Any) -> bool:
+    """Of tables of whole numbers; what a large table of floats holds is not looked at."""
+    if not isinstance(table, torch.Tensor) or table.is_floating_point() or table.is_complex():
+        return False
+    return bool((table >= 0).all())
 
 
 def placeholder_axes(given: Input, sizes: Sizes) -> Axes:

@@ -24,6 +24,7 @@ from selective_compile.where_refused import GuardsByModule, module_of_frames, wa
 from selective_compile.whole_functions import Place, known_recurrences, left_whole
 
 ATTENTION_MASK = "L['attention_mask']"  # Dynamo's name for that argument of the captured call
+UNTRACEABLE = "graph capture"  # stands as the operator of what Dynamo cannot trace
 
 # What models and modules raise when they are called in a way that they do not support.
 CANNOT = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError)
@@ -118,7 +119,7 @@ def untraceable(model: nn.Module, failure: TorchDynamoException) -> Refusal:
     where = f"{stack[-1].filename}:{stack[-1].lineno}  {stack[-1].line}" if stack else "source line unknown"
     return Refusal(
         node="model",
-        operator="graph capture",
+        operator=UNTRACEABLE,
         reason=f"Dynamo cannot trace the model to one graph: {lines[0] if lines else type(failure).__name__}",
         source_line=where,
         module=module_of_frames(model, stack or ()),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from selective_compile.capture import CANNOT, Captured, device_of, logits_call, recurrences_of
+from selective_compile.capture import CANNOT, UNTRACEABLE, Captured, device_of, logits_call, recurrences_of
 from selective_compile.isolated_cache import Caches, caches_of
 from selective_compile.isolated_program import MODES, IsolatedProgram, Mode
 from selective_compile.isolation_trial import departs
@@ -89,6 +89,8 @@ def prove(model: nn.Module, fallback: Fallback, max_window: int | None = None) -
                 f"max_attention_window must be None for a model in which not every attention is ragged, got "
                 f"{max_window}: {error}"
             ) from error
+        if fallback == "refuse" and not any(refusal.operator == UNTRACEABLE for refusal in error.refusals):
+            raise
         found = isolated(model, error, refuse=fallback == "refuse")
         if found is None:
             raise

@@ -270,3 +270,25 @@ def test_sorted_dimension_says_what_it_holds() -> None:
     ((factor,),) = order.dims
     assert isinstance(factor, Permuted)
     assert factor.of == order.numbers == (Axis.BATCH, Axis.TOKEN, TOP)
+
+
+def by_table(ids: Tensor, router: Tensor, up: Tensor, down: Tensor, bias: Tensor, buffer: Tensor) -> Tensor:
+    """Which expert a token goes to is looked up by its id."""
+    return by_numbers(router[ids.clamp(0, EXPERTS - 1)], buffer[ids.reshape(-1)], up)
+
+
+def test_experts_may_be_looked_up_in_a_buffer_that_then_must_stay() -> None:
+    table = torch.arange(16) % EXPERTS
+    assert ragged_error(by_table, *WEIGHTS, table) < 1e-4
+    assert [given.example is table for given in marked(by_table, *WEIGHTS, table).proved_from] == [True]
+    table = table.clone()
+    table[3] = -1
+    assert any("not known to be indices" in reason for reason in reasons(by_table, *WEIGHTS, table))
+
+
+def test_experts_looked_up_in_a_weight_are_refused() -> None:
+    def run(ids: Tensor, router: Tensor, up: Tensor, down: Tensor, bias: Tensor, table: Tensor) -> Tensor:
+        return by_table(ids, router, up, down, bias, table)
+
+    table = torch.arange(16) % EXPERTS
+    assert any("not known to be indices" in reason for reason in reasons(run, *WEIGHTS, table))
