@@ -92,10 +92,10 @@ def rewrite(
 
     ``paged``: for the engine, with KV pools and sampled rows; otherwise for a padded call, whole in one step.  ``ones``
     is the source of a token input that is never anything but 1, as the engine's attention mask.  ``functions`` are what
-    capture left whole, by name, with what they compute; ``modules`` are those that it left whole.  ``max_window``: let no
-    attention see farther, whatever the model says; that is no part of the pipeline, for it changes results.  What cannot
-    be proved stands in ``refusals`` and leaves ``flat`` None.  Raises `RefusedError` when the graph's inputs are not
-    those of a decoder at all.
+    capture left whole, by name, with what they compute; ``modules`` are those that it left whole.  ``max_window``: let
+    no attention see farther, whatever the model says; that is no part of the pipeline, for it changes results.  What
+    cannot be proved stands in ``refusals`` and leaves ``flat`` None.  Raises `RefusedError` when the graph's inputs are
+    not those of a decoder at all.
     """
     traced = normalise(module, examples)
     traced.functions, traced.modules = functions or {}, modules

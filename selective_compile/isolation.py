@@ -71,8 +71,8 @@ class Proved:
 def prove(model: nn.Module, fallback: Fallback, max_window: int | None = None) -> Proved:
     """Capture and rewrite ``model``, isolating what still mixes unless ``fallback`` is "refuse".
 
-    `max_window`: as in `rewrite`, for a model in which nothing has to be isolated.  Modules that cannot be captured, but
-    treat tokens independently, are left as they are whatever ``fallback`` is.
+    `max_window`: as in `rewrite`, for a model in which nothing has to be isolated.  Modules that cannot be captured,
+    but treat tokens independently, are left as they are whatever ``fallback`` is.
 
     Raises:
         RefusedError: what could not be proved, as it was found without isolating anything.
