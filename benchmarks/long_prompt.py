@@ -17,15 +17,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import random
-from pathlib import Path
 from typing import Any
 
-import torch
-
 from selective_compile.backend import Program, compile_step_program
-from selective_compile.bench.machine import machine, versions
+from selective_compile.bench.arguments import benchmark_parser, keep, parsed
 from selective_compile.bench.peers import greedy_without_end
 from selective_compile.bench.serving import quantile, random_llama
 from selective_compile.bench.settings import chosen
@@ -37,8 +33,6 @@ BEFORE = 64  # steps of decoding alone, by which the engine knows how long they 
 
 def main() -> None:
     arguments = _arguments()
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
     settings = chosen(quick=arguments.quick)
     length = 256 if arguments.quick else arguments.prompt
     shape = dataclasses.replace(settings.shape, positions=length + 1024)
@@ -63,9 +57,8 @@ def main() -> None:
     for name, found in results.items():
         print(f"{name:10}", *(f"{found[column]:10.2f}" for column in columns), f"{found['first_token']:14.2f}")
     print(f"bar 2 (bounded): {'met' if results['bounded']['ratio'] <= 2 else 'MISSED'}")
-    if arguments.json:
-        about = {"machine": machine(), "versions": versions(), "prompt": length, "requests": arguments.requests}
-        arguments.json.write_text(json.dumps({**about, "slowdown": arguments.slowdown, **results}, indent=1) + "\n")
+    about = {"prompt": length, "requests": arguments.requests, "slowdown": arguments.slowdown}
+    keep(arguments.json, {**about, **results})
 
 
 def measure(
@@ -111,15 +104,11 @@ def gaps_of(records: list[StepRecord], requests: range) -> list[float]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--prompt", type=int, default=8192)
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--slowdown", type=float, default=1.7)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run?")
-    parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    return parsed(parser)
 
 
 if __name__ == "__main__":

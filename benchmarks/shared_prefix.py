@@ -14,16 +14,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import random
 import statistics
-from pathlib import Path
 from typing import Any
 
-import torch
-
 from selective_compile.backend import Program, compile_step_program
-from selective_compile.bench.machine import machine, versions
+from selective_compile.bench.arguments import benchmark_parser, keep, parsed
 from selective_compile.bench.serving import random_llama, serve
 from selective_compile.bench.settings import chosen
 from selective_compile.bench.trace import Asked, Trace
@@ -35,8 +31,6 @@ OWN, NEW = 16, 16
 
 def main() -> None:
     arguments = _arguments()
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
     settings = chosen(quick=arguments.quick)
     shared = 96 if arguments.quick else arguments.shared
     model = random_llama(settings.shape)
@@ -58,10 +52,8 @@ def main() -> None:
     print(f"without reuse: {without}\nwith reuse:    {with_reuse}")
     print(f"prefill saved: {saved:.3f} of the shared tokens; median time to first token: {factor:.1f} times shorter")
     print(f"bar 0.9 and 5: {'met' if met else 'MISSED'}")
-    if arguments.json:
-        about = {"machine": machine(), "versions": versions(), "requests": arguments.requests, "shared": shared}
-        found = {"saved": saved, "first_token_factor": factor, "without": without, "with": with_reuse}
-        arguments.json.write_text(json.dumps({**about, **found}, indent=1) + "\n")
+    found = {"saved": saved, "first_token_factor": factor, "without": without, "with": with_reuse}
+    keep(arguments.json, {"requests": arguments.requests, "shared": shared, **found})
 
 
 def one_prefix(shared: int, requests: int, vocabulary: int, seed: int) -> Trace:
@@ -87,15 +79,11 @@ def medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--shared", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run?")
-    parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    return parsed(parser)
 
 
 if __name__ == "__main__":

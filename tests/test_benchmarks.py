@@ -51,6 +51,12 @@ def test_generation_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert found["ratios"]["copying"] < 0.8 * found["ratios"]["nothing repeats"]
 
 
+def test_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run("policies", tmp_path, monkeypatch, "--quick", "--requests", "30", "--rounds", "1")
+    assert found["ratio"] > 0
+    assert found["max_utilization"]["steps"] < found["guaranteed_no_evict"]["steps"]
+
+
 def test_soak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run("soak", tmp_path, monkeypatch, "--requests", "800")
     logging.disable(logging.NOTSET)
