@@ -10,7 +10,8 @@ from typing import Any
 from torch import fx
 
 import selective_compile.ops
-import selective_compile.state_ops  # noqa: F401  (both register the operators that the flat graph calls)
+import selective_compile.selection_ops
+import selective_compile.state_ops  # noqa: F401  (all register the operators that the flat graph calls)
 from selective_compile.passes.all_ones import all_ones
 from selective_compile.passes.attention import recognise_attention
 from selective_compile.passes.flatten import FlatGraph, flatten
@@ -23,6 +24,7 @@ from selective_compile.passes.normalise import normalise
 from selective_compile.passes.output_tails import Tail, take_off_tails
 from selective_compile.passes.recurrences import recognise_recurrences, whole_convolutions
 from selective_compile.passes.sampled_rows import keep_sampled_rows
+from selective_compile.passes.selections import recognise_selections
 from selective_compile.passes.token_axes import mark_token_axes
 from selective_compile.passes.token_wise import call_once
 from selective_compile.passes.traced_graph import AttentionCall, Refusal, RefusedError, TracedGraph
@@ -35,6 +37,7 @@ ANALYSES: tuple[tuple[str, Callable[[TracedGraph], int]], ...] = (
     ("isolate", isolate),  # before what mixes is looked at: masks of isolated modules are none of its business
     ("call once", call_once),  # needs the calls: of these, those that treat tokens independently mix nothing
     ("recognise recurrences", recognise_recurrences),  # before attention, which refuses what mixes and is none
+    ("recognise selections", recognise_selections),  # before attention, whose masks may read them
     ("recognise attention", recognise_attention),  # needs the marks: a softmax over keys is one over a token axis
     ("prove masks", prove_masks),  # needs the calls: a mask is what is added to or hides their scores
 )

@@ -77,7 +77,20 @@ class Chosen:
         return f"chosen by {self.finder.name}"
 
 
-Factor = Axis | int | Permuted | Extended | Part | Chosen
+
+
+@dataclass(frozen=True)
+class Selected:
+    """A factor: the keys of a query that the node ``by`` selects, ``count`` of them or all that there are."""
+
+    by: fx.Node
+    count: int
+
+    def __repr__(self) -> str:
+        return f"{self.count} keys by {self.by.name}"
+
+
+Factor = Axis | int | Permuted | Extended | Part | Chosen | Selected
 Dim = tuple[Factor, ...]
 
 
@@ -131,7 +144,7 @@ class Axes:
     def opaque(self) -> bool:
         """Whether the value depends on what other tokens there are, as a place in an order of all of them does."""
         if not self.numbers:
-            return self.groups is not None
+            return self.groups is not None or any(isinstance(f, Selected) for dim in self.dims for f in dim)
         reordered = self.is_permuted or self.holding_parts or self.holding_chosen
         return reordered or self.numbers not in ((Axis.TOKEN,), (Axis.BATCH,))
 

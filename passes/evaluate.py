@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -48,12 +48,14 @@ def shaped_like(node: fx.Node) -> Any:
 FEW = 64  # A buffer of more numbers is a table, whose every row a mask's proof looks at.
 
 
-def constants_in(node: fx.Node, values: Mapping[fx.Node, torch.Tensor] | None = None) -> Iterator[int]:
+def constants_in(
+    node: fx.Node, values: Mapping[fx.Node, torch.Tensor] | None = None, behind: Iterable[fx.Node] | None = None
+) -> Iterator[int]:
     """Sizes of the numbers that ``node`` is computed with: where something may happen to a position.
 
-    Of the inputs with ``values``, those of few numbers count.
+    Of the inputs with ``values``, those of few numbers count.  ``behind``: what to look through, if not all.
     """
-    for current in ancestors(node):
+    for current in ancestors(node) if behind is None else behind:
         numbers = list(leaves((current.args, current.kwargs)))
         if current.op == "get_attr":
             value = getattr(current.graph.owning_module, str(current.target))

@@ -19,6 +19,8 @@ class Fingerprints:
     def __init__(self, traced: TracedGraph) -> None:
         self._traced = traced
         self._buffers = {given.node: given.example for given in traced.inputs if given.is_buffer}
+        marks = {mark.node: mark for selection in traced.selections for mark in selection.marks}
+        self._marks = {node: (mark.marked, mark.unmarked, str(node.meta["val"])) for node, mark in marks.items()}
         self._of: dict[fx.Node, int] = {}
         self._numbers: dict[Hashable, int] = {}
 
@@ -26,7 +28,8 @@ class Fingerprints:
         stack = [node]
         while stack:
             current = stack[-1]
-            missing = [parent for parent in current.all_input_nodes if parent not in self._of]
+            parents = [] if current in self._marks else current.all_input_nodes
+            missing = [parent for parent in parents if parent not in self._of]
             if missing and current not in self._of:
                 stack += missing
                 continue
@@ -38,6 +41,8 @@ class Fingerprints:
     def _key(self, node: fx.Node) -> Hashable:
         if is_symbolic(node.meta.get("val")):
             return "size", str(node.meta["val"])
+        if node in self._marks:  # proofs look at no more of it
+            return "marks", self._marks[node]
         if node in self._buffers:
             return "constant", digest(self._buffers[node])  # type: ignore[arg-type]
         if node.op == "get_attr":

@@ -28,6 +28,7 @@ from selective_compile.passes.table_rows import table_rows
 from selective_compile.passes.traced_graph import (
     AttentionCall,
     Input,
+    KeySelection,
     Operand,
     RecurrentCall,
     RefusedError,
@@ -46,8 +47,8 @@ HINT_TOKENS = 48
 @dataclass(kw_only=True)
 class FlatGraph:
     """The rewritten graph.  Placeholders in order: weights, token inputs ``[1, T]``, positions ``[T]`` if used,
-    metadata, then if paged a key and a value pool per call site and a state pool per recurrence, then
-    ``logit_rows [R]`` once pass 8 has run.
+    metadata, then if paged a key and a value pool per call site, a pool of index keys per selection and a state pool
+    per recurrence, then ``logit_rows [R]`` once pass 8 has run.
 
     Calls that see equally far back share a block table and a slot mapping; those of the farthest are in the metadata
     first, those of the others follow it in the order of ``reaches``, and then the slots of recurrent states."""
@@ -58,6 +59,7 @@ class FlatGraph:
     uses_positions: bool
     metadata: tuple[str, ...]
     calls: tuple[AttentionCall, ...]
+    selections: tuple[KeySelection, ...]
     recurrences: tuple[RecurrentCall, ...]
     reaches: tuple[Reach, ...]
     symbols: Symbols
@@ -82,7 +84,7 @@ class Flattener:
     def __init__(self, traced: TracedGraph, *, paged: bool) -> None:
         self.traced, self.paged = traced, paged
         self.graph = traced.graph
-        self.reaches = reaches(reach_of(call) for call in traced.calls) if paged else ()
+        self.reaches = reaches(map(reach_of, (*traced.calls, *traced.selections))) if paged else ()
         others = range(1, len(self.reaches))
         tables = [f"{name}_{group}" for group in others for name in ("block_table", "slot_mapping")]
         slots = [STATE_SLOTS] if traced.recurrences else []
@@ -90,10 +92,13 @@ class Flattener:
         self.new: dict[str, fx.Node] = {}
         self.symbols = Symbols()
         self.replaced: dict[fx.Node, fx.Node] = {}
+        self.selected: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> FlatGraph:
         outputs = self.output_axes()
         self.add_placeholders()
+        for index, selection in enumerate(self.traced.selections):
+            self.select_keys(index, selection)
         for index, call in enumerate(self.traced.calls):
             self.replace_attention(index, call)
         for index, recurrence in enumerate(self.traced.recurrences):
@@ -139,10 +144,23 @@ class Flattener:
         names = ["positions", *self.metadata]
         if self.paged:
             names += [f"{kind}_pool_{i}" for i in range(len(self.traced.calls)) for kind in ("key", "value")]
+            names += [f"index_pool_{i}" for i in range(len(self.traced.selections))]
             names += [f"state_pool_{i}" for i in range(len(self.traced.recurrences))]
         for name in names:
             with self.graph.inserting_after(last):
                 last = self.new[name] = self.graph.placeholder(name)
+
+    def select_keys(self, index: int, call: KeySelection) -> None:
+        """What marks hold for the masks, as positions; the marks leave the graph with the masks."""
+        with self.graph.inserting_before(call.output):
+            query, key, weights = (self.arranged(x) for x in (call.query, call.key, call.weights))
+            of_heads = self.graph.call_function(aten.squeeze.dim, (weights, 2))
+            metadata = [self.new[name] for name in self.metadata_of(call)]
+            pools = (self.new[f"index_pool_{index}"],) if self.paged else ()
+            ops = torch.ops.selective
+            op = ops.ragged_top_keys.default if self.paged else ops.varlen_top_keys.default
+            arguments = (query, key, of_heads, *pools, *metadata, call.scale, call.count)
+            self.selected[call.output] = self.graph.call_function(op, arguments)
 
     def replace_attention(self, index: int, call: AttentionCall) -> None:
         with self.graph.inserting_before(call.output):
@@ -197,11 +215,11 @@ class Flattener:
         rows = self.graph.call_function(aten.squeeze.dim, (source, 0))
         return self.graph.call_function(aten.movedim.int, (rows, tensor.token_dim - 1, 0))
 
-    def metadata_of(self, call: AttentionCall) -> tuple[str, ...]:
+    def metadata_of(self, call: AttentionCall | KeySelection) -> tuple[str, ...]:
         group = self.group_of(call)
         return (*PAGED[:2], f"block_table_{group}", f"slot_mapping_{group}") if group else self.metadata[: len(PAGED)]
 
-    def group_of(self, call: AttentionCall) -> int:
+    def group_of(self, call: AttentionCall | KeySelection) -> int:
         return self.reaches.index(reach_of(call)) if self.paged else 0
 
     def options_of(self, index: int, call: AttentionCall) -> dict[str, Any]:
@@ -217,6 +235,8 @@ class Flattener:
             others["slopes"] = self.graph.get_attr(name)
         if call.sinks is not None:
             others["sinks"] = self.graph.call_function(aten.reshape.default, (call.sinks, [-1]))
+        if call.selection is not None:
+            others["selection"] = self.selected[call.selection.output]
         return others
 
     def arranged(self, operand: Operand) -> fx.Node:
@@ -335,6 +355,7 @@ class Flattener:
             uses_positions=uses_positions,
             metadata=self.metadata,
             calls=tuple(self.traced.calls),
+            selections=tuple(self.traced.selections),
             recurrences=tuple(self.traced.recurrences),
             reaches=self.reaches,
             symbols=self.symbols,
@@ -390,13 +411,16 @@ class Flattener:
             return torch.empty([requests, self.symbols.size("max_blocks", 9)], dtype=torch.int32, device=device)
         kind, index = name.split("_pool_")
         if kind == "state":
-            call = self.traced.recurrences[int(index)]
-            pool: list[Any] = [self.symbols.size("num_slots", 11), *call.state_shape]
-            return torch.empty(pool, dtype=call.state_dtype, device=device)
-        return self.fake_pool(self.traced.calls[int(index)], kind)
+            recurrence = self.traced.recurrences[int(index)]
+            pool: list[Any] = [self.symbols.size("num_slots", 11), *recurrence.state_shape]
+            return torch.empty(pool, dtype=recurrence.state_dtype, device=device)
+        if kind == "index":
+            selection = self.traced.selections[int(index)]
+            return self.fake_pool(selection, selection.key)
+        call = self.traced.calls[int(index)]
+        return self.fake_pool(call, call.key if kind == "key" else call.value)
 
-    def fake_pool(self, call: AttentionCall, kind: str) -> torch.Tensor:
-        operand = call.key if kind == "key" else call.value
+    def fake_pool(self, call: AttentionCall | KeySelection, operand: Operand) -> torch.Tensor:
         value = operand.node.meta["val"]
         group = self.group_of(call)  # whose pools have a number of blocks of their own
         blocks = self.symbols.size(f"num_blocks_{group}" if group else "num_blocks", 27 + group)
@@ -405,7 +429,7 @@ class Flattener:
         return torch.empty(shape, dtype=value.dtype, device=value.device)
 
 
-def reach_of(call: AttentionCall) -> Reach:
+def reach_of(call: AttentionCall | KeySelection) -> Reach:
     assert call.family is not None
     return Reach(window=call.family.window, chunk=call.family.chunk)
 

@@ -11,14 +11,15 @@ import torch
 from torch import fx
 
 from selective_compile.passes.axes import Axis
-from selective_compile.passes.evaluate import ancestors, evaluate
+from selective_compile.passes.evaluate import evaluate
 from selective_compile.passes.mask_reads import MaskReads, Unproved
 from selective_compile.passes.positional import at_positions, is_positional_root
 from selective_compile.passes.rules_lookup import reads_own_index
 from selective_compile.passes.score_chain import REPLACED, hidden_from
-from selective_compile.passes.traced_graph import AttentionCall, MaskTerm, TracedGraph
+from selective_compile.passes.traced_graph import AttentionCall, KeyMarks, KeySelection, MaskTerm, TracedGraph
 
 aten = torch.ops.aten
+Masked = AttentionCall | KeySelection
 DENSE_LENGTHS = (2, 3, 5, 17, 40)
 STRIP, STRIPS_END = 256, 4096
 TILE, ALL_PAIRS = 1024, 2**31  # of a table, so many rows and columns at once, and so many numbers in all
@@ -44,7 +45,7 @@ class Probe:
     real_queries: torch.Tensor
 
 
-def dense_probes(traced: TracedGraph, call: AttentionCall, reads: MaskReads) -> Iterator[Probe]:
+def dense_probes(traced: TracedGraph, call: Masked, reads: MaskReads) -> Iterator[Probe]:
     generator = torch.Generator().manual_seed(0)
     batch, padding = 3 if traced.sizes.batch is not None else 1, reads.padding
     for length in DENSE_LENGTHS:
@@ -56,7 +57,7 @@ def dense_probes(traced: TracedGraph, call: AttentionCall, reads: MaskReads) -> 
                 real = torch.randint(0, 2, (batch, length), generator=generator)
                 real[:, length // 2] = 1
             given = {} if padding is None else {padding: real.to(padding.meta["val"].dtype)}
-            allowed, bias = combined(traced, call, batch, length, given)
+            allowed, bias = both(traced, call, reads, real != 0, given)
             for row in range(batch):
                 yield Probe(
                     positions=torch.arange(length),
@@ -67,7 +68,7 @@ def dense_probes(traced: TracedGraph, call: AttentionCall, reads: MaskReads) -> 
                 )
 
 
-def strip_probes(traced: TracedGraph, call: AttentionCall, reads: MaskReads) -> Iterator[Probe]:
+def strip_probes(traced: TracedGraph, call: Masked, reads: MaskReads) -> Iterator[Probe]:
     generator = torch.Generator().manual_seed(1)
     for start in range(0, STRIPS_END, STRIP):
         positions = torch.cat([torch.arange(min(start, 4)), torch.arange(start, start + STRIP)])
@@ -77,7 +78,7 @@ def strip_probes(traced: TracedGraph, call: AttentionCall, reads: MaskReads) -> 
             yield far_probe(traced, call, reads, positions, real)
 
 
-def tile_probes(traced: TracedGraph, call: AttentionCall, reads: MaskReads, heads: int) -> Iterator[Probe]:
+def tile_probes(traced: TracedGraph, call: Masked, reads: MaskReads, heads: int) -> Iterator[Probe]:
     """Every pair of positions that tables have rows for, and some requests that are shorter than the longest.
 
     Raises `Unproved` where the tables are too large for that.
@@ -100,7 +101,7 @@ def tile_probes(traced: TracedGraph, call: AttentionCall, reads: MaskReads, head
 
 def far_probe(
     traced: TracedGraph,
-    call: AttentionCall,
+    call: Masked,
     reads: MaskReads,
     positions: torch.Tensor,
     real: torch.Tensor | None = None,
@@ -113,7 +114,7 @@ def far_probe(
     if padding is None or real is None:
         real = torch.ones(length, dtype=torch.bool)
     given: dict[fx.Node, Any] = {}
-    for node in {n for term in call.masks for n in ancestors(term.node)}:
+    for node in {n for term in call.masks for n in reads.behind(term.node)}:
         if node in traced.axes and is_positional_root(traced.axes[node], node):
             given[node] = at_positions(traced, node, positions)
     if padding is not None:
@@ -128,7 +129,7 @@ def far_probe(
         index = [i if i is None else places_of(traced.axes[n], i) for n, i in zip(nodes, args[1], strict=True)]
         return aten.index.Tensor(args[0], index)
 
-    allowed, bias = combined(traced, call, 1, length, given, at_places)
+    allowed, bias = both(traced, call, reads, real[None], given, at_places)
     return Probe(positions=positions, allowed=allowed[0], bias=bias[0], hidden_keys=~real, real_queries=real)
 
 
@@ -148,8 +149,46 @@ def far_positions(constants: Iterable[int]) -> torch.Tensor:
     return torch.tensor(chosen, dtype=torch.int64)
 
 
+def both(
+    traced: TracedGraph,
+    call: Masked,
+    reads: MaskReads,
+    real: torch.Tensor,
+    given: dict[fx.Node, Any],
+    instead: Any = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the masks allow and add with every key selected, `combined`; ``real`` is ``[batch, length]``.
+
+    Selecting some of the keys must hide the others from real queries, and do nothing else.
+    """
+    batch, length = real.shape
+    every = torch.ones(batch, length, length, dtype=torch.bool)
+    allowed, bias = combined(traced, call, batch, length, given | selecting(traced, reads, every), instead)
+    if reads.marks:
+        some = torch.rand(every.shape, generator=torch.Generator().manual_seed(length)) < 0.5
+        left, same = combined(traced, call, batch, length, given | selecting(traced, reads, some), instead)
+        expected = (allowed & some)[real], bias.masked_fill(~(allowed & some)[:, None], 0).movedim(1, -1)[real]
+        if not (torch.equal(left[real], expected[0]) and torch.equal(same.movedim(1, -1)[real], expected[1])):
+            raise Unproved(reads.marks[0].node, "it does more or less than hide the keys that were not selected")
+    return allowed, bias
+
+
+def selecting(traced: TracedGraph, reads: MaskReads, chosen: torch.Tensor) -> dict[fx.Node, torch.Tensor]:
+    """The marks' tensors where those pairs ``[batch, length, length]`` are selected."""
+    batch, length, _ = chosen.shape
+    size = {Axis.BATCH: batch, Axis.TOKEN: length}
+
+    def tensor(marks: KeyMarks) -> torch.Tensor:
+        like = marks.node.meta["val"]
+        shape = [prod(f if isinstance(f, int) else size[f] for f in dim) for dim in traced.axes[marks.node].dims]  # type: ignore[index]
+        values = torch.full(shape, marks.unmarked, dtype=like.dtype)
+        return values.masked_fill(chosen.reshape(shape), marks.marked)
+
+    return {marks.node: tensor(marks) for marks in reads.marks}
+
+
 def combined(
-    traced: TracedGraph, call: AttentionCall, batch: int, length: int, given: dict[fx.Node, Any], instead: Any = None
+    traced: TracedGraph, call: Masked, batch: int, length: int, given: dict[fx.Node, Any], instead: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The pairs that the causal flag and every mask of the call allow, ``[batch, length, length]`` for all heads, and
     what the masks add to their scores, ``[batch, heads or 1 or 0, length, length]``."""

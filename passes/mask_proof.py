@@ -8,7 +8,9 @@ is evaluated on probes (`mask_probes`) and must equal a family on every one of t
 * the same function on chosen far positions: around every constant in the mask's graph, and powers of two;
 * if some distance is hidden, on positions that close in on the smallest such distance, which is the window;
 * if a token does not see the one before it, around multiples of its position, which is the chunk;
-* if tables are read by slices of rows, as a triangle in a buffer is, every pair of positions that they have rows for.
+* if tables are read by slices of rows, as a triangle in a buffer is, every pair of positions that they have rows for;
+* if it reads which keys were selected (`selections`), each of these twice, with all keys selected and with random ones:
+  it must hide those that are not selected and do nothing else.
 
 Only real queries (padding input not 0) need to agree.  Families: causal, within a window, within chunks, both, and with
 a linear bias for each head.  Refused with its source line: what depends on token content, on a weight, on a look-up in
@@ -26,6 +28,7 @@ from torch import fx
 from selective_compile.passes.evaluate import constants_in
 from selective_compile.passes.fingerprint import Fingerprints
 from selective_compile.passes.mask_probes import (
+    Masked,
     Probe,
     dense_probes,
     far_positions,
@@ -35,7 +38,7 @@ from selective_compile.passes.mask_probes import (
     within,
 )
 from selective_compile.passes.mask_reads import MaskReads, Unproved, mask_reads
-from selective_compile.passes.traced_graph import AttentionCall, MaskFamily, TracedGraph
+from selective_compile.passes.traced_graph import AttentionCall, KeySelection, MaskFamily, TracedGraph
 
 aten = torch.ops.aten
 # By how much a bias may depart from a straight line, in units of the rounding of its largest value.
@@ -47,13 +50,18 @@ def prove_masks(traced: TracedGraph) -> int:
     """Classify every call's mask; refuses what equals no family.  Returns the number proved."""
     proved: dict[Any, MaskFamily] = {}
     alike = Fingerprints(traced)
-    for call in traced.calls:
+    selected_by = {mark: selection for selection in traced.selections for mark in selection.marks}
+    for call in (*traced.selections, *traced.calls):
         key = (call.causal_flag, call.query.heads, *((alike.of(t.node), t.kind, t.factor) for t in call.masks))
         try:
             reads = mask_reads(traced, call)
             if key not in proved:
                 proved[key] = prove(traced, call, reads)
             call.family = proved[key]
+            if isinstance(call, KeySelection) or reads.marks:
+                require_whole(call, proved[key])
+            if isinstance(call, AttentionCall):
+                call.selection = only_one(call, [selected_by[mark] for mark in reads.marks])
             traced.proved_from += [given for given in reads.buffers if given not in traced.proved_from]
             if reads.limit is not None:
                 traced.bound(reads.limit)
@@ -63,9 +71,23 @@ def prove_masks(traced: TracedGraph) -> int:
     return sum(call.family is not None for call in traced.calls)
 
 
+def require_whole(call: Masked, family: MaskFamily) -> None:
+    """A query's selected keys are among all those in front of it, so all of these must be there to attend to."""
+    node = call.masks[0].node if call.masks else call.output
+    if family.window or family.chunk or (family.slopes and isinstance(call, KeySelection)):
+        raise Unproved(node, f"what is selected among and what is attended to must be all keys, got {family}")
+
+
+def only_one(call: AttentionCall, found: list[KeySelection]) -> KeySelection | None:
+    """The selection whose marks a call's masks read; None if they read none."""
+    if any(selection is not found[0] for selection in found):
+        raise Unproved(call.masks[0].node, "its masks read several selections of keys")
+    return found[0] if found else None
+
+
 def refuse_different_paddings(traced: TracedGraph) -> None:
     """Padding removed for one attention is removed for all of them."""
-    proved = [call for call in traced.calls if call.family is not None]
+    proved = [call for call in (*traced.calls, *traced.selections) if call.family is not None]
     for call in proved:
         if call.family.padding is not proved[0].family.padding:  # type: ignore[union-attr]
             traced.refuse(
@@ -73,11 +95,11 @@ def refuse_different_paddings(traced: TracedGraph) -> None:
             )
 
 
-def prove(traced: TracedGraph, call: AttentionCall, reads: MaskReads) -> MaskFamily:
+def prove(traced: TracedGraph, call: Masked, reads: MaskReads) -> MaskFamily:
     probes = list(dense_probes(traced, call, reads))
     if call.masks:
         values: Any = {given.node: given.example for given in reads.buffers}
-        constants = {c for term in call.masks for c in constants_in(term.node, values)}
+        constants = {c for term in call.masks for c in constants_in(term.node, values, reads.behind(term.node))}
         probes += strip_probes(traced, call, reads)
         probes.append(far_probe(traced, call, reads, within(reads, far_positions(constants))))
     if reads.rows:
@@ -105,7 +127,7 @@ def chunk_of(probes: list[Probe]) -> int:
     return 0 if first == 1 else first  # a window of 1 hides the token before from every token
 
 
-def slopes_of(call: AttentionCall, probes: list[Probe]) -> tuple[float, ...]:
+def slopes_of(call: Masked, probes: list[Probe]) -> tuple[float, ...]:
     """For each query head, the slope of the bias over keys; empty without one.
 
     A constant for all keys of a query changes none of its weights.
@@ -150,7 +172,7 @@ def made_at(traced: TracedGraph, node: fx.Node) -> fx.Node:
         (node,) = parents
 
 
-def close_in(traced: TracedGraph, call: AttentionCall, reads: MaskReads, probes: list[Probe], chunk: int) -> int:
+def close_in(traced: TracedGraph, call: Masked, reads: MaskReads, probes: list[Probe], chunk: int) -> int:
     """The smallest distance that the mask hides within a chunk, 0 if it hides none; adds the probes that it takes."""
     while True:
         seen = max(int(distances(probe, probe.allowed, chunk).max()) for probe in probes)

@@ -10,7 +10,7 @@ from torch import fx
 from selective_compile.passes.evaluate import ancestors
 from selective_compile.passes.rules_lookup import LOOKUPS
 from selective_compile.passes.table_rows import TableRows, table_rows
-from selective_compile.passes.traced_graph import AttentionCall, Input, TracedGraph
+from selective_compile.passes.traced_graph import AttentionCall, Input, KeyMarks, KeySelection, TracedGraph
 
 aten = torch.ops.aten
 
@@ -25,7 +25,8 @@ class Unproved(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class MaskReads:
-    """The one token input that hides keys, if any; the slices of tables; the model's buffers, all of one call's masks.
+    """The one token input that hides keys, if any; the slices of tables; the model's buffers; the marks of selected
+    keys, all of one call's masks.
 
     ``limit``: the longest request that the tables have rows for; None without tables.
     """
@@ -33,24 +34,33 @@ class MaskReads:
     padding: fx.Node | None = None
     rows: dict[fx.Node, TableRows] = field(default_factory=dict)
     buffers: tuple[Input, ...] = ()
+    marks: tuple[KeyMarks, ...] = ()
 
     @property
     def limit(self) -> int | None:
         return min((rows.limit for rows in self.rows.values()), default=None)
 
+    def behind(self, node: fx.Node) -> list[fx.Node]:
+        """What a mask is computed from, not looking behind the marks of selected keys."""
+        return ancestors(node, frozenset(mark.node for mark in self.marks))
 
-def mask_reads(traced: TracedGraph, call: AttentionCall) -> MaskReads:
+
+def mask_reads(traced: TracedGraph, call: AttentionCall | KeySelection) -> MaskReads:
     """Raises `Unproved` where a mask depends on what the tokens are, on two inputs, on a weight, or on a look-up."""
     found: set[fx.Node] = set()
     rows: dict[fx.Node, TableRows] = {}
     buffers: list[Input] = []
     tokens = {given.node for given in traced.tokens()}
     kept = {given.node: given for given in traced.inputs if given.is_buffer}
+    marks = {mark.node: mark for selection in traced.selections for mark in selection.marks}
+    marked: list[KeyMarks] = []
     for term in call.masks:
         if term.node not in traced.axes:
             raise Unproved(term.node, "its mask could not be followed back to positions")
-        for node in ancestors(term.node):
-            if node in tokens:
+        for node in ancestors(term.node, frozenset(marks)):
+            if node in marks:
+                marked.append(marks[node])
+            elif node in tokens:
                 found.add(node)
             elif node in kept:
                 buffers.append(kept[node])
@@ -64,7 +74,12 @@ def mask_reads(traced: TracedGraph, call: AttentionCall) -> MaskReads:
         raise Unproved(call.masks[0].node, f"its masks depend on several inputs: {sorted(n.name for n in found)}")
     if found & used_outside_masks(traced):
         raise Unproved(call.masks[0].node, "the input that hides keys is used outside of masks as well")
-    return MaskReads(padding=found.pop() if found else None, rows=rows, buffers=tuple(dict.fromkeys(buffers)))
+    return MaskReads(
+        padding=found.pop() if found else None,
+        rows=rows,
+        buffers=tuple(dict.fromkeys(buffers)),
+        marks=tuple(dict.fromkeys(marked)),
+    )
 
 
 def used_outside_masks(traced: TracedGraph) -> set[fx.Node]:

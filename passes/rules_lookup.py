@@ -12,6 +12,7 @@ from torch import fx
 from selective_compile.passes.axes import Axes, Axis, Dim, Mixes, Sizes
 from selective_compile.passes.rules_pointwise import broadcast
 from selective_compile.passes.rules_reduce import dims_along, refuse_labelled
+from selective_compile.passes.rules_selection import mark_keys, marks_keys
 
 aten = torch.ops.aten
 AxesOf = Callable[[Any], Axes]
@@ -78,8 +79,10 @@ def gather(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     return Axes(dims=index.dims, inputs=axes.inputs | index.inputs)
 
 
-def scatter(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+def scatter(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Any:
     """``x[i, index[i, j]] = source[i, j]``, or added to it: within each token's own row."""
+    if marks_keys(node, axes_of):
+        return mark_keys(node, axes_of)
     given = [axes_of(a) for a in (node.args[0], *node.args[2:4]) if isinstance(a, fx.Node)]
     (dim,) = dims_along(node, 1)
     for axes in given:

@@ -244,4 +244,4 @@ ORDERS: dict[Any, Callable[..., Any]] = {
 }
 # By name: another library registers the one, and only where it is imported.
 GROUPED_PRODUCTS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
-READ_NUMBERS = (aten.index, aten.index_select, aten.index_put, aten.index_add, aten.sort, aten.argsort)
+READ_NUMBERS = (aten.index, aten.index_select, aten.index_put, aten.index_add, aten.sort, aten.argsort, aten.scatter)

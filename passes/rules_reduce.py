@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from selective_compile.passes.axes import Axes, Axis, Dim, Factor, Mixes, Sizes
+from selective_compile.passes.axes import Axes, Axis, Dim, Factor, Mixes, Sizes, is_symbolic
 from selective_compile.passes.rules_pointwise import broadcast, pointwise
+from selective_compile.passes.rules_selection import select_keys
 
 aten = torch.ops.aten
 
@@ -76,10 +77,17 @@ OVER_KEYS: dict[Any, str] = {
 OF_TWO = (aten.max.other, aten.min.other)  # of two tensors, which shares a name with that of one
 
 
-def selection(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Axes:
-    """``topk`` and ``sort``: order within one unlabelled dimension, which changes its size at most."""
+def selection(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Any:
+    """``topk`` and ``sort``: order within one unlabelled dimension, which changes its size at most.
+
+    Of the keys of a (query, key) pair, ``topk`` selects some.
+    """
     position = 2 if node.target in (aten.topk.default, aten.sort.stable, aten.argsort.stable) else 1
     axes, dims = axes_of(node.args[0]), dims_along(node, position, -1)
+    if node.target is aten.topk.default and is_keys(axes, dims[0]):
+        return select_keys(node, axes, dims[0], sizes)
+    if any(is_symbolic(given.meta["val"]) for given in node.all_input_nodes[1:]):
+        raise Mixes("computes with the number of tokens or requests, which is not known of one token")
     refuse_labelled(node, axes, dims)
     value = node.meta["val"]
     size = (value if isinstance(value, torch.Tensor) else value[0]).shape[dims[0]]

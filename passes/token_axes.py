@@ -46,7 +46,7 @@ RULES: dict[Any, Rule] = {**UNTAGGED, **VIEWS, **REDUCTIONS, **CREATIONS, **LOOK
 SHAPED_BY_SIZES = (
     *(aten.view, aten.reshape, aten._unsafe_view, aten.unflatten, aten.expand, aten.slice, aten.arange, aten.zeros),
     *(aten.ones, aten.full, aten.empty, aten.new_ones, aten.new_zeros, aten.new_full, aten.new_empty),
-    *(aten.slice_scatter, aten.split_with_sizes),
+    *(aten.slice_scatter, aten.split_with_sizes, aten.topk),
     torch.ops.selective.function,
 )
 HELD_TO_NO_DROPOUT = (aten.scaled_dot_product_attention.default,)  # pass 3 refuses it with a dropout other than 0

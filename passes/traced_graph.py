@@ -110,6 +110,41 @@ class MaskFamily:
         return ", ".join(filter(None, named))
 
 
+@dataclass(frozen=True, kw_only=True)
+class KeyMarks:
+    """A (query, key) tensor that holds ``marked`` at the keys that were selected for the query, else ``unmarked``."""
+
+    node: fx.Node
+    marked: bool | int | float
+    unmarked: bool | int | float
+
+
+@dataclass(kw_only=True)
+class KeySelection:
+    """For each query, the ``count`` keys with the highest scores, or all if there are no more.
+
+    The score is the sum over heads of ``weights * relu(scale * query . key)``; ``masks`` say which keys there are, and
+    ``marks`` is what the selection is read by.  ``output`` is the node that selects.
+    """
+
+    name: str
+    output: fx.Node
+    query: Operand
+    key: Operand
+    weights: Operand  # with a head size of 1
+    scale: float
+    count: int
+    masks: tuple[MaskTerm, ...]
+    marks: tuple[KeyMarks, ...]
+    source_line: str
+    covers: frozenset[fx.Node]
+    causal_flag: Literal[False] = False
+    family: MaskFamily | None = None
+
+    def __str__(self) -> str:
+        return f"the best {self.count} keys by {self.query.heads} heads of {self.key.head_size}"
+
+
 @dataclass(kw_only=True)
 class AttentionCall:
     """One recognised attention: ``output`` is the node whose value the ragged op replaces."""
@@ -129,6 +164,7 @@ class AttentionCall:
     covers: frozenset[fx.Node]
     sinks: fx.Node | None = None  # as many numbers as query heads, in their order
     family: MaskFamily | None = None
+    selection: KeySelection | None = None  # of the keys that the family allows, only these
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +213,7 @@ class TracedGraph:
     axes: dict[fx.Node, Axes] = field(default_factory=dict)
     sequence_nodes: dict[fx.Node, str] = field(default_factory=dict)
     calls: list[AttentionCall] = field(default_factory=list)
+    selections: list[KeySelection] = field(default_factory=list)
     isolated: list[IsolatedCall] = field(default_factory=list)
     recurrences: list[RecurrentCall] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)

@@ -26,6 +26,8 @@ the last dimension of every tensor is contiguous):
     sinks         [H] of a floating dtype, or None: a logit per query head that takes part in the softmax as one
                   more key whose value is 0; neither scaled nor softcapped
     slopes        [H] float32, or None: slopes[h] * (j - p) is added to the score after scale and softcap (ALiBi)
+    selection     [T, count] int32, or None: a row sees only these positions of its request; -1 is none. Each at most
+                  once, the -1 last. With window 0 and chunk 0 only
     result        [T, H, Dv], query's dtype; rows past cu_seqlens_q[N] are 0
 
 and of linear: x [..., K], weight [N, K], bias [N] or None, result [..., N], all of x's dtype.
@@ -177,9 +179,11 @@ def _fake_ragged_attention(
     chunk: int = 0,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    selection: Tensor | None = None,
 ) -> Tensor:
     _check_rows(query, key, value)
     _check_per_head(query, sinks, slopes)
+    _check_selection(query, selection, window, chunk)
     for name, pool, rows in (("key_pool", key_pool, key), ("value_pool", value_pool, value)):
         fits = pool.dim() == 4 and pool.shape[1] == rows.shape[1] and pool.shape[3] == rows.shape[2]
         require(fits, f"{name} must be [num_blocks, K, block_size, D], got {list(pool.shape)}")
@@ -198,9 +202,11 @@ def _fake_varlen_attention(
     chunk: int = 0,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    selection: Tensor | None = None,
 ) -> Tensor:
     _check_rows(query, key, value)
     _check_per_head(query, sinks, slopes)
+    _check_selection(query, selection, window, chunk)
     return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
 
 
@@ -224,6 +230,15 @@ def _check_per_head(query: Tensor, sinks: Tensor | None, slopes: Tensor | None) 
         require(sinks.is_floating_point(), f"sinks must be of a floating dtype, got {sinks.dtype}")
     if slopes is not None:
         require(slopes.dtype == torch.float32, f"slopes must be torch.float32, got {slopes.dtype}")
+
+
+def _check_selection(query: Tensor, selection: Tensor | None, window: int, chunk: int) -> None:
+    if selection is None:
+        return
+    fits = selection.dim() == 2 and selection.dtype == torch.int32
+    require(fits, f"selection must be [T, count] torch.int32, got {list(selection.shape)} {selection.dtype}")
+    torch._check(selection.shape[0] == query.shape[0])
+    require(not window and not chunk, f"window and chunk must be 0 with a selection, got {window} and {chunk}")
 
 
 def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -258,13 +273,15 @@ def register(schema: str, run: Callable[..., Tensor], fake: Callable[..., Tensor
 ragged_attention = register(
     "ragged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) key_pool, Tensor(b!) value_pool, "
     "Tensor cu_seqlens_q, Tensor context_lens, Tensor block_table, Tensor slot_mapping, "
-    "float scale, int window, float softcap, int chunk=0, Tensor? sinks=None, Tensor? slopes=None) -> Tensor",
+    "float scale, int window, float softcap, int chunk=0, Tensor? sinks=None, Tensor? slopes=None, "
+    "Tensor? selection=None) -> Tensor",
     _run_ragged_attention,
     _fake_ragged_attention,
 )
 varlen_attention = register(
     "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, "
-    "float scale, int window, float softcap, int chunk=0, Tensor? sinks=None, Tensor? slopes=None) -> Tensor",
+    "float scale, int window, float softcap, int chunk=0, Tensor? sinks=None, Tensor? slopes=None, "
+    "Tensor? selection=None) -> Tensor",
     _run_varlen_attention,
     _fake_varlen_attention,
 )

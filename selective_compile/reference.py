@@ -27,6 +27,7 @@ def ragged_attention(
     chunk: int = 0,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    selection: Tensor | None = None,
 ) -> Tensor:
     """`selective::ragged_attention`: write this step's keys and values, then attend. Returns [T, H, Dv]."""
     written, block_size = slot_mapping >= 0, key_pool.shape[2]
@@ -42,7 +43,8 @@ def ragged_attention(
         positions = torch.arange(oldest, context, device=query.device)
         blocks, offsets = block_table[n, positions // block_size].long(), positions % block_size
         keys, values = key_pool[blocks, :, offsets], value_pool[blocks, :, offsets]
-        attended = _attend(query[rows], keys, values, positions, scale, window, softcap, chunk, sinks, slopes)
+        chosen = None if selection is None else selection[rows]
+        attended = _attend(query[rows], keys, values, positions, scale, window, softcap, chunk, sinks, slopes, chosen)
         output[rows] = attended.to(query.dtype)
     return output
 
@@ -58,6 +60,7 @@ def varlen_attention(
     chunk: int = 0,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    selection: Tensor | None = None,
 ) -> Tensor:
     """`selective::varlen_attention`: each request attends to its own rows alone. Returns [T, H, Dv]."""
     output = query.new_zeros(*query.shape[:2], value.shape[-1])
@@ -65,9 +68,47 @@ def varlen_attention(
     for begin, end in zip(bounds, bounds[1:], strict=False):
         positions = torch.arange(end - begin, device=query.device)
         q, k, v = (tensor[begin:end] for tensor in (query, key, value))
-        attended = _attend(q, k, v, positions, scale, window, softcap, chunk, sinks, slopes)
+        chosen = None if selection is None else selection[begin:end]
+        attended = _attend(q, k, v, positions, scale, window, softcap, chunk, sinks, slopes, chosen)
         output[begin:end] = attended.to(query.dtype)
     return output
+
+
+def ragged_top_keys(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    key_pool: Tensor,
+    cu_seqlens_q: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    scale: float,
+    count: int,
+) -> Tensor:
+    """`selective::ragged_top_keys`: write this step's keys, then select the best of each row. [T, count] int32."""
+    written, block_size = slot_mapping >= 0, key_pool.shape[2]
+    slots = slot_mapping[written]
+    key_pool[slots // block_size, :, slots % block_size] = key[written]
+    selection = torch.full((len(query), count), -1, dtype=torch.int32, device=query.device)
+    bounds = cu_seqlens_q.tolist()
+    for n, context in enumerate(context_lens.tolist()):
+        rows, positions = slice(bounds[n], bounds[n + 1]), torch.arange(context, device=query.device)
+        keys = key_pool[block_table[n, positions // block_size].long(), :, positions % block_size]
+        selection[rows] = _top_keys(query[rows], keys, weights[rows], scale, count)
+    return selection
+
+
+def varlen_top_keys(
+    query: Tensor, key: Tensor, weights: Tensor, cu_seqlens_q: Tensor, scale: float, count: int
+) -> Tensor:
+    """`selective::varlen_top_keys`: each request selects among its own rows alone. [T, count] int32."""
+    selection = torch.full((len(query), count), -1, dtype=torch.int32, device=query.device)
+    bounds = cu_seqlens_q.tolist()
+    for begin, end in zip(bounds, bounds[1:], strict=False):
+        q, k, w = (tensor[begin:end] for tensor in (query, key, weights))
+        selection[begin:end] = _top_keys(q, k, w, scale, count)
+    return selection
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -87,6 +128,7 @@ def _attend(
     chunk: int,
     sinks: Tensor | None,
     slopes: Tensor | None,
+    selection: Tensor | None,
 ) -> Tensor:
     """Attention of a request's last positions [q, H, D] to its keys [c, K, D] at `positions`, c >= q: [q, H, Dv]."""
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -102,11 +144,30 @@ def _attend(
         hidden |= i - j >= window
     if chunk > 0:
         hidden |= j // chunk != i // chunk
+    if selection is not None:
+        ends = torch.where(selection < 0, len(key), selection).long()  # nothing selected: behind the last key
+        hidden |= torch.ones(len(query), len(key) + 1, dtype=torch.bool, device=query.device).scatter(
+            1, ends, torch.zeros_like(ends, dtype=torch.bool)
+        )[:, :-1]
     score = score.masked_fill(hidden, -torch.inf)
     if sinks is not None:
         score = torch.cat([score, sinks.to(wide).reshape(per_head).expand(*score.shape[:-1], 1)], dim=-1)
     weights = score.softmax(-1)[..., : len(key)]
     return torch.einsum("kgqc,ckd->qkgd", weights, value.to(wide)).flatten(1, 2)
+
+
+def _top_keys(query: Tensor, key: Tensor, weights: Tensor, scale: float, count: int) -> Tensor:
+    """Of a request's last positions [q, H, D] the best of its keys [c, K, D], ascending, then -1: [q, count]."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    i = torch.arange(len(key) - len(query), len(key), device=query.device)[:, None]
+    overlap = torch.einsum("qkgd,ckd->qkgc", query.to(wide).unflatten(1, (key.shape[1], -1)), key.to(wide)) * scale
+    score = torch.einsum("qh,qhc->qc", weights.to(wide), overlap.relu().flatten(1, 2))
+    score = score.masked_fill(torch.arange(len(key), device=query.device) > i, -torch.inf)
+    best = score.sort(dim=-1, descending=True, stable=True).indices[:, :count]  # of equal ones, those in front
+    best = torch.where(best <= i, best, len(key)).sort(dim=-1).values
+    selection = torch.full((len(query), count), -1, dtype=torch.int32, device=query.device)
+    selection[:, : best.shape[1]] = torch.where(best < len(key), best, -1)
+    return selection
 
 
 def _first_seen(position: int, window: int, chunk: int) -> int:

@@ -179,7 +179,7 @@ def call_report(call: AttentionCall) -> CallReport:
     return CallReport(
         name=call.name,
         form=call.form,
-        mask=str(call.family),
+        mask=str(call.family) + ("" if call.selection is None else f", {call.selection}"),
         query_heads=call.query.heads,
         kv_heads=call.key.heads,
         head_size=call.key.head_size,

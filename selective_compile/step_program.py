@@ -19,6 +19,7 @@ from selective_compile.passes import Refusal, RefusedError, Rewrite, rewrite
 from selective_compile.passes.flatten import FlatGraph, reach_of
 from selective_compile.passes.isolated_call import WholeModules
 from selective_compile.passes.recurrence_match import Recognised
+from selective_compile.passes.traced_graph import KeySelection
 from selective_compile.proved_tensors import ProvedTensors
 from selective_compile.step import Reach, StepInputs
 from selective_compile.whole_functions import Place
@@ -26,7 +27,7 @@ from selective_compile.whole_functions import Place
 
 @dataclass(frozen=True, kw_only=True)
 class CallSite:
-    """One attention call of the graph and the KV pool it needs."""
+    """One attention call of the graph and the KV pool it needs; or a selection of keys, whose values have no size."""
 
     name: str
     num_query_heads: int
@@ -138,7 +139,7 @@ class StepProgram:
         flat = rewritten.flat
         assert flat is not None
         self.rewritten = rewritten
-        self.call_sites = tuple(call_site(call) for call in flat.calls)
+        self.call_sites = (*map(call_site, flat.calls), *map(index_site, flat.selections))
         self.state_sites = tuple(
             StateSite(name=call.name, shape=call.state_shape, dtype=call.state_dtype, device=flat.device)
             for call in flat.recurrences
@@ -183,7 +184,7 @@ class StepProgram:
         arguments += [tensor for pair in inputs.other_tables for tensor in pair]
         if self.state_sites:
             arguments.append(inputs.state_slots)
-        arguments += [tensor for pair in pools for tensor in pair]
+        arguments += [tensor for pair in pools for tensor in pair if tensor.shape[-1]]  # a selection has no values
         arguments += states
         arguments.append(inputs.logit_rows)
         with torch.no_grad(), forced_implementation(self._implementation):
@@ -199,6 +200,21 @@ def call_site(call: Any) -> CallSite:
         num_kv_heads=call.key.heads,
         key_head_size=call.key.head_size,
         value_head_size=call.value.head_size,
+        window=reach_of(call).window,
+        chunk=reach_of(call).chunk,
+        dtype=value.dtype,
+        device=value.device,
+    )
+
+
+def index_site(call: KeySelection) -> CallSite:
+    value = call.key.node.meta["val"]
+    return CallSite(
+        name=call.name,
+        num_query_heads=call.query.heads,
+        num_kv_heads=call.key.heads,
+        key_head_size=call.key.head_size,
+        value_head_size=0,
         window=reach_of(call).window,
         chunk=reach_of(call).chunk,
         dtype=value.dtype,

@@ -11,6 +11,7 @@ import functools
 import logging
 import struct
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from selective_compile.kernels import native
 _logger = logging.getLogger(__name__)
 
 _pack = struct.Struct("=39q2d").pack
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_REFUSALS = {
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+REFUSALS = {
     1: "cu_seqlens_q must start at 0, never fall, and end at or below the number of rows",
     2: "context_lens must be at least the request's rows and at most max_blocks * block_size",
     3: "block_table must name blocks of the pool",
@@ -69,6 +70,7 @@ def ragged_attention(
     chunk: int = 0,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    selection: Tensor | None = None,
 ) -> Tensor:
     """`selective::ragged_attention` (shapes: `selective_compile.ops`). Returns [T, H, Dv].
 
@@ -77,9 +79,13 @@ def ragged_attention(
             unchanged then.
         NativeBuildError: the kernel cannot be built here.
     """
-    _check_rows(query, key, value)
-    _check_metadata(cu_seqlens_q, context_lens, block_table, slot_mapping, rows=query.shape[0])
-    sinks, slopes = _per_head(sinks, query.shape[1], "sinks"), _per_head(slopes, query.shape[1], "slopes")
+    if selection is not None:
+        refuse_reach(window, chunk)
+        tensors = (query, key, value, key_pool, value_pool, cu_seqlens_q, context_lens, block_table, slot_mapping)
+        return _selection().ragged_selected_attention(*tensors, scale, softcap, sinks, slopes, selection)
+    check_rows(query, key, value)
+    check_metadata(cu_seqlens_q, context_lens, block_table, slot_mapping, rows=query.shape[0])
+    sinks, slopes = per_head(sinks, query.shape[1], "sinks"), per_head(slopes, query.shape[1], "slopes")
     if not (key_pool.dtype is query.dtype and value_pool.dtype is query.dtype):
         raise ValueError(f"the pools must be {query.dtype}, got {key_pool.dtype} and {value_pool.dtype}")
     num_blocks, heads, block_size, _ = key_pool.shape
@@ -103,7 +109,7 @@ def ragged_attention(
         (block_table.data_ptr(), slot_mapping.data_ptr()),
         (context_lens.numel(), block_size, num_blocks, block_table.shape[1], block_table.stride(0)),
         (key_block, key_head, key_slot, value_block, value_head, value_slot),
-        (window, chunk, _address(sinks), _address(slopes), scale, softcap),
+        (window, chunk, address(sinks), address(slopes), scale, softcap),
     )
 
 
@@ -118,6 +124,7 @@ def varlen_attention(
     chunk: int = 0,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    selection: Tensor | None = None,
 ) -> Tensor:
     """`selective::varlen_attention` (shapes: `selective_compile.ops`). Returns [T, H, Dv].
 
@@ -127,10 +134,14 @@ def varlen_attention(
         ValueError: a dtype or layout is not supported, or cu_seqlens_q points outside the tensors.
         NativeBuildError: the kernel cannot be built here.
     """
-    _check_rows(query, key, value)
+    if selection is not None:
+        refuse_reach(window, chunk)
+        tensors = (query, key, value, cu_seqlens_q)
+        return _selection().varlen_selected_attention(*tensors, scale, softcap, sinks, slopes, selection)
+    check_rows(query, key, value)
     if not (cu_seqlens_q.dtype is torch.int32 and cu_seqlens_q.is_contiguous()):
         raise ValueError(f"cu_seqlens_q must be contiguous int32, got {cu_seqlens_q.dtype}")
-    sinks, slopes = _per_head(sinks, query.shape[1], "sinks"), _per_head(slopes, query.shape[1], "slopes")
+    sinks, slopes = per_head(sinks, query.shape[1], "sinks"), per_head(slopes, query.shape[1], "slopes")
     key_row, key_head, _ = key.stride()
     value_row, value_head, _ = value.stride()
     return _launch(
@@ -141,8 +152,21 @@ def varlen_attention(
         (0, 0),
         (cu_seqlens_q.numel() - 1, 0, 0, 0, 0),
         (0, key_head, key_row, 0, value_head, value_row),
-        (window, chunk, _address(sinks), _address(slopes), scale, softcap),
+        (window, chunk, address(sinks), address(slopes), scale, softcap),
     )
+
+
+def _selection() -> ModuleType:
+    # Most models select no keys, and need no second library to be built.
+    from selective_compile.kernels import selection_cpu
+
+    return selection_cpu
+
+
+def refuse_reach(window: int, chunk: int) -> None:
+    """Raise ValueError unless both are 0, as they must be with a selection."""
+    if window or chunk:
+        raise ValueError(f"window and chunk must be 0 with a selection, got {window} and {chunk}")
 
 
 def _launch(
@@ -167,7 +191,7 @@ def _launch(
         *pools_and_lengths,
         *blocks,
         native.torch_parallel(),
-        *(_DTYPES[query.dtype], torch.get_num_threads()),
+        *(DTYPES[query.dtype], torch.get_num_threads()),
         *(rows, query_heads, heads, size, value_size),
         *sizes,
         *(query_row, query_head, key_row, key_head, value_row, value_head),
@@ -176,11 +200,11 @@ def _launch(
     )
     status = _kernel()(packed)
     if status:
-        raise ValueError(_REFUSALS[status])
+        raise ValueError(REFUSALS[status])
     return output
 
 
-def _per_head(values: Tensor | None, heads: int, name: str) -> Tensor | None:
+def per_head(values: Tensor | None, heads: int, name: str) -> Tensor | None:
     """The values as the kernel reads them; the caller holds them until it has run, for they may be a copy."""
     if values is None:
         return None
@@ -189,13 +213,13 @@ def _per_head(values: Tensor | None, heads: int, name: str) -> Tensor | None:
     return values.to(torch.float32).contiguous()
 
 
-def _address(values: Tensor | None) -> int:
+def address(values: Tensor | None) -> int:
     return 0 if values is None else values.data_ptr()
 
 
-def _check_rows(query: Tensor, key: Tensor, value: Tensor) -> None:
+def check_rows(query: Tensor, key: Tensor, value: Tensor) -> None:
     dtype = query.dtype
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         raise ValueError(f"query must be float32, bfloat16 or float16, got {dtype}")
     if not (key.dtype is dtype and value.dtype is dtype):
         raise ValueError(f"key and value must be {dtype}, got {key.dtype} and {value.dtype}")
@@ -208,7 +232,7 @@ def _check_rows(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError("the last dimension of query, key and value must be contiguous")
 
 
-def _check_metadata(
+def check_metadata(
     cu_seqlens_q: Tensor, context_lens: Tensor, block_table: Tensor, slot_mapping: Tensor, *, rows: int
 ) -> None:
     requests = context_lens.numel()

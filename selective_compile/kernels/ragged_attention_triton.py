@@ -23,6 +23,7 @@ sm_100 and gfx942 and fails on a spill. Their speed has not been measured on a G
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import triton
@@ -288,9 +289,14 @@ def ragged_attention(
     chunk: int = 0,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    selection: Tensor | None = None,
 ) -> Tensor:
     """`selective::ragged_attention`: one launch writes into the pools, a second attends. [T, H, Dv]."""
     _write(key, value, key_pool, value_pool, slot_mapping)
+    if selection is not None:
+        metadata = (cu_seqlens_q, context_lens, block_table)
+        options = ((scale, softcap), sinks, slopes, selection)
+        return _selection(window, chunk).ragged_selected_attention(query, key_pool, value_pool, metadata, *options)
     pools, strides = (key_pool, value_pool), (*key_pool.stride()[:3], *value_pool.stride()[:3])
     tensors = (cu_seqlens_q, context_lens, block_table, sinks, slopes)
     return _attend(query, pools, tensors, strides, key_pool.shape[1:3], (scale, window, softcap, chunk))
@@ -307,11 +313,24 @@ def varlen_attention(
     chunk: int = 0,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    selection: Tensor | None = None,
 ) -> Tensor:
     """`selective::varlen_attention`: the rows of `key` and `value` are read where they are. [T, H, Dv]."""
+    if selection is not None:
+        options = ((scale, softcap), sinks, slopes, selection)
+        return _selection(window, chunk).varlen_selected_attention(query, key, value, cu_seqlens_q, *options)
     strides = (*key.stride()[:2], 0, *value.stride()[:2], 0)
     tensors = (cu_seqlens_q, cu_seqlens_q, cu_seqlens_q, sinks, slopes)
     return _attend(query, (key, value), tensors, strides, (key.shape[1], 0), (scale, window, softcap, chunk))
+
+
+def _selection(window: int, chunk: int) -> ModuleType:
+    """The kernels that read selected keys, which are among all keys in front of a row."""
+    from selective_compile.kernels import selection_triton  # which reads from here
+
+    if window or chunk:
+        raise ValueError(f"window and chunk must be 0 with a selection, got {window} and {chunk}")
+    return selection_triton
 
 
 def _attend(

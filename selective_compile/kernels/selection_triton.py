@@ -1,0 +1,394 @@
+"""Selections of keys in Triton, for CUDA and ROCm: score the index keys, select the best, attend to the selected ones.
+
+Legend
+    row        a token of the step; a program finds its request by bisection of cu_seqlens_q
+    BLOCK_H    heads, padded to a power of two of at least 16, as tl.dot needs; heads of one key head together
+    BLOCK_N    keys of one iteration
+    BLOCK_SIZE 0: no pool, the keys are the request's own rows of this step
+    ranks      [T, width] int64: of each visible key its score, as an integer of the same order, over the complement of
+               its position, so that of equal scores those of smaller positions are higher; of other keys less than all
+    width      keys that a row may have: what the block table has room for, or all rows of the step
+
+The ranks are sorted by torch (`topk`), whose choice among them is certain, because no two of them are equal. They take
+8 bytes for each row and key of the step. Their speed has not been measured on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from selective_compile.kernels.interpreter import interpreted
+from selective_compile.kernels.ragged_attention_triton import _dot, _on_device
+
+_NOTHING = -(2**63)
+
+
+@triton.jit
+def _request_of(cu_seqlens_q, num_requests, row):
+    """The last request that begins at or before the row; behind the last row of all, it is num_requests."""
+    low = num_requests * 0
+    high = num_requests
+    while low < high:
+        middle = (low + high + 1) // 2
+        starts_later = tl.load(cu_seqlens_q + middle) > row
+        high = tl.where(starts_later, middle - 1, high)
+        low = tl.where(starts_later, low, middle)
+    return low
+
+
+@triton.jit(
+    do_not_specialize=["num_requests", "table_stride", "width"],
+    do_not_specialize_on_alignment=["cu_seqlens_q", "context_lens", "block_table"],
+)
+def _rank_kernel(
+    ranks,  # [T, width] int64, filled with the least number
+    query,  # [T, H, D]
+    weights,  # [T, H] float32
+    keys,  # [num_blocks, K, BLOCK_SIZE, D]; without a pool [T, K, D]
+    cu_seqlens_q,  # [N + 1]
+    context_lens,  # [N]; without a pool not read
+    block_table,  # [N, max_blocks]; without a pool not read
+    num_requests,
+    query_row_stride,
+    query_head_stride,
+    key_block_stride,
+    key_head_stride,
+    key_slot_stride,
+    table_stride,
+    width,
+    SCALE: tl.constexpr,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    row = tl.program_id(0)
+    start = tl.program_id(1) * BLOCK_N
+    request = _request_of(cu_seqlens_q, num_requests, row)
+    if request >= num_requests:
+        return
+    row_begin = tl.load(cu_seqlens_q + request)
+    row_end = tl.load(cu_seqlens_q + request + 1)
+    if BLOCK_SIZE > 0:
+        position = tl.load(context_lens + request) - row_end + row
+    else:
+        position = row - row_begin
+    if start > position:
+        return
+    h = tl.arange(0, BLOCK_H)
+    d = tl.arange(0, BLOCK_D)
+    j = start + tl.arange(0, BLOCK_N)
+    seen = j <= position
+    if BLOCK_SIZE > 0:
+        entry = block_table + request.to(tl.int64) * table_stride + j // BLOCK_SIZE
+        block = tl.load(entry, mask=seen, other=0).to(tl.int64)
+        slot = j % BLOCK_SIZE
+    else:
+        block = (row_begin + j).to(tl.int64)
+        slot = j * 0
+    key_offset = block * key_block_stride + slot * key_slot_stride
+    total = tl.full([BLOCK_N], 0.0, tl.float32)
+    for kv_head in range(KV_HEADS):
+        head = kv_head * GROUP + h
+        query_offset = row.to(tl.int64) * query_row_stride + head * query_head_stride
+        q = tl.load(query + query_offset[:, None] + d[None, :], (h < GROUP)[:, None] & (d < KEY_SIZE)[None, :], 0.0)
+        w = tl.load(weights + row.to(tl.int64) * (GROUP * KV_HEADS) + head, h < GROUP, 0.0)
+        where = key_offset[None, :] + kv_head * key_head_stride + d[:, None]
+        k = tl.load(keys + where, seen[None, :] & (d < KEY_SIZE)[:, None], 0.0)
+        overlap = _dot(q, k, tl.full([BLOCK_H, BLOCK_N], 0.0, tl.float32), WIDEN) * SCALE
+        rectified = tl.where(overlap < 0.0, 0.0, overlap)  # a NaN stays one
+        total += tl.reduce(rectified * w[:, None], 0, tl.standard._sum_combine)
+    total = tl.where(total == 0.0, 0.0, total)  # both zeros are one
+    bits = total.to(tl.int32, bitcast=True)
+    # Of negative numbers, the larger bits are those of the smaller number.
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    ordered = tl.where(total != total, 0x7FFFFFFF, ordered)
+    rank = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - j).to(tl.int64)
+    tl.store(ranks + row.to(tl.int64) * width + j, rank, seen)
+
+
+@triton.jit(
+    do_not_specialize=["num_requests", "table_stride"],
+    do_not_specialize_on_alignment=["cu_seqlens_q", "context_lens", "block_table", "selection", "sinks", "slopes"],
+)
+def _selected_kernel(
+    output,  # [T, H, Dv] contiguous, zeros
+    query,  # [T, H, D]
+    keys,  # [num_blocks, K, BLOCK_SIZE, D]; without a pool [T, K, D]
+    values,  # [num_blocks, K, BLOCK_SIZE, Dv]; without a pool [T, K, Dv]
+    selection,  # [T, COUNT]
+    cu_seqlens_q,  # [N + 1]
+    context_lens,  # [N]; without a pool not read
+    block_table,  # [N, max_blocks]; without a pool not read
+    sinks,  # [H] or None
+    slopes,  # [H] or None
+    num_requests,
+    query_row_stride,
+    query_head_stride,
+    key_block_stride,
+    key_head_stride,
+    key_slot_stride,
+    value_block_stride,
+    value_head_stride,
+    value_slot_stride,
+    table_stride,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    COUNT: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    request = _request_of(cu_seqlens_q, num_requests, row)
+    if request >= num_requests:
+        return
+    row_begin = tl.load(cu_seqlens_q + request)
+    row_end = tl.load(cu_seqlens_q + request + 1)
+    if BLOCK_SIZE > 0:
+        position = tl.load(context_lens + request) - row_end + row
+    else:
+        position = row - row_begin
+    h = tl.arange(0, BLOCK_H)
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    head = kv_head * GROUP + h
+    query_offset = row.to(tl.int64) * query_row_stride + head * query_head_stride
+    q = tl.load(query + query_offset[:, None] + d[None, :], (h < GROUP)[:, None] & (d < KEY_SIZE)[None, :], 0.0)
+    if sinks is None:
+        maximum = tl.full([BLOCK_H], float("-inf"), tl.float32)
+        total = tl.full([BLOCK_H], 0.0, tl.float32)
+    else:
+        # One more key of weight 1, which no value goes with.
+        maximum = tl.load(sinks + head, h < GROUP, 0.0).to(tl.float32) * LOG2_E
+        total = tl.full([BLOCK_H], 1.0, tl.float32)
+    if slopes is not None:
+        slope = tl.load(slopes + head, h < GROUP, 0.0) * LOG2_E
+    accumulator = tl.full([BLOCK_H, BLOCK_DV], 0.0, tl.float32)
+    # The selected positions come first: no row has more of them than it has keys.
+    for start in range(0, tl.minimum(position + 1, COUNT), BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        j = tl.load(selection + row.to(tl.int64) * COUNT + n, n < COUNT, -1)
+        seen = (j >= 0) & (j <= position)
+        if BLOCK_SIZE > 0:
+            entry = block_table + request.to(tl.int64) * table_stride + j // BLOCK_SIZE
+            block = tl.load(entry, mask=seen, other=0).to(tl.int64)
+            slot = j % BLOCK_SIZE
+        else:
+            block = (row_begin + j).to(tl.int64)
+            slot = j * 0
+        key_offset = block * key_block_stride + kv_head.to(tl.int64) * key_head_stride + slot * key_slot_stride
+        k = tl.load(keys + key_offset[None, :] + d[:, None], seen[None, :] & (d < KEY_SIZE)[:, None], 0.0)
+        score = _dot(q, k, tl.full([BLOCK_H, BLOCK_N], 0.0, tl.float32), WIDEN)
+        if SOFTCAP > 0:
+            # tanh(x) = 1 - 2 / (1 + exp(2x)) has the right limit where the exponential overflows to inf.
+            exponential = tl.exp2(score * (2 * LOG2_E * SCALE / SOFTCAP))
+            score = (SOFTCAP * LOG2_E) * (1.0 - 2.0 / (1.0 + exponential))
+        else:
+            score = score * (SCALE * LOG2_E)
+        if slopes is not None:
+            score += slope[:, None] * (j - position)[None, :].to(tl.float32)
+        score = tl.where(seen[None, :], score, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.reduce(score, 1, tl.standard._elementwise_max))
+        # A row that has seen no key yet has the maximum -inf, and -inf - -inf is NaN.
+        finite_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        correction = tl.exp2(maximum - finite_maximum)
+        weight = tl.exp2(score - finite_maximum[:, None])
+        total = total * correction + tl.reduce(weight, 1, tl.standard._sum_combine)
+        value_offset = block * value_block_stride + kv_head.to(tl.int64) * value_head_stride + slot * value_slot_stride
+        value_mask = seen[:, None] & (dv < VALUE_SIZE)[None, :]
+        v = tl.load(values + value_offset[:, None] + dv[None, :], value_mask, 0.0)
+        accumulator = _dot(weight.to(v.dtype), v, accumulator * correction[:, None], WIDEN)
+        maximum = new_maximum
+    result = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]
+    output_offset = (row.to(tl.int64) * HEADS + head) * VALUE_SIZE
+    output_mask = (h < GROUP)[:, None] & (dv < VALUE_SIZE)[None, :]
+    tl.store(output + output_offset[:, None] + dv[None, :], result.to(output.dtype.element_ty), output_mask)
+
+
+def ragged_top_keys(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    key_pool: Tensor,
+    cu_seqlens_q: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    scale: float,
+    count: int,
+) -> Tensor:
+    """`selective::ragged_top_keys`: write into the pool, score, then sort. Returns [T, count] int32."""
+    write_keys(key, key_pool, slot_mapping)
+    metadata = (cu_seqlens_q, context_lens, block_table)
+    width = block_table.shape[1] * key_pool.shape[2]
+    return _select(query, weights, key_pool, metadata, key_pool.stride()[:3], key_pool.shape[1:3], width, scale, count)
+
+
+def varlen_top_keys(
+    query: Tensor, key: Tensor, weights: Tensor, cu_seqlens_q: Tensor, scale: float, count: int
+) -> Tensor:
+    """`selective::varlen_top_keys`: the rows of `key` are read where they are. Returns [T, count] int32."""
+    metadata, strides = (cu_seqlens_q, cu_seqlens_q, cu_seqlens_q), (*key.stride()[:2], 0)
+    return _select(query, weights, key, metadata, strides, (key.shape[1], 0), key.shape[0], scale, count)
+
+
+def _select(
+    query: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    metadata: tuple[Tensor, Tensor, Tensor],
+    strides: tuple[int, ...],
+    kv_heads_and_block_size: tuple[int, ...],
+    width: int,
+    scale: float,
+    count: int,
+) -> Tensor:
+    (num_rows, heads, size), (kv_heads, block_size) = query.shape, kv_heads_and_block_size
+    assert query.stride(-1) == keys.stride(-1) == 1, "rows must be contiguous"
+    selection = torch.full((num_rows, count), -1, dtype=torch.int32, device=query.device)
+    if num_rows == 0 or width == 0:
+        return selection
+    ranks = torch.full((num_rows, width), _NOTHING, dtype=torch.int64, device=query.device)
+    group = heads // kv_heads
+    block_h, block_n, block_d = block_sizes(group, size)
+    # fmt: off
+    _on_device(_rank_kernel, query)[(num_rows, triton.cdiv(width, block_n))](
+        ranks, query, weights.to(torch.float32).contiguous(), keys, *metadata, metadata[0].shape[0] - 1,
+        *query.stride()[:2], *strides, metadata[2].stride(0), width, scale, group, kv_heads, size, block_size,
+        block_h, block_n, block_d, not query.is_cuda, num_warps=4, enable_fp_fusion=True,
+    )
+    # fmt: on
+    best = ranks.topk(min(count, width), dim=-1).values
+    positions = torch.where(best == _NOTHING, width, 0x7FFFFFFF - (best & 0xFFFFFFFF)).sort(dim=-1).values
+    selection[:, : positions.shape[1]] = torch.where(positions == width, -1, positions)
+    return selection
+
+
+def ragged_selected_attention(
+    query: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    metadata: tuple[Tensor, Tensor, Tensor],
+    score: tuple[float, float],
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    selection: Tensor,
+) -> Tensor:
+    """`selective::ragged_attention` with a selection, once the pools are written. Returns [T, H, Dv]."""
+    strides = (*key_pool.stride()[:3], *value_pool.stride()[:3])
+    sizes = (key_pool.shape[1], key_pool.shape[2])
+    return _attend(query, (key_pool, value_pool), metadata, strides, sizes, score, (sinks, slopes), selection)
+
+
+def varlen_selected_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    score: tuple[float, float],
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    selection: Tensor,
+) -> Tensor:
+    """`selective::varlen_attention` with a selection. Returns [T, H, Dv]."""
+    strides, metadata = (*key.stride()[:2], 0, *value.stride()[:2], 0), (cu_seqlens_q,) * 3
+    return _attend(query, (key, value), metadata, strides, (key.shape[1], 0), score, (sinks, slopes), selection)
+
+
+def _attend(
+    query: Tensor,
+    keys_and_values: tuple[Tensor, Tensor],
+    metadata: tuple[Tensor, Tensor, Tensor],
+    strides: tuple[int, ...],
+    kv_heads_and_block_size: tuple[int, int],
+    score: tuple[float, float],
+    per_head: tuple[Tensor | None, Tensor | None],
+    selection: Tensor,
+) -> Tensor:
+    keys, values = keys_and_values
+    (num_rows, heads, size), value_size = query.shape, values.shape[-1]
+    kv_heads, block_size = kv_heads_and_block_size
+    assert all(tensor.stride(-1) == 1 for tensor in (query, keys, values)), "rows must be contiguous"
+    assert all(tensor is None or tensor.is_contiguous() for tensor in per_head), "heads must be contiguous"
+    output = query.new_zeros(num_rows, heads, value_size)
+    if num_rows == 0:
+        return output
+    group = heads // kv_heads
+    block_h, block_n, block_d = block_sizes(group, max(size, value_size))
+    block_dv = max(16, triton.next_power_of_2(value_size))
+    # fmt: off
+    _on_device(_selected_kernel, query)[(num_rows, kv_heads)](
+        output, query, keys, values, selection.contiguous(), *metadata, *per_head, metadata[0].shape[0] - 1,
+        *query.stride()[:2], *strides, metadata[2].stride(0), *score, selection.shape[1], group, heads, size,
+        value_size, block_size, block_h, block_n, block_d, block_dv, not query.is_cuda,
+        num_warps=4, enable_fp_fusion=True,
+    )
+    # fmt: on
+    return output
+
+
+def block_sizes(group: int, size: int) -> tuple[int, int, int]:
+    """BLOCK_H, BLOCK_N and BLOCK_D: tl.dot needs 16 in every direction."""
+    block_d = max(16, triton.next_power_of_2(size))
+    return max(16, triton.next_power_of_2(group)), 16 if block_d > 128 else 32, block_d
+
+
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
+def _write_kernel(
+    key,  # [T, K, D]
+    key_pool,  # [num_blocks, K, BLOCK_SIZE, D]
+    slot_mapping,  # [T]
+    key_row_stride,
+    key_head_stride,
+    key_block_stride,
+    key_pool_head_stride,
+    key_slot_stride,
+    KV_HEADS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + row)
+    if slot < 0:
+        return
+    head = tl.arange(0, BLOCK_K)[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    mask = (head < KV_HEADS) & (d < KEY_SIZE)
+    k = tl.load(key + row * key_row_stride + head * key_head_stride + d, mask)
+    to = key_pool + (slot // BLOCK_SIZE) * key_block_stride + (slot % BLOCK_SIZE) * key_slot_stride
+    tl.store(to + head * key_pool_head_stride + d, k, mask)
+
+
+def write_keys(key: Tensor, key_pool: Tensor, slot_mapping: Tensor) -> None:
+    assert key_pool.stride(-1) == key.stride(-1) == 1
+    num_rows, kv_heads, size = key.shape
+    if num_rows == 0:
+        return
+    kernel: Any = _write_kernel if key.is_cuda else interpreted(_write_kernel)
+    # fmt: off
+    kernel[(num_rows,)](
+        key, key_pool, slot_mapping, *key.stride()[:2], *key_pool.stride()[:3], kv_heads, size, key_pool.shape[2],
+        triton.next_power_of_2(kv_heads), triton.next_power_of_2(size), num_warps=4, enable_fp_fusion=True,
+    )
+    # fmt: on
