@@ -48,7 +48,8 @@ def recognise_attention(traced: TracedGraph) -> int:
         dtypes = {operand.node.meta["val"].dtype for operand in (call.query, call.key, call.value)}
         if len(dtypes) > 1 or not dtypes <= DTYPES:
             traced.refuse(call.output, f"queries, keys and values must be of one of {DTYPES}, got {dtypes}")
-    covered = {node for call in (*traced.calls, *traced.selections) for node in call.covers}
+    read = [*(call.covers for call in traced.calls), *(call.covers for call in traced.selections)]
+    covered = {node for nodes in read for node in nodes}
     for node, kind in traced.sequence_nodes.items():
         if node not in covered and not traced.refusals:
             traced.refuse(node, f"{kind}, and it is not part of an attention that is recognised")

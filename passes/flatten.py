@@ -84,7 +84,8 @@ class Flattener:
     def __init__(self, traced: TracedGraph, *, paged: bool) -> None:
         self.traced, self.paged = traced, paged
         self.graph = traced.graph
-        self.reaches = reaches(map(reach_of, (*traced.calls, *traced.selections))) if paged else ()
+        found = [*map(reach_of, traced.calls), *map(reach_of, traced.selections)]
+        self.reaches = reaches(found) if paged else ()
         others = range(1, len(self.reaches))
         tables = [f"{name}_{group}" for group in others for name in ("block_table", "slot_mapping")]
         slots = [STATE_SLOTS] if traced.recurrences else []

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from selective_compile.passes.axes import Axis
+from selective_compile.passes.axes import Axis, Dim
 from selective_compile.passes.evaluate import evaluate
 from selective_compile.passes.mask_reads import MaskReads, Unproved
 from selective_compile.passes.positional import at_positions, is_positional_root
@@ -176,11 +176,11 @@ def both(
 def selecting(traced: TracedGraph, reads: MaskReads, chosen: torch.Tensor) -> dict[fx.Node, torch.Tensor]:
     """The marks' tensors where those pairs ``[batch, length, length]`` are selected."""
     batch, length, _ = chosen.shape
-    size = {Axis.BATCH: batch, Axis.TOKEN: length}
+    sizes: dict[Dim, int] = {(): 1, (Axis.BATCH,): batch, (Axis.TOKEN,): length}
 
     def tensor(marks: KeyMarks) -> torch.Tensor:
         like = marks.node.meta["val"]
-        shape = [prod(f if isinstance(f, int) else size[f] for f in dim) for dim in traced.axes[marks.node].dims]  # type: ignore[index]
+        shape = [sizes[dim] for dim in traced.axes[marks.node].dims]
         values = torch.full(shape, marks.unmarked, dtype=like.dtype)
         return values.masked_fill(chosen.reshape(shape), marks.marked)
 

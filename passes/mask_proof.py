@@ -51,7 +51,8 @@ def prove_masks(traced: TracedGraph) -> int:
     proved: dict[Any, MaskFamily] = {}
     alike = Fingerprints(traced)
     selected_by = {mark: selection for selection in traced.selections for mark in selection.marks}
-    for call in (*traced.selections, *traced.calls):
+    masked: list[Masked] = [*traced.selections, *traced.calls]
+    for call in masked:
         key = (call.causal_flag, call.query.heads, *((alike.of(t.node), t.kind, t.factor) for t in call.masks))
         try:
             reads = mask_reads(traced, call)
@@ -87,7 +88,8 @@ def only_one(call: AttentionCall, found: list[KeySelection]) -> KeySelection | N
 
 def refuse_different_paddings(traced: TracedGraph) -> None:
     """Padding removed for one attention is removed for all of them."""
-    proved = [call for call in (*traced.calls, *traced.selections) if call.family is not None]
+    masked: list[Masked] = [*traced.calls, *traced.selections]
+    proved = [call for call in masked if call.family is not None]
     for call in proved:
         if call.family.padding is not proved[0].family.padding:  # type: ignore[union-attr]
             traced.refuse(

@@ -32,6 +32,8 @@ def select_keys(node: fx.Node, axes: Axes, dim: int, sizes: Sizes) -> tuple[str,
 def most_selected(size: Any, sizes: Sizes) -> int:
     """``k`` of a size that is the smaller of ``k`` and the number of tokens; `Mixes` for any other size."""
     expression = size.meta["val"].node.expr if isinstance(size, fx.Node) else sympy.sympify(size)
+    if expression == 1:
+        return 1
     if expression.func in (Min, sympy.Min) and len(expression.args) == 2 and sizes.token in expression.args:
         (count,) = set(expression.args) - {sizes.token}
         if count.is_Integer and count > 0:
@@ -48,7 +50,7 @@ def marks_keys(node: fx.Node, axes_of: AxesOf) -> bool:
 def mark_keys(node: fx.Node, axes_of: AxesOf) -> tuple[str, Axes]:
     """One number written over a (query, key) tensor at the keys that were selected."""
     base, index = axes_of(node.args[0]), axes_of(node.args[2])
-    dim = int(node.args[1]) % len(base.dims)  # type: ignore[call-overload]
+    dim: int = node.args[1] % len(base.dims)  # type: ignore[operator,assignment]
     if node.target is not aten.scatter.value or node.kwargs:
         raise Mixes("writes several values at the numbers of selected keys")
     whole = base.is_pair and dim == base.key_dims[-1] and base.dims[dim] == (Axis.TOKEN,)

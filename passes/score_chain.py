@@ -241,7 +241,7 @@ def hidden_from(dtype: torch.dtype) -> float:
 
 
 def carries_scores(traced: TracedGraph, node: Any) -> bool:
-    """Scores come out of a product of queries and keys; a mask of positions or of marks of selected keys out of none."""
+    """Scores come out of a product of queries and keys; a mask of positions, or marks of keys, out of none."""
     if not isinstance(node, fx.Node) or node not in traced.axes:
         return False
     seen, stack = {mark.node for selection in traced.selections for mark in selection.marks}, [node]

@@ -5,9 +5,9 @@ Before::  scores = sum over heads of weights * relu(scale * query @ key.T), mask
 After::   one `KeySelection` for each ``topk``, with the tensors that hold its marks
 
 Found from a ``topk`` over the key axis: backwards through masks to the sum over heads, on through relu to the product
-of queries and keys, forwards to the marks.  Both that the numbers of the selected keys are read by nothing else and what
-the scores are is shown by structure; that heads and dimensions were read rightly is tried on random values.  Declines,
-with the node, where an operator has no reading; equal scores are chosen from as `selective_compile.selection_ops` says.
+of queries and keys, forwards to the marks.  What the scores are, and that the numbers of the selected keys go nowhere
+else, is shown by structure; that heads and dimensions were read rightly is tried on random values.  Declines, with the
+node, where an operator has no reading; equal scores are chosen from as `selective_compile.selection_ops` says.
 """
 
 from __future__ import annotations
@@ -78,15 +78,14 @@ def read_selection(traced: TracedGraph, node: fx.Node) -> KeySelection:
         source_line=source_line(node),
         covers=frozenset({node, *(mark.node for mark in marks), *chain.covers}),
     )
-    try_scores(traced, selection, total)
+    try_scores(traced, selection, total, chain.scale)
     return selection
 
 
 def scores_before_masks(traced: TracedGraph, selecting: fx.Node) -> tuple[ScoreChain, fx.Node]:
     """What is done to the scores between the sum over heads and the selection, and the sum itself."""
     node: Any = selecting.args[0]
-    if [d for d in traced.axes[node].dims if d not in ((), (Axis.BATCH,))] != [(Axis.TOKEN,)] * 2:
-        raise Unreadable(node, "its scores must be one number for each query and key")
+    require_one_of_each_pair(traced, node)
     chain, reshaped = ScoreChain(), False
     while contraction_of(node) is None:
         if node in traced.axes and getattr(node.target, "overloadpacket", None) in RESHAPED:
@@ -96,11 +95,16 @@ def scores_before_masks(traced: TracedGraph, selecting: fx.Node) -> tuple[ScoreC
         node = step_back(traced, chain, node)
         if reshaped and len(chain.masks) > masks:
             raise Unreadable(node, "its mask is applied before its scores have the shape of queries and keys")
-    if chain._after_tanh is not None or chain.sinks is not None or not chain.scale > 0:
-        raise Unreadable(node, "its scores are capped, negated, or compared with sinks")
+    if chain._after_tanh is not None or chain.sinks is not None:
+        raise Unreadable(node, "its scores are capped, or compared with sinks")
     if chain.narrowest < 4:
         raise Unreadable(node, "its scores are rounded to less than float32, which makes many of them equal")
     return chain, node
+
+
+def require_one_of_each_pair(traced: TracedGraph, node: fx.Node) -> None:
+    if [d for d in traced.axes[node].dims if d not in ((), (Axis.BATCH,))] != [(Axis.TOKEN,)] * 2:
+        raise Unreadable(node, "it must hold one number for each query and key")
 
 
 @dataclass(kw_only=True)
@@ -222,6 +226,7 @@ def tensors_of(node: fx.Node) -> list[fx.Node]:
 
 def read_marks(traced: TracedGraph, node: fx.Node) -> KeyMarks:
     base, marked = node.args[0], node.args[3]
+    require_one_of_each_pair(traced, node)
     if not isinstance(base, fx.Node) or getattr(base.target, "overloadpacket", None) not in FILLED:
         raise Unreadable(node, "it must mark keys in a tensor that holds one number")
     values = evaluate(traced, base, batch=1, tokens=2, given={})
@@ -231,8 +236,9 @@ def read_marks(traced: TracedGraph, node: fx.Node) -> KeyMarks:
     return KeyMarks(node=node, marked=marked, unmarked=unmarked)
 
 
-def try_scores(traced: TracedGraph, selection: KeySelection, total: fx.Node) -> None:
-    """The scores of random queries, keys and weights must be those that were read, times one positive number."""
+def try_scores(traced: TracedGraph, selection: KeySelection, total: fx.Node, times: float) -> None:
+    """The scores of random queries, keys and weights, then scaled ``times``, must be those that were read, times one
+    positive number."""
     generator = torch.Generator().manual_seed(0)
     given: dict[fx.Node, torch.Tensor] = {}
     rows = []
@@ -252,5 +258,7 @@ def try_scores(traced: TracedGraph, selection: KeySelection, total: fx.Node) -> 
     overlap = (torch.einsum("qhd,chd->qhc", query, key) * selection.scale).relu()
     ours = torch.einsum("qh,qhc->qc", weights[..., 0], overlap).flatten()
     ratio = float((ours @ theirs) / (ours @ ours)) if bool(ours.any()) else 0.0
-    if not (ratio > 0 and math.isfinite(ratio)) or not torch.allclose(theirs, ratio * ours, rtol=1e-3, atol=1e-4):
+    if not (ratio * times > 0 and math.isfinite(ratio)) or not torch.allclose(
+        theirs, ratio * ours, rtol=1e-3, atol=1e-4
+    ):
         raise Unreadable(total, "its scores are not the weighted sum of rectified products that it looks like")

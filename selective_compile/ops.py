@@ -26,8 +26,8 @@ the last dimension of every tensor is contiguous):
     sinks         [H] of a floating dtype, or None: a logit per query head that takes part in the softmax as one
                   more key whose value is 0; neither scaled nor softcapped
     slopes        [H] float32, or None: slopes[h] * (j - p) is added to the score after scale and softcap (ALiBi)
-    selection     [T, count] int32, or None: a row sees only these positions of its request; -1 is none. Each at most
-                  once, the -1 last. With window 0 and chunk 0 only
+    selection     [T, count] int32, or None: a row sees only these positions of its request, up to its own; each at
+                  most once, and -1 behind them. With window 0 and chunk 0 only (`selective_compile.selection_ops`)
     result        [T, H, Dv], query's dtype; rows past cu_seqlens_q[N] are 0
 
 and of linear: x [..., K], weight [N, K], bias [N] or None, result [..., N], all of x's dtype.

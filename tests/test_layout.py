@@ -38,6 +38,7 @@ LAYERS = (
         "isolated_op",
         "state_fakes",
         "state_ops",
+        "selection_ops",
         "function_op",
         "kernels",
         "step",

@@ -158,7 +158,11 @@ def _attend(
     rows, heads, _ = query.shape
     if not (selection.dtype is torch.int32 and selection.dim() == 2 and selection.shape[0] == rows):
         raise ValueError(f"selection must be [{rows}, count] int32, got {list(selection.shape)} {selection.dtype}")
-    sinks, slopes, selection = per_head(sinks, heads, "sinks"), per_head(slopes, heads, "slopes"), selection.contiguous()
+    sinks, slopes, selection = (
+        per_head(sinks, heads, "sinks"),
+        per_head(slopes, heads, "slopes"),
+        selection.contiguous(),
+    )
     output = query.new_empty((rows, heads, value.shape[2]))
     of_heads = (selection.shape[1], selection.data_ptr(), 0, address(sinks), address(slopes), scale, softcap)
     _launch("selective_selected_attention", output, tensors, pools, metadata, of_heads)
@@ -179,8 +183,8 @@ def _launch(
     bounds, *others = metadata
     if pools is None:  # to the kernel, the rows are a pool of one block
         keys, values = key, value
-        key_strides = (0, key.stride(1), key.stride(0))
-        value_strides = (0, 0, 0) if value is None else (0, value.stride(1), value.stride(0))
+        key_strides: tuple[int, ...] = (0, key.stride(1), key.stride(0))
+        value_strides: tuple[int, ...] = (0, 0, 0) if value is None else (0, value.stride(1), value.stride(0))
         sizes = (bounds.numel() - 1, 0, 0, 0, 0)
     else:
         keys, values = pools

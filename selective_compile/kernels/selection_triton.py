@@ -269,12 +269,12 @@ def _select(
         return selection
     ranks = torch.full((num_rows, width), _NOTHING, dtype=torch.int64, device=query.device)
     group = heads // kv_heads
-    block_h, block_n, block_d = block_sizes(group, size)
+    block_h, block_n, block_d, num_warps = block_sizes(group, size, query.element_size())
     # fmt: off
     _on_device(_rank_kernel, query)[(num_rows, triton.cdiv(width, block_n))](
         ranks, query, weights.to(torch.float32).contiguous(), keys, *metadata, metadata[0].shape[0] - 1,
         *query.stride()[:2], *strides, metadata[2].stride(0), width, scale, group, kv_heads, size, block_size,
-        block_h, block_n, block_d, not query.is_cuda, num_warps=4, enable_fp_fusion=True,
+        block_h, block_n, block_d, not query.is_cuda, num_warps=num_warps, enable_fp_fusion=True,
     )
     # fmt: on
     best = ranks.topk(min(count, width), dim=-1).values
@@ -333,23 +333,27 @@ def _attend(
     if num_rows == 0:
         return output
     group = heads // kv_heads
-    block_h, block_n, block_d = block_sizes(group, max(size, value_size))
+    block_h, block_n, block_d, num_warps = block_sizes(group, max(size, value_size), query.element_size())
     block_dv = max(16, triton.next_power_of_2(value_size))
     # fmt: off
     _on_device(_selected_kernel, query)[(num_rows, kv_heads)](
         output, query, keys, values, selection.contiguous(), *metadata, *per_head, metadata[0].shape[0] - 1,
         *query.stride()[:2], *strides, metadata[2].stride(0), *score, selection.shape[1], group, heads, size,
         value_size, block_size, block_h, block_n, block_d, block_dv, not query.is_cuda,
-        num_warps=4, enable_fp_fusion=True,
+        num_warps=num_warps, enable_fp_fusion=True,
     )
     # fmt: on
     return output
 
 
-def block_sizes(group: int, size: int) -> tuple[int, int, int]:
-    """BLOCK_H, BLOCK_N and BLOCK_D: tl.dot needs 16 in every direction."""
-    block_d = max(16, triton.next_power_of_2(size))
-    return max(16, triton.next_power_of_2(group)), 16 if block_d > 128 else 32, block_d
+def block_sizes(group: int, size: int, bytes_per_element: int) -> tuple[int, int, int, int]:
+    """BLOCK_H, BLOCK_N, BLOCK_D and warps: tl.dot needs 16 in every direction.
+
+    A float32 product holds its operands in registers: more warps have more of them.
+    """
+    block_h, block_d = max(16, triton.next_power_of_2(group)), max(16, triton.next_power_of_2(size))
+    wide = bytes_per_element == 4
+    return block_h, 16 if wide or block_d > 128 else 32, block_d, 8 if wide else 4
 
 
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])

@@ -16,6 +16,7 @@ from selective_compile.passes.functional import make_functional
 from selective_compile.passes.lengths import longest_request
 from selective_compile.passes.mask_proof import prove_masks
 from selective_compile.passes.normalise import INDEX_FORM, Symbols, bounding, narrowings, tidy
+from selective_compile.passes.selections import recognise_selections
 from selective_compile.passes.token_axes import mark_token_axes
 from selective_compile.passes.traced_graph import Input, Place, Refusal, RefusedError, TracedGraph
 
@@ -90,6 +91,7 @@ def marked(function: Callable[..., Any], *weights: Tensor) -> TracedGraph:
 def analysed(function: Callable[..., Any], *weights: Tensor) -> TracedGraph:
     """After passes 2 to 4."""
     traced = marked(function, *weights)
+    recognise_selections(traced)
     recognise_attention(traced)
     prove_masks(traced)
     traced.refusals += traced.narrowings if not traced.refusals else []
