@@ -4,7 +4,8 @@ Before::  causal                        window 4096                 chunks of 51
 After::   causal, window 1024           window 1024                 chunks of 512, window 1024
 
 Precondition: the masks are proved, and `EngineConfig.max_attention_window` says 1024.
-Declines: an attention whose window, or chunk, is as small already.
+Declines: an attention whose window, or chunk, is as small already.  Refuses one to selected keys, among which there may
+be none of the last ones.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ def narrow_windows(traced: TracedGraph, window: int) -> int:
     for call in traced.calls:
         family = call.family
         if family is None or any(0 < size <= window for size in (family.window, family.chunk)):
+            continue
+        if call.selection is not None:
+            traced.refuse(call.output, f"its keys are selected among all, so that it cannot be narrowed to {window}")
             continue
         call.family = replace(family, window=window, narrowed=True)
         narrowed += 1

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selective_compile.passes.flatten import flatten
+from selective_compile.passes.narrow_windows import narrow_windows
 from tests.passes.graphs import WIDTH, analysed, error_of, ragged_error, reasons, refusals
 
 HEADS, SIZE, COUNT = 6, 4, 3
@@ -216,3 +217,10 @@ def test_index_keys_are_kept_before_they_are_widened() -> None:
     (selection,) = analysed(widening, *weights()).selections
     assert {selection.query.node.meta["val"].dtype, selection.key.node.meta["val"].dtype} == {torch.bfloat16}
     assert ragged_error(widening, *weights(), lengths=LENGTHS) < 1e-4
+
+
+def test_selected_keys_cannot_be_narrowed_to_a_window() -> None:
+    """The best keys may all lie in front of it."""
+    traced = analysed(sparse(), *weights())
+    assert narrow_windows(traced, 4) == 0
+    assert any("cannot be narrowed to 4" in refusal.reason for refusal in traced.refusals)
