@@ -21,7 +21,7 @@ from selective_compile.passes import Refusal, RefusedError, rewrite
 from selective_compile.passes.normalise import is_float_input, place_of, source_name
 from selective_compile.programs import Program, compile_step_program
 from selective_compile.report import Report, refused_report, report_on
-from selective_compile.sequential_program import can_run
+from selective_compile.sequential_program import SequentialProgram, can_run
 from selective_compile.step_program import CallSite, StateSite, StepProgram
 
 __all__ = [
@@ -178,11 +178,19 @@ def report_of(program: Program, model: nn.Module) -> Report:
     """What `explain` says of a model that is compiled for the engine."""
     if isinstance(program, StepProgram):
         return report_on(program.rewritten, type(model).__name__, isolated=program.isolated)
-    return unproved_report(model, program.refusals)
+    return sequential_report(model, program.refusals)
 
 
 def unproved_report(model: nn.Module, refusals: Sequence[Refusal]) -> Report:
-    if not can_run(model):
-        return refused_report(type(model).__name__, "the engine refuses it", tuple(refusals))
+    """Of a model that can only run whole, or not even so."""
+    if can_run(model):
+        try:
+            return sequential_report(model, SequentialProgram(model, refusals).refusals)
+        except RefusedError as error:
+            refusals = error.refusals
+    return refused_report(type(model).__name__, "the engine refuses it", tuple(refusals))
+
+
+def sequential_report(model: nn.Module, refusals: Sequence[Refusal]) -> Report:
     note = "the engine runs the whole model for one request after another"
     return refused_report(type(model).__name__, note, tuple(refusals), verdict="sequential")

@@ -1,62 +1,187 @@
-"""What a forward leaves in a model: tensors in plain attributes and in buffers, kept apart from the model's own."""
+"""What a forward leaves in a model: plain attributes of its modules and buffers, kept apart from the model's own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import copy
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
 
-# Tensors that lie in plain attributes of modules, neither weights nor buffers: by module and name.
-State = dict[tuple[nn.Module, str], Tensor | None]
+MACHINERY: Final = frozenset(vars(nn.Module()))  # hooks, parameters, modules: of every module, and no state
+FLAGS: Final = (bool, int, float, str)
+GONE: Final = object()
+NO_STATE: Final = (
+    nn.Module,
+    type,
+    FunctionType,
+    BuiltinFunctionType,
+    MethodType,
+    ModuleType,
+    torch.dtype,
+    torch.device,
+)
+
+Place = tuple[nn.Module, Literal["attribute", "buffer"], str]
+# What is other than the model's own, or may be: an attribute or buffer that a run has set, taken out (`GONE`), or might
+# have changed where it is, as a list or a tensor.
+State = Mapping[Place, Any]
 
 
 @contextmanager
-def own_attributes(module: nn.Module, state: State) -> Iterator[State]:
-    """Within, tensors in plain attributes of the modules are those of ``state``, or what they are at first if it is
-    empty; what they are at the end is put into what this yields, and then they are again what they were."""
-    own = plain_tensors(module)
-    buffers = [(part, dict(part._buffers)) for part in module.modules()]
-    put(state or {place: None if tensor is None else tensor.clone() for place, tensor in own.items()})
-    left: State = {}
+def own_attributes(module: nn.Module, state: State, written: Collection[Place] = ()) -> Iterator[dict[Place, Any]]:
+    """Within, attributes and buffers of the modules are those of ``state``, where it has them; what they are at the end
+    is put into what this yields, as far as it may be another, and then they are again what they were.
+
+    Tensors and containers of the model's own are copies meanwhile, and so are buffers at ``written``: others must not
+    be changed in place.  If a run changes weights it sets the model up, as some do when first called: then its flags
+    stay as the run has set them.
+    """
+    own = attributes(module)
+    weights = versions(module.parameters())
+    put(module, {**own, **replaced(module, own, written), **state})
+    left: dict[Place, Any] = {}
     try:
         yield left
     finally:
-        left.update(plain_tensors(module))
-        take_out(left.keys() - own.keys())
-        put(own)
-        for part, tensors in buffers:
-            part._buffers.clear()
-            part._buffers.update(tensors)
+        now = attributes(module)
+        left.update({place: value for place, value in now.items() if place not in own or value is not own[place]})
+        left.update(dict.fromkeys(own.keys() - now.keys(), GONE))
+        if versions(module.parameters()) != weights:
+            flags = {
+                place: v for place, v in left.items() if isinstance(v, FLAGS) and isinstance(own.get(place), FLAGS)
+            }
+            own.update(flags)
+        put(module, own)
 
 
 @contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Within, ``model`` may be run; what that writes into plain attributes and buffers is gone afterwards."""
-    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with own_attributes(model, {}):
-        yield
-    for buffer, value in values:
-        if not torch.equal(buffer, value):  # one that is as it was keeps its version: compiled programs watch it
-            buffer.copy_(value)
+def unchanged(model: nn.Module) -> Iterator[set[Place]]:
+    """Within, ``model`` may be run; what that writes into attributes and buffers is gone afterwards.
+
+    Yields a set that has, at the end, the buffers that were written in place.
+    """
+    buffers = [(module, name, b) for module in model.modules() for name, b in module._buffers.items() if b is not None]
+    values = [(buffer.clone(), version(buffer)) for *_, buffer in buffers]
+    found: set[Place] = set()
+    try:
+        with own_attributes(model, {}):
+            yield found
+    finally:
+        for (module, name, buffer), (value, before) in zip(buffers, values, strict=True):
+            if version(buffer) != before:
+                found.add((module, "buffer", name))
+            if not torch.equal(buffer, value):  # one that is as it was keeps its version: compiled programs watch it
+                buffer.copy_(value)
 
 
-def plain_tensors(model: nn.Module) -> State:
-    """Every plain attribute of a module that is a tensor, or nothing yet."""
-    return {
-        (module, name): value
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if value is None or isinstance(value, Tensor)
-    }
+def attributes(model: nn.Module) -> dict[Place, Any]:
+    """Every plain attribute and buffer of every module, with its value."""
+    found: dict[Place, Any] = {}
+    for module in model.modules():
+        found.update(((module, "attribute", n), v) for n, v in vars(module).items() if n not in MACHINERY)
+        found.update(((module, "buffer", n), v) for n, v in module._buffers.items())
+    return found
 
 
-def put(state: State) -> None:
-    for (module, name), tensor in state.items():
-        setattr(module, name, tensor)
+def put(model: nn.Module, wanted: Mapping[Place, Any]) -> None:
+    """Make attributes and buffers those of ``wanted``, no more, and in its order."""
+    now = attributes(model)
+    wanted = {place: value for place, value in wanted.items() if value is not GONE}
+    if list(now) != list(wanted):
+        for place in now:
+            del table_of(place)[place[2]]
+    for place, value in wanted.items():
+        table_of(place)[place[2]] = value
 
 
-def take_out(places: Iterable[tuple[nn.Module, str]]) -> None:
-    for module, name in places:
-        delattr(module, name)
+def table_of(place: Place) -> dict[str, Any]:
+    module, kind, _ = place
+    return vars(module) if kind == "attribute" else module._buffers
+
+
+def replaced(model: nn.Module, own: Mapping[Place, Any], written: Collection[Place]) -> dict[Place, Any]:
+    """Copies of what a run might change in place, each as often the same as the model's own is."""
+    places = {place: value for place, value in own.items() if place[1] == "attribute" or place in written}
+    copied = {id(value) for place, value in own.items() if place in written}
+    memo = {id(t): t for t in (*model.parameters(), *model.buffers()) if id(t) not in copied}
+    found = {place: copy_of(value, memo) for place, value in places.items()}
+    return {place: value for place, value in found.items() if value is not own[place]}
+
+
+def copy_of(value: Any, memo: dict[int, Any]) -> Any:
+    """A copy of tensors and containers, down to objects in them, which stay, as do those in ``memo`` by their ids."""
+    if id(value) in memo:
+        return memo[id(value)]
+    new: Any = value
+    if isinstance(value, Tensor):
+        new = value.clone()
+    elif isinstance(value, tuple):
+        items = [copy_of(item, memo) for item in value]
+        if any(one is not other for one, other in zip(items, value, strict=True)):
+            new = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    elif isinstance(value, dict):
+        new = memo[id(value)] = copy.copy(value)
+        for key, item in value.items():
+            new[key] = copy_of(item, memo)
+    elif isinstance(value, (list, deque)):
+        new = memo[id(value)] = copy.copy(value)
+        new.clear()
+        new.extend(copy_of(item, memo) for item in value)
+    elif isinstance(value, set):
+        new = copy.copy(value)
+    memo[id(value)] = new
+    return new
+
+
+def deep_copy(model: nn.Module, value: Any) -> Any:
+    """Of all that a request keeps; ``model`` and its tensors stay what they are in it."""
+    shared = (*model.modules(), *model.parameters(), *model.buffers(), GONE)
+    return copy.deepcopy(value, {id(one): one for one in shared})
+
+
+@contextmanager
+def watched_objects(model: nn.Module) -> Iterator[set[tuple[str, str]]]:
+    """Yields a set that has, at the end, module and name of each attribute that leads to an object that was changed.
+
+    Such an object is neither copied nor put back by `own_attributes`, as nothing is known of it.
+    """
+    places = [(path, name, value) for path, part in model.named_modules() for name, value in vars(part).items()]
+    places = [(path, name, value) for path, name, value in places if name not in MACHINERY]
+    seen: dict[int, Any] = {}  # what is in it stays alive, so that no other object has its id meanwhile
+    before = [contents(value, {}, seen) for *_, value in places]
+    found: set[tuple[str, str]] = set()
+    yield found
+    for (path, name, value), was in zip(places, before, strict=True):
+        if contents(value, {}, seen) != was:
+            found.add((path, name))
+
+
+def contents(value: Any, within: dict[int, Any], seen: dict[int, Any]) -> Any:
+    """Something that is equal as long as nothing in ``value`` has changed."""
+    if isinstance(value, (*FLAGS, type(None))):
+        return value
+    seen[id(value)] = value
+    if id(value) in within or isinstance(value, NO_STATE):
+        return id(value)
+    within[id(value)] = value
+    if isinstance(value, Tensor):
+        return id(value), version(value)
+    if isinstance(value, dict):
+        return [(contents(key, within, seen), contents(item, within, seen)) for key, item in value.items()]
+    if isinstance(value, (list, tuple, deque)):
+        return [contents(item, within, seen) for item in value]
+    return id(value), contents(getattr(value, "__dict__", None), within, seen)
+
+
+def versions(tensors: Iterator[Any]) -> list[tuple[int, int]]:
+    return [(id(tensor), version(tensor)) for tensor in tensors]
+
+
+def version(tensor: Tensor) -> int:
+    """How often it was written in place; one made in inference mode does not count it."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -6,7 +6,6 @@ that `generate` prepares for it, and steps the model by `generate`'s own prepara
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +13,12 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from selective_compile.capture import declared_positions
-from selective_compile.module_state import State, own_attributes
-from selective_compile.passes import Refusal
+from selective_compile.module_state import Place, State, deep_copy, own_attributes, unchanged, watched_objects
+from selective_compile.passes import Refusal, RefusedError
 from selective_compile.step import StepInputs
 
 
@@ -32,10 +31,10 @@ class OneRequest:
     state: State = field(default_factory=dict)
     seen: int = 0
 
-    def copy(self) -> OneRequest:
+    def copy(self, model: nn.Module) -> OneRequest:
         """Another one that is as far, with a cache of its own."""
-        state = {place: None if tensor is None else tensor.clone() for place, tensor in self.state.items()}
-        return OneRequest(tokens=self.tokens.clone(), kwargs=copy.deepcopy(self.kwargs), state=state, seen=self.seen)
+        kwargs, state = deep_copy(model, (self.kwargs, self.state))
+        return OneRequest(tokens=self.tokens.clone(), kwargs=kwargs, state=state, seen=self.seen)
 
 
 class SequentialProgram:
@@ -59,15 +58,27 @@ class SequentialProgram:
     isolated: Mapping[str, Refusal] = MappingProxyType({})
 
     def __init__(self, model: Any, refusals: Sequence[Refusal]) -> None:
+        """Raises `RefusedError` if a run changes an object in the model that cannot be kept for each request."""
         self.refusals = tuple(refusals)
         self._model = model
         self.device = next(model.parameters()).device
         self.max_positions = declared_positions(model)
         self._requests: dict[Hashable, OneRequest] = {}
         self._left: set[Hashable] = set()  # since the last step, or while this one runs
-        trial = OneRequest(tokens=torch.zeros(1, 2, dtype=torch.int64, device=self.device))
-        with torch.no_grad():
-            self.vocab_size = int(self._logits(trial).shape[-1])
+        self._written: set[Place] = set()
+        with torch.no_grad(), unchanged(model) as written, watched_objects(model) as changed:
+            self.vocab_size = self._tried()
+        self._written = written
+        if changed:
+            kept = [kept_in_object(model, *place) for place in sorted(changed)]
+            raise RefusedError([*refusals, *(refusal for refusal in kept if refusal not in refusals)])
+
+    def _tried(self) -> int:
+        """The number of logits, by two steps of a request."""
+        one = OneRequest(tokens=torch.zeros(1, 2, dtype=torch.int64, device=self.device))
+        self._logits(one)
+        one.tokens = torch.cat([one.tokens, one.tokens[:, :1]], dim=1)
+        return len(self._logits(one))
 
     def weights_version(self) -> tuple[tuple[int, int], ...]:
         """Identity and in-place version of each weight."""
@@ -83,7 +94,7 @@ class SequentialProgram:
         caches = [self._requests[parent] for parent in parents]
         taken: set[int] = set()
         for request, one in zip(requests, caches, strict=True):
-            self._requests[request] = one.copy() if id(one) in taken else one
+            self._requests[request] = one.copy(self._model) if id(one) in taken else one
             taken.add(id(one))
 
     @torch.no_grad()
@@ -117,7 +128,7 @@ class SequentialProgram:
 
         Some models keep state in their modules: the request's is there for the step, and then the model's own again.
         """
-        with own_attributes(self._model, one.state) as left:
+        with own_attributes(self._model, one.state, self._written) as left:
             logits = self._stepped(one)
         one.state = left
         return logits
@@ -167,6 +178,17 @@ def prepared(model: Any, ids: Tensor) -> dict[str, Any]:
         num_return_sequences=1,
     )
     return found
+
+
+def kept_in_object(model: nn.Module, path: str, name: str) -> Refusal:
+    kind = type(vars(model.get_submodule(path))[name]).__name__
+    return Refusal(
+        node=name,
+        operator="state in an object",
+        reason=f"a run changes what is in this attribute, of class {kind}, which cannot be kept for each request",
+        source_line="source line unknown",
+        module=path,
+    )
 
 
 def can_run(model: Any) -> bool:
