@@ -77,8 +77,6 @@ class Chosen:
         return f"chosen by {self.finder.name}"
 
 
-
-
 @dataclass(frozen=True)
 class Selected:
     """A factor: the keys of a query that the node ``by`` selects, ``count`` of them or all that there are."""

@@ -16,6 +16,7 @@ from selective_compile.isolated_program import MODES, IsolatedProgram, Mode
 from selective_compile.isolation_trial import departs
 from selective_compile.module_program import ModuleProgram
 from selective_compile.module_state import own_attributes
+from selective_compile.one_token import one_token_refusal
 from selective_compile.options import EngineConfig, Fallback
 from selective_compile.passes import Refusal, RefusedError, Rewrite
 from selective_compile.passes.recurrence_match import Recognised
@@ -75,21 +76,35 @@ def prove(model: nn.Module, fallback: Fallback, max_window: int | None = None) -
     but treat tokens independently, are left as they are whatever ``fallback`` is.
 
     Raises:
-        RefusedError: what could not be proved, as it was found without isolating anything.
+        RefusedError: what could not be proved, as it was found without isolating anything; or the model computes
+            something else of one token.
         ValueError: as `capture`.
     """
+    try:
+        found = ragged(model, fallback, max_window)
+        departure = one_token_refusal(model)
+        if departure is not None:  # not for isolated modules: `generate` has it in every step, and they see more tokens
+            raise RefusedError([departure])
+        return found
+    except RefusedError as error:
+        if max_window is None:
+            raise
+        raise ValueError(
+            f"max_attention_window must be None for a model in which not every attention is ragged, got "
+            f"{max_window}: {error}"
+        ) from error
+
+
+def ragged(model: nn.Module, fallback: Fallback, max_window: int | None) -> Proved:
+    """As `prove`, for two tokens and more.  Nothing is isolated where ``max_window`` is given."""
     try:
         captured, rewritten = proved(model, max_window)
         if rewritten.flat is None:
             raise UnprovedError(rewritten)
         return Proved(captured=captured, rewritten=rewritten, isolated={})
     except RefusedError as error:
-        if max_window is not None:
-            raise ValueError(
-                f"max_attention_window must be None for a model in which not every attention is ragged, got "
-                f"{max_window}: {error}"
-            ) from error
-        if fallback == "refuse" and not any(refusal.operator == UNTRACEABLE for refusal in error.refusals):
+        kept = fallback == "refuse" and not any(refusal.operator == UNTRACEABLE for refusal in error.refusals)
+        if kept or max_window is not None:
             raise
         found = isolated(model, error, refuse=fallback == "refuse")
         if found is None:

@@ -129,22 +129,24 @@ class SequentialProgram:
         Some models keep state in their modules: the request's is there for the step, and then the model's own again.
         """
         with own_attributes(self._model, one.state, self._written) as left:
-            logits = self._stepped(one)
+            logits = stepped(self._model, one)
         one.state = left
         return logits
 
-    def _stepped(self, one: OneRequest) -> Tensor:
-        first = not one.seen
-        if first:
-            one.kwargs = prepared(self._model, one.tokens)
-        new = None if first or not one.kwargs.get("use_cache") else one.tokens.shape[1] - one.seen
-        arguments = self._model.prepare_inputs_for_generation(
-            one.tokens, next_sequence_length=new, is_first_iteration=first, **one.kwargs
-        )
-        outputs = self._model(**arguments, return_dict=True)
-        one.kwargs = self._model._update_model_kwargs_for_generation(outputs, one.kwargs, is_encoder_decoder=False)
-        one.seen = one.tokens.shape[1]
-        return outputs.logits[0, -1]
+
+def stepped(model: Any, one: OneRequest) -> Tensor:
+    """[V] of the request's last token; ``model`` sees the tokens that it has not seen."""
+    first = not one.seen
+    if first:
+        one.kwargs = prepared(model, one.tokens)
+    new = None if first or not one.kwargs.get("use_cache") else one.tokens.shape[1] - one.seen
+    arguments = model.prepare_inputs_for_generation(
+        one.tokens, next_sequence_length=new, is_first_iteration=first, **one.kwargs
+    )
+    outputs = model(**arguments, return_dict=True)
+    one.kwargs = model._update_model_kwargs_for_generation(outputs, one.kwargs, is_encoder_decoder=False)
+    one.seen = one.tokens.shape[1]
+    return outputs.logits[0, -1]
 
 
 def prepared(model: Any, ids: Tensor) -> dict[str, Any]:

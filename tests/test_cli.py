@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,16 @@ def test_help_shows_examples(command: str) -> None:
 def test_the_commands_are_listed() -> None:
     out = ok("--help").output
     assert all(f" {command} " in out for command in COMMANDS)
+
+
+def test_a_checkout_that_is_not_installed_has_it_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["selective-compile", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("selective_compile", run_name="__main__")
+    assert not ended.value.code
+    assert " replay " in capsys.readouterr().out
 
 
 def test_an_unknown_option_is_an_error() -> None:

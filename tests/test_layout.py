@@ -57,6 +57,7 @@ LAYERS = (
         "isolation",
         "isolation_trial",
         "module_program",
+        "one_token",
         "padded_program",
         "programs",
         "sequential_program",
@@ -91,6 +92,7 @@ LAYERS = (
         "coverage",
         "tiny_model",
     ),
+    ("__main__",),
 )
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 FACE = "the face"

@@ -1,0 +1,124 @@
+"""Whether a model computes something else of one token than of more: a trial, as no graph can tell.
+
+Dynamo takes a number of tokens that it is to keep symbolic for two or more, so that a branch on one token leaves no
+trace.  `generate` calls a model with one token for a prompt of one, and with a cache for each token after the first.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selective_compile.capture import CANNOT, device_of, logits_call
+from selective_compile.module_state import own_attributes, unchanged
+from selective_compile.passes import Refusal
+from selective_compile.sequential_program import OneRequest, can_run, stepped
+from selective_compile.skeleton import Forward, skeleton, structure_of
+
+TOKENS, PROMPT = 7, 4
+TOKEN_IDS = 8  # there are as many in any vocabulary
+# Of the spread of the numbers, as in `isolation_trial`.
+TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 0.05}
+COARSE = 0.3
+Pair = tuple[Tensor, Tensor]  # of a token by itself, of it among others
+
+
+@torch.no_grad()
+def one_token_refusal(model: nn.Module) -> Refusal | None:
+    """What to say of ``model`` if its logits of a token that it is given by itself are others; None if the same."""
+    ids = torch.randint(0, TOKEN_IDS, (TOKENS,), generator=torch.Generator().manual_seed(0)).to(device_of(model))
+    with unchanged(model):
+        if departs(pairs(lambda: [(logits(model, two[:1])[0], logits(model, two)[0]) for two in ids.split(2)[:-1]])):
+            return refusal(model, departing_module(model, ids[:2]), "a prompt of one token")
+        if departs(pairs(lambda: list(zip(by_generate(model, ids), logits(model, ids)[PROMPT:], strict=True)))):
+            return refusal(model, "", "one token and a cache, as in steps of generate")
+    return None
+
+
+def pairs(run: Callable[[], list[Pair]]) -> list[Pair]:
+    """What ``run`` gives; none of a model that cannot be called so, as those that need more tokens."""
+    try:
+        return run()
+    except CANNOT:
+        return []
+
+
+def departs(found: list[Pair]) -> bool:
+    """In float32, whether any pair differs; else, where rounding decides whom a router chooses, whether most do."""
+    if not found:
+        return False
+    differences = torch.stack([((a.float() - b.float()).abs().max() / b.float().std()) for a, b in found])
+    dtype = found[0][0].dtype
+    worst = differences.max() if dtype in (torch.float32, torch.float64) else differences.median()
+    return bool(worst > TOLERANCES.get(dtype, COARSE))
+
+
+def logits(model: nn.Module, ids: Tensor) -> Tensor:
+    """``[S, V]`` of ``ids`` ``[S]`` without a cache, on attributes as they are at first."""
+    call, arguments = logits_call(model, ids[None])
+    with own_attributes(model, {}):
+        return call(*arguments)[0]
+
+
+def by_generate(model: Any, ids: Tensor) -> list[Tensor]:
+    """``[V]`` of each token from `PROMPT` on as `generate` would step them; none if the model has no `generate`."""
+    if not can_run(model):
+        raise NotImplementedError("the model has no generate")
+    one = OneRequest(tokens=ids[None, :PROMPT])
+    with own_attributes(model, {}):
+        stepped(model, one)
+        found = []
+        for token in ids[PROMPT:]:
+            one.tokens = torch.cat([one.tokens, token[None, None]], dim=1)
+            found.append(stepped(model, one))
+    return found
+
+
+def departing_module(model: nn.Module, two: Tensor) -> str:
+    """The first module to return something else for the first of ``two`` tokens if it is alone; "" if it is unclear."""
+    alone, among = outputs(model, two[:1]), outputs(model, two)
+    for path, single in alone:
+        others = [other for place, other in among if place == path and other.dim() == single.dim() > 1]
+        if single.dim() > 1 and single.shape[1] == 1 and others and others[0].shape[1] == 2 and path:
+            if departs([(single, others[0][:, :1])]):
+                return path
+    return ""
+
+
+def outputs(model: nn.Module, ids: Tensor) -> list[tuple[str, Tensor]]:
+    """The first tensor that each module returns, in the order in which they do: inner ones before those around."""
+    found: list[tuple[str, Tensor]] = []
+
+    def recording(path: str) -> Callable[[nn.Module], Forward]:
+        def of(module: nn.Module) -> Forward:
+            own = module.forward
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                result = own(*args, **kwargs)
+                tensors: list[Tensor] = []
+                structure_of(result, tensors)
+                found.extend((path, tensor) for tensor in tensors[:1])
+                return result
+
+            return forward
+
+        return of
+
+    paths = [path for path, module in model.named_modules() if path and not isinstance(module, nn.ModuleList)]
+    logits(skeleton(model, {path: recording(path) for path in paths}), ids)
+    return found
+
+
+def refusal(model: nn.Module, path: str, what: str) -> Refusal:
+    forward = inspect.unwrap(type(model.get_submodule(path)).forward).__code__
+    return Refusal(
+        node="tokens",
+        operator="branch on one token",
+        reason=f"the model computes something else of {what} than of the same token among others",
+        source_line=f"{forward.co_filename}:{forward.co_firstlineno}  def {forward.co_name}",
+        module=path,
+    )

@@ -1,0 +1,98 @@
+"""A branch on one token, which leaves no trace in a graph, is found by running the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+import selective_compile as sc
+from selective_compile.one_token import one_token_refusal
+from tests.decoders import Decoder
+from tests.models import tiny
+
+
+def negated_alone(x: Tensor) -> Tensor:
+    return -x if x.shape[1] == 1 else x
+
+
+def kept_if_more(x: Tensor) -> Tensor:
+    return x if x.shape[1] > 1 else x.flip(-1)
+
+
+def same_alone(x: Tensor) -> Tensor:
+    return x * 1.0 if x.shape[1] == 1 else x
+
+
+class Branch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return negated_alone(x)
+
+
+@pytest.mark.parametrize("mix", [negated_alone, kept_if_more])
+def test_branch_on_one_token_is_refused_by_name(mix: Any) -> None:
+    with pytest.raises(sc.RefusedError, match=r"branch on one token .* in blocks\.0: .* a prompt of one token"):
+        sc.Engine(Decoder(layers=2, mix=mix), sc.EngineConfig(compile=False))
+
+
+def test_the_innermost_module_is_named() -> None:
+    refusal = one_token_refusal(Decoder(layers=2, mix=Branch()))
+    assert refusal is not None and refusal.module == "blocks.0.mix" and "test_one_token.py" in refusal.source_line
+
+
+def test_branch_that_makes_no_difference_is_none() -> None:
+    assert sc.explain(Decoder(layers=1, mix=same_alone)).ok
+
+
+class WithCache(LlamaForCausalLM):
+    """Does something else with one token only if it has seen others: in steps of `generate`."""
+
+    def forward(self, input_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
+        seen = past_key_values is not None and past_key_values.get_seq_length() > 0
+        result = super().forward(input_ids, past_key_values=past_key_values, **kwargs)
+        if seen and input_ids.shape[1] == 1:
+            result.logits = result.logits.flip(-1)
+        return result
+
+
+def changed(family: str, kind: type) -> Any:
+    model = tiny(family)
+    model.__class__ = kind
+    return model
+
+
+def test_branch_in_steps_of_generate_runs_whole_and_gives_its_tokens() -> None:
+    model = changed("llama", WithCache)
+    report = sc.explain(model)
+    assert report.verdict == "sequential" and "one token and a cache" in str(report)
+    prompts = [[5, 7, 9], [8]]
+    alone = [
+        model.generate(torch.tensor([p]), max_new_tokens=5, do_sample=False)[0, len(p) :].tolist() for p in prompts
+    ]
+    engine = sc.Engine(model, sc.EngineConfig(compile=False, max_kv_tokens=256))
+    requests = [engine.submit(p, max_new_tokens=5, do_sample=False) for p in prompts]
+    assert [list(request.result().tokens) for request in requests] == alone
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_models_without_such_a_branch_are_none(dtype: torch.dtype) -> None:
+    for family in ("llama", "gemma2"):
+        assert one_token_refusal(tiny(family).to(dtype)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_branch_is_found_in_half_precision(dtype: torch.dtype) -> None:
+    assert one_token_refusal(changed("llama", WithCache).to(dtype)) is not None
+    assert one_token_refusal(Decoder(layers=2, mix=negated_alone).to(dtype)) is not None
+
+
+def test_model_that_needs_more_tokens_is_not_looked_at() -> None:
+    def more(x: Tensor) -> Tensor:
+        if x.shape[1] == 1:
+            raise ValueError("more tokens, please")
+        return x
+
+    assert one_token_refusal(Decoder(layers=1, mix=more)) is None
