@@ -13,6 +13,7 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
 from torch._guards import CompileContext
 
+from selective_compile.capture import CANNOT
 from selective_compile.compiling import compiled_as_it_came
 from selective_compile.isolation import prove
 from selective_compile.options import BackendOptions
@@ -188,6 +189,8 @@ def unproved_report(model: nn.Module, refusals: Sequence[Refusal]) -> Report:
             return sequential_report(model, SequentialProgram(model, refusals).refusals)
         except RefusedError as error:
             refusals = error.refusals
+        except CANNOT:
+            return refused_report(type(model).__name__, "nor can generate run it", tuple(refusals))
     return refused_report(type(model).__name__, "the engine refuses it", tuple(refusals))
 
 

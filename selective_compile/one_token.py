@@ -34,9 +34,30 @@ def one_token_refusal(model: nn.Module) -> Refusal | None:
     with unchanged(model):
         if departs(pairs(lambda: [(logits(model, two[:1])[0], logits(model, two)[0]) for two in ids.split(2)[:-1]])):
             return refusal(model, departing_module(model, ids[:2]), "a prompt of one token")
-        if departs(pairs(lambda: list(zip(by_generate(model, ids), logits(model, ids)[PROMPT:], strict=True)))):
+        if branches_in_generate(model, ids):
             return refusal(model, "", "one token and a cache, as in steps of generate")
     return None
+
+
+def branches_in_generate(model: nn.Module, ids: Tensor) -> bool:
+    """Whether a token that `generate` steps by itself gives other logits than as second of two with a cache.
+
+    Not if those are no more what the model gives without a cache: then `generate` and the model contradict each other
+    for whatever reason, as in some models of transformers.
+    """
+    if not can_run(model):
+        return False
+    ends = range(PROMPT + 2, TOKENS + 1)
+
+    def stepped_alone() -> list[Tensor]:
+        return by_generate(model, ids, [PROMPT] + [1] * (TOKENS - PROMPT))[2:]
+
+    def stepped_in_twos() -> list[Tensor]:
+        return [by_generate(model, ids, [end - 2, 2])[1] for end in ends]
+
+    twos = pairs(lambda: list(zip(stepped_in_twos(), logits(model, ids)[PROMPT + 1 :], strict=True)))
+    ones = pairs(lambda: list(zip(stepped_alone(), [two for two, _ in twos], strict=True)))
+    return departs(ones) and not departs(twos)
 
 
 def pairs(run: Callable[[], list[Pair]]) -> list[Pair]:
@@ -64,16 +85,13 @@ def logits(model: nn.Module, ids: Tensor) -> Tensor:
         return call(*arguments)[0]
 
 
-def by_generate(model: Any, ids: Tensor) -> list[Tensor]:
-    """``[V]`` of each token from `PROMPT` on as `generate` would step them; none if the model has no `generate`."""
-    if not can_run(model):
-        raise NotImplementedError("the model has no generate")
-    one = OneRequest(tokens=ids[None, :PROMPT])
+def by_generate(model: Any, ids: Tensor, counts: list[int]) -> list[Tensor]:
+    """``[V]`` of the last token of each step of so many tokens, as `generate` would run them."""
+    one = OneRequest(tokens=ids[None, :0])
+    found = []
     with own_attributes(model, {}):
-        stepped(model, one)
-        found = []
-        for token in ids[PROMPT:]:
-            one.tokens = torch.cat([one.tokens, token[None, None]], dim=1)
+        for part in ids[: sum(counts)].split(counts):
+            one.tokens = torch.cat([one.tokens, part[None]], dim=1)
             found.append(stepped(model, one))
     return found
 
