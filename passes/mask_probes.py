@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -20,22 +20,28 @@ from selective_compile.passes.traced_graph import AttentionCall, KeyMarks, KeySe
 
 aten = torch.ops.aten
 Masked = AttentionCall | KeySelection
+Values = Callable[[MaskTerm, torch.Tensor], torch.Tensor]  # of a mask, with these pairs [G, L, L] selected
 DENSE_LENGTHS = (2, 3, 5, 17, 40)
 STRIP, STRIPS_END = 256, 4096
 TILE, ALL_PAIRS = 1024, 2**31  # of a table, so many rows and columns at once, and so many numbers in all
+TRIANGLE = 2048  # so many tokens see one another, whatever the mask is made of
+FARTHEST = 2**17
+ANCHORS, SCATTERED = 4, 2**14  # positions that are looked at with every other; groups of positions drawn at random
 SHORTER = (12, 130, 257, 1000)
 FAR_POSITIONS = tuple(range(12)) + tuple(2**k + d for k in range(4, 17) for d in (-1, 0, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """One request's masks: entry ``[..., i, j]`` is for the query at ``positions[i]`` and the key at ``positions[j]``.
+    """Masks of G requests: entry ``[g, ..., i, j]`` is for the query at ``positions[g, i]``, the key at
+    ``positions[g, j]``.
 
     Attributes:
-        allowed: [L, L] booleans.
-        bias: [heads, L, L] float64, what is added to the scores of allowed pairs; 1 for heads if it is the same for all
-            of them, 0 if nothing is added.
-        hidden_keys, real_queries: [L] booleans, by the padding input.
+        positions: [G, L], ascending.
+        allowed: [G, L, L] booleans.
+        bias: [G, heads, L, L] float64, what is added to the scores of allowed pairs; 1 for heads if it is the same for
+            all of them, 0 if nothing is added.
+        hidden_keys, real_queries: [G, L] booleans, by the padding input.
     """
 
     positions: torch.Tensor
@@ -43,6 +49,15 @@ class Probe:
     bias: torch.Tensor
     hidden_keys: torch.Tensor
     real_queries: torch.Tensor
+
+    @property
+    def distance(self) -> torch.Tensor:
+        """[G, L, L]: how far back the key is."""
+        return self.positions[:, :, None] - self.positions[:, None, :]
+
+    @property
+    def heads(self) -> int:
+        return self.bias.shape[1]
 
 
 def dense_probes(traced: TracedGraph, call: Masked, reads: MaskReads) -> Iterator[Probe]:
@@ -57,15 +72,14 @@ def dense_probes(traced: TracedGraph, call: Masked, reads: MaskReads) -> Iterato
                 real = torch.randint(0, 2, (batch, length), generator=generator)
                 real[:, length // 2] = 1
             given = {} if padding is None else {padding: real.to(padding.meta["val"].dtype)}
-            allowed, bias = both(traced, call, reads, real != 0, given)
-            for row in range(batch):
-                yield Probe(
-                    positions=torch.arange(length),
-                    allowed=allowed[row],
-                    bias=bias[row],
-                    hidden_keys=real[row] == 0,
-                    real_queries=real[row] != 0,
-                )
+
+            def value_of(
+                term: MaskTerm, chosen: torch.Tensor, given: Any = given, length: int = length
+            ) -> torch.Tensor:
+                given = given | selecting(traced, reads, chosen)
+                return heads_apart(traced, term, evaluate(traced, term.node, batch=batch, tokens=length, given=given))
+
+            yield both(call, reads, torch.arange(length).expand(batch, -1), real != 0, value_of)
 
 
 def strip_probes(traced: TracedGraph, call: Masked, reads: MaskReads) -> Iterator[Probe]:
@@ -78,6 +92,25 @@ def strip_probes(traced: TracedGraph, call: Masked, reads: MaskReads) -> Iterato
             yield far_probe(traced, call, reads, positions, real)
 
 
+def triangle_probes(traced: TracedGraph, call: Masked, reads: MaskReads, heads: int) -> Iterator[Probe]:
+    """Every pair of the first positions: fewer of them where each head has numbers of its own."""
+    yield from tiles(traced, call, reads, int(TRIANGLE / heads**0.5), heads)
+
+
+def scattered_probes(traced: TracedGraph, call: Masked, reads: MaskReads, heads: int) -> Iterator[Probe]:
+    """Every position, as query and as key, with the same few others; and pairs at every distance, anywhere.
+
+    What a mask does at some distance, or at some key, it need not do because of a number in its graph.
+    """
+    generator = torch.Generator().manual_seed(2)
+    anchors = torch.tensor([0, TRIANGLE // 3, *torch.randint(FARTHEST, (ANCHORS - 2,), generator=generator).tolist()])
+    others = torch.randperm(FARTHEST, generator=generator)[: FARTHEST // heads // ANCHORS * ANCHORS].view(-1, ANCHORS)
+    yield far_probe(traced, call, reads, torch.cat([anchors.expand(len(others), -1), others], 1).sort().values)
+    first = torch.randint(FARTHEST, (SCATTERED // heads, 1), generator=generator)
+    apart = FARTHEST ** torch.rand(len(first), 2 * ANCHORS - 1, generator=generator)
+    yield far_probe(traced, call, reads, torch.cat([first, first + apart.long()], 1).sort().values)
+
+
 def tile_probes(traced: TracedGraph, call: Masked, reads: MaskReads, heads: int) -> Iterator[Probe]:
     """Every pair of positions that tables have rows for, and some requests that are shorter than the longest.
 
@@ -88,15 +121,25 @@ def tile_probes(traced: TracedGraph, call: Masked, reads: MaskReads, heads: int)
     if limit * limit * heads > ALL_PAIRS:
         pairs = f"{limit} x {limit} positions of {heads} heads"
         raise Unproved(call.masks[0].node, f"its mask reads a table that is too large to be looked at whole: {pairs}")
-    tile = max(64, int(TILE / heads**0.5))
-    starts = range(0, limit, tile)
-    for j in starts:
-        for i in starts if len(starts) == 1 else range(0, j, tile):
-            parts = [torch.arange(start, min(start + tile, limit)) for start in sorted({i, j})]
-            yield far_probe(traced, call, reads, torch.cat(parts))
+    yield from tiles(traced, call, reads, limit, heads)
     if any(rows.from_end for rows in reads.rows.values()):
+        tile = tile_of(heads)
         for length in {limit - 1, limit // 2, limit // 3, *(c for c in SHORTER if c < limit)} - {0, 1}:
             yield far_probe(traced, call, reads, within(reads, torch.arange(min(length, tile)) + max(0, length - tile)))
+
+
+def tiles(traced: TracedGraph, call: Masked, reads: MaskReads, end: int, heads: int) -> Iterator[Probe]:
+    """Every pair of positions in front of ``end``."""
+    tile = tile_of(heads)
+    starts = range(0, end, tile)
+    for j in starts:
+        for i in starts if len(starts) == 1 else range(0, j, tile):
+            parts = [torch.arange(start, min(start + tile, end)) for start in sorted({i, j})]
+            yield far_probe(traced, call, reads, torch.cat(parts))
+
+
+def tile_of(heads: int) -> int:
+    return max(64, int(TILE / heads**0.5))
 
 
 def far_probe(
@@ -106,31 +149,36 @@ def far_probe(
     positions: torch.Tensor,
     real: torch.Tensor | None = None,
 ) -> Probe:
-    """The mask at chosen positions of a request that ends with the last of them.
+    """The mask at chosen positions, ``[L]`` of one request or ``[G, L]``, of requests that end with the last of them.
 
     Reads at a token's own index are then reads at its place here, and tables are read at the positions.
     """
-    length, padding = len(positions), reads.padding
+    positions = positions.reshape(-1, positions.shape[-1])
+    length, padding = positions.shape[1], reads.padding
     if padding is None or real is None:
         real = torch.ones(length, dtype=torch.bool)
-    given: dict[fx.Node, Any] = {}
-    for node in {n for term in call.masks for n in reads.behind(term.node)}:
-        if node in traced.axes and is_positional_root(traced.axes[node], node):
-            given[node] = at_positions(traced, node, positions)
-    if padding is not None:
-        given[padding] = real[None].to(padding.meta["val"].dtype)
+    roots = {n for term in call.masks for n in reads.behind(term.node) if n in traced.axes}
+    known = {n: at_positions(traced, n, positions) for n in roots if is_positional_root(traced.axes[n], n)}
+    hides = {} if padding is None else {padding: real[None].to(padding.meta["val"].dtype)}
 
-    def at_places(node: fx.Node, args: tuple[Any, ...]) -> torch.Tensor | None:
-        if node in reads.rows:
-            return reads.rows[node].at(args[0], positions, int(positions[-1]) + 1)
-        if not reads_own_index(node, traced.axes):
-            return None
-        nodes: Any = node.args[1]
-        index = [i if i is None else places_of(traced.axes[n], i) for n, i in zip(nodes, args[1], strict=True)]
-        return aten.index.Tensor(args[0], index)
+    def value_of(term: MaskTerm, chosen: torch.Tensor) -> torch.Tensor:
+        def of_one(positions: torch.Tensor, known: Mapping[fx.Node, Any], chosen: torch.Tensor) -> torch.Tensor:
+            def at_places(node: fx.Node, args: tuple[Any, ...]) -> torch.Tensor | None:
+                if node in reads.rows:
+                    return reads.rows[node].at(args[0], positions, positions[-1] + 1)
+                if not reads_own_index(node, traced.axes):
+                    return None
+                nodes: Any = node.args[1]
+                index = [i if i is None else places_of(traced.axes[n], i) for n, i in zip(nodes, args[1], strict=True)]
+                return aten.index.Tensor(args[0], index)
 
-    allowed, bias = both(traced, call, reads, real[None], given, at_places)
-    return Probe(positions=positions, allowed=allowed[0], bias=bias[0], hidden_keys=~real, real_queries=real)
+            given: dict[fx.Node, Any] = {**known, **hides, **selecting(traced, reads, chosen[None])}
+            value = evaluate(traced, term.node, batch=1, tokens=length, given=given, instead=at_places)
+            return heads_apart(traced, term, value)[0]
+
+        return torch.vmap(of_one)(positions, known, chosen)
+
+    return both(call, reads, positions, real.expand(len(positions), -1), value_of)
 
 
 def within(reads: MaskReads, positions: torch.Tensor) -> torch.Tensor:
@@ -149,28 +197,20 @@ def far_positions(constants: Iterable[int]) -> torch.Tensor:
     return torch.tensor(chosen, dtype=torch.int64)
 
 
-def both(
-    traced: TracedGraph,
-    call: Masked,
-    reads: MaskReads,
-    real: torch.Tensor,
-    given: dict[fx.Node, Any],
-    instead: Any = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the masks allow and add with every key selected, `combined`; ``real`` is ``[batch, length]``.
+def both(call: Masked, reads: MaskReads, positions: torch.Tensor, real: torch.Tensor, value_of: Values) -> Probe:
+    """The masks at ``positions`` ``[G, L]`` with every key selected; those ``real`` ``[G, L]`` are no padding.
 
     Selecting some of the keys must hide the others from real queries, and do nothing else.
     """
-    batch, length = real.shape
-    every = torch.ones(batch, length, length, dtype=torch.bool)
-    allowed, bias = combined(traced, call, batch, length, given | selecting(traced, reads, every), instead)
+    every = torch.ones((), dtype=torch.bool).expand(*positions.shape, positions.shape[1])
+    allowed, bias = combined(call, positions, value_of, every)
     if reads.marks:
-        some = torch.rand(every.shape, generator=torch.Generator().manual_seed(length)) < 0.5
-        left, same = combined(traced, call, batch, length, given | selecting(traced, reads, some), instead)
+        some = torch.rand(every.shape, generator=torch.Generator().manual_seed(positions.shape[1])) < 0.5
+        left, same = combined(call, positions, value_of, some)
         expected = (allowed & some)[real], bias.masked_fill(~(allowed & some)[:, None], 0).movedim(1, -1)[real]
         if not (torch.equal(left[real], expected[0]) and torch.equal(same.movedim(1, -1)[real], expected[1])):
             raise Unproved(reads.marks[0].node, "it does more or less than hide the keys that were not selected")
-    return allowed, bias
+    return Probe(positions=positions, allowed=allowed, bias=bias, hidden_keys=~real, real_queries=real)
 
 
 def selecting(traced: TracedGraph, reads: MaskReads, chosen: torch.Tensor) -> dict[fx.Node, torch.Tensor]:
@@ -188,22 +228,22 @@ def selecting(traced: TracedGraph, reads: MaskReads, chosen: torch.Tensor) -> di
 
 
 def combined(
-    traced: TracedGraph, call: Masked, batch: int, length: int, given: dict[fx.Node, Any], instead: Any = None
+    call: Masked, positions: torch.Tensor, value_of: Values, chosen: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pairs that the causal flag and every mask of the call allow, ``[batch, length, length]`` for all heads, and
-    what the masks add to their scores, ``[batch, heads or 1 or 0, length, length]``."""
-    allowed = torch.ones(batch, length, length, dtype=torch.bool)
+    """The pairs that the causal flag and every mask of the call allow, ``[G, L, L]`` for all heads, and what the masks
+    add to their scores, ``[G, heads or 1 or 0, L, L]``."""
+    groups, length = positions.shape
+    allowed = torch.ones(groups, length, length, dtype=torch.bool)
     total = torch.zeros(1, 1, 1, 1, dtype=torch.float64)
     factors: list[tuple[MaskTerm, torch.Tensor]] = []
-    bias = torch.zeros(batch, 0, length, length, dtype=torch.float64)
+    bias = torch.zeros(groups, 0, length, length, dtype=torch.float64)
     if call.causal_flag:
-        allowed &= torch.ones(length, length, dtype=torch.bool).tril()
+        allowed &= positions[:, :, None] >= positions[:, None, :]
     for term in call.masks:
         try:
-            value = evaluate(traced, term.node, batch=batch, tokens=length, given=given, instead=instead)
+            by_head = value_of(term, chosen)
         except IndexError as error:
             raise Unproved(term.node, "its mask reads a table beyond its end") from error
-        by_head = heads_apart(traced, term, value)
         if term.kind == "times":
             factors.append((term, by_head))
             continue

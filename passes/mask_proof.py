@@ -6,6 +6,8 @@ is evaluated on probes (`mask_probes`) and must equal a family on every one of t
 * the mask's own graph on short batches, dense, with random paddings;
 * the same function on strips of neighbouring positions up to ``STRIPS_END``, with random paddings;
 * the same function on chosen far positions: around every constant in the mask's graph, and powers of two;
+* on every pair of the first ``TRIANGLE`` positions, on every position up to ``FARTHEST`` with a few others, and on
+  pairs of positions drawn at random, so that every distance and every key is looked at;
 * if some distance is hidden, on positions that close in on the smallest such distance, which is the window;
 * if a token does not see the one before it, around multiples of its position, which is the chunk;
 * if tables are read by slices of rows, as a triangle in a buffer is, every pair of positions that they have rows for;
@@ -33,8 +35,10 @@ from selective_compile.passes.mask_probes import (
     dense_probes,
     far_positions,
     far_probe,
+    scattered_probes,
     strip_probes,
     tile_probes,
+    triangle_probes,
     within,
 )
 from selective_compile.passes.mask_reads import MaskReads, Unproved, mask_reads
@@ -44,6 +48,7 @@ aten = torch.ops.aten
 # By how much a bias may depart from a straight line, in units of the rounding of its largest value.
 ROUNDINGS = 4
 CHUNKS_PROBED = (1, 2, 3, 5, 8, 64, 1000)
+NOWHERE = 2**62  # beyond every distance
 
 
 def prove_masks(traced: TracedGraph) -> int:
@@ -104,8 +109,12 @@ def prove(traced: TracedGraph, call: Masked, reads: MaskReads) -> MaskFamily:
         constants = {c for term in call.masks for c in constants_in(term.node, values, reads.behind(term.node))}
         probes += strip_probes(traced, call, reads)
         probes.append(far_probe(traced, call, reads, within(reads, far_positions(constants))))
-    if reads.rows:
-        probes += tile_probes(traced, call, reads, max(len(probe.bias) for probe in probes) or 1)
+        heads = max(probe.heads for probe in probes) or 1
+        if reads.rows:
+            probes += tile_probes(traced, call, reads, heads)
+        else:
+            probes += triangle_probes(traced, call, reads, heads)
+            probes += scattered_probes(traced, call, reads, heads)
     chunk = chunk_of(probes)
     if chunk:
         multiples = [chunk * k for k in CHUNKS_PROBED]
@@ -122,9 +131,9 @@ def chunk_of(probes: list[Probe]) -> int:
     """The first position from which the token before is not seen, though it is no padding; 0 if there is none."""
     found = []
     for probe in probes:
-        next_to = (probe.positions[1:] - probe.positions[:-1] == 1) & probe.real_queries[1:] & ~probe.hidden_keys[:-1]
-        cut = next_to & ~probe.allowed.diagonal(-1)
-        found += probe.positions[1:][cut].tolist()
+        queries, keys = probe.positions[:, 1:], probe.positions[:, :-1]
+        cut = (queries - keys == 1) & probe.real_queries[:, 1:] & ~probe.hidden_keys[:, :-1]
+        found += queries[cut & ~probe.allowed.diagonal(-1, 1, 2)].tolist()
     first = min(found, default=0)
     return 0 if first == 1 else first  # a window of 1 hides the token before from every token
 
@@ -134,18 +143,18 @@ def slopes_of(call: Masked, probes: list[Probe]) -> tuple[float, ...]:
 
     A constant for all keys of a query changes none of its weights.
     """
-    heads = max(len(probe.bias) for probe in probes)
-    if not heads:
+    if not any(probe.heads for probe in probes):
         return ()
-    slopes = max((slope_on(probe) for probe in probes if len(probe.bias)), key=lambda found: found[0])[1]
+    slopes = max((slope_on(probe) for probe in probes if probe.heads), key=lambda found: found[0])[1]
     node = call.masks[0].node
     added = [term.node.meta["val"].dtype for term in call.masks if term.kind == "add"]
     rounding = max(torch.finfo(dtype).eps for dtype in (torch.float32, *added) if dtype.is_floating_point)
     for probe in probes:
-        line = slopes[:, None, None] * (probe.positions[None, :] - probe.positions[:, None])
-        bias = probe.bias if len(probe.bias) else torch.zeros_like(line)
-        apart = ((bias - bias.diagonal(dim1=1, dim2=2)[:, :, None]) - line)[:, counted(probe)]
-        if apart.numel() and float(apart.abs().max()) > ROUNDINGS * rounding * max(1e-30, float(bias.abs().max())):
+        line = -slopes[:, None, None] * probe.distance[:, None]
+        bias = probe.bias if probe.heads else torch.zeros_like(line)
+        apart = (bias - bias.diagonal(dim1=2, dim2=3)[..., None] - line).masked_fill(~counted(probe)[:, None], 0)
+        most = ROUNDINGS * rounding * bias.abs().amax((1, 2, 3)).clamp(min=1e-30)
+        if bool((apart.abs().amax((1, 2, 3)) > most).any()):
             raise Unproved(node, "it adds numbers to the scores that are no linear function of the distance")
     if len(slopes) not in (1, call.query.heads):
         raise Unproved(node, f"it adds {len(slopes)} biases to the scores of {call.query.heads} heads")
@@ -154,15 +163,15 @@ def slopes_of(call: Masked, probes: list[Probe]) -> tuple[float, ...]:
 
 def slope_on(probe: Probe) -> tuple[int, torch.Tensor]:
     """The distance of the furthest pair of a probe, and the slope of each head between its ends."""
-    distance = (probe.positions[:, None] - probe.positions[None, :]).masked_fill(~counted(probe), 0)
-    i, j = divmod(int(distance.argmax()), len(probe.positions))
-    far = int(distance[i, j])
-    return far, (probe.bias[:, i, j] - probe.bias[:, i, i]) / -max(far, 1)
+    distance = probe.distance.masked_fill(~counted(probe), 0)
+    g, i, j = (int(place) for place in torch.unravel_index(distance.argmax(), distance.shape))
+    far = int(distance[g, i, j])
+    return far, (probe.bias[g, :, i, j] - probe.bias[g, :, i, i]) / -max(far, 1)
 
 
 def counted(probe: Probe) -> torch.Tensor:
     """Pairs whose scores matter."""
-    return probe.allowed & probe.real_queries[:, None]
+    return probe.allowed & probe.real_queries[:, :, None]
 
 
 def made_at(traced: TracedGraph, node: fx.Node) -> fx.Node:
@@ -176,44 +185,46 @@ def made_at(traced: TracedGraph, node: fx.Node) -> fx.Node:
 
 def close_in(traced: TracedGraph, call: Masked, reads: MaskReads, probes: list[Probe], chunk: int) -> int:
     """The smallest distance that the mask hides within a chunk, 0 if it hides none; adds the probes that it takes."""
+    found = [seen_and_hidden(probe, chunk) for probe in probes]
     while True:
-        seen = max(int(distances(probe, probe.allowed, chunk).max()) for probe in probes)
-        found = torch.cat([distances(probe, ~probe.allowed, chunk) for probe in probes])
-        hidden = found[found > seen]
-        if not hidden.numel():
-            return 0
-        nearest = int(hidden.min())
-        if nearest == seen + 1:
-            return nearest
-        probes.append(far_probe(traced, call, reads, within(reads, far_positions([(seen + nearest) // 2]))))
+        seen, hidden = max(far for far, _ in found), min(near for _, near in found)
+        if hidden == NOWHERE or hidden <= seen + 1:
+            return hidden % NOWHERE
+        probes.append(far_probe(traced, call, reads, within(reads, far_positions([(seen + hidden) // 2]))))
+        found.append(seen_and_hidden(probes[-1], chunk))
 
 
-def distances(probe: Probe, pairs: torch.Tensor, chunk: int) -> torch.Tensor:
-    """How far back the keys of ``pairs`` lie, of those that are not padding; 0 is always among them."""
-    distance = probe.positions[:, None] - probe.positions[None, :]
-    real = probe.real_queries[:, None] & ~probe.hidden_keys[None, :] & same_chunk(probe, chunk)
-    return torch.cat([distance[pairs & real & (distance > 0)], torch.zeros(1, dtype=torch.int64)])
+def seen_and_hidden(probe: Probe, chunk: int) -> tuple[int, int]:
+    """The largest distance back that is seen, 0 if none, and the smallest that is hidden, `NOWHERE` if none is; of
+    real tokens in a chunk."""
+    distance = probe.distance
+    real = probe.real_queries[:, :, None] & ~probe.hidden_keys[:, None, :] & same_chunk(probe, chunk) & (distance > 0)
+    seen = distance.masked_fill(~(real & probe.allowed), 0).max()
+    hidden = distance[real & ~probe.allowed]
+    return int(seen), int(hidden.min()) if len(hidden) else NOWHERE
 
 
 def same_chunk(probe: Probe, chunk: int) -> torch.Tensor:
-    number = probe.positions // chunk if chunk else torch.zeros_like(probe.positions)
-    return number[:, None] == number[None, :]
+    if not chunk:
+        return torch.ones((), dtype=torch.bool)
+    number = probe.positions // chunk
+    return number[:, :, None] == number[:, None, :]
 
 
 def agrees(probe: Probe, window: int, chunk: int) -> bool:
-    distance = probe.positions[:, None] - probe.positions[None, :]
-    family = (distance >= 0) & ((distance < window) if window else True) & ~probe.hidden_keys[None, :]
+    distance = probe.distance
+    family = (distance >= 0) & ((distance < window) if window else True) & ~probe.hidden_keys[:, None, :]
     family &= same_chunk(probe, chunk)
-    return torch.equal(probe.allowed[probe.real_queries], family[probe.real_queries])
+    return not bool(((probe.allowed != family) & probe.real_queries[:, :, None]).any())
 
 
 def first_difference(probes: list[Probe]) -> str:
     """Where the mask departs from plain causal, in words."""
     for probe in probes:
-        distance = probe.positions[:, None] - probe.positions[None, :]
-        wrong = (probe.allowed != ((distance >= 0) & ~probe.hidden_keys[None, :])) & probe.real_queries[:, None]
+        wrong = probe.allowed != ((probe.distance >= 0) & ~probe.hidden_keys[:, None, :])
+        wrong &= probe.real_queries[:, :, None]
         if bool(wrong.any()):
-            i, j = wrong.nonzero()[0].tolist()
-            verb = "sees" if bool(probe.allowed[i, j]) else "does not see"
-            return f"the token at position {int(probe.positions[i])} {verb} the one at {int(probe.positions[j])}"
+            g, i, j = wrong.nonzero()[0].tolist()
+            verb = "sees" if bool(probe.allowed[g, i, j]) else "does not see"
+            return f"the token at position {int(probe.positions[g, i])} {verb} the one at {int(probe.positions[g, j])}"
     return "they agree on no probe"

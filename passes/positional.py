@@ -103,10 +103,11 @@ def is_positional_root(axes: Axes, node: fx.Node) -> bool:
 
 
 def at_positions(traced: TracedGraph, node: fx.Node, positions: torch.Tensor) -> torch.Tensor:
-    """The entries of a positional root at ``positions``, along its one token dimension."""
+    """The entries of a positional root at ``positions`` ``[G, L]``: ``[G, ...]``, with L in its one token dimension."""
     (dim,) = traced.axes[node].holding(Axis.TOKEN)
     longest = int(positions.max()) + 1
-    return evaluate(traced, node, batch=1, tokens=longest, given={}).index_select(dim, positions)
+    value = evaluate(traced, node, batch=1, tokens=longest, given={})
+    return value.index_select(dim, positions.reshape(-1)).unflatten(dim, positions.shape).movedim(dim, 0)
 
 
 def straight_line(traced: TracedGraph, node: fx.Node) -> tuple[int, int] | None:

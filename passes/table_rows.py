@@ -32,8 +32,8 @@ class TableRows:
     from_end: bool
     limit: int
 
-    def at(self, table: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
-        """The rows of tokens at ``positions`` of a request of ``length`` tokens."""
+    def at(self, table: torch.Tensor, positions: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        """The rows of tokens at ``positions`` ``[L]`` of a request of ``length`` ``[]`` tokens."""
         first = self.start - length if self.from_end else self.start
         return table.index_select(self.dim, positions + first)
 

@@ -25,6 +25,11 @@ def keeping(kept: Mask) -> Callable[..., Any]:
     return attend
 
 
+def hiding(hole: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
+    """A hole in a causal mask, where no number in the graph says."""
+    return keeping(lambda i, j, s: (j <= i) & ~hole(i, j))
+
+
 def adding(added: Mask) -> Callable[..., Any]:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         places = torch.arange(q.shape[1])
@@ -120,12 +125,24 @@ REFUSED: dict[str, Callable[..., Any]] = {
     "chunks that see one back": keeping(lambda i, j, s: (j <= i) & ((i // 777 == j // 777) | (i - j == 2))),
     "every second": keeping(lambda i, j, s: (j <= i) & ((j % 2 == 0) | (i == j))),
     "every thousandth hidden": keeping(lambda i, j, s: (j <= i) & ((j % 1009 != 1008) | (i == j))),
+    "a band of distances hidden": hiding(lambda i, j: (((i - j) * 0.02).floor() == 6) & (j >= 8)),
+    "one distance hidden": hiding(lambda i, j: (((i - j) * 0.01 - 15.31).abs() < 1e-3) & (j >= 8)),
+    "one far distance hidden": hiding(lambda i, j: (((i - j) * 0.01 - 351.31).abs() < 1e-3) & (j >= 8)),
+    "a band hidden from far keys": hiding(lambda i, j: (((i - j) * 0.01).floor() == 333) & (j * 1e-3 > 50.5)),
+    "one far key hidden": hiding(lambda i, j: ((j * 1e-3 - 77.777).abs() < 1e-4) & (j < i)),
+    "one far query": hiding(lambda i, j: ((i * 1e-3 - 77.777).abs() < 1e-4) & (j < i)),
     "window with sinks": keeping(lambda i, j, s: (j <= i) & ((i - j < 5) | (j < 2))),
     "window that grows": keeping(lambda i, j, s: (j <= i) & (i - j < 50 + i // 2000)),
     "window per head": keeping(lambda i, j, s: (j <= i) & (i - j < torch.arange(4)[:, None, None] + 3)),
     "bias by the square": adding(lambda i, j, s: torch.full((s, s), -math.inf).triu(1) - (i - j) ** 2 * 0.1),
     "small bias": adding(lambda i, j, s: torch.full((s, s), -math.inf).triu(1) + 1e-3 * (j == 3)),
     "small bias far away": adding(lambda i, j, s: torch.full((s, s), -math.inf).triu(1) + 1e-3 * (j == 3000)),
+    "small bias at a distance": adding(
+        lambda i, j, s: (
+            torch.full((s, s), -math.inf).triu(1)
+            + 1e-3 * ((((i - j) * 0.02).floor() == 6) & (j >= 8)) * (torch.arange(4) > 2)[:, None, None]
+        )
+    ),
     "hidden a little": adding(lambda i, j, s: torch.zeros(s, s).masked_fill(j > i, -5.0)),
     "literal table": keeping(lambda i, j, s: torch.tensor([True, False])[(j > i).long()]),
     "table that is too short": keeping(lambda i, j, s: torch.ones(20, 20, dtype=torch.bool).tril()[i, j]),
