@@ -31,6 +31,19 @@ def test_scores_and_masks_are_changed_and_functions_put_back() -> None:
     assert torch.equal(mixed[..., 1, :], x[..., 0, :])  # the second token sees the first alone
 
 
+def test_scores_with_sinks_are_changed_once_and_sinks_are_not() -> None:
+    scores, sinks = torch.zeros(1, 2, 4, 4), torch.ones(1, 2, 4, 1)
+    with attention_changed(MUTATIONS["shifted"]):
+        row = torch.cat([scores, sinks], dim=-1)
+        weights = F.softmax(row, dim=-1)
+    assert torch.equal(row[..., 4:], sinks) and torch.equal(weights, row.softmax(-1)) and not scores.any()
+    assert bool((row[..., 1:, 1:4].diagonal(dim1=-2, dim2=-1) < -1e30).all())
+    with attention_changed(MUTATIONS["bias added"], by_logsumexp=True):
+        total, weights = torch.logsumexp(scores, dim=-1), F.softmax(scores, dim=-1)
+    assert torch.equal(total, scores.logsumexp(-1)) and torch.equal(weights, scores.softmax(-1))
+    assert float(scores[0, 0, 2, 0]) == 1.0  # half of 2 % 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "mutation", "kind"),
@@ -39,6 +52,10 @@ def test_scores_and_masks_are_changed_and_functions_put_back() -> None:
         ("gpt_neo", "widened", "refused"),
         ("bloom", "bias added", "refused"),
         ("gemma2", "window added", "exact"),
+        ("gpt_oss", "window added", "exact"),
+        ("gpt_oss", "shifted", "refused"),
+        ("granite_swa", "window added", "exact"),
+        ("deepseek_v3", "shifted", "refused"),
     ],
 )
 def test_changed_attention_is_exact_or_refused(model_type: str, mutation: str, kind: str) -> None:

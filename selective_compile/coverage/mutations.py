@@ -1,9 +1,9 @@
 """Models whose attention was changed: each must come out exact, as it now is, or be refused by name.
 
 A proof that took a mask for what its name or its class says would pass unnoticed on the models as they are.  So every
-score of a model is changed on its way into the softmax, and every mask on its way into
-``scaled_dot_product_attention``, by a function of the two positions, while the model is traced and while it is run
-alone.
+score of a model is changed, once, on its way into the softmax, the ``logsumexp`` or the row that a sink is put behind,
+and every mask on its way into ``scaled_dot_product_attention``, by a function of the two positions, while the model is
+traced and while it is run alone.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from selective_compile.coverage.random_model import random_model, vocabulary_of
 from selective_compile.coverage.trial import QUICK, Trial
 from selective_compile.passes import RefusedError
 
-# Scores or masks [..., S, S or more], query positions [S, 1], key positions [1, S or more] -> the same, changed
+# Scores or masks [..., S, S], query positions [S, 1], key positions [1, S] -> the same, changed in place
 Change = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def hidden(scores: Tensor, where: Tensor) -> Tensor:
-    return scores.masked_fill(where, torch.finfo(scores.dtype).min)
+    return scores.masked_fill_(where, torch.finfo(scores.dtype).min)
 
 
 def shown(scores: Tensor, where: Tensor) -> Tensor:
-    return scores.masked_fill(where, 0.0)
+    return scores.masked_fill_(where, 0.0)
 
 
 MUTATIONS: Final[dict[str, Change]] = {
@@ -44,7 +44,7 @@ MUTATIONS: Final[dict[str, Change]] = {
     "shifted": lambda scores, i, j: hidden(scores, (j == i) & (i > 0)),
     "widened": lambda scores, i, j: shown(scores, j == i + 1),
     "dropped row": lambda scores, i, j: hidden(scores, (i == 7) & (j < i)),
-    "bias added": lambda scores, i, j: scores + 0.5 * ((i - j) % 3),
+    "bias added": lambda scores, i, j: scores.add_(0.5 * ((i - j) % 3)),
     "window added": lambda scores, i, j: hidden(scores, (i - j >= 3) & (j < i)),
 }
 # Of every way to attend: SDPA and eager chains; alternating layers, windows, chunks, sinks, softcap, linear biases,
@@ -73,15 +73,27 @@ class Outcome:
 
 
 @contextmanager
-def attention_changed(change: Change) -> Iterator[None]:
-    """Within, what `torch.nn.functional` has for attention is changed, for whoever calls it by that name."""
-    softmax, sdpa = F.softmax, F.scaled_dot_product_attention
+def attention_changed(change: Change, by_logsumexp: bool = False) -> Iterator[None]:
+    """Within, what torch has for attention is changed, for whoever calls it by that name.
+
+    ``by_logsumexp``: the model hands its scores to ``logsumexp`` first and to the softmax after that.
+    """
+    softmax, sdpa, cat, logsumexp = F.softmax, F.scaled_dot_product_attention, torch.cat, torch.logsumexp
 
     def changed_softmax(input: Tensor, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Tensor:
-        extra = input.shape[-1] - input.shape[-2] if input.dim() > 2 else -1
-        if dim in (-1, input.dim() - 1) and (extra == 0 or extra == 1):  # one more is a sink's
-            input = changed(input)
+        if dim in (-1, input.dim() - 1) and are_scores(input) and not by_logsumexp:
+            input = changed(input.clone())
         return softmax(input, dim=dim, dtype=dtype)
+
+    def changed_logsumexp(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # In place: the softmax that follows has to be of the same scores.
+        return logsumexp(changed(input) if by_logsumexp and are_scores(input) else input, *args, **kwargs)
+
+    def changed_cat(tensors: Any, *args: Any, **kwargs: Any) -> Tensor:
+        sinks = len(tensors) == 2 and tensors[1].dim() > 2 and tensors[1].shape[-1] == 1
+        if sinks and are_scores(tensors[0]):
+            tensors = [changed(tensors[0].clone()), tensors[1]]
+        return cat(tensors, *args, **kwargs)
 
     def changed_sdpa(
         query: Tensor,
@@ -96,14 +108,22 @@ def attention_changed(change: Change) -> Iterator[None]:
         if is_causal:
             added = hidden(added, places(key.shape[-2])[None] > places(query.shape[-2])[:, None])
         if attn_mask is not None:
-            added = hidden(added, ~attn_mask) if attn_mask.dtype == torch.bool else added + attn_mask
+            hides = attn_mask.dtype == torch.bool
+            added = added.masked_fill(~attn_mask, torch.finfo(added.dtype).min) if hides else added + attn_mask
         return sdpa(query, key, value, attn_mask=changed(added), dropout_p=dropout_p, **options)
 
     def changed(scores: Tensor) -> Tensor:
         return change(scores, places(scores.shape[-2])[:, None], places(scores.shape[-1])[None])
 
-    with mock.patch.multiple(F, softmax=changed_softmax, scaled_dot_product_attention=changed_sdpa):
+    with (
+        mock.patch.multiple(F, softmax=changed_softmax, scaled_dot_product_attention=changed_sdpa),
+        mock.patch.multiple(torch, cat=changed_cat, logsumexp=changed_logsumexp),
+    ):
         yield
+
+
+def are_scores(tensor: Tensor) -> bool:
+    return tensor.dim() > 2 and tensor.shape[-1] == tensor.shape[-2]
 
 
 def places(count: int) -> Tensor:
@@ -119,9 +139,10 @@ def outcome(model_type: str, mutation: str, trial: Trial = QUICK) -> Outcome:
     change, model = MUTATIONS[mutation], random_model(model_type)
     vocabulary = vocabulary_of(model)
     probe = trial.prompts(vocabulary)[2]
-    plain = alone(model, probe)
+    with mock.patch.object(torch, "logsumexp", wraps=torch.logsumexp) as summed:
+        plain = alone(model, probe)
     torch._dynamo.reset()
-    with attention_changed(change):
+    with attention_changed(change, any(are_scores(call.args[0]) for call in summed.call_args_list)):
         if furthest(alone(model, probe), plain) < TOLERANCE:
             return Outcome(kind="no effect")
         try:
