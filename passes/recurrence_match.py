@@ -22,6 +22,8 @@ FIRST_TRIAL = 5
 # Around the chunks that scans are cut into: 64 (delta rules) to 256 (Mamba-2); odd, so that a last chunk is not full.
 LENGTHS = (1, 2, 3, 63, 65, 131, 300, 521)
 TOLERANCE = 1e-3  # of the largest value: sums in another order; a wrong role is off by about the value itself
+FACTORS = (0.0, 1e-3, 30.0, -30.0, 1e3)  # of the values of one role, the others being as usual
+SCALED_LENGTH, SCALED_TOLERANCE = 3, 1e-4  # sums are short, and so are their roundings
 WRONG_CALL = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, NotImplementedError)
 
 
@@ -86,7 +88,8 @@ def recognise_function(function: Callable[..., Any], signature: Signature) -> Re
                     letters=tuple(letters.items()),
                 )
                 if agrees(function, found, FIRST_TRIAL):
-                    return found if all(agrees(function, found, length) for length in LENGTHS) else None
+                    known = all(agrees(function, found, length) for length in LENGTHS)
+                    return found if known and agrees_scaled(function, found) else None
     return None
 
 
@@ -145,14 +148,37 @@ def agrees(function: Callable[..., Any], found: Recognised, length: int) -> bool
     """Whether the function gives what the formula gives on ``length`` tokens drawn at random."""
     values = drawn(found, length)
     expected = computed(found, values, length)
+    return bool(expected.isfinite().all()) and gives(
+        function, found, values, expected, TOLERANCE * float(expected.abs().max().clamp(min=1.0))
+    )
+
+
+def agrees_scaled(function: Callable[..., Any], found: Recognised) -> bool:
+    """Whether it also does so with the values of each role far from usual.
+
+    Where the formula itself is out of range there is nothing to compare.
+    """
+    values = drawn(found, SCALED_LENGTH)
+    for role, usual in values.items():
+        for factor in FACTORS if usual.is_floating_point() else ():
+            scaled = {**values, role: usual * factor}
+            expected = computed(found, scaled, SCALED_LENGTH)
+            tolerance = SCALED_TOLERANCE * float(expected.abs().max())
+            if expected.isfinite().all() and not gives(function, found, scaled, expected, tolerance):
+                return False
+    return True
+
+
+def gives(
+    function: Callable[..., Any], found: Recognised, values: Mapping[str, Tensor], expected: Tensor, tolerance: float
+) -> bool:
+    """Whether the function gives ``expected`` ``[T, ...]`` of these values."""
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            got = only_tensor(function(**arguments(found, values)), found.signature, length)
+            got = only_tensor(function(**arguments(found, values)), found.signature, len(expected))
     except WRONG_CALL:
         return False  # the function does not take values like these in these roles
-    if got is None or got.shape != expected.shape or not expected.isfinite().all():
-        return False
-    return bool((got - expected).abs().max() <= TOLERANCE * expected.abs().max().clamp(min=1.0))
+    return got is not None and got.shape == expected.shape and bool((got - expected).abs().max() <= tolerance)
 
 
 def explains(found: Recognised, given: Mapping[str, Any], output: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """Python functions of a model that are known recurrences: found by running the model once, left whole by capture.
 
 A recurrence is written in Python as a loop over tokens or over chunks of them, which capture would unroll for one
-number of tokens.  `known_recurrences` runs the model on a few tokens, sees which of its own functions take and give
+number of tokens.  `known_recurrences` runs the model on a few prompts, sees which of its own functions take and give
 values of tokens, and asks what they compute.  Within `left_whole` those that are known become one operator each.
 """
 
@@ -29,6 +29,7 @@ from selective_compile.passes.recurrence_match import (
 )
 
 LENGTHS = (37, 41, 43, 47)  # of the trial: one that is no size of the model's own
+DRAWN_PROMPTS = 3  # of the trial, besides one of zeros: what a function does to rare values shows on few tokens
 CONSTANTS = (int, float, str, bool, type(None), torch.dtype)
 
 
@@ -74,8 +75,11 @@ def known_recurrences(model: nn.Module, call: Callable[..., Any]) -> dict[Place,
     length = next((length for length in LENGTHS if length not in sizes), LENGTHS[0])
     device = next(model.parameters()).device
     calls: dict[Place, Calls] = {}
+    generator = torch.Generator().manual_seed(0)
+    rows = min((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=1)
     with recorded(model, calls, length), torch.no_grad():
-        call(torch.zeros(1, length, dtype=torch.int64, device=device))
+        for ids in (1, *[rows] * DRAWN_PROMPTS):
+            call(torch.randint(ids, (1, length), generator=generator).to(device))
     found = {}
     for place, seen in calls.items():
         known = common(place, seen)

@@ -69,6 +69,24 @@ def test_lost_state_and_reversed_order_are_not_recognised(planted: dict[str, int
     assert recognise_function(delta, signature(DELTA_SHAPES, DELTA_SHAPES["later"], **planted)) is None
 
 
+CLAMPS: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {
+    "decay kept above -2": {"forget": lambda x: x.clamp(min=-2)},
+    "decay kept above -8": {"forget": lambda x: x.clamp(min=-8)},
+    "beta kept below 0.999": {"b": lambda x: x.clamp(max=0.999)},
+    "beta kept above 0.001": {"b": lambda x: x.clamp(min=0.001)},
+    "values kept below 20": {"later": lambda x: x.clamp(-20, 20)},
+    "tiny values dropped": {"later": lambda x: x * (x.abs() > 1e-4)},
+}
+
+
+@pytest.mark.parametrize("name", CLAMPS)
+def test_a_clamp_that_usual_values_do_not_meet_is_seen(name: str) -> None:
+    def clamped(**given: Tensor) -> Tensor:
+        return delta(**{key: CLAMPS[name].get(key, lambda x: x)(value) for key, value in given.items()})
+
+    assert recognise_function(clamped, signature(DELTA_SHAPES, DELTA_SHAPES["later"])) is None
+
+
 def selective(u: Tensor, step: Tensor, a: Tensor, into: Tensor, out: Tensor, skip: Tensor, *, ahead: int = 0) -> Tensor:
     """Mamba's scan over ``[1, I, S]``; ``ahead`` reads a later token's output weights."""
     state = torch.zeros(1, u.shape[1], a.shape[1])
