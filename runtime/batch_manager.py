@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Event, Lock, Thread
-from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor
 from transformers import GenerationConfig
 
+from selective_compile.runtime.callbacks import CallbackThreads, Question
 from selective_compile.runtime.engine import Engine
 from selective_compile.runtime.iteration_stats import iteration_json
+from selective_compile.runtime.own_code import Failed, Logged, attempt
+from selective_compile.runtime.prompt import check_request_id
+from selective_compile.runtime.request import Request
 from selective_compile.runtime.request_state import RequestId
 from selective_compile.runtime.responses import OpenRequest
 from selective_compile.runtime.stats import EngineStats, StepFloor, StepRecord
@@ -24,6 +30,12 @@ logger = logging.getLogger(__name__)
 
 # How long the worker sleeps when there is nothing to do, unless `notify` wakes it.
 IDLE_SECONDS = 0.005
+# How long steps wait for what `get_requests` and `poll_stop` have to say.
+PATIENCE = 0.05
+# Texts of which `on_stats` has not returned; those that come while there are so many are not told.
+WAITING_STATS = 1000
+# In place of a request's id, among the calls that the senders make.
+ON_STATS = ("on_stats",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +68,16 @@ OnStats = Callable[[str], None]
 class BatchManager:
     """Runs the engine in a worker thread that asks for requests, sends responses and asks whom to stop.
 
-    Each iteration is: `get_requests`, one step, responses, `poll_stop`, `on_stats`. Responses go out from a thread of
-    their own, in order, so that a reader that blocks keeps only responses waiting and not the steps. What a callback
-    raises is logged; where it was about one request, that request is stopped, and the others go on. With
-    `EngineConfig.overlap` the other callbacks are called from one thread of their own during a step, `poll_stop` and
-    `on_stats` about the step before, `get_requests` for the step after; one that blocks holds up the next step all the
-    same.
+    Each iteration is: `get_requests`, one step, responses, `poll_stop`, `on_stats`. What a callback raises is logged;
+    where it was about one request, that request is stopped, and the others go on.
+
+    Callbacks are called in threads of their own, and none that blocks stops the steps. `get_requests` and `poll_stop`
+    are waited for `PATIENCE` seconds: what takes longer is taken up when it comes, and is not called again until then.
+    With `EngineConfig.overlap` they are called during a step, about the one before and for the one after.
+    `send_response` and `on_stats` are called one call after the other, but beside those that take longer than
+    `PATIENCE`: a reader that blocks keeps the responses of its own request waiting, which counts to `max_active` as
+    long, and those of others only when `senders` calls block. While `on_stats` blocks, the first `WAITING_STATS` texts
+    wait for it.
     """
 
     def __init__(
@@ -75,6 +91,7 @@ class BatchManager:
         max_active: int | None = None,
         max_beam_width: int | None = None,
         floor: Callable[[StepRecord], StepFloor] | None = None,
+        senders: int = 16,
     ) -> None:
         """Start the worker.
 
@@ -98,10 +115,13 @@ class BatchManager:
             max_beam_width: most beams or samples of a request; None: no limit.
             floor: what `on_stats` is to report as a step's least time and limiting resource, such as a `Roofline` of
                 `selective_compile.bench.floor`; None: neither is reported.
+            senders: most threads that call `send_response` and `on_stats`.
 
         Raises:
             ValueError: a limit is not a positive integer.
         """
+        if type(senders) is not int or senders < 1:
+            raise ValueError(f"senders must be a positive integer, got {senders!r}")
         for name, limit in (("max_active", max_active), ("max_beam_width", max_beam_width)):
             if limit is not None and (type(limit) is not int or limit < 1):
                 raise ValueError(f"{name} must be a positive integer or None, got {limit!r}")
@@ -114,6 +134,7 @@ class BatchManager:
         self._max_beam_width = max_beam_width
         self._floor = floor
         self._open: dict[RequestId, OpenRequest] = {}
+        self._arrived: deque[InferenceRequest] = deque()  # and not taken
         self._taken: set[RequestId] = set()  # ids whose final response has not been handed over
         self._lock = Lock()  # of `_taken`
         self._stopping = Event()
@@ -122,7 +143,11 @@ class BatchManager:
         self._unreported: deque[tuple[StepRecord, EngineStats]] = deque()
         # Calls the server during a step, where the engine overlaps.
         self._caller = ThreadPoolExecutor(1, "selective-compile-callbacks") if engine.config.overlap else None
-        self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="selective-compile-responses")
+        self._abandoning = Event()
+        self._senders = CallbackThreads(senders, PATIENCE, name="selective-compile-responses")
+        self._askers = CallbackThreads(2, PATIENCE, name="selective-compile-questions")
+        self._asked_requests = Question[list[InferenceRequest]](self._askers, PATIENCE)
+        self._asked_stops = Question[Collection[RequestId]](self._askers, PATIENCE)
         engine.add_observer(self._observe)
         self._worker = Thread(target=self._run, name="selective-compile-batch-manager", daemon=True)
         self._worker.start()
@@ -131,15 +156,37 @@ class BatchManager:
         """Tell a worker that sleeps that `get_requests` has something for it."""
         self._wake.set()
 
-    def shutdown(self) -> None:
-        """Take no more requests, let those that were taken end, send their responses, and stop the threads."""
+    def shutdown(self, timeout: float | None = None) -> bool:
+        """Take no more requests, let those that were taken end, send their responses, and stop the threads.
+
+        From within a callback it asks for that and does not wait for it.
+
+        Args:
+            timeout: None: for as long as it takes, for ever where a callback blocks for ever. Otherwise so many
+                seconds; after that what still runs is stopped and gets its last response, as far as its reader takes
+                it, and nothing is waited for.
+
+        Returns:
+            whether all has been sent and all threads have ended.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
         self._stopping.set()
         self._wake.set()
-        self._worker.join()
-        self._sender.shutdown()
-        if self._caller is not None:
-            self._caller.shutdown()
-        self._engine.remove_observer(self._observe)
+        within = threading.current_thread() is self._worker  # as an observer of the engine is
+        if within or self._senders.include_this or self._askers.include_this:
+            return False
+        if ended := self._joined(deadline):
+            return ended
+        self._abandoning.set()
+        return False
+
+    def _joined(self, deadline: float | None) -> bool:
+        """Whether the worker has ended, and the threads after it."""
+        self._worker.join(_left(deadline))
+        # The worker has closed them by then.
+        return not self._worker.is_alive() and all(
+            threads.join(_left(deadline)) for threads in (self._senders, self._askers)
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -167,10 +214,23 @@ class BatchManager:
             reason = f"{reason}: {type(error).__name__}: {error}"
             raise
         finally:
-            self._respond()
-            for request_id, entry in list(self._open.items()):
-                entry.cancel()
-                self._close(request_id, {}, reason)
+            self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        """The last response of everyone who has not had it, and no more threads."""
+        self._engine.remove_observer(self._observe)
+        self._respond()
+        for request_id, entry in list(self._open.items()):
+            entry.cancel()
+            self._close(request_id, {}, reason)
+        for wanted in self._arrived:
+            self._close(wanted.request_id, {}, reason)
+        self._asked_requests.give_up(self._refuse)
+        self._asked_stops.give_up(lambda request_ids: None)
+        if self._caller is not None:
+            self._caller.shutdown()
+        self._askers.close()
+        self._senders.close()
 
     def _iterate(self) -> bool:
         """One iteration; False: asked to stop, and nothing is left to do."""
@@ -209,40 +269,67 @@ class BatchManager:
 
     def _ask(self) -> None:
         """New requests, to be in the next step."""
-        if not self._stopping.is_set():
-            with _Logged("get_requests"):
-                for wanted in self._get_requests(self._room()):
-                    self._take(wanted)
+        with Logged("get_requests"):
+            taking = not self._stopping.is_set()
+            self._arrived.extend(self._asked_requests.ask(self._ask_for_requests, anew=taking) or ())
+        while self._arrived:
+            self._take(self._arrived[0])
+            self._arrived.popleft()
 
     def _call_after(self) -> None:
         """What follows a step: whom to stop, and its statistics."""
         if self._poll_stop is not None and self._open:
-            with _Logged("poll_stop"):
-                self._stop(self._poll_stop())
+            with Logged("poll_stop"):
+                self._stop(self._asked_stops.ask(self._poll_stop) or ())
+        if self._abandoning.is_set():
+            self._stop(list(self._open))
         while self._unreported:
-            record, stats = self._unreported.popleft()
-            if self._on_stats is not None:
+            self._tell_stats(*self._unreported.popleft())
+
+    def _ask_for_requests(self) -> list[InferenceRequest]:
+        found = []
+        with Logged("get_requests"):  # those that came before it raised are taken
+            for wanted in _requests_among(self._get_requests(self._room())):
+                found.append(wanted)
+        return found
+
+    def _refuse(self, late: list[InferenceRequest]) -> None:
+        """For requests that come when the worker has ended."""
+        for wanted in late:
+            self._call_back(wanted.request_id, {}, True, "the batch manager was shut down")
+
+    def _tell_stats(self, record: StepRecord, stats: EngineStats) -> None:
+        tell = self._on_stats
+        if tell is None or self._senders.num_unfinished(ON_STATS) >= WAITING_STATS:
+            return
+
+        def call() -> None:
+            with Logged("on_stats", takes=BaseException):
                 floor = None if self._floor is None else self._floor(record)
-                with _Logged("on_stats"):
-                    self._on_stats(iteration_json(record, stats, self._engine.config, floor))
+                tell(iteration_json(record, stats, self._engine.config, floor))
+
+        self._senders.submit(ON_STATS, call)
 
     def _room(self) -> int:
         return -1 if self._max_active is None else max(0, self._max_active - self.num_active)
 
     def _take(self, wanted: InferenceRequest) -> None:
+        try:
+            check_request_id(wanted.request_id)
+        except ValueError as error:
+            self._send(None, self._call_back, wanted.request_id, {}, True, str(error))
+            return
         with self._lock:
             known = wanted.request_id in self._taken
             self._taken.add(wanted.request_id)
         if known:
             message = f"request_id must not be that of an unfinished request, got {wanted.request_id!r}"
-            self._sender.submit(self._call_back, wanted.request_id, {}, True, message)
+            self._send(wanted.request_id, self._call_back, wanted.request_id, {}, True, message)
             return
-        try:
-            handle = self._engine.submit(
-                wanted.input_ids, wanted.generation_config, wanted.request_id, **_with_all_beams(wanted)
-            )
-        except (ValueError, TypeError) as error:
-            self._close(wanted.request_id, {}, str(error))
+        asked = attempt("submission", partial(self._submit, wanted))
+        handle = asked if isinstance(asked, Failed) else asked.result
+        if isinstance(handle, Failed):
+            self._close(wanted.request_id, {}, handle.error)
             return
         opened = OpenRequest(handle=handle, streaming=wanted.streaming, pad_id=wanted.pad_id)
         beams = handle.params.beams
@@ -254,6 +341,14 @@ class BatchManager:
             self._close(wanted.request_id, {}, message)
             return
         self._open[wanted.request_id] = opened
+
+    def _submit(self, wanted: InferenceRequest) -> Request | Failed:
+        """Failed: the caller is told what is wrong; what else is raised is for the log as well."""
+        options = _with_all_beams(wanted)
+        try:
+            return self._engine.submit(wanted.input_ids, wanted.generation_config, wanted.request_id, **options)
+        except (ValueError, TypeError) as error:
+            return Failed(error=str(error))
 
     def _stop(self, request_ids: Collection[RequestId]) -> None:
         for request_id in request_ids:
@@ -272,11 +367,19 @@ class BatchManager:
             if ended:
                 self._close(request_id, tensors or {}, "")
             elif tensors is not None:
-                self._sender.submit(self._deliver_part, entry, tensors)
+                self._send(request_id, self._deliver_part, entry, tensors)
 
     def _close(self, request_id: RequestId, tensors: dict[str, Tensor], error: str) -> None:
         self._open.pop(request_id, None)
-        self._sender.submit(self._deliver_last, request_id, tensors, error)
+        self._send(request_id, self._deliver_last, request_id, tensors, error)
+
+    def _send(self, request_id: RequestId | None, call: Callable[..., object], *arguments: Any) -> None:
+        """In order with the responses of the same id; None: with those of ids that are none."""
+
+        def sent() -> None:
+            call(*arguments)
+
+        self._senders.submit(request_id, sent)
 
     def _deliver_part(self, entry: OpenRequest, tensors: dict[str, Tensor]) -> None:
         if not self._call_back(entry.handle.request_id, tensors, False, ""):
@@ -288,12 +391,24 @@ class BatchManager:
         self._call_back(request_id, tensors, True, error)
 
     def _call_back(self, request_id: RequestId, tensors: dict[str, Tensor], is_final: bool, error: str) -> bool:
-        with _Logged("send_response") as outcome:
+        with Logged("send_response", takes=BaseException) as outcome:
             self._send_response(request_id, tensors, is_final, error)
         return not outcome.failed
 
     def _observe(self, record: StepRecord) -> None:
         self._last = record
+
+
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+def _requests_among(given: Iterable[Any]) -> Iterator[InferenceRequest]:
+    for each in given:
+        if isinstance(each, InferenceRequest):
+            yield each
+        else:
+            logger.error("get_requests must give InferenceRequests, got %r", each)
 
 
 def _with_all_beams(wanted: InferenceRequest) -> dict[str, Any]:
@@ -304,23 +419,3 @@ def _with_all_beams(wanted: InferenceRequest) -> dict[str, Any]:
     if isinstance(beams, int) and beams > 1 and not said:
         options["num_return_sequences"] = beams
     return options
-
-
-class _Logged:
-    """Around a callback of the user: whatever it raises is his, and must not end the thread that called it."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self.failed = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        self.failed = error is not None
-        if isinstance(error, Exception):
-            logger.error("callback %s raised", self._name, exc_info=error)
-            return True
-        return False

@@ -1,4 +1,4 @@
-"""Code that comes with a request: what it raises is that request's failure and nobody else's."""
+"""Code that is not ours: what comes with a request fails that request alone, and a callback of the user only itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import copy
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -30,13 +31,40 @@ class Done(Generic[Result]):
 def attempt(what: str, call: Callable[[], Result]) -> Done[Result] | Failed:
     """The result of a call into a request's own code, or what it raised.
 
-    The one place that takes any exception: nothing is known of the code, and the requests beside it have no part in it.
+    Any exception is taken: nothing is known of the code, and the requests beside it have no part in it. So it cannot
+    end the thread with a SystemExit or a CancelledError either; a KeyboardInterrupt is not its own, and passed on.
     """
     try:
         return Done(result=call())
-    except Exception as error:
-        logger.exception("%s of a request failed; the request ends with an error", what)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        logger.exception("%s of a request failed", what)
         return Failed(error=f"{what} failed: {type(error).__name__}: {error}")
+
+
+class Logged:
+    """Around a callback of the user: whatever it raises is his, and must not end the thread that called it.
+
+    What is not of the kind that it `takes` is passed on.
+    """
+
+    def __init__(self, name: str, *, takes: type[BaseException] = Exception) -> None:
+        self._name = name
+        self._takes = takes
+        self.failed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self.failed = error is not None
+        if isinstance(error, self._takes):
+            logger.error("callback %s raised", self._name, exc_info=error)
+            return True
+        return False
 
 
 def copied(name: str, objects: Any) -> Any:

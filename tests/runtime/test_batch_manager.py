@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -128,6 +128,68 @@ def test_what_is_wrong_with_one_request_arrives_as_its_last_response() -> None:
     assert client.errors["empty"] == "prompt_ids must hold at least one token id, got none"
     assert "got 'nonsense'" in client.errors["unknown"]
     assert len(client.parts["good"]) == 1
+    assert_nothing_left(manager)
+
+
+class Ids:
+    """Token ids that cannot be read, as on a device that failed."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def tolist(self) -> list[int]:
+        raise self.error
+
+
+def test_whatever_submission_raises_is_a_last_response_and_those_behind_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    client = Client()
+    client.ask("device", Ids(RuntimeError("CUDA error")))
+    client.ask("no options", [1], max_new_tokens=10**400)
+    client.ask("good")
+    with manage(client, max_active=3) as manager:
+        client.wait(3)
+        assert manager.num_active == 0
+        client.ask("later")
+        client.wait(4)
+    assert client.errors["device"] == "submission failed: RuntimeError: CUDA error"
+    assert "submission of a request failed" in caplog.text
+    assert client.errors["no options"].startswith("max_new_tokens must be")
+    assert set(client.errors) == {"device", "no options"} and len(client.done) == 4
+    assert_nothing_left(manager)
+
+
+@pytest.mark.parametrize("request_id", [None, [7], {}, True, 1.0])
+def test_an_id_that_is_none_is_refused_by_name(request_id: Any, caplog: pytest.LogCaptureFixture) -> None:
+    client = Client()
+    answers: list[tuple[Any, dict[str, Tensor], bool, str]] = []
+    client.ask(request_id, streaming=True)
+    client.queue.append("no request")  # type: ignore[arg-type]
+    client.ask("good")
+
+    def send(*answer: Any) -> None:
+        answers.append(answer)
+
+    with BatchManager(simulated_engine(), client.get, send) as manager:
+        deadline = time.monotonic() + 60
+        while len(answers) < 2:
+            assert time.monotonic() < deadline, answers
+            time.sleep(0.001)
+    refused = [answer for answer in answers if answer[0] != "good"]
+    assert refused == [(request_id, {}, True, f"request_id must be a string or an integer, got {request_id!r}")]
+    assert "get_requests must give InferenceRequests, got 'no request'" in caplog.text
+    assert_nothing_left(manager)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_worker_that_is_killed_by_a_submission_says_so_to_those_behind_it() -> None:
+    client = Client()
+    for request_id, ids in (("a", [1]), ("b", Ids(KeyboardInterrupt("killed"))), ("c", [1])):
+        client.ask(request_id, ids)
+    with manage(client) as manager:
+        client.wait(3)
+    assert client.errors == dict.fromkeys(
+        "abc", "the worker thread of the batch manager ended: KeyboardInterrupt: killed"
+    )
     assert_nothing_left(manager)
 
 
@@ -358,6 +420,137 @@ def test_its_public_name() -> None:
 def test_max_active_must_be_positive() -> None:
     with pytest.raises(ValueError, match="max_active must be a positive integer or None, got 0"):
         manage(Client(), max_active=0)
+
+
+class Blocking(Client):
+    """Its readers of these ids block until `reading` is set."""
+
+    def __init__(self, *blocked: Any) -> None:
+        super().__init__()
+        self.blocked = blocked
+        self.reading = threading.Event()
+        self.on_response = self.block
+
+    def block(self, request_id: Any, is_final: bool) -> None:
+        if request_id in self.blocked:
+            assert self.reading.wait(60)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_readers_that_block_keep_nobody_elses_responses_waiting(overlap: bool) -> None:
+    client = Blocking("a", "b", "c")
+    for request_id in client.blocked:
+        client.ask(request_id, streaming=True, max_new_tokens=9)
+    for number in range(20):
+        client.ask(number, streaming=True, max_new_tokens=4)
+    with manage(client, overlap=overlap) as manager:
+        client.wait(20)
+        assert sorted(client.done) == list(range(20)) and manager.num_active == 3
+        client.reading.set()
+    assert sorted(client.done[20:]) == ["a", "b", "c"]
+    for request_id, count in [("a", 9), ("b", 9), ("c", 9), *((number, 4) for number in range(20))]:
+        assert [int(part["sequence_length"]) for part in client.parts[request_id]] == list(range(4, 4 + count))
+    assert_nothing_left(manager)
+
+
+def test_a_shutdown_waits_so_long_and_stops_what_still_runs() -> None:
+    client, program = Blocking("stuck"), SimulatedProgram()
+    program.before_run = lambda: time.sleep(0.001)
+    client.ask("stuck", streaming=True, max_new_tokens=3)
+    client.ask("long", max_new_tokens=4000)
+    manager = manage(client, program)
+    assert not manager.shutdown(0.2)
+    client.wait(1)
+    assert client.done == ["long"] and client.errors == {}
+    assert 3 <= int(client.parts["long"][-1]["sequence_length"]) < 4003
+    assert not manager.shutdown(0.1), "a reader blocks"
+    client.reading.set()
+    assert manager.shutdown()
+    assert client.done == ["long", "stuck"] and len(client.parts["stuck"]) == 3
+    assert_nothing_left(manager)
+
+
+@pytest.mark.parametrize("where", ["get", "send", "poll_stop", "on_stats", "observer"])
+def test_a_shutdown_from_within_a_callback_does_not_wait(where: str) -> None:
+    client, outcomes, before = Client(), [], threading.enumerate()
+    client.ask("a")
+    managers: list[BatchManager] = []
+
+    def calling(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*arguments: Any) -> Any:
+            if name == where and managers and client.asked and not outcomes:
+                outcomes.append(managers[0].shutdown())
+            return call(*arguments)
+
+        return called
+
+    engine = simulated_engine(observers=[calling("observer", lambda record: None)])
+    gate = threading.Event()
+    managers.append(
+        BatchManager(
+            engine,
+            calling("get", lambda room: client.get(room) if gate.wait(60) else []),
+            calling("send", client.send),
+            calling("poll_stop", set),
+            calling("on_stats", lambda text: None),
+        )
+    )
+    gate.set()
+    client.wait(1)
+    managers[0]._worker.join(60)
+    assert managers[0].shutdown() and outcomes == [False]
+    assert_nothing_left(managers[0])
+    assert len(engine._log._observers) == 1 and set(threading.enumerate()) <= set(before)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", ["get", "poll_stop", "on_stats"])
+def test_other_callbacks_that_block_do_not_stop_the_steps(name: str, overlap: bool) -> None:
+    client, going_on = Client(), threading.Event()
+    client.ask("a", max_new_tokens=30)
+    calls = []
+
+    def blocking(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) > (name == "get"):
+            assert going_on.wait(60)
+        return client.get(*arguments) if name == "get" else ()
+
+    callbacks = {"get": client.get, "poll_stop": set, "on_stats": lambda text: None, name: blocking}
+    arguments = (callbacks["get"], client.send, callbacks["poll_stop"], callbacks["on_stats"])
+    manager = BatchManager(simulated_engine(overlap=overlap), *arguments)
+    client.wait(1)
+    assert len(calls) == (2 if name == "get" else 1), "one call at a time"
+    client.ask("b")
+    if name != "get":
+        client.wait(2)
+    assert not manager.shutdown(0.2)
+    going_on.set()
+    assert manager.shutdown()
+    client.wait(2)
+    assert client.errors == ({"b": "the batch manager was shut down"} if name == "get" else {})
+    if name == "on_stats":
+        assert len(calls) == manager._engine.stats().steps
+    assert_nothing_left(manager)
+
+
+def test_requests_that_came_before_get_requests_raised_are_taken(caplog: pytest.LogCaptureFixture) -> None:
+    client = Client()
+    client.ask("a")
+
+    def get(room: int) -> Iterator[InferenceRequest]:
+        yield from client.get(room)
+        raise RuntimeError("a bug of the server")
+
+    with BatchManager(simulated_engine(), get, client.send) as manager:
+        client.wait(1)
+    assert len(client.parts["a"]) == 1 and "callback get_requests raised" in caplog.text
+    assert_nothing_left(manager)
+
+
+def test_senders_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="senders must be a positive integer, got 0"):
+        BatchManager(simulated_engine(), Client().get, Client().send, senders=0)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
