@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     from selective_compile.runtime.engine import Engine
+    from selective_compile.runtime.request import Request
 
 # Of requests whose drafts do not pay, one token is drafted at every so many, to see whether they would pay again.
 PROBE = 16
+
+# Of drafts: greedy, and without anything that would end one.
+OPTIONS: Mapping[str, Any] = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "eos_token_id": None}
 
 
 class Assistant:
@@ -30,19 +34,30 @@ class Assistant:
         The third of each is the request's cache salt: here, too, it shares blocks with requests of that salt only.
         """
         started = time.perf_counter()
-        # Greedy, and without anything that would end a draft.
-        options: dict[str, Any] = {"do_sample": False, "num_beams": 1, "eos_token_id": None}
-        requests = [
-            self._engine.submit(tokens, **options, max_new_tokens=count, cache_salt=salt)
-            if self._has_room(tokens, count)
-            else None
-            for tokens, count, salt in asked
-        ]
-        while self._engine.step():
-            pass
+        requests: list[Request | None] = []
+        try:
+            for tokens, count, salt in asked:
+                roomy = self._has_room(tokens, count)
+                requests.append(self._submit(tokens, count, salt) if roomy else None)
+            while self._engine.step():
+                pass
+        finally:  # where that failed, nothing is to be left for the next time
+            for request in requests:
+                if request is not None:
+                    request.cancel()
         longest = max(1, *(count for _, count, _ in asked))
         self.seconds_per_token += ((time.perf_counter() - started) / longest - self.seconds_per_token) / 10
         return [[] if request is None else request.tokens for request in requests]
+
+    def check(self) -> None:
+        """Raises ValueError: the model's own generation_config does not go with drafts."""
+        try:
+            self._submit([0], 1, None).cancel()
+        except ValueError as error:
+            raise ValueError(f"assistant_model must have a generation_config that goes with drafts: {error}") from error
+
+    def _submit(self, tokens: Sequence[int], count: int, salt: str | None) -> Request:
+        return self._engine.submit(tokens, **OPTIONS, max_new_tokens=count, cache_salt=salt)
 
     def _has_room(self, tokens: Sequence[int], count: int) -> bool:
         return count > 0 and len(tokens) + count - 1 <= self._engine.longest

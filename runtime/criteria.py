@@ -95,6 +95,8 @@ def _list_of_transformers(values: Mapping[str, Any], prompt_length: int) -> list
         raise ValueError(f"stopping_criteria must be a list of stopping criteria, got {given!r}")
     if values.get("stop_strings") is not None and values.get("tokenizer") is None:
         raise ValueError("tokenizer must be given for stop_strings, got None")
+    if values.get("stop_strings") is not None and not callable(getattr(values["tokenizer"], "get_vocab", None)):
+        raise ValueError(f"tokenizer must be a tokenizer of transformers, got {values['tokenizer']!r}")
     asked = SimpleNamespace(**dict.fromkeys(FIELDS))
     asked.max_length = prompt_length + values["max_new_tokens"]
     asked.max_time = values.get("max_time")

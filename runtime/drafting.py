@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 from selective_compile.runtime.assistants import Assistant, Assistants
 from selective_compile.runtime.drafts import Drafts, PromptLookup
+from selective_compile.runtime.own_code import Failed, attempt
 from selective_compile.runtime.request import Request
 from selective_compile.runtime.request_state import RequestState
 from selective_compile.runtime.scheduler import Scheduler
@@ -62,9 +64,14 @@ class Drafting:
             asked = self._look_up(worth, self._scheduler.pace.steps.predict(running) or math.inf)
         for assistant, wanted in asked.items():
             # Without the guard: nobody but a step changes the tokens of a request.
-            proposed = assistant.propose([(state.tokens, count, state.terms.cache_salt) for state, _, count in wanted])
+            asked_for = [(state.tokens, count, state.terms.cache_salt) for state, _, count in wanted]
+            proposed = attempt("drafting", partial(assistant.propose, asked_for))
             with self._guard:
-                for (state, drafts, _), tokens in zip(wanted, proposed, strict=True):
+                if isinstance(proposed, Failed):  # its requests do without from now on
+                    for state, _, _ in wanted:
+                        self._drafts.pop(state.number, None)
+                    continue
+                for (state, drafts, _), tokens in zip(wanted, proposed.result, strict=True):
                     if state.tables:
                         state.draft = drafts.take(tokens, worth)
 

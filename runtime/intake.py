@@ -21,6 +21,10 @@ from selective_compile.runtime.prompt import check_length, check_terms, token_id
 from selective_compile.runtime.request_state import RequestId, RequestState, Terms
 from selective_compile.runtime.samples import Asked, options_of_samples
 
+# Samples of one request, all of which are made before the first of them runs, while nobody else is taken in. They may
+# be more than run at a time: the others wait.
+MOST_SAMPLES = 1024
+
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
@@ -102,6 +106,8 @@ class Intake:
     def samples(self, config: GenerationConfig | None, options: dict[str, Any]) -> list[Asked]:
         """What each of the sequences that a request is to have asks for. Raises ValueError."""
         count = samples_asked(options, config, getattr(self._model, "generation_config", None))
+        if count > MOST_SAMPLES:
+            raise ValueError(f"num_return_sequences must be at most {MOST_SAMPLES}, got {count}")
         return [Asked(config=config, options=each) for each in options_of_samples(options, count)]
 
     def params(
@@ -135,7 +141,7 @@ class Intake:
             name = "prompt_logprobs" if params.prompt_logprobs else "prompt_logits"
             raise ValueError(f"{name} must be False for a model that runs whole, got True")
         if params.assistant is not None:
-            self._assistants.of(params.assistant, self._program.vocab_size)
+            self._assistants.of(params.assistant, self._program.vocab_size).check()
         if params.beams is not None:
             self._check_beams(len(submission.prompt) + params.max_new_tokens - 1, params.beams.num_beams)
         return params
@@ -150,7 +156,8 @@ class Intake:
         if self._config.record is not None:
             raise ValueError(f"num_beams must be 1 where EngineConfig.record is set: a log has no beams, got {beams}")
         if not self._fits_together(length, beams):
-            most = next(count for count in range(beams, -1, -1) if self._fits_together(length, count))
+            counts = range(min(beams, self._config.max_requests), -1, -1)
+            most = next(count for count in counts if self._fits_together(length, count))
             raise ValueError(
                 f"num_beams must be at most {most} for {length} tokens each in the blocks of {self._config.block_size} "
                 f"tokens that there are and max_requests {self._config.max_requests}, got {beams}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from array import array
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
@@ -54,6 +55,10 @@ def check_request_id(request_id: Any) -> RequestId:
     return request_id
 
 
+# A rank is a float, which holds all integers of so many bits.
+PRIORITY_BITS = 53
+
+
 def check_terms(*, arrival: float, priority: Any, deadline: Any, user: Any, cache_salt: Any) -> Terms:
     """The terms of a request, with its deadline counted from its arrival turned into a moment.
 
@@ -62,8 +67,12 @@ def check_terms(*, arrival: float, priority: Any, deadline: Any, user: Any, cach
     """
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise ValueError(f"priority must be an integer, got {priority!r}")
+    if priority.bit_length() > PRIORITY_BITS:
+        raise ValueError(f"priority must be of at most {PRIORITY_BITS} bits, got one of {priority.bit_length()}")
     if deadline is not None and (isinstance(deadline, bool) or not isinstance(deadline, (int, float))):
         raise ValueError(f"deadline must be a number of seconds or None, got {deadline!r}")
+    if isinstance(deadline, int) and deadline > sys.float_info.max:
+        raise ValueError(f"deadline must be a number that a float can hold, got one of {deadline.bit_length()} bits")
     if deadline is not None and not deadline > 0:
         raise ValueError(f"deadline must be more than 0 seconds from now, got {deadline!r}")
     if user is not None and (isinstance(user, bool) or not isinstance(user, (int, str))):

@@ -179,3 +179,5 @@ def test_beams_are_refused_where_they_cannot_be_served_exactly(tmp_path: Path) -
         simulated_engine(program).submit([1, 2], num_beams=2)
     with pytest.raises(ValueError, match=r"num_beams must be 1 where EngineConfig.record is set"):
         simulated_engine(record=tmp_path / "run.jsonl").submit([1, 2], num_beams=2)
+    with pytest.raises(ValueError, match="num_beams must be at most 9 for .* max_requests 9, got 10000000000000"):
+        simulated_engine(max_requests=9).submit([1, 2], num_beams=10**13, max_new_tokens=2)

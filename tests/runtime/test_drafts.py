@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +22,7 @@ from selective_compile.runtime.replay_engine import replay_engine
 from selective_compile.runtime.step_times import StepTimes
 from tests.models import tiny
 from tests.oracle import assert_generated_alone
-from tests.runtime.simulated import SimulatedModel, SimulatedProgram, simulated_engine
+from tests.runtime.simulated import SimulatedModel, SimulatedProgram, expected_tokens, simulated_engine
 from tests.runtime.test_engine import expect, run_until_idle
 from tests.test_whole_functions import Recurrent
 
@@ -147,6 +148,37 @@ def test_an_assistant_drafts_for_several_requests_and_changes_no_token(shipped: 
         model, prompts[:1], assistant_model=model, max_new_tokens=14, eos_token_id=None, engine_config=CONFIG
     )
     assert ours[0][len(prompts[0]) :].tolist() == list(found[0][0])
+
+
+def test_an_assistants_own_configuration_does_not_reach_its_drafts_or_is_refused() -> None:
+    model, assistant = tiny("llama"), tiny("llama", seed=1)
+    assistant.generation_config.num_return_sequences = 2
+    engine = sc.Engine(model, CONFIG)
+    alone = engine.submit([1, 2, 3], max_new_tokens=9).result().tokens
+    drafted = engine.submit([1, 2, 3], max_new_tokens=9, assistant_model=assistant)
+    assert drafted.result().tokens == alone
+    assistant.generation_config.constraints = ["one"]
+    with pytest.raises(ValueError, match="assistant_model must have a generation_config that goes with drafts: .*cons"):
+        engine.submit([1, 2, 3], assistant_model=assistant)
+
+
+def test_an_assistant_that_fails_gives_no_drafts_and_ends_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    program, failing = SimulatedProgram(), SimulatedProgram()
+
+    def fail() -> None:
+        raise torch.OutOfMemoryError("too much")
+
+    failing.before_run = fail
+    assistant = Assistant(simulated_engine(failing))
+    engine = simulated_engine(program)
+    model: Any = SimulatedModel()
+    engine._drafting._assistants._kept[model] = assistant
+    drafted = engine.submit([1, 2], max_new_tokens=9, assistant_model=model)
+    other = engine.submit([3], max_new_tokens=9)
+    for request, prompt in ((drafted, [1, 2]), (other, [3])):
+        assert list(request.result().tokens) == expected_tokens(prompt, request.params)
+    assert caplog.text.count("drafting of a request failed") == 1
+    assert not assistant._engine._requests and not engine._requests
 
 
 def test_an_assistant_shares_blocks_only_among_requests_of_one_salt() -> None:

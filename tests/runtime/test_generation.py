@@ -14,6 +14,7 @@ from transformers import GenerationConfig, LogitsProcessor
 from selective_compile.runtime.generation import GenerationParams, Served
 from selective_compile.runtime.generation_fields import FIELDS, IMPLEMENTED, INSTEAD, NEUTRAL, WITHOUT_EFFECT
 from selective_compile.runtime.generation_values import WHEN_SAMPLING
+from tests.runtime.simulated import simulated_engine
 
 VOCABULARY = 50
 
@@ -165,6 +166,11 @@ def test_a_wrong_value_is_named(fields: dict[str, Any]) -> None:
     ((name, value),) = fields.items()
     with pytest.raises(ValueError, match=rf"^{name} must be .*got "):
         resolve(config_with(**{"do_sample": True, **fields}))
+
+
+def test_stop_strings_need_a_tokenizer() -> None:
+    with pytest.raises(ValueError, match="tokenizer must be a tokenizer of transformers, got 5"):
+        simulated_engine().submit([1], stop_strings="a", tokenizer=5)
 
 
 @pytest.mark.parametrize("name", sorted(FIELDS))

@@ -183,6 +183,9 @@ def test_before_the_first_step_nothing_is_refused() -> None:
     [
         ({"priority": 0.5}, "priority must be an integer, got 0.5"),
         ({"priority": True}, "priority must be an integer, got True"),
+        ({"priority": 10**400}, "priority must be of at most 53 bits, got one of 1329"),
+        ({"priority": -(2**53)}, "priority must be of at most 53 bits, got one of 54"),
+        ({"deadline": 10**400}, "deadline must be a number that a float can hold, got one of 1329 bits"),
         ({"deadline": 0}, "deadline must be more than 0 seconds from now, got 0"),
         ({"deadline": float("nan")}, "deadline must be more than 0 seconds from now, got nan"),
         ({"deadline": "soon"}, "deadline must be a number of seconds or None, got 'soon'"),

@@ -121,6 +121,8 @@ def test_refusals() -> None:
         engine.submit(PROMPT, num_return_sequences=2)
     with pytest.raises(ValueError, match="num_return_sequences must be an integer of at least 1, got 0"):
         engine.submit(PROMPT, num_return_sequences=0, do_sample=True)
+    with pytest.raises(ValueError, match="num_return_sequences must be at most 1024, got 1000000000000"):
+        engine.submit(PROMPT, num_return_sequences=10**12, do_sample=True)
     engine.submit(PROMPT, request_id="a/1")
     with pytest.raises(ValueError, match="request_id must not be that of an unfinished request, got 'a/1'"):
         engine.submit(PROMPT, request_id="a", num_return_sequences=2, **SAMPLED)
