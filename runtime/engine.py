@@ -30,7 +30,8 @@ from selective_compile.runtime.samples import Asked
 from selective_compile.runtime.scheduled_step import ScheduledStep
 from selective_compile.runtime.scheduler import Scheduler
 from selective_compile.runtime.stats import EngineStats, StepObserver
-from selective_compile.runtime.step_log import StepLog
+from selective_compile.runtime.step_lock import StepLock
+from selective_compile.runtime.step_log import Observed, StepLog
 from selective_compile.runtime.verify import Outcome
 
 TOO_LATE = "deadline must leave time for the tokens asked for, at the pace of the steps so far: it cannot be met"
@@ -69,8 +70,8 @@ class Engine:
             model: a causal decoder; it is left as it is, its weights are shared.
             config: None takes the defaults.
             program: the model already compiled, so that several engines can share it.
-            observers: called after each step, in the thread that ran it. They must not raise: an exception
-                leaves `step`, and ends the background thread.
+            observers: called after each step, in the thread that ran it. One that raises is logged and called no
+                more.
             clock: seconds since any moment; what is decided by time goes by it.
 
         Raises:
@@ -110,7 +111,7 @@ class Engine:
             log=self._log,
             recording=self._recording,
         )
-        self._stepping = Lock()
+        self._stepping = StepLock()
         self._submitting = Lock()
         self._background = BackgroundThread(
             guard=self._guard,
@@ -223,6 +224,7 @@ class Engine:
         to do: see `hand_out`.
 
         Raises:
+            RuntimeError: a step calls this.
             StepError: the step failed. All running requests have ended with "error"; waiting ones go on, unless
                 none was running: then no step would get further, and they have ended too.
         """
@@ -261,8 +263,9 @@ class Engine:
         go on as soon as someone calls `step` or reads from them.
 
         Raises:
-            RuntimeError: a background thread runs already.
+            RuntimeError: a background thread runs already, or a step calls this.
         """
+        self.check_outside_step()
         with self._background.running():
             yield self
 
@@ -286,6 +289,12 @@ class Engine:
             self.step()
         except StepError:
             logger.exception("a step failed; its requests have ended with an error")
+
+    def check_outside_step(self) -> None:
+        """Raises RuntimeError in the thread of a step, which its processor, criterion or observer runs in: what waits
+        for another step there would wait for ever.
+        """
+        self._stepping.check()
 
     def drop_computed(self, *, if_idle: bool = False) -> None:
         """Drop all keys and values, as a change of the weights does; requests compute again what they need.
@@ -376,7 +385,6 @@ class Engine:
                 doomed = list(self._scheduler.running())
                 if not doomed and isinstance(error, Exception):  # or whoever waits for them would step for ever
                     doomed = list(self._scheduler.waiting())
-                self._recording.failed(doomed, passed_on=not isinstance(error, Exception))
                 for state in doomed:
                     if state.finished:
                         continue  # with another of its group
@@ -384,9 +392,9 @@ class Engine:
                         self._roster.leave(request)
                         request.finish("error", message)
                 self._scheduler.forget()
+                self._recording.failed(doomed, passed_on=not isinstance(error, Exception))
                 observed = self._log.failed(message)
-            if observed is not None:
-                observed.tell()
+            self._tell(observed)
             if isinstance(error, Exception):
                 raise StepError(message) from error
             raise
@@ -401,8 +409,11 @@ class Engine:
             if self._log.has_ended:
                 self._outbox.flush()
             observed = self._log.stepped(plan, started=started, seconds=seconds, predicted=predicted)
-        if observed is not None:
-            observed.tell()
+        self._tell(observed)
+
+    def _tell(self, observed: Observed | None) -> None:
+        for observer in observed.tell() if observed is not None else ():
+            self.remove_observer(observer)
 
     def _wake_readers(self) -> None:
         with self._guard:

@@ -16,11 +16,17 @@ Requests are named by the number in which they came. `selective_compile.runtime.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
+import gc
 import json
+import logging
+import os
+import stat
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 from weakref import finalize
 
 from transformers import GenerationConfig
@@ -31,6 +37,7 @@ from selective_compile.runtime.intake import Submission
 from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.request_state import RequestState
 
+logger = logging.getLogger(__name__)
 VERSION = 1
 # Of an EngineConfig: what is the log's own business, and what the blocks in its first line stand for.
 NOT_TOLD = ("record", "dtype", "max_kv_tokens", "kv_memory_fraction")
@@ -72,11 +79,17 @@ class Recording:
 
 
 class FileRecording(Recording):
-    """Writes a line for each event, as it happens."""
+    """Writes a line for each event, as it happens, until one cannot be written: nobody's request has a part in that."""
 
     def __init__(self, path: str | PathLike[str], config: EngineConfig, model: Mapping[str, Any]) -> None:
-        """`model`: what is to be known of it. Raises OSError where nothing can be written there."""
-        self._file = Path(path).open("w", encoding="utf-8", buffering=1)
+        """`model`: what is to be known of it.
+
+        Raises:
+            OSError: nothing can be written there.
+            ValueError: another engine writes to it.
+        """
+        self._path = path
+        self._file = _opened_alone(path)
         finalize(self, self._file.close)  # the engine has no end of its own
         told = {name: value for name, value in dataclasses.asdict(config).items() if name not in NOT_TOLD}
         self._write("engine", version=VERSION, config=told, model=model)
@@ -129,7 +142,36 @@ class FileRecording(Recording):
         self._write("timed", started=started, ended=ended)
 
     def _write(self, event: str, **values: Any) -> None:
-        self._file.write(json.dumps({"event": event, **values}) + "\n")
+        if self._file.closed:
+            return
+        try:
+            self._file.write(json.dumps({"event": event, **values}) + "\n")
+        except OSError:
+            logger.exception("the event log cannot be written any more, and ends here: %s", self._path)
+            with suppress(OSError):  # what is left of the line
+                self._file.close()
+
+
+def _opened_alone(path: str | PathLike[str]) -> TextIO:
+    """An empty file that no other recording has open; a pipe or a device may have several."""
+    file = Path(path).open("a", encoding="utf-8", buffering=1)
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        if not _locked(file):
+            gc.collect()  # an engine that nobody holds any more, but for its own requests
+            if not _locked(file):
+                file.close()
+                raise ValueError(f"record must be a file that no other engine writes to, got {str(path)!r}")
+        file.truncate(0)
+    return file
+
+
+def _locked(file: TextIO) -> bool:
+    """Whether this is the one who has the file from now on, until it is closed."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def recording_of(config: EngineConfig, **model: Any) -> Recording:

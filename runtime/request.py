@@ -24,6 +24,9 @@ class RequestOwner(Protocol):
     def driven(self) -> bool:
         """Whether a background thread runs the steps, so that a reader only has to wait."""
 
+    def check_outside_step(self) -> None:
+        """Raises RuntimeError where a reader would wait within a step."""
+
     def drive(self) -> None:
         """Run a step on behalf of a reader that waits; a step that fails says so in its requests."""
 
@@ -181,6 +184,7 @@ class Request:
         `error`.
 
         Raises:
+            RuntimeError: called within a step, by a processor, a criterion or an observer.
             TimeoutError: it has not ended within `timeout` seconds. It goes on; ask again or cancel it.
         """
         deadline = None if timeout is None else time.perf_counter() + timeout
@@ -300,6 +304,7 @@ class Request:
             owner = self._owner
             if owner is None:
                 continue  # it has ended since
+            owner.check_outside_step()
             with self._changed:
                 # Under the condition, or the wake of a background thread that stops here would be missed.
                 driven = owner.driven

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from selective_compile.runtime.own_code import Logged
 from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.request import FinishReason, Request
 from selective_compile.runtime.scheduler import Scheduler
@@ -22,9 +23,15 @@ class Observed:
     record: StepRecord
     observers: tuple[StepObserver, ...]
 
-    def tell(self) -> None:
+    def tell(self) -> list[StepObserver]:
+        """Those that raised, which is logged."""
+        failed = []
         for observer in self.observers:
-            observer(self.record)
+            with Logged("observer") as outcome:
+                observer(self.record)
+            if outcome.failed:
+                failed.append(observer)
+        return failed
 
 
 class StepLog:

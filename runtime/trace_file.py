@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, Self
 
+from selective_compile.runtime.engine import Engine
 from selective_compile.runtime.request_state import RequestId
 from selective_compile.runtime.stats import StepRecord
 
@@ -14,7 +15,7 @@ STEPS_ROW = 0
 
 
 class TraceFile:
-    """Writes as the steps are observed: `with TraceFile(path) as trace: engine.add_observer(trace.observe)`.
+    """Writes as the steps are observed: `with TraceFile(path) as trace: trace.follow(engine)`, until it is closed.
 
     A file that was cut off, its end missing, can be opened as well.
     """
@@ -25,6 +26,7 @@ class TraceFile:
         self._file.write("[\n")
         self._rows: dict[RequestId, int] = {}
         self._first = True
+        self._followed: list[Engine] = []
         self._name_row(STEPS_ROW, "steps")
 
     def __enter__(self) -> Self:
@@ -33,11 +35,24 @@ class TraceFile:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close()
 
+    def follow(self, engine: Engine) -> None:
+        """Observe the engine from now on until the end."""
+        self._followed.append(engine)
+        engine.add_observer(self.observe)
+
     def close(self) -> None:
+        """The end; an observer that is called nevertheless writes nothing more."""
+        while self._followed:
+            self._followed.pop().remove_observer(self.observe)
+        if self._file.closed:
+            return
         self._file.write("\n]\n")
         self._file.close()
 
     def observe(self, record: StepRecord) -> None:
+        """Write what the step did."""
+        if self._file.closed:
+            return
         tokens = sum(share.tokens for share in record.shares)
         about = {"tokens": tokens, "requests": len(record.shares), "preempted": list(map(str, record.preempted))}
         self._span(record, STEPS_ROW, f"step {record.step}", {**about, "predicted seconds": record.predicted_seconds})

@@ -115,18 +115,24 @@ def test_a_trace_has_every_share_and_a_row_for_each_request(tmp_path: Path) -> N
     records: list[StepRecord] = []
     engine = simulated_engine(max_kv_tokens=24, block_size=2, token_budget=6, observers=[records.append])
     with TraceFile(tmp_path / "trace.json") as trace:
-        engine.add_observer(trace.observe)
+        trace.follow(engine)
         for number in range(4):
             engine.submit([number] * 5, request_id=number, max_new_tokens=8)
         run(engine)
         engine.submit([9], request_id=0, max_new_tokens=2)
         run(engine)
-        engine.remove_observer(trace.observe)
-    events: list[dict[str, Any]] = json.loads((tmp_path / "trace.json").read_text())
+    text = (tmp_path / "trace.json").read_text()
+    assert engine._log._observers == (records.append,)
+    engine.add_observer(trace.observe)
+    assert engine.submit([9], max_new_tokens=2).result().finish_reason == "length"
+    trace.close()
+    assert (tmp_path / "trace.json").read_text() == text and trace.observe in engine._log._observers
+    events: list[dict[str, Any]] = json.loads(text)
     names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     assert sorted(names.values()) == ["0", "0", "1", "2", "3", "steps"]
     spans = [event for event in events if event["ph"] == "X" and event["tid"] > 0]
-    shares = [(record.step, str(share.request_id), share.tokens) for record in records for share in record.shares]
+    ran = [record for record in records if record.step < engine.stats().steps - 2]
+    shares = [(record.step, str(share.request_id), share.tokens) for record in ran for share in record.shares]
     assert [(span["args"]["step"], names[span["tid"]], span["args"]["tokens"]) for span in spans] == shares
     steps = [event for event in events if event["ph"] == "X" and event["tid"] == 0]
     assert [step["ts"] for step in steps] == sorted(step["ts"] for step in steps)

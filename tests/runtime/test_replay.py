@@ -214,3 +214,42 @@ def test_a_request_without_a_deadline_has_none_in_the_replay(tmp_path: Path) -> 
     assert "Infinity" not in (tmp_path / "run.jsonl").read_text()
     assert math.isfinite(sum(event["terms"]["arrival"] for event in log.named("submitted")))
     assert replay_schedule(log).difference is None
+
+
+def test_a_log_that_cannot_be_written_any_more_ends_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, program = tmp_path / "run.jsonl", SimulatedProgram()
+    engine = simulated_engine(program, record=path)
+    first = engine.submit([1, 2, 3], max_new_tokens=20)
+    engine.step()
+    engine._recording._file.close()  # type: ignore[attr-defined]
+    engine._recording._file = open("/dev/full", "w", buffering=1)  # type: ignore[attr-defined]
+    second, third = engine.submit([1], request_id="b", max_new_tokens=2), engine.submit([4])
+    third.cancel()
+    failures = iter([RuntimeError("once")])
+
+    def fail_once() -> None:
+        for failure in failures:
+            raise failure
+
+    assert second.result().finish_reason == "length"
+    program.before_run = fail_once
+    assert first.result().error == "step 3 failed: RuntimeError: once"
+    assert engine.submit([1], request_id="b", max_new_tokens=2).result().finish_reason == "length"
+    assert caplog.text.count("the event log cannot be written any more") == 1
+    assert not engine._requests and engine.stats().blocks_used == 0
+
+
+def test_a_log_is_of_one_engine(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    engine = simulated_engine(record=path)
+    engine.submit([1], max_new_tokens=2).result()
+    with pytest.raises(ValueError, match="record must be a file that no other engine writes to, got"):
+        simulated_engine(record=path)
+    again = len(EventLog.read(path).events)
+    del engine
+    assert again > 1 and len(EventLog.read(path).events) == again
+    second = simulated_engine(record=path)
+    second.submit([1], max_new_tokens=2).result()
+    assert replay_schedule(EventLog.read(path)).difference is None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import pytest
 
@@ -45,6 +47,9 @@ class EndsAtTheLastMoment:
         if not self.request.finished:
             self.request.finish("cancelled")
         return True
+
+    def check_outside_step(self) -> None:
+        """It has none."""
 
     def drive(self) -> None:
         raise AssertionError
@@ -233,17 +238,81 @@ def test_a_failed_step_does_not_stop_the_background_thread() -> None:
     assert fine.finish_reason == "length"
 
 
-def test_an_observer_that_raises_ends_the_thread_and_is_heard() -> None:
+def test_an_observer_that_raises_is_logged_and_called_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[int] = []
+    others: list[StepRecord] = []
+
     def observe(record: StepRecord) -> None:
+        seen.append(record.step)
         if record.step == 2:
             raise KeyError("observer")
 
+    engine: Engine = simulated_engine(observers=[observe, others.append])
+    with engine.running():
+        request = engine.submit([1], max_new_tokens=6)
+        assert request.result(timeout=SECONDS).finish_reason == "length"
+    assert seen == [0, 1, 2] and len(others) == 6
+    assert "callback observer raised" in caplog.text
+
+
+def test_an_observer_that_interrupts_ends_the_thread_and_is_heard() -> None:
+    def observe(record: StepRecord) -> None:
+        if record.step == 2:
+            raise KeyboardInterrupt("observer")
+
     engine: Engine = simulated_engine(observers=[observe])
-    with pytest.raises(KeyError, match="observer"), engine.running():
+    with pytest.raises(KeyboardInterrupt, match="observer"), engine.running():
         request = engine.submit([1], max_new_tokens=6)
         # The thread ends at step 2; the reader drives the rest.
         assert request.result(timeout=SECONDS).finish_reason == "length"
     assert list(request) == expected_tokens([1], request.params)
+
+
+@pytest.mark.parametrize("driven", [False, True])
+@pytest.mark.parametrize("what", ["result", "iterate", "step", "drop_computed", "running"])
+def test_waiting_for_another_request_within_a_step_is_refused(what: str, driven: bool) -> None:
+    """In a processor that is its request's error, in an observer the observer's."""
+    engine = simulated_engine()
+    other = engine.submit([5], max_new_tokens=30)
+    messages: list[str] = []
+
+    def wait() -> None:
+        with pytest.raises(RuntimeError, match="must not be waited for from within a step") as raised:
+            if what == "running":
+                with engine.running():
+                    pass
+            else:
+                calls: dict[str, Callable[[], Any]] = {
+                    "result": lambda: other.result(timeout=1),
+                    "iterate": lambda: list(other),
+                    "step": engine.step,
+                    "drop_computed": engine.drop_computed,
+                }
+                calls[what]()
+        messages.append(str(raised.value))
+        raise raised.value
+
+    waiting = engine.submit([1, 2], max_new_tokens=3, logits_processor=[lambda ids, scores: wait()])
+    engine.add_observer(lambda record: wait())
+    with engine.running() if driven else nullcontext():
+        assert waiting.result(timeout=SECONDS).error == f"logits processors failed: RuntimeError: {messages[0]}"
+        assert other.result(timeout=SECONDS).finish_reason == "length"
+    assert len(messages) == 2 and not engine._log._observers
+    assert other.tokens == expected_tokens([5], other.params)
+
+
+@pytest.mark.parametrize("error", [SystemExit("no"), asyncio.CancelledError("no"), GeneratorExit("no")])
+def test_a_processor_that_would_end_the_thread_ends_its_own_request(error: BaseException) -> None:
+    engine = simulated_engine()
+
+    def end(ids: Any, scores: Any) -> Any:
+        raise error
+
+    guilty = engine.submit([1], max_new_tokens=3, logits_processor=[end])
+    other = engine.submit([2], max_new_tokens=3)
+    with engine.running():
+        assert guilty.result(timeout=SECONDS).error == f"logits processors failed: {type(error).__name__}: no"
+        assert other.result(timeout=SECONDS).finish_reason == "length"
 
 
 def test_cancelling_a_request_ends_its_stream() -> None:
