@@ -123,6 +123,7 @@ def test_a_window_that_no_layer_exceeds_changes_nothing() -> None:
 def test_what_is_narrowed(before: dict[str, Any], after: dict[str, Any]) -> None:
     class Call:
         family: Any = MaskFamily(padding=None, **before)
+        selection = None
 
     class Traced:
         calls = (Call(),)
