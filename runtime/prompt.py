@@ -48,15 +48,19 @@ def check_request_id(request_id: Any) -> RequestId:
     """The id itself, if it is one.
 
     Raises:
-        ValueError: it is neither a string nor an integer.
+        ValueError: it is neither a string nor an integer, or a huge one.
     """
     if isinstance(request_id, bool) or not isinstance(request_id, (int, str)):
         raise ValueError(f"request_id must be a string or an integer, got {request_id!r}")
+    if isinstance(request_id, int) and request_id.bit_length() > NAME_BITS:
+        raise ValueError(f"request_id must be of at most {NAME_BITS} bits, got one of {request_id.bit_length()}")
     return request_id
 
 
 # A rank is a float, which holds all integers of so many bits.
 PRIORITY_BITS = 53
+# Of integers that name requests and users: a UUID has half as many, and Python writes out a number of that size.
+NAME_BITS = 256
 
 
 def check_terms(*, arrival: float, priority: Any, deadline: Any, user: Any, cache_salt: Any) -> Terms:
@@ -77,6 +81,8 @@ def check_terms(*, arrival: float, priority: Any, deadline: Any, user: Any, cach
         raise ValueError(f"deadline must be more than 0 seconds from now, got {deadline!r}")
     if user is not None and (isinstance(user, bool) or not isinstance(user, (int, str))):
         raise ValueError(f"user must be a string, an integer or None, got {user!r}")
+    if isinstance(user, int) and user.bit_length() > NAME_BITS:
+        raise ValueError(f"user must be of at most {NAME_BITS} bits, got one of {user.bit_length()}")
     if cache_salt is not None and not isinstance(cache_salt, str):
         raise ValueError(f"cache_salt must be a string or None, got {cache_salt!r}")
     moment = math.inf if deadline is None else arrival + deadline

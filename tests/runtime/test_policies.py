@@ -190,6 +190,8 @@ def test_before_the_first_step_nothing_is_refused() -> None:
         ({"deadline": float("nan")}, "deadline must be more than 0 seconds from now, got nan"),
         ({"deadline": "soon"}, "deadline must be a number of seconds or None, got 'soon'"),
         ({"user": 1.5}, "user must be a string, an integer or None, got 1.5"),
+        ({"user": 10**5000}, "user must be of at most 256 bits, got one of 16610"),
+        ({"request_id": 10**5000}, "request_id must be of at most 256 bits, got one of 16610"),
     ],
 )
 def test_terms_that_are_none(arguments: dict[str, Any], message: str) -> None:
