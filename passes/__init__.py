@@ -28,11 +28,13 @@ from selective_compile.passes.selections import recognise_selections
 from selective_compile.passes.token_axes import mark_token_axes
 from selective_compile.passes.token_wise import call_once
 from selective_compile.passes.traced_graph import AttentionCall, Refusal, RefusedError, TracedGraph
+from selective_compile.passes.weight_classes import try_weight_classes
 
 __all__ = ["PIPELINE", "AttentionCall", "FlatGraph", "PassRecord", "RefusedError", "Refusal", "Rewrite", "rewrite"]
 
 ANALYSES: tuple[tuple[str, Callable[[TracedGraph], int]], ...] = (
     ("whole convolutions", whole_convolutions),  # before the marks: a convolution reads over a request's bounds
+    ("try weight classes", try_weight_classes),  # before the marks: they take a linear layer for token-wise
     ("mark token axes", mark_token_axes),  # every later proof reads which dimension enumerates tokens
     ("isolate", isolate),  # before what mixes is looked at: masks of isolated modules are none of its business
     ("call once", call_once),  # needs the calls: of these, those that treat tokens independently mix nothing

@@ -35,6 +35,17 @@ OTHER_NAMES: dict[Any, Any] = dict.fromkeys((aten.concat.default, aten.concatena
 INDEX_FORM: dict[Any, Any] = get_decompositions([aten.tril, aten.triu])
 
 
+def filled_where(chosen: torch.Tensor, number: float, values: torch.Tensor) -> Any:
+    return values.masked_fill(chosen, number) if values.is_floating_point() else NotImplemented
+
+
+# And what is another spelling of an operator that every later pass knows, as that operator.
+SPELT_OUT: dict[Any, Any] = INDEX_FORM | {
+    aten.mT.default: lambda x: x.transpose(-2, -1),
+    aten.where.ScalarSelf: filled_where,
+}
+
+
 def source_name(placeholder: fx.Node) -> str:
     """Dynamo's name for where a placeholder's value comes from (torch 2.11 has a method where 2.13 has a property)."""
     if SOURCE in placeholder.meta:
@@ -172,7 +183,7 @@ def retrace(module: fx.GraphModule, symbols: Symbols, fakes: Sequence[Any]) -> f
 
     with symbols.mode, torch.no_grad():
         try:
-            return make_fx(run, INDEX_FORM, tracing_mode="real", pre_dispatch=True)(*fakes)
+            return make_fx(run, SPELT_OUT, tracing_mode="real", pre_dispatch=True)(*fakes)
         except RuntimeError as error:  # an operator finds that symbolic sizes do not fit
             reason = f"it cannot be traced with symbolic sizes: {str(error).strip().splitlines()[0]}"
             refusal = Refusal(

@@ -15,6 +15,7 @@ from torch._dynamo.comptime import comptime
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._guards import TracingContext
 
+from selective_compile.live_settings import names_read
 from selective_compile.module_state import unchanged
 from selective_compile.passes.lengths import CAPTURE_TOKENS, bounds_requests, longest_request
 from selective_compile.passes.normalise import keep_sources
@@ -35,11 +36,13 @@ class Captured:
     """Dynamo's graph from token ids (and an attention mask, if the model takes one) to logits ``[1, S, V]``.
 
     ``max_tokens``: the largest S that it holds for, where the model has a table of positions that ends; None if any.
+    ``read``: names of the attributes that the trace depends on.
     """
 
     module: fx.GraphModule
     examples: list[Any]
     max_tokens: int | None
+    read: frozenset[str] = frozenset()
 
 
 class CaptureDone(BaseException):
@@ -63,7 +66,9 @@ def capture(model: nn.Module, functions: Mapping[Place, Recognised] | None = Non
 
     def keep(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
         keep_sources(module)
-        found.append(Captured(module=module, examples=list(examples), max_tokens=longest_of_graph()))
+        found.append(
+            Captured(module=module, examples=list(examples), max_tokens=longest_of_graph(), read=read_by_trace())
+        )
         return leave
 
     ids = torch.zeros(1, CAPTURE_TOKENS, dtype=torch.int64, device=device_of(model))
@@ -151,6 +156,12 @@ def longest_of_graph() -> int | None:
     if refusals:
         raise RefusedError(refusals)
     return longest_request(guard.expr for guard in guards)
+
+
+def read_by_trace() -> frozenset[str]:
+    context = TracingContext.try_get()
+    assert context is not None
+    return names_read(context.guards_context.dynamo_guards)
 
 
 def leave(*_: Any) -> Any:

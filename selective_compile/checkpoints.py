@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, get_args
@@ -55,21 +56,25 @@ class Checkpoint:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def load(name: str | None = None, *, dtype: DtypeName = "auto", device: str = "cpu") -> Checkpoint:
+def load(
+    name: str | None = None, *, dtype: DtypeName = "auto", device: str = "cpu", trust_remote_code: bool = False
+) -> Checkpoint:
     """The model in eval mode on `device`, and its tokenizer.
 
     Args:
         name: a folder or a Hugging Face id; None: the model that ships.
         dtype: "auto" takes the dtype that the checkpoint is stored in.
         device: as torch names it, such as "cpu" or "cuda"; "auto": a GPU if there is one.
+        trust_remote_code: whether Python code that lies beside the weights may run.
 
     Raises:
-        ValueError: there is no such model, dtype or device, or it has no tokenizer.
+        ValueError: there is no such model, dtype or device, it has no tokenizer, or it comes with code of its own that
+            is not trusted.
     """
     source = name if name is not None else str(tiny_model.path())
-    model = load_model(name, dtype=dtype, device=device)
+    model = load_model(name, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"model must come with a tokenizer, got {source!r}: {first_line(error)}") from error
     if tokenizer.vocab_size == 0:
@@ -77,7 +82,9 @@ def load(name: str | None = None, *, dtype: DtypeName = "auto", device: str = "c
     return Checkpoint(name=source, shipped=name is None, model=model, tokenizer=tokenizer)
 
 
-def load_model(name: str | None = None, *, dtype: DtypeName = "auto", device: str = "cpu") -> PreTrainedModel:
+def load_model(
+    name: str | None = None, *, dtype: DtypeName = "auto", device: str = "cpu", trust_remote_code: bool = False
+) -> PreTrainedModel:
     """The model alone, for what needs no tokenizer; as `load`."""
     if dtype not in get_args(DtypeName):
         raise ValueError(f"dtype must be one of {', '.join(get_args(DtypeName))}, got {dtype!r}")
@@ -86,14 +93,30 @@ def load_model(name: str | None = None, *, dtype: DtypeName = "auto", device: st
     if source.startswith(("/", "./", "../", "~")) or Path(source).is_dir():
         if not (Path(source) / "config.json").exists():
             raise ValueError(f"model must be a folder with a config.json, got {source!r}")
+    refuse_code_without_trust(source, trust_remote_code)
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES.get(dtype, dtype))
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=DTYPES.get(dtype, dtype), trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ValueError(
             f"model must be a folder or a Hugging Face id of a causal language model, got {source!r}: "
             f"{first_line(error)}"
         ) from error
     return model.to(target).eval()
+
+
+def refuse_code_without_trust(source: str, trusted: bool) -> None:
+    """For folders, where transformers would ask at the terminal; of an id on the hub it tells by itself."""
+    config = Path(source) / "config.json"
+    if trusted or not config.is_file():
+        return
+    own = json.loads(config.read_text()).get("auto_map", {})
+    if "AutoModelForCausalLM" in own or "AutoConfig" in own:
+        raise ValueError(
+            f"trust_remote_code must be true (--trust-remote-code) for a model that comes with code of its own, got "
+            f"{source!r} with {', '.join(map(str, own.values()))}; read that code first"
+        )
 
 
 def device_named(name: str) -> torch.device:

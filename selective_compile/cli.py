@@ -67,6 +67,7 @@ Model = Annotated[
     typer.Option("--model", help="A folder or a Hugging Face id.", show_default="the model that ships"),
 ]
 Dtype = Annotated[checkpoints.DtypeName, typer.Option(help="Of the weights; auto: as they are stored.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that lies beside the weights.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="For torch on the CPU.", show_default="torch's choice")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON in place of text.")]
@@ -90,6 +91,7 @@ def demo_command(
     ] = None,
     dtype: Dtype = "auto",
     device: Device = "cpu",
+    trust: Trust = False,
     record: Record = None,
 ) -> None:
     """Serve requests by generate and by the engine; compare tokens, times; draw the schedule.
@@ -105,7 +107,7 @@ def demo_command(
     config = EngineConfig(token_budget=token_budget, max_kv_tokens=kv_tokens, compile=compiled, record=record)
     stages, out = begin(threads)
     with stages("loading the model"):
-        checkpoint = checkpoints.load(model, dtype=dtype, device=device)
+        checkpoint = checkpoints.load(model, dtype=dtype, device=device, trust_remote_code=trust)
     wanted = demo.make_requests(checkpoint, requests, seed)
     prepared = demo.prepare(checkpoint, config, stages)
     if not as_json:
@@ -155,6 +157,7 @@ def generate_command(
     token_budget: TokenBudget = 512,
     dtype: Dtype = "auto",
     device: Device = "cpu",
+    trust: Trust = False,
     record: Record = None,
 ) -> None:
     """Continue prompts, all at once.
@@ -175,7 +178,7 @@ def generate_command(
         raise ValueError(f"--stream must come with one prompt and without --json, got {len(chosen.texts)} prompt(s)")
     stages, out = begin(threads)
     with stages("loading the model"):
-        checkpoint = checkpoints.load(model, dtype=dtype, device=device)
+        checkpoint = checkpoints.load(model, dtype=dtype, device=device, trust_remote_code=trust)
     config = EngineConfig(token_budget=token_budget, seed=seed, compile=compiled, record=record)
     if stream:
         for piece in generate_streaming(checkpoint, config, chosen, stages):
@@ -196,6 +199,7 @@ def explain_command(
     as_json: Json = False,
     dtype: Dtype = "auto",
     device: Device = "cpu",
+    trust: Trust = False,
 ) -> None:
     """Say what was proved of a model's attention calls, and what is refused.
 
@@ -207,7 +211,7 @@ def explain_command(
     """
     stages, out = begin(None)
     with stages("loading the model"):
-        loaded = checkpoints.load_model(model, dtype=dtype, device=device)
+        loaded = checkpoints.load_model(model, dtype=dtype, device=device, trust_remote_code=trust)
     with stages(f"proving {type(loaded).__name__}"):
         report = explain_model(loaded)
     if as_json:

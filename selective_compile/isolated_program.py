@@ -115,8 +115,9 @@ class IsolatedProgram(ModuleProgram):
         isolated: Mapping[str, Refusal],
         caches: Caches | None,
         mode: Mode,
+        read: frozenset[str] = frozenset(),
     ) -> None:
-        super().__init__(model, rewritten, config, max_positions=max_positions)
+        super().__init__(model, rewritten, config, max_positions=max_positions, read=read)
         self.isolated, self.mode = isolated, mode
         self._caches = caches
         self._modes = [mode_of(call, mode, caches) for call in self.calls]

@@ -14,6 +14,7 @@ from selective_compile.capture import CANNOT, UNTRACEABLE, Captured, device_of, 
 from selective_compile.isolated_cache import Caches, caches_of
 from selective_compile.isolated_program import MODES, IsolatedProgram, Mode
 from selective_compile.isolation_trial import departs
+from selective_compile.live_settings import hook_refusals
 from selective_compile.module_program import ModuleProgram
 from selective_compile.module_state import own_attributes
 from selective_compile.one_token import one_token_refusal
@@ -81,6 +82,8 @@ def prove(model: nn.Module, fallback: Fallback, max_window: int | None = None) -
         ValueError: as `capture`.
     """
     try:
+        if isinstance(model, nn.Module) and (hooks := hook_refusals(model)):
+            raise RefusedError(hooks)  # not to be isolated: trials of a part would call them too
         found = ragged(model, fallback, max_window)
         departure = one_token_refusal(model)
         if departure is not None:  # not for isolated modules: `generate` has it in every step, and they see more tokens

@@ -25,9 +25,15 @@ class ModuleProgram(StepProgram):
     """
 
     def __init__(
-        self, model: nn.Module, rewritten: Rewrite, config: EngineConfig, *, max_positions: int | None
+        self,
+        model: nn.Module,
+        rewritten: Rewrite,
+        config: EngineConfig,
+        *,
+        max_positions: int | None,
+        read: frozenset[str] = frozenset(),
     ) -> None:
-        super().__init__(model, rewritten, config, max_positions=max_positions)
+        super().__init__(model, rewritten, config, max_positions=max_positions, read=read)
         self.calls: list[IsolatedCall] = rewritten.traced.isolated
         copies = skeleton(model, {})
         self._modules = [copies.get_submodule(call.module) for call in self.calls]

@@ -71,9 +71,10 @@ def step_program(model: nn.Module, config: EngineConfig, proved: Proved) -> Step
             isolated=proved.isolated,
             caches=proved.caches,
             mode=proved.mode,
+            read=captured.read,
         )
     kind = ModuleProgram if rewritten.traced.isolated else StepProgram
-    return kind(model, rewritten, config, max_positions=longest)
+    return kind(model, rewritten, config, max_positions=longest, read=captured.read)
 
 
 def narrowed(name: str, proved: Proved, window: int) -> str:

@@ -30,6 +30,9 @@ def replay_command(
     ] = None,
     dtype: Annotated[checkpoints.DtypeName, typer.Option(help="Of the weights; auto: as they are stored.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")] = "cpu",
+    trust: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that lies beside the weights.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of text.")] = False,
 ) -> None:
     """Serve a recorded run again, at the times of the log, and compare every batch and token.
@@ -49,7 +52,7 @@ def replay_command(
             replayed = replay_schedule(events)
     else:
         with stages("loading the model"):
-            loaded = checkpoints.load_model(model, dtype=dtype, device=device)
+            loaded = checkpoints.load_model(model, dtype=dtype, device=device, trust_remote_code=trust)
         config = events.config if compiled is None else dataclasses.replace(events.config, compile=compiled)
         steps = sum(1 for _ in events.named("planned"))
         with stages("serving again", steps) as advance:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from selective_compile.capture import declared_positions
+from selective_compile.live_settings import HOOK, hook_refusals, without_hooks
 from selective_compile.module_state import Place, State, deep_copy, own_attributes, unchanged, watched_objects
 from selective_compile.passes import Refusal, RefusedError
 from selective_compile.step import StepInputs
@@ -66,7 +67,7 @@ class SequentialProgram:
         self._requests: dict[Hashable, OneRequest] = {}
         self._left: set[Hashable] = set()  # since the last step, or while this one runs
         self._written: set[Place] = set()
-        with torch.no_grad(), unchanged(model) as written, watched_objects(model) as changed:
+        with torch.no_grad(), without_hooks(model), unchanged(model) as written, watched_objects(model) as changed:
             self.vocab_size = self._tried()
         self._written = written
         if changed:
@@ -79,6 +80,10 @@ class SequentialProgram:
         self._logits(one)
         one.tokens = torch.cat([one.tokens, one.tokens[:, :1]], dim=1)
         return len(self._logits(one))
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether a model with other hooks would still be run so: if hooks are why it is, they must be there."""
+        return bool(hook_refusals(model)) == any(refusal.node == HOOK for refusal in self.refusals)
 
     def weights_version(self) -> tuple[tuple[int, int], ...]:
         """Identity and in-place version of each weight."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from selective_compile.capture import ATTENTION_MASK, Captured, capture, recurrences_of
 from selective_compile.compiling import compiled
+from selective_compile.live_settings import LiveSettings
 from selective_compile.ops import forced_implementation
 from selective_compile.options import EngineConfig
 from selective_compile.passes import Refusal, RefusedError, Rewrite, rewrite
@@ -61,7 +62,8 @@ class StateSite:
 class LiveWeights:
     """The model's ``tensors`` that a graph reads, looked up anew with each `version`, as before each step."""
 
-    def __init__(self, model: nn.Module, flat: FlatGraph) -> None:
+    def __init__(self, model: nn.Module, flat: FlatGraph, read: frozenset[str] = frozenset()) -> None:
+        self.settings = LiveSettings(model, read)
         owners: dict[int, list[tuple[dict[str, Any], str]]] = {}
         for module in model.modules():
             for tensors in (module._parameters, module._buffers):
@@ -93,8 +95,8 @@ class LiveWeights:
 
         Raises:
             ValueError: the graph is not that of the model any more: a module was replaced, or a tied weight in one of
-                its places only, or a weight got another shape, dtype or device, or a buffer that masks were proved
-                from got other values.
+                its places only, an attribute that capture read was changed or a hook added, or a weight got another
+                shape, dtype or device, or a buffer that masks were proved from got other values.
         """
         for children, name, child in self._modules:
             if children.get(name) is not child:
@@ -102,6 +104,8 @@ class LiveWeights:
         for own, name, others, other in self._tied:
             if own.get(name) is not others.get(other):
                 raise ValueError(f"weights tied when the model was compiled must stay tied, got another {other!r}")
+        if change := self.settings.change():
+            raise ValueError(f"the model must stay as it was compiled: {change}")
         tensors = self.tensors = self._looked_up()
         for tensor, slot, (shape, dtype, device) in zip(tensors, self._slots, self._kinds, strict=True):
             if tensor is None or tensor.dtype != dtype or tensor.shape != shape or tensor.device != device:
@@ -134,7 +138,13 @@ class StepProgram:
     isolated: Mapping[str, Refusal] = MappingProxyType({})
 
     def __init__(
-        self, model: nn.Module, rewritten: Rewrite, config: EngineConfig, *, max_positions: int | None
+        self,
+        model: nn.Module,
+        rewritten: Rewrite,
+        config: EngineConfig,
+        *,
+        max_positions: int | None,
+        read: frozenset[str] = frozenset(),
     ) -> None:
         flat = rewritten.flat
         assert flat is not None
@@ -149,7 +159,7 @@ class StepProgram:
         self.max_positions = max_positions
         self.max_attention_window = config.max_attention_window
         self.graphs = 1
-        self.weights = LiveWeights(model, flat)
+        self.weights = LiveWeights(model, flat, read)
         self.weights_version = self.weights.version
         families = [call.family for call in flat.calls if call.family is not None]
         self.counts_padding = any(family.window or family.chunk for family in families)
@@ -161,6 +171,10 @@ class StepProgram:
     def rewinds(self) -> bool:
         """Whether a request can go on from fewer tokens than were computed of it: blocks are just written over."""
         return not self.state_sites and not self.keeps_requests
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether its attributes and hooks are those it was compiled with; the weights tell of themselves."""
+        return not self.weights.settings.change()
 
     def forget(self, request: Hashable) -> None:
         """Nothing is kept of a request but its blocks."""

@@ -23,7 +23,7 @@ from selective_compile.coverage.oracle import Answer, Oracle, furthest
 from selective_compile.coverage.page import page
 from selective_compile.coverage.random_model import random_model
 from selective_compile.coverage.sizes import VOCABULARY, WINDOW
-from selective_compile.coverage.standing import bars, exact, verdict, worse, wrong
+from selective_compile.coverage.standing import bars, exact, grown, verdict, worse, wrong
 from selective_compile.coverage.sweep import Sweep, chosen_types, registered_types, source
 from selective_compile.coverage.tiny_config import one_of_each, tiny_config
 from selective_compile.coverage.trial import QUICK, Trial, padded_batches
@@ -242,6 +242,17 @@ def test_what_becomes_worse_is_noticed() -> None:
     assert verdict({}) == "not built" and verdict({"class": "X"}) == "failed"
 
 
+def test_compiling_that_takes_much_longer_is_told() -> None:
+    before = facts_of()
+    assert not grown(before | {"compile_seconds": 6.9}, before), "less than five seconds more"
+    assert not grown({"compile_seconds": 140.0}, {"compile_seconds": 100.0}), "less than half as much again"
+    assert not grown(before, {}) and not grown({}, before)
+    told = grown(before | {"compile_seconds": 8.0}, before)
+    assert told == "compiling takes 8.0 s, took 2.0 s"
+    assert f"| llama | {told} |" in page({"types": {"llama": before | {"grown": told}}, "versions": {}})
+    assert "there is none" in page({"types": {"llama": before}, "versions": {}})
+
+
 def test_the_bars_are_counted_and_the_page_shows_them() -> None:
     types = {
         "llama": facts_of(),
@@ -316,6 +327,11 @@ def test_the_command_fails_on_wrong_tokens_alone(tmp_path: Path, monkeypatch: py
     assert json.loads(run("--types", "llama", "--json").stdout)["llama"]["class"] == "X"
     assert (tmp_path / "c.md").read_text().startswith("# Coverage")
     monkeypatch.setattr(command, "wrong", lambda facts: "planted")
+    later = json.loads((tmp_path / "c.json").read_text())
+    later["types"]["llama"]["grown"] = "compiling takes 9.0 s, took 2.0 s"
+    (tmp_path / "c.json").write_text(json.dumps(later))
+    assert "llama: compiling takes 9.0 s, took 2.0 s" in run("--types", "gpt2,llama").stdout
+    assert json.loads(run("--types", "gpt2,llama", "--new", "--json").stdout) == {}, "nothing is new"
     bad = run("--types", "llama")
     assert bad.exit_code == 1 and "wrong without a refusal for llama" in bad.stderr
     assert run("--types", "lama").exit_code == 1

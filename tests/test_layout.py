@@ -46,7 +46,7 @@ LAYERS = (
         "proved_tensors",
     ),
     ("passes",),
-    ("whole_functions",),
+    ("whole_functions", "live_settings"),
     (
         "backend",
         "report",

@@ -16,7 +16,7 @@ from selective_compile.coverage import page as pages
 from selective_compile.coverage.mutation_table import mutation_page, tried, wrong_ones
 from selective_compile.coverage.mutations import MUTATED
 from selective_compile.coverage.standing import VERDICTS, bars, verdict, wrong
-from selective_compile.coverage.sweep import Sweep, chosen_types
+from selective_compile.coverage.sweep import Sweep, chosen_types, stored
 from selective_compile.progress import ProgressBars
 from selective_compile.tables import console
 
@@ -27,19 +27,23 @@ def coverage_command(
     limit: Annotated[int, typer.Option(min=1, help="Seconds for one type.")] = 240,
     out_file: Annotated[Path, typer.Option("--out", help="Results; measured types are kept.")] = Path("coverage.json"),
     page: Annotated[Path | None, typer.Option(help="Write them as Markdown too.", show_default="beside --out")] = None,
+    new: Annotated[bool, typer.Option("--new", help="Only types that --out does not have.")] = False,
     generation: Annotated[bool, typer.Option("--generation", help="Fields of GenerationConfig instead.")] = False,
     mutations: Annotated[bool, typer.Option("--mutations", help="Changed attentions instead.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of text.")] = False,
 ) -> None:
     """Try every model type of the installed transformers, with random weights, against the model alone.
 
-    One process for each; stopped and started again, it goes on where it was. Exit status 1 on wrong tokens. With
+    One process for each; stopped and started again, it goes on where it was. Exit status 1 on wrong tokens. Types
+    that take much longer to compile than when they were measured before are named at the end. --new: what a new
+    release of transformers has that the results do not. With
     --generation: what each field of transformers' GenerationConfig comes to here; nothing is run. With --mutations:
     some types, each with its attention changed in several ways; exit status 1 if one is neither exact nor refused.
 
     \b
     selective-compile coverage --jobs 2 --out docs/coverage.json
     selective-compile coverage --types llama,gpt2,mamba --json
+    selective-compile coverage --new --out docs/coverage.json
     selective-compile coverage --generation
     selective-compile coverage --mutations --page docs/mutations.md
     """
@@ -48,6 +52,8 @@ def coverage_command(
     if mutations:
         return mutate(types, jobs or os.cpu_count() or 1, page, as_json)
     chosen = chosen_types(types)
+    if new:
+        chosen = tuple(name for name in chosen if name not in stored(out_file)["types"])
     target = page if page is not None else out_file.with_suffix(".md")
     for path, option in ((out_file, "--out"), (target, "--page")):
         if not path.absolute().parent.is_dir():
@@ -69,9 +75,12 @@ def coverage_command(
     else:
         counts = {name: sum(verdict(facts) == name for facts in found.values()) for name in VERDICTS}
         out.print(Text(", ".join(f"{name} {count}" for name, count in counts.items() if count)), soft_wrap=True)
-        if types is None:
+        if types is None and not new:
             for what, count, bar, met in bars(found):
                 out.print(Text(f"{what}: {count} (bar: {bar}{'' if met else ', NOT MET'})"), soft_wrap=True)
+        for name, facts in found.items():
+            if "grown" in facts:
+                out.print(Text(f"{name}: {facts['grown']}"), soft_wrap=True)
     mistaken = [name for name, facts in found.items() if wrong(facts)]
     if mistaken:
         raise ValueError(f"the tokens or logits are wrong without a refusal for {', '.join(mistaken)}")

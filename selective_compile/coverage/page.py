@@ -8,7 +8,7 @@ from typing import Any
 
 from selective_compile.coverage.families import FAMILIES, family_of
 from selective_compile.coverage.oracle import TOLERANCE
-from selective_compile.coverage.standing import VERDICTS, bars, exact, verdict, wrong
+from selective_compile.coverage.standing import GROWTH, GROWTH_SECONDS, VERDICTS, bars, exact, verdict, wrong
 from selective_compile.coverage.sweep import registered_types
 
 INTRO = """# Coverage
@@ -24,6 +24,10 @@ through Inductor unchanged, for the reason named. *Isolated* models run the modu
 another and all else for all of them, *sequential* ones run whole. Tokens are *open* where the model's own `generate`
 and `forward` contradict each other for a request, as a choice among equal scores makes them, and the engine's are
 neither's.
+
+After a change of the code or of the versions, the same command measures what that concerns; of a new release of
+transformers, `selective-compile coverage --new --out docs/coverage.json` measures only the types that the table does
+not have.
 """
 HEADER = ("type", "class", "verdict", "tokens", "logits", "preempted", "padded", "compile", "attention, or why not")
 
@@ -79,9 +83,13 @@ def seconds(types: Mapping[str, Any]) -> list[str]:
         return []
     worst = max(taken, key=lambda name: taken[name])
     median = statistics.median(taken.values())
+    slower = [(name, facts["grown"]) for name, facts in types.items() if "grown" in facts]
     return [
         "",
-        f"Capturing, proving and rewriting took {median:.1f} s in the median, {taken[worst]:.1f} s for {worst}.",
+        f"Capturing, proving and rewriting took {median:.1f} s in the median, {taken[worst]:.1f} s for {worst}, of one",
+        f"thread of a CPU. It is watched: types for which it takes over {GROWTH:g} times and {GROWTH_SECONDS:g} s more",
+        "than when they were measured before stand here" + (":" if slower else "; there is none."),
+        *(["", *table(("type", "what"), slower)] if slower else []),
     ]
 
 

@@ -8,6 +8,8 @@ from typing import Any, Final
 from selective_compile.coverage.families import DENSE, EXPERTS, HYBRID, RECURRENT
 from selective_compile.coverage.oracle import TOLERANCE
 
+GROWTH, GROWTH_SECONDS = 1.5, 5.0  # of compiling: less comes and goes with the machine
+
 Facts = Mapping[str, Any]
 
 # From the best to the worst that is honest.  What the engine computes wrongly stands apart: see `wrong`.
@@ -49,6 +51,14 @@ def worse(facts: Facts, than: Facts) -> str:
     if exact(than) and not exact(facts):
         return "the engine was exact"
     return wrong(facts)
+
+
+def grown(facts: Facts, than: Facts) -> str:
+    """How much more compiling takes than it did, if that is much; empty if it is not, or nothing is known of before."""
+    now, before = facts.get("compile_seconds"), than.get("compile_seconds")
+    if now is None or before is None or now <= GROWTH * before or now - before <= GROWTH_SECONDS:
+        return ""
+    return f"compiling takes {now:.1f} s, took {before:.1f} s"
 
 
 def bars(types: Mapping[str, Facts]) -> list[tuple[str, int, str, bool]]:

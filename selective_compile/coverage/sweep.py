@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from selective_compile import options, passes, runtime
 from selective_compile.bench.machine import versions
 from selective_compile.coverage.measure import Facts
+from selective_compile.coverage.standing import grown
 from selective_compile.coverage.trial import FULL, Trial
 from selective_compile.coverage.worker import Job
 
@@ -61,6 +62,8 @@ class Sweep:
                 for job in done(running):
                     running.remove(job)
                     facts = job.finish() | {"source": now}
+                    if growth := grown(facts, results["types"].get(job.model_type, {})):
+                        facts["grown"] = growth
                     results["types"][job.model_type] = facts
                     results["versions"] = versions(MEASURED)
                     write(self.out, results)

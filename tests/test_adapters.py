@@ -1,0 +1,80 @@
+"""PEFT's adapters on a live model: part of the ragged graph; switching them is seen, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import selective_compile as sc
+from tests.models import tiny
+from tests.test_live_settings import NEW, PROMPTS, RAGGED, alone, ours, told
+
+peft = pytest.importorskip("peft")
+
+
+def adapted(*names: str) -> Any:
+    """A PEFT model over a tiny Llama, an adapter of each name; none of them is nothing."""
+    config = peft.LoraConfig(
+        r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM"
+    )
+    model: Any = peft.get_peft_model(tiny("llama"), config, adapter_name=names[0])
+    for name in names[1:]:
+        model.add_adapter(name, config)
+    torch.manual_seed(3)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(weight, std=0.3)
+    return model.eval()
+
+
+def test_an_adapter_is_part_of_the_ragged_graph_and_switching_it_is_seen() -> None:
+    model = adapted("one", "two")
+    found = [ours(model)]
+    assert found[0] == alone(model) and sc.explain(model).verdict == "ragged"
+    model.set_adapter("two")
+    found.append(ours(model))
+    assert found[1] == alone(model)
+    with model.disable_adapter():
+        found.append(ours(model))
+        assert found[2] == alone(model) == alone(tiny("llama"))
+    model.set_adapter("one")
+    assert ours(model) == found[0]
+    assert len({str(tokens) for tokens in found}) == 3
+
+
+def test_an_adapter_switched_under_an_engine_is_refused_by_name() -> None:
+    model = adapted("one", "two")
+    engine = sc.Engine(model, RAGGED)
+    assert told(engine) is None
+    model.set_adapter("two")
+    assert "active_adapter' must stay" in (told(engine) or "")
+    model.set_adapter("one")
+    with model.disable_adapter():
+        assert "disable" in (told(engine) or "")
+    model.merge_adapter()
+    assert "merged_adapters' must stay []" in (told(engine) or "")
+    model.unmerge_adapter()
+    assert told(engine) is None
+
+
+def test_an_adapter_that_learns_is_seen_by_the_next_step() -> None:
+    model = adapted("one")
+    engine = sc.Engine(model, RAGGED)
+    assert list(engine.submit(PROMPTS[1], max_new_tokens=NEW)) == alone(model)[1][len(PROMPTS[1]) :]
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.mul_(-2)
+    assert list(engine.submit(PROMPTS[1], max_new_tokens=NEW)) == alone(model)[1][len(PROMPTS[1]) :]
+
+
+def test_merged_adapters_are_plain_linear_layers() -> None:
+    model = adapted("one")
+    theirs = alone(model)
+    model.merge_adapter()
+    assert ours(model) == alone(model) == theirs
+    merged = model.merge_and_unload()
+    assert ours(merged) == alone(merged) == theirs
