@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -49,11 +50,14 @@ class Refusal:
 
 
 class RefusedError(ValueError):
-    """The model holds something that could not be proved; ``refusals`` names each node and its source line."""
+    """The model holds something that could not be proved; ``refusals`` names each node and its source line.
 
-    def __init__(self, refusals: list[Refusal]) -> None:
+    ``note``: why it cannot run in another way either.
+    """
+
+    def __init__(self, refusals: Sequence[Refusal], note: str = "") -> None:
         self.refusals = tuple(refusals)
-        listed = "\n  ".join(str(refusal) for refusal in refusals)
+        listed = "\n  ".join([*map(str, refusals), note]).rstrip()
         super().__init__(f"{len(refusals)} operation(s) could not be proved safe to batch selectively:\n  {listed}")
 
 
@@ -282,7 +286,9 @@ def module_path(node: fx.Node) -> str:
 
 
 def shortened_path(path: str) -> str:
-    """Dynamo's name for a module without the part that stands for the model."""
+    """The path of a module from Dynamo's name for it: without what stands for the model, and for a dictionary."""
+    # So named where a class has its own `__getattr__`, as wrappers of models have.
+    path = re.sub(r"\.__dict__\['_modules'\]\['([^']*)'\]", r".\1", path)
     for root in ("L['self']", "L['model']"):
         path = path.replace(root + ".", "").replace(root, "")
     return path

@@ -22,7 +22,7 @@ from selective_compile.passes import Refusal, RefusedError, rewrite
 from selective_compile.passes.normalise import is_float_input, place_of, source_name
 from selective_compile.programs import Program, compile_step_program
 from selective_compile.report import Report, refused_report, report_on
-from selective_compile.sequential_program import SequentialProgram, can_run
+from selective_compile.sequential_program import SequentialProgram, why_not_run
 from selective_compile.step_program import CallSite, StateSite, StepProgram
 
 __all__ = [
@@ -184,14 +184,14 @@ def report_of(program: Program, model: nn.Module) -> Report:
 
 def unproved_report(model: nn.Module, refusals: Sequence[Refusal]) -> Report:
     """Of a model that can only run whole, or not even so."""
-    if can_run(model):
-        try:
-            return sequential_report(model, SequentialProgram(model, refusals).refusals)
-        except RefusedError as error:
-            refusals = error.refusals
-        except CANNOT:
-            return refused_report(type(model).__name__, "nor can generate run it", tuple(refusals))
-    return refused_report(type(model).__name__, "the engine refuses it", tuple(refusals))
+    if reason := why_not_run(model):
+        return refused_report(type(model).__name__, f"the engine refuses it: {reason}", tuple(refusals))
+    try:
+        return sequential_report(model, SequentialProgram(model, refusals).refusals)
+    except RefusedError as error:
+        return refused_report(type(model).__name__, "the engine refuses it", error.refusals)
+    except CANNOT:
+        return refused_report(type(model).__name__, "nor can generate run it", tuple(refusals))
 
 
 def sequential_report(model: nn.Module, refusals: Sequence[Refusal]) -> Report:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from selective_compile.capture import device_of
-from selective_compile.sequential_program import can_run, prepared
+from selective_compile.sequential_program import prepared, why_not_run
 from selective_compile.skeleton import Forward, others_in, skeleton
 
 PLAIN = (bool, int, float, str, type(None))
@@ -60,8 +60,8 @@ class Caches:
 
 @torch.no_grad()
 def caches_of(model: nn.Module, paths: Iterable[str]) -> Caches | None:
-    """None if the model is not one of `generate`'s, or prepares no cache that its modules at ``paths`` are given."""
-    if not can_run(model):
+    """None if `generate` cannot begin with the model, or prepares no cache that its modules at ``paths`` are given."""
+    if why_not_run(model):
         return None
     paths = set(paths)
     plain, cached = watched(model, paths, use_cache=False), watched(model, paths, use_cache=True)

@@ -21,6 +21,8 @@ from selective_compile.passes import Refusal
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 HOOK = "hook"  # the node of refusals that are for a hook
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
+# What torch keeps in every module: hooks are looked at by themselves, tensors and modules elsewhere.
+TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
 DEPTH = 2  # of containers in containers
 
 
@@ -31,7 +33,7 @@ class LiveSettings:
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str] = ()) -> None:
-        wanted = frozenset(names)
+        wanted = frozenset(names) - TORCHS_OWN
         self._values: list[tuple[dict[str, Any], str, str, Any]] = []
         self._forwards: list[tuple[dict[str, Any], str, weakref.ref[Any] | None]] = []
         for path, module in model.named_modules():
@@ -45,7 +47,8 @@ class LiveSettings:
     def change(self) -> str:
         """What is not as it was, in words; empty if all is."""
         for own, path, forward in self._forwards:
-            if any(own[kind] for kind in HOOKS):
+            # Spelt out, as it is asked of each module at each step.
+            if (own["_forward_hooks"] or own["_forward_pre_hooks"]) and any(is_felt(hook) for hook in hooks_in(own)):
                 return f"hooks must not come after compiling, got one of {path or 'the model'!r}"
             if own.get("forward") is not (None if forward is None else forward()):
                 return f"forwards must stay those compiled, got another of {path or 'the model'!r}"
@@ -87,6 +90,17 @@ def names_read(guards: Iterable[Any]) -> frozenset[str]:
     return frozenset(found)
 
 
+def hooks_in(own: dict[str, Any]) -> list[Any]:
+    """Forward hooks in the dictionary of a module."""
+    return [hook for kind in HOOKS for hook in own[kind].values()]
+
+
+def is_felt(hook: Any) -> bool:
+    """Not the hooks by which transformers records hidden states: once asked for, they stay, and wait to be asked."""
+    module, name = str(getattr(hook, "__module__", "")), name_of(hook)
+    return not (module.startswith("transformers.") and name.endswith("output_capturing_hook"))
+
+
 def everywhere() -> tuple[dict[int, Any], ...]:
     """Hooks of every module of the process."""
     return torch_modules._global_forward_hooks, torch_modules._global_forward_pre_hooks
@@ -96,7 +110,7 @@ def hook_refusals(model: nn.Module) -> list[Refusal]:
     """One for each forward hook: a step would give it the tokens of all requests, or capture would lose it."""
     found = [(hook, "") for hooks in everywhere() for hook in hooks.values()]
     for path, module in model.named_modules():
-        found += [(hook, path) for kind in HOOKS for hook in getattr(module, kind).values()]
+        found += [(hook, path) for hook in hooks_in(vars(module)) if is_felt(hook)]
     return [
         Refusal(
             node=HOOK,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from selective_compile.capture import CANNOT, device_of, logits_call
 from selective_compile.module_state import own_attributes, unchanged
 from selective_compile.passes import Refusal
-from selective_compile.sequential_program import OneRequest, can_run, stepped
+from selective_compile.sequential_program import OneRequest, stepped, why_not_run
 from selective_compile.skeleton import Forward, skeleton, structure_of
 
 TOKENS, PROMPT = 7, 4
@@ -45,7 +45,7 @@ def branches_in_generate(model: nn.Module, ids: Tensor) -> bool:
     Not if those are no more what the model gives without a cache: then `generate` and the model contradict each other
     for whatever reason, as in some models of transformers.
     """
-    if not can_run(model):
+    if why_not_run(model):
         return False
     ends = range(PROMPT + 2, TOKENS + 1)
 

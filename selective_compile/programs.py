@@ -15,7 +15,7 @@ from selective_compile.module_program import ModuleProgram
 from selective_compile.options import EngineConfig
 from selective_compile.passes import Refusal, RefusedError
 from selective_compile.passes.position_limit import position_limit
-from selective_compile.sequential_program import SequentialProgram, can_run
+from selective_compile.sequential_program import SequentialProgram, why_not_run
 from selective_compile.step_program import StepProgram
 
 logger = logging.getLogger(__name__)
@@ -35,8 +35,10 @@ def compile_step_program(model: nn.Module, config: EngineConfig) -> Program:
     try:
         proved = prove(model, config.fallback, config.max_attention_window)
     except RefusedError as error:
-        if config.fallback != "sequential" or not can_run(model):
+        if config.fallback != "sequential":
             raise
+        if reason := why_not_run(model):
+            raise RefusedError(error.refusals, reason) from error
         logger.warning("%s runs whole, one request after another: %s", type(model).__name__, error)
         return SequentialProgram(model, error.refusals)
     if config.max_attention_window is not None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 
-from selective_compile.capture import declared_positions
+from selective_compile.capture import declared_positions, device_of
 from selective_compile.live_settings import HOOK, hook_refusals, without_hooks
 from selective_compile.module_state import Place, State, deep_copy, own_attributes, unchanged, watched_objects
 from selective_compile.passes import Refusal, RefusedError
@@ -198,6 +198,12 @@ def kept_in_object(model: nn.Module, path: str, name: str) -> Refusal:
     )
 
 
-def can_run(model: Any) -> bool:
-    """Whether the model has `generate`'s machinery, which this runs on."""
-    return isinstance(model, GenerationMixin)
+def why_not_run(model: Any) -> str:
+    """Why the model cannot run on `generate`'s machinery, as this does; empty if it can."""
+    if not isinstance(model, GenerationMixin):
+        return f"{type(model).__name__} must be a GenerationMixin to run whole"
+    try:
+        prepared(model, torch.zeros(1, 1, dtype=torch.int64, device=device_of(model)))
+    except (AttributeError, ValueError) as error:  # of a configuration that transformers knows nothing of
+        return f"`generate` must be able to begin with {type(model).__name__}, got {type(error).__name__}: {error}"
+    return ""

@@ -33,7 +33,9 @@ def adapted(*names: str) -> Any:
 def test_an_adapter_is_part_of_the_ragged_graph_and_switching_it_is_seen() -> None:
     model = adapted("one", "two")
     found = [ours(model)]
-    assert found[0] == alone(model) and sc.explain(model).verdict == "ragged"
+    report = sc.explain(model)
+    assert found[0] == alone(model) and report.verdict == "ragged"
+    assert [call.name for call in report.calls] == [f"base_model.model.model.layers.{i}.self_attn" for i in range(2)]
     model.set_adapter("two")
     found.append(ours(model))
     assert found[1] == alone(model)
@@ -47,6 +49,7 @@ def test_an_adapter_is_part_of_the_ragged_graph_and_switching_it_is_seen() -> No
 
 def test_an_adapter_switched_under_an_engine_is_refused_by_name() -> None:
     model = adapted("one", "two")
+    model.set_adapter("one")  # which leaves a name where there was a list of names
     engine = sc.Engine(model, RAGGED)
     assert told(engine) is None
     model.set_adapter("two")

@@ -73,6 +73,23 @@ def test_a_type_of_a_later_release_is_exact_and_its_attention_proved(form: str) 
         assert [call.mask for call in report.calls] == ["causal, window 3", "causal, window 7"]
 
 
+def test_a_configuration_that_generate_makes_no_cache_of_is_told_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = own("running_mean")
+    monkeypatch.setattr(OwnConfig, "attribute_map", {})  # without it, there is no number of layers by the usual name
+    with pytest.raises(AttributeError, match="num_hidden_layers"):
+        model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=2)
+    assert sc.explain(model).verdict == "isolated"  # which needs no cache
+    config = sc.EngineConfig(compile=False)
+    assert [row.tolist() for row in sc.generate(model, PROMPTS, max_new_tokens=NEW, engine_config=config)] == alone(
+        model
+    )
+    model.layers[0].register_forward_hook(lambda *_: None)
+    report = sc.explain(model)
+    assert report.verdict == "refused" and "`generate` must be able to begin with OwnForCausalLM" in str(report)
+    with pytest.raises(ValueError, match="must be able to begin with OwnForCausalLM, got AttributeError: .*num_hidden"):
+        sc.Engine(model, config)
+
+
 # Code beside a checkpoint
 
 

@@ -116,6 +116,16 @@ def test_a_hook_that_comes_after_compiling_is_refused_by_name(kind: str) -> None
     assert told(engine) is None
 
 
+def test_hooks_by_which_transformers_records_hidden_states_are_in_nobodys_way() -> None:
+    model: Any = tiny("llama")
+    engine = sc.Engine(model, RAGGED)
+    with torch.no_grad():
+        model(torch.tensor([PROMPTS[0]]), output_hidden_states=True)
+    assert any(module._forward_hooks for module in model.modules()), "they stay"
+    assert told(engine) is None and ours(model) == alone(model)
+    assert sc.explain(model).verdict == "ragged"
+
+
 def test_a_hook_of_all_modules_is_refused_too() -> None:
     model = tiny("llama")
     engine = sc.Engine(model, RAGGED)

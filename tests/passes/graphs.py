@@ -15,7 +15,7 @@ from selective_compile.passes.flatten import FlatGraph, flatten
 from selective_compile.passes.functional import make_functional
 from selective_compile.passes.lengths import longest_request
 from selective_compile.passes.mask_proof import prove_masks
-from selective_compile.passes.normalise import INDEX_FORM, Symbols, bounding, narrowings, tidy
+from selective_compile.passes.normalise import SPELT_OUT, Symbols, bounding, narrowings, tidy
 from selective_compile.passes.selections import recognise_selections
 from selective_compile.passes.token_axes import mark_token_axes
 from selective_compile.passes.traced_graph import Input, Place, Refusal, RefusedError, TracedGraph
@@ -53,7 +53,7 @@ def trace(function: Callable[..., Any], *weights: Tensor) -> TracedGraph:
             return result if isinstance(result, tuple) else (result,)
 
         with torch.no_grad():
-            module = make_fx(run, INDEX_FORM, tracing_mode="real", pre_dispatch=True)(*fakes)
+            module = make_fx(run, SPELT_OUT, tracing_mode="real", pre_dispatch=True)(*fakes)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     held = [name for name in inspect.signature(function).parameters if name not in TOKEN_INPUTS]
     sources = ["B", "S", *(f"L['{name}']" for name in names)]

@@ -71,6 +71,12 @@ def by_baddbmm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return split(torch.bmm(hide_future(scores).softmax(-1), merged(v)), q)
 
 
+def by_other_names(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`x.mT` and `torch.where` with a number are operators of their own."""
+    scores = swapped(q) @ swapped(k).mT * SCALE
+    return swapped(torch.where(~below(q.shape[1]), -math.inf, scores).softmax(-1) @ swapped(v))
+
+
 def heads_first_merge(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """[H * B, S, D]"""
     q_, k_, v_ = (x.permute(2, 0, 1, 3).reshape(-1, x.shape[1], 8) for x in (q, k, v))
@@ -156,6 +162,7 @@ EXACT: dict[str, tuple[Function, int]] = {
     "einsum": (attend, 4),
     "bmm of batch and heads merged": (by_bmm, 4),
     "baddbmm": (by_baddbmm, 4),
+    "mT and where with a number": (by_other_names, 4),
     "heads and batch merged": (heads_first_merge, 4),
     "keys on the left": (keys_first, 4),
     "softcap": (softcapped, 4),
