@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from pathlib import Path
 from random import Random
@@ -217,7 +218,14 @@ def test_drafts_change_no_token_where_blocks_are_given_back_and_where_nothing_ca
     sizes = {"token_budget": 12, "block_size": 3, "max_kv_tokens": 240}
     found, steps = [], []
     for drafts in ({}, {"prompt_lookup_num_tokens": 6}):
-        engine = sc.Engine(model, sc.EngineConfig(compile=False, **sizes), program=program)
+        # All steps take one tick, so that drafts pay on a busy machine too.
+        ticks = itertools.count()
+        engine = sc.Engine(
+            model,
+            sc.EngineConfig(compile=False, **sizes),
+            program=program,
+            clock=lambda ticks=ticks: float(next(ticks)),
+        )
         # Tiny models come to repeat themselves, and then the drafts are right.
         requests = [engine.submit([1, 2, 3] * length, max_new_tokens=40, **drafts) for length in (1, 4, 7)]
         while engine.step():
