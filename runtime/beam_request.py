@@ -22,7 +22,7 @@ class RequestSearch:
 
     def __init__(self, state: RequestState, params: BeamParams, *, seed: int, device: torch.device) -> None:
         self._leader = state
-        self._search = BeamSearch(params, state.tokens, seed=seed, device=device)
+        self._search = BeamSearch(params, state.history, seed=seed, device=device)
         self._rows: dict[RequestState, Tensor] = {}
         self.params = params
         self.ready = False

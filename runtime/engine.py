@@ -168,6 +168,7 @@ class Engine:
         request_id: RequestId | None = None,
         *,
         rows_from: int = 0,
+        shown: Any = None,
         **terms: Any,
     ) -> tuple[Request, ...]:
         """Queue several requests of one prompt, which is computed once for all where that can be; else as `submit`.
@@ -176,10 +177,12 @@ class Engine:
             asked: of each of them.
             request_id: of the first; the others have a number behind it.
             rows_from: where log probabilities of the prompt are asked for, the token whose next is the first of them.
+            shown: token ids, also none, that stand for the prompt where processors, criteria and beams look at it;
+                the prompt itself may then have ids that are no tokens, as far as the program has a place for them.
             terms: those of `submit`, the same for all.
         """
         terms = {"priority": 0, "deadline": None, "user": None, "cache_salt": None, **terms}
-        submission = self._intake.prompt(prompt_ids, arrival=self._log.now(), **terms)
+        submission = self._intake.prompt(prompt_ids, arrival=self._log.now(), shown=shown, **terms)
         with self._submitting:
             with self._guard:
                 ids = self._requests.choose_ids(request_id, len(asked))

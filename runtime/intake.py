@@ -33,6 +33,7 @@ class Submission:
     Attributes:
         block_names: of its full blocks, if blocks are reused.
         deadline: as given.
+        shown: what stands for the prompt where others than the model look at it; None: the prompt does.
         cut_up_to: of requests of at most so many tokens the prompt may be computed in parts; None: of all.
     """
 
@@ -41,6 +42,7 @@ class Submission:
     block_names: list[bytes]
     deadline: float | None
     cut_up_to: int | None
+    shown: array[int] | None = None
 
     def is_whole(self, max_new_tokens: int) -> bool:
         """Whether its prompt must be computed in one step."""
@@ -55,6 +57,7 @@ class Submission:
             terms=self.terms,
             block_names=list(self.block_names),
             whole=self.is_whole(params.max_new_tokens),
+            shown=self.shown,
         )
 
 
@@ -87,9 +90,11 @@ class Intake:
         self._assistants = assistants
         self._grammars = Grammars()
 
-    def prompt(self, prompt_ids: Any, *, arrival: float, deadline: float | None, **terms: Any) -> Submission:
-        """Raises ValueError; `terms` are those of `Engine.submit`."""
-        prompt = token_ids(prompt_ids, self._program.vocab_size)
+    def prompt(
+        self, prompt_ids: Any, *, arrival: float, deadline: float | None, shown: Any = None, **terms: Any
+    ) -> Submission:
+        """Raises ValueError; `shown` is that of `Engine.submit_samples`, `terms` those of `Engine.submit`."""
+        prompt = token_ids(prompt_ids, self._program.vocab_size if shown is None else self._program.num_ids)
         checked = check_terms(arrival=arrival, deadline=deadline, **terms)
         names: list[bytes] = []
         if self._reuses_blocks:  # made here: in a step, they would keep all other requests waiting
@@ -101,6 +106,7 @@ class Intake:
             block_names=names,
             deadline=deadline,
             cut_up_to=self._program.cut_up_to,
+            shown=None if shown is None else token_ids(shown, self._program.vocab_size, least=0),
         )
 
     def samples(self, config: GenerationConfig | None, options: dict[str, Any]) -> list[Asked]:
@@ -123,7 +129,8 @@ class Intake:
             grammars=self._grammars,
         )
         seed = seed_of(self._config.seed, request_id)
-        params = GenerationParams.resolve(config, options, served, prompt=submission.prompt, default_seed=seed)
+        seen = submission.prompt if submission.shown is None else submission.shown
+        params = GenerationParams.resolve(config, options, served, prompt=seen, default_seed=seed)
         check_length(
             len(submission.prompt),
             params.max_new_tokens,

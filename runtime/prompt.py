@@ -12,12 +12,13 @@ from typing import Any
 from selective_compile.runtime.request_state import RequestId, Terms
 
 
-def token_ids(prompt_ids: Any, vocab_size: int) -> array[int]:
+def token_ids(prompt_ids: Any, vocab_size: int, *, least: int = 1) -> array[int]:
     """The prompt as 64-bit integers.
 
     Args:
         prompt_ids: one request's token ids: a sequence, an array or a tensor of one dimension.
         vocab_size: V, the ids are 0 .. V - 1.
+        least: how many there must be.
 
     Raises:
         ValueError: it is empty, not one-dimensional, or holds something else than token ids.
@@ -27,7 +28,7 @@ def token_ids(prompt_ids: Any, vocab_size: int) -> array[int]:
     if isinstance(items, (str, bytes, Mapping, Set)) or not isinstance(items, Iterable):
         raise ValueError(f"prompt_ids must be a sequence of token ids, got {prompt_ids!r}")
     ids = array("q", (_token_id(item, vocab_size) for item in items))
-    if not ids:
+    if len(ids) < least:
         raise ValueError("prompt_ids must hold at least one token id, got none")
     return ids
 

@@ -74,6 +74,7 @@ class RequestState:
         "reused",
         "rows_from",
         "shares_last",
+        "shown",
         "tables",
         "terms",
         "tokens",
@@ -91,12 +92,15 @@ class RequestState:
         terms: Terms | None = None,
         block_names: list[bytes] | None = None,
         whole: bool = False,
+        shown: array[int] | None = None,
     ) -> None:
         self.request_id = request_id
         self.number = number  # the order of arrival; also tells two requests apart that used one id in turn
         self.terms = terms or Terms()
         self.tokens = array("q", prompt_ids)  # the prompt, then what was generated
         self.prompt_length = len(self.tokens)
+        # What stands for the prompt where others than the model look at it; None: the prompt does.
+        self.shown = shown
         # The most tokens that can come to be computed: the last one to be generated never is.
         self.final_length = self.prompt_length + max_new_tokens - 1
         self.computed = 0  # how many of the tokens have their keys and values in the blocks
@@ -122,6 +126,11 @@ class RequestState:
     def members(self) -> tuple[RequestState, ...]:
         """Those that are admitted, preempted and removed with it, the first one for all; itself alone in most cases."""
         return self.group or (self,)
+
+    @property
+    def history(self) -> array[int]:
+        """What its processors, criteria and beams see of its tokens; not to be changed."""
+        return self.tokens if self.shown is None else self.shown + self.tokens[self.prompt_length :]
 
     @property
     def blocks(self) -> array[int]:

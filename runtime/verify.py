@@ -61,7 +61,7 @@ def answers(
 
 
 def _history(one: Answering, step: int) -> array[int]:
-    tokens = one.request.state.tokens
+    tokens = one.request.state.history
     return tokens + array("q", one.draft[:step]) if step and not one.request.params.plain else tokens
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from selective_compile.capture import device_of
 from selective_compile.generate_fields import Fields, described
+from selective_compile.options import EngineConfig
 
 # Of these, an empty list or False asks for nothing either.
 NONE_OR_EMPTY = frozenset({"synced_gpus", "trust_remote_code"})
@@ -28,12 +29,27 @@ class Prompts:
         columns: [B, S] int64, the tensor that they came in, padding included; None: they came as a list.
         mask: [B, S] bool, False for padding; None with `columns`.
         holes: a row has padding between its tokens.
+        embeds: [B, S, hidden], the prompts as embeddings, and `rows` are those of each [n, hidden]; `columns` [B, S] or
+            [B, 0] are then only what stands for them where others than the model look at the prompt.
     """
 
     rows: Sequence[Any]
     columns: Tensor | None
     mask: Tensor | None = None
     holes: bool = False
+    embeds: Tensor | None = None
+
+    def width_of(self, number: int, *, counted: bool = True) -> int:
+        """S, or the length of a row of a list; of embeddings without ids 0, unless those are `counted`."""
+        if self.columns is None or self.mask is None:
+            return len(self.rows[number])
+        return self.mask.shape[1] if counted else self.columns.shape[1]
+
+    def seen(self, number: int) -> Any:
+        """The ids of a row that processors, criteria and beams see: its own, or those for its embeddings."""
+        if self.embeds is None or self.columns is None or self.mask is None:
+            return self.rows[number]
+        return self.columns[number][self.mask[number]] if self.columns.shape[1] else self.columns[number]
 
 
 def refuse_unsupported(arguments: Mapping[str, Any]) -> None:
@@ -66,6 +82,51 @@ def prompts_of(inputs: Any, attention_mask: Any, fields: Sequence[Fields], devic
     return Prompts(rows=inputs, columns=None)
 
 
+def prompts_of_embeddings(embeds: Any, inputs: Any, attention_mask: Any, fields: Fields) -> Prompts:
+    """Read prompts of embeddings [B, S, hidden], with the ids [B, S] that stand for them in what is returned, or none.
+
+    Raises:
+        ValueError: they are no such tensor; or the ids or `attention_mask` do not go with them.
+    """
+    if not isinstance(embeds, Tensor) or embeds.dim() != 3 or not embeds.shape[0] or not embeds.is_floating_point():
+        raise ValueError(f"inputs_embeds must be a floating tensor [B, S, hidden], got {described(embeds)}")
+    batch, width, _ = embeds.shape
+    given = inputs is not None and not (isinstance(inputs, Tensor) and inputs.dim() == 2 and not inputs.shape[1])
+    if given and (not isinstance(inputs, Tensor) or inputs.shape != embeds.shape[:2]):
+        raise ValueError(
+            f"input_ids must be a tensor {[batch, width]} with inputs_embeds, or None, got {described(inputs)}"
+        )
+    if not given:
+        stand_ins = torch.zeros(batch, width, dtype=torch.int64, device=embeds.device)
+        attention_mask = torch.ones_like(stand_ins) if attention_mask is None else attention_mask
+        read = _prompts_of_tensor(stand_ins, attention_mask, fields)
+    else:
+        read = _prompts_of_tensor(inputs, attention_mask, fields)
+    assert read.columns is not None and read.mask is not None
+    return Prompts(
+        rows=[rows[real] for rows, real in zip(embeds, read.mask.to(embeds.device), strict=True)],
+        columns=read.columns if given else read.columns[:, :0],
+        mask=read.mask,
+        holes=read.holes,
+        embeds=embeds,
+    )
+
+
+def check_fields_with_embeddings(fields: Sequence[Fields], config: EngineConfig, assistant_model: Any) -> None:
+    """Refuse what looks at a prompt's ids in other ways than processors and criteria do.
+
+    Raises:
+        ValueError: naming it.
+    """
+    for each in fields:
+        if each["guidance_scale"] not in (None, 1, 1.0):
+            raise ValueError(f"guidance_scale must be None with inputs_embeds, got {each['guidance_scale']!r}")
+    if assistant_model is not None:
+        raise ValueError("assistant_model must be None with inputs_embeds, got one: it knows prompts by token ids")
+    if config.record is not None:
+        raise ValueError("EngineConfig.record must be None with inputs_embeds: a log knows prompts by token ids")
+
+
 def check_forward_arguments(prompts: Prompts, arguments: Mapping[str, Any]) -> None:
     """Refuse what is not so of the engine: it numbers the tokens of each row from 0, and keeps the last row of logits.
 
@@ -78,11 +139,11 @@ def check_forward_arguments(prompts: Prompts, arguments: Mapping[str, Any]) -> N
     given = arguments.get("position_ids")
     if given is None:
         return
-    if prompts.columns is None or prompts.mask is None:
+    if prompts.mask is None:
         raise ValueError(f"position_ids must be None for a list of prompts, got {described(given)}")
-    found = torch.as_tensor(given).to(prompts.columns.device)
-    if found.dim() != 2 or found.shape[1] != prompts.columns.shape[1] or len(found) not in (1, len(prompts.columns)):
-        raise ValueError(f"position_ids must have shape {list(prompts.columns.shape)}, got {described(given)}")
+    found = torch.as_tensor(given).to(prompts.mask.device)
+    if found.dim() != 2 or found.shape[1] != prompts.mask.shape[1] or len(found) not in (1, len(prompts.mask)):
+        raise ValueError(f"position_ids must have shape {list(prompts.mask.shape)}, got {described(given)}")
     if bool(((found != prompts.mask.cumsum(1) - 1) & prompts.mask).any()):
         raise ValueError("position_ids must number the tokens of each row from 0, padding left out, got others")
 
@@ -96,12 +157,12 @@ def expanded(prompts: Prompts, fields: Sequence[Fields]) -> tuple[Prompts, list[
     counts = [each.samples for each in fields]
     if all(count == 1 for count in counts):
         return prompts, list(fields)
-    columns, mask = prompts.columns, prompts.mask
-    if columns is not None and mask is not None:
-        repeats = torch.tensor(counts, device=columns.device)
-        columns, mask = columns.repeat_interleave(repeats, dim=0), mask.repeat_interleave(repeats, dim=0)
+    columns, mask, embeds = (
+        None if each is None else each.repeat_interleave(torch.tensor(counts, device=each.device), dim=0)
+        for each in (prompts.columns, prompts.mask, prompts.embeds)
+    )
     rows = [row for row, count in zip(prompts.rows, counts, strict=True) for _ in range(count)]
-    return Prompts(rows=rows, columns=columns, mask=mask, holes=prompts.holes), [
+    return Prompts(rows=rows, columns=columns, mask=mask, holes=prompts.holes, embeds=embeds), [
         each for each, count in zip(fields, counts, strict=True) for _ in range(count)
     ]
 

@@ -103,22 +103,25 @@ class Fields:
         wanted = bool(self["return_dict_in_generate"])
         return {name: wanted and bool(self[name]) for name in ("output_scores", "output_logits")}
 
-    @property
-    def returns_cache(self) -> bool:
-        """Whether the call itself asks for the cache: it takes a run of the model's own loop, which is no default."""
-        return bool(self["return_dict_in_generate"]) and self._arguments.get("use_cache") is True
+    def returns_cache(self, *, of_embeddings: bool) -> bool:
+        """Whether the call itself asks for the cache: it takes a run of the model's own loop, which is no default.
+
+        With embeddings there is a cache in any case, since `model.generate` does not go on without one.
+        """
+        asked = of_embeddings or self._arguments.get("use_cache") is True
+        return bool(self["return_dict_in_generate"]) and asked
 
     def states(self) -> dict[str, bool]:
         """Which states of the model are returned with it; likewise."""
         wanted = bool(self["return_dict_in_generate"])
         return {name: wanted and bool(self[name]) for name in STATES}
 
-    def options(self, padding: int) -> dict[str, Any]:
+    def options(self, padding: int, *, of_embeddings: bool) -> dict[str, Any]:
         """The call's own fields as options of `Engine.submit`; lengths count `padding` columns that it does not see."""
         found = {**self._arguments, **self.kept(), **dict.fromkeys(STATES)}
         if self.num_beams == 1:
             found["num_return_sequences"] = 1  # of each of its requests
-        elif any(self.states().values()) or self.returns_cache:
+        elif any(self.states().values()) or self.returns_cache(of_embeddings=of_embeddings):
             found["output_beams"] = True
         if padding and isinstance(self["min_length"], int):
             found["min_length"] = max(0, self["min_length"] - padding)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -16,12 +17,16 @@ from selective_compile.generate_fields import Fields
 from selective_compile.generate_objects import CallObjects
 from selective_compile.kept_engines import KeptEngines
 from selective_compile.options import EngineConfig
+from selective_compile.runtime.engine import Engine
 from selective_compile.runtime.request import Request, RequestResult
 from selective_compile.runtime.samples import Asked
 
 # A function with the arguments of `model.generate` has no other place for what it compiled, since the model
 # object stays as it is. Nothing in here outlives its model.
 ENGINES: Final = KeptEngines()
+
+# They look at the ids of a prompt, and with embeddings have no effect, as for `model.generate`.
+OF_PROMPT_IDS = ("encoder_repetition_penalty", "encoder_no_repeat_ngram_size")
 
 
 # Inference mode would make the pools, which are kept, tensors that no call outside of it can write to.
@@ -43,14 +48,35 @@ def finished_requests(
         RuntimeError: a step failed, or the call's own processors or criteria did.
     """
     max_positions = declared_positions(model)
-    widths = [len(row) if prompts.columns is None else prompts.columns.shape[1] for row in prompts.rows]
-    counts = [each.new_tokens(width, max_positions) for each, width in zip(fields, widths, strict=True)]
+    counts = [
+        each.new_tokens(prompts.width_of(number, counted=each["max_length"] is not None), max_positions)
+        for number, each in enumerate(fields)
+    ]
     lengths = [
         len(row) + count
         for row, count, each in zip(prompts.rows, counts, fields, strict=True)
         for _ in range(each.num_beams)
     ]
-    engine = ENGINES.engine_for(model, config, lengths)
+    if prompts.embeds is None:
+        return _served(ENGINES.engine_for(model, config, lengths), prompts, fields, counts, seeds, objects, streamer)
+    own = list({id(row): row for row in prompts.rows}.values())  # samples of a prompt share its rows
+    with ENGINES.lent(model, config, own) as (kept, lent):
+        ids = dict(zip(map(id, own), lent.ids, strict=True))
+        known = replace(prompts, rows=[ids[id(row)] for row in prompts.rows])
+        return _served(kept.engine_for(lengths), known, fields, counts, seeds, objects, streamer, lent.salt)
+
+
+def _served(
+    engine: Engine,
+    prompts: Prompts,
+    fields: Sequence[Fields],
+    counts: Sequence[int],
+    seeds: Sequence[int],
+    objects: CallObjects,
+    streamer: BaseStreamer | None,
+    salt: str | None = None,
+) -> list[RequestResult]:
+    """`counts` of new tokens for each of the prompts; `salt`: under which they are known, with embeddings."""
     if prompts.holes and engine.counts_padding:
         raise ValueError(
             "attention_mask must have its ones side by side in each row of a model with windows or recurrent layers, "
@@ -61,11 +87,16 @@ def finished_requests(
         for row, numbers in _samples(prompts, engine.config.max_requests):
             asked = []
             for number in numbers:
-                padding = widths[number] - len(row)
-                options = fields[number].options(padding) | objects.options(number, len(fields), padding)
+                seen = len(prompts.seen(number))
+                options = fields[number].options(prompts.width_of(number) - seen, of_embeddings=salt is not None)
+                padding = prompts.width_of(number, counted=False) - seen
+                options |= objects.options(number, len(fields), padding)
                 options |= {"max_new_tokens": counts[number], "seed": seeds[number]}
+                if salt is not None:
+                    options |= dict.fromkeys(OF_PROMPT_IDS)
                 asked.append(Asked(config=fields[number].config, options=options))
-            requests += engine.submit_samples(row, asked)
+            known = {} if salt is None else {"shown": prompts.seen(numbers[0]), "cache_salt": salt}
+            requests += engine.submit_samples(row, asked, **known)
         if streamer is not None:
             stream(requests, prompts, streamer, fields[0].pad_token_id)
         return [_result(request) for request in requests]

@@ -65,14 +65,19 @@ def states_of(
     that of all beams of the step.
     """
     wanted = any(any(each.states().values()) for each in fields)
-    if prompts.columns is None or prompts.mask is None or not (wanted or fields[0].returns_cache):
+    cached = fields[0].returns_cache(of_embeddings=prompts.embeds is not None)
+    if prompts.columns is None or prompts.mask is None or not (wanted or cached):
         return {}
     paths = _paths_of(results, fields[0].pad_token_id)
     numbers = torch.tensor([number for number, _ in paths.rows])
     order = prompts.mask.to(torch.uint8).argsort(dim=1, stable=True)  # padding first
-    columns = prompts.columns.gather(1, order)[numbers.to(order.device)]
+    columns, embeds = prompts.columns, prompts.embeds
+    columns = (columns.gather(1, order) if columns.shape[1] else columns)[numbers.to(order.device)]
     mask = prompts.mask.gather(1, order)[numbers.to(order.device)]
-    found = _run_over(model, columns, mask, [tokens for _, tokens in paths.rows], fields[0])
+    if embeds is not None:
+        places = order.to(embeds.device)[:, :, None].expand_as(embeds)
+        embeds = embeds.gather(1, places)[numbers.to(embeds.device)]
+    found = _run_over(model, columns, embeds, mask, [tokens for _, tokens in paths.rows], fields[0])
     if all(result.hypotheses is None for result in results):
         return found
     for name in ("hidden_states", "attentions"):
@@ -141,9 +146,14 @@ class _Forced(LogitsProcessor):
 
 
 def _run_over(
-    model: nn.Module, columns: Tensor, mask: Tensor, tokens: Sequence[Sequence[int]], fields: Fields
+    model: nn.Module,
+    columns: Tensor,
+    embeds: Tensor | None,
+    mask: Tensor,
+    tokens: Sequence[Sequence[int]],
+    fields: Fields,
 ) -> dict[str, Any]:
-    """The model's own loop over columns [R, S] and then `tokens`, R of one length."""
+    """The model's own loop over columns [R, S], or embeddings [R, S, hidden], and then `tokens`, R of one length."""
     forced = columns.new_tensor(tokens)
     width, steps = columns.shape[1], forced.shape[1]
     cached = fields["use_cache"]
@@ -164,6 +174,7 @@ def _run_over(
         model,
         columns,
         attention_mask=mask.long(),
+        **({} if embeds is None else {"inputs_embeds": embeds}),
         generation_config=config,
         custom_generate=_forced_loop(_Forced(forced, width), width + steps),
     )

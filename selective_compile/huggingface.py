@@ -14,10 +14,12 @@ from transformers.generation import BaseStreamer
 from selective_compile.capture import device_of
 from selective_compile.generate_arguments import (
     FORWARD_ARGUMENTS,
+    check_fields_with_embeddings,
     check_forward_arguments,
     check_model,
     expanded,
     prompts_of,
+    prompts_of_embeddings,
     refuse_unsupported,
     seeds_of,
 )
@@ -49,6 +51,7 @@ def generate(
     *,
     input_ids: Any = None,
     attention_mask: Any = None,
+    inputs_embeds: Any = None,
     seed: int | Sequence[int] | None = None,
     engine_config: EngineConfig | None = None,
     **kwargs: Any,
@@ -65,6 +68,9 @@ def generate(
         generation_config: for all prompts, or for a list of prompts a list with one for each.
         attention_mask: [B, S], 0 for padding, which may be on any side; None: inferred as `model.generate`
             does.
+        inputs_embeds: [B, S, hidden], the prompts in place of ids, as the model's input embedding gives them; with
+            input_ids [B, S] these stand for them where processors look at the prompt, and in what is returned, which
+            else has the new tokens alone. Models that make more of ids than to look up rows are refused.
         logits_processor, stopping_criteria: called for each row by itself, [1, length] without padding; of several
             rows each gets a copy of the objects, so that none sees the calls for another row.
         assistant_model: a smaller model of the same vocabulary, which drafts; the tokens are those without it.
@@ -109,7 +115,12 @@ def generate(
     inputs = input_ids if inputs is None else inputs
     arguments = {name: value for name, value in kwargs.items() if name in GENERATION_FIELDS}
     fields = fields_of(arguments, generation_config, getattr(model, "generation_config", None), inputs)
-    prompts = prompts_of(inputs, attention_mask, fields, device_of(model))
+    config = engine_config or _config_of(model)
+    if inputs_embeds is None:
+        prompts = prompts_of(inputs, attention_mask, fields, device_of(model))
+    else:
+        check_fields_with_embeddings(fields, config, assistant_model)
+        prompts = prompts_of_embeddings(inputs_embeds, inputs, attention_mask, fields[0])
     check_forward_arguments(prompts, kwargs)
     fields = fields * len(prompts.rows) if len(fields) == 1 else fields
     prompts, fields = expanded(prompts, fields)
@@ -131,7 +142,6 @@ def generate(
         assistant_model=assistant_model,
         structure={name: kwargs[name] for name in GRAMMARS if name in kwargs},
     )
-    config = engine_config or _config_of(model)
     results = finished_requests(model, config, prompts, fields, seeds, objects, streamer)
     return returned(prompts, results, fields, device_of(model), states_of(model, prompts, results, fields))
 

@@ -1,21 +1,28 @@
-"""The engines behind `generate`: one for each model, kept for as long as the model lives."""
+"""The engines behind `generate`: one or two for each model, kept for as long as the model lives."""
 
 from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from selective_compile.backend import Program, compile_step_program
+from selective_compile.backend import Program, StepProgram, compile_step_program
+from selective_compile.given_rows import FIRST, GivenRows, check_ids_are_only_looked_up
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.engine import Engine
 from selective_compile.runtime.kv_cache import num_blocks
+
+# Rows of a table of embeddings at first: many short prompts, or a few long ones, before it has to grow.
+ROWS = 2048
 
 
 class KeptEngine:
@@ -28,7 +35,7 @@ class KeptEngine:
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         self._config = config
         self._layout = layout_of(model)
-        self._program: Program = compile_step_program(model, config)
+        self.program: Program = compile_step_program(model, config)
         self._lock = Lock()
         self._engine: Engine | None = None
         self._blocks_asked = 0
@@ -45,7 +52,7 @@ class KeptEngine:
                 alias: Any = weakref.proxy(model)
                 self._engine = None  # its pools go before others are allocated
                 self._blocks_asked = blocks
-                self._engine = Engine(alias, self._sized(blocks), program=self._program)
+                self._engine = Engine(alias, self._sized(blocks), program=self.program)
             # From call to call the weights may change in ways that are not counted, and nobody would think of
             # telling an engine that he does not see.
             self._engine.drop_computed(if_idle=True)
@@ -58,11 +65,73 @@ class KeptEngine:
         return sum(-(-length // self._config.block_size) for length in together)
 
     def _sized(self, blocks: int) -> EngineConfig:
-        program = self._program
+        program = self.program
         limit, *_ = num_blocks(
             program.call_sites, self._config, max_positions=program.max_positions, device=program.device
         )
         return dataclasses.replace(self._config, max_kv_tokens=min(blocks, limit) * self._config.block_size)
+
+
+class KeptRows:
+    """The engine of a model's copy that reads embeddings from a table, whose rows are lent to the calls."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig, capacity: int) -> None:
+        """
+        Raises:
+            ValueError: as `GivenRows` and `KeptEngine`; or the model runs whole, by its own caches.
+        """
+        self._given = GivenRows(model, capacity)
+        self._kept = KeptEngine(self._given.model, config)
+        if not isinstance(self._kept.program, StepProgram):
+            raise ValueError("inputs_embeds must be None for a model that runs whole, one request after another")
+        assert self._kept.program.rewritten.flat is not None
+        check_ids_are_only_looked_up(self._kept.program.rewritten.flat, type(model).__name__)
+        self._kept.program.num_ids = FIRST + capacity
+        self._free = list(range(capacity))
+        self._salts = itertools.count()
+        self._lock = Lock()
+
+    @property
+    def capacity(self) -> int:
+        return self._given.capacity
+
+    def fits(self, model: nn.Module, config: EngineConfig) -> bool:
+        return self._given.is_of(model) and self._kept.fits(self._given.model, config)
+
+    def engine_for(self, lengths: Sequence[int]) -> Engine:
+        return self._kept.engine_for(self._given.model, lengths)
+
+    def lend(self, prompts: Sequence[Tensor]) -> Lent | None:
+        """Ids for prompts [n, hidden] until they are given back; None: there are not as many rows left.
+
+        Raises:
+            ValueError: they are not such embeddings as the model's own.
+        """
+        for rows in prompts:
+            self._given.check(rows)
+        count = sum(map(len, prompts))
+        with self._lock:
+            if count > len(self._free):
+                return None
+            places = [self._free.pop() for _ in range(count)]
+            # Rows are lent again, and no block that was computed of those before them may be found by their ids.
+            salt = f"embeddings {next(self._salts)}"
+        taken = iter(places)
+        ids = [self._given.put(list(itertools.islice(taken, len(rows))), rows) for rows in prompts]
+        return Lent(ids=ids, salt=salt, places=places)
+
+    def give_back(self, lent: Lent) -> None:
+        with self._lock:
+            self._free += lent.places
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lent:
+    """The ids of each prompt, under a `cache_salt` of their own, and the places of their rows."""
+
+    ids: list[list[int]]
+    salt: str
+    places: list[int]
 
 
 class KeptEngines:
@@ -70,6 +139,7 @@ class KeptEngines:
 
     def __init__(self) -> None:
         self._kept: weakref.WeakKeyDictionary[nn.Module, KeptEngine] = weakref.WeakKeyDictionary()
+        self._rows: weakref.WeakKeyDictionary[nn.Module, KeptRows] = weakref.WeakKeyDictionary()
         self._lock = Lock()
 
     def engine_for(self, model: nn.Module, config: EngineConfig, lengths: Sequence[int]) -> Engine:
@@ -85,9 +155,39 @@ class KeptEngines:
                 kept = self._kept[model] = KeptEngine(model, config)
         return kept.engine_for(model, lengths)
 
+    @contextmanager
+    def lent(
+        self, model: nn.Module, config: EngineConfig, prompts: Sequence[Tensor]
+    ) -> Iterator[tuple[KeptRows, Lent]]:
+        """An engine that knows prompts [n, hidden] of embeddings by ids, for as long as the context lasts.
+
+        Raises:
+            ValueError: the model cannot be rewritten so, or the prompts are not such embeddings as its own.
+        """
+        with self._lock:
+            kept = self._rows.get(model)
+            if kept is None or not kept.fits(model, config):
+                kept = self._rows[model] = KeptRows(model, config, _rows_for(prompts, ROWS))
+            lent = kept.lend(prompts)
+            if lent is None:  # those who have rows of the smaller table keep its engine until they end
+                kept = self._rows[model] = KeptRows(model, config, _rows_for(prompts, 2 * kept.capacity))
+                lent = kept.lend(prompts)
+                assert lent is not None
+        try:
+            yield kept, lent
+        finally:
+            kept.give_back(lent)
+
     def drop(self, model: nn.Module) -> None:
         with self._lock:
             self._kept.pop(model, None)
+            self._rows.pop(model, None)
+
+
+def _rows_for(prompts: Sequence[Tensor], least: int) -> int:
+    """At least as many as the prompts have; by powers of two, or each longer call would compile anew."""
+    needed = sum(map(len, prompts))
+    return max(least, 1 << (needed - 1).bit_length())
 
 
 def layout_of(model: nn.Module) -> tuple[Any, ...]:

@@ -68,7 +68,7 @@ class SequentialProgram:
         self._left: set[Hashable] = set()  # since the last step, or while this one runs
         self._written: set[Place] = set()
         with torch.no_grad(), without_hooks(model), unchanged(model) as written, watched_objects(model) as changed:
-            self.vocab_size = self._tried()
+            self.vocab_size = self.num_ids = self._tried()
         self._written = written
         if changed:
             kept = [kept_in_object(model, *place) for place in sorted(changed)]

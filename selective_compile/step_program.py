@@ -127,6 +127,7 @@ class StepProgram:
     ``forks_requests``: whether a request can go on from all that is kept of another by `go_on_from`;
     ``cut_up_to``: prompts of requests of at most so many tokens may be computed in parts, None for all;
     ``pauses``: whether a request can be computed again, from its prompt and what it has generated;
+    ``num_ids``: token ids are less than this, the vocabulary's and those beside it that only a prompt can have;
     ``gives_every_row``: whether the logits of any token of a step can be asked for, or only of a request's last.
     """
 
@@ -155,7 +156,7 @@ class StepProgram:
             for call in flat.recurrences
         )
         self.device = flat.device
-        self.vocab_size = int(rewritten.logits_shape[-1])
+        self.vocab_size = self.num_ids = int(rewritten.logits_shape[-1])
         self.max_positions = max_positions
         self.max_attention_window = config.max_attention_window
         self.graphs = 1

@@ -14,7 +14,7 @@ TESTS = """
 import unittest
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 class GenerationTesterMixin:
     def model(self):
@@ -30,7 +30,8 @@ class GenerationTesterMixin:
             self.model().generate(torch.tensor([[3, 4, 5]]), max_new_tokens=-2)
 
     def test_is_refused(self):
-        self.model().generate(inputs_embeds=torch.ones(1, 2, 16), max_new_tokens=2)
+        cache = DynamicCache()
+        self.model().generate(torch.tensor([[3, 4]]), past_key_values=cache, max_new_tokens=2)
 
     def test_looks_inside(self):
         out = self.model().generate(torch.tensor([[3, 4]]), max_new_tokens=2, return_dict_in_generate=True)
@@ -72,7 +73,8 @@ def test_what_is_counted_and_how(tmp_path: Path) -> None:
     rows = {row["test"]: row for row in json.loads(found.read_text())}
     outcomes = {"test_passes": "passed", "test_is_refused": "refused", "test_looks_inside": "failed"}
     assert {name: row["outcome"] for name, row in rows.items()} == outcomes
-    assert rows["test_is_refused"]["reason"] == "ValueError: argument 'inputs_embeds' of generate must be None"
+    named = "ValueError: argument 'past_key_values' of generate must be None, got DynamicCache"
+    assert rows["test_is_refused"]["reason"].startswith(named)
     page = found.with_suffix(".md").read_text()
     assert "| llama | 1 | 1 | 1 |" in page and "| `test_is_refused` | llama | refused: " in page
     assert "A made-up one." in page

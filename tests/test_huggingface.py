@@ -299,7 +299,6 @@ UNSUPPORTED: dict[str, Any] = {
     "custom_generate": "someone/something",
     "trust_remote_code": True,
     "assistant_tokenizer": "a tokenizer",
-    "inputs_embeds": torch.ones(1, 2, 64),
     "past_key_values": "a cache",
     "token_type_ids": torch.ones(1, 2),
     "logprobs": True,

@@ -55,6 +55,7 @@ LAYERS = (
         "isolated_cache",
         "isolated_program",
         "isolation",
+        "given_rows",
         "isolation_trial",
         "module_program",
         "one_token",
