@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from selective_compile.capture import CANNOT, device_of, logits_call, logits_of, takes
 from selective_compile.isolation_trial import alike
+from selective_compile.live_settings import LiveSettings
 from selective_compile.passes.flatten import FlatGraph
 from selective_compile.passes.traced_graph import source_line
 from selective_compile.skeleton import LENGTHS, Forward, skeleton
@@ -43,6 +44,8 @@ class GivenRows:
             example = model.get_submodule(path)(torch.zeros(1, 1, dtype=torch.int64, device=device_of(model)))
         self._table = torch.zeros(capacity, example.shape[-1], dtype=example.dtype, device=example.device)
         self._buffers = _buffers_of(model)
+        # The copy has attributes of its own: whichever of them its graph has read, the model's must stay as they were.
+        self._settings = LiveSettings(model, {name for module in model.modules() for name in vars(module)})
         self.model = skeleton(model, {path: self._reading})
         _check_by_trial(model, self)
 
@@ -51,9 +54,10 @@ class GivenRows:
         return len(self._table)
 
     def is_of(self, model: nn.Module) -> bool:
-        """Whether the model has still the buffers that the copy was made with."""
+        """Whether the model has still the buffers, attributes and hooks that the copy was made with."""
         found = _buffers_of(model)
-        return len(found) == len(self._buffers) and all(map(lambda a, b: a is b, found, self._buffers))
+        same = len(found) == len(self._buffers) and all(map(lambda a, b: a is b, found, self._buffers))
+        return same and not self._settings.change()
 
     def check(self, rows: Tensor) -> None:
         """Raises `ValueError`: rows [..., hidden] of another width or dtype than the model's own."""

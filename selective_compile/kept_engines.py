@@ -42,7 +42,7 @@ class KeptEngine:
 
     def fits(self, model: nn.Module, config: EngineConfig) -> bool:
         """Whether the program is still that of the model."""
-        return config == self._config and layout_of(model) == self._layout and self._program.is_of(model)
+        return config == self._config and layout_of(model) == self._layout and self.program.is_of(model)
 
     def engine_for(self, model: nn.Module, lengths: Sequence[int]) -> Engine:
         """An engine whose pools hold requests of these lengths, or as much as the configuration allows."""

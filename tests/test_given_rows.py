@@ -183,6 +183,18 @@ def test_new_buffers_of_the_model_are_seen() -> None:
     assert torch.equal(sc.generate(model, engine_config=CONFIG, **arguments), model.generate(**arguments))
 
 
+def test_new_attributes_of_the_model_are_seen() -> None:
+    """The copy has its own: with those that it was made with, the answers would be those of the model before."""
+    model = tiny("llama")
+    given = prompts()
+    before = sc.generate(model, **given, max_new_tokens=8, do_sample=False, pad_token_id=0, engine_config=CONFIG)
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 3
+    found = sc.generate(model, **given, max_new_tokens=8, do_sample=False, pad_token_id=0, engine_config=CONFIG)
+    expected = model.generate(**given, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert found.tolist() == expected.tolist() != before.tolist()
+
+
 def test_the_model_is_left_as_it_is_and_freed() -> None:
     model = tiny("llama")
     before = [(name, *module._buffers, *vars(module)) for name, module in model.named_modules()]
