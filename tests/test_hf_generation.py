@@ -73,8 +73,7 @@ def test_what_is_counted_and_how(tmp_path: Path) -> None:
     rows = {row["test"]: row for row in json.loads(found.read_text())}
     outcomes = {"test_passes": "passed", "test_is_refused": "refused", "test_looks_inside": "failed"}
     assert {name: row["outcome"] for name, row in rows.items()} == outcomes
-    named = "ValueError: argument 'past_key_values' of generate must be None, got DynamicCache"
-    assert rows["test_is_refused"]["reason"].startswith(named)
+    assert rows["test_is_refused"]["reason"] == "ValueError: argument 'past_key_values' of generate must be None"
     page = found.with_suffix(".md").read_text()
     assert "| llama | 1 | 1 | 1 |" in page and "| `test_is_refused` | llama | refused: " in page
     assert "A made-up one." in page

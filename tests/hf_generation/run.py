@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ ROOT = HERE.parents[1]
 TYPES = ("llama", "mistral", "gemma2", "qwen2_moe", "opt", "gpt2", "mamba")
 OUTCOMES = ("passed", "refused", "failed")
 NOT_THESE = "not torch_compile_test"
+LONG_VALUE = re.compile(r", got (?:tensor|\w*Cache)\(")  # what was given differs from type to type
 BAR = 0.9
 
 Results = dict[str, dict[str, Any]]
@@ -74,7 +76,7 @@ def merged(model_type: str, alone: Results, served: Results) -> list[dict[str, A
             "type": model_type,
             "test": name.rpartition("::")[2],
             "outcome": served[name]["outcome"],
-            "reason": served[name]["reason"].partition(", got tensor(")[0],
+            "reason": LONG_VALUE.split(served[name]["reason"])[0],
         }
         for name, result in alone.items()
         if result["outcome"] == "passed" and result["calls"] and name in served
