@@ -115,7 +115,7 @@ LIMITS: Mapping[str, str] = {
         "of sc.generate, by the model's own loop over the finished sequences, which takes as long as model.generate; "
         "Engine.submit refuses it by name",
     ),
-    "return_dict_in_generate": "past_key_values with hidden states or attentions, or where the call has use_cache=True",
+    "return_dict_in_generate": "past_key_values with hidden states, attentions, inputs_embeds or use_cache=True",
     "num_return_sequences": "of beams; with do_sample, each with a seed of its own, the prompt computed once for all",
     "decoder_start_token_id": "no effect on a decoder, as there",
     "use_cache": "no effect on tokens: the engine keeps its own blocks in any case; True in the call returns a cache",
