@@ -161,6 +161,12 @@ def watched_objects(model: nn.Module) -> Iterator[set[tuple[str, str]]]:
             found.add((path, name))
 
 
+def contents_of(model: nn.Module) -> tuple[dict[Place, Any], dict[int, Any]]:
+    """All `contents` of attributes and buffers; and what must stay alive as long as others are compared with them."""
+    seen: dict[int, Any] = {}
+    return {place: contents(value, {}, seen) for place, value in attributes(model).items()}, seen
+
+
 def contents(value: Any, within: dict[int, Any], seen: dict[int, Any]) -> Any:
     """Something that is equal as long as nothing in ``value`` has changed."""
     if isinstance(value, (*FLAGS, type(None))):

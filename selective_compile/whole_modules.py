@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from selective_compile.module_state import own_attributes
+from selective_compile.module_state import contents_of, own_attributes
 from selective_compile.skeleton import rebuilt, skeleton, structure_of
 
 CONSTANTS = (int, float, str, bool, type(None))
@@ -28,14 +28,13 @@ class ModulesOf:
             What the module raises.
         """
         module = skeleton(self._model.get_submodule(path), {})
-        before = plain_attributes(module)
         args, kwargs = rebuilt(structure, tensors)
         found: list[Tensor] = []
         with own_attributes(module, {}):
+            before, _alive = contents_of(module)  # so that no other object has the id of one of it
             structure_of(module(*args, **kwargs), found)
-        after = plain_attributes(module)
-        if before.keys() != after.keys() or any(before[key] is not value for key, value in after.items()):
-            raise RuntimeError("it keeps something of its call in its attributes")
+            if contents_of(module)[0] != before:
+                raise RuntimeError("it keeps something of its call in its attributes")
         return found
 
     def likeness(self, path: str) -> Hashable:
@@ -44,16 +43,6 @@ class ModulesOf:
             (name, type(part), attributes_of(part), shapes_of(part._parameters), shapes_of(part._buffers))
             for name, part in self._model.get_submodule(path).named_modules(remove_duplicate=False)
         )
-
-
-def plain_attributes(module: nn.Module) -> dict[tuple[str, str], Any]:
-    """What lies in plain attributes of the module and its parts."""
-    return {
-        (path, name): value
-        for path, part in module.named_modules()
-        for name, value in vars(part).items()
-        if not isinstance(value, Tensor)
-    }
 
 
 def attributes_of(part: nn.Module) -> tuple[Any, ...]:

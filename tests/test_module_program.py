@@ -144,11 +144,15 @@ def test_a_weight_of_such_a_module_is_used_from_the_next_step_on() -> None:
     assert_same_tokens(model, [5, 7, 9, *before], tokens[len(before) :])
 
 
-@pytest.mark.parametrize("kind", [Normalised, Counting])
-def test_what_leaks_or_counts_is_refused(kind: type[nn.Module]) -> None:
-    for fallback in ("refuse", "isolated"):
-        with pytest.raises(sc.RefusedError, match="graph capture"):
-            compile_step_program(Sparse(kind), sc.EngineConfig(compile=False, fallback=fallback))
+@pytest.mark.parametrize(("kind", "fallback"), [(Normalised, "refuse"), (Normalised, "isolated"), (Counting, "refuse")])
+def test_what_leaks_or_counts_is_refused(kind: type[nn.Module], fallback: Any) -> None:
+    with pytest.raises(sc.RefusedError, match="graph capture"):
+        compile_step_program(Sparse(kind), sc.EngineConfig(compile=False, fallback=fallback))
+
+
+def test_what_counts_is_not_called_for_all_requests_at_once() -> None:
+    program = compile_step_program(Sparse(Counting), sc.EngineConfig(compile=False, fallback="isolated"))
+    assert list(program.isolated) == ["experts.0", "experts.1"]
 
 
 def test_its_products_depend_on_the_batch() -> None:
