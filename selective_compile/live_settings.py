@@ -62,6 +62,16 @@ class LiveSettings:
         return ""
 
 
+def follow(own: nn.Module, copied: nn.Module) -> bool:
+    """Give a copy of a module the plain attributes that the module has by now; whether one was another."""
+    theirs, changed = vars(copied), False
+    for name, value in vars(own).items():
+        if name not in TORCHS_OWN and is_plain(value) and (name not in theirs or theirs[name] != value):
+            theirs[name] = copy.deepcopy(value)
+            changed = True
+    return changed
+
+
 def is_plain(value: object, depth: int = DEPTH) -> bool:
     if isinstance(value, PLAIN):
         return True

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from selective_compile.isolated_op import running
+from selective_compile.live_settings import follow
 from selective_compile.module_state import own_attributes
 from selective_compile.options import EngineConfig
 from selective_compile.passes import Rewrite
@@ -42,6 +43,7 @@ class ModuleProgram(StepProgram):
             for path in dict.fromkeys(call.module for call in self.calls)
             for pair in zip(model.get_submodule(path).modules(), copies.get_submodule(path).modules(), strict=True)
         ]
+        self._changes = 0  # of plain attributes
         self._lock = Lock()  # engines may share a program, and the modules' own attributes are one call's at a time
         self.weights_version = self._versions
 
@@ -53,10 +55,13 @@ class ModuleProgram(StepProgram):
 
     def _versions(self) -> tuple[tuple[int, int], ...]:
         version = self.weights.version()
-        for own, copied in self._pairs:
-            copied._buffers.update(own._buffers)
+        with self._lock:  # a step of another engine may have put its requests' attributes into the copies
+            for own, copied in self._pairs:
+                copied._buffers.update(own._buffers)
+                self._changes += follow(own, copied)
         tensors = [t for own, _ in self._pairs for t in (*own._parameters.values(), *own._buffers.values())]
-        return version + tuple((id(t), 0 if t.is_inference() else t._version) for t in tensors if t is not None)
+        own_versions = tuple((id(t), 0 if t.is_inference() else t._version) for t in tensors if t is not None)
+        return (*version, (self._changes, 0), *own_versions)
 
     def _called_once(self, number: int, values: list[Tensor]) -> list[Tensor]:
         """The results of call ``number`` that are used; ``values`` are those that the graph computed."""

@@ -216,6 +216,28 @@ def test_the_model_is_left_as_it_was() -> None:
         assert all(vars(module)[key] is value for key, value in before[name].items())
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cummax(1).values * self.factor
+
+
+def test_changed_attributes_are_seen_from_the_next_step_on() -> None:
+    model = Mixed(Scaled)
+    engine = sc.Engine(model, CONFIG)
+    prompt = [5, 7, 9]
+    first = engine.submit(prompt, max_new_tokens=6).result().tokens
+    assert_same_tokens(model, prompt, first)
+    for mixer in model.mixers:
+        mixer.factor = -3.0
+    second = engine.submit(prompt, max_new_tokens=6).result().tokens
+    assert second != first
+    assert_same_tokens(model, prompt, second)
+
+
 def test_compiled_by_inductor() -> None:
     model = Mixed(Highest)
     engine = sc.Engine(model, sc.EngineConfig(token_budget=16, max_kv_tokens=256))
