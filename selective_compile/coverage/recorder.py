@@ -25,8 +25,9 @@ class Recorder:
     def __call__(
         self, inputs: StepInputs, pools: Sequence[tuple[Tensor, Tensor]], states: Sequence[Tensor] = ()
     ) -> Tensor:
-        self._last = self._program(inputs, pools, states)
-        return self._last
+        logits: Tensor = self._program(inputs, pools, states)
+        self._last = logits.clone()  # the sampler may write to them
+        return logits
 
     def observe(self, record: StepRecord) -> None:
         assert self._last is not None
