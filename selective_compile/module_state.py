@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, Literal
@@ -41,14 +41,15 @@ def own_attributes(module: nn.Module, state: State, written: Collection[Place] =
     be changed in place.  If a run changes weights it sets the model up, as some do when first called: then its flags
     stay as the run has set them.
     """
-    own = attributes(module)
+    parts = list(module.modules())  # those that a run puts in their places are new, and stay as it leaves them
+    own = attributes(parts)
     weights = versions(module.parameters())
-    put(module, {**own, **replaced(module, own, written), **state})
+    put(parts, {**own, **replaced(module, own, written), **state})
     left: dict[Place, Any] = {}
     try:
         yield left
     finally:
-        now = attributes(module)
+        now = attributes(parts)
         left.update({place: value for place, value in now.items() if place not in own or value is not own[place]})
         left.update(dict.fromkeys(own.keys() - now.keys(), GONE))
         if versions(module.parameters()) != weights:
@@ -56,7 +57,7 @@ def own_attributes(module: nn.Module, state: State, written: Collection[Place] =
                 place: v for place, v in left.items() if isinstance(v, FLAGS) and isinstance(own.get(place), FLAGS)
             }
             own.update(flags)
-        put(module, own)
+        put(parts, own)
 
 
 @contextmanager
@@ -79,18 +80,18 @@ def unchanged(model: nn.Module) -> Iterator[set[Place]]:
                 buffer.copy_(value)
 
 
-def attributes(model: nn.Module) -> dict[Place, Any]:
-    """Every plain attribute and buffer of every module, with its value."""
+def attributes(parts: Iterable[nn.Module]) -> dict[Place, Any]:
+    """Every plain attribute and buffer of the modules, with its value."""
     found: dict[Place, Any] = {}
-    for module in model.modules():
+    for module in parts:
         found.update(((module, "attribute", n), v) for n, v in vars(module).items() if n not in MACHINERY)
         found.update(((module, "buffer", n), v) for n, v in module._buffers.items())
     return found
 
 
-def put(model: nn.Module, wanted: Mapping[Place, Any]) -> None:
-    """Make attributes and buffers those of ``wanted``, no more, and in its order."""
-    now = attributes(model)
+def put(parts: Iterable[nn.Module], wanted: Mapping[Place, Any]) -> None:
+    """Make attributes and buffers of the modules those of ``wanted``, no more, and in its order."""
+    now = attributes(parts)
     wanted = {place: value for place, value in wanted.items() if value is not GONE}
     if list(now) != list(wanted):
         for place in now:
@@ -164,7 +165,7 @@ def watched_objects(model: nn.Module) -> Iterator[set[tuple[str, str]]]:
 def contents_of(model: nn.Module) -> tuple[dict[Place, Any], dict[int, Any]]:
     """All `contents` of attributes and buffers; and what must stay alive as long as others are compared with them."""
     seen: dict[int, Any] = {}
-    return {place: contents(value, {}, seen) for place, value in attributes(model).items()}, seen
+    return {place: contents(value, {}, seen) for place, value in attributes(model.modules()).items()}, seen
 
 
 def contents(value: Any, within: dict[int, Any], seen: dict[int, Any]) -> Any:

@@ -344,3 +344,29 @@ def test_objects_that_change_are_named() -> None:
 def test_report_of_a_program_says_sequential() -> None:
     model = model_with("tuple")
     assert report_of(SequentialProgram(model, ()), model).verdict == "sequential"
+
+
+class Part(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+
+class Swapping(nn.Module):
+    """As BigBird puts another attention in the place of its own when a prompt is short."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Part(2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.part.factor == 2.0:
+            self.part = Part(3.0)
+        return x * self.part.factor
+
+
+def test_a_module_that_a_run_puts_in_anothers_place_keeps_its_attributes() -> None:
+    model = Swapping()
+    for _ in range(2):
+        with own_attributes(model, {}):
+            assert float(model(torch.ones(()))) == 3.0
