@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import partial
 
 from selective_compile.options import Batching, EngineConfig, SchedulerPolicy, WaitingOrder
@@ -283,12 +283,16 @@ class Scheduler:
             return self.token_budget
         return self.pace.prefill_budget(sum(not state.in_prefill for state in self._running.values()))
 
-    def _continue(self, draft: Draft) -> None:
-        """Shares for the running requests: one token where the last step generated one, else a chunk."""
+    def _continue(self, draft: Draft, but: Container[int] = ()) -> None:
+        """Shares for the running requests: one token where the last step generated one, else a chunk.
+
+        Args:
+            but: numbers of those that get none.
+        """
         block_size, budget = self.block_size, draft.budget
         take, share = draft.shares.append, partial(tuple.__new__, Share)
         # A copy, since making room shortens the running requests from the end; those then have no blocks.
-        running = list(self._running.values())
+        running = [state for number, state in self._running.items() if number not in but]
         for place, state in enumerate(running):
             start = state.computed
             # Most requests, at most steps: one token in the midst of a block. By itself this halves a step's cost.
@@ -315,9 +319,14 @@ class Scheduler:
 
     def _alternate(self, draft: Draft) -> None:
         """Prompts or those that decode: prompts first, but however many come, the others are not kept waiting."""
-        decoding = len(self._running) > len(self._prefilling)
-        if not decoding or self._prefill_steps < PREFILL_STEPS:
-            self._prefill(draft)
+        # A static batch takes nobody in, whom the others could be kept waiting by.
+        decoding = self.batching == "inflight" and len(self._running) > len(self._prefilling)
+        if decoding and self._prefill_steps >= PREFILL_STEPS:
+            self._prefill_steps = 0
+            self._continue(draft, but=self._prefilling)
+            if draft.shares:
+                return
+        self._prefill(draft)
         self._prefill_steps = self._prefill_steps + 1 if draft.shares and decoding else 0
         if not draft.shares:
             self._continue(draft)

@@ -126,9 +126,15 @@ def grouped_nodes(described: Sequence[str]) -> list[str]:
         operator, _, place = rest.partition(", ")
         kinds.setdefault(operator, []).append((name, place))
     return [
-        f"{len(nodes):3d} x {operator}: {shortened([name for name, _ in nodes])}\n          {nodes[0][1]}"
+        f"{len(nodes):3d} x {operator}: {shortened([name for name, _ in nodes])}\n          {brief(nodes[0][1])}"
         for operator, nodes in kinds.items()
     ]
+
+
+def brief(place: str, width: int = 86) -> str:
+    """A place in the source, from the installed package on, with as much of the line as there is room for."""
+    place = place.rpartition("site-packages/")[2]
+    return place if len(place) <= width else f"{place[: width - 4]} ..."
 
 
 def shortened(names: Sequence[str]) -> str:

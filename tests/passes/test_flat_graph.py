@@ -144,9 +144,12 @@ def test_outputs_without_a_place_for_each_row_are_refused(output: Any) -> None:
 def test_pipeline_is_in_order() -> None:
     assert PIPELINE == (
         "whole convolutions",
+        "try weight classes",
         "mark token axes",
         "isolate",
+        "call once",
         "recognise recurrences",
+        "recognise selections",
         "recognise attention",
         "prove masks",
         "flatten",

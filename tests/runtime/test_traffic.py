@@ -242,7 +242,7 @@ class Simulation:
             assert not numbers or plan.shares[0].state.members[0].number == min(self.live)
         if scheduler.batching != "inflight_fused" and any(share.is_prefill for share in plan.shares):
             # What is computed again may have a single token left, which looks like decode.
-            prefilling |= {state.number for state in plan.admitted}
+            prefilling |= {member.number for state in plan.admitted for member in state.members}
             assert prefilling.issuperset(numbers), "prefill and decode in one step"
         if scheduler.batching == "static":
             assert not (plan.admitted and before), "a static batch was joined"
