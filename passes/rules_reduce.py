@@ -31,7 +31,8 @@ def refuse_labelled(node: fx.Node, axes: Axes, dims: list[int]) -> None:
 
 def named(dim: Dim) -> str:
     names: dict[Factor, str] = {Axis.BATCH: "requests", Axis.TOKEN: "tokens"}
-    return " and ".join(names.get(f, "sorted or chosen tokens") for f in dim if not isinstance(f, int))
+    factors = [factor for factor in dim if not isinstance(factor, (int, torch.SymInt))]
+    return " and ".join(names[f] if isinstance(f, Axis) else "sorted or chosen tokens" for f in factors)
 
 
 def reduction(position: int = 1, keepdim_position: int = 2) -> Callable[..., Any]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import pytest
 import sympy
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from selective_compile.passes.axes import Axis, Dim, Mixes, Sizes, merge_plain, regroup
+from selective_compile.passes.rules_reduce import named
 
 B, S = Axis.BATCH, Axis.TOKEN
 SYMBOLS = sympy.Symbol("b", integer=True, positive=True), sympy.Symbol("s", integer=True, positive=True)
@@ -89,3 +92,9 @@ def test_new_dimension_is_named_by_its_size() -> None:
         SIZES.dim(SYMBOLS[1] + 1)
     with pytest.raises(Mixes):
         SIZES.dim(SYMBOLS[1] ** 2)
+
+
+def test_a_size_that_is_a_symbol_has_no_name_among_factors() -> None:
+    size: Any = ShapeEnv().create_unbacked_symint()
+    assert named((size, Axis.TOKEN)) == "tokens"
+    assert named((Axis.BATCH, 4, Axis.TOKEN)) == "requests and tokens"
