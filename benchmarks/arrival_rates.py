@@ -16,16 +16,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from selective_compile.backend import compile_step_program
-from selective_compile.bench.machine import machine, versions
+from selective_compile.bench.arguments import benchmark_parser, keep, parsed
 from selective_compile.bench.serving import TraceRun, random_llama, serve
 from selective_compile.bench.settings import chosen
 from selective_compile.bench.trace import Trace, make_trace
@@ -39,8 +37,6 @@ COLOURS = {"static": "#b3002d", "in-flight": "#2b6cb0"}
 
 def main() -> None:
     arguments = _arguments()
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
     settings = chosen(quick=arguments.quick, requests=arguments.requests, compile=arguments.compile)
     trace = make_trace(settings)
     model = random_llama(settings.shape)
@@ -68,10 +64,8 @@ def main() -> None:
         for name, batching in MODES.items():
             results.append(figures(name, share * most, run(batching, arriving)))
             print("{rate:8.2f} {batching:10} {tokens_per_second:9.1f} {p50:8.2f} {p99:8.2f}".format(**results[-1]))
-    if arguments.json:
-        about = {"machine": machine(), "versions": versions(), "settings": dataclasses.asdict(settings)}
-        saturated_ratio = {"throughput_ratio_saturated": ratio, "batch": arguments.batch}
-        arguments.json.write_text(json.dumps({**about, **saturated_ratio, "results": results}, indent=1) + "\n")
+    about = {"settings": dataclasses.asdict(settings), "batch": arguments.batch}
+    keep(arguments.json, {**about, "throughput_ratio_saturated": ratio, "results": results})
     if arguments.picture:
         draw(results, arguments.picture)
 
@@ -115,15 +109,11 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--batch", type=int, default=16, help="most requests in a step, or in a static batch")
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run?")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
-    return parser.parse_args()
+    return parsed(parser)
 
 
 if __name__ == "__main__":

@@ -22,13 +22,11 @@ as fast on copying, 1 % slower where nothing repeats, 2 % where it misleads.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +34,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from selective_compile.backend import Program, compile_step_program
-from selective_compile.bench.machine import machine, versions
+from selective_compile.bench.arguments import benchmark_parser, keep, parsed
 from selective_compile.bench.serving import random_llama
 from selective_compile.bench.settings import LlamaShape, chosen
 from selective_compile.options import EngineConfig
@@ -52,8 +50,6 @@ Ways = Mapping[str, Callable[[], list[list[int]]]]
 
 def main() -> None:
     arguments = _arguments()
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
     shape = replace(chosen(quick=arguments.quick).shape, mlp=MLP)
     if arguments.quick:
         shape = LlamaShape(hidden=64, layers=2, heads=4, kv_heads=2, mlp=128, vocabulary=2048, positions=256)
@@ -67,10 +63,8 @@ def main() -> None:
     for name, ratio in found.items():
         bar = f"bar {BARS[name]:.2f}: {'met' if ratio <= BARS[name] else 'MISSED'}" if name in BARS else ""
         print(f"{name:16} {ratio:6.3f} of the time without  {bar}", flush=True)
-    if arguments.json:
-        about = {"machine": machine(), "versions": versions(), "threads": torch.get_num_threads()}
-        sizes = {name: getattr(arguments, name) for name in ("dtype", "requests", "prompt", "new", "rounds")}
-        arguments.json.write_text(json.dumps({**about, **sizes, "bars": BARS, "ratios": found}, indent=1) + "\n")
+    sizes = {name: getattr(arguments, name) for name in ("dtype", "requests", "prompt", "new", "rounds")}
+    keep(arguments.json, {"threads": torch.get_num_threads(), **sizes, "bars": BARS, "ratios": found})
 
 
 def ratios(ways: Ways, rounds: int, *, same_tokens: bool) -> dict[str, float]:
@@ -195,17 +189,13 @@ def byte_pairs(vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=16, help="tokens of each prompt")
     parser.add_argument("--new", type=int, default=96, help="tokens of each answer")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run?")
-    parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    return parsed(parser)
 
 
 if __name__ == "__main__":

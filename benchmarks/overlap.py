@@ -22,13 +22,12 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from selective_compile.backend import Program, compile_step_program
-from selective_compile.bench.machine import machine, versions
+from selective_compile.bench.arguments import benchmark_parser, keep, parsed
 from selective_compile.bench.peers import greedy_without_end
 from selective_compile.bench.serving import random_llama
 from selective_compile.bench.settings import chosen
@@ -40,8 +39,6 @@ Server = Callable[[Engine, list[list[int]], int], None]
 
 def main() -> None:
     arguments = _arguments()
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
     settings = chosen(quick=arguments.quick)
     model = random_llama(settings.shape).to(arguments.device)
     slots = arguments.requests * (32 + arguments.tokens)
@@ -58,9 +55,7 @@ def main() -> None:
         speeds = f"{found['off']['tokens_per_second']:13.0f} {found['on']['tokens_per_second']:13.0f}"
         shares = f"{found['off']['host_share']:15.1%} {found['on']['host_share']:6.1%}"
         print(f"{name:14} {speeds} {found['ratio']:7.3f} {shares}")
-    if arguments.json:
-        about = {"machine": machine(), "versions": versions(), "requests": arguments.requests}
-        arguments.json.write_text(json.dumps({**about, "tokens": arguments.tokens, **results}, indent=1) + "\n")
+    keep(arguments.json, {"requests": arguments.requests, "tokens": arguments.tokens, **results})
 
 
 def compare(
@@ -152,16 +147,12 @@ SERVERS: dict[str, Server] = {"readers": to_readers, "batch manager": through_ba
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run?")
-    parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    return parsed(parser)
 
 
 if __name__ == "__main__":
