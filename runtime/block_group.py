@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from selective_compile.runtime.block_pool import BlockPool
+from selective_compile.runtime.host_tier import BlockCopy, Copy
 from selective_compile.runtime.request_state import BlockTable, RequestState
 from selective_compile.step import Reach
 
@@ -17,8 +18,24 @@ class BlockGroup:
     back the blocks in front of that.
     """
 
-    def __init__(self, pool: BlockPool, reach: Reach, *, token_budget: int, block_size: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        reach: Reach,
+        *,
+        table: int,
+        token_budget: int,
+        block_size: int,
+        copies: list[Copy | BlockCopy],
+    ) -> None:
+        """
+        Args:
+            table: which of a request's tables it is about.
+            copies: where to add those that are to be made before the next step runs.
+        """
         self.pool = pool
+        self._table = table
+        self._copies = copies
         self.reach = reach
         self.most = most_blocks(reach, token_budget=token_budget, block_size=block_size)
         self.block_size = block_size
@@ -65,12 +82,8 @@ class BlockGroup:
         final = state.width * self.blocks_for(state.final_length)
         return final - len(table.blocks) + table.shares_last if self.most is None else final
 
-    def cover(self, table: BlockTable, *, start: int, end: int, copy: Callable[[int, int], None]) -> bool:
-        """Make the table hold what tokens start .. end - 1 see and take; False: there are not so many blocks.
-
-        Args:
-            copy: called with two blocks, where the first is another's too: the second takes its place and content.
-        """
+    def cover(self, table: BlockTable, start: int, end: int) -> bool:
+        """Make the table hold what tokens start .. end - 1 see and take; False: there are not so many blocks."""
         blocks = table.blocks
         if self.most is not None:
             first = self.first_kept(start)
@@ -79,7 +92,7 @@ class BlockGroup:
                 for index in range(table.gone, first):
                     blocks[index] = 0
                 table.gone = first
-        if table.shares_last and not self._own(table, start // self.block_size, copy):
+        if table.shares_last and not self._own(table, start // self.block_size):
             return False
         needed = -(-end // self.block_size) - len(blocks)
         if needed > 0:
@@ -90,13 +103,13 @@ class BlockGroup:
                 self.promised -= needed
         return True
 
-    def _own(self, table: BlockTable, index: int, copy: Callable[[int, int], None]) -> bool:
+    def _own(self, table: BlockTable, index: int) -> bool:
         shared = table.blocks[index]
         if not (self.pool.is_own(shared) or self.pool.num_free):
             return False
         own = table.blocks[index] = self.pool.own(shared)
         if own != shared:
-            copy(shared, own)
+            self._copies.append(BlockCopy(self._table, shared, own))
         table.shares_last = False
         if self.most is None:
             self.promised -= 1

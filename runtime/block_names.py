@@ -15,18 +15,19 @@ def block_names(state: RequestState, count: int, block_size: int) -> list[bytes]
     all is that of the salt. What the keys and values depend on besides is the same for all requests: positions
     start at 0, and a change of the weights takes all names away.
     """
-    extend_names(state.block_names, state.tokens, state.terms.cache_salt, count, block_size)
-    return state.block_names
+    names = state.block_names
+    if len(names) < count:
+        extend_names(names, state.tokens, state.terms.cache_salt, count, block_size)
+    return names
 
 
 def extend_names(names: list[bytes], tokens: array[int], salt: str | None, count: int, block_size: int) -> None:
     """Make `names` those of the first `count` blocks of tokens, unless it has as many already."""
-    if len(names) < count:
-        assert count * block_size <= len(tokens), (len(tokens), count)
-        name = names[-1] if names else _hashed(repr(salt).encode())
-        for start in range(len(names) * block_size, count * block_size, block_size):
-            name = _hashed(name + tokens[start : start + block_size].tobytes())
-            names.append(name)
+    assert count * block_size <= len(tokens), (len(tokens), count)
+    name = names[-1] if names else _hashed(repr(salt).encode())
+    for start in range(len(names) * block_size, count * block_size, block_size):
+        name = _hashed(name + tokens[start : start + block_size].tobytes())
+        names.append(name)
 
 
 def _hashed(content: bytes) -> bytes:

@@ -42,12 +42,13 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` free blocks, with one reference each. The caller knows that there are so many."""
-        assert 0 <= count <= self.num_free, (count, self.num_free)
-        blocks, free, references = [], self._free, self._references
-        for _ in range(count):
-            block = free.pop() if free else self._evict()
+        free, references = self._free, self._references
+        assert 0 <= count <= len(free) + len(self._idle), (count, self.num_free)
+        blocks = [free.pop() for _ in range(min(count, len(free)))]
+        if len(blocks) < count:
+            blocks += self._evict(count - len(blocks))
+        for block in blocks:
             references[block] = 1
-            blocks.append(block)
         return blocks
 
     def share(self, blocks: Sequence[int]) -> None:
@@ -87,32 +88,29 @@ class BlockPool:
 
         Blocks that continue others are let go of before those, for without them they could not be found.
         """
+        references, names = self._references, self._names
         for block in reversed(blocks):
-            assert self._references[block] > 0, f"block {block} is free"
-            self._references[block] -= 1
-            if self._references[block] == 0:
-                if self._names[block] is None:
+            assert references[block] > 0, f"block {block} is free"
+            references[block] -= 1
+            if references[block] == 0:
+                if names[block] is None:
                     self._free.append(block)
                 else:
                     self._idle[block] = None
 
-    def keep(self, block: int, name: bytes) -> None:
-        """Name the content of a block in use; where another block has that content, it keeps the name."""
-        assert self._references[block] > 0, f"block {block} is free"
-        if name not in self._blocks:
-            assert self._names[block] is None, f"block {block} has content with another name"
-            self._blocks[name] = block
-            self._names[block] = name
+    def keep(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
+        """Name the content of blocks in use; where another block has that content, it keeps the name."""
+        known, named, references = self._blocks, self._names, self._references
+        for block, name in zip(blocks, names, strict=True):
+            assert references[block] > 0, f"block {block} is free"
+            if name not in known:
+                assert named[block] is None, f"block {block} has content with another name"
+                known[name] = block
+                named[block] = name
 
-    def find(self, names: Iterable[bytes]) -> list[int]:
-        """The blocks with these contents, up to the first that is not there; `share` them to hold them."""
-        found = []
-        for name in names:
-            block = self._blocks.get(name)
-            if block is None:
-                break
-            found.append(block)
-        return found
+    def find(self, name: bytes) -> int | None:
+        """The block with this content; `share` it to hold it."""
+        return self._blocks.get(name)
 
     def count_known(self, names: Iterable[bytes]) -> int:
         """How many of these contents are here or in the host tier, up to the first that is not."""
@@ -123,16 +121,12 @@ class BlockPool:
             count += 1
         return count
 
-    def has(self, name: bytes) -> bool:
-        return name in self._blocks
-
     def restore(self, names: Sequence[bytes], slots: Sequence[int], blocks: Sequence[int]) -> None:
         """Have contents that the host tier holds copied to blocks that were allocated for them."""
         if names:
             assert self.host is not None
             self.host.restore(names, slots, blocks)
-            for name, block in zip(names, blocks, strict=True):
-                self.keep(block, name)
+            self.keep(blocks, names)
 
     def count_free(self, blocks: Iterable[int]) -> int:
         """How many of these blocks nobody holds."""
@@ -163,12 +157,14 @@ class BlockPool:
             self.host.check()
         assert free & set(named.values()) == self._idle.keys(), "idle blocks are the free ones with names"
 
-    def _evict(self) -> int:
-        block, _ = self._idle.popitem(last=False)
-        name = self._names[block]
-        assert name is not None, block
-        self._names[block] = None
-        del self._blocks[name]
-        if self.host is not None:
-            self.host.spill(name, block)
-        return block
+    def _evict(self, count: int) -> list[int]:
+        idle, known, named, host = self._idle, self._blocks, self._names, self.host
+        blocks = [idle.popitem(last=False)[0] for _ in range(count)]
+        for block in blocks:
+            name = named[block]
+            assert name is not None, block
+            named[block] = None
+            del known[name]
+            if host is not None:
+                host.spill(name, block)
+        return blocks

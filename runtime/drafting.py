@@ -73,7 +73,7 @@ class Drafting:
                     continue
                 for (state, drafts, _), tokens in zip(wanted, proposed.result, strict=True):
                     if state.tables:
-                        state.draft = drafts.take(tokens, worth)
+                        state.propose(drafts.take(tokens, worth))
 
     def _look_up(self, worth: float, step: float) -> Wanted:
         """Take drafts of the requests' own drafters; what the assistants are to be asked for.
@@ -91,7 +91,7 @@ class Drafting:
                 count = drafts.wanted(state.generated, worth + drafter.seconds_per_token / step)
                 asked.setdefault(drafter, []).append((state, drafts, min(count, state.final_length)))
             else:
-                state.draft = drafts.take(drafter.propose(state.tokens, drafts.most), worth)
+                state.propose(drafts.take(drafter.propose(state.tokens, drafts.most), worth))
         return asked
 
     def _drafts_of(self, request: Request) -> Drafts | None:

@@ -17,7 +17,7 @@ def count_found(state: RequestState, groups: Sequence[BlockGroup], block_size: i
         count = min(count, state.rows_from // block_size)
     names = block_names(state, count, block_size)
     before = count + 1
-    while count < before:  # what one group has not, the others need not have
+    while 0 < count < before:  # what one group has not, the others need not have
         before = count
         for group in groups:
             first = group.first_kept(count * block_size)
@@ -42,25 +42,27 @@ class FoundBlocks:
         to have."""
         found = cls(first=group.first_kept(count * group.block_size) if count else 0)
         for index, name in enumerate(state.block_names[found.first : count], found.first):
-            if group.pool.has(name):
-                (found.here[index],) = group.pool.find([name])
-            else:
+            block = group.pool.find(name)
+            if block is None:
                 found.away[index] = name
+            else:
+                found.here[index] = block
         last = wanted if group.most is None else min(wanted, found.first + group.most)
         found.needed = last - found.first - len(found.here)
         return found
 
     def take(self, group: BlockGroup) -> BlockTable:
         """The request's table: what was found, shared, and the blocks that were needed."""
-        group.pool.share(list(self.here.values()))
+        pool, leading = group.pool, list(self.here.values())
+        pool.share(leading)
+        if not self.away:
+            return BlockTable(leading + pool.allocate(self.needed), self.first)
         # Before blocks are allocated: what has to go from the device for them may take other slots of the host.
         names = list(self.away.values())
-        slots = group.pool.host.hold(names) if group.pool.host is not None else []
-        fresh = group.pool.allocate(self.needed)
+        slots = pool.host.hold(names) if pool.host is not None else []
+        fresh = pool.allocate(self.needed)
         restored = fresh[: len(names)]
-        group.pool.restore(names, slots, restored)
-        leading = list(self.here.values())
-        if names:
-            places = {**self.here, **dict(zip(self.away, restored, strict=True))}
-            leading = [places[index] for index in sorted(places)]
-        return BlockTable([*leading, *fresh[len(names) :]], self.first)
+        pool.restore(names, slots, restored)
+        places = {**self.here, **dict(zip(self.away, restored, strict=True))}
+        leading = [places[index] for index in sorted(places)]
+        return BlockTable(leading + fresh[len(names) :], self.first)

@@ -62,6 +62,7 @@ class RequestState:
     __slots__ = (
         "block_names",
         "charged",
+        "clear_until",
         "computed",
         "draft",
         "final_length",
@@ -104,6 +105,9 @@ class RequestState:
         # The most tokens that can come to be computed: the last one to be generated never is.
         self.final_length = self.prompt_length + max_new_tokens - 1
         self.computed = 0  # how many of the tokens have their keys and values in the blocks
+        # Up to this token it decodes, one token a step, in a block of its own: neither room nor anything else is to be
+        # seen to. 0: see to it.
+        self.clear_until = 0
         self.reused = 0  # how many tokens were found computed, over all admissions
         self.charged = 0  # how many tokens have been put on the user's account
         self.kept = 0  # how many leading blocks others may find by their names
@@ -121,6 +125,11 @@ class RequestState:
 
         self.draft = array("q")  # what may come next, to be computed with the last token and then verified
         self.rows_from: int | None = None  # the logits of this token and all behind it are wanted, of the prompt too
+
+    def propose(self, draft: array[int]) -> None:
+        """What may come next is to be computed with the last token, as far as there is room for it."""
+        self.draft = draft
+        self.clear_until = 0
 
     @property
     def members(self) -> tuple[RequestState, ...]:

@@ -177,6 +177,7 @@ class Scheduler:
         self._places -= parent.width - 1 - len(children)
         self.blocks.fork(parent, children, copies_last=not together)
         every = (parent, *children)
+        parent.clear_until = 0
         for child in children:
             child.charged = parent.computed
         if together:
@@ -262,6 +263,9 @@ class Scheduler:
             assert all(not member.tables and member.computed == 0 for member in state.members), state
         for state in running + waiting:
             assert not state.finished and any(member.pending > 0 for member in state.members), state
+            clear = state.computed < state.clear_until
+            assert not clear or (state.pending == 1 and not state.group and not state.shares_last), state
+            assert not clear or state.clear_until <= len(state.blocks) * self.block_size, state
         assert self._prefilling.keys() <= self._running.keys(), "prefilling without running"
         self.blocks.check(running)
 
@@ -289,15 +293,16 @@ class Scheduler:
         Args:
             but: numbers of those that get none.
         """
-        block_size, budget = self.block_size, draft.budget
+        budget = draft.budget
         take, share = draft.shares.append, partial(tuple.__new__, Share)
         # A copy, since making room shortens the running requests from the end; those then have no blocks.
-        running = [state for number, state in self._running.items() if number not in but]
+        running = list(self._running.values())
+        if but:
+            running = [state for state in running if state.number not in but]
         for place, state in enumerate(running):
             start = state.computed
             # Most requests, at most steps: one token in the midst of a block. By itself this halves a step's cost.
-            steady = not (state.shares_last or state.draft) and state.group is None
-            if budget and start % block_size and len(state.tokens) == start + 1 and steady:
+            if start < state.clear_until and budget:
                 take(share((state, start, 1, True, 0)))
                 budget -= 1
                 continue
@@ -356,9 +361,11 @@ class Scheduler:
             self._charge_generated(state)
         if not self._make_room(state, start + num_tokens, draft):
             return False
-        drafted = self._room_for_draft(state, start + num_tokens, most_drafted)
+        drafted = self._room_for_draft(state, start + num_tokens, most_drafted) if state.draft else 0
         if in_prefill:
             draft.prefill = max(0, draft.prefill - num_tokens)
+        elif state.group is None:
+            state.clear_until = start - start % self.block_size + self.block_size
         draft.budget -= num_tokens + drafted
         draft.shares.append(Share(state, start, num_tokens + drafted, num_tokens == pending, drafted))
         if num_tokens == pending and self._prefilling:
@@ -374,7 +381,7 @@ class Scheduler:
 
     def _room_for_draft(self, state: RequestState, end: int, most: int) -> int:
         """How much of a request's draft can be computed, with the blocks for it taken; nobody is preempted for it."""
-        if not state.draft or state.pending != 1 or most <= 0:
+        if state.pending != 1 or most <= 0:
             return 0
         drafted = self.blocks.room_for_draft(state, min(most, len(state.draft)), num_running=len(self._running))
         covered = self.blocks.cover(state, end + drafted)
@@ -386,13 +393,18 @@ class Scheduler:
 
         Of a group at once, before any of it has a share: else a part of it might be preempted with the share.
         """
-        ends = [(member, member.computed + min(member.pending, self.token_budget)) for member in state.group or ()]
-        while not all(self.blocks.cover(member, most) for member, most in ends or [(state, end)]):
+        while not self._cover(state, end):
             victim = self._preempt_last()
             draft.preempted.append(victim)
             if victim is state.members[0]:
                 return False
         return True
+
+    def _cover(self, state: RequestState, end: int) -> bool:
+        if state.group is None:
+            return self.blocks.cover(state, end)
+        ends = [(member, member.computed + min(member.pending, self.token_budget)) for member in state.group]
+        return all(self.blocks.cover(member, most) for member, most in ends)
 
     def _admit(self, draft: Draft) -> RequestState | None:
         """Start the request that waits first, if there is memory for it; nobody overtakes it."""
@@ -404,13 +416,13 @@ class Scheduler:
         if not self.blocks.admit(state, num_running=len(self._running)):
             return None
         # At no time in neither: whoever runs or waits has an account.
-        self._running.update((member.number, member) for member in state.members)
-        self._waiting.remove(state)
         for member in state.members:
+            self._running[member.number] = member
             self._places += member.width
             self._count_reuse(member)
             if self.batching != "inflight_fused":
                 self._prefilling[member.number] = member
+        self._waiting.remove(state)
         draft.admitted.append(state)
         return state
 
@@ -442,6 +454,7 @@ class Scheduler:
 
     def _give_back(self, state: RequestState) -> None:
         self._charge_generated(state)
+        state.clear_until = 0
         self.blocks.release(state)
         self._places -= state.width
         state.draft = array("q")

@@ -35,7 +35,7 @@ class EngineConfig(_NamedOptions):
     Attributes:
         token_budget: most tokens computed in one step, prefill and decode together.
         max_requests: most requests in one step; more wait.
-        block_size: slots in a block, the unit in which KV memory is given out.
+        block_size: slots in a block, the unit in which KV memory is given out and shared.
         max_kv_tokens: slots of KV memory, rounded down to whole blocks; None: from the memory that is free.
         kv_memory_fraction: the share of the free memory that the KV pools may take when max_kv_tokens is
             None.
@@ -76,7 +76,7 @@ class EngineConfig(_NamedOptions):
 
     token_budget: int = 512
     max_requests: int = 64
-    block_size: int = 16
+    block_size: int = 32
     max_kv_tokens: int | None = None
     kv_memory_fraction: float = 0.9
     max_attention_window: int | None = None

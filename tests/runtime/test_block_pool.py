@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -98,12 +100,14 @@ class PoolMachine(RuleBasedStateMachine):
         for block in self.holders[holder % len(self.holders)][:1]:
             if block not in self.content:
                 self.content[block] = name
-                self.pool.keep(block, name)
+                self.pool.keep([block], [name])
 
     @rule(names=st.lists(st.sampled_from(NAMES), max_size=3, unique=True))
     def find(self, names: list[bytes]) -> None:
-        found = self.pool.find(names)
-        assert [self.content[block] for block in found] == names[: len(found)]
+        known = {name: block for name in names if (block := self.pool.find(name)) is not None}
+        assert all(self.content[block] == name for name, block in known.items())
+        assert self.pool.count_known(names) == len(list(takewhile(known.__contains__, names)))
+        found = list(known.values())
         free = self.pool.count_free(found)
         before = self.pool.num_free
         self.pool.share(found)
@@ -125,7 +129,7 @@ class PoolMachine(RuleBasedStateMachine):
         if blocks and (self.pool.num_free or self.pool.is_own(blocks[place % len(blocks)])):
             place %= len(blocks)
             shared = blocks[place]
-            findable = self.pool.find([self.content.get(shared, b"")]) == [shared]
+            findable = self.pool.find(self.content.get(shared, b"")) == shared
             own = blocks[place] = self.pool.own(shared)
             self.pool.check(self.holders)
             assert sum(own in other for other in self.holders) == 1
@@ -144,7 +148,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def forget(self) -> None:
         self.pool.forget()
-        assert self.pool.find(NAMES[:1]) == []
+        assert self.pool.find(NAMES[0]) is None
         self.content = {block: b"" for blocks in self.holders for block in blocks}
 
     @invariant()

@@ -231,7 +231,7 @@ def test_a_salt_that_is_none() -> None:
 
 def serve(model: PreTrainedModel, prompts: list[list[int]], **options: bool) -> tuple[list[list[int]], int, int]:
     """The tokens of each prompt, and how many tokens were computed and reused for them."""
-    config = sc.EngineConfig(compile=False, token_budget=64, max_kv_tokens=2048, **options)
+    config = sc.EngineConfig(compile=False, token_budget=64, max_kv_tokens=2048, block_size=16, **options)
     engine = sc.Engine(model, config, program=compile_step_program(model, config))
     requests = [engine.submit(prompt, max_new_tokens=12) for prompt in prompts]
     tokens = [list(request.result().tokens) for request in requests]

@@ -33,7 +33,7 @@ BLOCK_BYTES = 16 * (2 * 16 * 4 + 1 * 10 * 2)
 
 def blocks(monkeypatch: pytest.MonkeyPatch, free: int, max_positions: int | None = None, **config: Any) -> int:
     monkeypatch.setattr(kv_cache, "free_memory", lambda device: free)
-    (found,) = num_blocks(SITES, EngineConfig(**config), max_positions=max_positions, device=CPU)
+    (found,) = num_blocks(SITES, EngineConfig(block_size=16, **config), max_positions=max_positions, device=CPU)
     return found
 
 

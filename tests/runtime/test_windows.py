@@ -146,12 +146,14 @@ def site(window: int, heads: int = 2) -> CallSite:
 def test_memory_is_shared_out_by_what_can_be_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five windowed layers to a full one: the same memory holds almost six times as many tokens."""
     sites = [site(window=0), *(site(window=64) for _ in range(5))]
-    config = sc.EngineConfig(token_budget=64, max_requests=4)
+    config = sc.EngineConfig(token_budget=64, max_requests=4, block_size=16)
     memory = 6000 * bytes_per_block(sites[:1], config.block_size)
     monkeypatch.setattr("selective_compile.runtime.kv_cache.free_memory", lambda device: memory / 0.9 + 1)
     whole, windowed = num_blocks(sites, config, max_positions=None, device=CPU)
     assert windowed == 4 * 9 and whole == 6000 - 5 * windowed
-    few = num_blocks(sites, sc.EngineConfig(token_budget=64, max_kv_tokens=160), max_positions=None, device=CPU)
+    few = num_blocks(
+        sites, sc.EngineConfig(token_budget=64, max_kv_tokens=160, block_size=16), max_positions=None, device=CPU
+    )
     assert few == (10, 10)
     pools = allocate_pools(sites, (whole, windowed), config.block_size)
     assert [keys.shape[0] for keys, _ in pools] == [whole, *[windowed] * 5]
