@@ -180,8 +180,8 @@ def _arguments() -> argparse.Namespace:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--waiting", type=int, default=10_000)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
     arguments = parsed(parser)
     if arguments.quick:
         arguments.running, arguments.waiting, arguments.steps, arguments.rounds = 8, 20, 20, 1

@@ -29,6 +29,8 @@ class Terms:
     cache_salt: str | None = None
 
 
+# Of a request that does not decode, or not by itself, or with a draft.
+NOT_CLEAR = -1
 NO_BLOCKS = array("i")
 
 
@@ -105,9 +107,9 @@ class RequestState:
         # The most tokens that can come to be computed: the last one to be generated never is.
         self.final_length = self.prompt_length + max_new_tokens - 1
         self.computed = 0  # how many of the tokens have their keys and values in the blocks
-        # Up to this token it decodes, one token a step, in a block of its own: neither room nor anything else is to be
-        # seen to. 0: see to it.
-        self.clear_until = 0
+        # Up to this token it decodes, one token a step, in a block of its own: nothing is to be seen to before that,
+        # and only room then.
+        self.clear_until = NOT_CLEAR
         self.reused = 0  # how many tokens were found computed, over all admissions
         self.charged = 0  # how many tokens have been put on the user's account
         self.kept = 0  # how many leading blocks others may find by their names
@@ -129,7 +131,7 @@ class RequestState:
     def propose(self, draft: array[int]) -> None:
         """What may come next is to be computed with the last token, as far as there is room for it."""
         self.draft = draft
-        self.clear_until = 0
+        self.clear_until = NOT_CLEAR
 
     @property
     def members(self) -> tuple[RequestState, ...]:

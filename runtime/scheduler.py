@@ -13,7 +13,7 @@ from selective_compile.runtime.block_pool import BlockPool
 from selective_compile.runtime.pace import Pace
 from selective_compile.runtime.plan import Draft, Share, StepPlan
 from selective_compile.runtime.request_blocks import RequestBlocks
-from selective_compile.runtime.request_state import RequestState
+from selective_compile.runtime.request_state import NOT_CLEAR, RequestState
 from selective_compile.runtime.waiting import GENERATED_TOKEN, waiting_queue
 from selective_compile.step import Reach
 
@@ -177,7 +177,7 @@ class Scheduler:
         self._places -= parent.width - 1 - len(children)
         self.blocks.fork(parent, children, copies_last=not together)
         every = (parent, *children)
-        parent.clear_until = 0
+        parent.clear_until = NOT_CLEAR
         for child in children:
             child.charged = parent.computed
         if together:
@@ -263,7 +263,7 @@ class Scheduler:
             assert all(not member.tables and member.computed == 0 for member in state.members), state
         for state in running + waiting:
             assert not state.finished and any(member.pending > 0 for member in state.members), state
-            clear = state.computed < state.clear_until
+            clear = state.computed <= state.clear_until
             assert not clear or (state.pending == 1 and not state.group and not state.shares_last), state
             assert not clear or state.clear_until <= len(state.blocks) * self.block_size, state
         assert self._prefilling.keys() <= self._running.keys(), "prefilling without running"
@@ -301,8 +301,9 @@ class Scheduler:
             running = [state for state in running if state.number not in but]
         for place, state in enumerate(running):
             start = state.computed
-            # Most requests, at most steps: one token in the midst of a block. By itself this halves a step's cost.
-            if start < state.clear_until and budget:
+            # Most requests, at most steps: one token in the midst of a block, or the first of the next one. By itself
+            # this halves a step's cost.
+            if budget and (start < state.clear_until or (start == state.clear_until and self._next_block(state))):
                 take(share((state, start, 1, True, 0)))
                 budget -= 1
                 continue
@@ -315,6 +316,14 @@ class Scheduler:
                     break
                 budget = draft.budget
         draft.budget = budget
+
+    def _next_block(self, state: RequestState) -> bool:
+        """Get a block for a request that has filled the one that it decoded in; False: there is none to be had."""
+        if not self.blocks.cover(state, state.computed + 1):
+            return False
+        self._charge_generated(state)
+        state.clear_until += self.block_size
+        return True
 
     def _admit_within_budget(self, draft: Draft) -> None:
         # Whoever has just been preempted may need less than it gave back, its first blocks being shared: it would
@@ -454,7 +463,7 @@ class Scheduler:
 
     def _give_back(self, state: RequestState) -> None:
         self._charge_generated(state)
-        state.clear_until = 0
+        state.clear_until = NOT_CLEAR
         self.blocks.release(state)
         self._places -= state.width
         state.draft = array("q")
