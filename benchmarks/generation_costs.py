@@ -37,11 +37,11 @@ from selective_compile.backend import Program, compile_step_program
 from selective_compile.bench.arguments import benchmark_parser, keep, parsed
 from selective_compile.bench.serving import random_llama
 from selective_compile.bench.settings import LlamaShape, chosen
+from selective_compile.bench.walking import CYCLE, cycles, walking
 from selective_compile.options import EngineConfig
 from selective_compile.runtime import Engine
 
 SCHEMA = {"type": "array", "items": {"type": "integer"}, "minItems": 10_000}
-CYCLE = 48
 DRAFT = 8
 MLP = 1536  # in place of 2048, with which the Llama of the benchmarks has 125 million parameters
 BARS = {"sampled": 1.05, "json schema": 1.10, "copying": 1 / 1.8, "nothing repeats": 1.03}
@@ -56,9 +56,9 @@ def main() -> None:
     model = random_llama(shape).to(getattr(torch, arguments.dtype))
     config = EngineConfig(max_requests=64, max_kv_tokens=64 * 512, block_reuse=False, compile=arguments.compile)
     found = ratios(choosing(model, config, shape, arguments), arguments.rounds, same_tokens=False)
-    walking = compile_step_program(walks(model), config)
+    known = compile_step_program(walking(model), config)
     for task in ("copying", "nothing repeats", "misleading"):
-        ways = lookup(model, config, walking, shape, arguments, task)
+        ways = lookup(model, config, known, shape, arguments, task)
         found[task] = ratios(ways, arguments.rounds, same_tokens=True)["lookup"]
     for name, ratio in found.items():
         bar = f"bar {BARS[name]:.2f}: {'met' if ratio <= BARS[name] else 'MISSED'}" if name in BARS else ""
@@ -143,27 +143,8 @@ def served(
     return run
 
 
-def following(vocabulary: int) -> torch.Tensor:
-    """What comes after each token [V]: in the lower half the next of its cycle of 48, in the upper half the next."""
-    half = vocabulary // 2 // CYCLE * CYCLE
-    ids = torch.arange(vocabulary)
-    lower = ids // CYCLE * CYCLE + (ids + 1) % CYCLE
-    upper = half + (ids - half + 1) % (vocabulary - half)
-    return torch.where(ids < half, lower, upper)
-
-
-def walks(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """The same model, whose next token is the one that follows the last."""
-    with torch.no_grad():
-        table = model.get_input_embeddings().weight
-        table.copy_(torch.randn(table.shape, generator=torch.Generator().manual_seed(1)) * 10)
-        successor = following(len(table))
-        model.get_output_embeddings().weight[successor] = table
-    return model
-
-
 def task_prompt(task: str, draw: random.Random, vocabulary: int, new: int) -> list[int]:
-    half = vocabulary // 2 // CYCLE * CYCLE
+    half = cycles(vocabulary)
     if task == "copying":
         first = draw.randrange(half // CYCLE) * CYCLE
         return [*range(first, first + CYCLE), first]

@@ -3,14 +3,15 @@
     python benchmarks/long_prompt.py --json gaps.json
 
 The Llama of `make bench` in float32, with 9,216 positions. "whole": the prompt in one step; "budget": in chunks of the
-token budget, 512; "bounded": in chunks cut so that a step takes at most 1.7 times as long as one without
-(`prefill_slowdown=1.7`). Gaps are those between tokens of the 32 from the step before the prompt arrives to the one
-after its first token. The bar for "bounded": their p99 at most twice the median gap of the steps before the prompt
-came, where the 32 decode alone. (The median beside the prompt would hide what its chunks cost: it is one of theirs.)
+token budget, 512; "bounded": in chunks cut so that a step takes at most 1.6 times as long as one without
+(`prefill_slowdown=1.6`). Gaps are those between tokens of the 32 from the step before the prompt arrives to the one
+after its first token. The bar for "bounded" is held to two medians: p99 at most twice the median of these gaps, and,
+what says more, at most twice that of the steps before the prompt came, where the 32 decode alone.
 
 Prediction before the first run: whole, one gap of about 8 seconds where the median is 80 ms; in chunks of 512, p99 at
-about 6 times a decode step; bounded, p99 at 1.8 times a decode step. It
-takes about five minutes on two quiet cores.
+about 6 times a decode step; bounded, p99 at 1.8 times a decode step. At the prompt's end, reading its keys and values
+takes 13 ms of a step however short the chunk: some 20 tokens a step are left, and the first token comes three times as
+late as in chunks of 512. It takes about five minutes on two quiet cores.
 """
 
 from __future__ import annotations
@@ -52,11 +53,13 @@ def main() -> None:
     program = compile_step_program(model, config)
     measure(model, ways["budget"], program, length, arguments)  # warms up
     results = {name: measure(model, way, program, length, arguments) for name, way in ways.items()}
-    columns = {"alone": "alone ms", "median": "median ms", "p99": "p99 ms", "largest": "largest", "ratio": "p99/alone"}
+    columns = {"alone": "alone ms", "median": "median ms", "p99": "p99 ms", "largest": "largest"}
+    columns |= {"over_median": "p99/median", "over_alone": "p99/alone"}
     print(f"{'prompt':10}", *(f"{title:>10}" for title in columns.values()), f"{'first token s':>14}")
     for name, found in results.items():
         print(f"{name:10}", *(f"{found[column]:10.2f}" for column in columns), f"{found['first_token']:14.2f}")
-    print(f"bar 2 (bounded): {'met' if results['bounded']['ratio'] <= 2 else 'MISSED'}")
+    for name in ("over_median", "over_alone"):
+        print(f"bar 2 (bounded, {columns[name]}): {'met' if results['bounded'][name] <= 2 else 'MISSED'}")
     about = {"prompt": length, "requests": arguments.requests, "slowdown": arguments.slowdown}
     keep(arguments.json, {**about, **results})
 
@@ -85,7 +88,8 @@ def measure(
     timing = prompt.timing
     assert timing.first_token is not None
     alone, median, p99 = quantile(before, 0.5), quantile(gaps, 0.5), quantile(gaps, 0.99)
-    found = {"alone": alone, "median": median, "p99": p99, "largest": max(gaps), "ratio": p99 / alone}
+    found = {"alone": alone, "median": median, "p99": p99, "largest": max(gaps)}
+    found |= {"over_median": p99 / median, "over_alone": p99 / alone}
     return {**found, "first_token": timing.first_token, "steps": len(records) - first}
 
 
@@ -107,7 +111,7 @@ def _arguments() -> argparse.Namespace:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--prompt", type=int, default=8192)
     parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--slowdown", type=float, default=1.7)
+    parser.add_argument("--slowdown", type=float, default=1.6)
     return parsed(parser)
 
 

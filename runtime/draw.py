@@ -9,6 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from selective_compile.kernels.candidates_cpu import top_candidates
 from selective_compile.runtime.generation import GenerationParams
 from selective_compile.runtime.philox import uniform
 
@@ -102,6 +103,9 @@ def _keep_top_k(scores: Tensor, params: Sequence[GenerationParams]) -> tuple[Ten
     As `TopKLogitsWarper`: whatever is not less than the k-th largest scaled score stays, ties of it included.
     """
     kept = [min(wanted.top_k, scores.shape[1]) for wanted in params]
+    found = top_candidates(scores, kept, [wanted.temperature for wanted in params])
+    if found is not None:
+        return found
     # Scaling keeps the order, so only candidates are scaled. One more than asked for shows whether ties reach further,
     # also those that scaling makes; only then all scores are compared.
     largest, vocabulary = _topk(scores, min(max(kept) + 1, scores.shape[1]))

@@ -408,7 +408,7 @@ class Engine:
         with self._guard:
             self._recording.timed(started, ended)
             predicted = self._scheduler.pace.steps.predict(plan.num_tokens)
-            self._scheduler.pace.steps.observe(plan.num_tokens, seconds)
+            self._scheduler.pace.observe(plan, seconds)
             if self._log.has_ended:
                 self._outbox.flush()
             observed = self._log.stepped(plan, started=started, seconds=seconds, predicted=predicted)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from selective_compile.runtime.host_tier import CopyTimes
+from selective_compile.runtime.plan import StepPlan
+from selective_compile.runtime.prefill_pace import PrefillPace
 from selective_compile.runtime.request_state import RequestState
 from selective_compile.runtime.step_times import StepTimes
 
@@ -19,12 +21,19 @@ class Pace:
         self._token_budget = token_budget
         self._max_requests = max_requests
         self._block_size = block_size
-        self._prefill_slowdown = prefill_slowdown
+        self._prefill = PrefillPace(prefill_slowdown) if prefill_slowdown is not None else None
 
     @property
     def bounds_prefill(self) -> bool:
         """Whether steps are kept short for the sake of those that decode."""
-        return self._prefill_slowdown is not None
+        return self._prefill is not None
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """A step has taken so long."""
+        self.steps.observe(plan.num_tokens, seconds)
+        if self._prefill is not None:
+            prefilled = sum(share.num_tokens for share in plan.shares if share.is_prefill)
+            self._prefill.observe(decoded=plan.num_tokens - prefilled, prefilled=prefilled, seconds=seconds)
 
     def copying_pays(self, copies: int) -> bool:
         """Whether so many copies of a block take less time than computing its tokens again, as far as is known."""
@@ -45,8 +54,6 @@ class Pace:
 
     def prefill_budget(self, num_decoding: int) -> int:
         """Tokens of prompts in a step beside so many, who are not to wait too long for their next token."""
-        if self._prefill_slowdown is None or not num_decoding:
+        if self._prefill is None or not num_decoding:
             return self._token_budget
-        allowed = self.steps.tokens_beside(num_decoding, self._prefill_slowdown)
-        # At least a block, so that prompts get on however slow the machine seems to be.
-        return int(max(self._block_size, min(allowed, self._token_budget)))
+        return min(self._prefill.budget(num_decoding), self._token_budget)

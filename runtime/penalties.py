@@ -27,7 +27,7 @@ def penalise(scores: Tensor, params: Sequence[GenerationParams], histories: Sequ
         for ban in wanted.bans:
             if ban.first <= len(histories[row]) < ban.before:
                 rows.append(row)
-                banned.append(ban.tokens[ban.tokens < scores.shape[1]])
+                banned.append(ban.tokens)
     if rows:
         owners, tokens, _ = _places(rows, banned)
         scores[owners.to(scores.device), tokens.to(scores.device)] = -torch.inf

@@ -121,14 +121,14 @@ def row_processors(
     """
     every = _list_of_transformers(values, prompt, grammar, _Maker(model, vocab_size), device)
     if values["num_beams"] > 1:
-        return (RowProcessors(every, device) if every else None), _read_off([], len(prompt))
+        return (RowProcessors(every, device) if every else None), _read_off([], len(prompt), vocab_size)
     order: tuple[type, ...] = (*PENALTIES, GrammarProcessor, *(WARPERS if values["do_sample"] else ()))
     start = len(every)
     above = len(order)
     while start and (rank := _rank(every[start - 1], order)) is not None and rank < above:
         above, start = rank, start - 1
     objects = RowProcessors(every[:start], device) if start else None
-    return objects, _read_off(every[start:], len(prompt))
+    return objects, _read_off(every[start:], len(prompt), vocab_size)
 
 
 def _list_of_transformers(
@@ -176,7 +176,7 @@ def _rank(processor: Any, order: Sequence[type]) -> int | None:
     return order.index(type(processor)) if usual else None
 
 
-def _read_off(processors: Sequence[Any], prompt_length: int) -> dict[str, Any]:
+def _read_off(processors: Sequence[Any], prompt_length: int, vocab_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
     bans: list[Ban] = []
     for each in processors:
@@ -202,7 +202,8 @@ def _read_off(processors: Sequence[Any], prompt_length: int) -> dict[str, Any]:
             case kinds.MinPLogitsWarper():
                 found["min_p"] = each.min_p
     # What can never apply to this request has no place in its steps.
-    return {**found, "bans": tuple(ban for ban in bans if ban.before > prompt_length and ban.tokens.size)}
+    known = [ban._replace(tokens=ban.tokens[ban.tokens < vocab_size]) for ban in bans if ban.before > prompt_length]
+    return {**found, "bans": tuple(ban for ban in known if ban.tokens.size)}
 
 
 def _array(tokens: Tensor) -> NDArray[np.int64]:

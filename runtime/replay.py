@@ -165,7 +165,7 @@ class _ScheduleAgain:
         self._scheduler.forget()
 
     def _timed(self, event: Event) -> None:
-        self._scheduler.pace.steps.observe(self._plan.num_tokens, event["ended"] - event["started"])
+        self._scheduler.pace.observe(self._plan, event["ended"] - event["started"])
 
     def _remove(self, number: int) -> None:
         self._scheduler.remove(self._states.pop(number))

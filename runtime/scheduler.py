@@ -285,7 +285,8 @@ class Scheduler:
     def _prefill_budget(self) -> int:
         if not self.pace.bounds_prefill:
             return self.token_budget
-        return self.pace.prefill_budget(sum(not state.in_prefill for state in self._running.values()))
+        decoding = sum(state.pending > 0 and not state.in_prefill for state in self._running.values())
+        return self.pace.prefill_budget(decoding)
 
     def _continue(self, draft: Draft, but: Container[int] = ()) -> None:
         """Shares for the running requests: one token where the last step generated one, else a chunk.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 # What a step of a hundred steps ago still counts is a third: the machine or the load may have changed since.
 FORGETTING = 0.99
 
@@ -46,19 +44,6 @@ class StepTimes:
         chunks, rest = divmod(num_tokens, budget)
         full, last = self.predict(budget), self.predict(max(1, rest))
         return None if full is None or last is None else chunks * full + last * (rest > 0)
-
-    def tokens_beside(self, running: int, slowdown: float) -> float:
-        """The most tokens that a step may have besides one for each running request, to take at most `slowdown` times
-        as long by them; infinity as long as nothing is known."""
-        alone = self.predict(max(1, running))
-        return math.inf if alone is None else self.tokens_within(slowdown * alone) - running
-
-    def tokens_within(self, seconds: float) -> float:
-        """The most tokens of a step that is expected to take so long; infinity as long as nothing is known."""
-        if not self._weight:
-            return math.inf
-        tokens, mean, slope = self._line()
-        return tokens + (seconds - mean) / slope if slope else math.inf
 
     def _line(self) -> tuple[float, float, float]:
         """A step of the mean size: its tokens and seconds; and the seconds of each token more."""

@@ -54,7 +54,7 @@ class EngineConfig(_NamedOptions):
         batching: "inflight_fused" mixes prefill and decode in one step, "inflight" has them in steps of their
             own, "static" admits nobody until all that were admitted together have ended.
         prefill_slowdown: with "inflight_fused", how many times as long as one without prompts a step may take, as far
-            as the steps so far tell: chunks of prompts are cut to that, at least to a block. None: no limit.
+            as the steps so far tell: chunks of prompts are cut to that, at least to a token. None: no limit.
         overlap: requests get the tokens of a step while the next one computes, so that their readers do not hold up its
             planning, and a batch manager calls its server during steps. Tokens and batches are the same.
         dtype: the dtype that the model must have; None: whatever it has. The engine never converts weights.

@@ -112,6 +112,7 @@ TENSOR_FREE = (
     "block_group",
     "found_blocks",
     "pace",
+    "prefill_pace",
     "request_blocks",
 )
 

@@ -12,10 +12,7 @@ Legend
 from __future__ import annotations
 
 import functools
-import logging
 import struct
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +20,8 @@ from torch import Tensor
 
 from selective_compile.kernels import native
 
-_logger = logging.getLogger(__name__)
+_functions = native.Functions(__file__)
+available, unavailable_reason = _functions.available, _functions.unavailable_reason
 
 _pack = struct.Struct("=10q").pack
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -31,30 +29,6 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 # they multiply eight times as fast as the vector instructions here (not measured). With fewer rows, reading
 # the weight takes the time. benchmarks/cpu_linear.py compares the two on processors without.
 _MATRIX_UNIT_ROWS = 64
-
-
-def available() -> bool:
-    """Whether the kernel can run here; `unavailable_reason` says why not."""
-    return unavailable_reason() is None
-
-
-@functools.cache
-def unavailable_reason() -> str | None:
-    """Why the kernel cannot be built here, with the compiler's message, or None."""
-    try:
-        _kernel()
-    except native.NativeBuildError as error:
-        _logger.warning("%s", error)
-        return str(error)
-    return None
-
-
-@functools.cache
-def _kernel() -> Any:
-    function: Any = native.load(Path(__file__).with_suffix(".cpp")).selective_linear
-    function.argtypes = None  # a bytes object passes as its address, and ctypes skips a conversion
-    function.restype = None
-    return function
 
 
 @functools.cache
@@ -90,7 +64,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     # Kept under a name through the call: where a copy is made, nothing else holds it.
     x = x.contiguous()
     bias = bias if bias is None else bias.contiguous()
-    _kernel()(
+    _functions["selective_linear"](
         _pack(
             *(x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), output.data_ptr()),
             *(rows, columns, depth, _DTYPES[dtype], torch.get_num_threads(), native.torch_parallel()),

@@ -19,6 +19,7 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -53,6 +54,51 @@ def load(source: Path, *, cache: Path | None = None, flags: tuple[str, ...] = FL
             said = getattr(error, "stderr", None) or str(error)
             failures.append(f"{compiler}: {said.strip()[-2000:]}")
     raise NativeBuildError(f"cannot build {source.name}: " + "; ".join(failures))
+
+
+class Functions:
+    """The C functions of the source file beside a launcher, built when first asked for.
+
+    Each takes the address of its packed arguments.
+    """
+
+    def __init__(self, launcher: str) -> None:
+        """`launcher`: the Python file."""
+        self._source = Path(launcher).with_suffix(".cpp")
+        self._functions: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        """
+        Raises:
+            NativeBuildError: the library cannot be built here.
+        """
+        function = self._functions.get(name)
+        if function is None:
+            function = self._functions[name] = getattr(self.library, name)
+            # A bytes object passes as its address; without argtypes ctypes skips a conversion.
+            function.argtypes = None
+        return function
+
+    @functools.cached_property
+    def library(self) -> ctypes.CDLL:
+        return load(self._source)
+
+    def available(self) -> bool:
+        """Whether the kernels can run here; `unavailable_reason` says why not."""
+        return self.unavailable_reason() is None
+
+    def unavailable_reason(self) -> str | None:
+        """Why the kernels cannot be built here, with the compiler's message, or None."""
+        return self._reason
+
+    @functools.cached_property
+    def _reason(self) -> str | None:
+        try:
+            assert self.library
+        except NativeBuildError as error:
+            _logger.warning("%s", error)
+            return str(error)
+        return None
 
 
 def _load_with(compiler: str, source: Path, cache: Path, flags: tuple[str, ...]) -> ctypes.CDLL:

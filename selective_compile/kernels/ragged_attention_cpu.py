@@ -7,19 +7,16 @@ Legend
 
 from __future__ import annotations
 
-import functools
-import logging
 import struct
-from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from selective_compile.kernels import native
 
-_logger = logging.getLogger(__name__)
+_functions = native.Functions(__file__)
+available, unavailable_reason = _functions.available, _functions.unavailable_reason
 
 _pack = struct.Struct("=39q2d").pack
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -29,29 +26,6 @@ REFUSALS = {
     3: "block_table must name blocks of the pool",
     4: "slot_mapping must name slots of the pool, or be negative",
 }
-
-
-def available() -> bool:
-    """Whether the kernel can run here; `unavailable_reason` says why not."""
-    return unavailable_reason() is None
-
-
-@functools.cache
-def unavailable_reason() -> str | None:
-    """Why the kernel cannot be built here, with the compiler's message, or None."""
-    try:
-        _kernel()
-    except native.NativeBuildError as error:
-        _logger.warning("%s", error)
-        return str(error)
-    return None
-
-
-@functools.cache
-def _kernel() -> Any:
-    function: Any = native.load(Path(__file__).with_suffix(".cpp")).selective_attention
-    function.argtypes = None  # a bytes object passes as its address; without argtypes ctypes skips a conversion
-    return function
 
 
 def ragged_attention(
@@ -198,7 +172,7 @@ def _launch(
         *pool_strides,
         *score,
     )
-    status = _kernel()(packed)
+    status = _functions["selective_attention"](packed)
     if status:
         raise ValueError(REFUSALS[status])
     return output

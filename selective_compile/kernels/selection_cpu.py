@@ -7,10 +7,7 @@ Legend
 
 from __future__ import annotations
 
-import functools
 import struct
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,14 +22,9 @@ from selective_compile.kernels.ragged_attention_cpu import (
     per_head,
 )
 
+_functions = native.Functions(__file__)
+
 _pack = struct.Struct("=40q2d").pack
-
-
-@functools.cache
-def _kernel(name: str) -> Any:
-    function: Any = getattr(native.load(Path(__file__).with_suffix(".cpp")), name)
-    function.argtypes = None  # a bytes object passes as its address; without argtypes ctypes skips a conversion
-    return function
 
 
 def ragged_top_keys(
@@ -207,7 +199,7 @@ def _launch(
         *value_strides,
         *score,
     )
-    status = _kernel(name)(packed)
+    status = _functions[name](packed)
     if status:
         raise ValueError(REFUSALS[status])
 

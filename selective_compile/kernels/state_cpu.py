@@ -9,10 +9,7 @@ Legend
 
 from __future__ import annotations
 
-import functools
-import logging
 import struct
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +17,8 @@ from torch import Tensor
 
 from selective_compile.kernels import native
 
-_logger = logging.getLogger(__name__)
+_functions = native.Functions(__file__)
+available, unavailable_reason = _functions.available, _functions.unavailable_reason
 
 _pack = struct.Struct("=40q2d").pack
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -31,29 +29,6 @@ _REFUSALS = {
 }
 _NO_ROWS = (0, 0, 0, 0)
 Requests = tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]
-
-
-def available() -> bool:
-    """Whether the kernels can run here; `unavailable_reason` says why not."""
-    return unavailable_reason() is None
-
-
-@functools.cache
-def unavailable_reason() -> str | None:
-    """Why the kernels cannot be built here, with the compiler's message, or None."""
-    try:
-        _kernel()
-    except native.NativeBuildError as error:
-        _logger.warning("%s", error)
-        return str(error)
-    return None
-
-
-@functools.cache
-def _kernel() -> Any:
-    function: Any = native.load(Path(__file__).with_suffix(".cpp")).selective_state
-    function.argtypes = None  # a bytes object passes as its address, and ctypes skips a conversion
-    return function
 
 
 def causal_conv1d(
@@ -198,7 +173,7 @@ def _launch(
         *sizes,
         *(scale, extra),
     )
-    status = _kernel()(packed)
+    status = _functions["selective_state"](packed)
     if status:
         raise ValueError(_REFUSALS[status])
     return output

@@ -84,7 +84,7 @@ def run(scheduler: Scheduler, memory: Memory, *states: RequestState, copying: fl
             scheduler.advance(share, next_token(share.state) if share.samples else None)
             if share.state.generated == share.state.final_length + 1 - share.state.prompt_length:
                 scheduler.remove(share.state)
-        scheduler.pace.steps.observe(plan.num_tokens, 1.0 + plan.num_tokens)
+        scheduler.pace.observe(plan, 1.0 + plan.num_tokens)
     return copies
 
 

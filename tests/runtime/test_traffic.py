@@ -164,7 +164,7 @@ class Simulation:
                     if state.generated == self.ends[state.number]:
                         self.end(state.number)
         if plan.shares:
-            self.scheduler.pace.steps.observe(plan.num_tokens, 1.0 + 0.2 * plan.num_tokens)
+            self.scheduler.pace.observe(plan, 1.0 + 0.2 * plan.num_tokens)
 
     def advanced(self, share: Share) -> list[RequestState]:
         """Those that got a token with this share; of a group, its first."""
