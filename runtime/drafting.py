@@ -49,6 +49,12 @@ class Drafting:
     def leave(self, request: Request) -> None:
         self._drafts.pop(request.state.number, None)
 
+    def pass_on(self, request: Request, heir: Request) -> None:
+        """The state of a request that has generated nothing yet is another's now, whose own goes with the request."""
+        self.leave(request)
+        self.leave(heir)
+        self.enter(heir)
+
     def observe(self, state: RequestState, tokens: Sequence[int]) -> None:
         """These tokens came since the last proposal."""
         if state.number in self._drafts:

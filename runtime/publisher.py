@@ -49,17 +49,20 @@ class Publisher:
         self._log.tokens_computed += step.plan.num_tokens
         answered: list[tuple[Request, int, Outcome]] = []
         forks: list[list[RequestState]] = []
-        for share, (request, *others) in zip(step.plan.shares, step.requests, strict=True):
-            answers_now = share.samples and request.search is None
-            found = [next(outcomes) for _ in (request, *others)] if answers_now else []
+        for share, requests in zip(step.plan.shares, step.requests, strict=True):
+            answers_now = share.samples and requests[0].search is None
+            found = [next(outcomes) for _ in requests] if answers_now else []
             before = share.state.generated
-            if not request.finished:
-                self._advance(share, found[0] if found else [])
+            # Where one was cancelled while the model ran, the next of its samples has its place.
+            left = next((place for place, each in enumerate(requests) if not each.finished), None)
+            if left is not None:
+                request, *others = requests[left:]
+                self._advance(share, found[left] if found else [])
                 if found and share.state.width > 1:
-                    forks.append(self._fork(request, others, [each[0][0] for each in found[1:]]))
+                    forks.append(self._fork(request, others, [each[0][0] for each in found[left + 1 :]]))
                 if share.samples and request.search is not None and request.search.ready:
                     searched[request] = request.search
-            for each, outcomes_of in zip((request, *others), found, strict=False):
+            for each, outcomes_of in zip(requests, found, strict=False):
                 answered += [(each, before + place, outcome) for place, outcome in enumerate(outcomes_of)]
         # Now that all are known to have computed what they have: the slots of others are not to be taken.
         for states in forks:

@@ -159,6 +159,14 @@ class RequestBlocks:
                 if group.most is None:
                     group.promised += surplus
 
+    def narrow(self, state: RequestState) -> None:
+        """One fewer is to go on from a running request: nothing is promised for it any more."""
+        for group, table in zip(self.groups, state.tables, strict=True):
+            group.promised -= group.promise_of(state, table)
+        state.width -= 1
+        for group, table in zip(self.groups, state.tables, strict=True):
+            group.promised += group.promise_of(state, table)
+
     def fork(self, parent: RequestState, children: Sequence[RequestState], *, copies_last: bool) -> None:
         """Let others go on from what a running request has computed, in the room that it was given for its `width`.
 

@@ -84,6 +84,17 @@ class RequestTable:
         """Those that wait for its prompt, which do so no more."""
         return self._unforked.pop(state.number, [])
 
+    def pass_on(self, request: Request) -> Request | None:
+        """Who goes on in place of one that leaves before the others of its prompt have forked, with its state; None: no
+        other waits for its prompt."""
+        others = self._unforked.get(request.state.number)
+        if not others:
+            return None
+        heir = others.pop(0)
+        request.state, heir.state = heir.state, request.state
+        request.state.request_id, heir.state.request_id = request.request_id, heir.request_id
+        return heir
+
     def drop_unforked(self, request: Request) -> bool:
         """Whether it waited for another's prompt, which it does no more."""
         for others in self._unforked.values():

@@ -52,12 +52,22 @@ class Roster:
 
     def leave(self, request: Request) -> None:
         """It is scheduled no more, and nothing of it is kept; its reason is the caller's to tell."""
-        if not self.requests.drop_unforked(request):
+        if not (self.requests.drop_unforked(request) or self._pass_on(request)):
+            self.requests.take_unforked(request.state)
             self._scheduler.remove(request.state)
-            # Those that would have gone on from its prompt are served by themselves.
-            for other in self.requests.take_unforked(request.state):
-                self._scheduler.add(other.state)
         self.forget(request)
+
+    def _pass_on(self, request: Request) -> bool:
+        """Whether another sample goes on in its place, with what it has computed of their prompt."""
+        state = request.state
+        heir = self.requests.pass_on(request)
+        if heir is None:
+            return False
+        self._scheduler.narrow(state)
+        self._drafting.pass_on(request, heir)
+        if request.timing.queued is not None:
+            heir.start()
+        return True
 
     def forget(self, request: Request) -> None:
         """As `leave`, for one that the scheduler has let go of by itself."""

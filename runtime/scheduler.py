@@ -165,6 +165,15 @@ class Scheduler:
         for member in members:
             member.finished = True
 
+    def narrow(self, state: RequestState) -> None:
+        """One fewer is to go on from a request that has not forked: its place and blocks are free."""
+        assert state.width > 1 and state.group is None, state
+        if state.number in self._running:
+            self._places -= 1
+            self.blocks.narrow(state)
+        else:
+            state.width -= 1
+
     def fork(self, parent: RequestState, children: Sequence[RequestState], *, together: bool = False) -> None:
         """Let others run, from what a running request has computed and in the places that it was admitted with.
 

@@ -16,6 +16,7 @@ from selective_compile.runtime import Request
 from selective_compile.runtime.replay import EventLog, replay_schedule
 from selective_compile.runtime.replay_engine import replay_engine
 from selective_compile.runtime.samples import Asked
+from selective_compile.step import StepInputs
 from tests.models import tiny
 from tests.runtime.simulated import VOCAB_SIZE, SimulatedModel, SimulatedProgram, simulated_engine
 from tests.runtime.test_engine import assert_nothing_left, check, expect, run_until_idle
@@ -177,3 +178,87 @@ def assert_samples_are_those_of_requests_alone(model: nn.Module, prompt: list[in
         assert alone.submit(prompt, seed=5 + place, **SAMPLED).result().tokens == each.result().tokens
     alone = sc.Engine(model, engine.config, program=program)
     assert alone.submit(other.prompt_ids, max_new_tokens=6, do_sample=False).result().tokens == other.result().tokens
+
+
+@pytest.mark.parametrize("batching", ["inflight_fused", "inflight", "static"])
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_the_others_go_on_in_the_place_of_a_first_that_is_cancelled(batching: str, steps: int) -> None:
+    """With what it has computed, and before whoever came later."""
+    engine = simulated_engine(token_budget=4, block_size=2, block_reuse=False, batching=batching, max_requests=4)
+    first, second, third = engine.submit(PROMPT + PROMPT, num_return_sequences=3, seed=2, **SAMPLED).samples
+    engine.submit([9] * 5, max_new_tokens=3)
+    for _ in range(steps):
+        engine.step()
+    computed = engine.stats().tokens_computed
+    first.cancel()
+    check(engine)
+    engine.step()
+    check(engine)
+    assert second.timing.queued is not None
+    second.cancel()
+    check(engine)
+    run_until_idle(engine)
+    expect(third)
+    assert first.tokens == [] and third.finish_reason == "length"
+    assert computed == 4 * steps and engine.stats().tokens_computed == 14 + 8 + 5 + 2
+
+
+def test_a_first_that_is_cancelled_while_the_prompt_is_computed_gives_the_others_one_first_token() -> None:
+    program = SimulatedProgram()
+    engine = simulated_engine(program)
+    samples = engine.submit(PROMPT, num_return_sequences=4, seed=2, logprobs=True, **SAMPLED).samples
+
+    def cancel() -> None:
+        samples[2].cancel()
+        samples[0].cancel()
+
+    program.before_run = cancel
+    engine.step()
+    program.before_run = lambda: None
+    check(engine)
+    assert [len(each.tokens) for each in samples] == [0, 1, 0, 1]
+    run_until_idle(engine)
+    expect(samples[1])
+    expect(samples[3])
+    assert engine.stats().tokens_computed == 7 + 2 * 8
+
+
+def test_drafts_are_those_of_the_sample_that_goes_on() -> None:
+    engine = simulated_engine(token_budget=4)
+    options = {**SAMPLED, "max_new_tokens": 30, "top_k": 2}
+    asked = [Asked(config=None, options={**options, **lookup}) for lookup in ({}, {"prompt_lookup_num_tokens": 3})]
+    first, second = engine.submit_samples([1, 2] * 6, asked)
+    engine.step()
+    assert [state for state, _ in engine._drafting._drafts.values()] == [second.state]
+    first.cancel()
+    assert [state for state, _ in engine._drafting._drafts.values()] == [second.state]
+    run_until_idle(engine)
+    expect(second)
+    assert not engine._drafting._drafts
+
+
+@pytest.mark.parametrize("during_step", [1, 2, 3])
+def test_recurrent_states_and_slots_are_those_of_the_sample_that_goes_on(
+    during_step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is cancelled while the model runs: in the midst of the prompt, and at its end."""
+    model = Recurrent().eval()
+    config = sc.EngineConfig(compile=False, token_budget=8, max_requests=3)
+    program = compile_step_program(model, config)
+    engine, prompt, steps = sc.Engine(model, config, program=program), list(range(1, 20)), []
+    first, second, third = engine.submit(prompt, num_return_sequences=3, seed=5, **SAMPLED).samples
+    run = engine._runner.run
+
+    def cancelled_meanwhile(inputs: StepInputs) -> torch.Tensor:
+        steps.append(inputs)
+        if len(steps) == during_step:
+            first.cancel()
+        return run(inputs)
+
+    monkeypatch.setattr(engine._runner, "run", cancelled_meanwhile)
+    while engine.step():
+        engine._scheduler.check()
+    assert engine.stats().tokens_computed == len(prompt) + 2 * 8 and not engine._runner._slots._slots
+    for place, each in ((1, second), (2, third)):
+        alone = sc.Engine(model, config, program=program)
+        assert alone.submit(prompt, seed=5 + place, **SAMPLED).result().tokens == each.result().tokens

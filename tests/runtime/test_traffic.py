@@ -134,7 +134,14 @@ class Simulation:
 
     def cancel(self, which: int) -> None:
         if self.live:
-            self.end(sorted(self.live)[which % len(self.live)])
+            self.cancelled(self.live[sorted(self.live)[which % len(self.live)]])
+
+    def cancelled(self, state: RequestState) -> None:
+        """Of several samples that have not forked one goes, and another has its place."""
+        if state.width > 1 and state.number not in self.together:
+            self.scheduler.narrow(state)
+        else:
+            self.end(state.members[0].number)
 
     def change_weights(self) -> None:
         self.weights += 1
@@ -157,7 +164,7 @@ class Simulation:
             self.scheduler.pace.copies.observe(plan.num_host_copies, self.copying * plan.num_host_copies)
         self.memory.run(plan, self.weights)
         if cancelled is not None and plan.shares:
-            self.end(plan.shares[cancelled % len(plan.shares)].state.members[0].number)
+            self.cancelled(plan.shares[cancelled % len(plan.shares)].state)
         for share in plan.shares:
             if not share.state.finished:
                 for state in self.advanced(share):
@@ -209,7 +216,7 @@ class Simulation:
         for state in self.scheduler.running():
             if state.pending == 1 and state.group is None and state.generated:
                 # Of some requests nothing is drafted, of others what may be right.
-                state.draft = array("q", [0, 1, 0, 0, 1][: state.number % 5])
+                state.propose(array("q", [0, 1, 0, 0, 1][: state.number % 5]))
         before = list(self.scheduler.running())
         prefilling = set(self.scheduler._prefilling)
         plan = self.scheduler.schedule(self.now)
