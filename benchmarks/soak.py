@@ -1,11 +1,13 @@
 """A hundred thousand short requests through the batch manager, with stops, errors and readers that fail: what is left?
 
     python benchmarks/soak.py --json soak.json            # or: make soak
+    python benchmarks/soak.py --type lfm2                 # states in slots; --type inkling_text: isolated modules
 
-The model that ships, four kinds of requests: a seventh is stopped at a random moment, a fiftieth brings a processor
-that raises, for a fiftieth `send_response` raises as if its reader had gone, the others run to their end. Exit status
-1 if a request has not ended exactly once, if a block, a request, a thread or a name is left, if the figures of the
-engine do not add up, or if memory grew by more than 16 MiB after the first tenth.
+The model that ships, or a tiny one of a type of transformers, and four kinds of requests: a seventh is stopped at a
+random moment, a fiftieth brings a processor that raises, for a fiftieth `send_response` raises as if its reader had
+gone, the others run to their end. Exit status 1 if a request has not ended exactly once, if a block, a slot or a state,
+a request, a thread or a name is left, if the figures of the engine do not add up, or if memory grew by more than 16 MiB
+after the first tenth.
 
 Prediction before the first run: 12,000 steps of 8 ms, under three minutes; memory flat within 4 MiB.
 """
@@ -29,6 +31,7 @@ from torch import Tensor
 from selective_compile import tiny_model
 from selective_compile.backend import compile_step_program
 from selective_compile.bench.machine import machine, versions
+from selective_compile.coverage.random_model import random_model, vocabulary_of
 from selective_compile.options import EngineConfig
 from selective_compile.runtime import BatchManager, Engine, InferenceRequest, RequestEnd, StepRecord
 
@@ -45,9 +48,12 @@ class Broken:
 class Clients:
     """Ask, read, stop and go away at random; count every response."""
 
-    def __init__(self, requests: int, seed: int) -> None:
-        self._draw = random.Random(seed)
+    def __init__(self, requests: int, seed: int, *, vocabulary: int, longest: int) -> None:
+        self._seed = seed
+        self._draw = random.Random(seed)  # of when requests come and are stopped, for which threads take turns
         self._requests = requests
+        self._vocabulary = vocabulary
+        self._longest = longest
         self._lock = threading.Lock()
         self._stops: set[int] = set()
         self.made = 0
@@ -62,11 +68,11 @@ class Clients:
         return [self._one() for _ in range(count)]
 
     def _one(self) -> InferenceRequest:
-        number, draw = self.made, self._draw
+        number, draw = self.made, random.Random(f"{self._seed}: {self.made}")
         self.made += 1
         options: dict[str, Any] = {
             "max_new_tokens": draw.randint(1, 12 if draw.random() < 0.8 else 60),
-            "eos_token_id": draw.randrange(3, 200),
+            "eos_token_id": draw.randrange(3, self._vocabulary),
         }
         if draw.random() < 0.02:
             options["logits_processor"] = [Broken()]
@@ -75,7 +81,9 @@ class Clients:
         with self._lock:
             if draw.random() < 1 / 7:
                 self._stops.add(number)
-        prompt = [1 + draw.randrange(4)] * draw.choice([0, 16, 32]) + draw.choices(range(3, 200), k=draw.randint(1, 12))
+        shared = [1 + draw.randrange(4)] * draw.choice([0, 16, 32])
+        prompt = shared + draw.choices(range(3, self._vocabulary), k=draw.randint(1, 12))
+        options["max_new_tokens"] = min(options["max_new_tokens"], self._longest - len(prompt) + 1)
         return InferenceRequest(request_id=number, input_ids=prompt, streaming=draw.random() < 0.5, options=options)
 
     def send_response(self, request_id: Any, tensors: dict[str, Tensor], is_final: bool, error: str) -> None:
@@ -104,8 +112,15 @@ def main() -> None:
     arguments = _arguments()
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)  # each of the failures is logged
-    model, _ = tiny_model.load()
-    config = EngineConfig(block_size=8, max_kv_tokens=320, max_requests=64, compile=arguments.compile, token_budget=256)
+    if arguments.type is None:
+        model, vocabulary = tiny_model.load()[0], 200
+    else:
+        model = random_model(arguments.type)
+        vocabulary = vocabulary_of(model)
+    slots = 320 if arguments.type is None else 128
+    config = EngineConfig(
+        block_size=8, max_kv_tokens=slots, max_requests=64, compile=arguments.compile, token_budget=256
+    )
     ends: list[RequestEnd] = []
     steps: list[int] = []
 
@@ -113,9 +128,10 @@ def main() -> None:
         ends.extend(end._replace(timing=None) for end in record.ended)  # type: ignore[arg-type]
         steps.append(sum(share.samples for share in record.shares))
 
-    engine = Engine(model, config, program=compile_step_program(model, config), observers=[observe])
+    program = compile_step_program(model, config)
+    engine = Engine(model, config, program=program, observers=[observe])
     threads = {thread.ident for thread in threading.enumerate()}
-    clients = Clients(arguments.requests, arguments.seed)
+    clients = Clients(arguments.requests, arguments.seed, vocabulary=vocabulary, longest=engine.longest)
     began = time.perf_counter()
     with BatchManager(engine, clients.get_requests, clients.send_response, clients.poll_stop, max_active=256):
         while not clients.done.wait(timeout=10):
@@ -130,6 +146,8 @@ def main() -> None:
         + abs(len(clients.finals) - arguments.requests),
         "blocks left": stats.blocks_used,
         "requests left": stats.running + stats.waiting + len(engine._requests),
+        "slots of states left": len(engine._runner._slots._slots),
+        "states left": len(getattr(program, "_requests", ())),
         "threads left": len(left),
         "ends that nobody was told of": abs(len(clients.finals) - len(ends)),
         "tokens that do not add up": abs(stats.tokens_generated - sum(end.tokens for end in ends)),
@@ -138,6 +156,7 @@ def main() -> None:
     }
     engine._scheduler.check()
     found = {
+        "type": arguments.type,
         "requests": arguments.requests,
         "seconds": seconds,
         "steps": stats.steps,
@@ -159,6 +178,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--type", help="A causal model type of transformers, tiny, with random weights.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", type=Path)

@@ -367,7 +367,14 @@ class Engine:
         """Logits [R, V]; meanwhile the tokens of the step before are handed out, if that was left for now."""
         with self._guard:
             self._outbox.send()
-        return self._runner.run(step.inputs)
+        try:
+            return self._runner.run(step.inputs)
+        finally:
+            if self._program.keeps_requests:  # also something of those who left while the step was on its way
+                with self._guard:
+                    for share in step.plan.shares:
+                        if share.state.finished:
+                            self._runner.forget(share.state)
 
     def _publish(self, step: ScheduledStep, sampled: list[list[Outcome]]) -> None:
         with self._guard:

@@ -122,11 +122,9 @@ class IsolatedProgram(ModuleProgram):
         self._caches = caches
         self._modes = [mode_of(call, mode, caches) for call in self.calls]
         self._requests: dict[Hashable, Kept] = {}
-        self._left: set[Hashable] = set()  # since the last step, or while this one runs
 
     def forget(self, request: Hashable) -> None:
-        """Let go of all that is kept of a request that has left."""
-        self._left.add(request)
+        """Let go of all that is kept of a request that has left, if it is in a step that runs, when that has run."""
         self._requests.pop(request, None)
 
     def __call__(
@@ -134,11 +132,8 @@ class IsolatedProgram(ModuleProgram):
     ) -> Tensor:
         with self._lock:
             shares = list(self._shares(inputs))
-            try:
-                with running(partial(self._run_call, shares, Wholes())):
-                    return StepProgram.__call__(self, inputs, pools, states)
-            finally:
-                self._left.clear()
+            with running(partial(self._run_call, shares, Wholes())):
+                return StepProgram.__call__(self, inputs, pools, states)
 
     def _shares(self, inputs: StepInputs) -> Iterator[Share]:
         bounds = inputs.cu_seqlens_q.tolist()
@@ -146,13 +141,12 @@ class IsolatedProgram(ModuleProgram):
             if first == end:
                 continue
             position = int(inputs.positions[first])
-            if request in self._left:  # cancelled since the step was put together: nobody reads what it gives
-                position, kept = 0, Kept()
-            elif position == 0:
+            kept = self._requests.get(request)
+            if position == 0:
                 kept = self._requests[request] = Kept()
-            else:
-                kept = self._requests[request]
-                assert kept.tokens == position, "a request goes on where it was"
+            elif kept is None:  # cancelled since the step was put together: nobody reads what it gives
+                position, kept = 0, Kept()
+            assert kept.tokens == position, "a request goes on where it was"
             if self._caches is not None and (position == 0 or (end - first > 1 and self.mode == "one new token")):
                 kept.cache, kept.attributes = self._caches.new(), {}
             kept.tokens = position + end - first

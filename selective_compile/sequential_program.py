@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from types import MappingProxyType
 from typing import Any
 
@@ -65,7 +66,9 @@ class SequentialProgram:
         self.device = next(model.parameters()).device
         self.max_positions = declared_positions(model)
         self._requests: dict[Hashable, OneRequest] = {}
-        self._left: set[Hashable] = set()  # since the last step, or while this one runs
+        self._lock = (
+            Lock()
+        )  # engines may share a program, and what the model keeps in itself is one request's at a time
         self._written: set[Place] = set()
         with torch.no_grad(), without_hooks(model), unchanged(model) as written, watched_objects(model) as changed:
             self.vocab_size = self.num_ids = self._tried()
@@ -90,8 +93,7 @@ class SequentialProgram:
         return tuple((id(p), 0 if p.is_inference() else p._version) for p in self._model.parameters())
 
     def forget(self, request: Hashable) -> None:
-        """Let go of the cache of a request that has left."""
-        self._left.add(request)
+        """Let go of the cache of a request that has left, if it is in a step that runs, when that has run."""
         self._requests.pop(request, None)
 
     def go_on_from(self, requests: Sequence[Hashable], parents: Sequence[Hashable]) -> None:
@@ -110,22 +112,21 @@ class SequentialProgram:
         bounds = inputs.cu_seqlens_q.tolist()
         wanted = {row: place for place, row in reversed(list(enumerate(inputs.logit_rows.tolist())))}
         logits = torch.zeros(len(inputs.logit_rows), self.vocab_size, device=self.device)
-        for request, first, end in zip(inputs.requests, bounds, bounds[1:], strict=False):
-            if request in self._left:
-                continue  # cancelled since the step was put together
-            one = self._advanced(request, inputs.input_ids[first:end], int(inputs.positions[first]))
-            if end - 1 in wanted:
-                logits[wanted[end - 1]] = self._logits(one)
-        self._left.clear()
+        with self._lock:
+            for request, first, end in zip(inputs.requests, bounds, bounds[1:], strict=False):
+                one = self._advanced(request, inputs.input_ids[first:end], int(inputs.positions[first]))
+                if one is not None and end - 1 in wanted:
+                    logits[wanted[end - 1]] = self._logits(one)
         return logits
 
-    def _advanced(self, request: Hashable, ids: Tensor, position: int) -> OneRequest:
+    def _advanced(self, request: Hashable, ids: Tensor, position: int) -> OneRequest | None:
+        """None: it was cancelled since the step was put together."""
+        one = self._requests.get(request)
         if position == 0:
-            self._requests[request] = OneRequest(tokens=ids[None].clone())  # the next step's ids take its place
-            return self._requests[request]
-        one = self._requests[request]
-        assert one.tokens.shape[1] == position, "a request goes on where it was"
-        one.tokens = torch.cat([one.tokens, ids[None]], dim=1)
+            one = self._requests[request] = OneRequest(tokens=ids[None].clone())  # the next step's ids take its place
+        elif one is not None:
+            assert one.tokens.shape[1] == position, "a request goes on where it was"
+            one.tokens = torch.cat([one.tokens, ids[None]], dim=1)
         return one
 
     def _logits(self, one: OneRequest) -> Tensor:

@@ -65,6 +65,17 @@ def test_soak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["preemptions"] > 0 and found["tokens reused"] > 0 and found["readers lost"] > 0
 
 
+@pytest.mark.parametrize(("model_type", "requests"), [("lfm2", 200), ("inkling_text", 50)], ids=["slots", "isolated"])
+def test_soak_of_models_that_keep_more_than_blocks(
+    model_type: str, requests: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = run("soak", tmp_path, monkeypatch, "--requests", str(requests), "--type", model_type)
+    logging.disable(logging.NOTSET)
+    assert not any(found["wrong"].values()) and len(found["wrong"]) == 10
+    assert min(found["ends"][kind] for kind in ("length", "cancelled", "error")) > 0
+    assert found["preemptions"] > 0
+
+
 def test_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run("overlap", tmp_path, monkeypatch, "--quick", "--requests", "3", "--tokens", "4", "--rounds", "1")
     for server in ("readers", "batch manager"):

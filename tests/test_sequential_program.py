@@ -156,3 +156,41 @@ def test_nothing_is_reused_where_there_are_no_pools() -> None:
     first, second = (list(engine.submit(prompt, max_new_tokens=6).result().tokens) for _ in range(2))
     assert second == first
     assert engine.stats().tokens_reused == 0
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_who_leaves_between_plan_and_run_leaves_nothing(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another engine of the program has run a step in between."""
+    model = unproved("gpt_neo")
+    program = SequentialProgram(model, ())
+    engine, other = (sc.Engine(model, CONFIG, program=program) for _ in range(2))
+    run, steps = engine._runner.run, []
+
+    def cancelled_before(inputs: Any) -> torch.Tensor:
+        steps.append(inputs)
+        if len(steps) == step:
+            gone.cancel()
+            other.submit([5, 7], max_new_tokens=1).result()
+        return run(inputs)
+
+    monkeypatch.setattr(engine._runner, "run", cancelled_before)
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    gone, stays = engine.submit([1, 2, 3], **options), engine.submit([3, 5, 7], **options)
+    assert_generated_alone(model, [3, 5, 7], stays.result().tokens)
+    assert gone.finish_reason == "cancelled" and not program._requests
+
+
+def test_engines_in_threads_of_their_own_do_not_see_one_anothers_states() -> None:
+    """Where a model keeps its recurrent state in attributes of its modules."""
+    model = unproved("recurrent_gemma")
+    program = SequentialProgram(model, ())
+    engines = [sc.Engine(model, CONFIG, program=program) for _ in range(2)]
+    prompts = [[number + 1, 7, 9, 2 * number] for number in range(12)]
+    with engines[0].running(), engines[1].running():
+        requests = [
+            engines[number % 2].submit(prompt, max_new_tokens=10, do_sample=False)
+            for number, prompt in enumerate(prompts)
+        ]
+        results = [request.result(timeout=120) for request in requests]
+    for prompt, result in zip(prompts, results, strict=True):
+        assert_generated_alone(model, prompt, result.tokens)
