@@ -107,7 +107,8 @@ class BatchManager:
                 float32, of the output so far; with `output_logits` `generation_logits` [1, beams, output length, V]
                 float32, as new; and with `prompt_logits` `context_logits` [1, prompt length, V] float32, in the
                 first response. Rows that are shorter than others are filled up, with `pad_id` or 0. Nothing of a
-                request is left in the engine when its last response is sent, and its id is free.
+                request is left in the engine when its last response is sent, and its id is free. A request that comes
+                with it before is refused: its last response, with a message, follows that of the one that has it.
             poll_stop: gives the ids of requests to be stopped; unknown ones are passed over. A stopped request
                 gets its last response, with what it has generated.
             on_stats: called with the JSON text of `iteration_stats` after each step.
@@ -134,6 +135,9 @@ class BatchManager:
         self._max_beam_width = max_beam_width
         self._floor = floor
         self._open: dict[RequestId, OpenRequest] = {}
+        self._refused: dict[
+            RequestId, list[str]
+        ] = {}  # while their ids are open: what to say to those who had them too
         self._arrived: deque[InferenceRequest] = deque()  # and not taken
         self._taken: set[RequestId] = set()  # ids whose final response has not been handed over
         self._lock = Lock()  # of `_taken`
@@ -323,8 +327,7 @@ class BatchManager:
             known = wanted.request_id in self._taken
             self._taken.add(wanted.request_id)
         if known:
-            message = f"request_id must not be that of an unfinished request, got {wanted.request_id!r}"
-            self._send(wanted.request_id, self._call_back, wanted.request_id, {}, True, message)
+            self._refuse_duplicate(wanted.request_id)
             return
         asked = attempt("submission", partial(self._submit, wanted))
         handle = asked if isinstance(asked, Failed) else asked.result
@@ -341,6 +344,14 @@ class BatchManager:
             self._close(wanted.request_id, {}, message)
             return
         self._open[wanted.request_id] = opened
+
+    def _refuse_duplicate(self, request_id: RequestId) -> None:
+        """Behind the last response of the one that has the id: until then, every response is about that one."""
+        message = f"request_id must not be that of an unfinished request, got {request_id!r}"
+        if request_id in self._open:
+            self._refused.setdefault(request_id, []).append(message)
+        else:
+            self._send(request_id, self._call_back, request_id, {}, True, message)
 
     def _submit(self, wanted: InferenceRequest) -> Request | Failed:
         """Failed: the caller is told what is wrong; what else is raised is for the log as well."""
@@ -372,6 +383,8 @@ class BatchManager:
     def _close(self, request_id: RequestId, tensors: dict[str, Tensor], error: str) -> None:
         self._open.pop(request_id, None)
         self._send(request_id, self._deliver_last, request_id, tensors, error)
+        for message in self._refused.pop(request_id, ()):
+            self._send(request_id, self._call_back, request_id, {}, True, message)
 
     def _send(self, request_id: RequestId | None, call: Callable[..., object], *arguments: Any) -> None:
         """In order with the responses of the same id; None: with those of ids that are none."""

@@ -212,6 +212,32 @@ def test_an_id_in_use_is_refused_and_one_that_ended_may_be_used_again(overlap: b
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+def test_the_refusal_of_an_id_in_use_does_not_end_the_request_that_has_it(overlap: bool) -> None:
+    """Whoever reads the responses of an id up to the last one has those of the first request, and then the refusals."""
+    answers: list[tuple[list[int], bool, str]] = []
+    client, program = Client(), SimulatedProgram()
+
+    def send(request_id: Any, tensors: dict[str, Tensor], is_final: bool, error: str) -> None:
+        answers.append((tensors["output_ids"].flatten().tolist() if tensors else [], is_final, error))
+        if len(answers) == 3:
+            client.ask("a", [8], streaming=True)
+            client.ask("a", [9])
+        if is_final:
+            client.done.append(request_id)
+
+    program.before_run = lambda: time.sleep(0.001)
+    client.ask("a", [4, 5], streaming=True, max_new_tokens=60)
+    with BatchManager(simulated_engine(program, overlap=overlap), client.get, send) as manager:
+        client.wait(3)
+    *parts, last, second, third = answers
+    assert [token for tokens, _, _ in (*parts, last) for token in tokens] == tokens_of([4, 5], max_new_tokens=60)
+    assert last[1:] == (True, "") and not any(is_final or error for _, is_final, error in parts)
+    refusal = "request_id must not be that of an unfinished request, got 'a'"
+    assert second == third == ([], True, refusal)
+    assert_nothing_left(manager)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
 def test_a_stopped_request_gets_its_last_response(overlap: bool) -> None:
     client = Client()
     client.ask("a", max_new_tokens=500, streaming=True)
