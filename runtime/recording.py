@@ -20,6 +20,7 @@ import fcntl
 import gc
 import json
 import logging
+import math
 import os
 import stat
 from collections.abc import Iterable, Mapping, Sequence
@@ -105,7 +106,10 @@ class FileRecording(Recording):
         told, untold = _told({**set_fields(config), **options})
         if params.criteria is not None and params.criteria.by_clock:
             untold.append("max_time")
-        terms = dataclasses.asdict(state.terms) | {"deadline": submission.deadline}
+        deadline = submission.deadline
+        if deadline == math.inf:  # which JSON has no word for
+            deadline = None
+        terms = dataclasses.asdict(state.terms) | {"deadline": deadline}
         self._write(
             "submitted",
             number=state.number,

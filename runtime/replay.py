@@ -6,7 +6,7 @@ import json
 import math
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -15,8 +15,10 @@ from typing import Any, Self
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.recording import VERSION, pictured
-from selective_compile.runtime.request_state import RequestState, Terms
+from selective_compile.runtime.request import FinishReason, RequestTiming
+from selective_compile.runtime.request_state import RequestId, RequestState, Terms
 from selective_compile.runtime.scheduler import Scheduler
+from selective_compile.runtime.stats import RequestEnd, StepObserver, StepRecord
 from selective_compile.step import Reach
 
 Event = dict[str, Any]
@@ -54,6 +56,22 @@ class EventLog:
         *_, first = self.engine["model"]["pools"][0]
         return EngineConfig(**config, max_kv_tokens=first * config["block_size"])
 
+    @property
+    def arrivals(self) -> dict[RequestId, int]:
+        """How many steps had begun when a request came; of several that had an id in turn, the first."""
+        found: dict[RequestId, int] = {}
+        begun, runs = 0, False
+        for event in self.named("submitted", "planned", "computed", "failed"):
+            if event["event"] == "submitted":
+                found.setdefault(event["id"], begun)
+            elif event["event"] == "planned":
+                runs = bool(event["shares"])
+                begun += runs
+            else:
+                begun += not runs  # one that failed before it was planned
+                runs = False
+        return found
+
     def named(self, *names: str) -> Iterator[Event]:
         return (event for event in self.events if event["event"] in names)
 
@@ -80,9 +98,13 @@ class Replayed:
         )
 
 
-def replay_schedule(log: EventLog) -> Replayed:
-    """Make a scheduler decide again, by the log's times and tokens, and compare each step's batch."""
-    again = _ScheduleAgain(log)
+def replay_schedule(log: EventLog, observers: Sequence[StepObserver] = ()) -> Replayed:
+    """Make a scheduler decide again, by the log's times and tokens, and compare each step's batch.
+
+    Args:
+        observers: called with the record of each step, as those of an engine; requests end without times.
+    """
+    again = _ScheduleAgain(log, observers)
     for event in log.events:
         difference = again.do(event)
         if difference is not None:
@@ -93,7 +115,7 @@ def replay_schedule(log: EventLog) -> Replayed:
 class _ScheduleAgain:
     """Calls a scheduler as `Engine` does; every method takes an event of that name."""
 
-    def __init__(self, log: EventLog) -> None:
+    def __init__(self, log: EventLog, observers: Sequence[StepObserver]) -> None:
         config, about = log.config, log.engine["model"]
         self._scheduler = Scheduler.configured(
             config,
@@ -104,6 +126,9 @@ class _ScheduleAgain:
         self._states: dict[int, RequestState] = {}
         self._plan = StepPlan(shares=())
         self._steps = 0
+        self._observers = observers
+        self._observed = 0
+        self._ended: list[RequestEnd] = []  # since the last record
         self._methods: dict[str, Callable[[Event], str | None]] = {
             "submitted": self._submitted,
             "cancelled": self._cancelled,
@@ -133,7 +158,7 @@ class _ScheduleAgain:
         self._scheduler.add(state)
 
     def _cancelled(self, event: Event) -> None:
-        self._remove(event["number"])
+        self._remove(event["number"], "cancelled")
 
     def _dropped(self, event: Event) -> None:
         self._scheduler.preempt_all()
@@ -141,7 +166,7 @@ class _ScheduleAgain:
     def _planned(self, event: Event) -> str | None:
         self._plan = self._scheduler.schedule(event["now"])
         for state in self._plan.refused:
-            del self._states[state.number]
+            self._end(self._states.pop(state.number), "error")
         found, wanted = pictured(self._plan), {name: event[name] for name in pictured(self._plan)}
         step, self._steps = self._steps, self._steps + bool(self._plan.shares)
         return None if found == wanted else f"step {step} was {wanted} and is {found}"
@@ -157,18 +182,37 @@ class _ScheduleAgain:
                 if end != "error":
                     self._scheduler.advance(share, token)
                 if end is not None:
-                    self._remove(share.state.number)
+                    self._remove(share.state.number, end)
 
     def _failed(self, event: Event) -> None:
         for number in event["numbers"]:
-            self._remove(number)
+            self._remove(number, "error")
         self._scheduler.forget()
+        self._observe(StepPlan(shares=()), seconds=0.0, error="as it was recorded")
 
     def _timed(self, event: Event) -> None:
-        self._scheduler.pace.observe(self._plan, event["ended"] - event["started"])
+        seconds, pace = event["ended"] - event["started"], self._scheduler.pace
+        predicted = pace.steps.predict(self._plan.num_tokens)
+        pace.observe(self._plan, seconds)
+        self._observe(self._plan, seconds=seconds, started=event["started"], predicted_seconds=predicted)
 
-    def _remove(self, number: int) -> None:
-        self._scheduler.remove(self._states.pop(number))
+    def _remove(self, number: int, reason: FinishReason) -> None:
+        state = self._states.pop(number)
+        self._scheduler.remove(state)
+        self._end(state, reason)
+
+    def _end(self, state: RequestState, reason: FinishReason) -> None:
+        if self._observers:
+            timing = RequestTiming(queued=None, first_token=None, total=None)
+            self._ended.append(RequestEnd(state.request_id, reason, state.generated, timing))
+
+    def _observe(self, plan: StepPlan, **values: Any) -> None:
+        if self._observers:
+            record = StepRecord.of_plan(plan, step=self._observed, ended=tuple(self._ended), **values)
+            self._observed += 1
+            self._ended.clear()
+            for observer in self._observers:
+                observer(record)
 
 
 def terms_of(event: Event) -> Terms:

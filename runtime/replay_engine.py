@@ -20,6 +20,7 @@ from selective_compile.runtime.engine import Engine, StepError
 from selective_compile.runtime.replay import Event, EventLog, Replayed, first_difference
 from selective_compile.runtime.request import Request
 from selective_compile.runtime.samples import Asked
+from selective_compile.runtime.stats import StepObserver
 
 
 class Interrupted(BaseException):
@@ -69,6 +70,7 @@ def replay_engine(
     program: Program | None = None,
     config: EngineConfig | None = None,
     record: str | PathLike[str] | None = None,
+    observers: Sequence[StepObserver] = (),
     progress: Callable[[int], None] = lambda steps: None,
 ) -> Replayed:
     """Serve the log's requests on a model, deciding by the log's times, and compare every batch and token.
@@ -80,6 +82,7 @@ def replay_engine(
         program: the model already compiled.
         config: None: the log's; whatever is changed in it, the blocks must be as many.
         record: where to write the log of the replay; None: it is not kept.
+        observers: of the engine; times are those of the log.
         progress: called with 1 after each step.
 
     Raises:
@@ -93,18 +96,25 @@ def replay_engine(
         raise ValueError(f"the model must be the one of the log, {recorded}, got {about}")
     with TemporaryDirectory() as folder:
         path = Path(record) if record is not None else Path(folder) / "again.jsonl"
-        again = _EngineAgain(log, model, compiled, chosen, path)
+        again = _EngineAgain(log, model, compiled, replace(chosen, record=path), observers)
         again.run(progress)
         return Replayed.of(log, first_difference(log, EventLog.read(path)))
 
 
 class _EngineAgain:
-    def __init__(self, log: EventLog, model: nn.Module, program: Program, config: EngineConfig, path: Path) -> None:
+    def __init__(
+        self,
+        log: EventLog,
+        model: nn.Module,
+        program: Program,
+        config: EngineConfig,
+        observers: Sequence[StepObserver],
+    ) -> None:
         self._log = log
         self._clock = RecordedClock()
         self._program = InterposedProgram(program)
         interposed: Any = self._program
-        self._engine = Engine(model, replace(config, record=path), program=interposed, clock=self._clock)
+        self._engine = Engine(model, config, program=interposed, observers=observers, clock=self._clock)
         self._requests: dict[int, Request] = {}
         self._outcomes: dict[int, list[tuple[int, str | None]]] = {}
         for event in log.named("computed"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,9 @@ from selective_compile import checkpoints
 from selective_compile.progress import ProgressBars
 from selective_compile.runtime.replay import EventLog, Replayed, replay_schedule
 from selective_compile.runtime.replay_engine import replay_engine
+from selective_compile.runtime.stats import StepObserver, StepRecord
+from selective_compile.runtime.trace_file import TraceFile
+from selective_compile.schedule_picture import check_path, write_schedule
 from selective_compile.tables import console
 
 
@@ -25,6 +29,8 @@ def replay_command(
     ] = None,
     schedule_only: Annotated[bool, typer.Option("--schedule-only", help="Batches alone; needs no model.")] = False,
     record: Annotated[Path | None, typer.Option(help="Write the log of the replay there.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw the schedule there, as .png or .svg.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write the steps there for chrome://tracing and Perfetto.")] = None,
     compiled: Annotated[
         bool | None, typer.Option("--compile/--no-compile", help="Use Inductor.", show_default="as in the log")
     ] = None,
@@ -43,26 +49,50 @@ def replay_command(
     \b
     selective-compile generate --record run.jsonl "12+7=" "letters c to j:"
     selective-compile replay run.jsonl
-    selective-compile replay run.jsonl --schedule-only --json
+    selective-compile replay run.jsonl --schedule-only --picture run.svg --trace run.json
     """
+    check_files(log, picture=picture, record=record, trace=trace)
+    if record is not None and schedule_only:
+        raise ValueError("--record must not come with --schedule-only, which serves nothing")
     events = EventLog.read(log)
     stages = ProgressBars(console(stderr=True))
-    if schedule_only:
-        with stages("deciding again"):
-            replayed = replay_schedule(events)
-    else:
-        with stages("loading the model"):
-            loaded = checkpoints.load_model(model, dtype=dtype, device=device, trust_remote_code=trust)
-        config = events.config if compiled is None else dataclasses.replace(events.config, compile=compiled)
-        steps = sum(1 for _ in events.named("planned"))
-        with stages("serving again", steps) as advance:
-            replayed = replay_engine(events, loaded, config=config, record=record, progress=advance)
+    records: list[StepRecord] = []
+    with ExitStack() as stack:
+        observers: list[StepObserver] = [records.append]
+        if trace is not None:
+            observers.append(stack.enter_context(TraceFile(trace)).observe)
+        if schedule_only:
+            with stages("deciding again"):
+                replayed = replay_schedule(events, observers)
+        else:
+            with stages("loading the model"):
+                loaded = checkpoints.load_model(model, dtype=dtype, device=device, trust_remote_code=trust)
+            config = events.config if compiled is None else dataclasses.replace(events.config, compile=compiled)
+            steps = sum(1 for _ in events.named("planned"))
+            with stages("serving again", steps) as advance:
+                replayed = replay_engine(
+                    events, loaded, config=config, record=record, observers=observers, progress=advance
+                )
+    if picture is not None:
+        write_schedule(picture, records, token_budget=events.config.token_budget, arrivals=events.arrivals)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(replayed), indent=1))
     else:
         console().print(Text(summary(replayed, schedule_only=schedule_only)), soft_wrap=True)
+        for name, path in (("picture of the schedule", picture), ("trace", trace)):
+            if path is not None:
+                console().print(Text(f"{name}: {path.absolute()}"), soft_wrap=True)
     if replayed.difference is not None:
         raise ValueError(f"the replay must be what was recorded, got a difference: {replayed.difference}")
+
+
+def check_files(log: Path, *, picture: Path | None, **others: Path | None) -> None:
+    """Raises ValueError where something would be written that cannot be, or over the log."""
+    if picture is not None:
+        check_path(picture)
+    for name, path in others.items():
+        if path is not None and path.resolve() == log.resolve():
+            raise ValueError(f"--{name} must be another file than the log, got {str(path)!r}")
 
 
 def summary(replayed: Replayed, *, schedule_only: bool) -> str:

@@ -7,6 +7,7 @@ import runpy
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -347,3 +348,31 @@ def test_what_was_recorded_is_served_again(tmp_path: Path) -> None:
     alone = json.loads(ok("replay", log, "--schedule-only", "--json").stdout)
     assert alone["difference"] is None and alone["requests"] == 2 and alone["tokens"] > 10
     assert "must be an event log" in refused("replay", __file__)
+
+
+def test_a_recorded_run_is_drawn_and_traced(tmp_path: Path) -> None:
+    log, picture, trace = (str(tmp_path / name) for name in ("run.jsonl", "run.svg", "run.json"))
+    ok("generate", "12+7=", "letters c to j:", "--record", log)
+    drawn = ("--picture", picture, "--trace", trace)
+    events = []
+    for how in ((), ("--schedule-only",)):
+        said = ok("replay", log, *how, *drawn).stdout
+        assert f"picture of the schedule: {picture}" in said and f"trace: {trace}" in said
+        assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+        events.append(json.loads(Path(trace).read_text()))
+    served, decided = events
+    assert decided == served and len(decided) > 20
+    assert {event["args"]["name"] for event in decided if event["ph"] == "M"} == {"steps", "0", "1"}
+
+
+def test_what_a_replay_writes_is_not_its_log(tmp_path: Path) -> None:
+    log = str(tmp_path / "run.jsonl")
+    ok("generate", "12+7=", "--record", log)
+    before = Path(log).read_text()
+    for name in ("record", "trace"):
+        assert f"--{name} must be another file than the log" in refused("replay", log, f"--{name}", log)
+    assert "--record must not come with --schedule-only" in refused(
+        "replay", log, "--schedule-only", "--record", str(tmp_path / "again.jsonl")
+    )
+    assert "picture must end in .png or .svg" in refused("replay", log, "--picture", "x.gif")
+    assert Path(log).read_text() == before

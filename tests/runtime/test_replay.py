@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import random
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selective_compile.options import Batching, SchedulerPolicy, WaitingOrder
-from selective_compile.runtime import Engine, Request, StepError
+from selective_compile.runtime import Engine, Request, RequestTiming, StepError, StepRecord
 from selective_compile.runtime.replay import EventLog, Replayed, first_difference, replay_schedule
 from selective_compile.runtime.replay_engine import replay_engine
 from tests.runtime.simulated import VOCAB_SIZE, SimulatedModel, SimulatedProgram, simulated_engine
@@ -94,8 +95,10 @@ def test_a_replay_has_the_same_batches_and_tokens(
     # Room in the host's memory for 8 blocks of 2 slots of three numbers.
     host = {"host_kv_bytes": 8 * 2 * 3 * 8 if seed % 2 else 0}
     sizes = {"max_kv_tokens": 40, **host, "block_size": 2, "token_budget": 9, "max_requests": 4}
+    records: list[StepRecord] = []
     engine = simulated_engine(
         program,
+        observers=[records.append],
         record=folder / "run.jsonl",
         scheduler_policy=policy,
         waiting_order=order,
@@ -104,8 +107,9 @@ def test_a_replay_has_the_same_batches_and_tokens(
         **sizes,
     )
     traffic(engine, program, random.Random(seed))
-    log = EventLog.read(folder / "run.jsonl")
-    assert replay_schedule(log).difference is None
+    log, decided = EventLog.read(folder / "run.jsonl"), list[StepRecord]()
+    assert replay_schedule(log, [decided.append]).difference is None
+    assert [told(record) for record in decided] == [told(record) for record in records]
     if program.weights == 0:  # the simulated tokens depend on them, and the log does not say what they were
         again = replay_engine(log, SimulatedModel(), program=PROGRAM(), record=folder / "again.jsonl")
         stats = engine.stats()
@@ -114,6 +118,30 @@ def test_a_replay_has_the_same_batches_and_tokens(
         # Not only what is compared: the log of the replay is the log, but for what could not be told.
         same = EventLog.read(folder / "again.jsonl").events
         assert [strip(event) for event in same] == [strip(event) for event in log.events]
+
+
+def told(record: StepRecord) -> StepRecord:
+    """What a scheduler alone can say of a step as well: neither why it failed, nor when requests got their tokens."""
+    ended = tuple(end._replace(timing=RequestTiming(queued=None, first_token=None, total=None)) for end in record.ended)
+    return dataclasses.replace(record, ended=ended, error=record.error and "failed")
+
+
+def test_how_many_steps_had_begun_when_a_request_came(tmp_path: Path) -> None:
+    program = SimulatedProgram()
+    engine = simulated_engine(program, record=tmp_path / "run.jsonl")
+
+    def fail() -> None:
+        raise RuntimeError("once")
+
+    engine.submit([1], request_id="a", max_new_tokens=3)
+    program.before_run = lambda: engine.submit([1], request_id="b") and None
+    engine.step()
+    program.before_run = fail
+    engine.drive()
+    program.before_run = lambda: None
+    engine.submit([1], request_id="c", max_new_tokens=2).result()
+    engine.submit([1], request_id="a", max_new_tokens=2).result()
+    assert EventLog.read(tmp_path / "run.jsonl").arrivals == {"a": 0, "b": 1, "c": 2}
 
 
 def strip(event: dict[str, Any]) -> dict[str, Any]:
@@ -209,8 +237,13 @@ def test_runs_of_different_length_differ(tmp_path: Path) -> None:
 
 
 def test_a_request_without_a_deadline_has_none_in_the_replay(tmp_path: Path) -> None:
-    log = recorded(tmp_path / "run.jsonl", waiting_order="deadline")
-    assert [event["terms"]["deadline"] for event in log.named("submitted")] == [None] * 3
+    engine = simulated_engine(record=tmp_path / "run.jsonl", waiting_order="deadline")
+    for deadline in (None, math.inf):
+        engine.submit([1, 2], max_new_tokens=3, deadline=deadline)
+    while engine.step():
+        pass
+    log = EventLog.read(tmp_path / "run.jsonl")
+    assert [event["terms"]["deadline"] for event in log.named("submitted")] == [None] * 2
     assert "Infinity" not in (tmp_path / "run.jsonl").read_text()
     assert math.isfinite(sum(event["terms"]["arrival"] for event in log.named("submitted")))
     assert replay_schedule(log).difference is None
