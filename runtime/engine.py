@@ -323,7 +323,8 @@ class Engine:
     def stats(self) -> EngineStats:
         with self._guard:
             stats = self._log.stats(self._scheduler, graphs=self._program.graphs)
-            return replace(stats, waiting=stats.waiting + self._requests.num_unforked)
+            waiting = stats.waiting + self._requests.num_unforked
+            return replace(stats, running=len(self._requests) - waiting, waiting=waiting)
 
     def _drop_computed(self) -> None:
         self._recording.dropped()

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from selective_compile.options import EngineConfig
-from selective_compile.runtime.stats import EngineStats, StepFloor, StepRecord
+from selective_compile.runtime.stats import EngineStats, RequestEnd, StepFloor, StepRecord
 
 
 def iteration_stats(
@@ -21,13 +21,13 @@ def iteration_stats(
         config: of the engine.
         floor: the least time of the step on this machine; None: not known.
     """
-    context = [share for share in record.shares if share.is_prefill]
+    served, in_context = record.served, record.in_context
     values: dict[str, Any] = {
         "Timestamp": datetime.now().strftime("%m-%d-%Y %H:%M:%S"),
         "Iteration Counter": record.step,
         "Active Request Count": stats.running + stats.waiting,
         "Waiting Request Count": stats.waiting,
-        "Max Request Count": config.max_requests,
+        "Max Request Count": stats.requests_max,
         "Max KV cache blocks": stats.blocks_max,
         "Free KV cache blocks": stats.blocks_free,
         "Used KV cache blocks": stats.blocks_used,
@@ -35,25 +35,38 @@ def iteration_stats(
         "Max host KV cache blocks": stats.host_slots_max,
         "Used host KV cache blocks": stats.host_slots_used,
         "Tokens per KV cache block": stats.block_size,
-        "Scheduled Requests": len(record.shares),
-        "Context Requests": len(context),
-        "Total Context Tokens": sum(share.tokens for share in context),
+        "Scheduled Requests": len(served),
+        "Context Requests": len(in_context),
+        "Total Context Tokens": record.context_tokens,
         "Paused Requests": len(record.preempted),
         "Total Reused Tokens": stats.tokens_reused,
         "Step Seconds": record.seconds,
         "Predicted Step Seconds": record.predicted_seconds,
+        "Ended Requests": [_ended(end) for end in record.ended],
     }
     if floor is not None:
         values |= {"Floor Step Seconds": floor.seconds, "Limiting Resource": floor.limit}
     if record.error is not None:
         values["Error"] = record.error
     if config.batching == "static":
-        values["Total Generation Tokens"] = len(record.shares) - len(context)
+        values["Total Generation Tokens"] = sum(not share.is_prefill for share in record.shares)
         values["Empty Generation Slots"] = record.empty_slots
     else:
-        values["Generation Requests"] = len(record.shares) - len(context)
+        values["Generation Requests"] = len(served - in_context)
         values["MicroBatch ID"] = 0
     return values
+
+
+def _ended(end: RequestEnd) -> dict[str, Any]:
+    return {
+        "Request ID": end.request_id,
+        "Finish Reason": end.finish_reason,
+        "Generated Tokens": end.tokens,
+        "Queue Seconds": end.timing.queued,
+        "First Token Seconds": end.timing.first_token,
+        "Between Tokens Seconds": end.timing.between_tokens,
+        "Total Seconds": end.timing.total,
+    }
 
 
 def iteration_json(record: StepRecord, stats: EngineStats, config: EngineConfig, floor: StepFloor | None = None) -> str:

@@ -16,6 +16,7 @@ SECONDS = tuple(1e-4 * 2**power for power in range(22))
 NOW = {
     "running": ("requests_running", "Requests that have blocks"),
     "waiting": ("requests_waiting", "Requests that have none yet, or gave them back"),
+    "requests_max": ("requests_max", "Requests that can run at a time"),
     "blocks_used": ("blocks_used", "KV blocks that a request holds"),
     "blocks_free": ("blocks_free", "KV blocks that none holds"),
     "blocks_idle": ("blocks_idle", "Free KV blocks whose content can be reused"),
@@ -73,8 +74,6 @@ class EngineMetrics(Collector):
         self._last_step = {
             name: Gauge(f"selective_{name}", text, registry=self.registry) for name, text in LAST_STEP.items()
         }
-        most = Gauge("selective_requests_max", "Requests that can run at a time", registry=self.registry)
-        most.set(engine.config.max_requests)
         self._seconds = {
             name: Histogram(f"selective_{name}_seconds", text, registry=self.registry, buckets=SECONDS)
             for name, text in TIMES.items()
@@ -100,12 +99,11 @@ class EngineMetrics(Collector):
         yield ends
 
     def _observe(self, record: StepRecord) -> None:
-        context = [share.tokens for share in record.shares if share.is_prefill]
         values: dict[str, float | None] = {
-            "requests_scheduled": len(record.shares),
-            "requests_context": len(context),
-            "requests_generating": len(record.shares) - len(context),
-            "context_tokens": sum(context),
+            "requests_scheduled": len(record.served),
+            "requests_context": len(record.in_context),
+            "requests_generating": len(record.served - record.in_context),
+            "context_tokens": record.context_tokens,
             "empty_slots": record.empty_slots,
             "predicted_step_seconds": record.predicted_seconds,
         }

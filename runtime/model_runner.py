@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -17,6 +18,8 @@ from selective_compile.runtime.kv_cache import allocate_pools, bytes_per_block, 
 from selective_compile.runtime.request_state import RequestState
 from selective_compile.runtime.state_slots import StateSlots, allocate_states, num_slots
 from selective_compile.step import StepInputs
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -43,8 +46,7 @@ class ModelRunner:
         self._states = allocate_states(states, self.max_requests)
         self._slots = StateSlots(self.max_requests)
         size = bytes_per_block(sites, config.block_size)
-        # A request of a model with recurrent states cannot go on from its blocks alone.
-        self.host_slots = config.host_kv_bytes // size if size and not states else 0
+        self.host_slots = _host_slots(self.program, config, size)
         slots = [self.host_slots] * len(blocks)
         self._host_pools = allocate_pools(sites, slots, config.block_size, torch.device("cpu"))
         kinds = reaches_of(sites)
@@ -118,6 +120,20 @@ class ModelRunner:
     def run(self, inputs: StepInputs) -> Tensor:
         """Compute the step's tokens, writing their keys and values into the pools; logits [R, V]."""
         return self.program(inputs, self._pools, self._states)
+
+
+def _host_slots(program: Program, config: EngineConfig, size: int) -> int:
+    """Blocks of so many bytes that the host tier has room for.
+
+    Raises:
+        ValueError: it has room for none.
+    """
+    if config.host_kv_bytes and (not size or program.state_sites or program.keeps_requests):
+        logger.warning("host_kv_bytes is not used: no request of this model can go on from blocks alone")
+        return 0
+    if 0 < config.host_kv_bytes < size:
+        raise ValueError(f"host_kv_bytes must be 0 or hold a block of {size} bytes, got {config.host_kv_bytes}")
+    return config.host_kv_bytes // size if size else 0
 
 
 def _check_invariance(program: Program, config: EngineConfig) -> None:

@@ -17,7 +17,10 @@ class EngineStats:
 
     Attributes:
         steps: steps that have run, failed ones included.
-        running, waiting: requests that have blocks, and those that have none yet or gave them back.
+        running, waiting: requests that have blocks, and those that have none yet or gave them back; beams of a search
+            are one request.
+        requests_max: requests that can run at a time: `EngineConfig.max_requests`, or as many as there is room for the
+            states of.
         blocks_free, blocks_used, blocks_max: of the block pool; each has `block_size` slots.
         blocks_idle: those of the free blocks whose keys and values can still be reused.
         host_slots_used, host_slots_max: of the host tier, over all of its pools.
@@ -34,6 +37,7 @@ class EngineStats:
     steps: int
     running: int
     waiting: int
+    requests_max: int
     blocks_free: int
     blocks_used: int
     blocks_max: int
@@ -97,6 +101,20 @@ class StepRecord:
     predicted_seconds: float | None = None
     ended: tuple[RequestEnd, ...] = ()
     error: str | None = None
+
+    @property
+    def served(self) -> frozenset[RequestId]:
+        """The requests that have shares, of which beams have several."""
+        return frozenset(share.request_id for share in self.shares)
+
+    @property
+    def in_context(self) -> frozenset[RequestId]:
+        """Those of them of whose prompts, or of what was preempted, something was computed."""
+        return frozenset(share.request_id for share in self.shares if share.is_prefill)
+
+    @property
+    def context_tokens(self) -> int:
+        return sum(share.tokens for share in self.shares if share.is_prefill)
 
     @classmethod
     def of_plan(cls, plan: StepPlan, *, step: int, seconds: float, **values: Any) -> StepRecord:

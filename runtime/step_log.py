@@ -102,6 +102,7 @@ class StepLog:
             steps=self.steps,
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
+            requests_max=scheduler.max_requests,
             blocks_free=pool.num_free,
             blocks_used=pool.num_blocks - pool.num_free,
             blocks_max=pool.num_blocks,

@@ -87,7 +87,7 @@ def demo_command(
     token_budget: TokenBudget = 128,
     kv_tokens: Annotated[
         int | None,
-        typer.Option(min=16, help="Slots of KV memory; few: requests are preempted.", show_default="ample"),
+        typer.Option(min=32, help="Slots of KV memory; few: requests are preempted.", show_default="ample"),
     ] = None,
     dtype: Dtype = "auto",
     device: Device = "cpu",

@@ -327,6 +327,34 @@ def test_stats_of_each_iteration(overlap: bool) -> None:
     assert first["Predicted Step Seconds"] is None and client.stats[1]["Predicted Step Seconds"] > 0
 
 
+def test_stats_of_requests_that_ended_have_their_times() -> None:
+    client = Client()
+    for number in range(3):
+        client.ask(number, max_new_tokens=number + 1)
+    client.ask(2**70, [VOCAB_SIZE - 1], max_new_tokens=4)
+    client.ask("a", [7, 8], num_beams=3, max_new_tokens=4)
+    with manage(client, max_requests=3):
+        client.wait(5)
+    ended = {one["Request ID"]: one for stats in client.stats for one in stats["Ended Requests"]}
+    assert {name: (one["Finish Reason"], one["Generated Tokens"]) for name, one in ended.items()} == {
+        0: ("length", 1),
+        1: ("length", 2),
+        2: ("length", 3),
+        2**70: ("length", 4),
+        "a": ("length", 4),
+    }
+    for one in ended.values():
+        assert 0 < one["Queue Seconds"] < one["First Token Seconds"] <= one["Total Seconds"]
+    assert ended[0]["Between Tokens Seconds"] is None and ended[2]["Between Tokens Seconds"] > 0
+    # The beams of a search are one request.
+    assert max(one["Active Request Count"] for one in client.stats) == 4  # one has ended by the first of them
+    assert {one["Scheduled Requests"] for one in client.stats} == {1, 2, 3}
+    assert client.stats[-1]["Scheduled Requests"] == 1
+    assert all(
+        one["Context Requests"] + one["Generation Requests"] == one["Scheduled Requests"] for one in client.stats
+    )
+
+
 def test_static_batches_report_their_empty_slots() -> None:
     client = Client()
     client.ask("short", max_new_tokens=2)

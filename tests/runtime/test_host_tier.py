@@ -190,6 +190,8 @@ def test_the_tokens_are_those_of_generate() -> None:
 
 
 def test_it_needs_names() -> None:
+    with pytest.raises(ValueError, match=f"host_kv_bytes must be 0 or hold a block of {BYTES} bytes, got {BYTES - 1}"):
+        simulated_engine(block_size=BLOCK, host_kv_bytes=BYTES - 1)
     with pytest.raises(ValueError, match="host_kv_bytes must be 0 without block_reuse, got 5"):
         sc.EngineConfig(host_kv_bytes=5, block_reuse=False)
 
@@ -211,3 +213,10 @@ def test_copies_run_in_their_order() -> None:
         ]
     )
     assert keys[:, 0, 0, 0].tolist() == [3, 3, 1, 3]
+
+
+def test_a_model_whose_requests_do_not_go_on_from_blocks_has_no_host_tier(caplog: pytest.LogCaptureFixture) -> None:
+    program = SimulatedProgram()
+    program.keeps_requests = True
+    engine = simulated_engine(program, block_size=BLOCK, host_kv_bytes=60 * BYTES)
+    assert engine.stats().host_slots_max == 0 and "host_kv_bytes is not used" in caplog.text

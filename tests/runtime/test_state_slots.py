@@ -100,3 +100,9 @@ def test_a_request_cancelled_between_plan_and_run_leaves_no_slot_behind(monkeypa
         assert engine.step() and request.finish_reason == "cancelled"
         assert not engine._runner._slots._slots
     assert engine.submit([1, 2, 3], max_new_tokens=4).result().tokens == alone
+
+
+def test_the_most_requests_that_are_told_are_those_that_there_are_slots_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("selective_compile.runtime.model_runner.num_slots", lambda sites, config, device: 3)
+    engine = Engine(Recurrent().eval(), EngineConfig(compile=False, max_requests=8))
+    assert engine.stats().requests_max == 3
