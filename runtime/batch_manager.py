@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Event, Lock, Thread
@@ -16,10 +16,10 @@ from typing import Any, Self
 from torch import Tensor
 from transformers import GenerationConfig
 
-from selective_compile.runtime.callbacks import CallbackThreads, Question
+from selective_compile.runtime.callbacks import CallbackThreads, Question, answer
 from selective_compile.runtime.engine import Engine
 from selective_compile.runtime.iteration_stats import iteration_json
-from selective_compile.runtime.own_code import Failed, Logged, attempt
+from selective_compile.runtime.own_code import Done, Failed, Logged, attempt
 from selective_compile.runtime.prompt import check_request_id
 from selective_compile.runtime.request import Request
 from selective_compile.runtime.request_state import RequestId
@@ -30,12 +30,14 @@ logger = logging.getLogger(__name__)
 
 # How long the worker sleeps when there is nothing to do, unless `notify` wakes it.
 IDLE_SECONDS = 0.005
-# How long steps wait for what `get_requests` and `poll_stop` have to say.
+# How long steps wait for what `get_requests` and `poll_stop` have to say, and for new requests to be read.
 PATIENCE = 0.05
 # Texts of which `on_stats` has not returned; those that come while there are so many are not told.
 WAITING_STATS = 1000
 # In place of a request's id, among the calls that the senders make.
 ON_STATS = ("on_stats",)
+# Among the calls of the askers.
+SUBMISSIONS = "submissions"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +75,7 @@ class BatchManager:
 
     Callbacks are called in threads of their own, and none that blocks stops the steps. `get_requests` and `poll_stop`
     are waited for `PATIENCE` seconds: what takes longer is taken up when it comes, and is not called again until then.
+    So are requests whose options take long to read, such as stop strings for a large vocabulary.
     With `EngineConfig.overlap` they are called during a step, about the one before and for the one after.
     `send_response` and `on_stats` are called one call after the other, but beside those that take longer than
     `PATIENCE`: a reader that blocks keeps the responses of its own request waiting, which counts to `max_active` as
@@ -138,7 +141,8 @@ class BatchManager:
         self._refused: dict[
             RequestId, list[str]
         ] = {}  # while their ids are open: what to say to those who had them too
-        self._arrived: deque[InferenceRequest] = deque()  # and not taken
+        self._submissions: deque[tuple[InferenceRequest, Future[Done[Request | Failed] | Failed]]] = deque()
+        self._stopped: set[RequestId] = set()  # of those that are being submitted
         self._taken: set[RequestId] = set()  # ids whose final response has not been handed over
         self._lock = Lock()  # of `_taken`
         self._stopping = Event()
@@ -149,7 +153,7 @@ class BatchManager:
         self._caller = ThreadPoolExecutor(1, "selective-compile-callbacks") if engine.config.overlap else None
         self._abandoning = Event()
         self._senders = CallbackThreads(senders, PATIENCE, name="selective-compile-responses")
-        self._askers = CallbackThreads(2, PATIENCE, name="selective-compile-questions")
+        self._askers = CallbackThreads(3, PATIENCE, name="selective-compile-questions")
         self._asked_requests = Question[list[InferenceRequest]](self._askers, PATIENCE)
         self._asked_stops = Question[Collection[RequestId]](self._askers, PATIENCE)
         engine.add_observer(self._observe)
@@ -227,7 +231,8 @@ class BatchManager:
         for request_id, entry in list(self._open.items()):
             entry.cancel()
             self._close(request_id, {}, reason)
-        for wanted in self._arrived:
+        for wanted, submitted in self._submissions:
+            submitted.add_done_callback(_cancel)
             self._close(wanted.request_id, {}, reason)
         self._asked_requests.give_up(self._refuse)
         self._asked_stops.give_up(lambda request_ids: None)
@@ -249,7 +254,7 @@ class BatchManager:
             self._call_after()
             self._respond()
         if not self._open:
-            if self._stopping.is_set():
+            if self._stopping.is_set() and not self._submissions:
                 return False
             self._wake.wait(IDLE_SECONDS)
             self._wake.clear()
@@ -273,20 +278,21 @@ class BatchManager:
 
     def _ask(self) -> None:
         """New requests, to be in the next step."""
+        arrived: list[InferenceRequest] = []
         with Logged("get_requests"):
             taking = not self._stopping.is_set()
-            self._arrived.extend(self._asked_requests.ask(self._ask_for_requests, anew=taking) or ())
-        while self._arrived:
-            self._take(self._arrived[0])
-            self._arrived.popleft()
+            arrived = self._asked_requests.ask(self._ask_for_requests, anew=taking) or []
+        for wanted in arrived:
+            self._take(wanted)
+        self._open_submitted(PATIENCE if arrived else 0.0)
 
     def _call_after(self) -> None:
         """What follows a step: whom to stop, and its statistics."""
-        if self._poll_stop is not None and self._open:
+        if self._poll_stop is not None and (self._open or self._submissions):
             with Logged("poll_stop"):
                 self._stop(self._asked_stops.ask(self._poll_stop) or ())
         if self._abandoning.is_set():
-            self._stop(list(self._open))
+            self._stop([*self._open, *(wanted.request_id for wanted, _ in self._submissions)])
         while self._unreported:
             self._tell_stats(*self._unreported.popleft())
 
@@ -329,8 +335,25 @@ class BatchManager:
         if known:
             self._refuse_duplicate(wanted.request_id)
             return
-        asked = attempt("submission", partial(self._submit, wanted))
-        handle = asked if isinstance(asked, Failed) else asked.result
+        submitted: Future[Done[Request | Failed] | Failed] = Future()
+        self._submissions.append((wanted, submitted))
+        submit = partial(attempt, "submission", partial(self._submit, wanted))
+        self._askers.submit(SUBMISSIONS, partial(answer, submitted, submit))
+
+    def _open_submitted(self, patience: float) -> None:
+        """Take up the requests that have been submitted, in order, with those that are in so many seconds."""
+        deadline = time.monotonic() + patience
+        while self._submissions:
+            wanted, submitted = self._submissions[0]
+            wait([submitted], max(0.0, deadline - time.monotonic()))
+            if not submitted.done():
+                return
+            asked = submitted.result()
+            self._submissions.popleft()
+            self._open_one(wanted, asked if isinstance(asked, Failed) else asked.result)
+            self._stopped.discard(wanted.request_id)
+
+    def _open_one(self, wanted: InferenceRequest, handle: Request | Failed) -> None:
         if isinstance(handle, Failed):
             self._close(wanted.request_id, {}, handle.error)
             return
@@ -344,14 +367,19 @@ class BatchManager:
             self._close(wanted.request_id, {}, message)
             return
         self._open[wanted.request_id] = opened
+        if wanted.request_id in self._stopped:
+            opened.cancel()
 
     def _refuse_duplicate(self, request_id: RequestId) -> None:
         """Behind the last response of the one that has the id: until then, every response is about that one."""
         message = f"request_id must not be that of an unfinished request, got {request_id!r}"
-        if request_id in self._open:
+        if request_id in self._open or self._is_submitted(request_id):
             self._refused.setdefault(request_id, []).append(message)
         else:
             self._send(request_id, self._call_back, request_id, {}, True, message)
+
+    def _is_submitted(self, request_id: RequestId) -> bool:
+        return any(wanted.request_id == request_id for wanted, _ in self._submissions)
 
     def _submit(self, wanted: InferenceRequest) -> Request | Failed:
         """Failed: the caller is told what is wrong; what else is raised is for the log as well."""
@@ -365,6 +393,8 @@ class BatchManager:
         for request_id in request_ids:
             if request_id in self._open:
                 self._open[request_id].cancel()
+            elif self._is_submitted(request_id):
+                self._stopped.add(request_id)
 
     def _respond(self) -> None:
         """Responses for what has changed since the last time."""
@@ -410,6 +440,14 @@ class BatchManager:
 
     def _observe(self, record: StepRecord) -> None:
         self._last = record
+
+
+def _cancel(submitted: Future[Done[Request | Failed] | Failed]) -> None:
+    """Whoever comes too late to be taken up."""
+    asked = None if submitted.exception() is not None else submitted.result()
+    if isinstance(asked, Done) and isinstance(asked.result, Request):
+        for sample in asked.result.samples:
+            sample.cancel()
 
 
 def _left(deadline: float | None) -> float | None:

@@ -143,7 +143,7 @@ class Question(Generic[Answer]):
         """
         if self._asked is None and anew:
             self._asked = Future()
-            self._threads.submit(self, partial(self._answer, self._asked, callback))
+            self._threads.submit(self, partial(answer, self._asked, callback))
             wait([self._asked], self._patience)
         if self._asked is None or not self._asked.done():
             return None
@@ -156,10 +156,12 @@ class Question(Generic[Answer]):
         if asked is not None:
             asked.add_done_callback(lambda done: late(done.result()) if done.exception() is None else None)
 
-    def _answer(self, asked: Future[Answer], callback: Callable[[], Answer]) -> None:
-        try:
-            answer = callback()
-        except BaseException as error:  # noqa: BLE001 - raised again where the answer is asked for
-            asked.set_exception(error)
-        else:
-            asked.set_result(answer)
+
+def answer(asked: Future[Answer], callback: Callable[[], Answer]) -> None:
+    """Put what the callback gives into `asked`, or what it raises."""
+    try:
+        found = callback()
+    except BaseException as error:  # noqa: BLE001 - raised again where the answer is asked for
+        asked.set_exception(error)
+    else:
+        asked.set_result(found)

@@ -588,6 +588,53 @@ def test_other_callbacks_that_block_do_not_stop_the_steps(name: str, overlap: bo
     assert_nothing_left(manager)
 
 
+class SlowIds(list[int]):
+    """Token ids that take until `ready` to be read, as stop strings do for a large vocabulary."""
+
+    def __init__(self, ids: list[int]) -> None:
+        super().__init__(ids)
+        self.ready = threading.Event()
+
+    def tolist(self) -> list[int]:
+        assert self.ready.wait(60)
+        return list(self)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_request_that_takes_long_to_read_keeps_no_step_waiting(overlap: bool) -> None:
+    client, slow = Client(), SlowIds([4, 5])
+    client.ask("a", max_new_tokens=40)
+    client.ask("slow", slow, max_new_tokens=3)
+    client.ask("slow", [9])
+    client.ask("behind", max_new_tokens=3)
+    with manage(client, overlap=overlap) as manager:
+        client.wait(1)
+        assert client.done == ["a"] and manager.num_active == 2
+        client.stops = {"behind"}
+        time.sleep(0.02)
+        client.stops = set()
+        slow.ready.set()
+        client.wait(4)
+    assert client.parts["slow"][0]["output_ids"].tolist() == [[[4, 5, *tokens_of([4, 5], max_new_tokens=3)]]]
+    assert list(client.errors) == ["slow"], "the second of that id"
+    assert client.done.index("slow") < len(client.done) - 1 - client.done[::-1].index("slow")
+    assert_nothing_left(manager)
+
+
+def test_a_shutdown_does_not_wait_for_a_request_that_is_being_read() -> None:
+    client, slow = Client(), SlowIds([4, 5])
+    client.ask("slow", slow, max_new_tokens=2000)
+    manager = manage(client)
+    while manager.num_active == 0:
+        time.sleep(0.001)
+    assert not manager.shutdown(0.1)
+    slow.ready.set()
+    assert manager.shutdown()
+    assert client.done == ["slow"] and client.errors == {}
+    assert int(client.parts["slow"][0]["sequence_length"]) < 2002
+    assert_nothing_left(manager)
+
+
 def test_requests_that_came_before_get_requests_raised_are_taken(caplog: pytest.LogCaptureFixture) -> None:
     client = Client()
     client.ask("a")
