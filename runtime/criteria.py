@@ -66,16 +66,18 @@ def row_criteria(values: Mapping[str, Any], prompt_length: int) -> tuple[RowCrit
     Raises:
         ValueError: stop strings without a tokenizer, or criteria that are none.
     """
-    numbers = Stop(values["max_new_tokens"], frozenset(values.get("eos_token_id") or ()))
+    lengths: list[int] = []
+    ends: set[int] = set()
     asked: list[Any] = []
     for each in _list_of_transformers(values, prompt_length):
         # Compared exactly: a class derived from one of these does something else.
         if type(each) is kinds.MaxLengthCriteria:
-            numbers = numbers._replace(max_new_tokens=max(1, each.max_length - prompt_length))
+            lengths.append(each.max_length)
         elif type(each) is kinds.EosTokenCriteria:
-            numbers = numbers._replace(eos_token_ids=frozenset(each.eos_token_id.tolist()))
+            ends.update(each.eos_token_id.reshape(-1).tolist())
         else:
             asked.append(each)
+    numbers = Stop(max(1, min(lengths) - prompt_length), frozenset(ends))  # one of the fields, or in its place
     if not asked:
         return None, numbers
     with_scores = bool(values.get("output_scores"))

@@ -208,7 +208,7 @@ def samples_asked(*sources: GenerationConfig | Mapping[str, Any] | None) -> int:
     asked = _first_of("num_return_sequences", sources)
     asked = 1 if asked is None else count("num_return_sequences", asked)
     beams = _first_of("num_beams", sources)
-    if isinstance(beams, int) and beams > 1:
+    if beams is not None and count("num_beams", beams) > 1:
         return 1
     if asked > 1 and not _first_of("do_sample", sources):
         raise ValueError(f"num_return_sequences must be 1 for greedy decoding, got {asked}")

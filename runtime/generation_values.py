@@ -7,12 +7,19 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from transformers.generation.configuration_utils import WatermarkingConfig
+
 
 def integer(name: str, value: Any, *, at_least: int = 0, below: int | None = None) -> int:
+    """Also of numpy, or in a tensor of no dimension."""
     limit = f" and less than {below}" if below else ""
-    if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value < (below or math.inf):
+    try:
+        found = None if _is_boolean(value) else operator.index(value)
+    except TypeError:
+        found = None
+    if found is None or not at_least <= found < (below or math.inf):
         raise ValueError(f"{name} must be an integer of at least {at_least}{limit}, got {value!r}")
-    return value
+    return found
 
 
 def count(name: str, value: Any) -> int:
@@ -40,6 +47,13 @@ def number(name: str, value: Any) -> float:
 def positive(name: str, value: Any) -> float:
     if not _is_number(value) or not 0.0 < value < math.inf:
         raise ValueError(f"{name} must be a number above 0, got {value!r}")
+    return float(value)
+
+
+def duration(name: str, value: Any) -> float:
+    """Of no length: the first token is the last."""
+    if not _is_number(value) or not 0.0 <= value < math.inf:
+        raise ValueError(f"{name} must be a number of seconds of at least 0, got {value!r}")
     return float(value)
 
 
@@ -110,9 +124,17 @@ def strings(name: str, value: Any) -> list[str]:
 
 
 def watermark(name: str, value: Any) -> Any:
-    if not callable(getattr(value, "construct_processor", None)):
+    try:
+        found = WatermarkingConfig.from_dict(value) if isinstance(value, dict) else value
+    except TypeError as error:
+        raise ValueError(f"{name} must be of fields of a WatermarkingConfig, got {value!r}: {error}") from error
+    if not callable(getattr(found, "construct_processor", None)):
         raise ValueError(f"{name} must be a watermarking configuration of transformers, got {value!r}")
-    return value
+    return found
+
+
+def _is_boolean(value: Any) -> bool:
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
 
 
 def _is_number(value: Any) -> bool:
@@ -153,7 +175,7 @@ ALWAYS: Mapping[str, Callable[[str, Any], Any]] = {
     "remove_invalid_values": boolean,
     "renormalize_logits": boolean,
     "eos_token_id": token_ids,
-    "max_time": positive,
+    "max_time": duration,
     "stop_strings": strings,
     "output_scores": boolean,
     "output_logits": boolean,

@@ -207,7 +207,8 @@ def _read_off(processors: Sequence[Any], prompt_length: int, vocab_size: int) ->
 
 
 def _array(tokens: Tensor) -> NDArray[np.int64]:
-    return tokens.cpu().numpy().astype(np.int64).reshape(-1)
+    found = tokens.cpu().numpy().astype(np.int64).reshape(-1)
+    return found[found >= 0]  # -1, as some configurations have it for no token, would be the last of the vocabulary
 
 
 def _refuse_foreign_tokens(processors: Sequence[Any], vocab_size: int) -> None:

@@ -36,14 +36,16 @@ class Roster:
         for request in samples:
             request.samples = tuple(samples)
             self._drafting.enter(request)
+            beams = request.params.beams
+            if beams is not None:
+                request.search = RequestSearch(request.state, beams, seed=request.params.seed, device=device)
+                request.state.width = beams.num_beams
         first, *others = samples
-        beams = first.params.beams
-        if beams is not None:
-            first.search = RequestSearch(first.state, beams, seed=first.params.seed, device=device)
-            first.state.width = beams.num_beams
         longest = max(request.state.final_length for request in samples)
         fits = longest == first.state.final_length and self._scheduler.fits_together(longest, len(samples))
-        if others and self._forks and fits:
+        # Each search forks from a prompt of its own, which finds the blocks of the first.
+        searched = any(request.search is not None for request in samples)
+        if others and self._forks and fits and not searched:
             first.state.width = len(samples)
             self.requests.fork_later(first, others)
             samples = [first]

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from selective_compile.runtime.generation_values import integer
 from selective_compile.runtime.own_code import copied
 
 OBJECTS = ("logits_processor", "stopping_criteria")
@@ -30,12 +31,13 @@ def options_of_samples(options: Mapping[str, Any], count: int) -> list[dict[str,
     if count == 1:
         return [dict(options)]
     seed = options.get("seed")
+    seed = None if seed is None else integer("seed", seed, below=2**64)
     return [
         {
             **options,
             "num_return_sequences": 1,
             **{name: copied(name, options[name]) for name in OBJECTS if name in options},
-            **({"seed": (seed + place) % 2**64} if isinstance(seed, int) and not isinstance(seed, bool) else {}),
+            **({} if seed is None else {"seed": (seed + place) % 2**64}),
         }
         for place in range(count)
     ]

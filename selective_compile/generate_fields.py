@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
 from selective_compile.runtime.generation import DEFAULT_NEW_TOKENS
 from selective_compile.runtime.generation_fields import FIELDS
+from selective_compile.runtime.generation_values import count, integer, token_ids
 
 GENERATION_FIELDS = FIELDS
 
@@ -39,7 +39,7 @@ class Fields:
     @property
     def eos_token_ids(self) -> list[int]:
         value = self["eos_token_id"]
-        return [] if value is None else torch.as_tensor(value, device="cpu").reshape(-1).tolist()
+        return [] if value is None else list(token_ids("eos_token_id", value))
 
     @property
     def pad_token_id(self) -> int | None:
@@ -54,20 +54,19 @@ class Fields:
         Raises:
             ValueError: `max_length` leaves no room, or `max_new_tokens` is none.
         """
-        count = self["max_new_tokens"]
-        if count is not None:
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise ValueError(f"max_new_tokens must be an integer of at least 1, got {count!r}")
-            return count
+        asked = self["max_new_tokens"]
+        if asked is not None:
+            return count("max_new_tokens", asked)
         max_length = self["max_length"]
         if max_length is None:
             max_length = columns + DEFAULT_NEW_TOKENS
             max_length = max_length if max_positions is None else min(max_length, max_positions)
-        if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length <= columns:
+        length = integer("max_length", max_length)
+        if length <= columns:
             raise ValueError(
                 f"max_length must be an integer above the {columns} columns of input_ids, got {max_length!r}"
             )
-        return max_length - columns
+        return length - columns
 
     @property
     def samples(self) -> int:
@@ -76,15 +75,13 @@ class Fields:
         Raises:
             ValueError: several of greedy decoding, which would all be the same.
         """
-        count = self["num_return_sequences"]
-        count = 1 if count is None else count
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"num_return_sequences must be an integer of at least 1, got {count!r}")
+        asked = self["num_return_sequences"]
+        found = 1 if asked is None else count("num_return_sequences", asked)
         if self.num_beams > 1:
             return 1
-        if count > 1 and not self["do_sample"]:
-            raise ValueError(f"num_return_sequences must be 1 for greedy decoding, got {count}")
-        return count
+        if found > 1 and not self["do_sample"]:
+            raise ValueError(f"num_return_sequences must be 1 for greedy decoding, got {found}")
+        return found
 
     @property
     def num_beams(self) -> int:
@@ -93,10 +90,8 @@ class Fields:
         Raises:
             ValueError: it is no number of beams.
         """
-        count = self["num_beams"]
-        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-            raise ValueError(f"num_beams must be an integer of at least 1, got {count!r}")
-        return count or 1
+        asked = self["num_beams"]
+        return 1 if asked is None else count("num_beams", asked)
 
     def kept(self) -> dict[str, bool]:
         """What a request keeps of its steps; as for `model.generate`, only where a dictionary is returned."""
@@ -123,8 +118,8 @@ class Fields:
             found["num_return_sequences"] = 1  # of each of its requests
         elif any(self.states().values()) or self.returns_cache(of_embeddings=of_embeddings):
             found["output_beams"] = True
-        if padding and isinstance(self["min_length"], int):
-            found["min_length"] = max(0, self["min_length"] - padding)
+        if padding and self["min_length"] is not None:
+            found["min_length"] = max(0, integer("min_length", self["min_length"]) - padding)
         return found
 
 

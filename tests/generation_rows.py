@@ -110,7 +110,7 @@ ROWS: Mapping[str, Callable[[Random], dict[str, Any]]] = {
     "max_new_tokens": lambda rng: {"max_new_tokens": rng.randint(1, 9)},
     "max_length": lambda rng: {"max_length": rng.randint(18, 24), "max_new_tokens": None},
     "stop_strings": lambda rng: {"stop_strings": [chr(rng.choice(LETTERS)) for _ in range(9)] + [" t", "ab", "7\n"]},
-    "max_time": lambda rng: {"max_time": rng.choice([1e-9, 1e9])},
+    "max_time": lambda rng: {"max_time": rng.choice([0, 1e-9, 1e9])},
     "prefix_allowed_tokens_fn": lambda rng: {"prefix_allowed_tokens_fn": allowed(rng.randint(1, 9))},
     "logits_processor": lambda rng: {
         **rng.choice([{}, hot(rng, top_p=0.8)]),

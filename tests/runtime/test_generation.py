@@ -7,6 +7,7 @@ import re
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessor
@@ -92,6 +93,19 @@ def test_length(config: dict[str, Any], of_model: dict[str, Any], expected: int)
     assert params.max_new_tokens == expected
 
 
+def test_a_watermark_as_a_dictionary() -> None:
+    """As `generate` takes it of its own arguments."""
+    processors = resolve(watermarking_config={"bias": 3.0, "greenlist_ratio": 0.4}).processors
+    assert processors is not None and [each.bias for each in processors.processors] == [3.0]
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, torch.tensor])
+def test_integers_of_numpy_and_of_tensors(kind: Any) -> None:
+    params = resolve(config_with(max_new_tokens=kind(3), do_sample=True, top_k=kind(5)), seed=kind(9))
+    assert (params.max_new_tokens, params.top_k, params.seed) == (3, 5, 9)
+    assert all(type(each) is int for each in (params.max_new_tokens, params.top_k, params.seed))
+
+
 @pytest.mark.parametrize("value", [7, [7], torch.tensor([7]), torch.tensor(7)])
 def test_end_of_sequence_ids_in_every_form(value: Any) -> None:
     assert resolve(config_with(eos_token_id=value)).eos_token_ids == {7}
@@ -103,6 +117,9 @@ def test_end_of_sequence_ids_in_every_form(value: Any) -> None:
         {"max_new_tokens": 0},
         {"max_new_tokens": 2.0},
         {"max_new_tokens": True},
+        {"max_new_tokens": np.bool_(True)},
+        {"max_new_tokens": torch.tensor(True)},
+        {"max_new_tokens": torch.tensor([3, 4])},
         {"max_length": 5},
         {"max_length": -1},
         {"do_sample": "yes"},
@@ -149,8 +166,8 @@ def test_end_of_sequence_ids_in_every_form(value: Any) -> None:
         {"sequence_bias": {(VOCABULARY,): 1.0}},
         {"exponential_decay_length_penalty": [1]},
         {"exponential_decay_length_penalty": (1, "a")},
-        {"watermarking_config": {"greenlist_ratio": 0.5}},
-        {"max_time": 0.0},
+        {"watermarking_config": {"greenlist": 0.5}},
+        {"max_time": -1.0},
         {"stop_strings": ["a", ""]},
         {"stop_strings": 3},
         {"output_scores": 1},

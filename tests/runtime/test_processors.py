@@ -18,6 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 from transformers.generation.configuration_utils import SynthIDTextWatermarkingConfig
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from selective_compile.runtime.generation import GenerationParams, Served
 from selective_compile.runtime.sampler import sample
@@ -86,6 +87,15 @@ def test_only_what_transformers_makes_itself_is_read_off() -> None:
 def test_a_users_processor_takes_the_place_of_the_one_of_its_kind() -> None:
     params = resolve(min_length=6, eos_token_id=4, logits_processor=[MinLengthLogitsProcessor(9, 5)])
     assert [(ban.tokens.tolist(), ban.before) for ban in params.bans] == [([5], 9)]
+
+
+def test_a_negative_id_is_no_token() -> None:
+    """Such as an end of sequence of -1, for a request that is never to end; and not the last of the vocabulary."""
+    logits = torch.arange(float(VOCAB_SIZE))[None]
+    for fields in ({"suppress_tokens": [-1]}, {"begin_suppress_tokens": [-1]}, {"eos_token_id": -1, "min_length": 9}):
+        assert sample(logits, [resolve(**fields)], [0], [[1, 2, 3]]).tokens == [VOCAB_SIZE - 1]
+    params = resolve(eos_token_id=[-1, 4], min_new_tokens=5)
+    assert [ban.tokens.tolist() for ban in params.bans] == [[4], [4]]
 
 
 def test_what_can_never_apply_is_left_out() -> None:
@@ -244,6 +254,16 @@ def test_criteria_see_the_tokens_and_the_scores_and_say_why() -> None:
 def test_criteria_of_transformers_are_numbers() -> None:
     params = resolve(eos_token_id=[4, 5], max_length=9)
     assert params.criteria is None and (params.max_new_tokens, params.eos_token_ids) == (6, {4, 5})
+
+
+def test_of_several_criteria_of_a_kind_any_ends_the_request() -> None:
+    """A user's take the place of that of the fields, as there."""
+    lengths = [MaxLengthCriteria(8), MaxLengthCriteria(12), MaxLengthCriteria(10)]
+    params = resolve(max_length=20, stopping_criteria=lengths)
+    assert params.criteria is None and params.max_new_tokens == 5
+    ends = [EosTokenCriteria([4, 5]), EosTokenCriteria(6)]
+    assert resolve(eos_token_id=7, stopping_criteria=ends).eos_token_ids == {4, 5, 6}
+    assert resolve(max_length=6, stopping_criteria=[MaxLengthCriteria(9)]).max_new_tokens == 6
 
 
 def test_a_configuration_is_left_as_it_is() -> None:

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -28,7 +29,7 @@ SAMPLED = {"do_sample": True, "temperature": 0.7, "max_new_tokens": 9}
 
 def test_samples_are_those_of_requests_of_their_own_and_the_prompt_is_computed_once() -> None:
     engine = simulated_engine(block_size=4, block_reuse=False)
-    request = engine.submit(PROMPT, request_id="a", num_return_sequences=3, seed=8, **SAMPLED)
+    request = engine.submit(PROMPT, request_id="a", num_return_sequences=np.int64(3), seed=np.int64(8), **SAMPLED)
     assert [each.request_id for each in request.samples] == ["a", "a/1", "a/2"]
     assert [each.params.seed for each in request.samples] == [8, 9, 10]
     assert engine.stats().waiting == 3
