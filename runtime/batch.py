@@ -107,11 +107,16 @@ class BatchAssembler:
     def _rows(self, plan: StepPlan, owners: NDArray[np.int64], offsets: NDArray[np.int32]) -> NDArray[np.int64]:
         """Token id and position of each row, [T]; `offsets` [N] is what to add to a row for its position."""
         tokens = len(owners)
-        pieces = []
+        pieces: list[NDArray[np.int64]] = []
         for state, start, num_tokens, _, drafted in plan.shares:
+            first = len(pieces)
             pieces.append(np.frombuffer(state.tokens, np.int64)[start : start + num_tokens - drafted])
             if drafted:
                 pieces.append(np.frombuffer(state.draft, np.int64)[:drafted])
+            if state.id_offset:
+                own = np.concatenate(pieces[first:])
+                own[max(0, state.prompt_length - start) :] += state.id_offset
+                pieces[first:] = [own]
         np.concatenate(pieces, out=self._input_ids.numpy()[:tokens])
         positions = np.add(np.arange(tokens), offsets[owners], out=self._positions.numpy()[:tokens])
         self._input_ids.numpy()[tokens : self._smallest] = 0

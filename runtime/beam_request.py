@@ -36,6 +36,7 @@ class RequestSearch:
                 state.tokens,
                 max_new_tokens=state.final_length - state.prompt_length + 1,
                 terms=state.terms,
+                id_offset=state.id_offset,
             )
             for place in range(1, params.num_beams)
         ]

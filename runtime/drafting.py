@@ -70,7 +70,7 @@ class Drafting:
             asked = self._look_up(worth, self._scheduler.pace.steps.predict(running) or math.inf)
         for assistant, wanted in asked.items():
             # Without the guard: nobody but a step changes the tokens of a request.
-            asked_for = [(state.tokens, count, state.terms.cache_salt) for state, _, count in wanted]
+            asked_for = [(state.history, count, state.terms.cache_salt) for state, _, count in wanted]
             proposed = attempt("drafting", partial(assistant.propose, asked_for))
             with self._guard:
                 if isinstance(proposed, Failed):  # its requests do without from now on
@@ -97,7 +97,7 @@ class Drafting:
                 count = drafts.wanted(state.generated, worth + drafter.seconds_per_token / step)
                 asked.setdefault(drafter, []).append((state, drafts, min(count, state.final_length)))
             else:
-                state.propose(drafts.take(drafter.propose(state.tokens, drafts.most), worth))
+                state.propose(drafts.take(drafter.propose(state.history, drafts.most), worth))
         return asked
 
     def _drafts_of(self, request: Request) -> Drafts | None:

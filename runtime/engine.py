@@ -19,6 +19,7 @@ from selective_compile.options import EngineConfig
 from selective_compile.runtime.background import BackgroundThread, weakly
 from selective_compile.runtime.drafting import Drafting
 from selective_compile.runtime.engine_parts import EngineParts
+from selective_compile.runtime.generation_fields import FIELDS
 from selective_compile.runtime.outbox import Outbox
 from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.prompt import token_ids
@@ -169,6 +170,7 @@ class Engine:
         *,
         rows_from: int = 0,
         shown: Any = None,
+        id_offset: int = 0,
         **terms: Any,
     ) -> tuple[Request, ...]:
         """Queue several requests of one prompt, which is computed once for all where that can be; else as `submit`.
@@ -179,10 +181,12 @@ class Engine:
             rows_from: where log probabilities of the prompt are asked for, the token whose next is the first of them.
             shown: token ids, also none, that stand for the prompt where processors, criteria and beams look at it;
                 the prompt itself may then have ids that are no tokens, as far as the program has a place for them.
+            id_offset: what is added to the ids of generated tokens where the program gets them; others see them as
+                they are.
             terms: those of `submit`, the same for all.
         """
         terms = {"priority": 0, "deadline": None, "user": None, "cache_salt": None, **terms}
-        submission = self._intake.prompt(prompt_ids, arrival=self._log.now(), shown=shown, **terms)
+        submission = self._intake.prompt(prompt_ids, arrival=self._log.now(), shown=shown, id_offset=id_offset, **terms)
         with self._submitting:
             with self._guard:
                 ids = self._requests.choose_ids(request_id, len(asked))
@@ -212,7 +216,9 @@ class Engine:
         """
         prompt = token_ids(prompt_ids, self._program.vocab_size)
         continuation = token_ids(continuation_ids, self._program.vocab_size)
-        options = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1, "prompt_logprobs": True}
+        # Of the model's own configuration, nothing: stop strings, say, would ask for a tokenizer.
+        asked_for = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1, "prompt_logprobs": True}
+        options = {**dict.fromkeys(FIELDS), **asked_for}
         asked = Asked(config=GenerationConfig(), options=options)
         (request,) = self.submit_samples(prompt + continuation, [asked], rows_from=len(prompt) - 1)
         result = request.result()

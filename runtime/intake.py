@@ -34,6 +34,7 @@ class Submission:
         block_names: of its full blocks, if blocks are reused.
         deadline: as given.
         shown: what stands for the prompt where others than the model look at it; None: the prompt does.
+        id_offset: what is added to the ids of generated tokens where the model looks at them.
         cut_up_to: of requests of at most so many tokens the prompt may be computed in parts; None: of all.
     """
 
@@ -43,6 +44,7 @@ class Submission:
     deadline: float | None
     cut_up_to: int | None
     shown: array[int] | None = None
+    id_offset: int = 0
 
     def is_whole(self, max_new_tokens: int) -> bool:
         """Whether its prompt must be computed in one step."""
@@ -58,6 +60,7 @@ class Submission:
             block_names=list(self.block_names),
             whole=self.is_whole(params.max_new_tokens),
             shown=self.shown,
+            id_offset=self.id_offset,
         )
 
 
@@ -91,9 +94,16 @@ class Intake:
         self._grammars = Grammars()
 
     def prompt(
-        self, prompt_ids: Any, *, arrival: float, deadline: float | None, shown: Any = None, **terms: Any
+        self,
+        prompt_ids: Any,
+        *,
+        arrival: float,
+        deadline: float | None,
+        shown: Any = None,
+        id_offset: int = 0,
+        **terms: Any,
     ) -> Submission:
-        """Raises ValueError; `shown` is that of `Engine.submit_samples`, `terms` those of `Engine.submit`."""
+        """Raises ValueError; `shown`, `id_offset` are those of `Engine.submit_samples`, `terms` those of `submit`."""
         prompt = token_ids(prompt_ids, self._program.vocab_size if shown is None else self._program.num_ids)
         checked = check_terms(arrival=arrival, deadline=deadline, **terms)
         names: list[bytes] = []
@@ -107,6 +117,7 @@ class Intake:
             deadline=deadline,
             cut_up_to=self._program.cut_up_to,
             shown=None if shown is None else token_ids(shown, self._program.vocab_size, least=0),
+            id_offset=id_offset,
         )
 
     def samples(self, config: GenerationConfig | None, options: dict[str, Any]) -> list[Asked]:
@@ -158,10 +169,14 @@ class Intake:
             paths = ", ".join(getattr(self._program, "isolated", ()))
             raise ValueError(
                 f"num_beams must be 1 for a model with modules that run for one request after another, which keep what "
-                f"no other beam can go on from ({paths}), got {beams}"
+                f"no other beam can go on from ({paths}), got {beams}: "
+                "call model.generate, of a model that is not wrapped"
             )
         if self._config.record is not None:
-            raise ValueError(f"num_beams must be 1 where EngineConfig.record is set: a log has no beams, got {beams}")
+            raise ValueError(
+                f"num_beams must be 1 where EngineConfig.record is set, got {beams}: "
+                "a log has a token of each request for each step, and no beams; leave record out"
+            )
         if not self._fits_together(length, beams):
             counts = range(min(beams, self._config.max_requests), -1, -1)
             most = next(count for count in counts if self._fits_together(length, count))

@@ -70,6 +70,7 @@ class RequestState:
         "final_length",
         "finished",
         "group",
+        "id_offset",
         "kept",
         "number",
         "prompt_length",
@@ -96,6 +97,7 @@ class RequestState:
         block_names: list[bytes] | None = None,
         whole: bool = False,
         shown: array[int] | None = None,
+        id_offset: int = 0,
     ) -> None:
         self.request_id = request_id
         self.number = number  # the order of arrival; also tells two requests apart that used one id in turn
@@ -104,6 +106,8 @@ class RequestState:
         self.prompt_length = len(self.tokens)
         # What stands for the prompt where others than the model look at it; None: the prompt does.
         self.shown = shown
+        # What the model takes for a generated token is its id and this.
+        self.id_offset = id_offset
         # The most tokens that can come to be computed: the last one to be generated never is.
         self.final_length = self.prompt_length + max_new_tokens - 1
         self.computed = 0  # how many of the tokens have their keys and values in the blocks

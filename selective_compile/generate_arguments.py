@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,9 +12,20 @@ from torch import Tensor, nn
 from selective_compile.capture import device_of
 from selective_compile.generate_fields import Fields, described
 from selective_compile.options import EngineConfig
+from selective_compile.token_types import UNIT
 
 # Of these, an empty list or False asks for nothing either.
 NONE_OR_EMPTY = frozenset({"synced_gpus", "trust_remote_code"})
+
+# What to do instead, of arguments that are refused.
+FROM_CACHE = "give it all tokens: the engine finds the blocks of those that it has computed"
+OF_HUGGING_FACE = "leave it out, or call model.generate, of a model that is not wrapped"
+INSTEAD: Mapping[str, str] = {
+    "past_key_values": FROM_CACHE,
+    "cache_params": FROM_CACHE,
+    "assistant_tokenizer": "prompt_lookup_num_tokens drafts without a model; an assistant needs the same vocabulary",
+    "synced_gpus": "leave it out: a request does not wait for other processes",
+}
 
 # Arguments of a model's forward that may be given as long as they say what holds in any case.
 FORWARD_ARGUMENTS = frozenset({"position_ids", "logits_to_keep"})
@@ -31,6 +42,7 @@ class Prompts:
         holes: a row has padding between its tokens.
         embeds: [B, S, hidden], the prompts as embeddings, and `rows` are those of each [n, hidden]; `columns` [B, S] or
             [B, 0] are then only what stands for them where others than the model look at the prompt.
+        types: [B, S] int64, the types of the tokens.
     """
 
     rows: Sequence[Any]
@@ -38,6 +50,7 @@ class Prompts:
     mask: Tensor | None = None
     holes: bool = False
     embeds: Tensor | None = None
+    types: Tensor | None = None
 
     def width_of(self, number: int, *, counted: bool = True) -> int:
         """S, or the length of a row of a list; of embeddings without ids 0, unless those are `counted`."""
@@ -46,10 +59,29 @@ class Prompts:
         return self.mask.shape[1] if counted else self.columns.shape[1]
 
     def seen(self, number: int) -> Any:
-        """The ids of a row that processors, criteria and beams see: its own, or those for its embeddings."""
-        if self.embeds is None or self.columns is None or self.mask is None:
+        """The ids of a row that processors, criteria and beams see: its own, or those for what the model gets."""
+        if (self.embeds is None and self.types is None) or self.columns is None or self.mask is None:
             return self.rows[number]
         return self.columns[number][self.mask[number]] if self.columns.shape[1] else self.columns[number]
+
+    def types_of(self, number: int, num_types: int) -> Tensor:
+        """The types [n] of a row's tokens.
+
+        Raises:
+            ValueError: one is none of so many.
+        """
+        assert self.types is not None and self.mask is not None
+        found = self.types[number][self.mask[number]]
+        wrong = found[(found < 0) | (found >= num_types)].tolist()
+        if wrong:
+            raise ValueError(f"token_type_ids must be at least 0 and less than {num_types}, got {wrong[0]}")
+        return found
+
+    def id_offset(self, number: int) -> int:
+        """What tells the type of a row's last token, which its new ones have too."""
+        if self.types is None or self.mask is None:
+            return 0
+        return int(self.types[number][self.mask[number]][-1]) * UNIT
 
 
 def refuse_unsupported(arguments: Mapping[str, Any]) -> None:
@@ -60,7 +92,10 @@ def refuse_unsupported(arguments: Mapping[str, Any]) -> None:
     """
     for name, value in arguments.items():
         if value is not None and not (name in NONE_OR_EMPTY and not value):
-            raise ValueError(f"argument {name!r} of generate must be None, got {value!r}: not supported")
+            raise ValueError(
+                f"argument {name!r} of generate must be None, got {value!r}: not supported; "
+                f"{INSTEAD.get(name, OF_HUGGING_FACE)}"
+            )
 
 
 def prompts_of(inputs: Any, attention_mask: Any, fields: Sequence[Fields], device: torch.device) -> Prompts:
@@ -112,19 +147,35 @@ def prompts_of_embeddings(embeds: Any, inputs: Any, attention_mask: Any, fields:
     )
 
 
-def check_fields_with_embeddings(fields: Sequence[Fields], config: EngineConfig, assistant_model: Any) -> None:
-    """Refuse what looks at a prompt's ids in other ways than processors and criteria do.
+def with_types(prompts: Prompts, given: Any) -> Prompts:
+    """The prompts with the types of their tokens, [B, S], or [1, S] for all rows.
+
+    Raises:
+        ValueError: they are no such tensor, or the prompts came as a list.
+    """
+    if prompts.mask is None:
+        raise ValueError(f"token_type_ids must be None for a list of prompts, got {described(given)}")
+    shape = list(prompts.mask.shape)
+    if not isinstance(given, Tensor) or given.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"token_type_ids must be an integer tensor {shape}, got {described(given)}")
+    if given.dim() != 2 or given.shape[1] != shape[1] or len(given) not in (1, shape[0]):
+        raise ValueError(f"token_type_ids must have shape {shape}, got {described(given)}")
+    return replace(prompts, types=given.to(prompts.mask.device).long().expand(shape))
+
+
+def check_fields_with(name: str, fields: Sequence[Fields], config: EngineConfig) -> None:
+    """Refuse what looks at a prompt's ids in other ways than processors and criteria do, beside the argument `name`.
 
     Raises:
         ValueError: naming it.
     """
     for each in fields:
         if each["guidance_scale"] not in (None, 1, 1.0):
-            raise ValueError(f"guidance_scale must be None with inputs_embeds, got {each['guidance_scale']!r}")
-    if assistant_model is not None:
-        raise ValueError("assistant_model must be None with inputs_embeds, got one: it knows prompts by token ids")
+            raise ValueError(
+                f"guidance_scale must be None with {name}, got {each['guidance_scale']!r}: {OF_HUGGING_FACE}"
+            )
     if config.record is not None:
-        raise ValueError("EngineConfig.record must be None with inputs_embeds: a log knows prompts by token ids")
+        raise ValueError(f"EngineConfig.record must be None with {name}: leave it out, a log knows prompts by ids")
 
 
 def check_forward_arguments(prompts: Prompts, arguments: Mapping[str, Any]) -> None:
@@ -157,12 +208,12 @@ def expanded(prompts: Prompts, fields: Sequence[Fields]) -> tuple[Prompts, list[
     counts = [each.samples for each in fields]
     if all(count == 1 for count in counts):
         return prompts, list(fields)
-    columns, mask, embeds = (
+    columns, mask, embeds, types = (
         None if each is None else each.repeat_interleave(torch.tensor(counts, device=each.device), dim=0)
-        for each in (prompts.columns, prompts.mask, prompts.embeds)
+        for each in (prompts.columns, prompts.mask, prompts.embeds, prompts.types)
     )
     rows = [row for row, count in zip(prompts.rows, counts, strict=True) for _ in range(count)]
-    return Prompts(rows=rows, columns=columns, mask=mask, holes=prompts.holes, embeds=embeds), [
+    return replace(prompts, rows=rows, columns=columns, mask=mask, embeds=embeds, types=types), [
         each for each, count in zip(fields, counts, strict=True) for _ in range(count)
     ]
 

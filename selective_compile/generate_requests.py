@@ -20,6 +20,7 @@ from selective_compile.options import EngineConfig
 from selective_compile.runtime.engine import Engine
 from selective_compile.runtime.request import Request, RequestResult
 from selective_compile.runtime.samples import Asked
+from selective_compile.token_types import typed
 
 # A function with the arguments of `model.generate` has no other place for what it compiled, since the model
 # object stays as it is. Nothing in here outlives its model.
@@ -57,13 +58,19 @@ def finished_requests(
         for row, count, each in zip(prompts.rows, counts, fields, strict=True)
         for _ in range(each.num_beams)
     ]
-    if prompts.embeds is None:
+    if prompts.embeds is None and prompts.types is None:
         return _served(ENGINES.engine_for(model, config, lengths), prompts, fields, counts, seeds, objects, streamer)
-    own = list({id(row): row for row in prompts.rows}.values())  # samples of a prompt share its rows
-    with ENGINES.lent(model, config, own) as (kept, lent):
-        ids = dict(zip(map(id, own), lent.ids, strict=True))
-        known = replace(prompts, rows=[ids[id(row)] for row in prompts.rows])
-        return _served(kept.engine_for(lengths), known, fields, counts, seeds, objects, streamer, lent.salt)
+    # Samples of a prompt share its rows.
+    first = {id(row): number for number, row in reversed([*enumerate(prompts.rows)])}
+    own = sorted(first.values())
+    rows = [prompts.rows[number] for number in own] if prompts.embeds is not None else []
+    with ENGINES.lent(model, config, rows, with_types=prompts.types is not None) as (kept, lent):
+        ids = dict(zip(own, lent.ids if rows else [prompts.rows[number] for number in own], strict=True))
+        if prompts.types is not None:
+            ids = {number: typed(ids[number], prompts.types_of(number, kept.num_types)) for number in own}
+        known = replace(prompts, rows=[ids[first[id(row)]] for row in prompts.rows])
+        salt = lent.salt if rows else None
+        return _served(kept.engine_for(lengths), known, fields, counts, seeds, objects, streamer, salt)
 
 
 def _served(
@@ -77,6 +84,7 @@ def _served(
     salt: str | None = None,
 ) -> list[RequestResult]:
     """`counts` of new tokens for each of the prompts; `salt`: under which they are known, with embeddings."""
+    of_embeddings = prompts.embeds is not None
     if prompts.holes and engine.counts_padding:
         raise ValueError(
             "attention_mask must have its ones side by side in each row of a model with windows or recurrent layers, "
@@ -88,14 +96,16 @@ def _served(
             asked = []
             for number in numbers:
                 seen = len(prompts.seen(number))
-                options = fields[number].options(prompts.width_of(number) - seen, of_embeddings=salt is not None)
+                options = fields[number].options(prompts.width_of(number) - seen, of_embeddings=of_embeddings)
                 padding = prompts.width_of(number, counted=False) - seen
                 options |= objects.options(number, len(fields), padding)
                 options |= {"max_new_tokens": counts[number], "seed": seeds[number]}
-                if salt is not None:
+                if of_embeddings:
                     options |= dict.fromkeys(OF_PROMPT_IDS)
                 asked.append(Asked(config=fields[number].config, options=options))
-            known = {} if salt is None else {"shown": prompts.seen(numbers[0]), "cache_salt": salt}
+            known: dict[str, Any] = {"cache_salt": salt}
+            if of_embeddings or prompts.types is not None:
+                known |= {"shown": prompts.seen(numbers[0]), "id_offset": prompts.id_offset(numbers[0])}
             requests += engine.submit_samples(row, asked, **known)
         if streamer is not None:
             stream(requests, prompts, streamer, fields[0].pad_token_id)

@@ -69,20 +69,26 @@ def steps(rows: Sequence[Sequence[Tensor]], pad: int | None) -> tuple[Tensor, ..
     return tuple(torch.stack([each[step] if step < len(each) else ended for each in rows]) for step in range(longest))
 
 
-def refuse_ends_without_padding(fields: Sequence[Fields], *, criteria: bool, rows: int) -> None:
+def refuse_ends_without_padding(fields: Sequence[Fields], *, criteria: Sequence[Any], rows: int) -> None:
     """Refuse several rows that may end at different lengths with nothing to fill them up with.
 
-    `model.generate` fills them with tokens generated after the end, which no request here computes.
+    `model.generate` fills them with tokens generated after the end, which no request here computes; with padding only
+    where there is an end-of-sequence id.
+
+    Args:
+        criteria: those of the call.
 
     Raises:
         ValueError: naming what ends them.
     """
+    pads = any(hasattr(each, "eos_token_id") for each in criteria)  # as there
     for each in fields:
-        if rows > 1 and each.pad_token_id is None and each.num_beams == 1:
+        missing = "pad_token_id" if each.pad_token_id is None else "eos_token_id"
+        if rows > 1 and each.num_beams == 1 and (each.pad_token_id is None or not (pads or each.eos_token_ids)):
             for name, asked in (
                 ("stopping_criteria", criteria),
                 ("stop_strings", each["stop_strings"]),
                 ("max_time", each["max_time"]),
             ):
                 if asked:
-                    raise ValueError(f"pad_token_id must be set for more than one row with {name}, got None")
+                    raise ValueError(f"{missing} must be set for more than one row with {name}, got None")

@@ -6,7 +6,7 @@ shapes and the meaning that they have there for every kind of layer. Such a call
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -77,7 +77,11 @@ def states_of(
     if embeds is not None:
         places = order.to(embeds.device)[:, :, None].expand_as(embeds)
         embeds = embeds.gather(1, places)[numbers.to(embeds.device)]
-    found = _run_over(model, columns, embeds, mask, [tokens for _, tokens in paths.rows], fields[0])
+    types = prompts.types
+    if types is not None:
+        types = types.gather(1, order.to(types.device))[numbers.to(types.device)]
+    given = {name: each for name, each in (("inputs_embeds", embeds), ("token_type_ids", types)) if each is not None}
+    found = _run_over(model, columns, given, mask, [tokens for _, tokens in paths.rows], fields[0])
     if all(result.hypotheses is None for result in results):
         return found
     for name in ("hidden_states", "attentions"):
@@ -148,12 +152,14 @@ class _Forced(LogitsProcessor):
 def _run_over(
     model: nn.Module,
     columns: Tensor,
-    embeds: Tensor | None,
+    given: Mapping[str, Tensor],
     mask: Tensor,
     tokens: Sequence[Sequence[int]],
     fields: Fields,
 ) -> dict[str, Any]:
-    """The model's own loop over columns [R, S], or embeddings [R, S, hidden], and then `tokens`, R of one length."""
+    """The model's own loop over columns [R, S], and what else is `given` of the prompts, and then `tokens`, R of one
+    length.
+    """
     forced = columns.new_tensor(tokens)
     width, steps = columns.shape[1], forced.shape[1]
     cached = fields["use_cache"]
@@ -174,7 +180,7 @@ def _run_over(
         model,
         columns,
         attention_mask=mask.long(),
-        **({} if embeds is None else {"inputs_embeds": embeds}),
+        **given,
         generation_config=config,
         custom_generate=_forced_loop(_Forced(forced, width), width + steps),
     )

@@ -1,7 +1,8 @@
 """Prompts of embeddings: a copy of a model that shares its weights, and knows rows of a table by ids of their own.
 
 Ids from `FIRST` on, which no vocabulary has, stand for the rows of the table; to all behind the input embedding they
-are tokens like others, so that they are proved, batched and cached like others.
+are tokens like others, so that they are proved, batched and cached like others. Such a copy can also read off its ids
+the types of tokens, see `token_types`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,14 @@ from selective_compile.live_settings import LiveSettings
 from selective_compile.passes.flatten import FlatGraph
 from selective_compile.passes.traced_graph import source_line
 from selective_compile.skeleton import LENGTHS, Forward, skeleton
+from selective_compile.token_types import (
+    check_takes_types,
+    is_split,
+    is_types,
+    reading_types,
+    refuse_use_of_types,
+    rows_of_table,
+)
 
 aten = torch.ops.aten
 OTHER_SHAPES = (aten.reshape.default, aten.view.default)
@@ -33,12 +42,17 @@ class GivenRows:
         model: the copy. Parameters that the model gets anew are the copy's too; for buffers see `is_of`.
     """
 
-    def __init__(self, model: nn.Module, capacity: int) -> None:
+    def __init__(self, model: nn.Module, capacity: int, *, with_types: bool = False) -> None:
         """
+        Args:
+            with_types: the copy's ids tell the types of tokens, too.
+
         Raises:
-            ValueError: the model takes no embeddings, or makes more of token ids than to look up rows.
+            ValueError: the model takes no embeddings, or makes more of token ids than to look up rows; or no types.
         """
         assert capacity >= max(LENGTHS), capacity  # for the trial
+        if with_types:
+            check_takes_types(model)
         path = _path_of_embedding(model)
         with torch.no_grad():
             example = model.get_submodule(path)(torch.zeros(1, 1, dtype=torch.int64, device=device_of(model)))
@@ -48,6 +62,8 @@ class GivenRows:
         self._settings = LiveSettings(model, {name for module in model.modules() for name in vars(module)})
         self.model = skeleton(model, {path: self._reading})
         _check_by_trial(model, self)
+        if with_types:
+            self.model.__class__ = reading_types(type(model))
 
     @property
     def capacity(self) -> int:
@@ -58,6 +74,10 @@ class GivenRows:
         found = _buffers_of(model)
         same = len(found) == len(self._buffers) and all(map(lambda a, b: a is b, found, self._buffers))
         return same and not self._settings.change()
+
+    def follow(self, model: nn.Module) -> None:
+        """Give the copy the model's generation_config, which a model may get anew, and which no graph depends on."""
+        self.model.__dict__["generation_config"] = getattr(model, "generation_config", None)
 
     def check(self, rows: Tensor) -> None:
         """Raises `ValueError`: rows [..., hidden] of another width or dtype than the model's own."""
@@ -85,29 +105,65 @@ class GivenRows:
         return forward
 
 
-def check_ids_are_only_looked_up(flat: FlatGraph, name: str) -> None:
+def check_ids_are_only_looked_up(flat: FlatGraph, name: str) -> int:
     """Prove of the copy's graph that no id is used but to look up its row, as in `GivenRows`.
+
+    Returns:
+        How many types of tokens there are: all that rows are looked up of have as many; 1 where it knows no types.
 
     Raises:
         ValueError: naming another node that reads ids, and where it was written.
     """
     placeholders = [node for node in flat.module.graph.nodes if node.op == "placeholder"]
-    stack = placeholders[len(flat.weights) : len(flat.weights) + len(flat.tokens)]
-    seen = set()
+    inputs = _followed(placeholders[len(flat.weights) : len(flat.weights) + len(flat.tokens)])
+    ids = [node for read in inputs for node in read.users if is_split(node)]
+    types = [node for read in inputs for node in read.users if is_types(node)]
+    if ids:
+        others = [node for read in inputs for node in read.users if node not in (*ids, *types)]
+        _check_uses([node for node in others if not _is_of_shape(node)], name)
+    _check_uses([node for read in _followed(ids or inputs) for node in read.users], name)
+    return _num_types(types, name)
+
+
+def _check_uses(users: Sequence[fx.Node], name: str) -> None:
+    for node in users:
+        if not _is_look_up(node):
+            raise ValueError(f"{more_than_looked_up(name)}: {node.name} ({node.target}) at {source_line(node)}")
+
+
+def _num_types(types: Sequence[fx.Node], name: str) -> int:
+    """The rows of the smallest table that types are looked up in: one of their own, or that of the tokens."""
+    sizes = []
+    for read in _followed(types, (*OTHER_SHAPES, aten.masked_fill.Scalar)):
+        for node in read.users:
+            rows = rows_of_table(node, read)
+            if rows is not None:
+                sizes.append(rows)
+            elif not _is_look_up(node):
+                refuse_use_of_types(node, name)
+    return min(sizes, default=1)
+
+
+def _followed(nodes: Sequence[fx.Node], through: Sequence[Any] = OTHER_SHAPES) -> list[fx.Node]:
+    """These, and what is made of them by such operators."""
+    found = dict.fromkeys(nodes)
+    stack = list(nodes)
     while stack:
-        ids = stack.pop()
-        seen.add(ids)
-        for node in ids.users:
-            _check_use(node, name)
-            if node.target in OTHER_SHAPES and node not in seen:
+        for node in stack.pop().users:
+            if node.target in through and node not in found:
+                found[node] = None
                 stack.append(node)
+    return list(found)
 
 
-def _check_use(node: fx.Node, name: str) -> None:
+def _is_of_shape(node: fx.Node) -> bool:
+    return node.target in (aten.sym_size.int, *OTHER_SHAPES)
+
+
+def _is_look_up(node: fx.Node) -> bool:
     of_table = node.target in (aten.ge.Scalar, aten.sub.Tensor) and node.args[1] == FIRST
     of_own = node.target is aten.masked_fill.Scalar and _is_given(node.args[1])
-    if not (of_table or of_own or node.target in (aten.sym_size.int, *OTHER_SHAPES)):
-        raise ValueError(f"{more_than_looked_up(name)}: {node.name} ({node.target}) at {source_line(node)}")
+    return bool(of_table or of_own or _is_of_shape(node))
 
 
 def _is_given(node: Any) -> bool:

@@ -14,7 +14,7 @@ from transformers.generation import BaseStreamer
 from selective_compile.capture import device_of
 from selective_compile.generate_arguments import (
     FORWARD_ARGUMENTS,
-    check_fields_with_embeddings,
+    check_fields_with,
     check_forward_arguments,
     check_model,
     expanded,
@@ -22,6 +22,7 @@ from selective_compile.generate_arguments import (
     prompts_of_embeddings,
     refuse_unsupported,
     seeds_of,
+    with_types,
 )
 from selective_compile.generate_beams import check_beams
 from selective_compile.generate_fields import GENERATION_FIELDS, fields_of
@@ -52,6 +53,7 @@ def generate(
     input_ids: Any = None,
     attention_mask: Any = None,
     inputs_embeds: Any = None,
+    token_type_ids: Any = None,
     seed: int | Sequence[int] | None = None,
     engine_config: EngineConfig | None = None,
     **kwargs: Any,
@@ -71,6 +73,8 @@ def generate(
         inputs_embeds: [B, S, hidden], the prompts in place of ids, as the model's input embedding gives them; with
             input_ids [B, S] these stand for them where processors look at the prompt, and in what is returned, which
             else has the new tokens alone. Models that make more of ids than to look up rows are refused.
+        token_type_ids: [B, S] or [1, S], for a model whose forward takes them; new tokens have the type of their
+            prompt's last one.
         logits_processor, stopping_criteria: called for each row by itself, [1, length] without padding; of several
             rows each gets a copy of the objects, so that none sees the calls for another row.
         assistant_model: a smaller model of the same vocabulary, which drafts; the tokens are those without it.
@@ -119,8 +123,11 @@ def generate(
     if inputs_embeds is None:
         prompts = prompts_of(inputs, attention_mask, fields, device_of(model))
     else:
-        check_fields_with_embeddings(fields, config, assistant_model)
+        check_fields_with("inputs_embeds", fields, config)
         prompts = prompts_of_embeddings(inputs_embeds, inputs, attention_mask, fields[0])
+    if token_type_ids is not None:
+        check_fields_with("token_type_ids", fields, config)
+        prompts = with_types(prompts, token_type_ids)
     check_forward_arguments(prompts, kwargs)
     fields = fields * len(prompts.rows) if len(fields) == 1 else fields
     prompts, fields = expanded(prompts, fields)
@@ -130,7 +137,7 @@ def generate(
     check_beams(fields, streamer=streamer)
     check_states(model, prompts, fields)
     refuse_ends_without_padding(
-        fields, criteria=bool(stopping_criteria), rows=0 if prompts.columns is None else len(fields)
+        fields, criteria=stopping_criteria or (), rows=0 if prompts.columns is None else len(fields)
     )
     objects = CallObjects(
         logits_processor=logits_processor,

@@ -20,6 +20,7 @@ from selective_compile.given_rows import FIRST, GivenRows, check_ids_are_only_lo
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.engine import Engine
 from selective_compile.runtime.kv_cache import num_blocks
+from selective_compile.token_types import UNIT
 
 # Rows of a table of embeddings at first: many short prompts, or a few long ones, before it has to grow.
 ROWS = 2048
@@ -75,18 +76,22 @@ class KeptEngine:
 class KeptRows:
     """The engine of a model's copy that reads embeddings from a table, whose rows are lent to the calls."""
 
-    def __init__(self, model: nn.Module, config: EngineConfig, capacity: int) -> None:
+    def __init__(self, model: nn.Module, config: EngineConfig, capacity: int, *, with_types: bool = False) -> None:
         """
+        Args:
+            with_types: for prompts whose tokens have types.
+
         Raises:
             ValueError: as `GivenRows` and `KeptEngine`; or the model runs whole, by its own caches.
         """
-        self._given = GivenRows(model, capacity)
+        self._given = GivenRows(model, capacity, with_types=with_types)
         self._kept = KeptEngine(self._given.model, config)
         if not isinstance(self._kept.program, StepProgram):
-            raise ValueError("inputs_embeds must be None for a model that runs whole, one request after another")
+            what = "token_type_ids" if with_types else "inputs_embeds"
+            raise ValueError(f"{what} must be None for a model that runs whole, one request after another")
         assert self._kept.program.rewritten.flat is not None
-        check_ids_are_only_looked_up(self._kept.program.rewritten.flat, type(model).__name__)
-        self._kept.program.num_ids = FIRST + capacity
+        self.num_types = check_ids_are_only_looked_up(self._kept.program.rewritten.flat, type(model).__name__)
+        self._kept.program.num_ids = self.num_types * UNIT if with_types else FIRST + capacity
         self._free = list(range(capacity))
         self._salts = itertools.count()
         self._lock = Lock()
@@ -97,6 +102,10 @@ class KeptRows:
 
     def fits(self, model: nn.Module, config: EngineConfig) -> bool:
         return self._given.is_of(model) and self._kept.fits(self._given.model, config)
+
+    def follow(self, model: nn.Module) -> None:
+        """What the model has anew that nothing compiled depends on."""
+        self._given.follow(model)
 
     def engine_for(self, lengths: Sequence[int]) -> Engine:
         return self._kept.engine_for(self._given.model, lengths)
@@ -139,7 +148,10 @@ class KeptEngines:
 
     def __init__(self) -> None:
         self._kept: weakref.WeakKeyDictionary[nn.Module, KeptEngine] = weakref.WeakKeyDictionary()
-        self._rows: weakref.WeakKeyDictionary[nn.Module, KeptRows] = weakref.WeakKeyDictionary()
+        # Without types of tokens, and with them.
+        self._rows: dict[bool, weakref.WeakKeyDictionary[nn.Module, KeptRows]] = {
+            with_types: weakref.WeakKeyDictionary() for with_types in (False, True)
+        }
         self._lock = Lock()
 
     def engine_for(self, model: nn.Module, config: EngineConfig, lengths: Sequence[int]) -> Engine:
@@ -157,20 +169,26 @@ class KeptEngines:
 
     @contextmanager
     def lent(
-        self, model: nn.Module, config: EngineConfig, prompts: Sequence[Tensor]
+        self, model: nn.Module, config: EngineConfig, prompts: Sequence[Tensor], *, with_types: bool = False
     ) -> Iterator[tuple[KeptRows, Lent]]:
         """An engine that knows prompts [n, hidden] of embeddings by ids, for as long as the context lasts.
+
+        Args:
+            with_types: ids tell the types of tokens too; with or without prompts of embeddings.
 
         Raises:
             ValueError: the model cannot be rewritten so, or the prompts are not such embeddings as its own.
         """
         with self._lock:
-            kept = self._rows.get(model)
+            every = self._rows[with_types]
+            kept = every.get(model)
             if kept is None or not kept.fits(model, config):
-                kept = self._rows[model] = KeptRows(model, config, _rows_for(prompts, ROWS))
+                kept = every[model] = KeptRows(model, config, _rows_for(prompts, ROWS), with_types=with_types)
+            kept.follow(model)
             lent = kept.lend(prompts)
             if lent is None:  # those who have rows of the smaller table keep its engine until they end
-                kept = self._rows[model] = KeptRows(model, config, _rows_for(prompts, 2 * kept.capacity))
+                capacity = _rows_for(prompts, 2 * kept.capacity)
+                kept = every[model] = KeptRows(model, config, capacity, with_types=with_types)
                 lent = kept.lend(prompts)
                 assert lent is not None
         try:
@@ -181,13 +199,14 @@ class KeptEngines:
     def drop(self, model: nn.Module) -> None:
         with self._lock:
             self._kept.pop(model, None)
-            self._rows.pop(model, None)
+            for rows in self._rows.values():
+                rows.pop(model, None)
 
 
 def _rows_for(prompts: Sequence[Tensor], least: int) -> int:
     """At least as many as the prompts have; by powers of two, or each longer call would compile anew."""
     needed = sum(map(len, prompts))
-    return max(least, 1 << (needed - 1).bit_length())
+    return max(least, 1 << max(0, needed - 1).bit_length())
 
 
 def layout_of(model: nn.Module) -> tuple[Any, ...]:

@@ -205,6 +205,11 @@ def test_stop_strings_over_rows(loaded: tuple[Any, Any], monkeypatch: pytest.Mon
             eos_token_id=None,
             engine_config=CONFIG,
         )
+    # There a padding id alone fills nothing: rows that have ended get what is generated after their end.
+    for name, ending in {"stopping_criteria": [OnSum()], "max_time": 9.0, "stop_strings": "a"}.items():
+        given = {name: ending, "tokenizer": loaded[1], "eos_token_id": None}
+        with pytest.raises(ValueError, match=f"eos_token_id must be set for more than one row with {name}, got None"):
+            sc.generate(loaded[0], ids, attention_mask=ids != PAD, engine_config=CONFIG, **given)
 
 
 class Locked(LogitsProcessor):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Gemma3nForCausalLM, Gemma3nTextConfig, LogitsProcessor, StoppingCriteria
+from transformers import Gemma3nForCausalLM, Gemma3nTextConfig, GenerationConfig, LogitsProcessor, StoppingCriteria
 
 import selective_compile as sc
 from selective_compile.given_rows import FIRST, GivenRows
@@ -127,6 +127,15 @@ def test_samples_are_those_of_the_ids_that_the_embeddings_are_of(model: Any) -> 
     assert torch.equal(alone, by_ids[:, WIDTH:])
 
 
+@pytest.mark.parametrize("with_ids", [False, True])
+def test_drafts_are_of_what_stands_for_the_prompt(llama: Any, with_ids: bool) -> None:
+    """They know nothing of the rows, and change no token; those of the model itself are often right."""
+    arguments = {**prompts(), "max_new_tokens": 12, "pad_token_id": 0, **({"input_ids": ids_of()} if with_ids else {})}
+    expected = llama.generate(**arguments)
+    for drafts in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": tiny("llama")}):
+        assert torch.equal(sc.generate(llama, engine_config=CONFIG, **arguments, **drafts), expected)
+
+
 def test_few_blocks_and_small_steps_change_nothing(llama: Any) -> None:
     """Requests are preempted and their prompts, in parts, computed again from the same rows."""
     small = sc.EngineConfig(compile=False, max_kv_tokens=48, block_size=4, token_budget=7, max_requests=4)
@@ -195,6 +204,15 @@ def test_new_attributes_of_the_model_are_seen() -> None:
     assert found.tolist() == expected.tolist() != before.tolist()
 
 
+def test_a_new_generation_config_of_the_model_is_seen() -> None:
+    model = tiny("llama")
+    given = prompts()
+    before = sc.generate(model, **given, max_new_tokens=8, engine_config=CONFIG)
+    model.generation_config = GenerationConfig(suppress_tokens=before[:, :3].unique().tolist(), pad_token_id=0)
+    found = sc.generate(model, **given, max_new_tokens=8, engine_config=CONFIG)
+    assert found.tolist() == model.generate(**given, max_new_tokens=8).tolist() != before.tolist()
+
+
 def test_the_model_is_left_as_it_is_and_freed() -> None:
     model = tiny("llama")
     before = [(name, *module._buffers, *vars(module)) for name, module in model.named_modules()]
@@ -250,7 +268,6 @@ def test_models_that_do_more_with_ids_are_refused() -> None:
         ({"input_ids": [[1, 2]]}, "input_ids must be a tensor .* got list"),
         ({"attention_mask": torch.ones(1, 3)}, "attention_mask must have the shape"),
         ({"guidance_scale": 2.0}, "guidance_scale must be None with inputs_embeds, got 2.0"),
-        ({"assistant_model": nn.Linear(1, 1)}, "assistant_model must be None with inputs_embeds"),
         ({"past_key_values": "a cache"}, "'past_key_values' of generate must be None"),
         ({"engine_config": sc.EngineConfig(compile=False, record="log")}, "EngineConfig.record must be None"),
     ],

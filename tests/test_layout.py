@@ -64,6 +64,7 @@ LAYERS = (
         "sequential_program",
         "skeleton",
         "step_program",
+        "token_types",
         "where_refused",
         "whole_modules",
     ),

@@ -28,7 +28,8 @@ def check_against_the_slow_way(plan: StepPlan, inputs: StepInputs, block_size: i
         assert inputs.cu_seqlens_q[number] == row
         blocks = list(share.state.blocks)
         for position in range(share.start, share.start + share.num_tokens):
-            assert inputs.input_ids[row] == share.state.tokens[position]
+            offset = share.state.id_offset if position >= share.state.prompt_length else 0
+            assert inputs.input_ids[row] == share.state.tokens[position] + offset
             assert inputs.positions[row] == position
             slot = blocks[position // block_size] * block_size + position % block_size
             assert inputs.slot_mapping[row] == slot
@@ -55,7 +56,7 @@ def test_random_plans(prompts: list[list[int]], block_size: int, token_budget: i
     scheduler = Scheduler(pool, token_budget=token_budget, max_requests=4, block_size=block_size)
     assembler = make_assembler(max_blocks=40, block_size=block_size)
     for number, prompt in enumerate(prompts):
-        scheduler.add(RequestState(number, number, prompt, max_new_tokens=9))
+        scheduler.add(RequestState(number, number, prompt, max_new_tokens=9, id_offset=number % 3 * 1000))
     for step in range(16):
         plan = scheduler.schedule()
         if not plan.shares:

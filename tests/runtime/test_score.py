@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 import selective_compile as sc
 from selective_compile.backend import compile_step_program
@@ -49,6 +50,20 @@ def test_scores_are_the_models_own(llama: Any, budget: int) -> None:
         assert torch.allclose(torch.tensor(found), wanted[cut - 1 :], atol=1e-4)
     assert engine.stats().tokens_reused > 0
     assert all(request.result().error is None for request in others)
+
+
+def test_scores_do_not_ask_for_what_the_models_own_configuration_does(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, program = llama
+    fields = {"stop_strings": ["a"], "guidance_scale": 2.0, "do_sample": True, "cache_implementation": "quantized"}
+    monkeypatch.setattr(model, "generation_config", GenerationConfig())
+    for name, value in fields.items():
+        setattr(model.generation_config, name, value)
+    engine = sc.Engine(model, CONFIG, program=program)
+    with pytest.raises(ValueError, match="cache_implementation"):
+        engine.submit([1, 2])
+    assert torch.allclose(torch.tensor(engine.score([5], [6, 7])), alone(model, [5, 6, 7]), atol=1e-4)
 
 
 def test_log_probabilities_of_the_prompt_with_samples_and_preemption(llama: Any) -> None:
