@@ -3,9 +3,9 @@
     python tests/hf_generation/run.py path/to/transformers --json docs/generation_tests.json
 
 Needs a checkout of transformers' repository at the installed version, since packages come without these tests, and
-beside this environment what they import (`parameterized`, `httpx`). Each test runs twice, first as it is. Counted are
-those that pass so and call `generate`; not those about compiling the model's forward, which say nothing of generation,
-and none that need a download, a GPU or another library, which do not pass as they are.
+beside this environment what they import (`parameterized`, `httpx`, `timeout-decorator`). Each test runs twice, first as
+it is. Counted are those that pass so and call `generate`; not those about compiling the model's forward, which say
+nothing of generation, and none that need a download, a GPU or another library, which do not pass as they are.
 """
 
 from __future__ import annotations
