@@ -69,10 +69,11 @@ def test_a_list_of_prompts_some_with_beams(loaded: tuple[Any, Any]) -> None:
 def test_the_same_list_for_several_prompts(loaded: tuple[Any, Any]) -> None:
     """Rows of one prompt start from it together, but for those that are searched."""
     model, tokenizer = loaded
-    prompt = tokenizer(TEXTS[0]).input_ids
+    prompt = tokenizer("the key is in").input_ids
     ids = torch.tensor([prompt])
     plain = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 9, "eos_token_id": None, "do_sample": False}
     expected = {beams: model.generate(ids, num_beams=beams, **plain)[0].tolist() for beams in (1, 2, 3)}
+    assert expected[3] != expected[1], "a search that was greedy would not show"
     for counts in ((2, 2), (3, 3, 3), (1, 2, 1), (2, 1, 3), (1, 1, 2)):
         configs = [GenerationConfig(max_new_tokens=9, num_beams=beams) for beams in counts]
         found = sc.generate(
