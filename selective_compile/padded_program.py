@@ -15,6 +15,8 @@ from selective_compile.passes import Rewrite
 from selective_compile.passes.axes import Axes, Axis
 from selective_compile.proved_tensors import ProvedTensors
 
+NEVER = 2**62  # no column but the first is a multiple of it
+
 
 class RealTokens:
     """Where the real tokens of a ``[B, S]`` batch are.
@@ -23,6 +25,7 @@ class RealTokens:
         flat: [T] int64, index of each real token in the flattened batch, requests in order.
         columns: [T] int64, its column, which is its position to the model.
         cu_seqlens_q: [B + 1] int32.
+        starts: [B] int64, the column of each row's first real token; 0 in a row without any.
         contiguous: every row's real tokens are side by side.
     """
 
@@ -33,17 +36,17 @@ class RealTokens:
         self.columns = self.flat % self.length
         self.cu_seqlens_q = torch.zeros(batch + 1, dtype=torch.int32, device=mask.device)
         self.cu_seqlens_q[1:] = lengths.cumsum(0)
-        starts = mask.int().argmax(1)
+        self.starts = mask.int().argmax(1)
         ends = self.length - mask.flip(1).int().argmax(1)
-        self.contiguous = bool(((ends - starts == lengths) | (lengths == 0)).all())
+        self.contiguous = bool(((ends - self.starts == lengths) | (lengths == 0)).all())
 
 
 class PaddedProgram:
     """Called with Dynamo's graph inputs in Dynamo's order; returns Dynamo's graph outputs.
 
     Some calls run Dynamo's own graph, uncompiled: a length that the trace does not hold for, a mask of other numbers
-    than 0 and 1, a window over rows with holes, fewer than two real tokens, and other values in the buffers that masks
-    were proved from.
+    than 0 and 1, a window or a bias by distance over rows with holes, chunks or recurrences over rows that padding
+    shifts, fewer than two real tokens, and other values in the buffers that masks were proved from.
     """
 
     def __init__(self, rewritten: Rewrite, module: fx.GraphModule, options: BackendOptions) -> None:
@@ -62,7 +65,11 @@ class PaddedProgram:
         self._outputs = tuple(zip(flat.outputs, rewritten.tails, strict=True))
         padding = {call.family.padding for call in flat.calls if call.family is not None}
         self._mask = next((given.index for given in rewritten.traced.tokens() if given.node in padding), None)
-        self._windowed = any(call.family is not None and call.family.window for call in flat.calls)
+        families = [call.family for call in flat.calls if call.family is not None]
+        self._by_distance = any(family.window or family.slopes for family in families)
+        # What the first column of a row must be a multiple of.  A recurrence goes over padding as over any token, so
+        # that there must be none in front.
+        self._aligned = {family.chunk for family in families if family.chunk} | ({NEVER} if flat.recurrences else set())
         self._run = compiled(flat, inductor=options.inductor)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -76,8 +83,8 @@ class PaddedProgram:
             return self._module(*arguments)
         mask = self._real(arguments, batch, length)
         real = RealTokens(mask)
-        if self._windowed and not real.contiguous:
-            return self._module(*arguments)  # a window counts columns, and a hole in a row shifts them
+        if not self._keeps_columns(real):
+            return self._module(*arguments)
         if len(real.flat) < 2:
             return self._module(*arguments)  # T of 0 or 1 would be a graph of its own
         with forced_implementation(self._options.implementation):
@@ -86,6 +93,12 @@ class PaddedProgram:
             tail(padded(value, kind, real, batch, length)) if isinstance(kind, Axes) else size_value(kind, symbols)
             for value, (kind, tail) in zip(results, self._outputs, strict=True)
         )
+
+    def _keeps_columns(self, real: RealTokens) -> bool:
+        """Whether the model sees its columns as they are without padding, as far as it counts them."""
+        if (self._by_distance or self._aligned) and not real.contiguous:
+            return False  # a hole in a row shifts what is behind it
+        return all(bool((real.starts % multiple == 0).all()) for multiple in self._aligned)
 
     def _batch_shape(self, arguments: tuple[Any, ...]) -> tuple[int, int]:
         shapes = [arguments[index].shape[:2] for index in self._inputs]

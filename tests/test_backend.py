@@ -17,6 +17,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 import selective_compile as sc
 from tests.decoders import (
     VOCABULARY,
+    WIDTH,
     Decoder,
     additive_mask,
     by_bmm,
@@ -551,3 +552,44 @@ def test_scores_rounded_to_a_narrower_type_are_not_rewritten_silently() -> None:
 
     error, _ = padded_error(Decoder(layers=1, attend=rounded), vocabulary=VOCABULARY)
     assert error < TOLERANCE
+
+
+def chunk_mask(ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    chunks = torch.arange(ids.shape[1]) // 5
+    return tril_mask(ids, attention_mask) & (chunks[:, None] == chunks)
+
+
+def bias_by_distance(ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    places, slopes = torch.arange(ids.shape[1]), torch.tensor([1.0, 0.5, 0.25, 0.125])
+    return additive_mask(ids, attention_mask) - slopes[:, None, None] * (places[:, None] - places)
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv1d(WIDTH, WIDTH, 4, groups=WIDTH, padding=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+
+
+COUNTING_COLUMNS: dict[str, Any] = {
+    "window": lambda: Decoder(layers=1, mask=window_mask(5)),
+    "chunks": lambda: Decoder(layers=1, mask=chunk_mask),
+    "bias by distance": lambda: Decoder(layers=1, attend=by_matmul, mask=bias_by_distance),
+    "convolution": lambda: Decoder(layers=1, mix=Convolution()),
+}
+
+
+@pytest.mark.parametrize("make", COUNTING_COLUMNS.values(), ids=COUNTING_COLUMNS)
+def test_what_counts_columns_counts_those_of_padding_too(make: Callable[[], Decoder]) -> None:
+    model = make()
+    error, report = padded_error(model, vocabulary=VOCABULARY)
+    assert report.ok and error < TOLERANCE
+    compiled = fast(model)
+    holes = torch.ones_like(IDS)
+    holes[0, 4], holes[1, 2:4], holes[2, 10], holes[3, :5] = 0, 0, 0, 0
+    for mask in (holes, torch.ones_like(IDS)):
+        with torch.no_grad():
+            difference = compiled(IDS, mask) - model(IDS, mask)
+        assert greatest(difference[mask.bool()]) < TOLERANCE
