@@ -15,7 +15,7 @@ from torch._dynamo.comptime import comptime
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._guards import TracingContext
 
-from selective_compile.live_settings import names_read
+from selective_compile.live_settings import Read, names_read
 from selective_compile.module_state import unchanged
 from selective_compile.passes.lengths import CAPTURE_TOKENS, bounds_requests, longest_request
 from selective_compile.passes.normalise import keep_sources
@@ -36,13 +36,13 @@ class Captured:
     """Dynamo's graph from token ids (and an attention mask, if the model takes one) to logits ``[1, S, V]``.
 
     ``max_tokens``: the largest S that it holds for, where the model has a table of positions that ends; None if any.
-    ``read``: names of the attributes that the trace depends on.
+    ``read``: the attributes that the trace depends on, and the code.
     """
 
     module: fx.GraphModule
     examples: list[Any]
     max_tokens: int | None
-    read: frozenset[str] = frozenset()
+    read: Read = Read()
 
 
 class CaptureDone(BaseException):
@@ -158,10 +158,11 @@ def longest_of_graph() -> int | None:
     return longest_request(guard.expr for guard in guards)
 
 
-def read_by_trace() -> frozenset[str]:
+def read_by_trace() -> Read:
     context = TracingContext.try_get()
     assert context is not None
-    return names_read(context.guards_context.dynamo_guards)
+    names, keys = names_read(context.guards_context.dynamo_guards)
+    return Read(names=names, keys=keys, code=frozenset(context.traced_code))
 
 
 def leave(*_: Any) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from selective_compile.capture import CANNOT, device_of, logits_call, logits_of, takes
 from selective_compile.isolation_trial import alike
-from selective_compile.live_settings import LiveSettings
+from selective_compile.live_settings import LiveSettings, Read
 from selective_compile.passes.flatten import FlatGraph
 from selective_compile.passes.traced_graph import source_line
 from selective_compile.skeleton import LENGTHS, Forward, skeleton
@@ -59,7 +59,8 @@ class GivenRows:
         self._table = torch.zeros(capacity, example.shape[-1], dtype=example.dtype, device=example.device)
         self._buffers = _buffers_of(model)
         # The copy has attributes of its own: whichever of them its graph has read, the model's must stay as they were.
-        self._settings = LiveSettings(model, {name for module in model.modules() for name in vars(module)})
+        names = frozenset(name for module in model.modules() for name in vars(module))
+        self._settings = LiveSettings(model, Read(names=names))
         self.model = skeleton(model, {path: self._reading})
         _check_by_trial(model, self)
         if with_types:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from selective_compile.isolated_cache import Caches, put_at
 from selective_compile.isolated_op import running
+from selective_compile.live_settings import NOTHING, Read
 from selective_compile.module_program import ModuleProgram
 from selective_compile.module_state import State, own_attributes
 from selective_compile.options import EngineConfig
@@ -115,7 +116,7 @@ class IsolatedProgram(ModuleProgram):
         isolated: Mapping[str, Refusal],
         caches: Caches | None,
         mode: Mode,
-        read: frozenset[str] = frozenset(),
+        read: Read = NOTHING,
     ) -> None:
         super().__init__(model, rewritten, config, max_positions=max_positions, read=read)
         self.isolated, self.mode = isolated, mode

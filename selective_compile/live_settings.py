@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
 from selective_compile.passes import Refusal
@@ -23,26 +26,81 @@ HOOK = "hook"  # the node of refusals that are for a hook
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
 # What torch keeps in every module: hooks are looked at by themselves, tensors and modules elsewhere.
 TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
-DEPTH = 2  # of containers in containers
+DEPTH = 8  # of containers in containers, and objects in objects
+NOT_WATCHED = (nn.Module, ModuleType, type, dict, list, tuple, set, frozenset)  # modules are looked at elsewhere
+FUNCTIONS = (FunctionType, BuiltinFunctionType)
+NO_OBJECTS = (Tensor, *FUNCTIONS, MethodType)
+Holder = Callable[[], dict[str, Any]]
+Reference = Callable[[], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Read:
+    """What a trace of a forward has read beside tensors: names of attributes; keys, among which are those of classes'
+    dictionaries; and the code that it ran."""
+
+    names: frozenset[str] = frozenset()
+    keys: frozenset[str] = frozenset()
+    code: frozenset[CodeType] = frozenset()
+
+
+NOTHING: Final = Read()
 
 
 class LiveSettings:
-    """Plain attributes of ``model`` called one of ``names``, its hooks and its modules' own forwards, as they are now.
+    """What was ``read`` of ``model``, as it is now, its hooks and its modules' own forwards.
 
-    It holds dictionaries of modules and copies of values, so that the model itself can be freed.
+    That is, of each module, of objects in it such as a configuration, and of its class: plain attributes, and which
+    functions and tensors the others are.  It holds dictionaries of modules, copies of values and weak references, so
+    that the model itself can be freed.
     """
 
-    def __init__(self, model: nn.Module, names: Iterable[str] = ()) -> None:
-        wanted = frozenset(names) - TORCHS_OWN
-        self._values: list[tuple[dict[str, Any], str, str, Any]] = []
+    def __init__(self, model: nn.Module, read: Read | None = None) -> None:
+        self._names = (read.names if read is not None else frozenset()) - TORCHS_OWN
+        self._values: list[tuple[Holder, str, str, Any]] = []
+        self._same: list[tuple[Holder, str, str, Reference]] = []
         self._forwards: list[tuple[dict[str, Any], str, weakref.ref[Any] | None]] = []
+        self._classes: list[tuple[type, str, Any]] = []
+        # Of each module how many attributes it has, and the names of those that it must not get.
+        self._sizes: list[tuple[dict[str, Any], str, int, frozenset[str]]] = []
+        objects: set[int] = set()
+        of_classes: dict[type, frozenset[str]] = {}
         for path, module in model.named_modules():
-            own = vars(module)
+            own, kind = vars(module), type(module)
             forward = own.get("forward")
             self._forwards.append((own, path, None if forward is None else weakref.ref(forward)))
-            for name in wanted & own.keys():
-                if is_plain(own[name]):
-                    self._values.append((own, path, name, copy.deepcopy(own[name])))
+            self._watch(partial(_itself, own), path, own, objects)
+            if read is not None:
+                if kind not in of_classes:
+                    of_classes[kind] = self._watch_class(kind, read)
+                self._sizes.append((own, path, len(own), of_classes[kind] - own.keys()))
+
+    def _watch(self, holder: Holder, path: str, own: dict[str, Any], objects: set[int], depth: int = DEPTH) -> None:
+        """Attributes in ``own``, that of the module at ``path`` or of an object in it; ``holder`` gets it anew."""
+        for name in self._names & own.keys():
+            value = own[name]
+            if is_plain(value):
+                self._values.append((holder, path, name, copy.deepcopy(value)))
+            elif not isinstance(value, NOT_WATCHED):
+                self._same.append((holder, path, name, reference(value)))
+                if depth and is_object(value) and id(value) not in objects:
+                    objects.add(id(value))
+                    within = partial(_attributes_in, holder, name)
+                    self._watch(within, f"{path}.{name}".strip("."), vars(value), objects, depth - 1)
+
+    def _watch_class(self, kind: type, read: Read) -> frozenset[str]:
+        """Methods of a class whose code was traced, and its plain attributes that were read; their names."""
+        found: set[str] = set()
+        for base in kind.__mro__:
+            if base is nn.Module or base is object:
+                continue
+            for name, value in vars(base).items():
+                plain = (name in read.names or name in read.keys) and is_plain(value)
+                if name not in found and (plain or not read.code.isdisjoint(codes_of(value))):
+                    found.add(name)
+                    now = getattr(kind, name)
+                    self._classes.append((kind, name, copy.deepcopy(now) if plain else now))
+        return frozenset(found)
 
     def change(self) -> str:
         """What is not as it was, in words; empty if all is."""
@@ -54,20 +112,79 @@ class LiveSettings:
                 return f"forwards must stay those compiled, got another of {path or 'the model'!r}"
         if any(everywhere()):
             return "hooks must not come after compiling, got one of all modules"
-        for own, path, name, value in self._values:
+        for holder, path, name, known in self._same:
+            if holder().get(name) is not known():
+                return f"{path_of(path, name)!r} must stay the object that it was when compiled, got another"
+        for holder, path, name, value in self._values:
             # Identity would not do: a list may be changed in place.
+            own = holder()
             if name not in own or own[name] != value:
-                where = f"{path}.{name}".strip(".")
-                return f"{where!r} must stay {value!r}, as compiled, got {own.get(name)!r}"
+                return f"{path_of(path, name)!r} must stay {value!r}, as compiled, got {own.get(name)!r}"
+        for kind, name, value in self._classes:
+            now = getattr(kind, name, None)
+            if now is not value and now != value:  # a class makes some methods anew each time
+                return f"{name!r} of {kind.__name__} must stay what it was when compiled, got another"
+        for own, path, size, names in self._sizes:
+            if len(own) != size and (new := names & own.keys()):
+                return f"{path_of(path, min(new))!r} must stay that of its class, as compiled, got one of its own"
         return ""
+
+
+def path_of(path: str, name: str) -> str:
+    return f"{path}.{name}".strip(".")
+
+
+def _itself(own: dict[str, Any]) -> dict[str, Any]:
+    return own
+
+
+def _attributes_in(holder: Holder, name: str) -> dict[str, Any]:
+    """Those of the object that is an attribute: looked up anew, so that it is not kept alive."""
+    return getattr(holder().get(name), "__dict__", {})
+
+
+def reference(value: Any) -> Reference:
+    """A function that gives ``value`` as long as it lives; a weak reference, where there can be one."""
+    try:
+        return weakref.ref(value)
+    except TypeError:  # of functions of C, and objects with slots
+        return partial(_value, value)
+
+
+def _value(value: Any) -> Any:
+    return value
+
+
+def is_object(value: object) -> bool:
+    """Whether a value is nothing but its attributes, as a configuration is."""
+    return not isinstance(value, NO_OBJECTS) and isinstance(getattr(value, "__dict__", None), dict)
+
+
+def codes_of(value: Any) -> set[CodeType]:
+    """The code of a method or property as it stands in a class, with that of what it wraps."""
+    found: set[CodeType] = set()
+    parts: list[Any] = [value.fget] if isinstance(value, property) else [getattr(value, "__func__", value)]
+    while parts:
+        part = parts.pop()
+        code = getattr(part, "__code__", None)
+        if isinstance(code, CodeType):
+            found.add(code)
+        if hasattr(part, "__wrapped__"):
+            parts.append(part.__wrapped__)
+    return found
 
 
 def follow(own: nn.Module, copied: nn.Module) -> bool:
     """Give a copy of a module the plain attributes that the module has by now; whether one was another."""
     theirs, changed = vars(copied), False
     for name, value in vars(own).items():
-        if name not in TORCHS_OWN and is_plain(value) and (name not in theirs or theirs[name] != value):
+        if name in TORCHS_OWN or name == "forward":
+            continue
+        if is_plain(value) and (name not in theirs or theirs[name] != value):
             theirs[name] = copy.deepcopy(value)
+            changed = True
+        elif isinstance(value, FUNCTIONS) and theirs.get(name) is not value:
+            theirs[name] = value
             changed = True
     return changed
 
@@ -82,22 +199,27 @@ def is_plain(value: object, depth: int = DEPTH) -> bool:
     return False
 
 
-def names_read(guards: Iterable[Any]) -> frozenset[str]:
-    """Names of the attributes and keys that Dynamo's guards of a trace look at, anywhere on their way."""
+def names_read(guards: Iterable[Any]) -> tuple[frozenset[str], frozenset[str]]:
+    """Names of the attributes, and keys, that Dynamo's guards of a trace look at, anywhere on their way."""
     found: set[str] = set()
+    keys: set[str] = set()
     seen: set[int] = set()
     for guard in guards:
         source = getattr(guard, "originating_source", None)
         while source is not None and id(source) not in seen:
             seen.add(id(source))
             base = getattr(source, "base", None)
-            # A key counts in an object's own dictionary alone: in that of its class it is a property or a method.
+            # A key counts in an object's own dictionary alone: in that of its class it is of the class.
             own = getattr(base, "member", None) == "__dict__"
-            name = getattr(source, "index", None) if own else getattr(source, "member", None)
+            name, key = getattr(source, "member", None), getattr(source, "index", None)
+            if own:
+                name = key
             if isinstance(name, str):
                 found.add(name)
+            if isinstance(key, str):
+                keys.add(key)
             source = base
-    return frozenset(found)
+    return frozenset(found), frozenset(keys)
 
 
 def hooks_in(own: dict[str, Any]) -> list[Any]:

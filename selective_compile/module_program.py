@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from selective_compile.isolated_op import running
-from selective_compile.live_settings import follow
+from selective_compile.live_settings import NOTHING, Read, follow
 from selective_compile.module_state import own_attributes
 from selective_compile.options import EngineConfig
 from selective_compile.passes import Rewrite
@@ -32,7 +32,7 @@ class ModuleProgram(StepProgram):
         config: EngineConfig,
         *,
         max_positions: int | None,
-        read: frozenset[str] = frozenset(),
+        read: Read = NOTHING,
     ) -> None:
         super().__init__(model, rewritten, config, max_positions=max_positions, read=read)
         self.calls: list[IsolatedCall] = rewritten.traced.isolated

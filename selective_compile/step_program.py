@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from selective_compile.capture import ATTENTION_MASK, Captured, capture, recurrences_of
 from selective_compile.compiling import compiled
-from selective_compile.live_settings import LiveSettings
+from selective_compile.live_settings import NOTHING, LiveSettings, Read
 from selective_compile.ops import forced_implementation
 from selective_compile.options import EngineConfig
 from selective_compile.passes import Refusal, RefusedError, Rewrite, rewrite
@@ -62,7 +62,7 @@ class StateSite:
 class LiveWeights:
     """The model's ``tensors`` that a graph reads, looked up anew with each `version`, as before each step."""
 
-    def __init__(self, model: nn.Module, flat: FlatGraph, read: frozenset[str] = frozenset()) -> None:
+    def __init__(self, model: nn.Module, flat: FlatGraph, read: Read = NOTHING) -> None:
         self.settings = LiveSettings(model, read)
         owners: dict[int, list[tuple[dict[str, Any], str]]] = {}
         for module in model.modules():
@@ -145,7 +145,7 @@ class StepProgram:
         config: EngineConfig,
         *,
         max_positions: int | None,
-        read: frozenset[str] = frozenset(),
+        read: Read = NOTHING,
     ) -> None:
         flat = rewritten.flat
         assert flat is not None

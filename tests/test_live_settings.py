@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 from torch import nn
 
 import selective_compile as sc
+from selective_compile.capture import capture
+from selective_compile.live_settings import LiveSettings
 from tests.models import VOCABULARY, tiny
 
 PROMPTS = [[1, 5, 7], [1, 9, 22, 33, 4]]
@@ -162,3 +166,105 @@ def test_a_padded_call_runs_the_hooks_that_dynamo_sees() -> None:
     real = mask.bool()
     assert torch.allclose(logits[real], theirs[real], atol=1e-4)
     assert len(seen) == 1 and torch.allclose(seen[0][real], kept[real], atol=1e-4)
+
+
+class Half:
+    """Not a module, and not of plain values either."""
+
+    def __init__(self) -> None:
+        self.factor = 1.5
+
+
+class Parts(nn.Module):
+    """A linear layer that reads what is not an attribute of its own of numbers and texts."""
+
+    at_large = 1.5
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.held, self.act, self.shift = layer, Half(), torch.relu, torch.zeros(1)
+        self.deep = {"a": {"b": {"c": [1.5]}}}
+
+    def times(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.at_large
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.times(self.act(self.layer(x))) * self.held.factor * self.deep["a"]["b"]["c"][0] + self.shift
+
+
+def parts() -> Any:
+    class Own(Parts):  # of this model alone, so that changing it changes no other
+        pass
+
+    model = tiny("llama")
+    layer = model.model.layers[1].mlp
+    layer.down_proj = Own(layer.down_proj)
+    return model, layer.down_proj
+
+
+def another_method(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * -3
+
+
+CHANGES: dict[str, Any] = {
+    "attribute of an object": lambda part: setattr(part.held, "factor", -3.0),
+    "another object": lambda part: setattr(part, "held", Half()) or setattr(part.held, "factor", -3.0),
+    "function": lambda part: setattr(part, "act", torch.tanh),
+    "tensor": lambda part: setattr(part, "shift", torch.ones(1)),
+    "deep in a dictionary": lambda part: part.deep["a"]["b"]["c"].append(part.deep["a"]["b"]["c"].pop() - 4),
+    "its own in place of its class's": lambda part: setattr(part, "at_large", -3.0),
+    "its own method": lambda part: setattr(part, "times", lambda x: x * -3),
+    "attribute of the class": lambda part: setattr(type(part), "at_large", -3.0),
+    "method of the class": lambda part: setattr(type(part), "times", another_method),
+    "forward of the class": lambda part: setattr(type(part), "forward", another_method),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_whatever_else_a_forward_reads_is_watched(change: Any) -> None:
+    model, part = parts()
+    settings = LiveSettings(model, capture(model).read)
+    assert settings.change() == ""
+    part.unread = part.held.unread = object()
+    type(part).unread = 3
+    assert settings.change() == ""
+    change(part)
+    assert "must stay" in settings.change() and "compiled" in settings.change()
+
+
+def test_a_changed_method_of_a_class_is_compiled_anew_and_refused_by_an_engine() -> None:
+    model, part = parts()
+    before = alone(model)
+    engine = sc.Engine(model, RAGGED)
+    assert ours(model) == before and told(engine) is None
+    type(part).times = another_method
+    after = alone(model)
+    assert after != before and ours(model) == after
+    assert "'times' of Own must stay" in (told(engine) or "")
+
+
+def test_a_field_of_the_configuration_that_the_forward_reads_is_seen_and_no_other() -> None:
+    model: Any = tiny("gemma2", final_logit_softcapping=30.0)
+    engine = sc.Engine(model, RAGGED)
+    assert ours(model) == alone(model)
+    model.config.unheard_of = 7
+    model.config.pad_token_id = 3
+    assert told(engine) is None
+    model.config.final_logit_softcapping = 1e-4
+    assert "'config.final_logit_softcapping' must stay 30.0, as compiled" in (told(engine) or "")
+    rows = sc.generate(
+        model, PROMPTS[:1], max_new_tokens=2, engine_config=RAGGED, return_dict_in_generate=True, output_logits=True
+    )
+    assert float(rows.logits[0].abs().max()) <= 1e-4
+
+
+def test_a_model_is_freed_that_holds_itself_in_an_object_that_it_reads() -> None:
+    model, part = parts()
+    part.held.back = model
+    engine = sc.Engine(model, RAGGED)
+    assert told(engine) is None
+    alive = weakref.ref(part.held)
+    del engine, part, model
+    torch._dynamo.reset()
+    gc.collect()
+    assert alive() is None
