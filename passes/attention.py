@@ -124,6 +124,8 @@ def read_eager(traced: TracedGraph, softmax: fx.Node) -> AttentionCall:
     query_letter, key_letter = pair_letters(traced, chain)
     score_heads = head_sizes(traced, chain.product_node, scores.out, (query_letter, key_letter))
     weight_heads = head_sizes(traced, weights.left, weights.left_letters, (mixing.query_letter, mixing.key_letter))
+    if math.prod(weight_heads.values()) != math.prod(score_heads.values()):
+        raise Unreadable(mixing.node, "its weights are shared by heads: every head must have weights of its own")
     (depth,) = scores.summed
     query_side, key_side = (1, 0) if query_letter in scores.right_letters else (0, 1)
     query = letters_operand(traced, scores, query_side, query_letter, score_heads, depth, shareable=False)
@@ -169,7 +171,10 @@ class ValuesProduct:
 
     def __init__(self, traced: TracedGraph, node: fx.Node, contraction: Contraction) -> None:
         self.node, self.contraction = node, contraction
+        dims = traced.axes[contraction.left].dims
         tokens = traced.axes[contraction.left].holding(Axis.TOKEN)
+        if any(dims[dim] != (Axis.TOKEN,) for dim in tokens):
+            raise Unreadable(node, "the tokens of its weights must be dimensions of their own")
         self.query_letter, self.key_letter = (contraction.left_letters[dim] for dim in tokens)
         free = [letter for letter in contraction.right_letters if letter not in contraction.left_letters]
         lost = [letter for letter in (*contraction.left_letters, *free) if letter not in contraction.out]

@@ -42,7 +42,7 @@ def positional(traced: TracedGraph, node: fx.Node) -> Axes | None:
         values = [
             evaluate(traced, node, batch=batch, tokens=length, given={}) for length in lengths for batch in (2, 3)
         ]
-    except IndexError:  # a table that is too short for some length
+    except (IndexError, RuntimeError):  # a table, or a type of numbers, that is too short for some length
         return None
     length, far = farthest(traced, node)
     if length < lengths[-1] or not all(prefix_of(a, b, dims) for a, b in itertools.pairwise([*values, far])):
@@ -61,7 +61,7 @@ def farthest(traced: TracedGraph, node: fx.Node) -> tuple[int, torch.Tensor]:
         if numbers_in(traced, node, length) <= MOST_NUMBERS:
             try:
                 return length, evaluate(traced, node, batch=3, tokens=length, given={})
-            except IndexError:  # a table has no rows for so many
+            except (IndexError, RuntimeError):  # a table has no rows, or a type no numbers, for so many
                 pass
         length //= 2
 
@@ -111,13 +111,18 @@ def at_positions(traced: TracedGraph, node: fx.Node, positions: torch.Tensor) ->
 
 
 def straight_line(traced: TracedGraph, node: fx.Node) -> tuple[int, int] | None:
-    """(first, step) if a positional root is ``first + step * position``, the same for all requests; else None."""
+    """(first, step) if a positional root is ``first + step * position``, the same for all requests; else None.
+
+    As floats too, in which far positions may be rounded: cast to their type, a line is rounded alike.
+    """
     axes = traced.axes[node]
-    if axes.is_pair or node.meta["val"].dtype.is_floating_point or node.meta["val"].dtype == torch.bool:
+    if axes.is_pair or node.meta["val"].dtype == torch.bool:
         return None
     length, value = farthest(traced, node)
     value = value.movedim(axes.holding(Axis.TOKEN)[0], -1)
     rows = value.reshape(-1, length)
+    if not bool(rows[0, :2].isfinite().all()):
+        return None
     first, step = int(rows[0, 0]), int(rows[0, 1] - rows[0, 0])
     line = first + step * torch.arange(length)
     if not torch.equal(rows, line.to(rows.dtype).expand_as(rows)):

@@ -99,10 +99,15 @@ def step_back(traced: TracedGraph, chain: ScoreChain, node: fx.Node) -> Any:
     if passes_through(node, PASSED_THROUGH):
         chain.narrowest = min(chain.narrowest, node.meta["val"].dtype.itemsize)
         return node.args[0]
-    if packet in (aten.mul, aten.div) and isinstance(node.args[1], (int, float)) and not node.kwargs:
-        factor = float(node.args[1])
-        chain.multiply(factor if packet is aten.mul else 1 / factor)
-        return node.args[0]
+    if packet in (aten.mul, aten.div) and not node.kwargs:
+        first, second = node.args[:2]
+        factor = only_number(traced, second)
+        if factor:
+            chain.multiply(factor if packet is aten.mul else 1 / factor)
+            return first
+        if packet is aten.mul and (factor := only_number(traced, first)):
+            chain.multiply(factor)
+            return second
     if packet is aten.mul and not node.kwargs:
         return take_factors(traced, chain, node)
     if packet is aten.tanh:
@@ -228,6 +233,15 @@ def largest_of(traced: TracedGraph, fill: Any) -> float | None:
             return None
         fill = evaluate(traced, fill, batch=1, tokens=2, given={}).max().item()
     return float(fill) if isinstance(fill, (int, float)) else None
+
+
+def only_number(traced: TracedGraph, value: Any) -> float | None:
+    """A number, or that of a tensor made in the graph that has no other; None for what depends on an input."""
+    if isinstance(value, fx.Node):
+        axes = traced.axes.get(value)
+        if axes is None or not axes.is_constant or any(dim for dim in axes.dims):
+            return None
+    return largest_of(traced, value)
 
 
 def replaced_by(node: fx.Node) -> float:

@@ -73,7 +73,8 @@ def known_recurrences(model: nn.Module, call: Callable[..., Any]) -> dict[Place,
     """The functions of ``model`` that compute a known recurrence; ``call(ids)`` runs the model on ids ``[1, S]``."""
     sizes = {size for tensor in model.state_dict().values() for size in tensor.shape}
     length = next((length for length in LENGTHS if length not in sizes), LENGTHS[0])
-    device = next(model.parameters()).device
+    first = next(model.parameters(), None)
+    device = first.device if first is not None else torch.device("cpu")
     calls: dict[Place, Calls] = {}
     generator = torch.Generator().manual_seed(0)
     rows = min((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=1)

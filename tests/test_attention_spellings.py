@@ -1,0 +1,71 @@
+"""Spellings of attention around its softmax, and of positions: exact in the engine's step, or refused by name."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import selective_compile as sc
+from tests.decoders import HEAD_SIZE, HEADS, VOCABULARY, Decoder, repeated
+from tests.exactness import TOLERANCE, engine_error
+
+
+def test_weights_whose_heads_and_tokens_are_one_dimension_are_not_read_as_tokens() -> None:
+    """With one head of values, as multi-query attention has it, heads and queries can be rows alike."""
+
+    def merged(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        batch, length = query.shape[:2]
+        scores = torch.einsum("bqhd,bkhd->bhqk", query / math.sqrt(HEAD_SIZE), repeated(key))
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).reshape(batch, HEADS * length, length)
+        return (weights @ value[:, :, 0]).view(batch, HEADS, length, HEAD_SIZE).transpose(1, 2).flatten(2)
+
+    refused_or_exact(Decoder(layers=1, attend=merged, kv_heads=1))
+
+
+def test_weights_of_one_head_that_all_heads_of_values_share_are_refused_or_exact() -> None:
+    def shared(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        scores = torch.einsum("bqhd,bkhd->bhqk", query[:, :, :1], key[:, :, :1])
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).expand(-1, HEADS, -1, -1)
+        return (weights @ repeated(value).transpose(1, 2)).transpose(1, 2).flatten(2)
+
+    for heads in (1, HEADS):
+        refused_or_exact(Decoder(layers=1, attend=shared, kv_heads=heads))
+
+
+def refused_or_exact(model: Decoder) -> None:
+    try:
+        error = engine_error(model, vocabulary=VOCABULARY)
+    except sc.RefusedError as refused:
+        assert "heads" in str(refused) or "tokens of its weights" in str(refused)
+    else:
+        assert error < TOLERANCE
+
+
+SCALES: dict[str, Any] = {
+    "full": lambda scores: scores / torch.full([], HEAD_SIZE**0.5),
+    "root": lambda scores: scores / torch.sqrt(torch.tensor(HEAD_SIZE, dtype=torch.float32)),
+    "in front": lambda scores: torch.tensor([0.5]) * scores,
+}
+
+
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+def test_a_scale_may_be_a_tensor_that_the_forward_makes(scale: Any) -> None:
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        scores = scale(torch.einsum("bqhd,bkhd->bhqk", query, repeated(key)))
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+        return torch.einsum("bhqk,bkhd->bqhd", weights, repeated(value)).flatten(2)
+
+    assert engine_error(Decoder(layers=1, attend=attend), vocabulary=VOCABULARY) < TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int16])
+def test_tokens_may_be_numbered_in_other_types(dtype: torch.dtype) -> None:
+    def turned(x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1], dtype=dtype).float()
+        return x * torch.cos(places[:, None] * torch.linspace(0.1, 1, x.shape[2]))
+
+    assert engine_error(Decoder(layers=1, mix=turned), vocabulary=VOCABULARY) < TOLERANCE
