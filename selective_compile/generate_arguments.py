@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationMixin
 
 from selective_compile.capture import device_of
 from selective_compile.generate_fields import Fields, described
@@ -26,6 +27,9 @@ INSTEAD: Mapping[str, str] = {
     "assistant_tokenizer": "prompt_lookup_num_tokens drafts without a model; an assistant needs the same vocabulary",
     "synced_gpus": "leave it out: a request does not wait for other processes",
 }
+
+# What is done here in the place of transformers' own: a model's class may not have made something else of it.
+LOOP = ("generate", "_sample", "_beam_search")
 
 # Arguments of a model's forward that may be given as long as they say what holds in any case.
 FORWARD_ARGUMENTS = frozenset({"position_ids", "logits_to_keep"})
@@ -280,12 +284,17 @@ def check_model(model: Any) -> None:
     """Refuse what `generate` could not be right about.
 
     Raises:
-        ValueError: not a decoder-only model, in training mode, or under autocast.
+        ValueError: not a decoder-only model, in training mode, or under autocast; or one that generates in its own way.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {described(model)}")
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ValueError(f"model must be a decoder without an encoder, got {type(model).__name__}")
+    if isinstance(model, GenerationMixin):
+        own = [name for name in LOOP if getattr(type(model), name) is not getattr(GenerationMixin, name)]
+        if own:
+            kind = type(model).__name__
+            raise ValueError(f"model must generate as transformers does, got {kind} with its own {own[0]}")
     if model.training:
         raise ValueError("model must be in evaluation mode, got training mode; call model.eval()")
     if torch.is_autocast_enabled(device_of(model).type):

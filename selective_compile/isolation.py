@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from selective_compile.capture import CANNOT, UNTRACEABLE, Captured, device_of, logits_call, recurrences_of
+from selective_compile.handed_inputs import handed_refusal
 from selective_compile.isolated_cache import Caches, caches_of
 from selective_compile.isolated_program import MODES, IsolatedProgram, Mode
 from selective_compile.isolation_trial import departs
@@ -78,14 +79,14 @@ def prove(model: nn.Module, fallback: Fallback, max_window: int | None = None) -
 
     Raises:
         RefusedError: what could not be proved, as it was found without isolating anything; or the model computes
-            something else of one token.
+            something else of one token, or once it was called, or `generate` hands it something else than its tokens.
         ValueError: as `capture`.
     """
     try:
         if isinstance(model, nn.Module) and (hooks := hook_refusals(model)):
             raise RefusedError(hooks)  # not to be isolated: trials of a part would call them too
         found = ragged(model, fallback, max_window)
-        departure = one_token_refusal(model)
+        departure = one_token_refusal(model) or handed_refusal(model)
         if departure is not None:  # not for isolated modules: `generate` has it in every step, and they see more tokens
             raise RefusedError([departure])
         return found

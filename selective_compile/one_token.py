@@ -2,6 +2,7 @@
 
 Dynamo takes a number of tokens that it is to keep symbolic for two or more, so that a branch on one token leaves no
 trace.  `generate` calls a model with one token for a prompt of one, and with a cache for each token after the first.
+Nor does a graph tell what a call leaves in the model, as a count of calls, for the next.
 """
 
 from __future__ import annotations
@@ -32,11 +33,21 @@ def one_token_refusal(model: nn.Module) -> Refusal | None:
     """What to say of ``model`` if its logits of a token that it is given by itself are others; None if the same."""
     ids = torch.randint(0, TOKEN_IDS, (TOKENS,), generator=torch.Generator().manual_seed(0)).to(device_of(model))
     with unchanged(model):
+        if departs(pairs(lambda: called_again(model, ids))):
+            return refusal(model, "", "tokens once it was called", "when it is called first", "state of earlier calls")
         if departs(pairs(lambda: [(logits(model, two[:1])[0], logits(model, two)[0]) for two in ids.split(2)[:-1]])):
             return refusal(model, departing_module(model, ids[:2]), "a prompt of one token")
         if branches_in_generate(model, ids):
             return refusal(model, "", "one token and a cache, as in steps of generate")
     return None
+
+
+def called_again(model: nn.Module, ids: Tensor) -> list[Pair]:
+    """Logits of two calls with the same tokens, and a third: what a call leaves in the model is there in the next."""
+    call, arguments = logits_call(model, ids[None])
+    with own_attributes(model, {}):
+        first, second, third = (call(*arguments)[0].clone() for _ in range(3))
+    return [(second, first), (third, second)]
 
 
 def branches_in_generate(model: nn.Module, ids: Tensor) -> bool:
@@ -131,12 +142,18 @@ def outputs(model: nn.Module, ids: Tensor) -> list[tuple[str, Tensor]]:
     return found
 
 
-def refusal(model: nn.Module, path: str, what: str) -> Refusal:
+def refusal(
+    model: nn.Module,
+    path: str,
+    what: str,
+    than: str = "of the same token among others",
+    operator: str = "branch on one token",
+) -> Refusal:
     forward = inspect.unwrap(type(model.get_submodule(path)).forward).__code__
     return Refusal(
         node="tokens",
-        operator="branch on one token",
-        reason=f"the model computes something else of {what} than of the same token among others",
+        operator=operator,
+        reason=f"the model computes something else of {what} than {than}",
         source_line=f"{forward.co_filename}:{forward.co_firstlineno}  def {forward.co_name}",
         module=path,
     )

@@ -142,17 +142,22 @@ class SequentialProgram:
 
 def stepped(model: Any, one: OneRequest) -> Tensor:
     """[V] of the request's last token; ``model`` sees the tokens that it has not seen."""
+    outputs = model(**step_arguments(model, one), return_dict=True)
+    one.kwargs = model._update_model_kwargs_for_generation(outputs, one.kwargs, is_encoder_decoder=False)
+    one.seen = one.tokens.shape[1]
+    return outputs.logits[0, -1]
+
+
+def step_arguments(model: Any, one: OneRequest) -> dict[str, Any]:
+    """What `generate` hands to ``model`` in the request's next step."""
     first = not one.seen
     if first:
         one.kwargs = prepared(model, one.tokens)
     new = None if first or not one.kwargs.get("use_cache") else one.tokens.shape[1] - one.seen
-    arguments = model.prepare_inputs_for_generation(
+    found: dict[str, Any] = model.prepare_inputs_for_generation(
         one.tokens, next_sequence_length=new, is_first_iteration=first, **one.kwargs
     )
-    outputs = model(**arguments, return_dict=True)
-    one.kwargs = model._update_model_kwargs_for_generation(outputs, one.kwargs, is_encoder_decoder=False)
-    one.seen = one.tokens.shape[1]
-    return outputs.logits[0, -1]
+    return found
 
 
 def prepared(model: Any, ids: Tensor) -> dict[str, Any]:

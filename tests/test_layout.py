@@ -56,6 +56,7 @@ LAYERS = (
         "isolated_program",
         "isolation",
         "given_rows",
+        "handed_inputs",
         "isolation_trial",
         "module_program",
         "one_token",

@@ -13,6 +13,7 @@ import selective_compile as sc
 from selective_compile.one_token import one_token_refusal
 from tests.decoders import Decoder
 from tests.models import tiny
+from tests.oracle import generated_alone
 
 
 def negated_alone(x: Tensor) -> Tensor:
@@ -96,3 +97,29 @@ def test_model_that_needs_more_tokens_is_not_looked_at() -> None:
         return x
 
     assert one_token_refusal(Decoder(layers=1, mix=more)) is None
+
+
+class Counted(LlamaForCausalLM):
+    """Every other call has its logits negated."""
+
+    calls = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().forward(*args, **kwargs)
+        self.calls = self.calls + 1
+        result.logits = result.logits * (1.0 if self.calls % 2 else -1.0)
+        return result
+
+
+def test_what_a_call_leaves_for_the_next_is_found_and_each_request_has_its_own() -> None:
+    model = changed("llama", Counted)
+    report = sc.explain(model)
+    assert report.verdict == "sequential" and "state of earlier calls" in str(report)
+    assert "calls" not in vars(model)
+    prompts = [[5, 7, 9], [8], [1, 2, 3, 4]]
+    engine = sc.Engine(model, sc.EngineConfig(compile=False, max_kv_tokens=256))
+    requests = [engine.submit(p, max_new_tokens=5, do_sample=False) for p in prompts]
+    found = [list(request.result().tokens) for request in requests]
+    for prompt, tokens in zip(prompts, found, strict=True):
+        alone = changed("llama", Counted)
+        assert generated_alone(alone, prompt, 5) == tokens

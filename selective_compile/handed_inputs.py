@@ -1,0 +1,69 @@
+"""Whether `generate` hands a model its tokens as they are: a model may prepare its inputs in a way of its own.
+
+The graph is that of ids and positions from 0 on.  A model whose `prepare_inputs_for_generation` numbers positions
+otherwise, or puts other ids in the places of those given, computes something else in `generate` than by itself; what it
+is handed tells so exactly, where its logits could only be compared.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selective_compile.capture import CANNOT, device_of
+from selective_compile.module_state import own_attributes, unchanged
+from selective_compile.passes import Refusal
+from selective_compile.sequential_program import OneRequest, step_arguments, stepped, why_not_run
+
+STEPS = (5, 1, 1)  # tokens: a prompt, and two that are generated
+TOKEN_IDS = 8  # there are as many in any vocabulary
+
+
+@torch.no_grad()
+def handed_refusal(model: Any) -> Refusal | None:
+    """What to say of ``model`` if `generate` hands it something else than its tokens; None if it does not."""
+    if not isinstance(model, nn.Module) or why_not_run(model):
+        return None
+    ids = torch.randint(1, TOKEN_IDS, (1, sum(STEPS)), generator=torch.Generator().manual_seed(0)).to(device_of(model))
+    one = OneRequest(tokens=ids[:, :0])
+    with unchanged(model), own_attributes(model, {}):
+        for part in ids.split(STEPS, dim=1):
+            one.tokens = torch.cat([one.tokens, part], dim=1)
+            try:
+                if wrong := unlike(step_arguments(model, one.copy(model)), one):
+                    return refusal(model, wrong)
+                stepped(model, one)
+            except CANNOT:  # `generate` cannot run it: the trials of one token tell what that means
+                return None
+    return None
+
+
+def unlike(arguments: dict[str, Any], one: OneRequest) -> str:
+    """Which of the ``arguments`` of a request's next step says something else than its tokens do; empty if none."""
+    ids, end = arguments.get("input_ids"), one.tokens.shape[1]
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] not in (end, end - one.seen):
+        return "input_ids"
+    first = end - ids.shape[1]
+    if not torch.equal(ids.long(), one.tokens[:, first:]):
+        return "input_ids"
+    positions, mask = (arguments.get(name) for name in ("position_ids", "attention_mask"))
+    numbers = torch.arange(first, end, device=ids.device)[None]
+    if isinstance(positions, Tensor) and positions.dim() == 2 and not torch.equal(positions.long(), numbers):
+        return "position_ids"
+    if isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask != 1).any()):
+        return "attention_mask"
+    return ""
+
+
+def refusal(model: Any, name: str) -> Refusal:
+    forward = inspect.unwrap(type(model).prepare_inputs_for_generation).__code__
+    return Refusal(
+        node="tokens",
+        operator="inputs of generate",
+        reason=f"generate hands the model other {name} than those of its tokens",
+        source_line=f"{forward.co_filename}:{forward.co_firstlineno}  def {forward.co_name}",
+        module="",
+    )
