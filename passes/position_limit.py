@@ -16,6 +16,7 @@ from selective_compile.passes.flatten import FlatGraph
 
 aten = torch.ops.aten
 LONGEST = 2**21
+MOVES = (aten.to, aten._to_copy, aten.reshape, aten.view, aten.unsqueeze, aten.squeeze, aten.clone, aten.contiguous)
 
 
 def position_limit(flat: FlatGraph) -> int | None:
@@ -31,6 +32,20 @@ def position_limit(flat: FlatGraph) -> int | None:
         if positions in ancestors(index)
     ]
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def id_limit(flat: FlatGraph) -> int | None:
+    """The first token id at which a table would be read beyond its end; None: no table is read at ids as they are."""
+    placeholders = [node for node in flat.module.graph.nodes if node.op == "placeholder"]
+    stack = placeholders[len(flat.weights) : len(flat.weights) + len(flat.tokens)]
+    limits: list[int] = []
+    while stack:
+        ids = stack.pop()
+        for user in ids.users:
+            limits += [rows for index, rows in reads(user) if index is ids]
+            if getattr(user.target, "overloadpacket", None) in MOVES:
+                stack.append(user)
+    return min(limits, default=None)
 
 
 def reads(node: fx.Node) -> list[tuple[fx.Node, int]]:

@@ -104,7 +104,8 @@ class Intake:
         **terms: Any,
     ) -> Submission:
         """Raises ValueError; `shown`, `id_offset` are those of `Engine.submit_samples`, `terms` those of `submit`."""
-        prompt = token_ids(prompt_ids, self._program.vocab_size if shown is None else self._program.num_ids)
+        known = self._program.num_ids
+        prompt = token_ids(prompt_ids, known if shown is not None else min(known, self._program.vocab_size))
         checked = check_terms(arrival=arrival, deadline=deadline, **terms)
         names: list[bytes] = []
         if self._reuses_blocks:  # made here: in a step, they would keep all other requests waiting

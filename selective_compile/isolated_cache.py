@@ -15,9 +15,11 @@ import torch
 from torch import nn
 
 from selective_compile.capture import device_of
+from selective_compile.module_state import own_attributes
 from selective_compile.sequential_program import prepared, why_not_run
 from selective_compile.skeleton import Forward, others_in, skeleton
 
+Calls = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -98,7 +100,7 @@ class Watched:
 
 
 def watched(model: Any, paths: set[str], *, use_cache: bool) -> Watched:
-    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    calls: Calls = {}
     repeated: set[str] = set()
 
     def watching(path: str) -> Callable[[nn.Module], Forward]:
@@ -117,6 +119,11 @@ def watched(model: Any, paths: set[str], *, use_cache: bool) -> Watched:
 
     twin: Any = skeleton(model, {path: watching(path) for path in paths})
     ids = torch.zeros(1, 5, dtype=torch.int64, device=device_of(model))
+    with own_attributes(twin, {}):
+        return run_watched(twin, ids, calls, repeated, use_cache=use_cache)
+
+
+def run_watched(twin: Any, ids: torch.Tensor, calls: Calls, repeated: set[str], *, use_cache: bool) -> Watched:
     given = prepared(twin, ids)
     found = [value for value in given.values() if not isinstance(value, (torch.Tensor, *PLAIN))]
     cache = found[0] if len(found) == 1 else None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from selective_compile.capture import CANNOT, logits_call
 from selective_compile.isolated_program import TRIED
+from selective_compile.module_state import own_attributes
 from selective_compile.skeleton import skeleton
 from selective_compile.step import StepInputs, reaches
 from selective_compile.step_program import StepProgram
@@ -66,8 +67,10 @@ def alike(rows: Tensor, theirs: Tensor) -> bool:
 
 def logits_alone(model: nn.Module, prompt: Tensor) -> Tensor:
     """``[length, V]`` by the model itself."""
-    call, arguments = logits_call(skeleton(model, {}), prompt[None])
-    return call(*arguments)[0]
+    copy = skeleton(model, {})
+    call, arguments = logits_call(copy, prompt[None])
+    with own_attributes(copy, {}):
+        return call(*arguments)[0]
 
 
 def in_steps(program: StepProgram, prompts: list[Tensor]) -> list[Tensor]:

@@ -180,16 +180,14 @@ def prepared(model: Any, ids: Tensor) -> dict[str, Any]:
     # Without a mask, tokens that are equal to the padding token would be hidden.
     takes_mask = "attention_mask" in inspect.signature(model.forward).parameters
     mask = {"attention_mask": torch.ones_like(ids)} if takes_mask else {}
-    type(model).generate(  # the class's own: the object's may have been replaced by `wrap`
-        model,
-        ids,
-        **mask,
-        custom_generate=keep,
-        max_new_tokens=1,
-        do_sample=False,
-        num_beams=1,
-        num_return_sequences=1,
-    )
+    options = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1, "num_return_sequences": 1}
+    generate = type(model).generate  # the class's own: the object's may have been replaced by `wrap`
+    try:
+        generate(model, ids, **mask, custom_generate=keep, **options)
+    except ValueError:  # it prepares its inputs by a function that takes no mask
+        if not mask:
+            raise
+        generate(model, ids, custom_generate=keep, **options)
     return found
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from selective_compile.capture import device_of, logits_call
 from selective_compile.isolated_op import TOKENS, OutputSizes
+from selective_compile.module_state import own_attributes
 
 LENGTHS = (5, 8)  # two lengths tell a size that is the tokens' from a constant
 Forward = Callable[..., Any]
@@ -89,7 +90,7 @@ def results_of_modules(model: nn.Module) -> dict[str, Results]:
         copy = skeleton(model, {path: recording(path, calls) for path in paths})
         ids = torch.arange(1, length + 1, device=device_of(model))[None]
         call, arguments = logits_call(copy, ids)
-        with torch.no_grad():
+        with torch.no_grad(), own_attributes(copy, {}):  # lists and dictionaries are the model's own
             call(*arguments)
         for path in paths:
             seen.setdefault(path, []).append(

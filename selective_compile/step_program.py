@@ -19,6 +19,7 @@ from selective_compile.options import EngineConfig
 from selective_compile.passes import Refusal, RefusedError, Rewrite, rewrite
 from selective_compile.passes.flatten import FlatGraph, reach_of
 from selective_compile.passes.isolated_call import WholeModules
+from selective_compile.passes.position_limit import id_limit
 from selective_compile.passes.recurrence_match import Recognised
 from selective_compile.passes.traced_graph import KeySelection
 from selective_compile.proved_tensors import ProvedTensors
@@ -127,7 +128,8 @@ class StepProgram:
     ``forks_requests``: whether a request can go on from all that is kept of another by `go_on_from`;
     ``cut_up_to``: prompts of requests of at most so many tokens may be computed in parts, None for all;
     ``pauses``: whether a request can be computed again, from its prompt and what it has generated;
-    ``num_ids``: token ids are less than this, the vocabulary's and those beside it that only a prompt can have;
+    ``num_ids``: ids of a prompt are less than this, as many as the model knows of the vocabulary, and those beside
+    it that only a prompt can have;
     ``gives_every_row``: whether the logits of any token of a step can be asked for, or only of a request's last.
     """
 
@@ -156,7 +158,9 @@ class StepProgram:
             for call in flat.recurrences
         )
         self.device = flat.device
-        self.vocab_size = self.num_ids = int(rewritten.logits_shape[-1])
+        self.vocab_size = int(rewritten.logits_shape[-1])
+        known = id_limit(flat)
+        self.num_ids = self.vocab_size if known is None else min(known, self.vocab_size)
         self.max_positions = max_positions
         self.max_attention_window = config.max_attention_window
         self.graphs = 1

@@ -36,6 +36,21 @@ class OtherLater(LlamaForCausalLM):
         return updated | {"position_ids": updated["position_ids"] + 7}
 
 
+class WithoutMask(LlamaForCausalLM):
+    """`generate` takes no attention mask for it."""
+
+    def prepare_inputs_for_generation(self, input_ids: Any, **others: Any) -> dict[str, Any]:
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, **others)
+        return inputs | {"position_ids": inputs["position_ids"] + 9}
+
+
+def test_a_model_that_takes_no_mask_in_generate_is_looked_at_too() -> None:
+    model: Any = tiny("llama")
+    model.__class__ = WithoutMask
+    refusal = handed_refusal(model)
+    assert refusal is not None and "position_ids" in refusal.reason
+
+
 @pytest.mark.parametrize(
     ("kind", "family", "name"),
     [(OtherPositions, "llama", "position_ids"), (OtherIds, "gpt2", "input_ids"), (OtherLater, "llama", "position_ids")],

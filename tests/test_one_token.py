@@ -123,3 +123,22 @@ def test_what_a_call_leaves_for_the_next_is_found_and_each_request_has_its_own()
     for prompt, tokens in zip(prompts, found, strict=True):
         alone = changed("llama", Counted)
         assert generated_alone(alone, prompt, 5) == tokens
+
+
+class Listed(LlamaForCausalLM):
+    """Keeps what it knows of its calls in a list, which copies of its modules share; no rule knows its last step."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().forward(*args, **kwargs)
+        self.calls.append(1)
+        result.logits = result.logits.roll(len(self.calls), -1)
+        return result
+
+
+def test_trials_leave_nothing_in_the_lists_of_a_model() -> None:
+    model = changed("llama", Listed)
+    model.calls = []
+    engine = sc.Engine(model, sc.EngineConfig(compile=False, max_kv_tokens=256))
+    assert model.calls == []
+    found = list(engine.submit([5, 7, 9], max_new_tokens=5, do_sample=False).result().tokens)
+    assert generated_alone(model, [5, 7, 9], 5) == found

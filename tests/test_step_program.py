@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -122,3 +123,13 @@ def test_what_is_no_model_or_no_configuration_is_a_value_error() -> None:
         sc.Engine("your/model")
     with pytest.raises(ValueError, match="config must be an EngineConfig or None, got {'token_budget': 4}"):
         sc.Engine(Decoder(layers=1), {"token_budget": 4})
+
+
+def test_prompt_with_an_id_that_the_embedding_has_no_row_for_is_refused_and_touches_nobody() -> None:
+    model: Any = tiny("llama")
+    model.model.embed_tokens = nn.Embedding(150, 64)
+    engine = sc.Engine(model, sc.EngineConfig(compile=False, max_kv_tokens=256))
+    request = engine.submit([1, 149, 3], max_new_tokens=1)
+    with pytest.raises(ValueError, match="less than the vocabulary size 150, got 150"):
+        engine.submit([1, 150, 3], max_new_tokens=1)
+    assert request.result().finish_reason == "length"
