@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from selective_compile.passes.axes import is_symbolic
 from selective_compile.passes.traced_graph import TracedGraph
@@ -63,6 +64,8 @@ class Fingerprints:
 
 def digest(tensor: torch.Tensor) -> str:
     """Shape, type and bytes of a tensor, in one string."""
+    if isinstance(tensor, FakeTensor):  # made in a trace of an unknown number, so that nobody knows its values
+        return f"unknown {id(tensor)}"
     held = tensor.detach().cpu().contiguous()
     data = hashlib.sha256(held.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest() if held.numel() else ""
     return f"{held.dtype} {tuple(held.shape)} {data}"

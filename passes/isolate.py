@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from selective_compile.isolated_op import TOKENS, isolated, isolated_rows, sizes_of
 from selective_compile.passes.axes import Axes, Axis
@@ -135,6 +136,8 @@ def made_of_length(traced: TracedGraph, node: fx.Node) -> bool:
     """Whether the value depends on the number of tokens, and constants, alone; buffers count as such."""
     given = {item.node: item for item in traced.inputs if item.place != "size"}
     for current in ancestors(node):
+        if current.op == "get_attr" and isinstance(getattr(traced.module, str(current.target)), FakeTensor):
+            return False  # a constant that the trace does not hold
         if current in given:
             weight = given[current].place == "weight" and not isinstance(given[current].example, torch.nn.Parameter)
             if not weight:

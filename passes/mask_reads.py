@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from selective_compile.passes.evaluate import ancestors
 from selective_compile.passes.rules_lookup import LOOKUPS
@@ -62,6 +63,8 @@ def mask_reads(traced: TracedGraph, call: AttentionCall | KeySelection) -> MaskR
                 marked.append(marks[node])
             elif node in tokens:
                 found.add(node)
+            elif node.op == "get_attr" and isinstance(getattr(traced.module, str(node.target)), FakeTensor):
+                raise Unproved(term.node, f"its mask reads a constant that the trace does not hold ({node.name})")
             elif node in kept:
                 buffers.append(kept[node])
             elif (read := table_rows(node, traced.axes, traced.sizes)) is not None:

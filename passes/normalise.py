@@ -20,13 +20,22 @@ from torch import fx
 from torch._decomp import get_decompositions
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.amp.autocast_mode import _enter_autocast
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from selective_compile.passes.axes import Sizes, is_symbolic
 from selective_compile.passes.functional import make_functional
 from selective_compile.passes.lengths import bounds_requests, longest_request
-from selective_compile.passes.traced_graph import Input, Place, Refusal, RefusedError, TracedGraph
+from selective_compile.passes.traced_graph import (
+    Input,
+    Place,
+    Refusal,
+    RefusedError,
+    TracedGraph,
+    module_path,
+    source_line,
+)
 
 aten = torch.ops.aten
 SOURCE = "selective_source"
@@ -114,6 +123,7 @@ def normalise(module: fx.GraphModule, examples: Sequence[Any]) -> TracedGraph:
     places = [place_of(node) for node in placeholders]
     refused = [refused_input(node) for node, place in zip(placeholders, places, strict=True) if place == "other"]
     refused += [refused_input(node) for node in foreign_sizes(placeholders)]
+    refused += [in_another_type(node) for node in module.graph.nodes if enters_autocast(node)]
     refused += mismatched([node for node, place in zip(placeholders, places, strict=True) if place == "tokens"])
     if refused:
         raise RefusedError(refused)
@@ -139,6 +149,24 @@ def normalise(module: fx.GraphModule, examples: Sequence[Any]) -> TracedGraph:
         narrowings=narrowings(symbols),
         max_tokens=limit,
         conditions=tuple(guard.expr for guard in symbols.env.guards),
+    )
+
+
+def enters_autocast(node: fx.Node) -> bool:
+    """Whether what follows is computed in a type that `torch.autocast` chooses, which tracing does not write down."""
+    return node.target is _enter_autocast and bool(node.args[2])
+
+
+def in_another_type(node: fx.Node) -> Refusal:
+    name = node.name
+    while node.op != "output" and not node.meta.get("stack_trace"):  # the first operator in it knows where it stands
+        node = node.next
+    return Refusal(
+        node=name,
+        operator="autocast",
+        reason="it chooses the types that operators compute in, which the graph does not hold",
+        source_line=source_line(node),
+        module=module_path(node),
     )
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import selective_compile as sc
-from tests.decoders import HEAD_SIZE, HEADS, VOCABULARY, Decoder, repeated
-from tests.exactness import TOLERANCE, engine_error
+from tests.decoders import HEAD_SIZE, HEADS, VOCABULARY, WIDTH, Decoder, repeated
+from tests.exactness import TOLERANCE, engine_error, padded_error
 
 
 def test_weights_whose_heads_and_tokens_are_one_dimension_are_not_read_as_tokens() -> None:
@@ -69,3 +69,23 @@ def test_tokens_may_be_numbered_in_other_types(dtype: torch.dtype) -> None:
         return x * torch.cos(places[:, None] * torch.linspace(0.1, 1, x.shape[2]))
 
     assert engine_error(Decoder(layers=1, mix=turned), vocabulary=VOCABULARY) < TOLERANCE
+
+
+class InHalf(torch.nn.Module):
+    def __init__(self, enabled: bool) -> None:
+        super().__init__()
+        self.layer, self.enabled = torch.nn.Linear(WIDTH, WIDTH), enabled
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.enabled):
+            return self.layer(x).float()
+
+
+def test_autocast_within_a_forward_is_refused_by_name_unless_it_is_off() -> None:
+    assert engine_error(Decoder(layers=1, mix=InHalf(enabled=False)), vocabulary=VOCABULARY) < TOLERANCE
+    model = Decoder(layers=1, mix=InHalf(enabled=True))
+    with pytest.raises(sc.RefusedError, match=r"autocast .* in blocks\.0\.mix"):
+        engine_error(model, vocabulary=VOCABULARY)
+    assert sc.explain(model).called_once  # as it is, on the rows of all requests
+    error, _ = padded_error(model, vocabulary=VOCABULARY)
+    assert error < TOLERANCE
