@@ -33,7 +33,7 @@ from selective_compile.backend import compile_step_program
 from selective_compile.bench.machine import machine, versions
 from selective_compile.coverage.random_model import random_model, vocabulary_of
 from selective_compile.options import EngineConfig
-from selective_compile.runtime import BatchManager, Engine, InferenceRequest, RequestEnd, StepRecord
+from selective_compile.runtime import BatchManager, Engine, InferenceRequest, StepRecord
 
 GROWTH_ALLOWED = 16 * 2**20
 
@@ -57,7 +57,8 @@ class Clients:
         self._lock = threading.Lock()
         self._stops: set[int] = set()
         self.made = 0
-        self.finals: Counter[int] = Counter()
+        self.finals = bytearray(requests)  # of each request; all that is kept takes its place now, or would look lost
+        self.ended = 0
         self.errors = 0
         self.lost = 0
         self.memory: list[int] = []
@@ -89,11 +90,12 @@ class Clients:
     def send_response(self, request_id: Any, tensors: dict[str, Tensor], is_final: bool, error: str) -> None:
         if is_final:
             self.finals[request_id] += 1
+            self.ended += 1
             self.errors += bool(error)
             self._stops.discard(request_id)
-            if len(self.finals) % max(1, self._requests // 50) == 0:
+            if self.ended % max(1, self._requests // 50) == 0:
                 self.memory.append(resident_bytes())
-            if len(self.finals) == self._requests:
+            if self.ended == self._requests:
                 self.done.set()
         elif request_id % 50 == 7:
             self.lost += 1
@@ -121,12 +123,13 @@ def main() -> None:
     config = EngineConfig(
         block_size=8, max_kv_tokens=slots, max_requests=64, compile=arguments.compile, token_budget=256
     )
-    ends: list[RequestEnd] = []
-    steps: list[int] = []
+    kinds: Counter[str] = Counter()
+    tokens = 0
 
     def observe(record: StepRecord) -> None:
-        ends.extend(end._replace(timing=None) for end in record.ended)  # type: ignore[arg-type]
-        steps.append(sum(share.samples for share in record.shares))
+        nonlocal tokens
+        kinds.update(end.finish_reason for end in record.ended)
+        tokens += sum(end.tokens for end in record.ended)
 
     program = compile_step_program(model, config)
     engine = Engine(model, config, program=program, observers=[observe])
@@ -135,22 +138,20 @@ def main() -> None:
     began = time.perf_counter()
     with BatchManager(engine, clients.get_requests, clients.send_response, clients.poll_stop, max_active=256):
         while not clients.done.wait(timeout=10):
-            print(f"{len(clients.finals)} of {arguments.requests} requests, {len(steps)} steps", flush=True)
+            print(f"{clients.ended} of {arguments.requests} requests, {engine.stats().steps} steps", flush=True)
     seconds = time.perf_counter() - began
     growth = clients.memory[-1] - clients.memory[len(clients.memory) // 10]
     left = [thread.name for thread in threading.enumerate() if thread.ident not in threads]
     stats = engine.stats()
-    kinds = Counter(end.finish_reason for end in ends)
     wrong = {
-        "not ended exactly once": sum(count != 1 for count in clients.finals.values())
-        + abs(len(clients.finals) - arguments.requests),
+        "not ended exactly once": sum(count != 1 for count in clients.finals),
         "blocks left": stats.blocks_used,
         "requests left": stats.running + stats.waiting + len(engine._requests),
         "slots of states left": len(engine._runner._slots._slots),
         "states left": len(getattr(program, "_requests", ())),
         "threads left": len(left),
-        "ends that nobody was told of": abs(len(clients.finals) - len(ends)),
-        "tokens that do not add up": abs(stats.tokens_generated - sum(end.tokens for end in ends)),
+        "ends that nobody was told of": abs(clients.ended - kinds.total()),
+        "tokens that do not add up": abs(stats.tokens_generated - tokens),
         "errors that do not add up": abs(clients.errors - kinds["error"]),
         "bytes grown beyond what is allowed": max(0, growth - GROWTH_ALLOWED),
     }

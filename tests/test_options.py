@@ -17,7 +17,7 @@ def test_defaults() -> None:
     assert dataclasses.asdict(EngineConfig()) == {
         "token_budget": 512,
         "max_requests": 64,
-        "block_size": 16,
+        "block_size": 32,
         "max_kv_tokens": None,
         "kv_memory_fraction": 0.9,
         "max_attention_window": None,
