@@ -86,7 +86,7 @@ def prove(model: nn.Module, fallback: Fallback, max_window: int | None = None) -
         if isinstance(model, nn.Module) and (hooks := hook_refusals(model)):
             raise RefusedError(hooks)  # not to be isolated: trials of a part would call them too
         found = ragged(model, fallback, max_window)
-        departure = one_token_refusal(model) or handed_refusal(model)
+        departure = one_token_refusal(model, found.isolated) or handed_refusal(model)
         if departure is not None:  # not for isolated modules: `generate` has it in every step, and they see more tokens
             raise RefusedError([departure])
         return found

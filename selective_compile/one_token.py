@@ -8,7 +8,8 @@ Nor does a graph tell what a call leaves in the model, as a count of calls, for 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -29,11 +30,16 @@ Pair = tuple[Tensor, Tensor]  # of a token by itself, of it among others
 
 
 @torch.no_grad()
-def one_token_refusal(model: nn.Module) -> Refusal | None:
-    """What to say of ``model`` if its logits of a token that it is given by itself are others; None if the same."""
+def one_token_refusal(model: nn.Module, isolated: Collection[str] = ()) -> Refusal | None:
+    """What to say of ``model`` if its logits of a token that it is given by itself are others, or those of a call after
+    another; None if the same.
+
+    Args:
+        isolated: paths of modules of which each request has its own, with what calls leave in them.
+    """
     ids = torch.randint(0, TOKEN_IDS, (TOKENS,), generator=torch.Generator().manual_seed(0)).to(device_of(model))
     with unchanged(model):
-        if departs(pairs(lambda: called_again(model, ids))):
+        if departs(pairs(lambda: called_again(model, ids, isolated))):
             return refusal(model, "", "tokens once it was called", "when it is called first", "state of earlier calls")
         if departs(pairs(lambda: [(logits(model, two[:1])[0], logits(model, two)[0]) for two in ids.split(2)[:-1]])):
             return refusal(model, departing_module(model, ids[:2]), "a prompt of one token")
@@ -42,12 +48,18 @@ def one_token_refusal(model: nn.Module) -> Refusal | None:
     return None
 
 
-def called_again(model: nn.Module, ids: Tensor) -> list[Pair]:
-    """Logits of two calls with the same tokens, and a third: what a call leaves in the model is there in the next."""
+def called_again(model: nn.Module, ids: Tensor, isolated: Collection[str]) -> list[Pair]:
+    """Logits of two calls with the same tokens, and a third: what a call leaves in the model is there in the next, but
+    for what it leaves in modules that are ``isolated``."""
     call, arguments = logits_call(model, ids[None])
+    found = []
     with own_attributes(model, {}):
-        first, second, third = (call(*arguments)[0].clone() for _ in range(3))
-    return [(second, first), (third, second)]
+        for _ in range(3):
+            with ExitStack() as own:
+                for path in isolated:
+                    own.enter_context(own_attributes(model.get_submodule(path), {}))
+                found.append(call(*arguments)[0].clone())
+    return list(zip(found[1:], found, strict=False))
 
 
 def branches_in_generate(model: nn.Module, ids: Tensor) -> bool:
