@@ -7,11 +7,10 @@ later, changes no tensor, and would go unnoticed.
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from operator import itemgetter
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
+from selective_compile.entries import MISSING, Entries
 from selective_compile.passes import Refusal
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -30,8 +30,6 @@ DEPTH = 8  # of containers in containers, and objects in objects
 NOT_WATCHED = (nn.Module, ModuleType, type, dict, list, tuple, set, frozenset)  # modules are looked at elsewhere
 FUNCTIONS = (FunctionType, BuiltinFunctionType)
 NO_OBJECTS = (Tensor, *FUNCTIONS, MethodType)
-Holder = Callable[[], dict[str, Any]]
-Reference = Callable[[], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,42 +49,42 @@ class LiveSettings:
     """What was ``read`` of ``model``, as it is now, its hooks and its modules' own forwards.
 
     That is, of each module, of objects in it such as a configuration, and of its class: plain attributes, and which
-    functions and tensors the others are.  It holds dictionaries of modules, copies of values and weak references, so
-    that the model itself can be freed.
+    functions and tensors the others are.  It holds dictionaries of modules, not modules, so that the model itself can
+    be freed.
     """
 
     def __init__(self, model: nn.Module, read: Read | None = None) -> None:
-        self._names = (read.names if read is not None else frozenset()) - TORCHS_OWN
-        self._values: list[tuple[Holder, str, str, Any]] = []
-        self._same: list[tuple[Holder, str, str, Reference]] = []
-        self._forwards: list[tuple[dict[str, Any], str, weakref.ref[Any] | None]] = []
+        self._attributes = (read.names if read is not None else frozenset()) - TORCHS_OWN
+        self._forwards, self._same, self._values, self._containers = Entries(), Entries(), Entries(), Entries()
         self._classes: list[tuple[type, str, Any]] = []
+        self._owners: list[tuple[str, dict[str, Any]]] = [(path, vars(m)) for path, m in model.named_modules()]
         # Of each module how many attributes it has, and the names of those that it must not get.
-        self._sizes: list[tuple[dict[str, Any], str, int, frozenset[str]]] = []
+        self._dictionaries = [own for _, own in self._owners]
+        self._sizes = list(map(len, self._dictionaries))
+        self._not_own: list[frozenset[str]] = []
         objects: set[int] = set()
         of_classes: dict[type, frozenset[str]] = {}
         for path, module in model.named_modules():
             own, kind = vars(module), type(module)
-            forward = own.get("forward")
-            self._forwards.append((own, path, None if forward is None else weakref.ref(forward)))
-            self._watch(partial(_itself, own), path, own, objects)
-            if read is not None:
-                if kind not in of_classes:
-                    of_classes[kind] = self._watch_class(kind, read)
-                self._sizes.append((own, path, len(own), of_classes[kind] - own.keys()))
+            self._forwards.add(own, "forward", own.get("forward", MISSING), path)
+            self._watch(path, own, objects)
+            if kind not in of_classes:
+                of_classes[kind] = frozenset() if read is None else self._watch_class(kind, read)
+            self._not_own.append(of_classes[kind] - own.keys())
 
-    def _watch(self, holder: Holder, path: str, own: dict[str, Any], objects: set[int], depth: int = DEPTH) -> None:
-        """Attributes in ``own``, that of the module at ``path`` or of an object in it; ``holder`` gets it anew."""
-        for name in self._names & own.keys():
+    def _watch(self, path: str, own: dict[str, Any], objects: set[int], depth: int = DEPTH) -> None:
+        """Attributes in ``own``, that of the module at ``path`` or of an object in it."""
+        for name in self._attributes & own.keys():
             value = own[name]
-            if is_plain(value):
-                self._values.append((holder, path, name, copy.deepcopy(value)))
+            if isinstance(value, PLAIN):
+                self._values.add(own, name, value, path)
+            elif is_plain(value):
+                self._containers.add(own, name, copy.deepcopy(value), path)
             elif not isinstance(value, NOT_WATCHED):
-                self._same.append((holder, path, name, reference(value)))
+                self._same.add(own, name, value, path)
                 if depth and is_object(value) and id(value) not in objects:
                     objects.add(id(value))
-                    within = partial(_attributes_in, holder, name)
-                    self._watch(within, f"{path}.{name}".strip("."), vars(value), objects, depth - 1)
+                    self._watch(path_of(path, name), vars(value), objects, depth - 1)
 
     def _watch_class(self, kind: type, read: Read) -> frozenset[str]:
         """Methods of a class whose code was traced, and its plain attributes that were read; their names."""
@@ -104,55 +102,38 @@ class LiveSettings:
 
     def change(self) -> str:
         """What is not as it was, in words; empty if all is."""
-        for own, path, forward in self._forwards:
-            # Spelt out, as it is asked of each module at each step.
-            if (own["_forward_hooks"] or own["_forward_pre_hooks"]) and any(is_felt(hook) for hook in hooks_in(own)):
-                return f"hooks must not come after compiling, got one of {path or 'the model'!r}"
-            if own.get("forward") is not (None if forward is None else forward()):
-                return f"forwards must stay those compiled, got another of {path or 'the model'!r}"
+        if any(any(map(itemgetter(kind), self._dictionaries)) for kind in HOOKS):
+            for path, own in self._owners:
+                if any(is_felt(hook) for hook in hooks_in(own)):
+                    return f"hooks must not come after compiling, got one of {path or 'the model'!r}"
         if any(everywhere()):
             return "hooks must not come after compiling, got one of all modules"
-        for holder, path, name, known in self._same:
-            if holder().get(name) is not known():
-                return f"{path_of(path, name)!r} must stay the object that it was when compiled, got another"
-        for holder, path, name, value in self._values:
-            # Identity would not do: a list may be changed in place.
-            own = holder()
-            if name not in own or own[name] != value:
-                return f"{path_of(path, name)!r} must stay {value!r}, as compiled, got {own.get(name)!r}"
+        for path, *_ in self._forwards.others():
+            return f"forwards must stay those compiled, got another of {path or 'the model'!r}"
+        for path, name, *_ in self._same.others():
+            return f"{path_of(path, name)!r} must stay the object that it was when compiled, got another"
+        for path, name, known, now in (*self._values.others(), *self._containers.unequal()):
+            if now is MISSING or now != known:  # a value may be another object that is equal
+                got = None if now is MISSING else now
+                return f"{path_of(path, name)!r} must stay {known!r}, as compiled, got {got!r}"
+        return self._change_of_classes()
+
+    def _change_of_classes(self) -> str:
         for kind, name, value in self._classes:
             now = getattr(kind, name, None)
             if now is not value and now != value:  # a class makes some methods anew each time
                 return f"{name!r} of {kind.__name__} must stay what it was when compiled, got another"
-        for own, path, size, names in self._sizes:
-            if len(own) != size and (new := names & own.keys()):
-                return f"{path_of(path, min(new))!r} must stay that of its class, as compiled, got one of its own"
+        sizes = list(map(len, self._dictionaries))
+        if sizes != self._sizes:
+            for (path, own), names in zip(self._owners, self._not_own, strict=True):
+                if new := names & own.keys():
+                    return f"{path_of(path, min(new))!r} must stay that of its class, as compiled, got one of its own"
+            self._sizes = sizes
         return ""
 
 
 def path_of(path: str, name: str) -> str:
     return f"{path}.{name}".strip(".")
-
-
-def _itself(own: dict[str, Any]) -> dict[str, Any]:
-    return own
-
-
-def _attributes_in(holder: Holder, name: str) -> dict[str, Any]:
-    """Those of the object that is an attribute: looked up anew, so that it is not kept alive."""
-    return getattr(holder().get(name), "__dict__", {})
-
-
-def reference(value: Any) -> Reference:
-    """A function that gives ``value`` as long as it lives; a weak reference, where there can be one."""
-    try:
-        return weakref.ref(value)
-    except TypeError:  # of functions of C, and objects with slots
-        return partial(_value, value)
-
-
-def _value(value: Any) -> Any:
-    return value
 
 
 def is_object(value: object) -> bool:

@@ -17,6 +17,7 @@ from selective_compile.passes.isolated_call import IsolatedCall
 from selective_compile.skeleton import rebuilt, skeleton, structure_of
 from selective_compile.step import StepInputs
 from selective_compile.step_program import StepProgram
+from selective_compile.tensor_state import States, states
 
 
 class ModuleProgram(StepProgram):
@@ -53,15 +54,14 @@ class ModuleProgram(StepProgram):
         with self._lock, running(self._called_once):
             return super().__call__(inputs, pools, states)
 
-    def _versions(self) -> tuple[tuple[int, int], ...]:
+    def _versions(self) -> tuple[States, int, States]:
         version = self.weights.version()
         with self._lock:  # a step of another engine may have put its requests' attributes into the copies
             for own, copied in self._pairs:
                 copied._buffers.update(own._buffers)
                 self._changes += follow(own, copied)
         tensors = [t for own, _ in self._pairs for t in (*own._parameters.values(), *own._buffers.values())]
-        own_versions = tuple((id(t), 0 if t.is_inference() else t._version) for t in tensors if t is not None)
-        return (*version, (self._changes, 0), *own_versions)
+        return version, self._changes, states(tensors)
 
     def _called_once(self, number: int, values: list[Tensor]) -> list[Tensor]:
         """The results of call ``number`` that are used; ``values`` are those that the graph computed."""

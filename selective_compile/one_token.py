@@ -43,7 +43,7 @@ def one_token_refusal(model: nn.Module, isolated: Collection[str] = ()) -> Refus
             return refusal(model, "", "tokens once it was called", "when it is called first", "state of earlier calls")
         if departs(pairs(lambda: [(logits(model, two[:1])[0], logits(model, two)[0]) for two in ids.split(2)[:-1]])):
             return refusal(model, departing_module(model, ids[:2]), "a prompt of one token")
-        if branches_in_generate(model, ids):
+        if departs_in_generate(model, ids):
             return refusal(model, "", "one token and a cache, as in steps of generate")
     return None
 
@@ -62,25 +62,16 @@ def called_again(model: nn.Module, ids: Tensor, isolated: Collection[str]) -> li
     return list(zip(found[1:], found, strict=False))
 
 
-def branches_in_generate(model: nn.Module, ids: Tensor) -> bool:
-    """Whether a token that `generate` steps by itself gives other logits than as second of two with a cache.
-
-    Not if those are no more what the model gives without a cache: then `generate` and the model contradict each other
-    for whatever reason, as in some models of transformers.
-    """
+def departs_in_generate(model: nn.Module, ids: Tensor) -> bool:
+    """Whether a token that `generate` steps by itself, with a cache, gives other logits than among all of them."""
     if why_not_run(model):
         return False
-    ends = range(PROMPT + 2, TOKENS + 1)
 
-    def stepped_alone() -> list[Tensor]:
-        return by_generate(model, ids, [PROMPT] + [1] * (TOKENS - PROMPT))[2:]
+    def found() -> list[Pair]:
+        stepped_alone = by_generate(model, ids, [PROMPT] + [1] * (TOKENS - PROMPT))
+        return list(zip(stepped_alone, logits(model, ids)[PROMPT - 1 :], strict=True))
 
-    def stepped_in_twos() -> list[Tensor]:
-        return [by_generate(model, ids, [end - 2, 2])[1] for end in ends]
-
-    twos = pairs(lambda: list(zip(stepped_in_twos(), logits(model, ids)[PROMPT + 1 :], strict=True)))
-    ones = pairs(lambda: list(zip(stepped_alone(), [two for two, _ in twos], strict=True)))
-    return departs(ones) and not departs(twos)
+    return departs(pairs(found))
 
 
 def pairs(run: Callable[[], list[Pair]]) -> list[Pair]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from selective_compile.tensor_state import states
 
 
 class ProvedTensors:
@@ -17,25 +20,20 @@ class ProvedTensors:
             known = (copy for copy in self._copies if same(copy, tensor))
             copy = next(known, None)
             self._copies.append(tensor.detach().clone() if copy is None else copy)
-        self._seen = [state(tensor) for tensor in tensors]
+        self._seen = states(tensors)
 
-    def hold(self, tensors: Sequence[Tensor | None]) -> bool:
+    def hold(self, tensors: Sequence[Any]) -> bool:
         """Whether ``tensors`` have the values still; looks at them only if one was replaced or written to."""
-        for place, (tensor, copy) in enumerate(zip(tensors, self._copies, strict=True)):
-            if tensor is None:
+        now = states(tensors)
+        if now != self._seen:
+            if not all(map(same, self._copies, tensors)):
                 return False
-            if state(tensor) != self._seen[place]:
-                if not same(copy, tensor):
-                    return False
-                self._seen[place] = state(tensor)
+            self._seen = now
         return True
 
 
-def state(tensor: Tensor) -> tuple[int, int, int]:
-    """Identity and version; tensors made in inference mode count no versions."""
-    return id(tensor), tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
-
-
-def same(first: Tensor, second: Tensor) -> bool:
+def same(first: Tensor, second: Any) -> bool:
+    if not isinstance(second, Tensor):
+        return False
     alike = first.shape == second.shape and first.dtype == second.dtype and first.device == second.device
     return alike and torch.equal(first, second)

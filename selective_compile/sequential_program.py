@@ -22,6 +22,7 @@ from selective_compile.live_settings import HOOK, hook_refusals, without_hooks
 from selective_compile.module_state import Place, State, deep_copy, own_attributes, unchanged, watched_objects
 from selective_compile.passes import Refusal, RefusedError
 from selective_compile.step import StepInputs
+from selective_compile.tensor_state import States, states
 
 
 @dataclass(kw_only=True)
@@ -88,9 +89,9 @@ class SequentialProgram:
         """Whether a model with other hooks would still be run so: if hooks are why it is, they must be there."""
         return bool(hook_refusals(model)) == any(refusal.node == HOOK for refusal in self.refusals)
 
-    def weights_version(self) -> tuple[tuple[int, int], ...]:
-        """Identity and in-place version of each weight."""
-        return tuple((id(p), 0 if p.is_inference() else p._version) for p in self._model.parameters())
+    def weights_version(self) -> States:
+        """Of each weight; see `states`."""
+        return states(list(self._model.parameters()))
 
     def forget(self, request: Hashable) -> None:
         """Let go of the cache of a request that has left, if it is in a step that runs, when that has run."""

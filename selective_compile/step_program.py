@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from selective_compile.capture import ATTENTION_MASK, Captured, capture, recurrences_of
 from selective_compile.compiling import compiled
+from selective_compile.entries import Entries
 from selective_compile.live_settings import NOTHING, LiveSettings, Read
 from selective_compile.ops import forced_implementation
 from selective_compile.options import EngineConfig
@@ -24,6 +25,7 @@ from selective_compile.passes.recurrence_match import Recognised
 from selective_compile.passes.traced_graph import KeySelection
 from selective_compile.proved_tensors import ProvedTensors
 from selective_compile.step import Reach, StepInputs
+from selective_compile.tensor_state import States, states
 from selective_compile.whole_functions import Place
 
 
@@ -66,59 +68,66 @@ class LiveWeights:
     def __init__(self, model: nn.Module, flat: FlatGraph, read: Read = NOTHING) -> None:
         self.settings = LiveSettings(model, read)
         owners: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        self._modules, self._slots, self._proved = Entries(), Entries(), Entries()
         for module in model.modules():
+            if isinstance(module, torch.jit.ScriptModule):  # what it has cannot be replaced
+                continue
+            for name, child in module._modules.items():
+                self._modules.add(module._modules, name, child)
             for tensors in (module._parameters, module._buffers):
                 for name, tensor in tensors.items():
                     if tensor is not None:
                         owners.setdefault(id(tensor), []).append((tensors, name))
-        self._modules = [
-            (parent._modules, name, child) for parent in model.modules() for name, child in parent._modules.items()
-        ]
-        shared = [owners.get(id(given.example), []) for given in flat.weights]
-        self._slots = [places[0] if places else None for places in shared]
+        constants: list[Any] = [given.example for given in flat.weights]
         # To the graph, a weight that the model has in several places is one input.
-        self._tied = [(*places[0], *other) for places in shared for other in places[1:]]
+        self._tied: list[tuple[dict[str, Any], str, dict[str, Any], str]] = []
+        for constant in constants:
+            place, *others = owners.get(id(constant), [({"": constant}, "")])
+            self._slots.add(*place, constant)
+            self._tied += [(*place, *other) for other in others]
         proved: list[Any] = [given.example for given in flat.proved_from]
-        self._proved = [owners[id(tensor)][0] for tensor in proved]
+        for tensor in proved:
+            self._proved.add(*owners[id(tensor)][0], tensor)
         self._values = ProvedTensors(proved)
-        self._constants: list[Any] = [given.example for given in flat.weights]
-        self._kinds = [(t.shape, t.dtype, t.device) for t in self._constants]
-        self.tensors = self._looked_up()  # as `version` found them last
+        self._kinds = [(t.shape, t.dtype, t.device) for t in constants]
+        self.tensors = constants  # as `version` found them last
+        self._version = states(constants)
 
-    def _looked_up(self) -> list[Any]:
-        return [
-            constant if slot is None else slot[0].get(slot[1])
-            for slot, constant in zip(self._slots, self._constants, strict=True)
-        ]
-
-    def version(self) -> tuple[tuple[int, int], ...]:
-        """Look the tensors up: identity and in-place version of each; those made in inference mode count no versions.
+    def version(self) -> States:
+        """Look the tensors up: identity, in-place version and address of each; see `states`.
 
         Raises:
             ValueError: the graph is not that of the model any more: a module was replaced, or a tied weight in one of
                 its places only, an attribute that capture read was changed or a hook added, or a weight got another
                 shape, dtype or device, or a buffer that masks were proved from got other values.
         """
-        for children, name, child in self._modules:
-            if children.get(name) is not child:
-                raise ValueError(f"the model's modules must stay those it was compiled with, got another {name!r}")
+        for _, name, *_ in self._modules.others():
+            raise ValueError(f"the model's modules must stay those it was compiled with, got another {name!r}")
         for own, name, others, other in self._tied:
             if own.get(name) is not others.get(other):
                 raise ValueError(f"weights tied when the model was compiled must stay tied, got another {other!r}")
         if change := self.settings.change():
             raise ValueError(f"the model must stay as it was compiled: {change}")
-        tensors = self.tensors = self._looked_up()
-        for tensor, slot, (shape, dtype, device) in zip(tensors, self._slots, self._kinds, strict=True):
-            if tensor is None or tensor.dtype != dtype or tensor.shape != shape or tensor.device != device:
-                found = None if tensor is None else f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        tensors = self._slots.found()
+        version = states(tensors)
+        if version != self._version:
+            self._check_kinds(tensors)
+            self._version = version
+        self.tensors = tensors
+        if not self._values.hold(self._proved.found()):
+            names = ", ".join(sorted(set(self._proved.names)))
+            raise ValueError(f"buffers that masks were proved from must keep their values, got others in {names}")
+        return version
+
+    def _check_kinds(self, tensors: Sequence[Any]) -> None:
+        for tensor, name, (shape, dtype, device) in zip(tensors, self._slots.names, self._kinds, strict=True):
+            is_one = isinstance(tensor, Tensor)
+            if not is_one or tensor.dtype != dtype or tensor.shape != shape or tensor.device != device:
+                found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}" if is_one else None
                 raise ValueError(
-                    f"the model's {slot[1] if slot else 'tensors'!r} must stay {dtype} {list(shape)} on {device}, "
+                    f"the model's {name or 'tensors'!r} must stay {dtype} {list(shape)} on {device}, "
                     f"as compiled, got {found}"
                 )
-        if not self._values.hold([own.get(name) for own, name in self._proved]):
-            names = ", ".join(sorted({name for _, name in self._proved}))
-            raise ValueError(f"buffers that masks were proved from must keep their values, got others in {names}")
-        return tuple((id(t), 0 if t.is_inference() else t._version) for t in tensors)
 
 
 class StepProgram:
@@ -165,7 +174,7 @@ class StepProgram:
         self.max_attention_window = config.max_attention_window
         self.graphs = 1
         self.weights = LiveWeights(model, flat, read)
-        self.weights_version = self.weights.version
+        self.weights_version: Callable[[], object] = self.weights.version
         families = [call.family for call in flat.calls if call.family is not None]
         self.counts_padding = any(family.window or family.chunk for family in families)
         self._flat = flat

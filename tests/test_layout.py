@@ -44,6 +44,8 @@ LAYERS = (
         "step",
         "module_state",
         "proved_tensors",
+        "tensor_state",
+        "entries",
     ),
     ("passes",),
     ("whole_functions", "live_settings"),

@@ -268,3 +268,24 @@ def test_a_model_is_freed_that_holds_itself_in_an_object_that_it_reads() -> None
     torch._dynamo.reset()
     gc.collect()
     assert alive() is None
+
+
+def test_a_weight_that_is_given_other_memory_is_seen() -> None:
+    model = tiny("llama")
+    engine = sc.Engine(model, sc.EngineConfig(compile=False, max_kv_tokens=256, block_size=8))
+    prompt = list(range(1, 40))
+    engine.submit(prompt, max_new_tokens=4).result()
+    weight = model.model.layers[0].self_attn.v_proj.weight
+    weight.data = weight.data.flip(0).clone()
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False)[0, len(prompt) :].tolist()
+    # Nothing that was computed of the prompt before is used.
+    assert list(engine.submit(prompt, max_new_tokens=4, do_sample=False).result().tokens) == expected
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_layer_of_torchscript_runs_by_itself() -> None:
+    model = tiny("llama")
+    model.model.layers[0].mlp = nn.Sequential(nn.Linear(64, 64), nn.ReLU()).requires_grad_(False)
+    expected = alone(model)
+    model.model.layers[0].mlp = torch.jit.script(model.model.layers[0].mlp)
+    assert ours(model, EAGER) == expected

@@ -78,6 +78,22 @@ def test_branch_in_steps_of_generate_runs_whole_and_gives_its_tokens() -> None:
     assert [list(request.result().tokens) for request in requests] == alone
 
 
+class Uncached(LlamaForCausalLM):
+    """Has no cache, of which `generate` knows nothing: it gives each step the last token alone."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids, use_cache=False)
+
+
+def test_where_generate_departs_from_forward_the_tokens_are_those_of_generate() -> None:
+    # transformers' own cache keeps all keys, with a window of one
+    for model in (changed("llama", Uncached), tiny("mistral", sliding_window=1)):
+        engine = sc.Engine(model, sc.EngineConfig(compile=False, max_kv_tokens=256))
+        request = engine.submit([5, 7, 9, 11], max_new_tokens=6, do_sample=False)
+        assert list(request.result().tokens) == generated_alone(model, [5, 7, 9, 11], 6)
+        assert sc.explain(model).verdict == "sequential"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_models_without_such_a_branch_are_none(dtype: torch.dtype) -> None:
     for family in ("llama", "gemma2"):
