@@ -43,6 +43,12 @@ def test_long_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(0 < way["median"] <= way["p99"] <= way["largest"] for way in ways)
 
 
+def test_step_overhead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = run("step_overhead", tmp_path, monkeypatch, "--quick", "--steps", "6")["rows"]
+    assert [row["requests"] for row in rows] == [16, 64]
+    assert all(0 < sum(row["parts"].values()) and 0 < row["beside"] <= row["beside_p99"] for row in rows)
+
+
 def test_generation_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a few requests: that drafts leave the tokens alone, and cost fewer steps where there is something to copy."""
     sizes = ("--requests", "3", "--new", "24", "--rounds", "1")

@@ -23,6 +23,7 @@ from selective_compile.isolated_program import TRIED, IsolatedProgram
 from selective_compile.skeleton import skeleton
 from tests.decoders import VOCABULARY, WIDTH, Decoder
 from tests.exactness import TOLERANCE, logits_in_chunks
+from tests.leaving import STAYS, served_while_one_leaves
 from tests.oracle import assert_generated_alone, assert_same_tokens, reference_logits
 
 CONFIG = sc.EngineConfig(compile=False, token_budget=24, block_size=8, max_kv_tokens=8 * 10)
@@ -327,19 +328,6 @@ def test_tokens_are_those_of_generate_on_each_request_alone(family: str) -> None
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_who_leaves_between_plan_and_run_leaves_nothing(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where another engine of the program has run a step in between."""
     model, program = compiled(Decay)
-    engine, other = (sc.Engine(model, CONFIG, program=program) for _ in range(2))
-    run, steps = engine._runner.run, []
-
-    def cancelled_before(inputs: Any) -> Tensor:
-        steps.append(inputs)
-        if len(steps) == step:
-            gone.cancel()
-            other.submit([5, 7], max_new_tokens=1).result()
-        return run(inputs)
-
-    monkeypatch.setattr(engine._runner, "run", cancelled_before)
-    gone, stays = engine.submit([1, 2, 3], max_new_tokens=9), engine.submit([3, 5, 7], max_new_tokens=9)
-    assert_same_tokens(model, [3, 5, 7], stays.result().tokens)
-    assert gone.finish_reason == "cancelled" and not program._requests
+    assert_same_tokens(model, STAYS, served_while_one_leaves(model, program, CONFIG, step, monkeypatch))
+    assert not program._requests

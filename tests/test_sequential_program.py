@@ -15,6 +15,7 @@ from selective_compile.backend import compile_step_program, report_of
 from selective_compile.coverage.random_model import random_model
 from selective_compile.sequential_program import SequentialProgram
 from tests.decoders import Decoder
+from tests.leaving import STAYS, served_while_one_leaves
 from tests.oracle import assert_generated_alone
 
 VOCABULARY = 97
@@ -160,24 +161,10 @@ def test_nothing_is_reused_where_there_are_no_pools() -> None:
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_who_leaves_between_plan_and_run_leaves_nothing(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where another engine of the program has run a step in between."""
     model = unproved("gpt_neo")
     program = SequentialProgram(model, ())
-    engine, other = (sc.Engine(model, CONFIG, program=program) for _ in range(2))
-    run, steps = engine._runner.run, []
-
-    def cancelled_before(inputs: Any) -> torch.Tensor:
-        steps.append(inputs)
-        if len(steps) == step:
-            gone.cancel()
-            other.submit([5, 7], max_new_tokens=1).result()
-        return run(inputs)
-
-    monkeypatch.setattr(engine._runner, "run", cancelled_before)
-    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
-    gone, stays = engine.submit([1, 2, 3], **options), engine.submit([3, 5, 7], **options)
-    assert_generated_alone(model, [3, 5, 7], stays.result().tokens)
-    assert gone.finish_reason == "cancelled" and not program._requests
+    assert_generated_alone(model, STAYS, served_while_one_leaves(model, program, CONFIG, step, monkeypatch))
+    assert not program._requests
 
 
 def test_engines_in_threads_of_their_own_do_not_see_one_anothers_states() -> None:
