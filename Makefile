@@ -10,10 +10,10 @@ INSTALLED := $(VENV)/installed-$(shell (pwd; cat pyproject.toml constraints.txt)
 INSTALL := $(BIN)/python -m pip install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench soak coverage hf-tests clean
+.PHONY: help demo test lint bench bench-cpu soak coverage hf-tests clean
 
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
 
 demo: $(INSTALLED) ## serve mixed requests on the model that ships; ARGS='--help' shows the options
 	$(BIN)/selective-compile demo $(ARGS)
@@ -29,6 +29,9 @@ lint: $(INSTALLED) ## ruff and mypy
 
 bench: $(INSTALLED)-bench ## throughput next to generate and generate_batch; wants a quiet machine
 	$(BIN)/selective-compile bench $(ARGS)
+
+bench-cpu: $(INSTALLED)-bench ## throughput next to OpenVINO GenAI and vLLM, too, which it installs apart; an hour
+	$(BIN)/selective-compile bench --peers all $(ARGS)
 
 soak: $(INSTALLED) ## a hundred thousand short requests with stops, errors and lost readers: what is left? some minutes
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py $(ARGS)

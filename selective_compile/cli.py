@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from selective_compile import checkpoints, demo, tables
 from selective_compile.backend import explain as explain_model
 from selective_compile.bench import run_benchmark, settings
+from selective_compile.bench.environments import CommandError
 from selective_compile.bench.peers import PeerError
 from selective_compile.coverage.command import coverage_command
 from selective_compile.generating import Prompts, generate_all, generate_streaming
@@ -35,7 +36,7 @@ def failures_in_a_line() -> Iterator[None]:
     """What a user can mend is told in words and not by a traceback; a bug still shows where it is."""
     try:
         yield
-    except (ValueError, OSError, StepError, PeerError, torch.OutOfMemoryError) as error:
+    except (ValueError, OSError, StepError, PeerError, CommandError, torch.OutOfMemoryError) as error:
         fail(str(error))
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
@@ -224,7 +225,9 @@ def explain_command(
 
 @app.command("bench")
 def bench_command(
-    peers: Annotated[str, typer.Option(help="Which to run.")] = ",".join(settings.PEERS),
+    peers: Annotated[str, typer.Option(help=f"Which to run, of {', '.join(settings.PEERS)}; or all.")] = ",".join(
+        settings.QUICK_PEERS
+    ),
     dtypes: Annotated[str, typer.Option(help="Of weights and keys.")] = ",".join(settings.DTYPES),
     modes: Annotated[str, typer.Option(help="All requests at once, over time.")] = ",".join(settings.MODES),
     requests: Annotated[int, typer.Option(min=1, help="How many.")] = 32,
@@ -242,15 +245,18 @@ def bench_command(
     out_file: Annotated[Path | None, typer.Option("--out", help="Write the JSON there too.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure useful output tokens per second next to generate and generate_batch.
+    """Measure useful output tokens per second next to generate, generate_batch and other engines.
 
     A Llama of 125 million parameters, random weights; prompts of 8-512 and outputs of 8-256 tokens.
 
     The peers run in turns. It wants a quiet machine and half an hour.
 
+    OpenVINO GenAI and vLLM run in virtual environments of their own, made the first time.
+
     \b
     selective-compile bench --out result.json
     selective-compile bench --peers engine,generate --dtypes bfloat16 --modes saturated
+    selective-compile bench --peers all --out result.json
     selective-compile bench --quick
     """
     if out_file is not None and not out_file.absolute().parent.is_dir():
@@ -262,7 +268,7 @@ def bench_command(
         seed=seed,
         dtypes=settings.listed(dtypes),
         modes=settings.listed(modes),
-        peers=settings.listed(peers),
+        peers=settings.PEERS if peers == "all" else settings.listed(peers),
         arrival_rate=arrival_rate,
         token_budget=token_budget,
         threads=threads or settings.all_cores(),

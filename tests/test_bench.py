@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import math
 import statistics
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 
@@ -14,11 +18,15 @@ import pytest
 import torch
 
 from selective_compile.bench import BenchSettings, peers, run_benchmark
+from selective_compile.bench.apart.conversation import served
 from selective_compile.bench.ceilings import Ceilings, measure_ceilings
+from selective_compile.bench.checkpoint import Checkpoint
+from selective_compile.bench.environments import CommandError, Environment
 from selective_compile.bench.floor import Roofline, Work, floor_seconds
-from selective_compile.bench.peers import PEER_TYPES, PeerError, PeerRun
-from selective_compile.bench.rounds import agreement, check_lengths, load, run_rounds, write_checkpoint
-from selective_compile.bench.settings import PEERS, LlamaShape, PeerName, chosen, listed
+from selective_compile.bench.peers import PEERS_HERE, PeerError, PeerRun
+from selective_compile.bench.rounds import agreement, check_lengths, run_rounds
+from selective_compile.bench.separate_peers import CONVERSATION, SEPARATE_PEERS, SeparatePeer
+from selective_compile.bench.settings import PEERS, QUICK_PEERS, LlamaShape, chosen, listed
 from selective_compile.bench.trace import Asked, Trace, log_uniform, make_trace
 from selective_compile.progress import silent
 from selective_compile.runtime import StepRecord, StepShare
@@ -34,10 +42,10 @@ def threads_as_before() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint")
-    write_checkpoint(folder, QUICK.shape, seed=0)
-    return folder
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    found = Checkpoint(folder=tmp_path_factory.mktemp("checkpoint"), shape=QUICK.shape, dtype="float32")
+    found.write(seed=0)
+    return found
 
 
 # Settings and trace
@@ -127,8 +135,8 @@ def test_the_floor_is_the_larger_of_reading_and_multiplying_in_each_step() -> No
     assert [roofline(one).limit for one in steps] == ["memory", "compute", "memory", "compute"]
 
 
-def test_the_work_of_a_model_is_read_off_its_weights(checkpoint: Path) -> None:
-    work = Work.of(load(checkpoint, "bfloat16", QUICK))
+def test_the_work_of_a_model_is_read_off_its_weights(checkpoint: Checkpoint) -> None:
+    work = Work.of(replace(checkpoint, dtype="bfloat16").load())
     layers = 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128)
     assert work.flops_per_token == 2 * layers and work.flops_per_row == 2 * 256 * 64
     assert work.weight_bytes == 2 * (layers + 256 * 64)
@@ -144,11 +152,11 @@ def test_ceilings_are_rates() -> None:
 # The peers
 
 
-@pytest.mark.parametrize("name", PEERS)
-def test_each_peer_gives_every_request_its_tokens_in_both_modes(name: PeerName, checkpoint: Path) -> None:
+@pytest.mark.parametrize("name", QUICK_PEERS)
+def test_each_peer_gives_every_request_its_tokens_in_both_modes(name: str, checkpoint: Checkpoint) -> None:
     trace = make_trace(QUICK)
-    model = load(checkpoint, "float32", QUICK)
-    peer = PEER_TYPES[name](model, trace, QUICK)
+    model = checkpoint.load()
+    peer = PEERS_HERE[name](model, trace, QUICK)
     ids = [torch.tensor([asked.prompt_ids]) for asked in trace.requests]
     for timed in (trace, trace.arriving(rate=60, seed=0)):
         run = peer.run(timed)
@@ -171,10 +179,86 @@ def test_a_peer_that_gives_too_few_tokens_is_found_out() -> None:
         check_lengths("generate", run, trace)
 
 
-def test_generate_batch_says_what_it_lacks(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_batch_says_what_it_lacks(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="psutil must be installed"):
-        PEER_TYPES["generate_batch"](load(checkpoint, "float32", QUICK), make_trace(QUICK), QUICK)
+        PEERS_HERE["generate_batch"](checkpoint.load(), make_trace(QUICK), QUICK)
+
+
+def test_every_peer_that_can_be_named_is_there() -> None:
+    assert {*PEERS_HERE, *SEPARATE_PEERS} == set(PEERS) and set(QUICK_PEERS) < set(PEERS_HERE)
+
+
+class Counting:
+    """Another engine: gives each request a token a step, two requests at a time."""
+
+    def __init__(self) -> None:
+        self.left: dict[int, list[int]] = {}
+        self.found: dict[int, list[int]] = {}
+
+    def about(self) -> dict[str, object]:
+        return {"attention": "none"}
+
+    def add(self, number: int, prompt_ids: list[int], new_tokens: int) -> None:
+        self.left[number], self.found[number] = [prompt_ids[-1] + 1 + i for i in range(new_tokens)], []
+
+    def step(self) -> Iterator[tuple[int, list[int]]]:
+        for number in list(self.left)[:2]:
+            self.found[number].append(self.left[number].pop(0))
+            if not self.left[number]:
+                del self.left[number]
+                yield number, self.found[number]
+
+
+SERVER = """
+from collections.abc import Iterator
+{counting}
+print("what engines say goes elsewhere")
+server = lambda fails: 1 / 0 if fails else Counting()
+"""
+
+
+def asked(prompt: list[int], new_tokens: int, arrival: float = 0.0) -> Asked:
+    return Asked(prompt_ids=prompt, new_tokens=new_tokens, arrival=arrival)
+
+
+def test_a_peer_apart_serves_requests_as_they_arrive() -> None:
+    requests = [asked([1, 5], 3), asked([7], 1), asked([2], 2, arrival=0.05)]
+    found = served(Counting(), list(map(asdict, requests)))  # type: ignore[arg-type]
+    assert found["tokens"] == [[6, 7, 8], [8], [3, 4]]
+    assert found["seconds"] >= 0.05 and all(0 < latency < found["seconds"] for latency in found["latencies"])
+
+
+def test_a_peer_apart_is_a_process_that_ends_and_whose_failure_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "counting.py").write_text(SERVER.format(counting=inspect.getsource(Counting)))
+    here = "import sys; sys.path[:0] = sys.argv.pop(1).split(':'); import conversation; conversation.main()"
+
+    def peer(fails: bool) -> SeparatePeer:
+        paths = f"{tmp_path}:{CONVERSATION.parent}"
+        command = [sys.executable, "-c", here, paths, "counting", json.dumps({"fails": fails})]
+        return SeparatePeer("counting", command, threads=1)
+
+    running = peer(fails=False)
+    trace = Trace(requests=(asked([1, 5], 3), asked([7], 1)))
+    assert running.describe() == {"attention": "none"}
+    assert running.run(trace).tokens == running.run(trace).tokens == [[6, 7, 8], [8]]
+    running.close()
+    assert running._process.returncode == 0
+    with pytest.raises(PeerError, match=r"counting has ended: (?s:.*)ZeroDivisionError"):
+        peer(fails=True)
+
+
+def test_an_environment_is_made_once_and_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    empty = Environment(name="empty", requirements=())
+    python = empty.python()
+    made = python.parent.parent.stat().st_mtime_ns
+    assert subprocess.run([python, "-c", "import pip"], check=True).returncode == 0
+    assert empty.python() == python and python.parent.parent.stat().st_mtime_ns == made
+    with pytest.raises(CommandError, match="pip install there is no such package failed"):
+        Environment(name="wrong", requirements=("there is no such package",)).python()
 
 
 class Recorder:
@@ -189,6 +273,9 @@ class Recorder:
 
     def describe(self) -> dict[str, object]:
         return {}
+
+    def close(self) -> None:
+        self.log.append(f"{self.name} closed")
 
 
 def test_peers_run_in_turns_after_a_round_that_is_not_counted() -> None:
@@ -216,7 +303,7 @@ def test_a_quick_benchmark_tells_all_that_a_reader_needs() -> None:
     assert 0 < saturated["peers"]["engine"]["share_of_floor"] < 1
     assert "share_of_floor" not in arriving["peers"]["engine"]
     for result in figures["results"]:
-        assert set(result["peers"]) == set(PEERS)
+        assert set(result["peers"]) == set(QUICK_PEERS)
         engine = result["peers"]["engine"]
         for peer in result["peers"].values():
             (seconds,) = peer["rounds_seconds"]

@@ -312,7 +312,7 @@ def test_bench_writes_its_figures_and_a_table(tmp_path: Path) -> None:
 
 
 def test_bench_refuses_in_a_line(tmp_path: Path) -> None:
-    assert "peers must be one or more of engine" in refused("bench", "--quick", "--peers", "vllm")
+    assert "peers must be one or more of engine" in refused("bench", "--quick", "--peers", "sglang")
     missing = str(tmp_path / "missing" / "figures.json")
     assert "--out must lie in a folder that exists" in refused("bench", "--out", missing)
 

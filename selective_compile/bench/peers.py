@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Final, Protocol
 
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from selective_compile.backend import compile_step_program
-from selective_compile.bench.settings import BenchSettings, PeerName
+from selective_compile.bench.settings import BenchSettings
 from selective_compile.bench.trace import Asked, Clock, Trace
 from selective_compile.demo import left_padded
 from selective_compile.options import EngineConfig
@@ -51,8 +51,18 @@ class Peer(Protocol):
     def describe(self) -> dict[str, object]:
         """Attention implementation, precision of weights and keys, and what else a reader must know."""
 
+    def close(self) -> None:
+        """It serves no more."""
 
-class EnginePeer:
+
+class PeerHere:
+    """One in this process, of which nothing is left to close."""
+
+    def close(self) -> None:
+        pass
+
+
+class EnginePeer(PeerHere):
     """`Engine`, stepped by the thread that submits."""
 
     def __init__(self, model: PreTrainedModel, trace: Trace, settings: BenchSettings) -> None:
@@ -95,7 +105,7 @@ class EnginePeer:
         return PeerRun(seconds=seconds, tokens=tokens, latencies=latencies, records=list(self._records))
 
 
-class PaddedGenerate:
+class PaddedGenerate(PeerHere):
     """`model.generate` on left-padded batches: whatever has arrived when the batch before it is done."""
 
     def __init__(self, model: PreTrainedModel, trace: Trace, settings: BenchSettings) -> None:
@@ -122,12 +132,29 @@ class PaddedGenerate:
 
     def _generate(self, batch: list[Asked]) -> list[list[int]]:
         ids, mask = left_padded([asked.prompt_ids for asked in batch], 0, self._model.device)
-        config = greedy_without_end(max(asked.new_tokens for asked in batch))
+        config = self._config(max(asked.new_tokens for asked in batch))
         out: torch.Tensor = self._model.generate(ids, attention_mask=mask, generation_config=config)
         return out[:, ids.shape[1] :].tolist()
 
+    def _config(self, new_tokens: int) -> GenerationConfig:
+        return greedy_without_end(new_tokens)
 
-class GenerateBatch:
+
+class CompiledGenerate(PaddedGenerate):
+    """`PaddedGenerate` with a static cache, for which transformers compiles the model's steps."""
+
+    def describe(self) -> dict[str, object]:
+        return {**super().describe(), "cache": "static, compiled"}
+
+    def _config(self, new_tokens: int) -> GenerationConfig:
+        config = greedy_without_end(new_tokens)
+        config.cache_implementation = "static"
+        config.compile_config = CompileConfig(fullgraph=False)
+        config.compile_config._compile_all_devices = True  # else on accelerators alone
+        return config
+
+
+class GenerateBatch(PeerHere):
     """Continuous batching of transformers: `model.generate_batch`, but with a length for each request.
 
     `generate_batch` takes one `max_new_tokens` for all, so this goes to the manager under it. Starting and
@@ -192,9 +219,10 @@ class GenerateBatch:
             yield manager
 
 
-PEER_TYPES: Final[dict[PeerName, type[EnginePeer] | type[PaddedGenerate] | type[GenerateBatch]]] = {
+PEERS_HERE: Final[Mapping[str, Callable[[PreTrainedModel, Trace, BenchSettings], Peer]]] = {
     "engine": EnginePeer,
     "generate": PaddedGenerate,
+    "generate_static": CompiledGenerate,
     "generate_batch": GenerateBatch,
 }
 

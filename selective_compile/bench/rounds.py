@@ -8,18 +8,19 @@ import platform
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from selective_compile.bench.ceilings import Ceilings, measure_ceilings
+from selective_compile.bench.checkpoint import Checkpoint
 from selective_compile.bench.floor import Work, floor_seconds
 from selective_compile.bench.machine import machine, versions
-from selective_compile.bench.peers import PEER_TYPES, Peer, PeerError, PeerRun
-from selective_compile.bench.serving import random_llama
-from selective_compile.bench.settings import BenchSettings, DtypeName, LlamaShape
+from selective_compile.bench.peers import PEERS_HERE, Peer, PeerError, PeerRun
+from selective_compile.bench.separate_peers import SEPARATE_PEERS
+from selective_compile.bench.settings import BenchSettings, PeerName
 from selective_compile.bench.trace import Trace, make_trace
 from selective_compile.checkpoints import DTYPES, device_named
 from selective_compile.progress import Stages
@@ -40,13 +41,13 @@ def run_benchmark(settings: BenchSettings, stages: Stages) -> Figures:
     trace = make_trace(settings)
     try:
         with tempfile.TemporaryDirectory(prefix="selective-compile-bench-") as folder:
-            with stages("writing the checkpoint"):
-                write_checkpoint(Path(folder), settings.shape, settings.seed)
-            results = [
-                result
+            checkpoints = [
+                Checkpoint(folder=Path(folder), shape=settings.shape, dtype=dtype, device=settings.device)
                 for dtype in settings.dtypes
-                for result in run_dtype(Path(folder), dtype, trace, settings, stages)
             ]
+            with stages("writing the checkpoint"):
+                checkpoints[0].write(settings.seed)
+            results = [result for each in checkpoints for result in run_dtype(each, trace, settings, stages)]
     finally:
         torch.set_num_threads(threads_before)
     return {
@@ -58,50 +59,36 @@ def run_benchmark(settings: BenchSettings, stages: Stages) -> Figures:
     }
 
 
-def write_checkpoint(folder: Path, shape: LlamaShape, seed: int) -> None:
-    """A Llama with random weights, in float32, as every peer will load it."""
-    random_llama(shape, seed).save_pretrained(folder)
-
-
-def load(folder: Path, dtype: DtypeName, settings: BenchSettings) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=DTYPES[dtype], attn_implementation="sdpa", local_files_only=True
-    )
-    return model.to(device_named(settings.device)).eval()
-
-
-def run_dtype(folder: Path, dtype: DtypeName, trace: Trace, settings: BenchSettings, stages: Stages) -> list[Figures]:
+def run_dtype(checkpoint: Checkpoint, trace: Trace, settings: BenchSettings, stages: Stages) -> list[Figures]:
     """Every mode at one dtype; the models are let go at the end."""
+    dtype = checkpoint.dtype
     with stages(f"{dtype}: measuring the machine"):
         ceilings = measure_ceilings(DTYPES[dtype], device=device_named(settings.device), read_bytes=settings.read_bytes)
-    peers: dict[str, Peer] = {}
-    for name in settings.peers:
-        with stages(f"{dtype}: preparing {name}"):
-            model = load(folder, dtype, settings)
-            peers[name] = PEER_TYPES[name](model, trace, settings)
-    work = Work.of(model)
-    results: list[Figures] = []
-    rate = settings.arrival_rate
-    for mode in settings.modes:
-        if mode == "saturated":
-            timed, shown = trace, None
-        else:
-            rate = shown = rate or engine_rate(peers, trace)
-            timed = trace.arriving(rate, settings.seed)
-        runs = run_rounds(peers, timed, settings.rounds, stages, f"{dtype}, {mode}")
-        figures = summary(peers, runs, timed)
-        if mode == "saturated":
-            add_floor(figures, runs, work, ceilings)
-        results.append(
-            {
-                "dtype": dtype,
-                "mode": mode,
-                "arrival_rate": shown,
-                "ceilings": dataclasses.asdict(ceilings),
-                "peers": figures,
-            }
-        )
-    return results
+    work = Work.of(checkpoint.load())
+    with ExitStack() as closing:
+        peers: dict[str, Peer] = {}
+        for name in settings.peers:
+            first = ", which is installed first, in some minutes" if name in SEPARATE_PEERS else ""
+            with stages(f"{dtype}: preparing {name}{first}"):
+                peers[name] = prepared(name, checkpoint, trace, settings)
+                closing.callback(peers[name].close)
+        results: list[Figures] = []
+        for mode in settings.modes:
+            rate = None if mode == "saturated" else settings.arrival_rate or engine_rate(peers, trace)
+            timed = trace if rate is None else trace.arriving(rate, settings.seed)
+            runs = run_rounds(peers, timed, settings.rounds, stages, f"{dtype}, {mode}")
+            figures = summary(peers, runs, timed)
+            if rate is None:
+                add_floor(figures, runs, work, ceilings)
+            about = {"dtype": dtype, "mode": mode, "arrival_rate": rate, "ceilings": dataclasses.asdict(ceilings)}
+            results.append({**about, "peers": figures})
+        return results
+
+
+def prepared(name: PeerName, checkpoint: Checkpoint, trace: Trace, settings: BenchSettings) -> Peer:
+    if name in SEPARATE_PEERS:
+        return SEPARATE_PEERS[name](checkpoint, trace, settings)
+    return PEERS_HERE[name](checkpoint.load(), trace, settings)
 
 
 def engine_rate(peers: Mapping[str, Peer], trace: Trace) -> float:

@@ -8,11 +8,13 @@ from typing import Any, Final, Literal, get_args
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 Mode = Literal["saturated", "arriving"]
-PeerName = Literal["engine", "generate", "generate_batch"]
+PeerName = Literal["engine", "generate", "generate_static", "generate_batch", "openvino", "vllm"]
 
 DTYPES: Final[tuple[DtypeName, ...]] = ("float32", "bfloat16")
 MODES: Final[tuple[Mode, ...]] = get_args(Mode)
 PEERS: Final[tuple[PeerName, ...]] = get_args(PeerName)
+# Those that need nothing but transformers; the others take minutes to prepare.
+QUICK_PEERS: Final[tuple[PeerName, ...]] = ("engine", "generate", "generate_batch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,7 @@ class BenchSettings:
     rounds: int = 3
     dtypes: tuple[DtypeName, ...] = DTYPES
     modes: tuple[Mode, ...] = MODES
-    peers: tuple[PeerName, ...] = PEERS
+    peers: tuple[PeerName, ...] = QUICK_PEERS
     arrival_rate: float | None = None
     token_budget: int = 512
     threads: int = field(default_factory=lambda: all_cores())

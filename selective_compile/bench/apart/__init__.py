@@ -1,0 +1,1 @@
+"""What runs in the virtual environments of other engines: plain scripts, which import nothing of this package."""
