@@ -104,7 +104,7 @@ def chosen(*, quick: bool, **values: Any) -> BenchSettings:
         return settings
     return replace(
         settings,
-        shape=LlamaShape(hidden=64, layers=2, heads=4, kv_heads=2, mlp=128, vocabulary=256, positions=256),
+        shape=LlamaShape(hidden=128, layers=2, heads=4, kv_heads=2, mlp=256, vocabulary=256, positions=256),
         requests=min(settings.requests, 6),
         prompt_tokens=(4, 24),
         output_tokens=(2, 12),
