@@ -288,6 +288,11 @@ class Engine:
         return self._program.vocab_size
 
     @property
+    def began(self) -> float:
+        """When the engine was made, on its clock; the times in records count from there."""
+        return self._log.began
+
+    @property
     def driven(self) -> bool:
         """Whether a background thread runs the steps."""
         return self._background.alive

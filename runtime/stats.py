@@ -84,7 +84,7 @@ class StepRecord:
 
     Attributes:
         seconds: from its start to the last of its tokens handed out.
-        started: its start, in seconds on the engine's clock.
+        started: its start, in seconds on the engine's clock since the engine began.
         predicted_seconds: what the steps before let one expect; None for the first.
         empty_slots: as in a `StepPlan`.
         ended: requests that ended since the step before this one did; of very many without a step, those that ended

@@ -39,7 +39,7 @@ class StepLog:
 
     def __init__(self, observers: Sequence[StepObserver], clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._began = clock()
+        self.began = clock()
         self._observers = tuple(observers)
         self._left: deque[Request] = deque(maxlen=MOST_ENDED)  # and not yet in a record
         self._unsettled: list[Request] = []  # ended, and not yet counted: they may not have their reasons
@@ -51,7 +51,7 @@ class StepLog:
 
     def now(self) -> float:
         """Seconds on the engine's clock, which deadlines are given on."""
-        return self._clock() - self._began
+        return self._clock() - self.began
 
     def add_observer(self, observer: StepObserver) -> None:
         self._observers = (*self._observers, observer)

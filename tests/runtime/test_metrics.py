@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client import generate_latest
 
-from selective_compile.runtime import Engine, EngineMetrics, StepRecord, TraceFile
+from selective_compile.runtime import Engine, EngineMetrics, RequestProcessor, StepRecord, TraceFile
 from tests.runtime.simulated import SimulatedProgram, simulated_engine
 
 
@@ -128,7 +129,7 @@ def test_a_trace_has_every_share_and_a_row_for_each_request(tmp_path: Path) -> N
     trace.close()
     assert (tmp_path / "trace.json").read_text() == text and trace.observe in engine._log._observers
     events: list[dict[str, Any]] = json.loads(text)
-    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert sorted(names.values()) == ["0", "0", "1", "2", "3", "steps"]
     spans = [event for event in events if event["ph"] == "X" and event["tid"] > 0]
     ran = [record for record in records if record.step < engine.stats().steps - 2]
@@ -139,3 +140,48 @@ def test_a_trace_has_every_share_and_a_row_for_each_request(tmp_path: Path) -> N
     assert all(before["ts"] + before["dur"] <= after["ts"] for before, after in zip(steps, steps[1:], strict=False))
     preempted = [event for event in events if event["name"] == "preempted"]
     assert len(preempted) == engine.stats().preemptions > 0
+
+
+def test_a_trace_of_several_engines_has_a_process_for_each_on_one_clock(tmp_path: Path) -> None:
+    moments = {"now": 100.0}
+
+    def clock() -> float:
+        moments["now"] += 0.25
+        return moments["now"]
+
+    engines = []
+    for _ in range(3):
+        moments["now"] += 10
+        engines.append(simulated_engine(clock=clock))
+    with TraceFile(tmp_path / "trace.json") as trace:
+        for engine in engines:
+            trace.follow(engine)
+        began = [moments["now"]]
+        for engine in engines:
+            engine.submit([1, 2], request_id="a", max_new_tokens=2).result()
+            began.append(moments["now"])
+    assert all(not engine._log._observers for engine in engines)
+    events = json.loads((tmp_path / "trace.json").read_text())
+    assert [event["pid"] for event in events if event["name"] == "process_name"] == [1, 2, 3]
+    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert names == {(pid, row): name for pid in (1, 2, 3) for row, name in enumerate(["steps", "a"])}
+    for pid, start, end in zip((1, 2, 3), began, began[1:], strict=False):
+        spans = [event for event in events if event["ph"] == "X" and event["pid"] == pid]
+        assert len(spans) == 4
+        assert all(start <= engines[0].began + span["ts"] / 1e6 <= end for span in spans)
+
+
+def test_a_trace_is_whole_when_engines_run_in_threads_of_their_own(tmp_path: Path) -> None:
+    processor = RequestProcessor([simulated_engine() for _ in range(3)], routing="round_robin")
+    with TraceFile(tmp_path / "trace.json") as trace:
+        for engine in processor.engines:
+            trace.follow(engine)
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)  # or threads would hardly ever take turns within a line
+        with processor.running():
+            for request in [processor.submit([1, 2], max_new_tokens=100) for _ in range(24)]:
+                request.result()
+        sys.setswitchinterval(interval)
+    events = json.loads((tmp_path / "trace.json").read_text())
+    steps = [event for event in events if event["ph"] == "X" and event["tid"] == 0]
+    assert len(steps) == sum(engine.stats().steps for engine in processor.engines)
