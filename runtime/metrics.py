@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from selective_compile.runtime.engine import Engine
-from selective_compile.runtime.stats import EngineStats, RequestEnd, StepRecord
+from selective_compile.runtime.stats import EngineStats, RequestEnd, StepFloor, StepObserver, StepRecord
 
 # Powers of two from a tenth of a millisecond: a step of a small model on a GPU, to minutes in a queue.
 SECONDS = tuple(1e-4 * 2**power for power in range(22))
@@ -39,8 +41,10 @@ LAST_STEP = {
     "requests_generating": "Those of them of which it computed the token they had generated last",
     "context_tokens": "Tokens of prompts that the last step computed",
     "empty_slots": "Places of a static batch whose request has ended",
+    "last_step_seconds": "How long the last step took",
     "predicted_step_seconds": "What the steps before the last one let expect of it",
 }
+FLOOR = {"floor_step_seconds": "The least time that the machine could have taken for the last step"}
 TIMES = {
     "step": "A step",
     "queue": "From submission to the first step of a request",
@@ -51,55 +55,85 @@ TIMES = {
 
 
 class EngineMetrics(Collector):
-    """A registry that follows an engine: `prometheus_client.generate_latest(metrics.registry)` is its text.
+    """A registry that follows engines: `prometheus_client.generate_latest(metrics.registry)` is its text.
 
-    What the engine is and has done is read from it when it is asked for. What a step or a request was is noted after
+    What an engine is and has done is read from it when it is asked for. What a step or a request was is noted after
     each step, in the thread that ran it.
     """
 
-    def __init__(self, engine: Engine, registry: CollectorRegistry | None = None) -> None:
-        """Follow the engine from now on.
+    def __init__(
+        self,
+        engines: Engine | Sequence[Engine],
+        registry: CollectorRegistry | None = None,
+        *,
+        floor: Callable[[StepRecord], StepFloor] | None = None,
+    ) -> None:
+        """Follow them from now on.
 
         Args:
+            engines: one, or several, such as those of a `RequestProcessor`: then each sample has the label "engine",
+                its place among them.
             registry: where to register the metrics; None: one of its own, `registry`.
+            floor: a step's least time and limiting resource, such as a `Roofline` of `selective_compile.bench.floor`;
+                None: neither is reported.
 
         Raises:
-            ValueError: the registry has metrics of an engine already.
+            ValueError: the registry has metrics of engines already.
         """
         self.registry = registry if registry is not None else CollectorRegistry()
-        self._engine = engine
-        self._before = engine.stats()
-        self._closed: EngineStats | None = None
-        self.registry.register(self)
-        self._last_step = {
-            name: Gauge(f"selective_{name}", text, registry=self.registry) for name, text in LAST_STEP.items()
-        }
+        single = isinstance(engines, Engine)
+        self._engines = (engines,) if isinstance(engines, Engine) else tuple(engines)
+        self._labels = () if single else ("engine",)
+        self._values = [() if single else (str(place),) for place in range(len(self._engines))]
+        self._before = [engine.stats() for engine in self._engines]
+        self._closed: list[EngineStats] | None = None
+        self._floor = floor
+        self._last_step = {name: self._gauge(name, text) for name, text in LAST_STEP.items()}
+        if floor is not None:
+            self._last_step |= {name: self._gauge(name, text) for name, text in FLOOR.items()}
+            about = "Steps by what of the machine their least time is the time of"
+            names = (*self._labels, "resource")
+            self._limited = Counter("selective_limited_steps", about, names, registry=self.registry)
         self._seconds = {
-            name: Histogram(f"selective_{name}_seconds", text, registry=self.registry, buckets=SECONDS)
+            name: Histogram(f"selective_{name}_seconds", text, self._labels, registry=self.registry, buckets=SECONDS)
             for name, text in TIMES.items()
         }
-        engine.add_observer(self._observe)
+        self.registry.register(self)  # after those that may be refused
+        self._observers: list[StepObserver] = [partial(self._observe, values) for values in self._values]
+        for engine, observer in zip(self._engines, self._observers, strict=True):
+            engine.add_observer(observer)
 
     def close(self) -> None:
-        """Follow the engine no more: all stays as it is now."""
-        self._closed = self._engine.stats()
-        self._engine.remove_observer(self._observe)
+        """Follow them no more: all stays as it is now."""
+        self._closed = [engine.stats() for engine in self._engines]
+        for engine, observer in zip(self._engines, self._observers, strict=True):
+            engine.remove_observer(observer)
 
     def collect(self) -> Iterator[Metric]:
-        stats, before = self._closed or self._engine.stats(), self._before
+        now = self._closed or [engine.stats() for engine in self._engines]
         for name, (title, text) in NOW.items():
-            yield GaugeMetricFamily(f"selective_{title}", text, value=getattr(stats, name))
+            gauge = GaugeMetricFamily(f"selective_{title}", text, labels=self._labels)
+            for values, stats in zip(self._values, now, strict=True):
+                gauge.add_metric(values, getattr(stats, name))
+            yield gauge
         for name, (title, text) in SINCE.items():
-            value = getattr(stats, name) - getattr(before, name)
-            yield CounterMetricFamily(f"selective_{title}", text, value=value)
-        ends = CounterMetricFamily("selective_requests", "Requests that ended, by how", labels=["finish_reason"])
-        for reason, count in stats.ended.items():
-            if count > before.ended.get(reason, 0):
-                ends.add_metric([reason], count - before.ended.get(reason, 0))
+            counter = CounterMetricFamily(f"selective_{title}", text, labels=self._labels)
+            for values, stats, before in zip(self._values, now, self._before, strict=True):
+                counter.add_metric(values, getattr(stats, name) - getattr(before, name))
+            yield counter
+        labels = (*self._labels, "finish_reason")
+        ends = CounterMetricFamily("selective_requests", "Requests that ended, by how", labels=labels)
+        for values, stats, before in zip(self._values, now, self._before, strict=True):
+            for reason, count in stats.ended.items():
+                if count > before.ended.get(reason, 0):
+                    ends.add_metric((*values, reason), count - before.ended.get(reason, 0))
         yield ends
 
-    def _observe(self, record: StepRecord) -> None:
-        values: dict[str, float | None] = {
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"selective_{name}", text, self._labels, registry=self.registry)
+
+    def _observe(self, labels: tuple[str, ...], record: StepRecord) -> None:
+        found: dict[str, float | None] = {
             "requests_scheduled": len(record.served),
             "requests_context": len(record.in_context),
             "requests_generating": len(record.served - record.in_context),
@@ -107,15 +141,20 @@ class EngineMetrics(Collector):
             "empty_slots": record.empty_slots,
             "predicted_step_seconds": record.predicted_seconds,
         }
-        for name, value in values.items():
-            if value is not None:
-                self._last_step[name].set(value)
         if record.error is None:
-            self._seconds["step"].observe(record.seconds)
+            found["last_step_seconds"] = record.seconds
+            _of(self._seconds["step"], labels).observe(record.seconds)
+            if self._floor is not None:
+                floor = self._floor(record)
+                found["floor_step_seconds"] = floor.seconds
+                self._limited.labels(*labels, floor.limit).inc()
+        for name, value in found.items():
+            if value is not None:
+                _of(self._last_step[name], labels).set(value)
         for end in record.ended:
-            self._count(end)
+            self._count(labels, end)
 
-    def _count(self, end: RequestEnd) -> None:
+    def _count(self, labels: tuple[str, ...], end: RequestEnd) -> None:
         timing = end.timing
         measured = {
             "queue": timing.queued,
@@ -125,4 +164,12 @@ class EngineMetrics(Collector):
         }
         for name, seconds in measured.items():
             if seconds is not None:
-                self._seconds[name].observe(seconds)
+                _of(self._seconds[name], labels).observe(seconds)
+
+
+Labelled = TypeVar("Labelled", Gauge, Histogram)
+
+
+def _of(metric: Labelled, labels: tuple[str, ...]) -> Labelled:
+    """The metric of these labels, which has no others."""
+    return metric.labels(*labels) if labels else metric

@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from selective_compile.runtime import Engine, EngineMetrics, RequestProcessor, StepRecord, TraceFile
+from selective_compile.runtime.stats import StepFloor
 from tests.runtime.simulated import SimulatedProgram, simulated_engine
 
 
@@ -81,9 +82,47 @@ def test_a_registry_has_one_engine_and_may_be_closed() -> None:
     metrics = EngineMetrics(engine)
     with pytest.raises(ValueError, match="Duplicated"):
         EngineMetrics(engine, metrics.registry)
+    text = generate_latest(metrics.registry).decode().splitlines()
+    assert len(engine._log._observers) == 1 and len(text) == len(set(text))  # nothing of the second is left
     metrics.close()
     engine.submit([1], max_new_tokens=2).result()
     assert metrics.registry.get_sample_value("selective_steps_total") == 0
+
+
+def test_several_engines_have_a_label_each() -> None:
+    processor = RequestProcessor([simulated_engine(), simulated_engine()], routing="round_robin")
+    metrics = EngineMetrics(processor.engines)
+    for tokens in (2, 5, 3):
+        processor.submit([1, 2, 3], max_new_tokens=tokens).result()
+
+    def values(name: str, **labels: str) -> list[Any]:
+        each = ({"engine": place, **labels} for place in ("0", "1"))
+        return [metrics.registry.get_sample_value(f"selective_{name}", one) for one in each]
+
+    assert values("tokens_generated_total") == [5, 5] and values("steps_total") == [5, 5]
+    assert values("requests_total", finish_reason="length") == values("request_seconds_count") == [2, 1]
+    assert values("requests_max") == [64, 64] and values("requests_scheduled") == [1, 1]
+    lines = generate_latest(metrics.registry).decode().splitlines()
+    assert len(lines) == len(set(lines))
+    metrics.close()
+    assert not any(engine._log._observers for engine in processor.engines)
+    processor.submit([1], max_new_tokens=1).result()
+    assert values("tokens_generated_total") == [5, 5]
+
+
+def test_the_limiting_resource_of_steps_is_counted() -> None:
+    engine = simulated_engine()
+
+    def floor(record: StepRecord) -> StepFloor:
+        return StepFloor(0.25, "compute") if record.in_context else StepFloor(0.125, "memory")
+
+    metrics = EngineMetrics(engine, floor=floor)
+    engine.submit([1, 2, 3], max_new_tokens=4).result()
+    value = metrics.registry.get_sample_value
+    assert value("selective_limited_steps_total", {"resource": "compute"}) == 1
+    assert value("selective_limited_steps_total", {"resource": "memory"}) == 3
+    assert value("selective_floor_step_seconds") == 0.125
+    assert value("selective_last_step_seconds") == engine.stats().last_step_seconds
 
 
 def test_ends_wait_for_an_observer_and_for_nobody_else() -> None:
