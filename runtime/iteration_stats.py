@@ -37,6 +37,7 @@ def iteration_stats(
         "Tokens per KV cache block": stats.block_size,
         "Scheduled Requests": len(served),
         "Context Requests": len(in_context),
+        "Generation Requests": len(served - in_context),
         "Total Context Tokens": record.context_tokens,
         "Paused Requests": len(record.preempted),
         "Total Reused Tokens": stats.tokens_reused,
@@ -52,7 +53,6 @@ def iteration_stats(
         values["Total Generation Tokens"] = sum(not share.is_prefill for share in record.shares)
         values["Empty Generation Slots"] = record.empty_slots
     else:
-        values["Generation Requests"] = len(served - in_context)
         values["MicroBatch ID"] = 0
     return values
 

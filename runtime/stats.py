@@ -62,6 +62,7 @@ class StepShare(NamedTuple):
     tokens: int
     is_prefill: bool
     samples: bool  # whether the step gave it a token
+    start: int  # how many of its tokens were computed or found before
 
 
 class RequestEnd(NamedTuple):
@@ -122,7 +123,7 @@ class StepRecord:
         return cls(
             step=step,
             shares=tuple(
-                StepShare(share.state.request_id, share.num_tokens, share.is_prefill, share.samples)
+                StepShare(share.state.request_id, share.num_tokens, share.is_prefill, share.samples, share.start)
                 for share in plan.shares
             ),
             preempted=tuple(state.request_id for state in plan.preempted),

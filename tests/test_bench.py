@@ -112,18 +112,18 @@ def test_arrivals_are_poisson_and_change_nothing_else() -> None:
 # The floor
 
 
-def step(*shares: tuple[str, int, bool], preempted: tuple[str, ...] = ()) -> StepRecord:
-    made = tuple(StepShare(name, tokens, tokens > 1, samples) for name, tokens, samples in shares)
-    return StepRecord(step=0, shares=made, preempted=preempted, seconds=1.0)
+def step(*shares: tuple[str, int, int, bool]) -> StepRecord:
+    made = tuple(StepShare(name, tokens, tokens > 1, samples, start) for name, start, tokens, samples in shares)
+    return StepRecord(step=0, shares=made, preempted=(), seconds=1.0)
 
 
 def test_the_floor_is_the_larger_of_reading_and_multiplying_in_each_step() -> None:
     work = Work(weight_bytes=1000, flops_per_token=10, flops_per_row=100, flops_per_pair=1, kv_bytes_per_token=7)
     steps = [
-        step(("a", 4, False)),  # 1000 + 4 * 7 bytes; 4 * 10 + (1 + 2 + 3 + 4) flops
-        step(("a", 2, True), ("b", 1, True)),  # 1000 + (6 + 1) * 7; 3 * 10 + (5 + 6) + 1 + 2 * 100
-        step(("a", 1, True), preempted=("b",)),  # 1000 + 7 * 7; 10 + 7 + 100
-        step(("b", 2, True)),  # again from nothing: 1000 + 2 * 7; 20 + 3 + 100
+        step(("a", 0, 4, False)),  # 1000 + 4 * 7 bytes; 4 * 10 + (1 + 2 + 3 + 4) flops
+        step(("a", 4, 2, True), ("b", 0, 1, True)),  # 1000 + (6 + 1) * 7; 3 * 10 + (5 + 6) + 1 + 2 * 100
+        step(("a", 6, 1, True)),  # 1000 + 7 * 7; 10 + 7 + 100
+        step(("b", 0, 2, True)),  # again from nothing: 1000 + 2 * 7; 20 + 3 + 100
     ]
     reading = Ceilings(bytes_per_second=1.0, flops_per_second=1e9)
     assert floor_seconds(steps, work, reading) == 1028 + 1049 + 1049 + 1014

@@ -26,7 +26,7 @@ from selective_compile.schedule_picture import (
 
 
 def record(step: int, *shares: tuple[str, int, bool], preempted: tuple[str, ...] = ()) -> StepRecord:
-    made = tuple(StepShare(name, tokens, is_prefill, samples=True) for name, tokens, is_prefill in shares)
+    made = tuple(StepShare(name, tokens, is_prefill, samples=True, start=0) for name, tokens, is_prefill in shares)
     return StepRecord(step=step, shares=made, preempted=preempted, seconds=0.01)
 
 

@@ -9,7 +9,6 @@ from typing import Self
 from transformers import PreTrainedModel
 
 from selective_compile.bench.ceilings import Ceilings
-from selective_compile.runtime.request_state import RequestId
 from selective_compile.runtime.stats import StepFloor, StepRecord
 
 
@@ -49,28 +48,20 @@ class Work:
 
 
 class Roofline:
-    """The floor of one step after another: the larger of bytes over bandwidth and operations over rate."""
+    """The floor of a step: the larger of bytes over bandwidth and operations over rate."""
 
     def __init__(self, work: Work, ceilings: Ceilings) -> None:
         self._work = work
         self._ceilings = ceilings
-        self._contexts: dict[RequestId, int] = {}
 
     def __call__(self, record: StepRecord) -> StepFloor:
-        """To be called for every step, in order."""
-        work, contexts = self._work, self._contexts
-        for request_id in record.preempted:
-            contexts[request_id] = 0
+        work = self._work
         moved, flops = work.weight_bytes, 0
         for share in record.shares:
-            before = contexts.get(share.request_id, 0)
-            pairs = share.tokens * before + share.tokens * (share.tokens + 1) // 2
-            contexts[share.request_id] = before + share.tokens
-            moved += work.kv_bytes_per_token * contexts[share.request_id]
+            pairs = share.tokens * share.start + share.tokens * (share.tokens + 1) // 2
+            moved += work.kv_bytes_per_token * (share.start + share.tokens)
             flops += work.flops_per_token * share.tokens + work.flops_per_pair * pairs
             flops += work.flops_per_row * share.samples
-        for end in record.ended:
-            contexts.pop(end.request_id, None)
         reading, computing = moved / self._ceilings.bytes_per_second, flops / self._ceilings.flops_per_second
         return StepFloor(max(reading, computing), "memory" if reading >= computing else "compute")
 

@@ -362,6 +362,7 @@ def test_static_batches_report_their_empty_slots() -> None:
     with manage(client, batching="static"):
         client.wait(2)
     assert [one["Empty Generation Slots"] for one in client.stats] == [0, 0, 1, 1]
+    assert [one["Generation Requests"] for one in client.stats] == [0, 2, 1, 1]
 
 
 @pytest.mark.parametrize("overlap", [False, True])

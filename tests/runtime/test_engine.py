@@ -361,9 +361,9 @@ def test_observers_see_every_share() -> None:
     assert [record.step for record in records] == list(range(stats.steps))
     assert sum(share.tokens for record in records for share in record.shares) == stats.tokens_computed
     assert sum(len(record.preempted) for record in records) == stats.preemptions > 0
-    assert records[0].shares == (("a", 4, True, False),)
-    assert records[1].shares == (("a", 1, True, True), (requests[1].request_id, 1, True, True))
-    assert records[2].shares == (("a", 1, False, True), (requests[1].request_id, 1, False, True))
+    assert records[0].shares == (("a", 4, True, False, 0),)
+    assert records[1].shares == (("a", 1, True, True, 4), (requests[1].request_id, 1, True, True, 0))
+    assert records[2].shares == (("a", 1, False, True, 5), (requests[1].request_id, 1, False, True, 1))
     assert records[-1].seconds == stats.last_step_seconds
 
 

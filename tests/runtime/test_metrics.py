@@ -125,6 +125,19 @@ def test_the_limiting_resource_of_steps_is_counted() -> None:
     assert value("selective_last_step_seconds") == engine.stats().last_step_seconds
 
 
+def test_a_share_says_what_was_computed_or_found_before_it() -> None:
+    """Also where a prefix was found, of each beam, and after a preemption: what a step reads goes by it."""
+    records: list[StepRecord] = []
+    engine = simulated_engine(block_size=2, observers=[records.append])
+    engine.submit([1, 2, 3, 4, 5], max_new_tokens=1).result()
+    engine.submit([1, 2, 3, 4, 6], max_new_tokens=2).result()
+    assert [(share.start, share.tokens) for record in records for share in record.shares] == [(0, 5), (4, 1), (5, 1)]
+    records.clear()
+    engine.submit([7, 8], max_new_tokens=3, num_beams=2).result()
+    found = [sorted((share.start, share.tokens) for share in record.shares) for record in records]
+    assert found == [[(0, 2)], [(2, 1)] * 2, [(3, 1)] * 2]
+
+
 def test_ends_wait_for_an_observer_and_for_nobody_else() -> None:
     """Those that ended while somebody observed are told once; nothing is kept when the last observer has gone."""
     engine = simulated_engine()
