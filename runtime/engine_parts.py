@@ -122,6 +122,7 @@ def _assembler(runner: ModelRunner, config: EngineConfig, longest: int) -> Batch
 def _recording(model: nn.Module, config: EngineConfig, runner: ModelRunner, reuses_blocks: bool) -> Recording:
     return recording_of(
         config,
+        model,
         name=type(model).__name__,
         vocab_size=runner.program.vocab_size,
         pools=[(reach.window, reach.chunk, blocks) for reach, blocks in runner.num_blocks.items()],

@@ -166,7 +166,7 @@ class GenerationParams:
         """
         if config is not None and not isinstance(config, GenerationConfig):
             raise ValueError(f"generation_config must be a transformers.GenerationConfig, got {config!r}")
-        values = _checked(_merge(config, options, served.config))
+        values = _checked(merged(config, options, served.config))
         values["max_new_tokens"] = _max_new_tokens(values, len(prompt), served.max_positions)
         criteria, stop = row_criteria(values, len(prompt))
         if values["num_beams"] > 1:
@@ -225,7 +225,7 @@ def _first_of(name: str, sources: Sequence[GenerationConfig | Mapping[str, Any] 
     return None
 
 
-def _merge(
+def merged(
     config: GenerationConfig | None, options: Mapping[str, Any], model_config: GenerationConfig | None
 ) -> dict[str, Any]:
     """Every field that is set to something; unknown names and unsupported values are refused.
@@ -243,10 +243,10 @@ def _merge(
     for name in of_request:
         if name not in KNOWN:
             raise ValueError(f"generation option must be one of {', '.join(sorted(KNOWN))}, got {name!r}")
-    merged = of_model | of_request
-    for name, value in merged.items():
+    values = of_model | of_request
+    for name, value in values.items():
         refuse_unsupported(name, value, "" if name in of_request else " (from model.generation_config)")
-    return {**DEFAULTS, **merged}
+    return {**DEFAULTS, **values}
 
 
 def set_fields(config: GenerationConfig | None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The event log of an engine: all that its decisions depend on, and what they were, one JSON object a line.
 
     {"event": "engine", ...}     first: the configuration, the blocks of the pool, the model's class and vocabulary
-    {"event": "submitted", ...}  a request, its terms and options
+    {"event": "submitted", ...}  a request, its terms and options, those of the model's own configuration among them
     {"event": "cancelled", ...}  a request, by its number
     {"event": "dropped"}         all keys and values were dropped, since the weights changed or somebody said so
     {"event": "planned", ...}    a step: the time it was planned at, its shares, who came, gave way and was refused
@@ -30,16 +30,17 @@ from pathlib import Path
 from typing import Any, TextIO
 from weakref import finalize
 
+from torch import nn
 from transformers import GenerationConfig
 
 from selective_compile.options import EngineConfig
-from selective_compile.runtime.generation import GenerationParams, set_fields
+from selective_compile.runtime.generation import DEFAULTS, GenerationParams, merged
 from selective_compile.runtime.intake import Submission
 from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.request_state import RequestState
 
 logger = logging.getLogger(__name__)
-VERSION = 1
+VERSION = 2
 # Of an EngineConfig: what is the log's own business, and what the blocks in its first line stand for.
 NOT_TOLD = ("record", "dtype", "max_kv_tokens", "kv_memory_fraction")
 
@@ -82,18 +83,24 @@ class Recording:
 class FileRecording(Recording):
     """Writes a line for each event, as it happens, until one cannot be written: nobody's request has a part in that."""
 
-    def __init__(self, path: str | PathLike[str], config: EngineConfig, model: Mapping[str, Any]) -> None:
-        """`model`: what is to be known of it.
+    def __init__(
+        self, path: str | PathLike[str], config: EngineConfig, model: nn.Module, about: Mapping[str, Any]
+    ) -> None:
+        """
+        Args:
+            model: whose own configuration counts to what its requests ask for.
+            about: what else is to be known of it.
 
         Raises:
             OSError: nothing can be written there.
             ValueError: another engine writes to it.
         """
         self._path = path
+        self._model = model
         self._file = _opened_alone(path)
         finalize(self, self._file.close)  # the engine has no end of its own
         told = {name: value for name, value in dataclasses.asdict(config).items() if name not in NOT_TOLD}
-        self._write("engine", version=VERSION, config=told, model=model)
+        self._write("engine", version=VERSION, config=told, model=about)
 
     def submitted(
         self,
@@ -103,7 +110,9 @@ class FileRecording(Recording):
         config: GenerationConfig | None,
         options: Mapping[str, Any],
     ) -> None:
-        told, untold = _told({**set_fields(config), **options})
+        asked = merged(config, options, getattr(self._model, "generation_config", None))
+        told, untold = _told(asked)
+        told = {name: value for name, value in told.items() if value != DEFAULTS.get(name)}
         if params.criteria is not None and params.criteria.by_clock:
             untold.append("max_time")
         deadline = submission.deadline
@@ -178,9 +187,9 @@ def _locked(file: TextIO) -> bool:
     return True
 
 
-def recording_of(config: EngineConfig, **model: Any) -> Recording:
-    """What the configuration asks for; `model` is what is to be known of it. Raises OSError."""
-    return Recording() if config.record is None else FileRecording(config.record, config, model)
+def recording_of(config: EngineConfig, model: nn.Module, **about: Any) -> Recording:
+    """What the configuration asks for; `about` is what is to be known of the model. Raises OSError."""
+    return Recording() if config.record is None else FileRecording(config.record, config, model, about)
 
 
 def pictured(plan: StepPlan) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from torch import nn
 from selective_compile.options import EngineConfig
 from selective_compile.programs import Program, compile_step_program
 from selective_compile.runtime.engine import Engine, StepError
+from selective_compile.runtime.generation import DEFAULTS
+from selective_compile.runtime.generation_fields import FIELDS
 from selective_compile.runtime.replay import Event, EventLog, Replayed, first_difference
 from selective_compile.runtime.request import Request
 from selective_compile.runtime.samples import Asked
@@ -181,7 +183,10 @@ class _EngineAgain:
         rows_from = event.get("rows_from")
         if rows_from is not None:
             options = {**options, "prompt_logprobs": True}
-        asked = [Asked(config=None, options={**options, "num_return_sequences": 1})]
+        # Nothing of the configuration that the model has now: the log has what counted then.
+        asked = [
+            Asked(config=None, options={**dict.fromkeys(FIELDS), **DEFAULTS, **options, "num_return_sequences": 1})
+        ]
         (request,) = self._engine.submit_samples(event["prompt"], asked, event["id"], rows_from=rows_from or 0, **terms)
         self._requests[event["number"]] = request
 

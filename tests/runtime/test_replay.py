@@ -205,6 +205,28 @@ def test_times_are_what_decides_and_are_in_the_log(tmp_path: Path) -> None:
     assert replay_schedule(timeless).difference is not None
 
 
+SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 3.0, "repetition_penalty": 1.5, "eos_token_id": [3, 4]}
+
+
+@pytest.mark.parametrize("recorded", [SAMPLING, {**SAMPLING, "sequence_bias": [[[5], 9.0]]}, {"max_length": 9}, {}])
+@pytest.mark.parametrize("now", [{}, {"do_sample": True, "min_new_tokens": 30, "top_k": 3, "suppress_tokens": [7]}])
+def test_the_models_own_configuration_is_in_the_log(
+    recorded: dict[str, Any], now: dict[str, Any], tmp_path: Path
+) -> None:
+    """Whatever configuration the model has when the log is replayed, or is given while it is recorded."""
+    model = SimulatedModel(**recorded)
+    engine = simulated_engine(model=model, record=tmp_path / "run.jsonl")
+    for number in range(6):
+        engine.submit([number, 1, 2])
+    model.generation_config.temperature = 0.5
+    engine.submit([9], top_k=None)
+    engine.submit([9], max_new_tokens=40)
+    while engine.step():
+        pass
+    log = EventLog.read(tmp_path / "run.jsonl")
+    assert replay_engine(log, SimulatedModel(**now), program=PROGRAM()).difference is None
+
+
 def test_what_was_cut_off_counts_up_to_there(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     recorded(path)
