@@ -1,4 +1,4 @@
-"""The batch manager: an engine driven through callbacks, for those who embed it in a server."""
+"""The batch manager: an engine, or several, driven through callbacks, for those who embed it in a server."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from transformers import GenerationConfig
 
 from selective_compile.runtime.callbacks import CallbackThreads, Question, answer
 from selective_compile.runtime.engine import Engine
-from selective_compile.runtime.iteration_stats import iteration_json
+from selective_compile.runtime.iterations import Iteration, Iterations
 from selective_compile.runtime.own_code import Done, Failed, Logged, attempt
 from selective_compile.runtime.prompt import check_request_id
 from selective_compile.runtime.request import Request
+from selective_compile.runtime.request_processor import RequestProcessor
 from selective_compile.runtime.request_state import RequestId
 from selective_compile.runtime.responses import OpenRequest
-from selective_compile.runtime.stats import EngineStats, StepFloor, StepRecord
+from selective_compile.runtime.stats import StepFloor, StepRecord
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class BatchManager:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | RequestProcessor,
         get_requests: GetRequests,
         send_response: SendResponse,
         poll_stop: PollStop | None = None,
@@ -99,7 +100,8 @@ class BatchManager:
         """Start the worker.
 
         Args:
-            engine: nobody else may run its steps.
+            engine: nobody else may run its steps. Of several behind a `RequestProcessor` each that has work takes a
+                step in an iteration, all at once, and `on_stats` says which it was, as "Engine".
             get_requests: called with the most requests that can be taken, negative for no limit.
             send_response: called with the id, the tensors, whether it is the last response, and a message that is
                 empty unless the request failed, in which case there are no tensors. The tensors, on the CPU, of a
@@ -147,16 +149,15 @@ class BatchManager:
         self._lock = Lock()  # of `_taken`
         self._stopping = Event()
         self._wake = Event()
-        self._last: StepRecord | None = None
-        self._unreported: deque[tuple[StepRecord, EngineStats]] = deque()
-        # Calls the server during a step, where the engine overlaps.
-        self._caller = ThreadPoolExecutor(1, "selective-compile-callbacks") if engine.config.overlap else None
+        self._iterations = Iterations(engine)
+        self._unreported: deque[Iteration] = deque()
+        # Calls the server during a step, where an engine overlaps.
+        self._caller = ThreadPoolExecutor(1, "selective-compile-callbacks") if self._iterations.overlaps else None
         self._abandoning = Event()
         self._senders = CallbackThreads(senders, PATIENCE, name="selective-compile-responses")
         self._askers = CallbackThreads(3, PATIENCE, name="selective-compile-questions")
         self._asked_requests = Question[list[InferenceRequest]](self._askers, PATIENCE)
         self._asked_stops = Question[Collection[RequestId]](self._askers, PATIENCE)
-        engine.add_observer(self._observe)
         self._worker = Thread(target=self._run, name="selective-compile-batch-manager", daemon=True)
         self._worker.start()
 
@@ -226,7 +227,7 @@ class BatchManager:
 
     def _end(self, reason: str) -> None:
         """The last response of everyone who has not had it, and no more threads."""
-        self._engine.remove_observer(self._observe)
+        self._iterations.close()
         self._respond()
         for request_id, entry in list(self._open.items()):
             entry.cancel()
@@ -270,11 +271,7 @@ class BatchManager:
                 call.result()
 
     def _step(self) -> None:
-        self._engine.drive()
-        self._engine.hand_out()
-        record, self._last = self._last, None
-        if record is not None:
-            self._unreported.append((record, self._engine.stats()))
+        self._unreported.extend(self._iterations.run())
 
     def _ask(self) -> None:
         """New requests, to be in the next step."""
@@ -294,7 +291,7 @@ class BatchManager:
         if self._abandoning.is_set():
             self._stop([*self._open, *(wanted.request_id for wanted, _ in self._submissions)])
         while self._unreported:
-            self._tell_stats(*self._unreported.popleft())
+            self._tell_stats(self._unreported.popleft())
 
     def _ask_for_requests(self) -> list[InferenceRequest]:
         found = []
@@ -308,15 +305,14 @@ class BatchManager:
         for wanted in late:
             self._call_back(wanted.request_id, {}, True, "the batch manager was shut down")
 
-    def _tell_stats(self, record: StepRecord, stats: EngineStats) -> None:
+    def _tell_stats(self, iteration: Iteration) -> None:
         tell = self._on_stats
         if tell is None or self._senders.num_unfinished(ON_STATS) >= WAITING_STATS:
             return
 
         def call() -> None:
             with Logged("on_stats", takes=BaseException):
-                floor = None if self._floor is None else self._floor(record)
-                tell(iteration_json(record, stats, self._engine.config, floor))
+                tell(iteration.text(self._floor))
 
         self._senders.submit(ON_STATS, call)
 
@@ -437,9 +433,6 @@ class BatchManager:
         with Logged("send_response", takes=BaseException) as outcome:
             self._send_response(request_id, tensors, is_final, error)
         return not outcome.failed
-
-    def _observe(self, record: StepRecord) -> None:
-        self._last = record
 
 
 def _cancel(submitted: Future[Done[Request | Failed] | Failed]) -> None:

@@ -69,5 +69,14 @@ def _ended(end: RequestEnd) -> dict[str, Any]:
     }
 
 
-def iteration_json(record: StepRecord, stats: EngineStats, config: EngineConfig, floor: StepFloor | None = None) -> str:
-    return json.dumps(iteration_stats(record, stats, config, floor))
+def iteration_json(
+    record: StepRecord,
+    stats: EngineStats,
+    config: EngineConfig,
+    floor: StepFloor | None = None,
+    *,
+    engine: int | None = None,
+) -> str:
+    """`engine`: its place among several, which the text then has as "Engine"."""
+    values = iteration_stats(record, stats, config, floor)
+    return json.dumps(values if engine is None else {"Engine": engine, **values})

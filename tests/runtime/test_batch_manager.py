@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import selective_compile as sc
-from selective_compile.runtime import BatchManager, InferenceRequest
+from selective_compile.runtime import BatchManager, Engine, InferenceRequest, RequestProcessor
 from selective_compile.runtime.stats import StepFloor, StepRecord
 from tests.runtime.simulated import VOCAB_SIZE, SimulatedProgram, expected_tokens, simulated_engine
 
@@ -61,9 +61,11 @@ class Client:
             time.sleep(0.001)
 
 
-def manage(client: Client, program: SimulatedProgram | None = None, **config: Any) -> BatchManager:
+def manage(client: Client, *programs: SimulatedProgram | None, **config: Any) -> BatchManager:
+    """Of as many engines as there are programs, at least one."""
     limit = config.pop("max_active", None)
-    engine = simulated_engine(program, **config)
+    engines = [simulated_engine(program, **config) for program in programs or [None]]
+    engine = RequestProcessor(engines, routing="round_robin") if len(engines) > 1 else engines[0]
 
     def on_stats(text: str) -> None:
         client.stats.append(json.loads(text))
@@ -78,12 +80,17 @@ def least(record: StepRecord) -> StepFloor:
     return StepFloor(0.25 * record.seconds, "compute" if any(share.is_prefill for share in record.shares) else "memory")
 
 
+def engines_of(manager: BatchManager) -> tuple[Engine, ...]:
+    return manager._engine.engines if isinstance(manager._engine, RequestProcessor) else (manager._engine,)
+
+
 def assert_nothing_left(manager: BatchManager) -> None:
-    stats = manager._engine.stats()
-    assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
-    assert not manager._engine._requests and not manager._open and manager.num_active == 0
-    assert not manager.alive
-    manager._engine._scheduler.check()
+    for engine in engines_of(manager):
+        stats = engine.stats()
+        assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
+        assert not engine._requests
+        engine._scheduler.check()
+    assert not manager._open and manager.num_active == 0 and not manager.alive
 
 
 def tokens_of(prompt: list[int], **options: Any) -> list[int]:
@@ -465,7 +472,7 @@ def test_a_worker_that_is_killed_says_so_to_everyone(overlap: bool) -> None:
     assert_nothing_left(manager)
     # The engine itself is whole.
     program.before_run = lambda: None
-    assert manager._engine.submit([1], max_new_tokens=2).result().finish_reason == "length"
+    assert engines_of(manager)[0].submit([1], max_new_tokens=2).result().finish_reason == "length"
 
 
 def test_its_public_name() -> None:
@@ -656,7 +663,65 @@ def test_senders_must_be_positive() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_soak(overlap: bool) -> None:
+def test_several_engines_take_their_steps_at_the_same_time(overlap: bool) -> None:
+    client, programs = Client(), [SimulatedProgram(), SimulatedProgram()]
+    meeting = threading.Barrier(2, timeout=60)
+    for program in programs:
+        program.before_run = meeting.wait  # a step of one by itself would wait for ever
+    for number in range(4):
+        client.ask(number, [number, 5], streaming=bool(number % 2), max_new_tokens=3)
+    with manage(client, *programs, overlap=overlap) as manager:
+        client.wait(4)
+    for number in range(4):
+        found = torch.cat([part["output_ids"] for part in client.parts[number]], dim=-1).flatten().tolist()
+        assert found == [number, 5][: 0 if number % 2 else 2] + tokens_of([number, 5], max_new_tokens=3)
+    steps = [(one["Engine"], one["Iteration Counter"]) for one in client.stats]
+    assert sorted(steps) == [(engine, step) for engine in (0, 1) for step in range(3)]
+    assert not any(engine._log._observers for engine in engines_of(manager))
+    assert_nothing_left(manager)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_of_one_of_several_engines_that_fails_ends_its_own_requests(overlap: bool) -> None:
+    client, programs = Client(), [SimulatedProgram(), SimulatedProgram()]
+    failures = iter([torch.OutOfMemoryError("too much")])
+
+    def fail_once() -> None:
+        for failure in failures:
+            raise failure
+
+    programs[1].before_run = fail_once
+    for number in range(4):
+        client.ask(number)
+    with manage(client, *programs, overlap=overlap) as manager:
+        client.wait(4)
+        client.ask(1)  # its id is free
+        client.wait(5)
+    assert client.errors.keys() == {1, 3} and "too much" in client.errors[1]
+    assert client.parts.keys() == {0, 2, 1}
+    assert [one["Engine"] for one in client.stats if "Error" in one] == [1]
+    assert_nothing_left(manager)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_worker_that_is_killed_by_one_of_several_engines_says_so_to_everyone() -> None:
+    client, programs = Client(), [SimulatedProgram(), SimulatedProgram()]
+
+    def kill() -> None:
+        raise SystemExit("killed")
+
+    programs[1].before_run = kill
+    for number in range(2):
+        client.ask(number)
+    with manage(client, *programs) as manager:
+        client.wait(2)
+    assert client.errors[0] == "the worker thread of the batch manager ended: SystemExit: killed"
+    assert client.errors[1] == "step 0 failed: SystemExit: killed"
+    assert_nothing_left(manager)
+
+
+@pytest.mark.parametrize(("overlap", "engines"), [(False, 1), (True, 1), (False, 3), (True, 3)])
+def test_soak(overlap: bool, engines: int) -> None:
     """Random requests, stops, errors and readers that go: every one has one last response, and nothing is left."""
     client, draw = Client(), random.Random(0)
     count = 800
@@ -673,10 +738,12 @@ def test_soak(overlap: bool) -> None:
         options = {"max_new_tokens": draw.randint(1, 6), "eos_token_id": draw.randrange(VOCAB_SIZE)}
         client.ask(number, prompt, streaming=draw.random() < 0.5, **options)
     before = threading.enumerate()
-    with manage(client, overlap=overlap, max_requests=16, max_kv_tokens=64, block_size=2) as manager:
+    programs = [SimulatedProgram() for _ in range(engines)]
+    with manage(client, *programs, overlap=overlap, max_requests=16, max_kv_tokens=64, block_size=2) as manager:
         client.wait(count)
     assert sorted(client.done) == list(range(count))
     assert_nothing_left(manager)
     own = [one for one in threading.enumerate() if one not in before]
-    assert [one.name for one in own] == ["selective-compile-tokens_0"] * overlap  # the engine's, which ends with it
-    assert manager._engine.stats().preemptions > 0
+    # The engines' own, which end with them.
+    assert [one.name for one in own] == ["selective-compile-tokens_0"] * overlap * engines
+    assert any(engine.stats().preemptions for engine in engines_of(manager))
