@@ -362,7 +362,7 @@ def test_a_recorded_run_is_drawn_and_traced(tmp_path: Path) -> None:
         events.append(json.loads(Path(trace).read_text()))
     served, decided = events
     assert decided == served and len(decided) > 20
-    assert {event["args"]["name"] for event in decided if event["ph"] == "M"} == {"steps", "0", "1"}
+    assert {event["args"]["name"] for event in decided if event["name"] == "thread_name"} == {"steps", "0", "1"}
 
 
 def test_what_a_replay_writes_is_not_its_log(tmp_path: Path) -> None:
