@@ -15,7 +15,14 @@ if TYPE_CHECKING:
 PROBE = 16
 
 # Of drafts: greedy, and without anything that would end one.
-OPTIONS: Mapping[str, Any] = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "eos_token_id": None}
+OPTIONS: Mapping[str, Any] = {
+    "do_sample": False,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "eos_token_id": None,
+    "assistant_early_exit": None,
+    "prompt_lookup_num_tokens": None,
+}
 
 
 class Assistant:

@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 
 from selective_compile.runtime.beams import BeamParams
 from selective_compile.runtime.criteria import RowCriteria, beam_criteria, row_criteria
+from selective_compile.runtime.early_layers import EarlyLayers
 from selective_compile.runtime.generation_fields import FIELDS, KNOWN, refuse_unsupported
 from selective_compile.runtime.generation_values import ALWAYS, WHEN_SAMPLING, WITH_BEAMS, boolean, count, integer
 from selective_compile.runtime.grammar import GRAMMARS, GrammarProcessor, Grammars
@@ -27,7 +28,10 @@ OF_PROMPT = ("prompt_logprobs", "prompt_logits")
 NOT_WITH_BEAMS: Mapping[str, str] = {
     "num_beam_groups": "call model.generate(custom_generate='transformers-community/group-beam-search')",
     "low_memory": "leave it out, as transformers has it no more; beams share blocks",
-    **dict.fromkeys(("prompt_lookup_num_tokens", "assistant_model"), "drafts go with one sequence"),
+    **dict.fromkeys(
+        ("prompt_lookup_num_tokens", "assistant_model", "assistant_early_exit"),
+        "leave it out, drafts go with one sequence and change no token",
+    ),
     "processed_logprobs": "output_scores has those of all tokens for each beam",
     "top_logprobs": "output_scores has those of all tokens for each beam",
     "prompt_logprobs": "Engine.score has them",
@@ -53,6 +57,7 @@ class Served:
         device: of the logits.
         model: called by itself for guidance, which no request needs else.
         grammars: what structured output needs of tokenizers, kept from one request to the next.
+        early_layers: the model's first layers, which draft; likewise.
     """
 
     config: GenerationConfig | None = None
@@ -61,6 +66,7 @@ class Served:
     device: torch.device = CPU
     model: Any = None
     grammars: Grammars = field(default_factory=Grammars)
+    early_layers: EarlyLayers = field(default_factory=EarlyLayers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +198,7 @@ class GenerationParams:
             seed=_seed(values, default_seed),
             **found,
             **tail,
-            **_drafts(values),
+            **_drafts(values, served),
             **_logprobs(values),
         )
 
@@ -325,9 +331,15 @@ def _seed(values: Mapping[str, Any], default: int) -> int:
     return default if seed is None else integer("seed", seed, below=2**64)
 
 
-def _drafts(values: Mapping[str, Any]) -> dict[str, Any]:
+def _drafts(values: Mapping[str, Any], served: Served) -> dict[str, Any]:
     """Other fields about drafts change no token, and without drafts `generate` takes any value for them."""
     most, assistant = values.get("prompt_lookup_num_tokens"), values.get("assistant_model")
+    early = values.get("assistant_early_exit")
+    if early is not None:
+        for name, value in (("prompt_lookup_num_tokens", most), ("assistant_model", assistant)):
+            if value is not None:
+                raise ValueError(f"{name} must be None with assistant_early_exit, got {value!r}: leave one of them out")
+        assistant = served.early_layers.of(served.model, early)
     if assistant is not None:
         if most is not None:
             raise ValueError(f"prompt_lookup_num_tokens must be None with an assistant_model, got {most}")

@@ -69,7 +69,10 @@ STOPPING = frozenset({"max_length", "max_new_tokens", "max_time", "stop_strings"
 # What a request keeps of every step.
 KEPT = frozenset({"output_scores", "output_logits"})
 IMPLEMENTED = (
-    PROCESSED | STOPPING | KEPT | {"do_sample", "num_beams", "num_return_sequences", "prompt_lookup_num_tokens"}
+    PROCESSED
+    | STOPPING
+    | KEPT
+    | {"do_sample", "num_beams", "num_return_sequences", "prompt_lookup_num_tokens", "assistant_early_exit"}
 )
 
 # How several beams are searched; how drafts are made; how transformers keeps its cache; how it compiles.
@@ -140,7 +143,6 @@ INSTEAD: Mapping[str, str] = {
     "dola_layers": "call model.generate(custom_generate='transformers-community/dola')",
     "constraints": "call model.generate(custom_generate='transformers-community/constrained-beam-search')",
     "force_words_ids": "call model.generate(custom_generate='transformers-community/constrained-beam-search')",
-    "assistant_early_exit": "leave it out: the tokens of greedy decoding are the same without drafts",
     "speculation_type": "leave it out: the tokens of greedy decoding are the same without drafts",
     "continuous_batching_config": "give sc.EngineConfig in its place",
 }

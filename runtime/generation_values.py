@@ -157,6 +157,7 @@ ALWAYS: Mapping[str, Callable[[str, Any], Any]] = {
     "num_beams": count,
     "num_return_sequences": count,
     "prompt_lookup_num_tokens": count,
+    "assistant_early_exit": count,
     "guidance_scale": number,
     "repetition_penalty": positive,
     "encoder_repetition_penalty": positive,

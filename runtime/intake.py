@@ -15,6 +15,7 @@ from selective_compile.backend import Program
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.assistants import Assistants
 from selective_compile.runtime.block_names import extend_names
+from selective_compile.runtime.early_layers import EarlyLayers
 from selective_compile.runtime.generation import GenerationParams, Served, samples_asked
 from selective_compile.runtime.grammar import Grammars
 from selective_compile.runtime.prompt import check_length, check_terms, token_ids
@@ -92,6 +93,7 @@ class Intake:
         self._fits_together = fits_together
         self._assistants = assistants
         self._grammars = Grammars()
+        self._early_layers = EarlyLayers()
 
     def prompt(
         self,
@@ -139,6 +141,7 @@ class Intake:
             device=self._program.device,
             model=self._model,
             grammars=self._grammars,
+            early_layers=self._early_layers,
         )
         seed = seed_of(self._config.seed, request_id)
         seen = submission.prompt if submission.shown is None else submission.shown

@@ -140,6 +140,11 @@ ROWS: Mapping[str, Callable[[Random], dict[str, Any]]] = {
         "max_matching_ngram_size": rng.choice([None, 1, 3]),
         **rng.choice([{}, {"repetition_penalty": 0.6}, {"no_repeat_ngram_size": 3}]),
     },
+    "assistant_early_exit": lambda rng: {
+        "assistant_early_exit": rng.randint(1, 3),
+        "num_assistant_tokens": rng.choice([None, 2, 7]),
+        **rng.choice([{}, {"repetition_penalty": 0.6}, {"no_repeat_ngram_size": 3}]),
+    },
     "caches of transformers": lambda rng: {
         "prefill_chunk_size": rng.randint(1, 9),
         "max_cache_len": 99,

@@ -141,6 +141,7 @@ NOT_TOGETHER = {
     "drafts that are none",
     "caches of transformers",
     "prompt_lookup_num_tokens",
+    "assistant_early_exit",
 }
 
 

@@ -18,6 +18,7 @@ from selective_compile import tiny_model
 from selective_compile.backend import compile_step_program
 from selective_compile.runtime.assistants import Assistant
 from selective_compile.runtime.drafts import Acceptance, PromptLookup
+from selective_compile.runtime.early_layers import EarlyLayers
 from selective_compile.runtime.replay import EventLog, replay_schedule
 from selective_compile.runtime.replay_engine import replay_engine
 from selective_compile.runtime.step_times import StepTimes
@@ -151,6 +152,40 @@ def test_an_assistant_drafts_for_several_requests_and_changes_no_token(shipped: 
     assert ours[0][len(prompts[0]) :].tolist() == list(found[0][0])
 
 
+def test_a_models_first_layers_draft_for_it_and_change_no_token(shipped: Any) -> None:
+    """All of its layers are right where it chooses the likeliest token, so that this takes fewest steps."""
+    model, tokenizer, program = shipped
+    before = [*vars(model)], len(model.model.layers), model.config.num_hidden_layers
+    prompts = [tokenizer(text).input_ids for text in ("count 3 to 9:", "12+7=", "letters c to j:")]
+    options = [{}, {"do_sample": True, "temperature": 0.8, "seed": 3}, {"repetition_penalty": 1.1}]
+    found, steps = [], []
+    for layers in (None, 1, len(model.model.layers)):
+        engine = sc.Engine(model, CONFIG, program=program)
+        requests = [
+            engine.submit(ids, max_new_tokens=14, eos_token_id=None, assistant_early_exit=layers, **each)
+            for ids, each in zip(prompts, options, strict=True)
+        ]
+        found.append([request.result().tokens for request in requests])
+        steps.append(engine.stats().steps)
+    assert all(each == found[0] for each in found)
+    assert steps[-1] < steps[0] == 14
+    assert before == ([*vars(model)], len(model.model.layers), model.config.num_hidden_layers)
+
+
+def test_the_first_layers_are_those_of_the_graph() -> None:
+    """Also of a model that goes through its list of layers without asking its configuration for their number."""
+    model = tiny("gpt2")
+    layers = model.config.num_hidden_layers
+    short = EarlyLayers().of(model, 1)
+    whole, first = (compile_step_program(each, CONFIG).call_sites for each in (model, short))
+    assert len(whole) == layers > len(first) == 1
+    plain, drafted = (
+        sc.Engine(model, CONFIG).submit([1, 2, 3], max_new_tokens=9, **fields).result().tokens
+        for fields in ({}, {"assistant_early_exit": 1})
+    )
+    assert plain == drafted
+
+
 def test_an_assistants_own_configuration_does_not_reach_its_drafts_or_is_refused() -> None:
     model, assistant = tiny("llama"), tiny("llama", seed=1)
     assistant.generation_config.num_return_sequences = 2
@@ -204,8 +239,20 @@ def test_refusals() -> None:
         engine.submit([1], assistant_model=tiny("llama"))
     with pytest.raises(ValueError, match="assistant_ensemble_weight must be None"):
         engine.submit([1], assistant_model=tiny("llama"), assistant_ensemble_weight=0.5)
-    with pytest.raises(ValueError, match="prompt_lookup_num_tokens must be None with num_beams=2, got 3"):
+    with pytest.raises(ValueError, match="prompt_lookup_num_tokens must be None with num_beams=2, got 3: leave it out"):
         engine.submit([1], prompt_lookup_num_tokens=3, num_beams=2)
+    early = sc.Engine(tiny("llama"), CONFIG)
+    for options, message in (
+        ({"assistant_early_exit": 0}, "assistant_early_exit must be an integer of at least 1, got 0"),
+        ({"assistant_early_exit": 3}, "assistant_early_exit must be at most 2, the model's layers, got 3"),
+        ({"assistant_early_exit": 1, "num_beams": 2}, "assistant_early_exit must be None with num_beams=2, got 1: le"),
+        ({"assistant_early_exit": 1, "prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens must be None with assi"),
+        ({"assistant_early_exit": 1, "assistant_model": tiny("llama")}, "assistant_model must be None with assistant_"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            early.submit([1], **options)
+    with pytest.raises(ValueError, match="assistant_early_exit must be None for Recurrent, .*: prompt_lookup_num_tok"):
+        EarlyLayers().of(Recurrent(), 1)
 
 
 @pytest.mark.parametrize(
