@@ -32,10 +32,8 @@ MEANINGS: Mapping[Status, str] = {
 }
 PARITY = "tests/test_generation_parity.py::test_a_field_equals_generate"
 REFUSAL = "tests/runtime/test_generation.py::test_every_field_is_implemented_without_effect_or_refused_by_name"
-RETURNS = "tests/test_generate_returns.py"
+CALLS = "tests/test_generate_random.py::test_random_calls_equal_generate"
 BEAMS = "tests/runtime/test_beams.py::test_random_configurations_equal_generate"
-STATES_TEST = "tests/test_generate_states.py::test_they_equal_those_of_generate"
-DROP_IN = "tests/test_huggingface.py"
 ONE_BEAM = "no effect with one beam, as there"
 NO_DRAFT = "changes no token, with or without an assistant"
 OWN_CACHE = "no effect: the engine keeps its own blocks"
@@ -79,13 +77,10 @@ OF_GENERATE = frozenset(STATES)
 COMPARED_WHERE_NEUTRAL = frozenset({"cache_implementation"})
 
 TESTS: Mapping[str, str] = {
-    "output_scores": f"{RETURNS}::test_scores_and_logits_equal_generate",
-    "output_logits": f"{RETURNS}::test_scores_and_logits_equal_generate",
-    **dict.fromkeys(STATES, STATES_TEST),
-    "return_dict_in_generate": f"{DROP_IN}::test_returns_the_class_of_generate",
-    "num_return_sequences": f"{RETURNS}::test_several_sequences_of_a_prompt_equal_generate",
-    "bos_token_id": f"{DROP_IN}::test_without_prompt_it_begins_with_bos",
-    "pad_token_id": f"{DROP_IN}::test_equals_generate_for_left_padding",
+    **dict.fromkeys(
+        ("output_scores", "output_logits", *STATES, "return_dict_in_generate", "num_return_sequences"), CALLS
+    ),
+    **dict.fromkeys(("bos_token_id", "pad_token_id"), CALLS),
     "compile_config": REFUSAL,
     "transformers_version": REFUSAL,
     **dict.fromkeys(OF_BEAMS, f"{PARITY}[beams that are one]"),
