@@ -85,9 +85,10 @@ TESTS: Mapping[str, str] = {
     "transformers_version": REFUSAL,
     **dict.fromkeys(OF_BEAMS, f"{PARITY}[beams that are one]"),
     **dict.fromkeys(("num_beams", "length_penalty", "early_stopping"), BEAMS),
-    "low_memory": REFUSAL,
     **dict.fromkeys(OF_DRAFTS, f"{PARITY}[drafts that are none]"),
-    **dict.fromkeys(OF_CACHES | {"decoder_start_token_id", "disable_compile"}, f"{PARITY}[caches of transformers]"),
+    **dict.fromkeys(
+        OF_CACHES | {"decoder_start_token_id", "disable_compile", "low_memory"}, f"{PARITY}[caches of transformers]"
+    ),
 }
 LIMITS: Mapping[str, str] = {
     "do_sample": "the engine's own draws by seed: the tokens of generate where it rolls the same dice",

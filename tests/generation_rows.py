@@ -151,5 +151,6 @@ ROWS: Mapping[str, Callable[[Random], dict[str, Any]]] = {
         "cache_config": {"nbits": 4},
         "decoder_start_token_id": 3,
         "disable_compile": True,
+        "low_memory": rng.choice([True, False]),
     },
 }

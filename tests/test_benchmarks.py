@@ -53,7 +53,8 @@ def test_generation_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """Of a few requests: that drafts leave the tokens alone, and cost fewer steps where there is something to copy."""
     sizes = ("--requests", "3", "--new", "24", "--rounds", "1")
     found = run("generation_costs", tmp_path, monkeypatch, "--quick", *sizes)
-    assert list(found["ratios"]) == ["sampled", "json schema", "copying", "nothing repeats", "misleading"]
+    known = ["sampled", "json schema", "copying", "nothing repeats", "misleading"]
+    assert list(found["ratios"]) == [*known, "invariant decoding", "invariant prompts"]
     assert found["ratios"]["copying"] < 0.8 * found["ratios"]["nothing repeats"]
 
 
