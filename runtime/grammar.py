@@ -117,7 +117,7 @@ class Grammars:
         (name,) = asked
         if not values.get("eos_token_id"):
             raise ValueError(f"eos_token_id must be set for {name}, got None")
-        tokenizer = self._tokenizer(name, values["tokenizer"], vocab_size, values["eos_token_id"])
+        tokenizer = self._tokenizer(name, values.get("tokenizer"), vocab_size, values["eos_token_id"])
         source = _source(name, values[name])
         matcher = LLMatcher(tokenizer, source, log_level=0)
         if matcher.is_error():

@@ -96,6 +96,8 @@ def test_what_is_wrong_is_refused(served: tuple[Any, Any, Any], options: dict[st
     engine = sc.Engine(model, CONFIG, program=program)
     with pytest.raises(ValueError, match=message):
         engine.submit([65], **{"tokenizer": tokenizer, **options})
+    with pytest.raises(ValueError, match="tokenizer must be a fast tokenizer for regex, got NoneType"):
+        engine.submit([65], regex="a")
     assert engine.stats().waiting == 0
 
 
