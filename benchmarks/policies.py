@@ -2,8 +2,8 @@
 
     python benchmarks/policies.py --json policies.json
 
-The Llama of `make bench` in float32, its weights made so that it counts through its vocabulary. Each of 128 requests
-may generate 400 tokens and ends after 40 on average, at the token that it is told to end with. "guaranteed_no_evict"
+The Llama of `make bench` in float32, its weights made so that it counts through its vocabulary. Each of 64 requests
+may generate 400 tokens and ends after 100 on average, at the token that it is told to end with. "guaranteed_no_evict"
 keeps blocks for all that may come, "max_utilization" admits by what is there and pauses requests when blocks run short;
 there are blocks for six requests in full. The tokens must be the same under both; only the second may pause anybody.
 
@@ -29,7 +29,7 @@ from selective_compile.options import EngineConfig
 from selective_compile.runtime import Engine
 
 POLICIES = ("guaranteed_no_evict", "max_utilization")
-PROMPT, MEAN = 32, 40
+PROMPT, MEAN = 32, 100
 
 
 def main() -> None:
@@ -101,7 +101,7 @@ def a_walk(draw: random.Random, vocabulary: int, most: int) -> tuple[list[int], 
 
 def _arguments() -> argparse.Namespace:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--requests", type=int, default=128)
+    parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     return parsed(parser)
 
