@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from selective_compile.kernels.largest_cpu import largest
 from selective_compile.runtime.draw import NUCLEUS, draw, draw_of_few, draw_of_nucleus
 from selective_compile.runtime.generation import GenerationParams
 from selective_compile.runtime.grammar import NONE_LEFT, mask
@@ -51,10 +52,10 @@ def sample(
             has processors, criteria, penalties or bans.
         scratch: the logits may be written to.
     """
+    if all(wanted.plain for wanted in params):
+        return SampledTokens(tokens=largest(logits).tolist(), records=[None] * len(params))
     scratch = scratch or logits.dtype != torch.float32
     logits = logits.float()
-    if all(wanted.plain for wanted in params):
-        return SampledTokens(tokens=logits.argmax(dim=-1).tolist(), records=[None] * len(params))
     rows = [row for row, wanted in enumerate(params) if not wanted.plain]
     whole = len(rows) == len(params) and (
         not any(wanted.changes_scores for wanted in params)
@@ -68,7 +69,7 @@ def sample(
         histories=[histories[row] for row in rows] if histories else [],
     )
     found = chosen.tokens()
-    tokens = found if len(rows) == len(params) else logits.argmax(dim=-1).tolist()
+    tokens = found if len(rows) == len(params) else largest(logits).tolist()
     records: list[TokenRecord | None] = [None] * len(params)
     for place, row in enumerate(rows):
         tokens[row] = found[place]
@@ -99,7 +100,7 @@ class _Chosen:
         penalise(self._scores, self._params, self._histories)
         self._follow_grammars()
         drawn = [place for place, wanted in enumerate(self._params) if wanted.do_sample]
-        tokens = [0] * len(self._params) if len(drawn) == len(self._params) else self._scores.argmax(dim=-1).tolist()
+        tokens = [0] * len(self._params) if len(drawn) == len(self._params) else largest(self._scores).tolist()
         groups: dict[Draw, list[int]] = {}
         for place in drawn:
             groups.setdefault(self._way(place), []).append(place)
