@@ -2,7 +2,8 @@
 
     selective::ragged_attention   write this step's keys and values into a paged KV pool, then attend
     selective::varlen_attention   the same without a pool: a request's context is its own rows
-    selective::linear             torch.nn.functional.linear, for a CPU by a kernel of ours
+    selective::linear             torch.nn.functional.linear, by kernels of ours: on a CPU one that reads a weight
+                                  where it lies, on a GPU one whose rows do not depend on their number
 
 `selective_compile.reference` says what they compute. Both are for inference: they have no derivative, and
 refuse to run on tensors that require grad while gradients are recorded.
@@ -119,6 +120,10 @@ def _kernel(op: str, name: Implementation, device_type: str) -> Callable[..., Te
 def _linear(name: Implementation, resolved: str) -> Callable[..., Tensor]:
     if name == "reference":
         return reference.linear
+    if resolved == "triton":
+        from selective_compile.kernels import linear_triton
+
+        return linear_triton.linear
     if resolved == "cpu":
         from selective_compile.kernels import linear_cpu
 

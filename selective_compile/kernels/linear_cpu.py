@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selective_compile.kernels import native
+from selective_compile.kernels.linear_call import check_linear
 
 _functions = native.Functions(__file__)
 available, unavailable_reason = _functions.available, _functions.unavailable_reason
@@ -47,12 +48,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         ValueError: the sizes or dtypes of x, weight and bias do not fit together.
         NativeBuildError: the kernel cannot be built here.
     """
+    check_linear(x, weight, bias)
     dtype, (columns, depth) = x.dtype, weight.shape
-    if x.shape[-1] != depth or weight.dtype is not dtype:
-        wanted = f"[N, {x.shape[-1]}] of {dtype}"
-        raise ValueError(f"weight must be {wanted}, got {list(weight.shape)} of {weight.dtype}")
-    if bias is not None and (bias.shape != (columns,) or bias.dtype is not dtype):
-        raise ValueError(f"bias must be [{columns}] of {dtype}, got {list(bias.shape)} of {bias.dtype}")
     if dtype not in _DTYPES or not weight.is_contiguous() or depth == 0:
         return F.linear(x, weight, bias)
     output = x.new_empty((*x.shape[:-1], columns))

@@ -253,7 +253,8 @@ def tile_config(
     """Choose the tile from what the host knows: shapes, not lengths. Any choice is correct for any step."""
     # tl.dot needs 16 in every direction.
     block_d, block_dv = (max(16, triton.next_power_of_2(size)) for size in (key_size, value_size))
-    # At two rows a request or fewer on average, most tiles hold one row: a tall tile would be mostly masked.
+    # At two rows a request or fewer on average, most tiles hold one row: a tall tile would be mostly masked. So
+    # it is in every step of a batch-invariant engine, which has a request for each row: it always has one BLOCK_N.
     rows = 1 if num_rows <= 2 * num_requests else 64 // group
     block_m = max(16, triton.next_power_of_2(max(1, rows) * group))
     # The largest tiles that compile without a register spill for every target and head sizes up to 256. A

@@ -7,12 +7,13 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.library import opcheck
 
 from selective_compile import ops, reference
 from selective_compile.kernels import linear_cpu, native
 from selective_compile.kernels.linear_cpu import linear
+from tests.kernels.linear_cases import assert_near_float64, inputs
 
 pytestmark = pytest.mark.skipif(not linear_cpu.available(), reason=str(linear_cpu.unavailable_reason()))
 
@@ -28,22 +29,6 @@ def threads(request):
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
-
-
-def inputs(rows: int | tuple[int, ...], columns: int, depth: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    shape = (rows,) if isinstance(rows, int) else rows
-    torch.manual_seed(columns * depth)
-    return tuple(torch.randn(*s).to(dtype) for s in ((*shape, depth), (columns, depth), (columns,)))
-
-
-def assert_near_float64(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    """Within float32 rounding of the sum's terms, and half a unit in the last place of a bfloat16 result."""
-    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    terms = F.linear(x.double().abs(), weight.double().abs()) + 1
-    last_place = 2**-8 if result.dtype is torch.bfloat16 else 2**-23
-    assert result.dtype is x.dtype and result.shape == exact.shape and result.is_contiguous()
-    worst = ((result.double() - exact).abs() - last_place * exact.abs() - 1e-6 * terms).max()
-    assert worst <= 0, f"off by {worst}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
