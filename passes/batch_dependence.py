@@ -9,8 +9,6 @@ from selective_compile.isolated_op import isolated_rows
 from selective_compile.passes.flatten import FlatGraph
 from selective_compile.passes.traced_graph import source_line
 
-aten = torch.ops.aten
-
 # Matrix products by libraries that choose how to sum by the number of rows.
 PRODUCTS = frozenset(
     {
@@ -23,9 +21,12 @@ PRODUCTS = frozenset(
         "einsum",
         "convolution",
         "_grouped_mm",
+        "grouped_mm_fallback",
         "scaled_dot_product_attention",
     }
 )
+# On a GPU, whatever comes first is added first.
+RACES = frozenset({"index_add", "scatter_add", "scatter_reduce"})
 
 
 def batch_dependent(flat: FlatGraph) -> tuple[str, ...]:
@@ -34,31 +35,46 @@ def batch_dependent(flat: FlatGraph) -> tuple[str, ...]:
     Of the operators of ours, `linear` sums few rows in another order than many, and attention does so for a request
     with few rows and one with many; both are told here, and neither depends on the batch in a batch-invariant engine.
     """
-    named = (node for node in flat.module.graph.nodes if node.op == "call_function")
-    return tuple(f"{node.name}: {node.target}, {source_line(node)}" for node in named if _depends(node))
+    return tuple(map(_line, _dependent(flat)))
 
 
 def foreign_products(flat: FlatGraph) -> tuple[str, ...]:
     """Of these, those by libraries and by modules of the model, which depend on the batch whatever the engine does."""
-    nodes = (node for node in flat.module.graph.nodes if node.op == "call_function" and not _is_ours(node))
-    return tuple(f"{node.name}: {node.target}, {source_line(node)}" for node in nodes if _depends(node))
+    return tuple(_line(node) for node in _dependent(flat) if not _is_ours(node))
+
+
+def sums_one_term(node: fx.Node) -> bool:
+    """Whether a product of matrices is an outer one, such as positions times frequencies, which sums nothing."""
+    if _name(node) not in ("mm", "bmm", "matmul"):
+        return False
+    left, right = (arg.meta.get("val") if isinstance(arg, fx.Node) else None for arg in node.args[:2])
+    if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) and min(left.dim(), right.dim()) >= 2):
+        return False
+    return isinstance(left.shape[-1], int) and left.shape[-1] == 1
+
+
+def _dependent(flat: FlatGraph) -> list[fx.Node]:
+    names = PRODUCTS if flat.device.type == "cpu" else PRODUCTS | RACES
+    called = (node for node in flat.module.graph.nodes if node.op == "call_function")
+    return [
+        node
+        for node in called
+        if _is_ours(node) or node.target is isolated_rows or (_name(node) in names and not sums_one_term(node))
+    ]
+
+
+def _line(node: fx.Node) -> str:
+    return f"{node.name}: {_shown(node)}, {source_line(node)}"
+
+
+def _shown(node: fx.Node) -> str:
+    """The operator, or a function of torch that asks a weight's class what it is."""
+    return str(node.target) if isinstance(node.target, torch._ops.OpOverload) else _name(node)
 
 
 def _is_ours(node: fx.Node) -> bool:
     return str(node.target).startswith("selective.") and node.target is not isolated_rows
 
 
-def _depends(node: fx.Node) -> bool:
-    if _is_ours(node) or node.target is isolated_rows:
-        return True
-    name = str(node.target).partition(".")[2].partition(".")[0]
-    return name in PRODUCTS and not _sums_one_term(node)
-
-
-def _sums_one_term(node: fx.Node) -> bool:
-    """Outer products, such as positions times frequencies, sum nothing."""
-    first = next((arg for arg in node.args if isinstance(arg, fx.Node)), None)
-    value = first.meta.get("val") if first is not None else None
-    if not isinstance(value, torch.Tensor) or value.dim() < 2 or "addmm" in str(node.target):
-        return False
-    return isinstance(value.shape[-1], int) and value.shape[-1] == 1
+def _name(node: fx.Node) -> str:
+    return getattr(node.target, "__name__", str(node.target)).partition(".")[0]

@@ -7,31 +7,49 @@ ATen's own path reads weights at 1-2 GB/s for 8-32 rows, and a prepacked copy wo
 Declines on other devices and for weights that are computed in the graph; a weight of a class of its own, as a quantised
 one, gets `torch.nn.functional.linear`, which asks the class.  Ragged attention needs no lowering: its operator
 dispatches to Triton on a GPU and to the native kernel on the CPU.
+
+For a batch-invariant engine it does so on a GPU too, whose libraries choose the order of sums by the number of rows,
+and products that sum nothing, such as positions times frequencies, become what they are::
+
+Before::  aten.matmul(frequencies [1, h, 1], positions [1, 1, T])
+After::   aten.mul(frequencies [1, h, 1], positions [1, 1, T])
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from selective_compile.kernels.linear_call import TRITON_DTYPES
+from selective_compile.passes.batch_dependence import sums_one_term
 from selective_compile.passes.flatten import FlatGraph
 
 aten = torch.ops.aten
 
 
-def lower(flat: FlatGraph) -> int:
-    has_kernel = flat.device.type == "cpu" and hasattr(torch.ops.selective, "linear")
+def lower(flat: FlatGraph, *, batch_invariant: bool = False) -> int:
+    """``batch_invariant``: for an engine that is; what it leaves, `batch_dependence.foreign_products` names."""
     weights = {node: given.example for node, given in zip(flat.module.graph.nodes, flat.weights, strict=False)}
     changed = 0
     for node in flat.module.graph.nodes:
-        if node.target is not aten.linear.default or node.args[1] not in weights:
-            continue
-        if is_traceable_wrapper_subclass(weights[node.args[1]]):
-            node.target = F.linear  # only this way is the weight's class asked: ATen's falls apart before
-        elif has_kernel:
-            node.target = torch.ops.selective.linear.default
-            node.args = (*node.args, None)[:3]
-        changed += node.target is not aten.linear.default
+        before = node.target
+        if batch_invariant and sums_one_term(node):
+            node.target = aten.mul.Tensor
+        elif before is aten.linear.default and node.args[1] in weights:
+            weight = weights[node.args[1]]
+            if is_traceable_wrapper_subclass(weight):
+                node.target = F.linear  # only this way is the weight's class asked: ATen's falls apart before
+            elif flat.device.type == "cpu" or (batch_invariant and has_kernel(weight)):
+                node.target = torch.ops.selective.linear.default
+                node.args = (*node.args, None)[:3]
+        changed += node.target is not before
     flat.module.recompile()
     return changed
+
+
+def has_kernel(weight: Any) -> bool:
+    """Whether the Triton kernel takes it."""
+    return weight.dim() == 2 and weight.dtype in TRITON_DTYPES

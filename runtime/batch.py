@@ -13,7 +13,7 @@ from selective_compile.step import StepInputs
 # Tensors of length 0 or 1 are specialised by torch's tracer; two of everything keeps one graph for every
 # step.
 SMALLEST = 2
-# The CPU's kernel for linear layers sums up to 16 rows in another order than more.
+# The CPU's kernel for linear layers sums up to 16 rows in another order than more; the GPU's takes any number alike.
 SMALLEST_INVARIANT = 32
 
 
@@ -39,8 +39,9 @@ class BatchAssembler:
         Args:
             max_blocks: the most that a table of one request has entries for.
             num_tables: of each request.
-            batch_invariant: every row is computed as if it were a request of its own, and no step has few rows: what
-                lies beside a row does not show in the order in which anything of it is summed.
+            batch_invariant: every row is computed as if it were a request of its own, padding rows go with empty
+                requests (N is T, which chooses one tile of the GPU's attention for all steps), and no step has few
+                rows: what lies beside a row does not show in the order in which anything of it is summed.
         """
         self._block_size = block_size
         self._device = device
@@ -94,7 +95,7 @@ class BatchAssembler:
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """cu_seqlens_q [N + 1] and context_lens [N]."""
         requests = len(counts)
-        padded = max(requests, SMALLEST)
+        padded = max(requests, self._smallest)
         cu_seqlens = self._cu_seqlens_q.numpy()[: padded + 1]
         cu_seqlens[0] = 0
         counts.cumsum(out=cu_seqlens[1 : requests + 1])
@@ -146,7 +147,7 @@ class BatchAssembler:
             slots[tokens : self._smallest] = -1
             if self._invariant:
                 own = table[owners]
-                table = table_buffer.numpy()[: max(SMALLEST, tokens) * width].reshape(-1, width)
+                table = table_buffer.numpy()[: max(self._smallest, tokens) * width].reshape(-1, width)
                 table[:tokens], table[tokens:] = own, 0
             found.append((self._moved(table_buffer, table.size).view(table.shape), self._take(slot_buffer, tokens)))
         return found

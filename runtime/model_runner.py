@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from selective_compile.backend import Program, StepProgram, compile_step_program
 from selective_compile.options import EngineConfig
-from selective_compile.passes.batch_dependence import foreign_products
 from selective_compile.runtime.host_tier import BlockCopy, Copy
+from selective_compile.runtime.invariance import check_invariance
 from selective_compile.runtime.kv_cache import allocate_pools, bytes_per_block, num_blocks, reaches_of
 from selective_compile.runtime.request_state import RequestState
 from selective_compile.runtime.state_slots import StateSlots, allocate_states, num_slots
@@ -35,7 +35,7 @@ class ModelRunner:
         self.program = compile_step_program(model, config) if program is None else program
         _check_window(self.program, config)
         if config.batch_invariant:
-            _check_invariance(self.program, config)
+            check_invariance(self.program)
         sites, states, device = self.program.call_sites, self.program.state_sites, self.program.device
         self.max_requests = num_slots(states, config, device=device)
         taken = self.max_requests * sum(site.num_bytes for site in states)
@@ -134,32 +134,6 @@ def _host_slots(program: Program, config: EngineConfig, size: int) -> int:
     if 0 < config.host_kv_bytes < size:
         raise ValueError(f"host_kv_bytes must be 0 or hold a block of {size} bytes, got {config.host_kv_bytes}")
     return config.host_kv_bytes // size if size else 0
-
-
-def _check_invariance(program: Program, config: EngineConfig) -> None:
-    """Refuse what was not made, or cannot be seen, to give the same bits in every batch.
-
-    A program that runs one request after another does so by itself.
-    """
-    if isinstance(program, StepProgram):
-        if program.state_sites or program.keeps_requests:
-            names = ", ".join([*(site.name for site in program.state_sites), *program.isolated])
-            raise ValueError(
-                f"batch_invariant must be False for recurrences and for modules that run for one request after "
-                f"another, whose sums depend on how a prompt is chunked: {names}"
-            )
-        foreign = foreign_products(program.rewritten.flat) if program.rewritten.flat is not None else ()
-        if foreign:
-            raise ValueError(
-                f"batch_invariant must be False for products that depend on the batch: {'; '.join(foreign)}"
-            )
-        dtypes = {site.dtype for site in program.call_sites}
-        if program.device.type != "cpu" or dtypes != {torch.float32} or config.implementation not in ("auto", "cpu"):
-            found = ", ".join(sorted(map(str, dtypes)))
-            raise ValueError(
-                f"batch_invariant must be False but for float32 on the native kernels of a CPU, got {found} on "
-                f"{program.device} with implementation {config.implementation!r}"
-            )
 
 
 def _check_window(program: Program, config: EngineConfig) -> None:

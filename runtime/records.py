@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from selective_compile.runtime.generation import GenerationParams
@@ -74,7 +76,7 @@ def recorded(
 @torch.no_grad()
 def logprobs_of(logits: Tensor, tokens: Sequence[int]) -> list[float]:
     """Of each token under its row of logits [N, V]; bit for bit what the record of a generated token has."""
-    rows = logits.float().log_softmax(dim=-1)
+    rows = _log_softmax(logits.float())
     return rows.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
 
 
@@ -84,9 +86,24 @@ def joined_rows(pieces: Sequence[Tensor]) -> Tensor | None:
 
 
 def _logprobs(row: Tensor, token: int, count: int) -> tuple[float, TopLogprobs | None]:
-    logprobs = row.log_softmax(dim=-1)
+    logprobs = _log_softmax(row)
     top = None
     if count:
         values, tokens = logprobs.topk(min(count, len(row)))
         top = TopLogprobs(tuple(tokens.tolist()), tuple(values.tolist()))
     return float(logprobs[token]), top
+
+
+def _log_softmax(rows: Tensor) -> Tensor:
+    """Of rows [..., V] float32, each as if it were alone."""
+    return (_aligned(rows) if rows.is_cuda else rows).log_softmax(dim=-1)[..., : rows.shape[-1]]
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """Rows with as many entries without weight as make each begin at 16 bytes.
+
+    A GPU shares out the sum of a row by where the first whole 16 bytes in it are, which without this depends on how
+    many rows are in front of it.
+    """
+    missing = -rows.shape[-1] % 4
+    return F.pad(rows, (0, missing), value=-math.inf) if missing else rows

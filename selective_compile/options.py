@@ -61,7 +61,8 @@ class EngineConfig(_NamedOptions):
         implementation: of the custom operators; "auto" takes the best there is for the device.
         seed: of requests that bring none, mixed with their id: the same id samples the same tokens.
         batch_invariant: the logits of a request are the same bits whatever else is in the batch, however its prompt is
-            chunked and whatever blocks it finds; on a CPU, and slower: each row attends by itself.
+            chunked and whatever blocks it finds; slower, as each row attends by itself. For float32 on a CPU; on a GPU
+            for float32, bfloat16 and float16, with `compile`.
         compile: False runs the rewritten graph without Inductor.
         record: a file to write the event log to, which `selective-compile replay` reads: all that the engine's
             decisions depend on, and what they were. It holds the prompts and the tokens. None: it is not written.

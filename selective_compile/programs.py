@@ -14,6 +14,7 @@ from selective_compile.isolation import Proved, prove
 from selective_compile.module_program import ModuleProgram
 from selective_compile.options import EngineConfig
 from selective_compile.passes import Refusal, RefusedError
+from selective_compile.passes.lower import lower
 from selective_compile.passes.position_limit import position_limit
 from selective_compile.sequential_program import SequentialProgram, why_not_run
 from selective_compile.step_program import StepProgram
@@ -52,6 +53,9 @@ def step_program(model: nn.Module, config: EngineConfig, proved: Proved) -> Step
     """Raises `ValueError` for a dtype that no kernel has."""
     captured, rewritten = proved.captured, proved.rewritten
     assert rewritten.flat is not None
+    flat = rewritten.flat
+    if config.batch_invariant:  # not in the pipeline, which is the same for every engine
+        rewritten.timed("lower for batch invariance", lambda: lower(flat, batch_invariant=True))
     for call in rewritten.traced.calls:
         dtype = call.key.node.meta["val"].dtype
         if dtype not in DTYPES:

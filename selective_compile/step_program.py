@@ -139,7 +139,8 @@ class StepProgram:
     ``pauses``: whether a request can be computed again, from its prompt and what it has generated;
     ``num_ids``: ids of a prompt are less than this, as many as the model knows of the vocabulary, and those beside
     it that only a prompt can have;
-    ``gives_every_row``: whether the logits of any token of a step can be asked for, or only of a request's last.
+    ``gives_every_row``: whether the logits of any token of a step can be asked for, or only of a request's last;
+    ``config``: what it was compiled for.
     """
 
     keeps_requests = False
@@ -178,7 +179,7 @@ class StepProgram:
         families = [call.family for call in flat.calls if call.family is not None]
         self.counts_padding = any(family.window or family.chunk for family in families)
         self._flat = flat
-        self._implementation = config.implementation
+        self.config = config
         self._run = compiled(flat, inductor=config.compile)
 
     @property
@@ -215,7 +216,7 @@ class StepProgram:
         arguments += [tensor for pair in pools for tensor in pair if tensor.shape[-1]]  # a selection has no values
         arguments += states
         arguments.append(inputs.logit_rows)
-        with torch.no_grad(), forced_implementation(self._implementation):
+        with torch.no_grad(), forced_implementation(self.config.implementation):
             (logits,) = self._run(*arguments)
         return logits.view(len(inputs.logit_rows), self.vocab_size)
 

@@ -98,3 +98,33 @@ def test_the_buffers_are_allocated_once() -> None:
         places.add(tuple(tensor.data_ptr() for tensor in tensors.values()))
         scheduler.advance(plan.shares[0], 4)
     assert len(places) == 1
+
+
+@settings(max_examples=30, deadline=None)
+@given(prompts=st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=20), min_size=1, max_size=6))
+def test_each_row_is_a_request_of_a_batch_invariant_step(prompts: list[list[int]]) -> None:
+    """And each padding row has an empty one: kernels see as many requests as rows, whatever the step."""
+    scheduler = Scheduler(BlockPool(num_blocks=40), token_budget=16, max_requests=4, block_size=4)
+    assembler = BatchAssembler(
+        token_budget=16, max_requests=4, block_size=4, max_blocks=40, device=CPU, batch_invariant=True
+    )
+    for number, prompt in enumerate(prompts):
+        scheduler.add(RequestState(number, number, prompt, max_new_tokens=1))
+    for step in range(8):
+        plan = scheduler.schedule()
+        inputs = assembler.assemble(plan)
+        tokens = sum(share.num_tokens for share in plan.shares)
+        rows = len(inputs.input_ids)
+        assert len(inputs.context_lens) == len(inputs.block_table) == rows
+        assert inputs.cu_seqlens_q.tolist() == [min(row, tokens) for row in range(rows + 1)]
+        own = [share.state for share in plan.shares for _ in range(share.num_tokens)]
+        assert inputs.context_lens.tolist() == (inputs.positions[:tokens] + 1).tolist() + [0] * (rows - tokens)
+        for row, state in enumerate(own):
+            assert inputs.block_table[row, : len(state.blocks)].tolist() == list(state.blocks)
+        assert not inputs.block_table[tokens:].any()
+        for share in plan.shares:
+            scheduler.advance(share, step if share.samples else None)
+            if share.samples:
+                scheduler.remove(share.state)
+        if not scheduler.has_work:
+            break

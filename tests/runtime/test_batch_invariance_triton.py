@@ -1,0 +1,126 @@
+"""A batch-invariant engine on the Triton kernels, in Triton's interpreter, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+import selective_compile as sc
+from selective_compile.backend import compile_step_program
+from selective_compile.runtime.invariance import check_invariance
+from selective_compile.runtime.records import _aligned
+from selective_compile.step_program import StepProgram
+from tests.models import tiny
+
+pytest.importorskip("triton")
+even_dots = pytest.importorskip("tests.kernels.even_dots").even_dots
+INTERPRETED = sc.EngineConfig(compile=False, max_kv_tokens=512, batch_invariant=True, implementation="triton")
+PROMPT = [(13 * place + 7) % 97 for place in range(11)]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def compiled(
+    family: str, dtype: torch.dtype, config: sc.EngineConfig, device: str = "cpu", **changes: Any
+) -> tuple[Any, Any]:
+    model: Any = tiny(family, **changes).to(device, dtype)
+    return model, compile_step_program(model, config)
+
+
+def request_among(
+    served: tuple[Any, Any],
+    config: sc.EngineConfig,
+    rng: Random,
+    *,
+    others: int,
+    longest: int = 5,
+    prompt: list[int] = PROMPT,
+) -> Any:
+    """What comes of the request, with others of random sizes coming before and while it runs."""
+    model, program = served
+    engine = sc.Engine(model, config, program=program)
+    for _ in range(others):
+        random_prompt = [rng.randrange(199) for _ in range(rng.randint(1, longest))]
+        engine.submit(rng.choice([[], prompt[: rng.randint(1, len(prompt))]]) + random_prompt, max_new_tokens=2)
+    for _ in range(rng.randint(0, 2) if others else 0):
+        engine.step()
+    handle = engine.submit(prompt, max_new_tokens=2, output_logits=True, logprobs=True, prompt_logprobs=True)
+    result = handle.result()
+    assert engine.score(prompt, result.tokens) == result.logprobs
+    return result
+
+
+def assert_same_bits(found: Any, alone: Any) -> None:
+    assert found.tokens == alone.tokens
+    assert all(torch.equal(ours, first) for ours, first in zip(found.logits, alone.logits, strict=True))
+    assert found.prompt_logprobs == alone.prompt_logprobs and found.logprobs == alone.logprobs
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "budgets"),
+    [("llama", torch.float32, (3, 30)), ("llama", torch.bfloat16, (5,)), ("mistral", torch.float16, (7,))],
+    ids=str,
+)
+def test_random_batches_give_the_same_bits_in_the_interpreter(
+    family: str, dtype: torch.dtype, budgets: tuple[int, ...]
+) -> None:
+    """And nearly the model's own.  Mistral has a window that is shorter than the prompt."""
+    model, program = compiled(family, dtype, INTERPRETED, num_hidden_layers=1)
+    alone = request_among((model, program), INTERPRETED, Random(0), others=0)
+    rng = Random(1)
+    for budget in budgets:
+        sizes = {"token_budget": budget, "max_requests": rng.choice([2, 8]), "block_size": rng.choice([4, 16])}
+        found = request_among((model, program), replace(INTERPRETED, **sizes), rng, others=2)
+        assert_same_bits(found, alone)
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPT + list(alone.tokens)])).logits[0, len(PROMPT) - 1 : -1]
+    near = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-3}[dtype]
+    torch.testing.assert_close(torch.stack(list(alone.logits)), logits.float(), rtol=near, atol=near)
+
+
+def test_what_is_not_invariant_on_a_gpu_is_refused() -> None:
+    model, program = compiled("llama", torch.bfloat16, INTERPRETED)
+    assert isinstance(program, StepProgram)
+    check_invariance(program)
+    program.device = torch.device("cuda")
+    with pytest.raises(ValueError, match="batch_invariant must be False with compile=False on cuda"):
+        check_invariance(program)
+    program.config = replace(INTERPRETED, compile=True)
+    check_invariance(program)
+    program.config = replace(program.config, implementation="reference")
+    with pytest.raises(ValueError, match="must be False but for .*got torch.bfloat16 on cuda with the kernels 'refer"):
+        check_invariance(program)
+    program.config = replace(program.config, batch_invariant=False)
+    with pytest.raises(ValueError, match="must be that which the program was compiled for on cuda, False, got True"):
+        check_invariance(program)
+    reference = replace(INTERPRETED, implementation="reference")
+    with pytest.raises(ValueError, match="got torch.bfloat16 on cpu with the kernels 'reference'"):
+        sc.Engine(model, reference)
+
+
+@pytest.mark.parametrize("size", (1, 7, 8, 199))
+def test_rows_of_any_vocabulary_are_made_to_begin_alike(size: int) -> None:
+    """As a GPU's log_softmax needs them, whose values the added entries leave as they are."""
+    rows = torch.randn(3, size)
+    aligned = _aligned(rows)
+    assert aligned.stride(0) % 4 == 0 and torch.equal(aligned[:, :size], rows)
+    torch.testing.assert_close(aligned.log_softmax(-1)[:, :size], rows.log_softmax(-1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", ("llama", "gemma2"))
+def test_random_batches_give_the_same_bits_on_a_gpu(family: str, dtype: torch.dtype) -> None:
+    config = sc.EngineConfig(max_kv_tokens=4096, batch_invariant=True)
+    model, program = compiled(family, dtype, config, "cuda")
+    prompt = [(13 * place + 7) % 97 for place in range(37)]
+    alone = request_among((model, program), config, Random(0), others=0, prompt=prompt)
+    rng = Random(1)
+    for _ in range(40):
+        sizes = {"token_budget": rng.choice([5, 16, 40, 200]), "max_requests": rng.choice([2, 8, 30])}
+        changed = replace(config, **sizes, block_reuse=rng.random() < 0.7)
+        found = request_among((model, program), changed, rng, others=rng.randint(0, 6), longest=60, prompt=prompt)
+        assert_same_bits(found, alone)
