@@ -137,11 +137,11 @@ def test_the_floor_is_the_larger_of_reading_and_multiplying_in_each_step() -> No
 
 def test_the_work_of_a_model_is_read_off_its_weights(checkpoint: Checkpoint) -> None:
     work = Work.of(replace(checkpoint, dtype="bfloat16").load())
-    layers = 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128)
-    assert work.flops_per_token == 2 * layers and work.flops_per_row == 2 * 256 * 64
-    assert work.weight_bytes == 2 * (layers + 256 * 64)
-    assert work.kv_bytes_per_token == 2 * (2 * 2 * 2 * 16)
-    assert work.flops_per_pair == 2 * 2 * 2 * 64
+    layers = 2 * (128 * 128 + 2 * 128 * 64 + 128 * 128 + 3 * 128 * 256)
+    assert work.flops_per_token == 2 * layers and work.flops_per_row == 2 * 256 * 128
+    assert work.weight_bytes == 2 * (layers + 256 * 128)
+    assert work.kv_bytes_per_token == 2 * (2 * 2 * 2 * 32)
+    assert work.flops_per_pair == 2 * 2 * 2 * 128
 
 
 def test_ceilings_are_rates() -> None:
