@@ -51,10 +51,10 @@ def test_scores_with_sinks_are_changed_once_and_sinks_are_not() -> None:
         ("llama", "non-causal", "refused"),
         ("gpt_neo", "widened", "refused"),
         ("bloom", "bias added", "refused"),
-        ("gemma2", "window added", "exact"),
-        ("gpt_oss", "window added", "exact"),
+        ("gemma2", "window added", "refused"),
+        ("gpt_oss", "window added", "refused"),
         ("gpt_oss", "shifted", "refused"),
-        ("granite_swa", "window added", "exact"),
+        ("granite_swa", "window added", "refused"),
         ("deepseek_v3", "shifted", "refused"),
     ],
 )
