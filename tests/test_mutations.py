@@ -31,14 +31,21 @@ def test_scores_and_masks_are_changed_and_functions_put_back() -> None:
     assert torch.equal(mixed[..., 1, :], x[..., 0, :])  # the second token sees the first alone
 
 
+def test_scores_of_one_token_with_those_in_a_cache_are_changed_as_its_row_of_the_square() -> None:
+    square, row = torch.zeros(1, 2, 5, 5), torch.zeros(1, 2, 1, 5)
+    with attention_changed(MUTATIONS["bias added"]):
+        assert torch.equal(F.softmax(row, dim=-1), F.softmax(square, dim=-1)[..., 4:, :])
+        assert not torch.equal(F.softmax(row, dim=-1), row.softmax(-1))
+
+
 def test_scores_with_sinks_are_changed_once_and_sinks_are_not() -> None:
     scores, sinks = torch.zeros(1, 2, 4, 4), torch.ones(1, 2, 4, 1)
-    with attention_changed(MUTATIONS["shifted"]):
+    with attention_changed(MUTATIONS["shifted"], first="cat"):
         row = torch.cat([scores, sinks], dim=-1)
         weights = F.softmax(row, dim=-1)
     assert torch.equal(row[..., 4:], sinks) and torch.equal(weights, row.softmax(-1)) and not scores.any()
     assert bool((row[..., 1:, 1:4].diagonal(dim1=-2, dim2=-1) < -1e30).all())
-    with attention_changed(MUTATIONS["bias added"], by_logsumexp=True):
+    with attention_changed(MUTATIONS["bias added"], first="logsumexp"):
         total, weights = torch.logsumexp(scores, dim=-1), F.softmax(scores, dim=-1)
     assert torch.equal(total, scores.logsumexp(-1)) and torch.equal(weights, scores.softmax(-1))
     assert float(scores[0, 0, 2, 0]) == 1.0  # half of 2 % 3
@@ -51,10 +58,10 @@ def test_scores_with_sinks_are_changed_once_and_sinks_are_not() -> None:
         ("llama", "non-causal", "refused"),
         ("gpt_neo", "widened", "refused"),
         ("bloom", "bias added", "refused"),
-        ("gemma2", "window added", "refused"),
-        ("gpt_oss", "window added", "refused"),
+        ("gemma2", "window added", "exact"),
+        ("gpt_oss", "window added", "exact"),
         ("gpt_oss", "shifted", "refused"),
-        ("granite_swa", "window added", "refused"),
+        ("granite_swa", "window added", "exact"),
         ("deepseek_v3", "shifted", "refused"),
     ],
 )

@@ -3,7 +3,7 @@
 A proof that took a mask for what its name or its class says would pass unnoticed on the models as they are.  So every
 score of a model is changed, once, on its way into the softmax, the ``logsumexp`` or the row that a sink is put behind,
 and every mask on its way into ``scaled_dot_product_attention``, by a function of the two positions, while the model is
-traced and while it is run alone.
+traced and while it is run alone, in steps with a cache too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 from unittest import mock
 
 import torch
@@ -27,8 +27,9 @@ from selective_compile.coverage.random_model import random_model, vocabulary_of
 from selective_compile.coverage.trial import QUICK, Trial
 from selective_compile.passes import RefusedError
 
-# Scores or masks [..., S, S], query positions [S, 1], key positions [1, S] -> the same, changed in place
+# Scores or masks [..., Q, K], query positions [Q, 1], key positions [1, K] -> the same, changed in place
 Change = Callable[[Tensor, Tensor, Tensor], Tensor]
+First = Literal["softmax", "logsumexp", "cat"]
 
 
 def hidden(scores: Tensor, where: Tensor) -> Tensor:
@@ -73,25 +74,24 @@ class Outcome:
 
 
 @contextmanager
-def attention_changed(change: Change, by_logsumexp: bool = False) -> Iterator[None]:
+def attention_changed(change: Change, first: First = "softmax") -> Iterator[None]:
     """Within, what torch has for attention is changed, for whoever calls it by that name.
 
-    ``by_logsumexp``: the model hands its scores to ``logsumexp`` first and to the softmax after that.
+    ``first``: what the model hands its scores to, before it hands them to the softmax.
     """
     softmax, sdpa, cat, logsumexp = F.softmax, F.scaled_dot_product_attention, torch.cat, torch.logsumexp
 
     def changed_softmax(input: Tensor, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Tensor:
-        if dim in (-1, input.dim() - 1) and are_scores(input) and not by_logsumexp:
+        if dim in (-1, input.dim() - 1) and are_scores(input) and first == "softmax":
             input = changed(input.clone())
         return softmax(input, dim=dim, dtype=dtype)
 
     def changed_logsumexp(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # In place: the softmax that follows has to be of the same scores.
-        return logsumexp(changed(input) if by_logsumexp and are_scores(input) else input, *args, **kwargs)
+        return logsumexp(changed(input) if first == "logsumexp" and are_scores(input) else input, *args, **kwargs)
 
     def changed_cat(tensors: Any, *args: Any, **kwargs: Any) -> Tensor:
-        sinks = len(tensors) == 2 and tensors[1].dim() > 2 and tensors[1].shape[-1] == 1
-        if sinks and are_scores(tensors[0]):
+        if first == "cat" and puts_sinks_behind(tensors):
             tensors = [changed(tensors[0].clone()), tensors[1]]
         return cat(tensors, *args, **kwargs)
 
@@ -106,14 +106,17 @@ def attention_changed(change: Change, by_logsumexp: bool = False) -> Iterator[No
     ) -> Tensor:
         added = query.new_zeros(query.shape[-2], key.shape[-2])
         if is_causal:
-            added = hidden(added, places(key.shape[-2])[None] > places(query.shape[-2])[:, None])
+            added = hidden(added, torch.arange(key.shape[-2])[None] > torch.arange(query.shape[-2])[:, None])
         if attn_mask is not None:
             hides = attn_mask.dtype == torch.bool
             added = added.masked_fill(~attn_mask, torch.finfo(added.dtype).min) if hides else added + attn_mask
         return sdpa(query, key, value, attn_mask=changed(added), dropout_p=dropout_p, **options)
 
     def changed(scores: Tensor) -> Tensor:
-        return change(scores, places(scores.shape[-2])[:, None], places(scores.shape[-1])[None])
+        queries, keys = torch.arange(scores.shape[-2]), torch.arange(scores.shape[-1])
+        if not is_square(scores):
+            queries = queries + (scores.shape[-1] - scores.shape[-2])  # the last of those that have keys
+        return change(scores, queries[:, None], keys[None])
 
     with (
         mock.patch.multiple(F, softmax=changed_softmax, scaled_dot_product_attention=changed_sdpa),
@@ -122,12 +125,18 @@ def attention_changed(change: Change, by_logsumexp: bool = False) -> Iterator[No
         yield
 
 
+def puts_sinks_behind(tensors: Any) -> bool:
+    sinks = len(tensors) == 2 and tensors[1].dim() > 2 and tensors[1].shape[-1] == 1
+    return sinks and are_scores(tensors[0])
+
+
 def are_scores(tensor: Tensor) -> bool:
-    return tensor.dim() > 2 and tensor.shape[-1] == tensor.shape[-2]
+    """Of all tokens with each other, or [B, H, 1, K] of one with those in a cache."""
+    return tensor.dim() > 2 and (is_square(tensor) or (tensor.dim() == 4 and tensor.shape[-2] == 1))
 
 
-def places(count: int) -> Tensor:
-    return torch.arange(count)
+def is_square(tensor: Tensor) -> bool:
+    return tensor.shape[-1] == tensor.shape[-2]
 
 
 def outcome(model_type: str, mutation: str, trial: Trial = QUICK) -> Outcome:
@@ -139,10 +148,18 @@ def outcome(model_type: str, mutation: str, trial: Trial = QUICK) -> Outcome:
     change, model = MUTATIONS[mutation], random_model(model_type)
     vocabulary = vocabulary_of(model)
     probe = trial.prompts(vocabulary)[2]
-    with mock.patch.object(torch, "logsumexp", wraps=torch.logsumexp) as summed:
+    with (
+        mock.patch.object(torch, "logsumexp", wraps=torch.logsumexp) as summed,
+        mock.patch.object(torch, "cat", wraps=torch.cat) as joined,
+    ):
         plain = alone(model, probe)
+    first: First = "softmax"
+    if any(are_scores(call.args[0]) for call in summed.call_args_list):
+        first = "logsumexp"
+    elif any(puts_sinks_behind(call.args[0]) for call in joined.call_args_list if call.args):
+        first = "cat"
     torch._dynamo.reset()
-    with attention_changed(change, any(are_scores(call.args[0]) for call in summed.call_args_list)):
+    with attention_changed(change, first):
         if furthest(alone(model, probe), plain) < TOLERANCE:
             return Outcome(kind="no effect")
         try:
