@@ -104,9 +104,11 @@ def attention_changed(change: Change, first: First = "softmax") -> Iterator[None
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
-        added = query.new_zeros(query.shape[-2], key.shape[-2])
+        # Of one token, the heads that share a key may stand where tokens do: the mask then has one row for them all.
+        tokens = query.shape[-2] if attn_mask is None else attn_mask.shape[-2]
+        added = query.new_zeros(tokens, key.shape[-2])
         if is_causal:
-            added = hidden(added, torch.arange(key.shape[-2])[None] > torch.arange(query.shape[-2])[:, None])
+            added = hidden(added, torch.arange(key.shape[-2])[None] > torch.arange(tokens)[:, None])
         if attn_mask is not None:
             hides = attn_mask.dtype == torch.bool
             added = added.masked_fill(~attn_mask, torch.finfo(added.dtype).min) if hides else added + attn_mask
@@ -165,8 +167,8 @@ def outcome(model_type: str, mutation: str, trial: Trial = QUICK) -> Outcome:
         try:
             program = compile_step_program(model, dataclasses.replace(trial.engine_config, fallback="refuse"))
         except RefusedError as refused:
-            first = refused.refusals[0]
-            return Outcome(kind="refused", reason=f"{first.reason} (`{without_machine(first.source_line)}`)")
+            refusal = refused.refusals[0]
+            return Outcome(kind="refused", reason=f"{refusal.reason} (`{without_machine(refusal.source_line)}`)")
         served, _ = serve(model, program, trial, vocabulary)
         error = max(error_of(model, one) for one in served)
     return Outcome(kind="exact" if error < TOLERANCE else "wrong", error=error)
