@@ -19,6 +19,7 @@ from selective_compile.passes.isolate import isolate
 from selective_compile.passes.isolated_call import WholeModules
 from selective_compile.passes.lower import lower
 from selective_compile.passes.mask_proof import prove_masks
+from selective_compile.passes.merge import merge
 from selective_compile.passes.narrow_windows import narrow_windows
 from selective_compile.passes.normalise import normalise
 from selective_compile.passes.output_tails import Tail, take_off_tails
@@ -45,7 +46,8 @@ ANALYSES: tuple[tuple[str, Callable[[TracedGraph], int]], ...] = (
 )
 REWRITES: tuple[tuple[str, Callable[[FlatGraph], int]], ...] = (
     ("keep sampled rows", keep_sampled_rows),  # on the flat graph, where a row is a token
-    ("lower", lower),  # last: it names kernels, which no analysis reads
+    ("lower", lower),  # behind all analyses: it names kernels, which none of them reads
+    ("merge", merge),  # last: it is by the kernel that a layer went to whether it can be merged
 )
 PIPELINE = (*(name for name, _ in ANALYSES), "flatten", *(name for name, _ in REWRITES))
 

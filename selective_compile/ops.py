@@ -4,6 +4,7 @@
     selective::varlen_attention   the same without a pool: a request's context is its own rows
     selective::linear             torch.nn.functional.linear, by kernels of ours: on a CPU one that reads a weight
                                   where it lies, on a GPU one whose rows do not depend on their number
+    selective::linears            the same for several weights and one x, in one call
 
 `selective_compile.reference` says what they compute. Both are for inference: they have no derivative, and
 refuse to run on tensors that require grad while gradients are recorded.
@@ -31,7 +32,8 @@ the last dimension of every tensor is contiguous):
                   most once, and -1 behind them. With window 0 and chunk 0 only (`selective_compile.selection_ops`)
     result        [T, H, Dv], query's dtype; rows past cu_seqlens_q[N] are 0
 
-and of linear: x [..., K], weight [N, K], bias [N] or None, result [..., N], all of x's dtype.
+and of linear: x [..., K], weight [N, K], bias [N] or None, result [..., N], all of x's dtype; linears takes lists of
+weights and biases, and returns the list of their results.
 
 Blocks wholly in front of the first position that a request's first row sees (by its window and chunk) are not read
 either: they may have been freed.
@@ -112,9 +114,10 @@ def _native_cpu_available() -> bool:
 
 
 @functools.cache
-def _kernel(op: str, name: Implementation, device_type: str) -> Callable[..., Tensor]:
+def _kernel(op: str, name: Implementation, device_type: str) -> Callable[..., Any]:
     resolved = _resolve(name, device_type)
-    return _linear(name, resolved) if op == "linear" else getattr(_module(resolved), op)
+    linear = {"linear": _linear, "linears": _linears}.get(op)
+    return linear(name, resolved) if linear else getattr(_module(resolved), op)
 
 
 def _linear(name: Implementation, resolved: str) -> Callable[..., Tensor]:
@@ -130,6 +133,17 @@ def _linear(name: Implementation, resolved: str) -> Callable[..., Tensor]:
         if linear_cpu.available():
             return linear_cpu.linear
     return F.linear
+
+
+def _linears(name: Implementation, resolved: str) -> Callable[..., list[Tensor]]:
+    from selective_compile.kernels import linear_cpu
+
+    one = _linear(name, resolved)
+    return linear_cpu.linears if one is linear_cpu.linear else functools.partial(_each, one)
+
+
+def _each(linear: Callable[..., Tensor], x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
+    return [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
 def _module(resolved: str) -> ModuleType:
@@ -158,6 +172,11 @@ def _run_varlen_attention(query: Tensor, *args: Any) -> Tensor:
 def _run_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     refuse_gradients(x, weight, bias)
     return _kernel("linear", _forced.get(), x.device.type)(x, weight, bias)
+
+
+def _run_linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
+    refuse_gradients(x, *weights, *biases)
+    return _kernel("linears", _forced.get(), x.device.type)(x, weights, biases)
 
 
 def refuse_gradients(*args: Any) -> None:
@@ -256,6 +275,11 @@ def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
+def _fake_linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
+    require(len(weights) == len(biases), f"biases must be {len(weights)}, got {len(biases)}")
+    return [_fake_linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+
 def require(condition: bool, message: str) -> None:
     """Raise ValueError with `message` unless the condition holds."""
     if not condition:
@@ -265,7 +289,7 @@ def require(condition: bool, message: str) -> None:
 _library = torch.library.Library("selective", "DEF")
 
 
-def register(schema: str, run: Callable[..., Tensor], fake: Callable[..., Tensor]) -> torch._ops.OpOverload:
+def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> torch._ops.OpOverload:
     """Define `selective::<schema>`, run by `run` on CPU and CUDA tensors and by `fake` when traced."""
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -291,3 +315,4 @@ varlen_attention = register(
     _fake_varlen_attention,
 )
 linear = register("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", _run_linear, _fake_linear)
+linears = register("linears(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]", _run_linears, _fake_linears)

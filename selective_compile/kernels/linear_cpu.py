@@ -5,14 +5,16 @@ calls: a packed copy would take as much memory again, and would go stale unnotic
 through `.data`.
 
 Legend
-    packed   the kernel's one argument: addresses and sizes as 8-byte fields, in the order of `Call` in
-             linear_cpu.cpp
+    packed   the kernel's one argument: addresses and sizes as 8-byte fields, in the order of `Call` and `Part` in
+             linear_call.h
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import struct
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +26,6 @@ from selective_compile.kernels.linear_call import check_linear
 _functions = native.Functions(__file__)
 available, unavailable_reason = _functions.available, _functions.unavailable_reason
 
-_pack = struct.Struct("=10q").pack
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 # From so many rows on, a processor with bf16 matrix units (AMX) is left to oneDNN, which uses them: on paper
 # they multiply eight times as fast as the vector instructions here (not measured). With fewer rows, reading
@@ -35,6 +36,11 @@ _MATRIX_UNIT_ROWS = 64
 @functools.cache
 def _has_matrix_unit() -> bool:
     return "amx_bf16" in native.processor().split()
+
+
+@functools.cache
+def _packer(weights: int) -> struct.Struct:
+    return struct.Struct(f"={7 + 4 * weights}q")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -48,23 +54,37 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         ValueError: the sizes or dtypes of x, weight and bias do not fit together.
         NativeBuildError: the kernel cannot be built here.
     """
-    check_linear(x, weight, bias)
-    dtype, (columns, depth) = x.dtype, weight.shape
-    if dtype not in _DTYPES or not weight.is_contiguous() or depth == 0:
-        return F.linear(x, weight, bias)
-    output = x.new_empty((*x.shape[:-1], columns))
-    rows = x.numel() // depth
-    if not output.numel():
-        return output
-    if dtype is torch.bfloat16 and rows >= _MATRIX_UNIT_ROWS and _has_matrix_unit():
-        return F.linear(x, weight, bias)
+    return linears(x, (weight,), (bias,))[0]
+
+
+def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    """`selective::linears`: what `linear` gives for each of the weights [N_i, K] and biases, to the bit, in one call.
+
+    Raises:
+        ValueError: the sizes or dtypes of x, weights and biases do not fit together.
+        NativeBuildError: the kernel cannot be built here.
+    """
+    for weight, bias in zip(weights, biases, strict=True):
+        check_linear(x, weight, bias)
+    depth = x.shape[-1]
+    rows = x.numel() // depth if depth else 0
+    if not _takes(x.dtype, rows, weights):
+        return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     # Kept under a name through the call: where a copy is made, nothing else holds it.
-    x = x.contiguous()
-    bias = bias if bias is None else bias.contiguous()
-    _functions["selective_linear"](
-        _pack(
-            *(x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), output.data_ptr()),
-            *(rows, columns, depth, _DTYPES[dtype], torch.get_num_threads(), native.torch_parallel()),
-        )
-    )
-    return output
+    x, biases = x.contiguous(), [bias if bias is None else bias.contiguous() for bias in biases]
+    outputs = [x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
+    parts = [
+        (weight.data_ptr(), 0 if bias is None else bias.data_ptr(), output.data_ptr(), weight.shape[0])
+        for weight, bias, output in zip(weights, biases, outputs, strict=True)
+        if weight.shape[0]
+    ]
+    if rows and parts:
+        sizes = (rows, depth, _DTYPES[x.dtype], torch.get_num_threads(), native.torch_parallel(), len(parts))
+        _functions["selective_linear"](_packer(len(parts)).pack(x.data_ptr(), *sizes, *itertools.chain(*parts)))
+    return outputs
+
+
+def _takes(dtype: torch.dtype, rows: int, weights: Sequence[Tensor]) -> bool:
+    if dtype not in _DTYPES or not all(weight.shape[1] and weight.is_contiguous() for weight in weights):
+        return False
+    return dtype is torch.float32 or rows < _MATRIX_UNIT_ROWS or not _has_matrix_unit()

@@ -18,7 +18,7 @@ from tests.kernels.linear_cases import assert_near_float64, inputs
 pytestmark = pytest.mark.skipif(not linear_cpu.available(), reason=str(linear_cpu.unavailable_reason()))
 
 DTYPES = [torch.float32, torch.bfloat16]
-ROWS = (1, 2, 3, 5, 6, 8, 9, 16, 17, 33, 65, 128, 129)
+ROWS = (1, 2, 3, 5, 6, 8, 9, 16, 17, 24, 25, 33, 56, 65, 128, 129)
 # (N, K): one; under every tile; no multiple of 12 or 16; a row of 4096 bytes; K cut into blocks at 128 rows.
 SIZES = ((1, 1), (5, 3), (16, 16), (13, 17), (97, 129), (31, 1024), (260, 770), (29, 4097))
 
@@ -116,6 +116,21 @@ def test_what_is_not_finite_stays_in_its_row_and_column(rows, dtype):
     assert torch.equal(result[:3, kept], clean[:3, kept]) and torch.equal(result[4:, kept], clean[4:, kept])
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("rows", [1, 4, 20, 33])
+def test_several_weights_give_what_each_gives_alone_to_the_bit(rows, dtype, threads):
+    x = torch.randn(2, rows, 70).to(dtype)
+    weights = [torch.randn(columns, 70).to(dtype) for columns in (5, 64, 0, 33, 1)]
+    biases = [None if i % 2 else torch.randn(len(weight)).to(dtype) for i, weight in enumerate(weights)]
+    together = linear_cpu.linears(x, weights, biases)
+    assert len(together) == len(weights)
+    for one, weight, bias in zip(together, weights, biases, strict=True):
+        assert torch.equal(one, linear(x, weight, bias))
+    turned = [*weights[:1], weights[1].t().contiguous().t()]  # one that the kernel does not take
+    for one, weight, bias in zip(linear_cpu.linears(x, turned, biases[:2]), turned, biases, strict=False):
+        torch.testing.assert_close(one, F.linear(x, weight, bias))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "fewer"), [(8, (1, 2, 5)), (129, (9, 17, 64))])
 def test_a_row_does_not_depend_on_the_rows_around_it_nor_on_the_threads(rows, fewer, dtype, threads):
@@ -172,6 +187,7 @@ def test_opcheck(rows, dtype):
     x, weight, bias = inputs(rows, 13, 17, dtype)
     opcheck(ops.linear, (x, weight, bias))
     opcheck(ops.linear, (x.transpose(0, -1).contiguous().transpose(0, -1), weight, None))
+    opcheck(ops.linears, (x, [weight, weight[:4]], [bias, None]))
 
 
 def test_the_op_runs_the_kernel_unless_told_otherwise(monkeypatch):
@@ -179,9 +195,11 @@ def test_the_op_runs_the_kernel_unless_told_otherwise(monkeypatch):
     assert torch.equal(ops.linear(x, weight, bias), linear(x, weight, bias))
     with ops.forced_implementation("reference"):
         assert torch.equal(ops.linear(x, weight, bias), reference.linear(x, weight, bias))
+        assert torch.equal(ops.linears(x, [weight], [bias])[0], reference.linear(x, weight, bias))
     monkeypatch.setattr(linear_cpu, "available", lambda: False)
     ops._kernel.cache_clear()
     assert torch.equal(ops.linear(x, weight, bias), F.linear(x, weight, bias))
+    assert torch.equal(ops.linears(x, [weight], [None])[0], F.linear(x, weight))
     ops._kernel.cache_clear()
 
 

@@ -12,13 +12,15 @@ from torch import Tensor
 from selective_compile.passes import PIPELINE
 from selective_compile.passes.flatten import FlatGraph, flatten
 from selective_compile.passes.lower import lower
+from selective_compile.passes.merge import merge
 from selective_compile.passes.normalise import tidy
 from selective_compile.passes.output_tails import Tail, take_off_tails
 from selective_compile.passes.sampled_rows import keep_sampled_rows
 from tests.passes.graphs import analysed, flat_arguments, reasons, sample, trace
 from tests.passes.test_attention import attend
 
-HEAD, WEIGHT = torch.randn(20, 8), torch.randn(8, 8)
+GENERATOR = torch.Generator().manual_seed(0)
+HEAD, WEIGHT = torch.randn(20, 8, generator=GENERATOR), torch.randn(8, 8, generator=GENERATOR)
 LENGTHS = (5, 1, 12, 3)
 
 
@@ -80,6 +82,24 @@ def test_linear_layers_are_lowered_once() -> None:
 def test_a_weight_that_is_computed_is_not_lowered() -> None:
     flat = flat_of(lambda x, w: F.linear(x, w * 2), WEIGHT)
     assert lower(flat) == 0
+
+
+def test_layers_that_read_the_same_rows_become_one_call_and_no_others() -> None:
+    def three(x: Tensor, gate: Tensor, bias: Tensor, up: Tensor, head: Tensor) -> Tensor:
+        gated, other = F.linear(x, gate, bias), F.linear(x.relu(), head)
+        return F.linear(F.layer_norm(gated * F.linear(x, up), (8,)), head) + other
+
+    flat = flat_of(three, WEIGHT, HEAD[:8, 0].clone(), WEIGHT.mT.contiguous(), HEAD)
+    before = flat.module(*arguments(flat))[0]
+    assert merge(flat) == 0  # of those that are not lowered, nothing is known
+    assert lower(flat) == 4
+    lowered = flat.module(*arguments(flat))[0]
+    torch.testing.assert_close(lowered, before)
+    assert merge(flat) == 2
+    order = targets(flat)
+    assert order.count("selective.linears.default") == 1 and order.count("selective.linear.default") == 2
+    assert torch.equal(flat.module(*arguments(flat))[0], lowered)
+    assert merge(flat) == 0
 
 
 def test_tidying_removes_what_changes_nothing() -> None:
@@ -155,4 +175,5 @@ def test_pipeline_is_in_order() -> None:
         "flatten",
         "keep sampled rows",
         "lower",
+        "merge",
     )

@@ -1,0 +1,260 @@
+// More rows of x against weights: lanes run along the rows of x, which are packed first.
+
+#pragma once
+
+#include <sched.h>
+
+#include <cstdlib>
+
+#include "linear_call.h"
+#include "linear_words_cpu.h"
+
+namespace {
+
+// Rows of x multiplied at once, and how much of them (by cutting K) a core goes through for every tile: at 512 rows,
+// with 1 MB of L2, 128 rows and 768 KB take 0.84-0.92 of the time of 512 rows and 384 KB, in both dtypes. Reading the
+// weight four times is hidden behind the arithmetic of 128 rows.
+constexpr int64_t MAX_X_ROWS = 128;
+constexpr int64_t MAX_PASSES = 8;      // bounds the memory for packed x
+constexpr int64_t PACKED_BYTES = 768 * 1024;
+constexpr int64_t MIN_DEPTH = 128;      // words of K at a time, at least
+constexpr int64_t PACK_SQUARES = 8;     // squares of W x W words that a thread packs at a time
+
+// Scratch of the calling thread, grown and kept until the thread ends.
+struct Scratch {
+    char* memory = nullptr;
+    int64_t bytes = 0;
+    ~Scratch() { std::free(memory); }
+    char* at_least(int64_t wanted) {
+        if (wanted > bytes) {
+            std::free(memory);
+            bytes = (wanted + 4095) / 4096 * 4096;
+            memory = static_cast<char*>(std::aligned_alloc(4096, bytes));
+            if (!memory) std::abort();
+        }
+        return memory;
+    }
+};
+thread_local Scratch packed_scratch, tile_scratch;
+
+// Words [first, first + W) of rows [row, row + W) of x as W vectors, vector i holding word i of every row. Rows from
+// `rows` on, and words past the end of a row, are 0. With `twice`, the first half of the rows is also the second.
+template <class T>
+inline void pack_square(const Call& p, int64_t row, int64_t rows, int64_t first, bool twice, char* out) {
+    const int64_t bytes = p.k * T::size, left = std::min<int64_t>(W * 4, bytes - first * 4);
+    Words square[W];
+    for (int i = 0; i < W; ++i) {
+        const int64_t from = row + (twice ? i % (W / 2) : i);
+        const char* at = p.x + from * bytes + first * 4;
+        square[i] = from >= rows ? Words{} : left == W * 4 ? load(at) : load_part(at, left);
+    }
+    transpose(square);
+    for (int i = 0; i < W && i * 4 < left; ++i) std::memcpy(out + i * W * 4, &square[i], W * 4);
+}
+
+// Half of `low` and half of `high` in one vector, and back.
+inline Words joined(Words low, Words high) {
+#if defined(__AVX512F__)
+    return (Words)_mm512_mask_blend_epi32(0xff00, (__m512i)low, (__m512i)high);
+#else
+    std::memcpy(&high, &low, sizeof high / 2);
+    return high;
+#endif
+}
+
+inline void load_halves(const float* low, const float* high, Floats& both) {
+    std::memcpy(&both, low, sizeof both / 2);
+    std::memcpy((char*)&both + sizeof both / 2, high, sizeof both / 2);
+}
+
+inline void store_halves(const Floats& both, float* low, float* high) {
+    std::memcpy(low, &both, sizeof both / 2);
+    std::memcpy(high, (const char*)&both + sizeof both / 2, sizeof both / 2);
+}
+
+// TILE rows of the weight, `stride` bytes apart, against PANELS panels of x over `words` words, and half a word more if
+// `odd`; adds to (or sets) sums [TILE][panels * W]. `ahead`, if any, is where as many bytes will be read next. With
+// HALF, one panel more of half as many rows: it holds them twice, and is multiplied by two rows of the weight at once,
+// which takes 0.85-0.90 of the time of a whole one at M = 20 and 24.
+template <class T, int PANELS, bool HALF>
+void multiply_tile(const char* x, int64_t panel_bytes, const char* weight, int64_t stride, int64_t words, bool odd,
+                   const char* ahead, float* sums, int64_t sums_stride, bool add) {
+    static_assert(TILE % 2 == 0);
+    Floats total[TILE][PANELS], paired[TILE / 2];
+    float* const beyond = sums + PANELS * W;
+#pragma GCC unroll 16
+    for (int c = 0; c < TILE; ++c)
+#pragma GCC unroll 2
+        for (int j = 0; j < PANELS; ++j) {
+            total[c][j] = Floats{};
+            if (add) total[c][j] = (Floats)load((const char*)(sums + c * sums_stride + j * W));
+        }
+#pragma GCC unroll 16
+    for (int c = 0; HALF && c < TILE; c += 2) {
+        paired[c / 2] = Floats{};
+        if (add) load_halves(beyond + c * sums_stride, beyond + (c + 1) * sums_stride, paired[c / 2]);
+    }
+    const auto step = [&](auto word_at) __attribute__((always_inline)) {
+        Words vectors[PANELS], twice{}, even{};
+#pragma GCC unroll 2
+        for (int j = 0; j < PANELS; ++j) vectors[j] = load(x + j * panel_bytes);
+        if (HALF) twice = load(x + PANELS * panel_bytes);
+        const char* base = weight;
+#pragma GCC unroll 16
+        for (int c = 0; c < TILE; ++c) {
+            const Words word = word_at(base + (c % 3) * stride);
+            if (c % 3 == 2) base += 3 * stride;
+#pragma GCC unroll 2
+            for (int j = 0; j < PANELS; ++j) total[c][j] = T::multiply_add(total[c][j], vectors[j], word);
+            if (HALF && c % 2) paired[c / 2] = T::multiply_add(paired[c / 2], twice, joined(even, word));
+            even = word;
+        }
+        x += W * 4;
+        weight += 4;
+    };
+    for (int64_t at = 0; at < words; ++at) {
+        // A step reads TILE words, so this walks once through the next tile, as one stream. A prefetch row by row would
+        // fill few cache sets where a row is a multiple of 4096 bytes: 1.25 times slower there at M = 16.
+        if (ahead) __builtin_prefetch(ahead + at * TILE * 4);
+        step(broadcast);
+    }
+    if (odd) step([](const char* at) {
+        uint16_t half;
+        std::memcpy(&half, at, 2);
+        return uint32_t(half) - Words{};
+    });
+#pragma GCC unroll 16
+    for (int c = 0; c < TILE; ++c)
+#pragma GCC unroll 2
+        for (int j = 0; j < PANELS; ++j)
+            std::memcpy(sums + c * sums_stride + j * W, &total[c][j], sizeof(Floats));
+#pragma GCC unroll 16
+    for (int c = 0; HALF && c < TILE; c += 2)
+        store_halves(paired[c / 2], beyond + c * sums_stride, beyond + (c + 1) * sums_stride);
+}
+
+// sums [columns rounded up to TILE][panels * W] to y[row ..][column ..], transposed, with the bias.
+template <class T>
+void store_block(const Part& p, const float* sums, int64_t sums_stride, int64_t row, int64_t rows, int64_t column,
+                 int64_t columns) {
+    for (int64_t c = 0; c < columns; c += W) {
+        const int64_t now = std::min<int64_t>(W, columns - c);
+        float bias[W] = {};
+        for (int64_t i = 0; p.bias && i < now; ++i) bias[i] = T::widen(p.bias + (column + c + i) * T::size);
+        const Floats added = (Floats)load((const char*)bias);
+        for (int64_t r = 0; r < rows; r += W) {
+            Words square[W];
+            for (int i = 0; i < W; ++i)
+                square[i] = i < now ? load((const char*)(sums + (c + i) * sums_stride + r)) : Words{};
+            transpose(square);
+            for (int i = 0; i < W && r + i < rows; ++i) {
+                char* at = p.y + ((row + r + i) * p.n + column + c) * T::size;
+                if (now == W) {
+                    T::store(at, (Floats)square[i] + added);
+                } else {
+                    char whole[W * 4];
+                    T::store(whole, (Floats)square[i] + added);
+                    std::memcpy(at, whole, now * T::size);
+                }
+            }
+        }
+    }
+}
+
+// Up to MAX_X_ROWS rows of x, packed: [blocks of K][panel][word of the block][lane].
+struct Packed {
+    char* memory;
+    int64_t row, rows;     // of x
+    int64_t words, depth;  // of K, and of a block of it
+    int64_t panels;
+
+    // Whether it is the last panel, multiplied with the one before it, and has so few rows that it holds them twice.
+    bool is_half(int64_t panel) const {
+        return panel % 2 == 1 && panel == panels - 1 && rows - panel * W <= W / 2;
+    }
+    const char* block(int64_t first) const { return memory + first * panels * W * 4; }
+    char* square(int64_t panel, int64_t first) const {
+        const int64_t start = first / depth * depth, size = std::min(depth, words - start);
+        return memory + (start * panels + panel * size + first - start) * W * 4;
+    }
+};
+
+// Tiles [begin, end) of a weight against all of the packed rows; the thread goes on to read tiles up to `last`.
+template <class T>
+void multiply_share(const Call& p, const Part& part, const Packed& x, int64_t begin, int64_t end, int64_t last) {
+    const int64_t bytes = p.k * T::size, sums_stride = x.panels * W, padded = x.depth * 4 + LINE;
+    char* scratch = tile_scratch.at_least((end - begin) * TILE * sums_stride * 4 + TILE * padded);
+    float* sums = reinterpret_cast<float*>(scratch);
+    char* copy = scratch + (end - begin) * TILE * sums_stride * 4;
+    for (int64_t block = 0; block < x.words; block += x.depth) {
+        const int64_t words = std::min(x.depth, x.words - block), block_bytes = std::min(words * 4, bytes - block * 4);
+        for (int64_t tile = begin; tile < end; ++tile) {
+            const int64_t rows = std::min<int64_t>(TILE, part.n - tile * TILE);
+            const char* weight = part.weight + tile * TILE * bytes + block * 4;
+            const char* ahead = tile + 1 < last ? weight + TILE * bytes : nullptr;
+            int64_t stride = bytes;
+            if (rows < TILE) {
+                for (int64_t c = 0; c < TILE; ++c)
+                    std::memcpy(copy + c * padded, weight + std::min(c, rows - 1) * bytes, block_bytes);
+                weight = copy, stride = padded;
+            }
+            float* out = sums + (tile - begin) * TILE * sums_stride;
+            for (int64_t panel = 0; panel < x.panels; panel += 2) {
+                const bool two = panel + 1 < x.panels, half = two && x.is_half(panel + 1);
+                const auto multiply = half ? multiply_tile<T, 1, true>
+                                      : two ? multiply_tile<T, 2, false>
+                                            : multiply_tile<T, 1, false>;
+                multiply(x.block(block) + panel * words * W * 4, words * W * 4, weight, stride, block_bytes / 4,
+                         block_bytes % 4 != 0, ahead, out + panel * W, sums_stride, block > 0);
+                ahead = nullptr;
+            }
+        }
+    }
+    const int64_t column = begin * TILE;
+    store_block<T>(part, sums, sums_stride, x.row, x.rows, column, std::min(part.n, end * TILE) - column);
+}
+
+struct Pass {
+    Packed x;
+    Shares packing, multiplying;
+};
+
+// One team for all passes: starting and ending one can cost milliseconds on a machine that has other work.
+template <class T>
+void broadcast_rows(const Call& p, int64_t row, int64_t end, int64_t pass_rows) {
+    const Tiles tiles(p, TILE);
+    const int64_t words = (p.k * T::size + 3) / 4, units = tiles.count(), share = share_units(p, units);
+    const int64_t runs = (words + W * PACK_SQUARES - 1) / (W * PACK_SQUARES), items = (units + share - 1) / share;
+    const int64_t threads = team_size(p, items);
+    char* memory = packed_scratch.at_least((end - row + W - 1) / W * words * W * 4);
+    std::vector<Pass> passes;
+    int64_t packings = 0;
+    for (; row < end; row += pass_rows) {
+        const int64_t rows = std::min(pass_rows, end - row), panels = (rows + W - 1) / W;
+        const int64_t depth = std::max(MIN_DEPTH, std::min(words, PACKED_BYTES / (panels * W * 4) / W * W));
+        passes.push_back({{memory, row, rows, words, depth, panels}, {panels * runs, threads}, {items, threads}});
+        memory += panels * words * W * 4;
+        packings += panels * runs;
+    }
+    std::atomic<int64_t> packed{0};
+    run_team(p, threads, [&](int64_t part) {
+        for (Pass& pass : passes)
+            pass.packing.take(part, [&](int64_t item, int64_t) {
+                const Packed& x = pass.x;
+                const int64_t panel = item / runs, first = item % runs * W * PACK_SQUARES;
+                for (int64_t at = first; at < std::min(words, first + W * PACK_SQUARES); at += W)
+                    pack_square<T>(p, x.row + panel * W, x.row + x.rows, at, x.is_half(panel), x.square(panel, at));
+                packed.fetch_add(1, std::memory_order_release);
+            });
+        while (packed.load(std::memory_order_acquire) < packings) sched_yield();
+        for (Pass& pass : passes)
+            pass.multiplying.take(part, [&](int64_t item, int64_t last) {
+                const auto multiply = [&](const Part& part, int64_t begin, int64_t end, int64_t last) {
+                    multiply_share<T>(p, part, pass.x, begin, end, last);
+                };
+                tiles.take(item * share, (item + 1) * share, last * share, multiply);
+            });
+    });
+}
+
+}  // namespace

@@ -1,0 +1,114 @@
+// A call of the linear kernel, and how its work is shared among threads.
+//
+// The team of threads is torch's own OpenMP runtime, called through the pointer that Python passes. Every thread has
+// its own share of the weights' rows, which it reads front to back, and then helps with the others': a thread that the
+// system takes off its core holds nobody up for long.
+
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+namespace {
+
+constexpr int64_t LINE = 64;
+constexpr int64_t MAX_SHARE_TILES = 8;  // of a thread's share at a time; also bounds the results held before a store
+constexpr int64_t SHARES = 4;           // that many or more for each thread, where N allows
+
+// What Python packs, 8 bytes a field: a call, and behind it its parts.
+struct Part {
+    const char* weight;  // [n, k]
+    const char* bias;    // [n] or null
+    char* y;             // [m, n]
+    int64_t n;           // at least 1
+};
+
+struct Call {
+    const char* x;  // [m, k]
+    int64_t m, k;   // at least 1
+    int64_t is_bfloat16;
+    int64_t threads;
+    void (*parallel)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel, or null: one thread
+    int64_t count;                                                 // of parts
+
+    const Part* begin() const { return reinterpret_cast<const Part*>(this + 1); }
+    const Part* end() const { return begin() + count; }
+};
+
+// The rows of all weights in tiles of `size`, numbered through the parts; a part's last tile may be cut short.
+class Tiles {
+    const Call& call;
+    int64_t size;
+
+    int64_t of(const Part& part) const { return (part.n + size - 1) / size; }
+
+public:
+    Tiles(const Call& call, int64_t size) : call(call), size(size) {}
+
+    int64_t count() const {
+        int64_t count = 0;
+        for (const Part& part : call) count += of(part);
+        return count;
+    }
+
+    // work(part, begin, end, last) for the tiles [begin, end) of a part that are among [begin, end) of all; `last` is
+    // where those of the part end that are among all up to `last`.
+    template <class Work>
+    void take(int64_t begin, int64_t end, int64_t last, Work&& work) const {
+        for (const Part& part : call) {
+            const int64_t count = of(part);
+            if (begin < count && end > 0)
+                work(part, std::max<int64_t>(begin, 0), std::min(end, count), std::min(last, count));
+            begin -= count, end -= count, last -= count;
+        }
+    }
+};
+
+// `items` of work, split evenly over `parts` threads; one that has finished its own part takes from the next one's.
+class Shares {
+    struct alignas(LINE) Counter { std::atomic<int64_t> taken{0}; };
+    std::vector<Counter> counters;
+    int64_t items;
+
+public:
+    Shares(int64_t items, int64_t parts) : counters(parts), items(items) {}
+
+    // work(item, end), where `end` is the end of the part that the item belongs to.
+    template <class Work>
+    void take(int64_t part, Work&& work) {
+        const int64_t parts = counters.size();
+        for (int64_t i = 0; i < parts; ++i) {
+            const int64_t from = (part + i) % parts, begin = items * from / parts, end = items * (from + 1) / parts;
+            for (;;) {
+                const int64_t item = begin + counters[from].taken.fetch_add(1, std::memory_order_relaxed);
+                if (item >= end) break;
+                work(item, end);
+            }
+        }
+    }
+};
+
+template <class Body>
+void run_team(const Call& p, int64_t threads, Body&& body) {
+    if (threads == 1) return body(0);
+    struct Job {
+        Body& body;
+        std::atomic<int64_t> started{0};
+    } job{body};
+    const auto enter = [](void* data) {
+        Job& job = *static_cast<Job*>(data);
+        job.body(job.started++);
+    };
+    p.parallel(enter, &job, unsigned(threads), 0);
+}
+
+inline int64_t team_size(const Call& p, int64_t items) { return p.parallel ? std::min(p.threads, items) : 1; }
+
+// How many of `units` a thread takes at a time.
+inline int64_t share_units(const Call& p, int64_t units) {
+    return std::clamp<int64_t>(units / (p.threads * SHARES), 1, MAX_SHARE_TILES);
+}
+
+}  // namespace
