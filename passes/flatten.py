@@ -67,6 +67,7 @@ class FlatGraph:
     sizes: Sizes  # the symbols that the outputs' sizes are in
     outputs: tuple[Axes | int | sympy.Expr, ...]  # what each output is in the [B, S] graph
     proved_from: tuple[Input, ...] = ()  # buffers that a proof read; most leave the graph with the masks they made
+    quantised: tuple[int, ...] = ()  # of ``weights``: behind all placeholders, int8 numbers and scales for each
 
     @staticmethod
     def sizes_expression(size: Any) -> sympy.Expr:

@@ -14,6 +14,7 @@ from selective_compile.ops import Implementation
 Fallback = Literal["sequential", "isolated", "refuse"]
 SchedulerPolicy = Literal["max_utilization", "guaranteed_no_evict"]
 WaitingOrder = Literal["first_come", "priority", "deadline", "fair"]
+Weights = Literal["model", "int8"]
 Batching = Literal["static", "inflight", "inflight_fused"]
 
 
@@ -58,6 +59,10 @@ class EngineConfig(_NamedOptions):
         overlap: requests get the tokens of a step while the next one computes, so that their readers do not hold up its
             planning, and a batch manager calls its server during steps. Tokens and batches are the same.
         dtype: the dtype that the model must have; None: whatever it has. The engine never converts weights.
+        weights: "model": as the model has them. "int8", on a CPU: linear layers read int8 numbers with a scale for each
+            row, kept beside the model's weights and made anew when these change, a fourth or half of the bytes that a
+            step reads. Tokens are then not those of `generate`; the log says how far the weights are off. What is no
+            linear layer, as experts in one tensor or embeddings, stays as it is.
         implementation: of the custom operators; "auto" takes the best there is for the device.
         seed: of requests that bring none, mixed with their id: the same id samples the same tokens.
         batch_invariant: the logits of a request are the same bits whatever else is in the batch, however its prompt is
@@ -89,6 +94,7 @@ class EngineConfig(_NamedOptions):
     prefill_slowdown: float | None = None
     overlap: bool = False
     dtype: torch.dtype | None = None
+    weights: Weights = "model"
     implementation: Implementation = "auto"
     seed: int = 0
     batch_invariant: bool = False
@@ -126,6 +132,7 @@ class EngineConfig(_NamedOptions):
         number = isinstance(slowdown, (int, float)) and not isinstance(slowdown, bool)
         if slowdown is not None and not (number and slowdown > 1):
             raise ValueError(f"prefill_slowdown must be a number above 1 or None, got {slowdown!r}")
+        _require_one_of("weights", self.weights, get_args(Weights))
         _require_one_of("fallback", self.fallback, get_args(Fallback))
 
 

@@ -16,6 +16,7 @@ from selective_compile.options import EngineConfig
 from selective_compile.passes import Refusal, RefusedError
 from selective_compile.passes.lower import lower
 from selective_compile.passes.position_limit import position_limit
+from selective_compile.passes.quantise import quantise
 from selective_compile.sequential_program import SequentialProgram, why_not_run
 from selective_compile.step_program import StepProgram
 
@@ -40,6 +41,8 @@ def compile_step_program(model: nn.Module, config: EngineConfig) -> Program:
             raise
         if reason := why_not_run(model):
             raise RefusedError(error.refusals, reason) from error
+        if config.weights != "model":
+            raise ValueError(f"weights must be 'model' for a model that runs whole, got {config.weights!r}") from error
         logger.warning("%s runs whole, one request after another: %s", type(model).__name__, error)
         return SequentialProgram(model, error.refusals)
     if config.max_attention_window is not None:
@@ -56,6 +59,13 @@ def step_program(model: nn.Module, config: EngineConfig, proved: Proved) -> Step
     flat = rewritten.flat
     if config.batch_invariant:  # not in the pipeline, which is the same for every engine
         rewritten.timed("lower for batch invariance", lambda: lower(flat, batch_invariant=True))
+    if config.weights == "int8":
+        rewritten.timed("quantise", lambda: quantise(flat))
+        if not flat.quantised:
+            raise ValueError(
+                f"weights must be 'model' on {flat.device} for a model without linear layers of float32 or bfloat16 on "
+                f"a CPU, got 'int8'"
+            )
     for call in rewritten.traced.calls:
         dtype = call.key.node.meta["val"].dtype
         if dtype not in DTYPES:

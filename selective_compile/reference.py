@@ -117,6 +117,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)).to(x.dtype)
 
 
+def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`selective::linears_int8` of one weight: int8 [N, K], scales [N] float32. Returns [..., N], x's dtype."""
+    summed = F.linear(x.float(), weight.float()) * scales
+    return (summed if bias is None else summed + bias.float()).to(x.dtype)
+
+
 def _attend(
     query: Tensor,
     key: Tensor,

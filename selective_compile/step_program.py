@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from selective_compile.capture import ATTENTION_MASK, Captured, capture, recurrences_of
 from selective_compile.compiling import compiled
 from selective_compile.entries import Entries
+from selective_compile.int8_weights import Int8Weights
 from selective_compile.live_settings import NOTHING, LiveSettings, Read
 from selective_compile.ops import forced_implementation
 from selective_compile.options import EngineConfig
@@ -179,6 +180,8 @@ class StepProgram:
         families = [call.family for call in flat.calls if call.family is not None]
         self.counts_padding = any(family.window or family.chunk for family in families)
         self._flat = flat
+        self.int8_weights = Int8Weights(flat.quantised)
+        self.int8_weights.of(self.weights.tensors)  # at once: the memory for keys and values is what is left then
         self.config = config
         self._run = compiled(flat, inductor=config.compile)
 
@@ -216,6 +219,8 @@ class StepProgram:
         arguments += [tensor for pair in pools for tensor in pair if tensor.shape[-1]]  # a selection has no values
         arguments += states
         arguments.append(inputs.logit_rows)
+        if self._flat.quantised:
+            arguments += self.int8_weights.of(self.weights.tensors)
         with torch.no_grad(), forced_implementation(self.config.implementation):
             (logits,) = self._run(*arguments)
         return logits.view(len(inputs.logit_rows), self.vocab_size)

@@ -73,12 +73,13 @@ inline void store_halves(const Floats& both, float* low, float* high) {
 }
 
 // TILE rows of the weight, `stride` bytes apart, against PANELS panels of x over `words` words, and half a word more if
-// `odd`; adds to (or sets) sums [TILE][panels * W]. `ahead`, if any, is where as many bytes will be read next. With
+// `odd`; adds to (or sets) sums [TILE][panels * W]. `ahead`, if any, is what will be read next, `ahead_step` bytes for each
+// word. With
 // HALF, one panel more of half as many rows: it holds them twice, and is multiplied by two rows of the weight at once,
 // which takes 0.85-0.90 of the time of a whole one at M = 20 and 24.
 template <class T, int PANELS, bool HALF>
 void multiply_tile(const char* x, int64_t panel_bytes, const char* weight, int64_t stride, int64_t words, bool odd,
-                   const char* ahead, float* sums, int64_t sums_stride, bool add) {
+                   const char* ahead, int64_t ahead_step, float* sums, int64_t sums_stride, bool add) {
     static_assert(TILE % 2 == 0);
     Floats total[TILE][PANELS], paired[TILE / 2];
     float* const beyond = sums + PANELS * W;
@@ -113,9 +114,9 @@ void multiply_tile(const char* x, int64_t panel_bytes, const char* weight, int64
         weight += 4;
     };
     for (int64_t at = 0; at < words; ++at) {
-        // A step reads TILE words, so this walks once through the next tile, as one stream. A prefetch row by row would
+        // A step reads a word of TILE rows, so this walks once through the next tile, as one stream. A prefetch row by row would
         // fill few cache sets where a row is a multiple of 4096 bytes: 1.25 times slower there at M = 16.
-        if (ahead) __builtin_prefetch(ahead + at * TILE * 4);
+        if (ahead) __builtin_prefetch(ahead + at * ahead_step);
         step(broadcast);
     }
     if (odd) step([](const char* at) {
@@ -133,15 +134,16 @@ void multiply_tile(const char* x, int64_t panel_bytes, const char* weight, int64
         store_halves(paired[c / 2], beyond + c * sums_stride, beyond + (c + 1) * sums_stride);
 }
 
-// sums [columns rounded up to TILE][panels * W] to y[row ..][column ..], transposed, with the bias.
+// sums [columns rounded up to TILE][panels * W] to y[row ..][column ..], transposed, scaled, with the bias.
 template <class T>
 void store_block(const Part& p, const float* sums, int64_t sums_stride, int64_t row, int64_t rows, int64_t column,
                  int64_t columns) {
     for (int64_t c = 0; c < columns; c += W) {
         const int64_t now = std::min<int64_t>(W, columns - c);
-        float bias[W] = {};
+        float bias[W] = {}, scales[W] = {};
         for (int64_t i = 0; p.bias && i < now; ++i) bias[i] = T::widen(p.bias + (column + c + i) * T::size);
-        const Floats added = (Floats)load((const char*)bias);
+        for (int64_t i = 0; i < now; ++i) scales[i] = p.scales ? p.scales[column + c + i] : 1.0f;
+        const Floats added = (Floats)load((const char*)bias), scaled = (Floats)load((const char*)scales);
         for (int64_t r = 0; r < rows; r += W) {
             Words square[W];
             for (int i = 0; i < W; ++i)
@@ -149,11 +151,12 @@ void store_block(const Part& p, const float* sums, int64_t sums_stride, int64_t 
             transpose(square);
             for (int i = 0; i < W && r + i < rows; ++i) {
                 char* at = p.y + ((row + r + i) * p.n + column + c) * T::size;
+                const Floats value = (Floats)square[i] * scaled + added;
                 if (now == W) {
-                    T::store(at, (Floats)square[i] + added);
+                    T::store(at, value);
                 } else {
                     char whole[W * 4];
-                    T::store(whole, (Floats)square[i] + added);
+                    T::store(whole, value);
                     std::memcpy(at, whole, now * T::size);
                 }
             }
@@ -179,10 +182,24 @@ struct Packed {
     }
 };
 
+// `numbers` of a weight, as words; those past the last word's are 0.
+template <class T, class Weight>
+void copy_words(const char* from, int64_t numbers, char* to) {
+    constexpr int64_t NUMBERS = W * 4 / T::size;
+    for (int64_t at = 0; at < numbers; at += NUMBERS) {
+        const int64_t left = numbers - at;
+        const char* here = from + at * Weight::size;
+        const Words words = left < NUMBERS ? Weight::words(here, left) : Weight::words(here);
+        std::memcpy(to + at * T::size, &words, W * 4);
+    }
+}
+
 // Tiles [begin, end) of a weight against all of the packed rows; the thread goes on to read tiles up to `last`.
-template <class T>
+template <class T, class Weight>
 void multiply_share(const Call& p, const Part& part, const Packed& x, int64_t begin, int64_t end, int64_t last) {
-    const int64_t bytes = p.k * T::size, sums_stride = x.panels * W, padded = x.depth * 4 + LINE;
+    constexpr int64_t AHEAD = TILE * 4 / T::size * Weight::size;
+    const int64_t bytes = p.k * T::size, weight_bytes = p.k * Weight::size;
+    const int64_t sums_stride = x.panels * W, padded = x.depth * 4 + LINE;
     char* scratch = tile_scratch.at_least((end - begin) * TILE * sums_stride * 4 + TILE * padded);
     float* sums = reinterpret_cast<float*>(scratch);
     char* copy = scratch + (end - begin) * TILE * sums_stride * 4;
@@ -190,12 +207,13 @@ void multiply_share(const Call& p, const Part& part, const Packed& x, int64_t be
         const int64_t words = std::min(x.depth, x.words - block), block_bytes = std::min(words * 4, bytes - block * 4);
         for (int64_t tile = begin; tile < end; ++tile) {
             const int64_t rows = std::min<int64_t>(TILE, part.n - tile * TILE);
-            const char* weight = part.weight + tile * TILE * bytes + block * 4;
-            const char* ahead = tile + 1 < last ? weight + TILE * bytes : nullptr;
-            int64_t stride = bytes;
-            if (rows < TILE) {
+            const char* weight = part.weight + tile * TILE * weight_bytes + block * 4 / T::size * Weight::size;
+            const char* ahead = tile + 1 < last ? weight + TILE * weight_bytes : nullptr;
+            int64_t stride = weight_bytes;
+            if (rows < TILE || Weight::size != T::size) {
                 for (int64_t c = 0; c < TILE; ++c)
-                    std::memcpy(copy + c * padded, weight + std::min(c, rows - 1) * bytes, block_bytes);
+                    copy_words<T, Weight>(weight + std::min(c, rows - 1) * weight_bytes, block_bytes / T::size,
+                                          copy + c * padded);
                 weight = copy, stride = padded;
             }
             float* out = sums + (tile - begin) * TILE * sums_stride;
@@ -205,7 +223,7 @@ void multiply_share(const Call& p, const Part& part, const Packed& x, int64_t be
                                       : two ? multiply_tile<T, 2, false>
                                             : multiply_tile<T, 1, false>;
                 multiply(x.block(block) + panel * words * W * 4, words * W * 4, weight, stride, block_bytes / 4,
-                         block_bytes % 4 != 0, ahead, out + panel * W, sums_stride, block > 0);
+                         block_bytes % 4 != 0, ahead, AHEAD, out + panel * W, sums_stride, block > 0);
                 ahead = nullptr;
             }
         }
@@ -220,7 +238,7 @@ struct Pass {
 };
 
 // One team for all passes: starting and ending one can cost milliseconds on a machine that has other work.
-template <class T>
+template <class T, class Weight>
 void broadcast_rows(const Call& p, int64_t row, int64_t end, int64_t pass_rows) {
     const Tiles tiles(p, TILE);
     const int64_t words = (p.k * T::size + 3) / 4, units = tiles.count(), share = share_units(p, units);
@@ -250,7 +268,7 @@ void broadcast_rows(const Call& p, int64_t row, int64_t end, int64_t pass_rows) 
         for (Pass& pass : passes)
             pass.multiplying.take(part, [&](int64_t item, int64_t last) {
                 const auto multiply = [&](const Part& part, int64_t begin, int64_t end, int64_t last) {
-                    multiply_share<T>(p, part, pass.x, begin, end, last);
+                    multiply_share<T, Weight>(p, part, pass.x, begin, end, last);
                 };
                 tiles.take(item * share, (item + 1) * share, last * share, multiply);
             });

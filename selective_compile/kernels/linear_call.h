@@ -19,10 +19,11 @@ constexpr int64_t SHARES = 4;           // that many or more for each thread, wh
 
 // What Python packs, 8 bytes a field: a call, and behind it its parts.
 struct Part {
-    const char* weight;  // [n, k]
-    const char* bias;    // [n] or null
-    char* y;             // [m, n]
-    int64_t n;           // at least 1
+    const char* weight;   // [n, k]
+    const char* bias;     // [n] or null
+    char* y;              // [m, n]
+    int64_t n;            // at least 1
+    const float* scales;  // [n], of the rows of an int8 weight; null for weights of x's dtype, in all parts alike
 };
 
 struct Call {

@@ -15,9 +15,28 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     Raises:
         ValueError: the sizes or dtypes do not fit together.
     """
-    dtype, (columns, depth) = x.dtype, weight.shape
-    if x.shape[-1] != depth or weight.dtype is not dtype:
+    _check_weight(x, weight, x.dtype)
+    _check_bias(x, weight, bias)
+
+
+def check_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> None:
+    """x [..., K], weight [N, K] int8, scales [N] float32, bias [N] of x's dtype or None.
+
+    Raises:
+        ValueError: the sizes or dtypes do not fit together.
+    """
+    _check_weight(x, weight, torch.int8)
+    _check_bias(x, weight, bias)
+    if scales.shape != weight.shape[:1] or scales.dtype is not torch.float32:
+        raise ValueError(f"scales must be [{len(weight)}] of float32, got {list(scales.shape)} of {scales.dtype}")
+
+
+def _check_weight(x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
+    if x.shape[-1] != weight.shape[1] or weight.dtype is not dtype:
         wanted = f"[N, {x.shape[-1]}] of {dtype}"
         raise ValueError(f"weight must be {wanted}, got {list(weight.shape)} of {weight.dtype}")
-    if bias is not None and (bias.shape != (columns,) or bias.dtype is not dtype):
-        raise ValueError(f"bias must be [{columns}] of {dtype}, got {list(bias.shape)} of {bias.dtype}")
+
+
+def _check_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype is not x.dtype):
+        raise ValueError(f"bias must be [{len(weight)}] of {x.dtype}, got {list(bias.shape)} of {bias.dtype}")

@@ -17,19 +17,24 @@
 
 namespace {
 
-template <class T>
+template <class T, class Weight>
 void linear(const Call& p) {
     constexpr int MOST = std::min(W, MAX_DOT_ROWS);
     if (p.m <= std::min(W, SURE_DOT_ROWS) || (p.m <= MOST && p.m * p.k * T::size <= MAX_DOT_BYTES))
-        return dot<T>(p, std::make_integer_sequence<int, MOST>());
+        return dot<T, Weight>(p, std::make_integer_sequence<int, MOST>());
     const int64_t passes = (p.m + MAX_X_ROWS - 1) / MAX_X_ROWS, rows = ((p.m + passes - 1) / passes + W - 1) / W * W;
     for (int64_t row = 0; row < p.m; row += MAX_PASSES * rows)
-        broadcast_rows<T>(p, row, std::min(p.m, row + MAX_PASSES * rows), rows);
+        broadcast_rows<T, Weight>(p, row, std::min(p.m, row + MAX_PASSES * rows), rows);
+}
+
+template <class T>
+void linear(const Call& p) {
+    p.begin()->scales ? linear<T, Int8<T>>(p) : linear<T, Same<T>>(p);
 }
 
 }  // namespace
 
-// x, weights, biases and ys are contiguous and of one dtype.
+// x, weights, biases and ys are contiguous and of one dtype; or all weights are int8, with scales.
 extern "C" void selective_linear(const Call* call) {
     call->is_bfloat16 ? linear<BFloat16>(*call) : linear<Float32>(*call);
 }

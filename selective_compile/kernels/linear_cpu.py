@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selective_compile.kernels import native
-from selective_compile.kernels.linear_call import check_linear
+from selective_compile.kernels.linear_call import check_int8, check_linear
 
 _functions = native.Functions(__file__)
 available, unavailable_reason = _functions.available, _functions.unavailable_reason
@@ -40,7 +40,7 @@ def _has_matrix_unit() -> bool:
 
 @functools.cache
 def _packer(weights: int) -> struct.Struct:
-    return struct.Struct(f"={7 + 4 * weights}q")
+    return struct.Struct(f"={7 + 5 * weights}q")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -66,25 +66,52 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
     """
     for weight, bias in zip(weights, biases, strict=True):
         check_linear(x, weight, bias)
-    depth = x.shape[-1]
-    rows = x.numel() // depth if depth else 0
-    if not _takes(x.dtype, rows, weights):
+    if not _takes(x, weights):
         return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    return _launch(x, weights, [None] * len(weights), biases)
+
+
+def linears_int8(
+    x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """`selective::linears_int8`; see `selective_compile.int8_ops`.
+
+    Raises:
+        ValueError: the sizes, dtypes or layouts of x, weights, scales and biases do not fit together.
+        NativeBuildError: the kernel cannot be built here.
+    """
+    for weight, scale, bias in zip(weights, scales, biases, strict=True):
+        check_int8(x, weight, scale, bias)
+        if not (weight.is_contiguous() and scale.is_contiguous()):
+            raise ValueError(f"weights and scales must be contiguous, got strides {weight.stride()}, {scale.stride()}")
+    if x.dtype not in _DTYPES or not x.shape[-1]:
+        raise ValueError(f"x must be [..., K] of float32 or bfloat16, K at least 1, got {list(x.shape)} of {x.dtype}")
+    return _launch(x, weights, scales, biases)
+
+
+def _launch(
+    x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor | None], biases: Sequence[Tensor | None]
+) -> list[Tensor]:
+    depth = x.shape[-1]
     # Kept under a name through the call: where a copy is made, nothing else holds it.
     x, biases = x.contiguous(), [bias if bias is None else bias.contiguous() for bias in biases]
     outputs = [x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
     parts = [
-        (weight.data_ptr(), 0 if bias is None else bias.data_ptr(), output.data_ptr(), weight.shape[0])
-        for weight, bias, output in zip(weights, biases, outputs, strict=True)
+        (weight.data_ptr(), _address(bias), output.data_ptr(), weight.shape[0], _address(scale))
+        for weight, bias, output, scale in zip(weights, biases, outputs, scales, strict=True)
         if weight.shape[0]
     ]
-    if rows and parts:
+    if (rows := x.numel() // depth) and parts:
         sizes = (rows, depth, _DTYPES[x.dtype], torch.get_num_threads(), native.torch_parallel(), len(parts))
         _functions["selective_linear"](_packer(len(parts)).pack(x.data_ptr(), *sizes, *itertools.chain(*parts)))
     return outputs
 
 
-def _takes(dtype: torch.dtype, rows: int, weights: Sequence[Tensor]) -> bool:
-    if dtype not in _DTYPES or not all(weight.shape[1] and weight.is_contiguous() for weight in weights):
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _takes(x: Tensor, weights: Sequence[Tensor]) -> bool:
+    if x.dtype not in _DTYPES or not x.shape[-1] or not all(weight.is_contiguous() for weight in weights):
         return False
-    return dtype is torch.float32 or rows < _MATRIX_UNIT_ROWS or not _has_matrix_unit()
+    return x.dtype is torch.float32 or x.numel() // x.shape[-1] < _MATRIX_UNIT_ROWS or not _has_matrix_unit()

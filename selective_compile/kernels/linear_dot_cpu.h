@@ -17,6 +17,7 @@ constexpr int64_t PREFETCH_BYTES = 8 * 1024;
 
 template <class T>
 inline void store_one(const Part& p, int64_t row, int64_t column, float value) {
+    if (p.scales) value *= p.scales[column];
     if (p.bias) value += T::widen(p.bias + column * T::size);
     Floats lanes = {value};
     char whole[W * 4];
@@ -25,27 +26,28 @@ inline void store_one(const Part& p, int64_t row, int64_t column, float value) {
 }
 
 // Weight rows n .. n + W / ROWS (those from `end` on repeat the last one) against ROWS rows of x.
-template <class T, int ROWS>
+template <class T, class Weight, int ROWS>
 void dot_tile(const Call& p, const Part& part, int64_t n, int64_t end) {
     constexpr int COLUMNS = W / ROWS;
-    const int64_t bytes = p.k * T::size;
+    constexpr int64_t NUMBERS = W * 4 / T::size, READ = NUMBERS * Weight::size;  // of a vector; bytes of its weight
+    const int64_t bytes = p.k * T::size, weight_bytes = p.k * Weight::size;
     const char* weight[COLUMNS];
-    for (int c = 0; c < COLUMNS; ++c) weight[c] = part.weight + std::min(n + c, end - 1) * bytes;
+    for (int c = 0; c < COLUMNS; ++c) weight[c] = part.weight + std::min(n + c, end - 1) * weight_bytes;
     const char* x = p.x;
     // The rows of a tile are neighbours, so that tiles are read as one stream: prefetched so, it runs up to 1.3 times
     // faster than with each row prefetched for itself.
-    const int64_t tile = COLUMNS * bytes;
-    const char* ahead = part.weight + n * bytes + (PREFETCH_BYTES + tile - 1) / tile * tile;
+    const int64_t tile = COLUMNS * weight_bytes;
+    const char* ahead = part.weight + n * weight_bytes + (PREFETCH_BYTES + tile - 1) / tile * tile;
     Floats sums[W] = {};
-    int64_t at = 0;
-    for (; at + W * 4 <= bytes; at += W * 4) {
+    int64_t at = 0, read = 0;
+    for (; at + W * 4 <= bytes; at += W * 4, read += READ) {
         Words vectors[ROWS];
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; ++r) vectors[r] = load(x + r * bytes + at);
 #pragma GCC unroll 16
         for (int c = 0; c < COLUMNS; ++c) {
-            if (at % LINE == 0) __builtin_prefetch(ahead + at * COLUMNS + c * LINE);
-            const Words word = load(weight[c] + at);
+            if (read % LINE == 0) __builtin_prefetch(ahead + read * COLUMNS + c * LINE);
+            const Words word = Weight::words(weight[c] + read);
 #pragma GCC unroll 16
             for (int r = 0; r < ROWS; ++r)
                 sums[r * COLUMNS + c] = T::multiply_add(sums[r * COLUMNS + c], vectors[r], word);
@@ -54,7 +56,7 @@ void dot_tile(const Call& p, const Part& part, int64_t n, int64_t end) {
     if (at < bytes) {
 #pragma GCC unroll 16
         for (int c = 0; c < COLUMNS; ++c) {
-            const Words word = load_part(weight[c] + at, bytes - at);
+            const Words word = Weight::words(weight[c] + read, (bytes - at) / T::size);
 #pragma GCC unroll 16
             for (int r = 0; r < ROWS; ++r) {
                 Floats& sum = sums[r * COLUMNS + c];
@@ -67,15 +69,15 @@ void dot_tile(const Call& p, const Part& part, int64_t n, int64_t end) {
         for (int c = 0; c < COLUMNS && n + c < end; ++c) store_one<T>(part, r, n + c, total[r * COLUMNS + c]);
 }
 
-template <class T, int ROWS>
+template <class T, class Weight, int ROWS>
 void dot_range(const Call& p, const Part& part, int64_t begin, int64_t end) {
-    for (int64_t n = begin; n < end; n += W / ROWS) dot_tile<T, ROWS>(p, part, n, end);
+    for (int64_t n = begin; n < end; n += W / ROWS) dot_tile<T, Weight, ROWS>(p, part, n, end);
 }
 
-template <class T, int... R>
+template <class T, class Weight, int... R>
 void dot(const Call& p, std::integer_sequence<int, R...>) {
     using Range = void (*)(const Call&, const Part&, int64_t, int64_t);
-    static constexpr Range ranges[] = {dot_range<T, R + 1>...};
+    static constexpr Range ranges[] = {dot_range<T, Weight, R + 1>...};
     const Range range = ranges[p.m - 1];
     const Tiles tiles(p, W);
     const int64_t units = tiles.count(), share = share_units(p, units), items = (units + share - 1) / share;

@@ -84,6 +84,40 @@ inline Words broadcast(const char* at) {
     return word - (Words){};
 }
 
+// How the words of a weight are had: of one that has x's dtype, and of one of int8, whose numbers bfloat16 holds exactly.
+template <class T>
+struct Same {
+    static constexpr int64_t size = T::size;
+    static Words words(const char* at) { return load(at); }
+    static Words words(const char* at, int64_t count) { return load_part(at, count * size); }
+};
+
+template <class T>
+struct Int8 {
+    static constexpr int64_t size = 1;
+    static Words words(const char* at) {
+        typedef int32_t Ints __attribute__((vector_size(W * 4)));
+        if constexpr (T::size == 4) {
+            typedef int8_t Bytes __attribute__((vector_size(W)));
+            Bytes bytes;
+            std::memcpy(&bytes, at, sizeof bytes);
+            return (Words)__builtin_convertvector(bytes, Floats);
+        } else {
+            Halves pairs;
+            std::memcpy(&pairs, at, sizeof pairs);
+            const Ints both = (Ints)__builtin_convertvector(pairs, Words);
+            const Words low = (Words)__builtin_convertvector(both << 24 >> 24, Floats);
+            const Words high = (Words)__builtin_convertvector(both << 16 >> 24, Floats);
+            return low >> 16 | high;
+        }
+    }
+    static Words words(const char* at, int64_t count) {
+        char whole[W * 4 / T::size] = {};
+        std::memcpy(whole, at, count);
+        return words(whole);
+    }
+};
+
 // Lanes whose index has the bit D stay in `b`, the others in `a`; the rest of each moves by D into the other vector.
 template <int D, class Vector, int... I>
 inline void exchange(Vector& a, Vector& b, std::integer_sequence<int, I...>) {

@@ -1,0 +1,74 @@
+"""Of an engine with ``weights="int8"``: linear layers take their weights as int8 numbers with a scale for each row.
+
+Before::  selective.linears(x, [wq, wk], [bq, bk])
+After::   selective.linears_int8(x, [wq_int8, wk_int8], [wq_scales, wk_scales], [bq, bk])
+
+The numbers and scales are inputs behind all others; `FlatGraph.quantised` says of which weights.  A tied weight is
+quantised for the head, and stays what it is for the embedding.  Declines where `lower` did: other devices, and what is
+no linear layer on a weight, as experts in one tensor.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from selective_compile.int8_ops import DTYPES, linears_int8
+from selective_compile.passes.flatten import FlatGraph
+
+ops = torch.ops.selective
+
+
+def quantise(flat: FlatGraph) -> int:
+    """Returns how many weights are int8 from here on."""
+    graph = flat.module.graph
+    weights = dict(zip(graph.nodes, range(len(flat.weights)), strict=False))
+    layers = [node for node in graph.nodes if node.target in (ops.linear.default, ops.linears.default)]
+    layers = [node for node in layers if all(is_quantisable(weight, weights) for weight in weights_of(node))]
+    wanted = list(dict.fromkeys(weight for node in layers for weight in weights_of(node)))
+    inputs = {weight: add_inputs(flat, weight) for weight in wanted}
+    for node in layers:
+        replace(graph, node, inputs)
+    flat.quantised = tuple(weights[weight] for weight in wanted)
+    graph.lint()
+    flat.module.recompile()
+    return len(wanted)
+
+
+def is_quantisable(weight: fx.Node, weights: dict[fx.Node, int]) -> bool:
+    return weight in weights and weight.meta["val"].dtype in DTYPES
+
+
+def weights_of(node: fx.Node) -> list[Any]:
+    return list(node.args[1]) if node.target is ops.linears.default else [node.args[1]]  # type: ignore[arg-type]
+
+
+def add_inputs(flat: FlatGraph, weight: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Numbers ``[N, K]`` and scales ``[N]``."""
+    graph, shape = flat.module.graph, weight.meta["val"].shape
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        scales = graph.placeholder(f"{weight.name}_scales")
+    with graph.inserting_after(last):
+        numbers = graph.placeholder(f"{weight.name}_int8")
+    with flat.symbols.mode:
+        for node, size, dtype in ((numbers, shape, torch.int8), (scales, shape[:1], torch.float32)):
+            node.meta["val"] = torch.empty(size, dtype=dtype, device=flat.device)
+            flat.example_inputs.append(node.meta["val"])
+    return numbers, scales
+
+
+def replace(graph: fx.Graph, node: fx.Node, inputs: dict[fx.Node, tuple[fx.Node, fx.Node]]) -> None:
+    single = node.target is ops.linear.default
+    numbers, scales = zip(*(inputs[weight] for weight in weights_of(node)), strict=True)
+    with graph.inserting_before(node):
+        biases = [node.args[2]] if single else node.args[2]
+        call = graph.call_function(linears_int8, (node.args[0], list(numbers), list(scales), biases))
+        call.meta = {**node.meta, "val": [node.meta["val"]] if single else node.meta["val"]}
+        output = graph.call_function(operator.getitem, (call, 0)) if single else call
+        output.meta = node.meta
+        node.replace_all_uses_with(output)
+    graph.erase_node(node)
