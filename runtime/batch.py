@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
-from selective_compile.runtime.plan import StepPlan
+import torch
+
+from selective_compile.runtime.plan import Share, StepPlan
+from selective_compile.runtime.request_state import RequestState
+from selective_compile.runtime.step_layout import StepLayout, StepMemory, aligned
 from selective_compile.step import StepInputs
 
 # Tensors of length 0 or 1 are specialised by torch's tracer; two of everything keeps one graph for every
@@ -18,10 +21,12 @@ SMALLEST_INVARIANT = 32
 
 
 class BatchAssembler:
-    """Fills buffers that are allocated once; on a CPU the step's tensors are views of them.
+    """Fills memory that is allocated once; on a CPU the step's tensors are views of it.
 
     What `assemble` returns holds until the next call: the caller has waited for the step's results by then,
-    hence for the copies to the device as well.
+    hence for the copy to the device as well.
+
+    A step whose shares are as long as those of the step before, as while all requests decode, has the views of that.
     """
 
     def __init__(
@@ -44,130 +49,86 @@ class BatchAssembler:
                 rows: what lies beside a row does not show in the order in which anything of it is summed.
         """
         self._block_size = block_size
-        self._device = device
+        self._num_tables = num_tables
         self._invariant = batch_invariant
         self._smallest = SMALLEST_INVARIANT if batch_invariant else SMALLEST
         tokens = max(token_budget, self._smallest)
         requests = tokens if batch_invariant else max(max_requests, SMALLEST)
-        self._input_ids = self._buffer(tokens, torch.int64)
-        self._positions = self._buffer(tokens, torch.int64)
-        self._cu_seqlens_q = self._buffer(requests + 1, torch.int32)
-        self._context_lens = self._buffer(requests, torch.int32)
-        self._logit_rows = self._buffer(max(tokens, requests), torch.int64)
-        self._tables = [
-            (self._buffer(requests * max(max_blocks, SMALLEST), torch.int32), self._buffer(tokens, torch.int64))
-            for _ in range(num_tables)
-        ]
+        row_of_table = 4 * max(max_blocks, SMALLEST)
+        sizes = [8 * tokens] * (2 + num_tables) + [8 * max(tokens, requests)]
+        sizes += [4 * requests + 4, 4 * requests] + [requests * row_of_table] * num_tables
+        self._memory = StepMemory(sum(map(aligned, sizes)), device)
+        self._no_blocks = bytes(row_of_table)
+        self._lengths: tuple[object, ...] = ()
+        self._layout: StepLayout | None = None
 
     def assemble(self, plan: StepPlan) -> StepInputs:
         """The inputs of a plan with at least one share.
 
         T, N, R and max_blocks are at least 2: a padding row, an empty request, rows of logits that nobody
         asked for and unused table entries make up for what is missing. The rows of logits are those of the
-        shares, in order, as many of each as its `num_rows`.
+        shares, in order, as many of each as its `num_rows`. Block tables are as wide as the step's longest.
         """
-        counts = np.array([share.num_tokens for share in plan.shares], dtype=np.int32)
-        starts = np.array([share.start for share in plan.shares], dtype=np.int32)
-        cu_seqlens, context_lens = self._lengths(counts, starts)
-        owners = np.repeat(np.arange(len(counts)), counts)  # [T], the request of each row
-        positions = self._rows(plan, owners, starts - cu_seqlens[: len(counts)])
-        (block_table, slot_mapping), *others = self._places(plan, owners, positions)
-        requests = tuple(share.state for share in plan.shares)
-        ends = cu_seqlens[1 : len(counts) + 1].copy()
-        if self._invariant:
-            cu_seqlens, context_lens = self._lengths(np.ones_like(positions, dtype=np.int32), positions)
-            requests = ()
-        rows = np.array([share.num_rows for share in plan.shares], dtype=np.int32)
-        return StepInputs(
-            input_ids=self._take(self._input_ids, len(owners)),
-            positions=self._take(self._positions, len(owners)),
-            cu_seqlens_q=self._moved(self._cu_seqlens_q, len(cu_seqlens)),
-            context_lens=self._moved(self._context_lens, len(context_lens)),
-            block_table=block_table,
-            slot_mapping=slot_mapping,
-            other_tables=tuple(others),
-            logit_rows=self._logits_of(ends, rows),
-            requests=requests,
+        states, starts, counts, _, _ = zip(*plan.shares, strict=True)
+        width = max(SMALLEST, max([len(state.blocks) for state in states]))
+        lengths = (counts, plan.rows, width)
+        layout = self._layout
+        if layout is None or self._lengths != lengths:
+            layout = self._layout = self._laid_out(*lengths)
+            self._lengths = lengths
+        covered = [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+        positions = array("q", chain.from_iterable(covered))
+        seen = positions if self._invariant else [share.stop - 1 for share in covered]
+        return layout.fill(
+            ids=_token_ids(plan.shares),
+            positions=positions,
+            context_lens=array("i", [position + 1 for position in seen]),
+            tables=[self._table(place, states, covered, 4 * width) for place in range(self._num_tables)],
+            requests=() if self._invariant else states,
         )
 
-    def _lengths(
-        self, counts: NDArray[np.int32], starts: NDArray[np.int32] | NDArray[np.int64]
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """cu_seqlens_q [N + 1] and context_lens [N]."""
-        requests = len(counts)
-        padded = max(requests, self._smallest)
-        cu_seqlens = self._cu_seqlens_q.numpy()[: padded + 1]
-        cu_seqlens[0] = 0
-        counts.cumsum(out=cu_seqlens[1 : requests + 1])
-        cu_seqlens[requests + 1 :] = cu_seqlens[requests]
-        context_lens = self._context_lens.numpy()[:padded]
-        np.add(starts, counts, out=context_lens[:requests], casting="same_kind")
-        context_lens[requests:] = 0
-        return cu_seqlens, context_lens
+    def _laid_out(self, counts: Sequence[int], rows: Sequence[int], width: int) -> StepLayout:
+        return StepLayout(
+            self._memory,
+            counts,
+            rows,
+            width=width,
+            num_tables=self._num_tables,
+            smallest=self._smallest,
+            invariant=self._invariant,
+        )
 
-    def _rows(self, plan: StepPlan, owners: NDArray[np.int64], offsets: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Token id and position of each row, [T]; `offsets` [N] is what to add to a row for its position."""
-        tokens = len(owners)
-        pieces: list[NDArray[np.int64]] = []
-        for state, start, num_tokens, _, drafted in plan.shares:
-            first = len(pieces)
-            pieces.append(np.frombuffer(state.tokens, np.int64)[start : start + num_tokens - drafted])
-            if drafted:
-                pieces.append(np.frombuffer(state.draft, np.int64)[:drafted])
-            if state.id_offset:
-                own = np.concatenate(pieces[first:])
-                own[max(0, state.prompt_length - start) :] += state.id_offset
-                pieces[first:] = [own]
-        np.concatenate(pieces, out=self._input_ids.numpy()[:tokens])
-        positions = np.add(np.arange(tokens), offsets[owners], out=self._positions.numpy()[:tokens])
-        self._input_ids.numpy()[tokens : self._smallest] = 0
-        self._positions.numpy()[tokens : self._smallest] = 0
-        return positions
-
-    def _places(
-        self, plan: StepPlan, owners: NDArray[np.int64], positions: NDArray[np.int64]
-    ) -> list[tuple[Tensor, Tensor]]:
-        """A block table [N, max_blocks], as wide as this step's largest request, and the slot of each row, [T].
+    def _table(
+        self, place: int, states: Iterable[RequestState], covered: Iterable[range], num_bytes: int
+    ) -> tuple[bytes, array[int]]:
+        """The blocks of each request that attends, followed by zeros, in so many bytes each; the slot of each row.
 
         Where each row stands for a request, it has the table of its own: a step writes the keys and values of all rows
         before any of them attends, so this changes no result.
         """
-        tokens, found = len(owners), []
-        blocks, inside = np.divmod(positions, self._block_size)
-        width = max(SMALLEST, max(len(share.state.blocks) for share in plan.shares))
-        height = max(SMALLEST, len(plan.shares))
-        for place, (table_buffer, slot_buffer) in enumerate(self._tables):
-            table = table_buffer.numpy()[: height * width].reshape(height, width)
-            table.fill(0)
-            for row, share in zip(table, plan.shares, strict=False):
-                held = share.state.tables[place].blocks
-                row[: len(held)] = held
-            slots = slot_buffer.numpy()
-            np.add(table[owners, blocks].astype(np.int64) * self._block_size, inside, out=slots[:tokens])
-            slots[tokens : self._smallest] = -1
-            if self._invariant:
-                own = table[owners]
-                table = table_buffer.numpy()[: max(self._smallest, tokens) * width].reshape(-1, width)
-                table[:tokens], table[tokens:] = own, 0
-            found.append((self._moved(table_buffer, table.size).view(table.shape), self._take(slot_buffer, tokens)))
-        return found
+        size, none = self._block_size, self._no_blocks
+        table: list[array[int] | bytes] = []
+        slots = array("q")
+        for state, positions in zip(states, covered, strict=True):
+            blocks = state.tables[place].blocks
+            own = (blocks, none[4 * len(blocks) : num_bytes])
+            table += own * len(positions) if self._invariant else own
+            for index in range(positions.start // size, positions[-1] // size + 1):
+                offset = (blocks[index] - index) * size  # of a slot in this block from its position
+                first, end = max(positions.start, index * size), min(positions.stop, (index + 1) * size)
+                slots.extend(range(first + offset, end + offset))
+        return b"".join(table), slots
 
-    def _logits_of(self, ends: NDArray[np.int32], counts: NDArray[np.int32]) -> Tensor:
-        """The last `counts` rows of each share [N], whose rows end at `ends` [N]."""
-        # The rows of a share count up to its end, from wherever the shares before it have got to.
-        rows = np.repeat(ends - counts.cumsum(), counts) + np.arange(counts.sum())
-        logit_rows = self._logit_rows.numpy()
-        logit_rows[: len(rows)] = rows
-        logit_rows[len(rows) : self._smallest] = 0
-        return self._take(self._logit_rows, len(rows))
 
-    def _buffer(self, size: int, dtype: torch.dtype) -> Tensor:
-        # Only from pinned memory does a copy to the device run beside the host's work.
-        return torch.zeros(size, dtype=dtype, pin_memory=self._device.type == "cuda")
-
-    def _take(self, buffer: Tensor, size: int) -> Tensor:
-        """Of rows, of which no step has too few."""
-        return self._moved(buffer, max(size, self._smallest))
-
-    def _moved(self, buffer: Tensor, size: int) -> Tensor:
-        return buffer[:size].to(self._device, non_blocking=True)
+def _token_ids(shares: Sequence[Share]) -> bytes:
+    """Of each row of a step, [T] int64."""
+    found = []
+    for state, start, num_tokens, _, drafted in shares:
+        own = state.tokens[start : start + num_tokens - drafted]
+        if drafted:
+            own += state.draft[:drafted]
+        if state.id_offset:
+            generated = max(0, state.prompt_length - start)
+            own[generated:] = array("q", [token + state.id_offset for token in own[generated:]])
+        found.append(own)
+    return b"".join(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from selective_compile.runtime.host_tier import BlockCopy, Copy
@@ -56,9 +57,14 @@ class StepPlan:
     copies: tuple[Copy | BlockCopy, ...] = ()
     empty_slots: int = 0
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
-        return sum(share.num_tokens for share in self.shares)
+        return sum([share.num_tokens for share in self.shares])
+
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        """Of each share its `num_rows`."""
+        return tuple([share.num_rows for share in self.shares])
 
     @property
     def num_host_copies(self) -> int:
