@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from selective_compile.runtime.beam_request import RequestSearch
@@ -10,6 +11,7 @@ from selective_compile.runtime.model_runner import ModelRunner
 from selective_compile.runtime.outbox import Outbox
 from selective_compile.runtime.plan import Share
 from selective_compile.runtime.recording import Recording
+from selective_compile.runtime.records import TokenRecord
 from selective_compile.runtime.request import FinishReason, Request
 from selective_compile.runtime.request_state import RequestState
 from selective_compile.runtime.roster import Roster
@@ -17,6 +19,9 @@ from selective_compile.runtime.scheduled_step import ScheduledStep
 from selective_compile.runtime.scheduler import Scheduler
 from selective_compile.runtime.step_log import StepLog
 from selective_compile.runtime.verify import Outcome, failed
+
+# A request, its token, what it keeps of that, and why it ends with it, if it does.
+Handed = tuple[Request, int, TokenRecord | None, FinishReason | None]
 
 
 class Publisher:
@@ -50,26 +55,24 @@ class Publisher:
         answered: list[tuple[Request, int, Outcome]] = []
         forks: list[list[RequestState]] = []
         for share, requests in zip(step.plan.shares, step.requests, strict=True):
-            answers_now = share.samples and requests[0].search is None
-            found = [next(outcomes) for _ in requests] if answers_now else []
-            before = share.state.generated
+            state, search, before = share.state, requests[0].search, share.state.generated
+            found = [next(outcomes) for _ in requests] if share.samples and search is None else []
             # Where one was cancelled while the model ran, the next of its samples has its place.
-            left = next((place for place, each in enumerate(requests) if not each.finished), None)
-            if left is not None:
-                request, *others = requests[left:]
-                self._advance(share, found[left] if found else [])
-                if found and share.state.width > 1:
-                    forks.append(self._fork(request, others, [each[0][0] for each in found[left + 1 :]]))
-                if share.samples and request.search is not None and request.search.ready:
-                    searched[request] = request.search
-            for each, outcomes_of in zip(requests, found, strict=False):
-                answered += [(each, before + place, outcome) for place, outcome in enumerate(outcomes_of)]
+            left = [place for place, each in enumerate(requests) if not each.finished]
+            if left:
+                self._advance(share, found[left[0]] if found else [])
+                if found and state.width > 1:
+                    forks.append(self._fork([(requests[place], found[place][0][0]) for place in left]))
+                if search is not None and share.samples and search.ready:
+                    searched[requests[0]] = search
+            for each, own in zip(requests, found, strict=False):
+                answered += [(each, before + place, outcome) for place, outcome in enumerate(own)]
         # Now that all are known to have computed what they have: the slots of others are not to be taken.
         for states in forks:
             self._runner.go_on_from(states, [states[0]] * len(states))
         for request, search in searched.items():
             self._go_on(request, search)
-        ends = [self._answer(*each) for each in answered]
+        ends = self._answer(answered)
         self._recording.computed(step.plan, [outcome[0] for _, _, outcome in answered], ends)
 
     def _advance(self, share: Share, found: Sequence[Outcome]) -> None:
@@ -102,30 +105,42 @@ class Publisher:
         self._scheduler.rearrange(state.members, search.moves.parents, search.moves.tokens)
         self._runner.go_on_from(state.members, parents)
 
-    def _fork(self, request: Request, others: Sequence[Request], tokens: Sequence[int]) -> list[RequestState]:
-        """The other samples go on from the request's prompt, but for those that were cancelled since."""
-        self._roster.requests.take_unforked(request.state)
-        children = []
-        for other, token in zip(others, tokens, strict=True):
-            if not other.finished:
-                other.state.tokens.append(token)
-                other.start()
-                children.append(other.state)
-        self._scheduler.fork(request.state, children)
-        return [request.state, *children]
+    def _fork(self, samples: Sequence[tuple[Request, int]]) -> list[RequestState]:
+        """Those that are left of the samples of a prompt go on from that of the first, each with its token."""
+        (first, _), *others = samples
+        self._roster.requests.take_unforked(first.state)
+        for other, token in others:
+            other.state.tokens.append(token)
+            other.start()
+        children = [other.state for other, _ in others]
+        self._scheduler.fork(first.state, children)
+        return [first.state, *children]
 
-    def _answer(self, request: Request, generated: int, outcome: Outcome) -> FinishReason | None:
-        """Why the request, that has generated so many tokens, ends with this one, or had ended while the model ran."""
-        token, record = outcome
-        if request.finished:
-            return request.finish_reason
-        if record is not None and record.error is not None:
-            self._roster.leave(request)
-            self._outbox.put(request.finish, "error", record.error)
-            return "error"
-        self._log.tokens_generated += 1
-        reason = request.reason_to_end(generated, token, record)
-        if reason is not None:
-            self._roster.leave(request)
-        self._outbox.put(request.publish, token, record, reason)
-        return reason
+    def _answer(self, answered: Sequence[tuple[Request, int, Outcome]]) -> list[FinishReason | None]:
+        """Why each request, that has generated so many tokens, ends with this one, or had ended while the model ran."""
+        ends: list[FinishReason | None] = []
+        handed: list[Handed] = []
+        try:
+            for request, generated, (token, record) in answered:
+                reason = request.finish_reason
+                if reason is None:
+                    reason = request.reason_to_end(generated, token, record)
+                    if reason is not None:
+                        self._roster.leave(request)
+                    handed.append((request, token, record, reason))
+                ends.append(reason)
+        finally:  # whoever has left gets its reason, also where the step is interrupted
+            self._log.tokens_generated += sum([reason != "error" for _, _, _, reason in handed])
+            self._outbox.put(hand_out, handed)
+        return ends
+
+
+def hand_out(tokens: Sequence[Handed]) -> None:
+    """Each request gets its token, and its reason to end, or the error that it has in place of a token."""
+    moment = time.perf_counter()
+    for request, token, record, reason in tokens:
+        if reason == "error":
+            assert record is not None, request
+            request.finish("error", record.error)
+        else:
+            request.publish(token, record, reason, moment)

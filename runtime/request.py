@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from threading import Condition
+from threading import Condition, RLock
 from typing import Any, Literal, Protocol
 
 from selective_compile.runtime.beam_request import RequestSearch
@@ -104,7 +104,9 @@ class Request:
         self.search: RequestSearch | None = None
         # Until the end: samples know one another, and a cycle would keep the KV pools until the garbage collector runs.
         self._owner: RequestOwner | None = owner
-        self._changed = Condition()
+        self._lock = RLock()
+        self._changed = Condition(self._lock)
+        self._waiting = 0  # how many readers wait for a change: mostly none, whom it takes time to tell of each token
         self._tokens: list[int] = []
         self._records: list[TokenRecord] = []  # one for each token, if the request keeps any
         self.prompt_logprobs: list[float] = []  # of the prompt's tokens behind that at `state.rows_from`
@@ -125,19 +127,19 @@ class Request:
     @property
     def tokens(self) -> list[int]:
         """The ids generated so far, as a copy."""
-        with self._changed:
+        with self._lock:
             return self._tokens.copy()
 
     @property
     def logprobs(self) -> list[float] | None:
         """Log probabilities of the tokens so far, as a copy; None unless asked for."""
-        with self._changed:
+        with self._lock:
             found = self._results()["logprobs"]
         return None if found is None else list(found)
 
     def since(self, count: int) -> tuple[list[int], list[TokenRecord]]:
         """The tokens behind the first so many, and the records of these if the request keeps any."""
-        with self._changed:
+        with self._lock:
             return self._tokens[count:], self._records[count:]
 
     @property
@@ -222,7 +224,12 @@ class Request:
         return f"Request({self.request_id!r}, {len(self._tokens)} tokens, {ended})"
 
     def reason_to_end(self, generated: int, token: int, record: TokenRecord | None) -> FinishReason | None:
-        """For the engine: why this token, with so many generated before it, is the last; None if it is not."""
+        """For the engine: why this token, with so many generated before it, is the last; None if it is not.
+
+        "error" where the record is that of one in place of a token.
+        """
+        if record is not None and record.error is not None:
+            return "error"
         if token in self.params.eos_token_ids:
             return "stop"
         if record is not None and record.stop is not None:
@@ -234,38 +241,44 @@ class Request:
         if self._scheduled_at is None:
             self._scheduled_at = time.perf_counter()
 
-    def publish(self, token: int, record: TokenRecord | None, finish_reason: FinishReason | None) -> None:
-        """For the engine: one more token, the last one where there is a finish reason."""
-        with self._changed:
+    def publish(
+        self, token: int, record: TokenRecord | None, finish_reason: FinishReason | None, moment: float
+    ) -> None:
+        """For the engine: one more token, which came at that moment, the last one where there is a finish reason."""
+        with self._lock:
             self._tokens.append(token)
             if record is not None and self.params.recorded:
                 self._records.append(record)
-            self._last_token_at = time.perf_counter()
+            self._last_token_at = moment
             if self._first_token_at is None:
-                self._first_token_at = self._last_token_at
+                self._first_token_at = moment
             if finish_reason is not None:
                 self._end(finish_reason)
-            self._changed.notify_all()
+            self._notify()
 
     def publish_search(self, result: BeamResult, finish_reason: FinishReason) -> None:
         """For the engine: the search has ended, and all tokens of its best hypothesis are there at once."""
-        with self._changed:
+        with self._lock:
             self._tokens.extend(result.hypotheses[0].tokens)
             self._searched = result
             self._first_token_at = self._last_token_at = time.perf_counter()
             self._end(finish_reason)
-            self._changed.notify_all()
+            self._notify()
 
     def finish(self, finish_reason: FinishReason, error: str | None = None) -> None:
         """For the engine: the end, without another token."""
-        with self._changed:
+        with self._lock:
             self._error = error
             self._end(finish_reason)
-            self._changed.notify_all()
+            self._notify()
 
     def wake(self) -> None:
         """For the engine: make readers look again at who runs the steps."""
-        with self._changed:
+        with self._lock:
+            self._notify()
+
+    def _notify(self) -> None:
+        if self._waiting:
             self._changed.notify_all()
 
     def _end(self, finish_reason: FinishReason) -> None:
@@ -305,11 +318,15 @@ class Request:
             if owner is None:
                 continue  # it has ended since
             owner.check_outside_step()
-            with self._changed:
+            with self._lock:
                 # Under the condition, or the wake of a background thread that stops here would be missed.
                 driven = owner.driven
                 if driven and not ready():
-                    self._changed.wait(left)
+                    self._waiting += 1
+                    try:
+                        self._changed.wait(left)
+                    finally:
+                        self._waiting -= 1
             if not driven:
                 owner.drive()
         return True

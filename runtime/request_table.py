@@ -71,7 +71,10 @@ class RequestTable:
         return (self.of(state), *self._unforked.get(state.number, ()))
 
     def of_shares(self, shares: Iterable[Share]) -> tuple[tuple[Request, ...], ...]:
-        return tuple(self.group_of(share.state) for share in shares)
+        if self._unforked:
+            return tuple([self.group_of(share.state) for share in shares])
+        live = self._live
+        return tuple([(live[share.state.request_id],) for share in shares])
 
     def remove(self, request: Request) -> None:
         del self._live[request.request_id]

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from selective_compile.runtime.penalties import penalise
 from selective_compile.runtime.records import TokenRecord, recorded
 
 Draw = Callable[[Tensor, Sequence[GenerationParams], Sequence[int]], list[int | None]]
+plain = attrgetter("plain")
 NO_TOKEN_LEFT = "no token can be drawn: its scores hold a NaN or are infinite"
 
 
@@ -52,8 +54,8 @@ def sample(
             has processors, criteria, penalties or bans.
         scratch: the logits may be written to.
     """
-    if all(wanted.plain for wanted in params):
-        return SampledTokens(tokens=largest(logits).tolist(), records=[None] * len(params))
+    if all(map(plain, params)):
+        return SampledTokens(tokens=largest(logits), records=[None] * len(params))
     scratch = scratch or logits.dtype != torch.float32
     logits = logits.float()
     rows = [row for row, wanted in enumerate(params) if not wanted.plain]
@@ -69,7 +71,7 @@ def sample(
         histories=[histories[row] for row in rows] if histories else [],
     )
     found = chosen.tokens()
-    tokens = found if len(rows) == len(params) else largest(logits).tolist()
+    tokens = found if len(rows) == len(params) else largest(logits)
     records: list[TokenRecord | None] = [None] * len(params)
     for place, row in enumerate(rows):
         tokens[row] = found[place]
@@ -100,7 +102,7 @@ class _Chosen:
         penalise(self._scores, self._params, self._histories)
         self._follow_grammars()
         drawn = [place for place, wanted in enumerate(self._params) if wanted.do_sample]
-        tokens = [0] * len(self._params) if len(drawn) == len(self._params) else largest(self._scores).tolist()
+        tokens = [0] * len(self._params) if len(drawn) == len(self._params) else largest(self._scores)
         groups: dict[Draw, list[int]] = {}
         for place in drawn:
             groups.setdefault(self._way(place), []).append(place)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from torch import Tensor
 
@@ -11,8 +13,10 @@ from selective_compile.runtime.beam_request import RequestSearch
 from selective_compile.runtime.plan import Share, StepPlan
 from selective_compile.runtime.records import logprobs_of
 from selective_compile.runtime.request import Request
-from selective_compile.runtime.verify import Answering, Outcome, answers, failed
+from selective_compile.runtime.verify import Answering, Outcome, answers
 from selective_compile.step import StepInputs
+
+NO_DRAFT: Final = array("q")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,17 +36,20 @@ class ScheduledStep:
         answering: list[Answering] = []
         searched: dict[Request, RequestSearch] = {}
         end = 0
-        for (request, *others), share in zip(self.requests, self.plan.shares, strict=True):
-            end += share.num_rows
-            if share.state.rows_from is not None:
-                _keep_of_prompt((request, *others), share, logits[end - share.num_rows : end])
-            row = end - 1 - share.drafted
-            if share.samples and request.search is not None:
-                request.search.give(share.state, logits[row])
-                searched[request] = request.search
-            elif share.samples:
-                drafted = share.state.draft[: share.drafted]
-                answering += [Answering(each, row, drafted) for each in (request, *others)]
+        for requests, share, rows in zip(self.requests, self.plan.shares, self.plan.rows, strict=True):
+            state, _, _, samples, drafted = share
+            end += rows
+            if state.rows_from is not None:
+                _keep_of_prompt(requests, share, logits[end - rows : end])
+            if not samples:
+                continue
+            row, search = end - 1 - drafted, requests[0].search
+            if search is not None:
+                search.give(state, logits[row])
+                searched[requests[0]] = search
+            else:
+                draft = state.draft[:drafted] if drafted else NO_DRAFT
+                answering += [Answering(each, row, draft) for each in requests]
         if searched:
             computed = {share.state for share in self.plan.shares if share.samples}
             for search in searched.values():
@@ -81,4 +88,4 @@ def _score(requests: Sequence[Request], share: Share, rows: Tensor) -> None:
 
 def _ends(request: Request, generated: int, outcome: Outcome) -> bool:
     """Whether a request that had generated so many tokens ends with this one."""
-    return failed(outcome) or request.reason_to_end(generated, *outcome) is not None
+    return request.reason_to_end(generated, *outcome) is not None

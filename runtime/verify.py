@@ -10,7 +10,7 @@ from torch import Tensor
 
 from selective_compile.runtime.records import TokenRecord
 from selective_compile.runtime.request import Request
-from selective_compile.runtime.sampler import sample
+from selective_compile.runtime.sampler import plain, sample
 
 Outcome = tuple[int, TokenRecord | None]
 
@@ -35,29 +35,43 @@ def answers(
         logits: [R, V].
         ends: whether a request ends with this token, having generated so many before it.
     """
-    found: list[list[Outcome]] = [[] for _ in answering]
-    left = list(range(len(answering)))
+    found = [[outcome] for outcome in _sampled(logits, answering, 0)] if answering else []
+    left = [place for place, (_, _, draft) in enumerate(answering) if draft]
     step = 0
-    while left:
-        rows = [answering[place].row + step for place in left]
-        requests = [answering[place].request for place in left]
-        sampled = sample(
-            logits[: len(rows)] if rows == list(range(len(rows))) else logits[rows],
-            [request.params for request in requests],
-            [request.state.generated + step for request in requests],
-            [_history(answering[place], step) for place in left],
-            scratch=True,  # each row is for one token
-        )
-        going = []
-        for place, outcome in zip(left, zip(sampled.tokens, sampled.records, strict=True), strict=True):
-            request, _, draft = answering[place]
-            found[place].append(outcome)
-            right = step < len(draft) and draft[step] == outcome[0]
-            if right and not ends(request, request.state.generated + step, outcome):
-                going.append(place)
-        left = going
+    while left := [place for place in left if _goes_on(answering[place], found[place][step], step, ends)]:
         step += 1
+        asked = [answering[place] for place in left]
+        for place, outcome in zip(left, _sampled(logits, asked, step), strict=True):
+            found[place].append(outcome)
     return found
+
+
+def _sampled(logits: Tensor, answering: Sequence[Answering], step: int) -> list[Outcome]:
+    """The token of each that comes after so many of its draft, which are right."""
+    rows = [one.row + step for one in answering]
+    params = [one.request.params for one in answering]
+    simple = all(map(plain, params))
+    sampled = sample(
+        _of_rows(logits, rows),
+        params,
+        () if simple else [one.request.state.generated + step for one in answering],
+        () if simple else [_history(one, step) for one in answering],
+        scratch=True,  # each row is for one token
+    )
+    return list(zip(sampled.tokens, sampled.records, strict=True))
+
+
+def _of_rows(logits: Tensor, rows: Sequence[int]) -> Tensor:
+    if rows != list(range(len(rows))):
+        return logits[rows]
+    return logits if len(rows) == logits.shape[0] else logits[: len(rows)]
+
+
+def _goes_on(one: Answering, outcome: Outcome, step: int, ends: Callable[[Request, int, Outcome], bool]) -> bool:
+    """Whether the token is that of the draft, and the request wants another one."""
+    request, _, draft = one
+    right = step < len(draft) and draft[step] == outcome[0]
+    return right and not ends(request, request.state.generated + step, outcome)
 
 
 def _history(one: Answering, step: int) -> array[int]:

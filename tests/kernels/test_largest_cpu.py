@@ -35,10 +35,10 @@ def test_as_argmax(seed: int, rows: int, vocabulary: int, dtype: torch.dtype, ki
     elif kind == "not numbers":
         scores[drawn < 0.001] = torch.nan
         scores[drawn > 0.999] = torch.inf
-    assert torch.equal(largest(scores), scores.argmax(dim=-1))
+    assert largest(scores) == scores.argmax(dim=-1).tolist()
 
 
 def test_what_there_is_no_kernel_for() -> None:
     scores = torch.randn(3, 40)
     for other in (scores.double(), scores.T, scores.half(), scores[:0]):
-        assert torch.equal(largest(other), other.argmax(dim=-1))
+        assert largest(other) == other.argmax(dim=-1).tolist()
