@@ -116,7 +116,6 @@ class ModelRunner:
         slots += [0] * (len(inputs.context_lens) - len(slots))  # of requests without rows
         return replace(inputs, state_slots=torch.tensor(slots, device=self.program.device))
 
-    @torch.no_grad()
     def run(self, inputs: StepInputs) -> Tensor:
         """Compute the step's tokens, writing their keys and values into the pools; logits [R, V]."""
         return self.program(inputs, self._pools, self._states)

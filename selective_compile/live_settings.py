@@ -22,6 +22,7 @@ from selective_compile.entries import MISSING, Entries
 from selective_compile.passes import Refusal
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+FORWARD = "forward"
 HOOK = "hook"  # the node of refusals that are for a hook
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
 # What torch keeps in every module: hooks are looked at by themselves, tensors and modules elsewhere.
@@ -55,7 +56,7 @@ class LiveSettings:
 
     def __init__(self, model: nn.Module, read: Read | None = None) -> None:
         self._attributes = (read.names if read is not None else frozenset()) - TORCHS_OWN
-        self._forwards, self._same, self._values, self._containers = Entries(), Entries(), Entries(), Entries()
+        self._same, self._containers = Entries(), Entries()
         self._classes: list[tuple[type, str, Any]] = []
         self._owners: list[tuple[str, dict[str, Any]]] = [(path, vars(m)) for path, m in model.named_modules()]
         # Of each module how many attributes it has, and the names of those that it must not get.
@@ -66,7 +67,7 @@ class LiveSettings:
         of_classes: dict[type, frozenset[str]] = {}
         for path, module in model.named_modules():
             own, kind = vars(module), type(module)
-            self._forwards.add(own, "forward", own.get("forward", MISSING), path)
+            self._same.add(own, FORWARD, own.get(FORWARD, MISSING), path)
             self._watch(path, own, objects)
             if kind not in of_classes:
                 of_classes[kind] = frozenset() if read is None else self._watch_class(kind, read)
@@ -77,7 +78,7 @@ class LiveSettings:
         for name in self._attributes & own.keys():
             value = own[name]
             if isinstance(value, PLAIN):
-                self._values.add(own, name, value, path)
+                self._same.add(own, name, value, path)
             elif is_plain(value):
                 self._containers.add(own, name, copy.deepcopy(value), path)
             elif not isinstance(value, NOT_WATCHED):
@@ -108,11 +109,11 @@ class LiveSettings:
                     return f"hooks must not come after compiling, got one of {path or 'the model'!r}"
         if any(everywhere()):
             return "hooks must not come after compiling, got one of all modules"
-        for path, *_ in self._forwards.others():
-            return f"forwards must stay those compiled, got another of {path or 'the model'!r}"
-        for path, name, *_ in self._same.others():
-            return f"{path_of(path, name)!r} must stay the object that it was when compiled, got another"
-        for path, name, known, now in (*self._values.others(), *self._containers.unequal()):
+        for path, name, known, now in (*self._same.others(), *self._containers.unequal()):
+            if name == FORWARD:
+                return f"forwards must stay those compiled, got another of {path or 'the model'!r}"
+            if not is_plain(known):
+                return f"{path_of(path, name)!r} must stay the object that it was when compiled, got another"
             if now is MISSING or now != known:  # a value may be another object that is equal
                 got = None if now is MISSING else now
                 return f"{path_of(path, name)!r} must stay {known!r}, as compiled, got {got!r}"

@@ -41,10 +41,9 @@ either: they may have been freed.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any, Literal, get_args
@@ -56,13 +55,13 @@ from torch import Tensor
 from selective_compile import reference
 
 Implementation = Literal["auto", "reference", "cpu", "triton"]
+IMPLEMENTATIONS = get_args(Implementation)
 
 _logger = logging.getLogger(__name__)
 _forced: ContextVar[Implementation] = ContextVar("selective_implementation", default="auto")
 
 
-@contextlib.contextmanager
-def forced_implementation(name: Implementation) -> Iterator[None]:
+class forced_implementation:
     """Run the ops called inside with the implementation `name`; "auto" lets the device decide again.
 
     Holds for the current thread (or asyncio task) only: a thread started inside enters it for itself. The
@@ -72,13 +71,17 @@ def forced_implementation(name: Implementation) -> Iterator[None]:
     Raises:
         ValueError: the name is not one of `Implementation`.
     """
-    if name not in get_args(Implementation):
-        raise ValueError(f"implementation must be one of {', '.join(get_args(Implementation))}, got {name!r}")
-    token = _forced.set(name)
-    try:
-        yield
-    finally:
-        _forced.reset(token)
+
+    def __init__(self, name: Implementation) -> None:
+        if name not in IMPLEMENTATIONS:
+            raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {name!r}")
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._token = _forced.set(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        _forced.reset(self._token)
 
 
 def implementation_on(device_type: str) -> str:
