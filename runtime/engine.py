@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from selective_compile.backend import Program
+from selective_compile.cores import IntraOpThreads
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.background import BackgroundThread, weakly
 from selective_compile.runtime.drafting import Drafting
@@ -113,6 +114,8 @@ class Engine:
             recording=self._recording,
         )
         self._stepping = StepLock()
+        self._threads = IntraOpThreads(self.config.threads)
+        self._threads.warn()
         self._submitting = Lock()
         self._background = BackgroundThread(
             guard=self._guard,
@@ -237,7 +240,7 @@ class Engine:
             StepError: the step failed. All running requests have ended with "error"; waiting ones go on, unless
                 none was running: then no step would get further, and they have ended too.
         """
-        with self._stepping:
+        with self._stepping, self._threads:
             with self._failure_ends_running_requests():
                 self._drafting.propose()
                 started = self._log.now()

@@ -64,6 +64,9 @@ class EngineConfig(_NamedOptions):
             step reads. Tokens are then not those of `generate`; the log says how far the weights are off. What is no
             linear layer, as experts in one tensor or embeddings, stays as it is.
         implementation: of the custom operators; "auto" takes the best there is for the device.
+        threads: how many threads of a CPU each operation of a step uses, whatever the thread that calls it has set for
+            itself; the graph is compiled for as many. None: as torch says, but no more than this process has cores by
+            its affinity and by the quota of its container.
         seed: of requests that bring none, mixed with their id: the same id samples the same tokens.
         batch_invariant: the logits of a request are the same bits whatever else is in the batch, however its prompt is
             chunked and whatever blocks it finds; slower, as each row attends by itself. For float32 on a CPU; on a GPU
@@ -96,6 +99,7 @@ class EngineConfig(_NamedOptions):
     dtype: torch.dtype | None = None
     weights: Weights = "model"
     implementation: Implementation = "auto"
+    threads: int | None = None
     seed: int = 0
     batch_invariant: bool = False
     compile: bool = True
@@ -109,6 +113,8 @@ class EngineConfig(_NamedOptions):
             _require_integer("max_kv_tokens", self.max_kv_tokens, at_least=self.block_size)
         if self.max_attention_window is not None:
             _require_integer("max_attention_window", self.max_attention_window, at_least=1)
+        if self.threads is not None:
+            _require_integer("threads", self.threads, at_least=1)
         fraction = self.kv_memory_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
             raise ValueError(f"kv_memory_fraction must be a number above 0 and at most 1, got {fraction!r}")

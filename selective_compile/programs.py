@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from selective_compile.capture import declared_positions
+from selective_compile.cores import IntraOpThreads
 from selective_compile.isolated_program import IsolatedProgram
 from selective_compile.isolation import Proved, prove
 from selective_compile.module_program import ModuleProgram
@@ -34,6 +35,11 @@ def compile_step_program(model: nn.Module, config: EngineConfig) -> Program:
         ValueError: the model is in training mode, or of a dtype that no kernel has; or ``config.max_attention_window``
             is given for a model that runs request after request, all of it or in part.
     """
+    with IntraOpThreads(config.threads):  # Inductor's kernels are made for a number of threads
+        return _compiled(model, config)
+
+
+def _compiled(model: nn.Module, config: EngineConfig) -> Program:
     try:
         proved = prove(model, config.fallback, config.max_attention_window)
     except RefusedError as error:

@@ -47,6 +47,7 @@ LAYERS = (
         "proved_tensors",
         "tensor_state",
         "entries",
+        "cores",
     ),
     ("passes",),
     ("whole_functions", "live_settings"),
