@@ -2,26 +2,83 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
+from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
+from torch._inductor import config, lowering
 from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from selective_compile.isolated_op import isolated_rows
 from selective_compile.passes.flatten import FlatGraph
 
+aten = torch.ops.aten
+# What is not pointwise and is never run as it is: data movement, sums, and products, which are given their outputs.
+SURE = frozenset(
+    {
+        *(aten.reshape.default, aten.view.default, aten.expand.default, aten.permute.default, aten.clone.default),
+        *(aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.slice.Tensor, aten.select.int),
+        *(aten.split.Tensor, aten.split_with_sizes.default, aten.cat.default, aten.sym_size.int, aten.copy_.default),
+        *(aten.embedding.default, aten.index.Tensor, aten.full.default, torch.ops.prims.iota.default),
+        *(aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.var_mean.correction),
+        *(aten.mm.default, aten.addmm.default),
+    }
+)
 
-def compiled(flat: FlatGraph, *, inductor: bool) -> Callable[..., Any]:
-    """A function of the flat graph's inputs that returns the tuple of its outputs."""
+
+def compiled(flat: FlatGraph, *, inductor: bool, inputs_are_checked: bool = False) -> Callable[..., Any]:
+    """A function of the flat graph's inputs that returns the tuple of its outputs.
+
+    Args:
+        inputs_are_checked: the caller sees to it that inputs have the sizes and strides of the example inputs.
+    """
     if not inductor:
         return flat.module.forward
+    passes: dict[str, Any] = {}
+    if inputs_are_checked and config.post_grad_custom_post_pass is None:  # or it is the user's
+        passes["post_grad_custom_post_pass"] = UncheckedStrides()
+    asserts: dict[str, Any] = {"size_asserts": config.size_asserts, "alignment_asserts": config.alignment_asserts}
     # A context of our own: the caller may be inside Dynamo's, whose fake tensors must not meet ours.
-    with tracing(TracingContext(flat.symbols.mode)), torch.no_grad():
+    with config.patch(**passes, **asserts), tracing(TracingContext(flat.symbols.mode)), torch.no_grad():
         return compile_fx(flat.module, list(flat.example_inputs))  # type: ignore[return-value]
 
 
 def compiled_as_it_came(module: fx.GraphModule, examples: Sequence[Any], *, inductor: bool) -> Callable[..., Any]:
     """Dynamo's own graph through Inductor, unchanged."""
     return compile_fx(module, list(examples)) if inductor else module.forward  # type: ignore[return-value]
+
+
+class UncheckedStrides(CustomGraphPass):
+    """Leaves out the checks of sizes, strides and alignment that Inductor puts before each use of a tensor not its own,
+    a tenth of a step of a small model, where nothing needs them. The graph stays as it is.
+
+    They hold inputs to the examples, and what an operator that Inductor runs as it is gives to what its fake said:
+    where those differ, which happens, the code would read other elements. Of our own operators the tests compare the
+    two, and they give fresh tensors. So the checks go where Inductor makes code for all operators but those.
+    """
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if all(not node.op.startswith("call_") or is_generated(node) for node in graph.nodes):
+            config.size_asserts = config.alignment_asserts = False  # until the end of `compiled`
+
+    def uuid(self) -> str:
+        """For Inductor's cache of compiled graphs."""
+        return f"{type(self).__module__}.{type(self).__qualname__} 1"
+
+
+def is_generated(node: fx.Node) -> bool:
+    """Whether Inductor makes code for an operator in any case, or it is ours, so that strides are as the graph says."""
+    # Ours that write to a pool are wrapped in another one at this point.
+    target = node.args[0] if node.target is auto_functionalized_v2 else node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return getattr(target, "__module__", None) == operator.getitem.__module__  # of sizes
+    if target.namespace == "selective":
+        return target is not isolated_rows  # which gives what somebody else's module does
+    # Others in these may be left to PyTorch in the end, as sorting is on a CPU.
+    sure = torch.Tag.pointwise in target.tags or target in SURE
+    return sure and target in lowering.lowerings and target not in lowering.fallbacks

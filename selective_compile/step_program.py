@@ -26,7 +26,7 @@ from selective_compile.passes.recurrence_match import Recognised
 from selective_compile.passes.traced_graph import KeySelection
 from selective_compile.proved_tensors import ProvedTensors
 from selective_compile.step import Reach, StepInputs
-from selective_compile.tensor_state import States, states
+from selective_compile.tensor_state import States, states, strides
 from selective_compile.whole_functions import Place
 
 
@@ -90,7 +90,7 @@ class LiveWeights:
         for tensor in proved:
             self._proved.add(*owners[id(tensor)][0], tensor)
         self._values = ProvedTensors(proved)
-        self._kinds = [(t.shape, t.dtype, t.device) for t in constants]
+        self._kinds = [(t.shape, t.dtype, t.device, strides(t)) for t in constants]
         self.tensors = constants  # as `version` found them last
         self._version = states(constants)
 
@@ -100,7 +100,7 @@ class LiveWeights:
         Raises:
             ValueError: the graph is not that of the model any more: a module was replaced, or a tied weight in one of
                 its places only, an attribute that capture read was changed or a hook added, or a weight got another
-                shape, dtype or device, or a buffer that masks were proved from got other values.
+                shape, dtype, device or strides, or a buffer that masks were proved from got other values.
         """
         for _, name, *_ in self._modules.others():
             raise ValueError(f"the model's modules must stay those it was compiled with, got another {name!r}")
@@ -121,7 +121,7 @@ class LiveWeights:
         return version
 
     def _check_kinds(self, tensors: Sequence[Any]) -> None:
-        for tensor, name, (shape, dtype, device) in zip(tensors, self._slots.names, self._kinds, strict=True):
+        for tensor, name, (shape, dtype, device, steps) in zip(tensors, self._slots.names, self._kinds, strict=True):
             is_one = isinstance(tensor, Tensor)
             if not is_one or tensor.dtype != dtype or tensor.shape != shape or tensor.device != device:
                 found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}" if is_one else None
@@ -129,6 +129,8 @@ class LiveWeights:
                     f"the model's {name or 'tensors'!r} must stay {dtype} {list(shape)} on {device}, "
                     f"as compiled, got {found}"
                 )
+            if strides(tensor) != steps:  # which the graph does not look at
+                raise ValueError(f"strides of {name!r} must stay {steps}, as compiled, got {strides(tensor)}")
 
 
 class StepProgram:
@@ -184,7 +186,7 @@ class StepProgram:
         self.int8_weights.of(self.weights.tensors)  # at once: the memory for keys and values is what is left then
         self.config = config
         self._row: tuple[Tensor | None, Tensor | None] = None, None  # ids [T] and the same [1, T]
-        self._run = compiled(flat, inductor=config.compile)
+        self._run = compiled(flat, inductor=config.compile, inputs_are_checked=True)
 
     @property
     def rewinds(self) -> bool:

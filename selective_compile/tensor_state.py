@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 States = tuple[list[int], list[int], list[int]]
@@ -24,6 +25,11 @@ def states(tensors: Sequence[Any]) -> States:
         return identities, list(map(Tensor.data_ptr, tensors)), list(map(_version, tensors))
     except (RuntimeError, TypeError, AttributeError):
         return identities, list(map(_address_of, tensors)), list(map(_version_of, tensors))
+
+
+def strides(tensor: Tensor) -> tuple[int, ...]:
+    """Its strides; none of a tensor that has none, as a sparse one."""
+    return tensor.stride() if tensor.layout is torch.strided else ()
 
 
 def _address_of(tensor: Any) -> int:

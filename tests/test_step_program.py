@@ -40,6 +40,11 @@ def drop_a_weight(model: nn.Module) -> None:
     model.model.norm.weight = None
 
 
+def turn_a_weight(model: nn.Module) -> None:
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.data = weight.data.T.contiguous().T
+
+
 def replace_a_module(model: nn.Module) -> None:
     model.model.layers[0].mlp = copy.deepcopy(model.model.layers[0].mlp)
 
@@ -52,6 +57,7 @@ def replace_a_module(model: nn.Module) -> None:
         (convert_a_norm, "must stay torch.float32"),
         (shorten_a_norm, r"must stay torch.float32 \[64\]"),
         (drop_a_weight, "must stay torch.float32"),
+        (turn_a_weight, "strides of 'weight' must stay"),
         (replace_a_module, "must stay those it was compiled with"),
     ],
 )

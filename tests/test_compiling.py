@@ -1,0 +1,51 @@
+"""Which graphs are compiled without checks of strides at each use: those of operators whose strides are sure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor import config
+from torch._inductor.utils import run_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from selective_compile import ops
+from selective_compile.compiling import UncheckedStrides
+from selective_compile.isolated_op import isolated_rows
+from selective_compile.options import EngineConfig
+from selective_compile.programs import compile_step_program
+from tests.models import tiny
+
+
+def generated(x: Tensor) -> Tensor:
+    return ops.linear(x.sin() + 1, x)
+
+
+def run_as_it_is(x: Tensor) -> Tensor:
+    return torch.ops.aten.sort.stable(x, stable=True)[0] + 1
+
+
+def of_somebodys_module(x: Tensor) -> Tensor:
+    return isolated_rows([x], 0, 0, 0, "[('float32', ('S', 3))]")[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "checked"), [(generated, False), (run_as_it_is, True), (of_somebodys_module, True)]
+)
+def test_what_is_checked(function: Callable[[Tensor], Tensor], checked: bool) -> None:
+    graph = make_fx(function, tracing_mode="fake")(torch.randn(3, 3)).graph
+    before = str(graph)
+    with config.patch(size_asserts=True, alignment_asserts=True):
+        UncheckedStrides()(graph)
+        assert (config.size_asserts, config.alignment_asserts) == (checked, checked)
+    assert str(graph) == before
+
+
+def test_a_step_of_a_plain_decoder_has_no_checks_and_the_configuration_is_as_before() -> None:
+    model, before = tiny("llama", num_hidden_layers=1), config.size_asserts
+    with config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(lambda: compile_step_program(model, EngineConfig()))
+    assert codes and not any(name in code for code in codes for name in ("assert_size_stride(", "assert_alignment("))
+    assert config.size_asserts == before and config.post_grad_custom_post_pass is None
