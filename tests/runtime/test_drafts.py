@@ -24,8 +24,8 @@ from selective_compile.runtime.replay_engine import replay_engine
 from selective_compile.runtime.step_times import StepTimes
 from tests.models import tiny
 from tests.oracle import assert_generated_alone
+from tests.runtime.engine_checks import expect, run_until_idle
 from tests.runtime.simulated import SimulatedModel, SimulatedProgram, expected_tokens, simulated_engine
-from tests.runtime.test_engine import expect, run_until_idle
 from tests.test_whole_functions import Recurrent
 
 CONFIG = sc.EngineConfig(compile=False, max_kv_tokens=4096)
@@ -131,42 +131,39 @@ def test_blocks_filled_by_drafts_are_found_only_where_the_drafts_were_right(ship
     assert_generated_alone(model, again.prompt_ids, again.result().tokens)
 
 
-def test_an_assistant_drafts_for_several_requests_and_changes_no_token(shipped: Any) -> None:
+def drafted(shipped: Any, *drafts: dict[str, Any]) -> tuple[list[list[tuple[int, ...]]], list[int]]:
+    """With each of these, the tokens of three different requests and how many steps they took together."""
     model, tokenizer, program = shipped
-    prompts = [tokenizer(text).input_ids for text in ("count 3 to 9:", "12+7=", "letters c to j:")]
     options = [{}, {"do_sample": True, "temperature": 0.8, "seed": 3}, {"repetition_penalty": 1.1}]
     found, steps = [], []
-    for assistant in (None, model, tiny("llama", vocab_size=model.config.vocab_size)):
+    for by in drafts:
         engine = sc.Engine(model, CONFIG, program=program)
         requests = [
-            engine.submit(ids, max_new_tokens=14, eos_token_id=None, assistant_model=assistant, **each)
-            for ids, each in zip(prompts, options, strict=True)
+            engine.submit(tokenizer(text).input_ids, max_new_tokens=14, eos_token_id=None, **by, **each)
+            for text, each in zip(("count 3 to 9:", "12+7=", "letters c to j:"), options, strict=True)
         ]
         found.append([request.result().tokens for request in requests])
         steps.append(engine.stats().steps)
+    return found, steps
+
+
+def test_an_assistant_drafts_for_several_requests_and_changes_no_token(shipped: Any) -> None:
+    model, tokenizer, _ = shipped
+    other = tiny("llama", vocab_size=model.config.vocab_size)
+    found, steps = drafted(shipped, *({"assistant_model": assistant} for assistant in (None, model, other)))
     assert found[0] == found[1] == found[2]
     assert steps[1] < steps[0] == 14, "the model itself is right most of the time"
-    ours = sc.generate(
-        model, prompts[:1], assistant_model=model, max_new_tokens=14, eos_token_id=None, engine_config=CONFIG
-    )
-    assert ours[0][len(prompts[0]) :].tolist() == list(found[0][0])
+    ids = tokenizer("count 3 to 9:").input_ids
+    ours = sc.generate(model, [ids], assistant_model=model, max_new_tokens=14, eos_token_id=None, engine_config=CONFIG)
+    assert ours[0][len(ids) :].tolist() == list(found[0][0])
 
 
 def test_a_models_first_layers_draft_for_it_and_change_no_token(shipped: Any) -> None:
     """All of its layers are right where it chooses the likeliest token, so that this takes fewest steps."""
-    model, tokenizer, program = shipped
+    model = shipped[0]
     before = [*vars(model)], len(model.model.layers), model.config.num_hidden_layers
-    prompts = [tokenizer(text).input_ids for text in ("count 3 to 9:", "12+7=", "letters c to j:")]
-    options = [{}, {"do_sample": True, "temperature": 0.8, "seed": 3}, {"repetition_penalty": 1.1}]
-    found, steps = [], []
-    for layers in (None, 1, len(model.model.layers)):
-        engine = sc.Engine(model, CONFIG, program=program)
-        requests = [
-            engine.submit(ids, max_new_tokens=14, eos_token_id=None, assistant_early_exit=layers, **each)
-            for ids, each in zip(prompts, options, strict=True)
-        ]
-        found.append([request.result().tokens for request in requests])
-        steps.append(engine.stats().steps)
+    layers = (None, 1, len(model.model.layers))
+    found, steps = drafted(shipped, *({"assistant_early_exit": each} for each in layers))
     assert all(each == found[0] for each in found)
     assert steps[-1] < steps[0] == 14
     assert before == ([*vars(model)], len(model.model.layers), model.config.num_hidden_layers)

@@ -15,8 +15,8 @@ import selective_compile as sc
 from selective_compile.backend import compile_step_program
 from selective_compile.runtime import BatchManager
 from tests.models import tiny
+from tests.runtime.managed import Client, assert_nothing_left, manage, tokens_of
 from tests.runtime.simulated import SimulatedProgram, simulated_engine
-from tests.runtime.test_batch_manager import Client, assert_nothing_left, manage, tokens_of
 
 CONFIG = sc.EngineConfig(compile=False, max_kv_tokens=256, block_size=4, token_budget=9)
 EVERYTHING = {"logprobs": True, "output_logits": True, "prompt_logits": True}

@@ -19,8 +19,8 @@ from selective_compile.runtime.replay_engine import replay_engine
 from selective_compile.runtime.samples import Asked
 from selective_compile.step import StepInputs
 from tests.models import tiny
+from tests.runtime.engine_checks import assert_nothing_left, check, expect, run_until_idle
 from tests.runtime.simulated import VOCAB_SIZE, SimulatedModel, SimulatedProgram, simulated_engine
-from tests.runtime.test_engine import assert_nothing_left, check, expect, run_until_idle
 from tests.test_whole_functions import Recurrent
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7]

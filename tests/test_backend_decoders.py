@@ -1,0 +1,110 @@
+"""The padded call of hand-written decoders: spellings of attention, and what counts the columns of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import selective_compile as sc
+from tests.decoders import (
+    VOCABULARY,
+    WIDTH,
+    Decoder,
+    additive_mask,
+    by_bmm,
+    by_einsum,
+    by_matmul,
+    by_sdpa,
+    by_softcapped_einsum,
+    compared_mask,
+    no_mask,
+    tril_mask,
+    window_mask,
+)
+from tests.exactness import TOLERANCE, engine_error, fast, greatest, padded_error
+from tests.padded_calls import IDS
+
+
+def unmasked_tril(ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    return tril_mask(ids, None)
+
+
+SPELLINGS: dict[str, dict[str, Any]] = {
+    "einsum, triangle": {"attend": by_einsum, "mask": tril_mask},
+    "einsum, comparison, grouped heads": {"attend": by_einsum, "mask": compared_mask, "kv_heads": 2},
+    "matmul, added mask, one key head": {"attend": by_matmul, "mask": additive_mask, "kv_heads": 1},
+    "bmm, where, no padding": {"attend": by_bmm, "mask": unmasked_tril, "kv_heads": 2},
+    "sdpa, boolean mask, grouped heads": {"attend": by_sdpa, "mask": tril_mask, "kv_heads": 2},
+    "sdpa, causal flag": {"attend": by_sdpa, "mask": no_mask},
+    "softcap": {"attend": by_softcapped_einsum, "mask": unmasked_tril},
+    "window": {"attend": by_einsum, "mask": window_mask(5), "kv_heads": 2},
+}
+UNPADDED = ("bmm, where, no padding", "sdpa, causal flag", "softcap")
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_hand_written_decoder_is_exact_in_both_calls(name: str) -> None:
+    """Padded left, right and both, two batch shapes; and the engine's step in chunks over scattered blocks."""
+    model = Decoder(layers=1, **SPELLINGS[name])
+    error, report = padded_error(model, vocabulary=VOCABULARY, masked=name not in UNPADDED)
+    assert report.ok, report
+    assert len(sc.selective.reports) == 1  # one graph for every shape
+    assert error < TOLERANCE
+    assert engine_error(model, vocabulary=VOCABULARY) < TOLERANCE
+
+
+def test_scores_rounded_to_a_narrower_type_are_not_rewritten_silently() -> None:
+    """The rewrite would leave the rounding out: other logits than the model's, by more than the tolerance."""
+
+    def rounded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        scores = (q @ k.transpose(-1, -2) * 0.35).masked_fill(~mask, -1e30).half().float()
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+    error, _ = padded_error(Decoder(layers=1, attend=rounded), vocabulary=VOCABULARY)
+    assert error < TOLERANCE
+
+
+def chunk_mask(ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    chunks = torch.arange(ids.shape[1]) // 5
+    return tril_mask(ids, attention_mask) & (chunks[:, None] == chunks)
+
+
+def bias_by_distance(ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    places, slopes = torch.arange(ids.shape[1]), torch.tensor([1.0, 0.5, 0.25, 0.125])
+    return additive_mask(ids, attention_mask) - slopes[:, None, None] * (places[:, None] - places)
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv1d(WIDTH, WIDTH, 4, groups=WIDTH, padding=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+
+
+COUNTING_COLUMNS: dict[str, Any] = {
+    "window": lambda: Decoder(layers=1, mask=window_mask(5)),
+    "chunks": lambda: Decoder(layers=1, mask=chunk_mask),
+    "bias by distance": lambda: Decoder(layers=1, attend=by_matmul, mask=bias_by_distance),
+    "convolution": lambda: Decoder(layers=1, mix=Convolution()),
+}
+
+
+@pytest.mark.parametrize("make", COUNTING_COLUMNS.values(), ids=COUNTING_COLUMNS)
+def test_what_counts_columns_counts_those_of_padding_too(make: Callable[[], Decoder]) -> None:
+    model = make()
+    error, report = padded_error(model, vocabulary=VOCABULARY)
+    assert report.ok and error < TOLERANCE
+    compiled = fast(model)
+    holes = torch.ones_like(IDS)
+    holes[0, 4], holes[1, 2:4], holes[2, 10], holes[3, :5] = 0, 0, 0, 0
+    for mask in (holes, torch.ones_like(IDS)):
+        with torch.no_grad():
+            difference = compiled(IDS, mask) - model(IDS, mask)
+        assert greatest(difference[mask.bool()]) < TOLERANCE
