@@ -81,11 +81,13 @@ def engine_error(
     lengths: Sequence[int] = (1, 2, 23, 40, 7),
     chunk: int = 5,
     fallback: Fallback = "refuse",
+    program: StepProgram | None = None,
 ) -> float:
-    """The largest difference of a logit from the model's own on each request alone.  Raises `sc.RefusedError`."""
+    """The largest difference of a logit from the model's own on each request alone; ``program``: the model's, where it
+    is there already.  Raises `sc.RefusedError`."""
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in lengths]
-    program = step_program(model, fallback)
+    program = program or step_program(model, fallback)
     with torch.no_grad():
         alone = [logits_of(model(torch.tensor([prompt])))[0] for prompt in prompts]
     worst = 0.0

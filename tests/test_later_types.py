@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import selective_compile as sc
 from selective_compile import checkpoints, cli, tiny_model
+from selective_compile.backend import StepProgram, compile_step_program, report_of
 from tests.exactness import engine_error
 from tests.own_code.configuration_own import OwnConfig
 from tests.own_code.modeling_own import FORMS, OwnForCausalLM
@@ -55,16 +56,18 @@ def alone(model: Any) -> list[list[int]]:
 @pytest.mark.parametrize("form", FORMS)
 def test_a_type_of_a_later_release_is_exact_and_its_attention_proved(form: str) -> None:
     model = own(form)
-    report = sc.explain(model)
+    config = sc.EngineConfig(token_budget=7, block_size=4, compile=False)
+    program = compile_step_program(model, config)
+    report = report_of(program, model)
     # What is taken off the scores, as the first form's bias is, is read only where it is their maximum: isolated.
     known = {"windows": "ragged", "parallel": "isolated", "running_mean": "isolated"}
     assert report.verdict == known.get(form, "ragged"), str(report)
-    config = sc.EngineConfig(token_budget=7, block_size=4, compile=False)
-    assert [row.tolist() for row in sc.generate(model, PROMPTS, max_new_tokens=NEW, engine_config=config)] == alone(
-        model
-    )
+    engine = sc.Engine(model, config, program=program)
+    requests = [engine.submit(prompt, max_new_tokens=NEW, do_sample=False) for prompt in PROMPTS]
+    assert [[*prompt, *each.result().tokens] for prompt, each in zip(PROMPTS, requests, strict=True)] == alone(model)
     if report.verdict == "ragged":
-        assert engine_error(model, vocabulary=101) < 1e-4
+        assert isinstance(program, StepProgram)
+        assert engine_error(model, vocabulary=101, program=program) < 1e-4
     else:
         assert "modeling_own.py" in str(report)
         with pytest.raises(ValueError, match="modeling_own.py"):
