@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A checkpoint with random weights: to the commands, a model that is not the one that ships."""
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
     ends = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
     config = LlamaConfig(vocab_size=VOCAB_SIZE, **sizes, **heads, **ends, initializer_range=0.2)
@@ -285,9 +285,9 @@ def test_generate_refuses_in_a_line(folder: str) -> None:
 
 
 def test_explain_prints_and_exports(folder: str) -> None:
-    assert "2 attention calls run per request" in ok("explain", "--model", folder).stdout
+    assert "1 attention calls run per request" in ok("explain", "--model", folder).stdout
     found = json.loads(ok("explain", "--model", folder, "--json").stdout)
-    assert found["verdict"] == "ragged" and len(found["calls"]) == 2
+    assert found["verdict"] == "ragged" and len(found["calls"]) == 1
 
 
 def test_explain_fails_where_the_model_is_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,23 +340,22 @@ def test_generate_with_the_model_that_ships() -> None:
 # replay
 
 
-def test_what_was_recorded_is_served_again(tmp_path: Path) -> None:
-    log = str(tmp_path / "run.jsonl")
-    ok("generate", "12+7=", "letters c to j:", "--record", log, "--temperature", "0.9", "--seed", "3")
-    again = ok("replay", log).stdout
-    assert again.startswith("2 requests, ") and again.strip().endswith("the same batches and tokens")
-    alone = json.loads(ok("replay", log, "--schedule-only", "--json").stdout)
-    assert alone["difference"] is None and alone["requests"] == 2 and alone["tokens"] > 10
-    assert "must be an event log" in refused("replay", __file__)
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of two sampled requests to the model that ships."""
+    path = str(tmp_path_factory.mktemp("recorded") / "run.jsonl")
+    ok("generate", "12+7=", "letters c to j:", "--record", path, "--temperature", "0.9", "--seed", "3")
+    return path
 
 
-def test_a_recorded_run_is_drawn_and_traced(tmp_path: Path) -> None:
-    log, picture, trace = (str(tmp_path / name) for name in ("run.jsonl", "run.svg", "run.json"))
-    ok("generate", "12+7=", "letters c to j:", "--record", log)
-    drawn = ("--picture", picture, "--trace", trace)
+def test_what_was_recorded_is_served_again_drawn_and_traced(log: str, tmp_path: Path) -> None:
+    """With the model and without: the same batches, and the same picture of them."""
+    picture, trace = (str(tmp_path / name) for name in ("run.svg", "run.json"))
     events = []
     for how in ((), ("--schedule-only",)):
-        said = ok("replay", log, *how, *drawn).stdout
+        said = ok("replay", log, *how, "--picture", picture, "--trace", trace).stdout
+        assert said.startswith("2 requests, ") and "the same batches" in said
+        assert ("the same batches and tokens" in said) == (how == ())
         assert f"picture of the schedule: {picture}" in said and f"trace: {trace}" in said
         assert ElementTree.parse(picture).getroot().tag.endswith("svg")
         events.append(json.loads(Path(trace).read_text()))
@@ -365,9 +364,13 @@ def test_a_recorded_run_is_drawn_and_traced(tmp_path: Path) -> None:
     assert {event["args"]["name"] for event in decided if event["name"] == "thread_name"} == {"steps", "0", "1"}
 
 
-def test_what_a_replay_writes_is_not_its_log(tmp_path: Path) -> None:
-    log = str(tmp_path / "run.jsonl")
-    ok("generate", "12+7=", "--record", log)
+def test_a_replay_as_json_and_of_what_is_no_log(log: str) -> None:
+    alone = json.loads(ok("replay", log, "--schedule-only", "--json").stdout)
+    assert alone["difference"] is None and alone["requests"] == 2 and alone["tokens"] > 10
+    assert "must be an event log" in refused("replay", __file__)
+
+
+def test_what_a_replay_writes_is_not_its_log(log: str, tmp_path: Path) -> None:
     before = Path(log).read_text()
     for name in ("record", "trace"):
         assert f"--{name} must be another file than the log" in refused("replay", log, f"--{name}", log)
