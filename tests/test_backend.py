@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +16,8 @@ import selective_compile as sc
 from tests.decoders import (
     VOCABULARY,
     Decoder,
+    by_sdpa,
+    tril_mask,
 )
 from tests.exactness import TOLERANCE, fast, greatest, padded_error
 from tests.models import tiny
@@ -130,16 +130,6 @@ def test_weight_updates_are_seen() -> None:
         assert error() < TOLERANCE
 
 
-@pytest.mark.slow
-def test_generate_on_a_compiled_model_gives_the_same_tokens() -> None:
-    model = tiny("mistral")
-    options: dict[str, Any] = {"attention_mask": MASK[[0, 3]], "max_new_tokens": 6, "do_sample": False}
-    before = model.generate(IDS[[0, 3]], **options)
-    torch._dynamo.reset()
-    model.compile(backend=sc.selective, options={"inductor": False})
-    assert torch.equal(model.generate(IDS[[0, 3]], **options), before)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -189,22 +179,16 @@ def test_model_is_let_go() -> None:
 
 
 @pytest.mark.slow
-def test_by_name_in_a_fresh_process_with_inductor() -> None:
-    script = """
-import torch
-from tests.decoders import Decoder, by_sdpa, tril_mask
-from tests.exactness import padded_batch
-ids, mask = padded_batch(97)
-model = Decoder(attend=by_sdpa, mask=tril_mask, kv_heads=2)
-fast = torch.compile(model, backend="selective")
-with torch.no_grad():
-    for rows in (4, 3):
-        real = mask[:rows].bool()
-        assert ((fast(ids[:rows], mask[:rows]) - model(ids[:rows], mask[:rows]))[real]).abs().max() < 1e-4
-import selective_compile
-assert [report.ok for report in selective_compile.selective.reports] == [True]
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=600)
+def test_by_name_with_inductor() -> None:
+    torch._dynamo.reset()
+    sc.selective.reports.clear()
+    model = Decoder(attend=by_sdpa, mask=tril_mask, kv_heads=2)
+    compiled = torch.compile(model, backend="selective")
+    with torch.no_grad():
+        for rows in (4, 3):
+            ours, theirs = (f(IDS[:rows], MASK[:rows]) for f in (compiled, model))
+            assert greatest((ours - theirs)[REAL[:rows]]) < TOLERANCE
+    assert [report.ok for report in sc.selective.reports] == [True]
 
 
 class Broken(nn.Module):
