@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 import selective_compile as sc
-from selective_compile.backend import compile_step_program
+from selective_compile.backend import StepProgram
 from selective_compile.coverage.recorder import Recorder
-from tests.exactness import engine_error
+from tests.exactness import engine_error, step_program
 from tests.models import FAMILIES, VOCABULARY, tiny
 from tests.oracle import MARGIN, assert_generated_alone, assert_same_tokens, reference_logits
 
@@ -19,11 +20,27 @@ CONFIG = sc.EngineConfig(compile=False, token_budget=64, block_size=16, max_kv_t
 REQUESTS = 32
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_engine_equals_generate_on_each_request_alone(family: str) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    model: PreTrainedModel
+    program: StepProgram
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def compiled(family: str) -> dict[str | None, Compiled]:
+    """The family's model as it comes and with eager attention: two graphs, each traced once for all tests."""
+    models = {attention: tiny(family, attention=attention) for attention in (None, "eager")}
+    return {name: Compiled(model=model, program=step_program(model)) for name, model in models.items()}
+
+
+def test_engine_equals_generate_on_each_request_alone(family: str, compiled: dict[str | None, Compiled]) -> None:
     """Mixed lengths, random arrivals, 64 tokens a step, and a pool so small that requests are preempted."""
-    model = tiny(family)
-    program = compile_step_program(model, CONFIG)
+    model, program = compiled[None].model, compiled[None].program
     recorder = Recorder(program)
     # Where every layer has a window, a request holds the blocks of that window alone, and all fit.
     windowed = all(site.window for site in program.call_sites)
@@ -37,7 +54,7 @@ def test_engine_equals_generate_on_each_request_alone(family: str) -> None:
         for _ in range(draw.randint(0, 3)):
             engine.step()
     results = [request.result() for request in requests]
-    alone = tiny(family, attention="eager")
+    alone = compiled["eager"].model
     stats = engine.stats()
     assert windowed or stats.preemptions > 0
     assert stats.blocks_used == 0
@@ -49,24 +66,21 @@ def test_engine_equals_generate_on_each_request_alone(family: str) -> None:
 
 
 @pytest.mark.parametrize("attention", [None, "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_attention_call_is_replaced(family: str, attention: str | None) -> None:
-    model = tiny(family, attention=attention)
-    program = compile_step_program(model, CONFIG)
+def test_every_attention_call_is_replaced(attention: str | None, compiled: dict[str | None, Compiled]) -> None:
+    model, program = compiled[attention].model, compiled[attention].program
     targets = [str(node.target) for node in program.rewritten.flat.module.graph.nodes]  # type: ignore[union-attr]
     assert targets.count("selective.ragged_attention.default") == model.config.num_hidden_layers
     assert not any("softmax" in target or "scaled_dot" in target for target in targets)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_model_loaded_with_eager_attention_is_exact(family: str) -> None:
-    assert engine_error(tiny(family, attention="eager"), vocabulary=VOCABULARY) < MARGIN
+def test_model_loaded_with_eager_attention_is_exact(compiled: dict[str | None, Compiled]) -> None:
+    eager = compiled["eager"]
+    assert engine_error(eager.model, vocabulary=VOCABULARY, program=eager.program) < MARGIN
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_padded_call_equals_the_model(family: str) -> None:
+def test_padded_call_equals_the_model(compiled: dict[str | None, Compiled]) -> None:
     """Padding left, right, on both sides, and none, in one batch; with and without the cache that comes back."""
-    model, eager = tiny(family), tiny(family, attention="eager")
+    model, eager = compiled[None].model, compiled["eager"].model
     fast = torch.compile(model, backend="selective", options={"inductor": False})
     ids = torch.randint(0, model.config.vocab_size, (4, 23), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
