@@ -31,6 +31,11 @@ def llama() -> Any:
     return tiny("llama")
 
 
+def small() -> Any:
+    """For a test that changes it, or must have one of its own: compiled for that test alone."""
+    return tiny("llama", num_hidden_layers=1)
+
+
 def prompts(rows: int = 3, *, seed: int = 0) -> dict[str, Tensor]:
     """The second row is padded on the left."""
     generator = torch.Generator().manual_seed(seed)
@@ -168,7 +173,7 @@ def test_rows_are_lent_once_and_under_a_salt_of_their_own(llama: Any) -> None:
 
 def test_the_table_grows_and_weights_stay_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("selective_compile.kept_engines.ROWS", 8)
-    model, engines = tiny("llama"), KeptEngines()
+    model, engines = small(), KeptEngines()
     sizes = []
     for count in (3, 20, 5):
         with engines.lent(model, CONFIG, [torch.zeros(count, HIDDEN)]) as (kept, lent):
@@ -184,7 +189,7 @@ def test_the_table_grows_and_weights_stay_shared(monkeypatch: pytest.MonkeyPatch
 
 
 def test_new_buffers_of_the_model_are_seen() -> None:
-    model = tiny("llama")
+    model = small()
     arguments = {**prompts(1), "max_new_tokens": 8}
     sc.generate(model, engine_config=CONFIG, **arguments)
     rotary = model.model.rotary_emb
@@ -194,7 +199,7 @@ def test_new_buffers_of_the_model_are_seen() -> None:
 
 def test_new_attributes_of_the_model_are_seen() -> None:
     """The copy has its own: with those that it was made with, the answers would be those of the model before."""
-    model = tiny("llama")
+    model = small()
     given = prompts()
     before = sc.generate(model, **given, max_new_tokens=8, do_sample=False, pad_token_id=0, engine_config=CONFIG)
     for layer in model.model.layers:
@@ -205,7 +210,7 @@ def test_new_attributes_of_the_model_are_seen() -> None:
 
 
 def test_a_new_generation_config_of_the_model_is_seen() -> None:
-    model = tiny("llama")
+    model = small()
     given = prompts()
     before = sc.generate(model, **given, max_new_tokens=8, engine_config=CONFIG)
     model.generation_config = GenerationConfig(suppress_tokens=before[:, :3].unique().tolist(), pad_token_id=0)
@@ -214,7 +219,7 @@ def test_a_new_generation_config_of_the_model_is_seen() -> None:
 
 
 def test_the_model_is_left_as_it_is_and_freed() -> None:
-    model = tiny("llama")
+    model = small()
     before = [(name, *module._buffers, *vars(module)) for name, module in model.named_modules()]
     sc.generate(model, engine_config=CONFIG, max_new_tokens=2, **prompts(1))
     assert before == [(name, *module._buffers, *vars(module)) for name, module in model.named_modules()]
