@@ -29,6 +29,7 @@ def test_defaults() -> None:
         "prefill_slowdown": None,
         "overlap": False,
         "dtype": None,
+        "weights": "model",
         "implementation": "auto",
         "threads": None,
         "seed": 0,
