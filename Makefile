@@ -27,10 +27,10 @@ lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p selective_compile
 
-bench: $(INSTALLED)-bench ## throughput next to generate and generate_batch; wants a quiet machine
+bench: $(INSTALLED)-bench ## speed, waiting times and memory next to generate and generate_batch; wants a quiet machine
 	$(BIN)/selective-compile bench $(ARGS)
 
-bench-cpu: $(INSTALLED)-bench ## throughput next to OpenVINO GenAI and vLLM, too, which it installs apart; an hour
+bench-cpu: $(INSTALLED)-bench ## next to OpenVINO GenAI and vLLM, too, which it installs apart; an hour for a model and trace
 	$(BIN)/selective-compile bench --peers all $(ARGS)
 
 soak: $(INSTALLED) ## a hundred thousand short requests with stops, errors and lost readers: what is left? some minutes

@@ -17,8 +17,7 @@ from typer.core import TyperGroup
 
 from selective_compile import checkpoints, demo, tables
 from selective_compile.backend import explain as explain_model
-from selective_compile.bench import run_benchmark, settings
-from selective_compile.bench.environments import CommandError
+from selective_compile.bench.command import bench_command
 from selective_compile.bench.peers import PeerError
 from selective_compile.coverage.command import coverage_command
 from selective_compile.generating import Prompts, generate_all, generate_streaming
@@ -36,7 +35,7 @@ def failures_in_a_line() -> Iterator[None]:
     """What a user can mend is told in words and not by a traceback; a bug still shows where it is."""
     try:
         yield
-    except (ValueError, OSError, StepError, PeerError, CommandError, torch.OutOfMemoryError) as error:
+    except (ValueError, OSError, StepError, PeerError, torch.OutOfMemoryError) as error:
         fail(str(error))
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
@@ -223,71 +222,7 @@ def explain_command(
         fail("the model is refused")
 
 
-@app.command("bench")
-def bench_command(
-    peers: Annotated[str, typer.Option(help=f"Which to run, of {', '.join(settings.PEERS)}; or all.")] = ",".join(
-        settings.QUICK_PEERS
-    ),
-    dtypes: Annotated[str, typer.Option(help="Of weights and keys.")] = ",".join(settings.DTYPES),
-    modes: Annotated[str, typer.Option(help="All requests at once, over time.")] = ",".join(settings.MODES),
-    requests: Annotated[int, typer.Option(min=1, help="How many.")] = 32,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed ones, after one that warms up.")] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, lengths, prompts and arrivals.")] = 0,
-    arrival_rate: Annotated[
-        float | None,
-        typer.Option(help="Requests per second, arriving.", show_default="what the engine can do"),
-    ] = None,
-    token_budget: TokenBudget = 512,
-    threads: Annotated[int | None, typer.Option(min=1, help="Of all peers.", show_default="all cores")] = None,
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Use Inductor in the engine.")] = True,
-    device: Device = "cpu",
-    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes, one round: does it run?")] = False,
-    out_file: Annotated[Path | None, typer.Option("--out", help="Write the JSON there too.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Measure useful output tokens per second next to generate, generate_batch and other engines.
-
-    A Llama of 125 million parameters, random weights; prompts of 8-512 and outputs of 8-256 tokens.
-
-    The peers run in turns. It wants a quiet machine and half an hour.
-
-    OpenVINO GenAI and vLLM run in virtual environments of their own, made the first time.
-
-    \b
-    selective-compile bench --out result.json
-    selective-compile bench --peers engine,generate --dtypes bfloat16 --modes saturated
-    selective-compile bench --peers all --out result.json
-    selective-compile bench --quick
-    """
-    if out_file is not None and not out_file.absolute().parent.is_dir():
-        raise ValueError(f"--out must lie in a folder that exists, got {str(out_file)!r}")
-    chosen = settings.chosen(
-        quick=quick,
-        requests=requests,
-        rounds=rounds,
-        seed=seed,
-        dtypes=settings.listed(dtypes),
-        modes=settings.listed(modes),
-        peers=settings.PEERS if peers == "all" else settings.listed(peers),
-        arrival_rate=arrival_rate,
-        token_budget=token_budget,
-        threads=threads or settings.all_cores(),
-        compile=compiled,
-        device=device,
-    )
-    stages, out = begin(None)
-    figures = run_benchmark(chosen, stages)
-    written = json.dumps(figures, indent=1)
-    if out_file is not None:
-        out_file.write_text(written + "\n")
-    if as_json:
-        typer.echo(written)
-        return
-    out.print(tables.bench_tables(figures))
-    if out_file is not None:
-        out.print(Text(f"figures: {out_file.absolute()}"), soft_wrap=True)
-
-
+app.command("bench")(bench_command)
 app.command("coverage")(coverage_command)
 app.command("replay")(replay_command)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -15,9 +15,6 @@ from rich.text import Text
 from selective_compile.demo import Comparison, Outcome, Prepared, Way
 
 WIDEST = 100
-SAME_TOKENS = """
-same tokens: as generate gave, each request up to its first difference. Random weights
-have near ties, which rounding decides, in bfloat16 often."""
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -141,53 +138,3 @@ def demo_json(prepared: Prepared, outcome: Outcome, picture: str) -> str:
         },
         indent=2,
     )
-
-
-def bench_tables(figures: Mapping[str, Any]) -> RenderableType:
-    """The machine in a line, then a table of all modes, dtypes and peers."""
-    settings, trace = figures["settings"], figures["trace"]
-    versions = figures["versions"]
-    lines = [
-        f"{figures['machine']['processor']}, {settings['threads']} thread(s), "
-        f"torch {versions['torch']}, transformers {versions['transformers']}",
-        f"{settings['requests']} requests, {trace['prompt_tokens']} prompt and {trace['new_tokens']} new "
-        f"tokens, median of {settings['rounds']} round(s) in turns",
-    ]
-    ceilings = {result["dtype"]: result["ceilings"] for result in figures["results"]}
-    lines += [
-        f"{dtype}: the machine reads {found['bytes_per_second'] / 1e9:.1f} GB/s and multiplies at "
-        f"{found['flops_per_second'] / 1e9:.0f} GFLOP/s"
-        for dtype, found in ceilings.items()
-    ]
-    peers = figures["results"][0]["peers"]
-    lines.append("attention: " + ", ".join(f"{name} {peer['attention']}" for name, peer in peers.items()))
-    parts: list[RenderableType] = [Text("\n".join(lines))]
-    for result in figures["results"]:
-        rate = result["arrival_rate"]
-        arrivals = "all at once" if rate is None else f"{rate:.3g} requests per second"
-        parts.append(Text(f"\n{result['dtype']}, {result['mode']} ({arrivals})", style="bold"))
-        parts.append(bench_table(result["peers"]))
-    if "generate" in peers:
-        parts.append(Text(SAME_TOKENS))
-    return Group(*parts)
-
-
-def bench_table(peers: Mapping[str, Mapping[str, Any]]) -> Table:
-    """A row for each peer; `latency` is the median time from a request's arrival to its last token."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("peer", no_wrap=True)
-    for name in ("tokens/s", "latency", "engine is", "of floor", "same tokens"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name, peer in peers.items():
-        floor = f"{peer['share_of_floor']:.0%}" if "share_of_floor" in peer else ""
-        ratio = f"{peer['engine_ratio']:.2f}x as fast" if peer["engine_ratio"] and name != "engine" else ""
-        same = peer["same_tokens_as_generate"]
-        table.add_row(
-            name,
-            f"{peer['tokens_per_second']:.1f}",
-            f"{peer['median_latency']:.2f} s",
-            ratio,
-            floor,
-            "" if same is None else f"{same:.0%}",
-        )
-    return table

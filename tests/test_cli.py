@@ -16,12 +16,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from typer.testing import CliRunner, Result
 
 from selective_compile import checkpoints, cli, demo, tiny_model
-from selective_compile.bench import settings
+from selective_compile.bench import command, settings
+from selective_compile.bench.figures import store, stored
 from selective_compile.checkpoints import Checkpoint
 from selective_compile.generating import Prompts
 from selective_compile.report import refused_report
 from selective_compile.runtime import StepError
 from selective_compile.tiny_model.tokenizer import BOS, EOS, PAD, VOCAB_SIZE, build
+from tests.test_bench_results import RESULTS
 
 COMMANDS = ("demo", "generate", "explain", "bench", "coverage", "replay")
 
@@ -300,26 +302,53 @@ def test_explain_fails_where_the_model_is_refused(folder: str, monkeypatch: pyte
 # bench
 
 
-def test_bench_writes_its_figures_and_a_table(tmp_path: Path) -> None:
-    path = tmp_path / "figures.json"
-    options = ["--quick", "--no-compile", "--dtypes", "float32", "--modes", "saturated"]
+@pytest.mark.slow
+def test_bench_keeps_results_beside_one_another_and_shows_them(tmp_path: Path) -> None:
+    path, pictures = tmp_path / "figures.json", tmp_path / "pictures"
+    store(path, {"1b alone float32 saturated": {"peers": {}}})
+    options = ["--quick", "--no-compile", "--dtypes", "float32", "--peers", "generate", "--model", "135m"]
     threads = ["--threads", str(torch.get_num_threads())]
-    out = ok("bench", *options, *threads, "--peers", "engine,generate", "--out", str(path)).stdout
-    assert "float32, saturated (all at once)" in out and "GB/s" in out and "generate_batch" not in out
-    assert max(map(len, out.splitlines()[:-1])) <= 100
-    found = json.loads(path.read_text())
-    assert set(found["results"][0]["peers"]) == {"engine", "generate"}
+    traces = ["--trace", "alone,shared_prefix"]
+    out = ok("bench", *options, *threads, *traces, "--out", str(path), "--plot", str(pictures)).stdout
+    names = [f"quick 135m {trace} float32 saturated" for trace in ("alone", "shared_prefix")]
+    assert all(name in out for name in names) and "GB/s" in out and "not told" not in out
+    tables = [line for line in out.splitlines() if not line.startswith(("picture: ", "figures: "))]
+    assert max(map(len, tables)) <= 100
+    found = stored(path)
+    assert list(found) == ["1b alone float32 saturated", *names]
+    assert found[names[1]]["trace"] == "shared_prefix" and list(found[names[1]]["peers"]) == ["generate"]
+    assert (pictures / "quick_135m_alone_float32_saturated.png").exists()
+    store(path, {name: found[name] for name in names})
+    assert ok("bench", "--show", "--out", str(path)).stdout.splitlines()[:-1] == [
+        line for line in out.splitlines() if not line.startswith(("picture: ", "figures: "))
+    ]
 
 
 def test_bench_refuses_in_a_line(tmp_path: Path) -> None:
     assert "peers must be one or more of engine" in refused("bench", "--quick", "--peers", "sglang")
+    assert "model must be one of 125m" in refused("bench", "--quick", "--model", "135m,7b")
+    assert "trace must be one of skewed" in refused("bench", "--quick", "--trace", "short")
     missing = str(tmp_path / "missing" / "figures.json")
     assert "--out must lie in a folder that exists" in refused("bench", "--out", missing)
+    assert "--show must come with an --out that exists" in refused("bench", "--show")
+    other = tmp_path / "other.json"
+    other.write_text("{}")
+    assert "--out must be a new file or one of this command" in refused("bench", "--out", str(other))
+
+
+def test_bench_names_what_failed_and_shows_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = {**RESULTS["0.5b alone bfloat16 saturated"], "failed": {"vllm": "no room"}}
+    monkeypatch.setattr(command, "run_benchmark", lambda *_: iter([("a", result), ("b", result)]))
+    path = tmp_path / "figures.json"
+    ended = run("bench", "--out", str(path))
+    assert ended.exit_code == 1 and ended.stderr.endswith("error: failed: vllm in a, vllm in b\n")
+    assert "vllm FAILED: no room" in ended.stdout and list(stored(path)) == ["a", "b"]
+    assert run("bench", "--show", "--out", str(path)).exit_code == 0
 
 
 def test_bench_offers_what_the_benchmark_has() -> None:
     out = "".join(ok("bench", "--help").output.replace("│", "").split())
-    for names in (settings.PEERS, settings.DTYPES, settings.MODES):
+    for names in (settings.PEERS, settings.DTYPES, settings.MODES, settings.MODELS, settings.TRACES):
         assert ",".join(names) in out
 
 

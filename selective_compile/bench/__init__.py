@@ -1,7 +1,8 @@
-"""The throughput benchmark: the engine next to transformers' own ways of serving, on one checkpoint.
+"""The benchmark: the engine next to transformers' own ways of serving and to other engines, on one checkpoint.
 
-`settings` says what is run, `trace` who asks for what and when, `peers` who serves it, `ceilings` and `floor`
-what the machine could do at best, `rounds` runs it all, `machine` notes where.
+`sizes` and `settings` say what is run, `trace` who asks for what and when, `peers`, `transformers_peers` and `apart`
+who serves it, `separate_peers` and `host` in which process, `ceilings` and `floor` what the machine could do at best,
+`rounds` runs it all, `figures` says what came of it, `table` and `plots` show it, `machine` notes where.
 """
 
 from selective_compile.bench.rounds import run_benchmark

@@ -28,6 +28,13 @@ class Ceilings:
     bytes_per_second: float
     flops_per_second: float
 
+    def best(self, other: Ceilings) -> Ceilings:
+        """Of each the larger: what the machine did once, it can do."""
+        return Ceilings(
+            bytes_per_second=max(self.bytes_per_second, other.bytes_per_second),
+            flops_per_second=max(self.flops_per_second, other.flops_per_second),
+        )
+
 
 def measure_ceilings(dtype: torch.dtype, *, device: torch.device, read_bytes: int) -> Ceilings:
     """The best of what was tried; each a median of several turns.

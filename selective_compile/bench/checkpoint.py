@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoModelForCausalLM, PreTrainedModel
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from selective_compile.bench.serving import random_llama
-from selective_compile.bench.settings import DtypeName, LlamaShape
+from selective_compile.bench.settings import DtypeName
+from selective_compile.bench.sizes import LlamaShape
 from selective_compile.checkpoints import DTYPES, device_named
 
 
@@ -17,7 +19,7 @@ class Checkpoint:
     """A folder, and as what it is to be loaded.
 
     Attributes:
-        shape: of the model that lies there, in float32.
+        shape: of the model that lies there, in `dtype`: peers that read a file where it lies hold no other copy.
     """
 
     folder: Path
@@ -26,7 +28,8 @@ class Checkpoint:
     device: str = "cpu"
 
     def write(self, seed: int) -> None:
-        random_llama(self.shape, seed).save_pretrained(self.folder)
+        """Weights that are those of float32, rounded."""
+        random_llama(self.shape, seed).to(DTYPES[self.dtype]).save_pretrained(self.folder)
 
     def load(self) -> PreTrainedModel:
         """A model object of its own, with SDPA."""
@@ -35,8 +38,18 @@ class Checkpoint:
         )
         return model.to(device_named(self.device)).eval()
 
+    def skeleton(self) -> PreTrainedModel:
+        """The model without its weights, which tells their sizes."""
+        config = AutoConfig.from_pretrained(self.folder, local_files_only=True)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=DTYPES[self.dtype])
+
     @property
     def slot_bytes(self) -> int:
         """Of the keys and values of a token."""
-        shape = self.shape
-        return 2 * shape.layers * shape.kv_heads * (shape.hidden // shape.heads) * DTYPES[self.dtype].itemsize
+        return self.shape.slot_numbers * DTYPES[self.dtype].itemsize
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all weights, one that is used twice counted once."""
+        return sum(parameter.nbytes for parameter in self.skeleton().parameters())

@@ -17,7 +17,8 @@ class Work:
     """What a step costs, per token and per sampled row.
 
     Attributes:
-        weight_bytes: read in every step: all matrices but the input embedding, of which only rows are read.
+        weight_bytes: of the layers' matrices, read in every step. Of the input embedding only rows are read.
+        head_bytes: of the LM head, be it the input embedding too; read in every step that samples a token.
         flops_per_token: two for every element of the layers' matrices.
         flops_per_row: of the LM head, which runs on sampled rows only.
         flops_per_pair: of attention, for every pair of a token and one it attends to.
@@ -25,6 +26,7 @@ class Work:
     """
 
     weight_bytes: int
+    head_bytes: int
     flops_per_token: int
     flops_per_row: int
     flops_per_pair: int
@@ -36,10 +38,11 @@ class Work:
         head = model.get_output_embeddings().weight
         matrices = [p for p in model.base_model.layers.parameters() if p.ndim == 2]
         config = model.config
-        size = config.hidden_size // config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         itemsize = model.dtype.itemsize
         return cls(
-            weight_bytes=(sum(p.numel() for p in matrices) + head.numel()) * itemsize,
+            weight_bytes=sum(p.numel() for p in matrices) * itemsize,
+            head_bytes=head.numel() * itemsize,
             flops_per_token=2 * sum(p.numel() for p in matrices),
             flops_per_row=2 * head.numel(),
             flops_per_pair=4 * config.num_hidden_layers * config.num_attention_heads * size,
@@ -48,7 +51,11 @@ class Work:
 
 
 class Roofline:
-    """The floor of a step: the larger of bytes over bandwidth and operations over rate."""
+    """The floor of a step: the larger of bytes over bandwidth and operations over rate.
+
+    Keys and values are read once for each request and step. Those of a shared prefix too: they are computed once, by
+    the request that did so, but each of the others attends to them by itself.
+    """
 
     def __init__(self, work: Work, ceilings: Ceilings) -> None:
         self._work = work
@@ -57,6 +64,8 @@ class Roofline:
     def __call__(self, record: StepRecord) -> StepFloor:
         work = self._work
         moved, flops = work.weight_bytes, 0
+        if any(share.samples for share in record.shares):
+            moved += work.head_bytes
         for share in record.shares:
             pairs = share.tokens * share.start + share.tokens * (share.tokens + 1) // 2
             moved += work.kv_bytes_per_token * (share.start + share.tokens)

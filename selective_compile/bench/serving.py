@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from selective_compile.bench.peers import greedy_without_end
-from selective_compile.bench.settings import LlamaShape
+from selective_compile.bench.sizes import LlamaShape
 from selective_compile.bench.trace import Clock, Trace
 from selective_compile.runtime.engine import Engine
 from selective_compile.runtime.request import Request
@@ -82,8 +82,9 @@ def random_llama(shape: LlamaShape, seed: int = 0) -> LlamaForCausalLM:
             num_hidden_layers=shape.layers,
             num_attention_heads=shape.heads,
             num_key_value_heads=shape.kv_heads,
+            head_dim=shape.size_of_head,
             max_position_embeddings=shape.positions,
-            tie_word_embeddings=False,
+            tie_word_embeddings=shape.tied,
             bos_token_id=None,
             eos_token_id=None,
             pad_token_id=None,

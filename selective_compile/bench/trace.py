@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Any, Self
 
 from selective_compile.bench.settings import BenchSettings
 
@@ -25,6 +26,11 @@ class Trace:
     """Requests in the order of their arrival."""
 
     requests: tuple[Asked, ...]
+
+    @classmethod
+    def of(cls, rows: Iterable[Mapping[str, Any]]) -> Self:
+        """From rows as `dataclasses.asdict` makes them."""
+        return cls(requests=tuple(Asked(**row) for row in rows))
 
     @property
     def new_tokens(self) -> int:
@@ -46,18 +52,35 @@ class Trace:
 
 
 def make_trace(settings: BenchSettings) -> Trace:
-    """Skewed lengths and random tokens, all there from the start."""
+    """Skewed lengths and random tokens, after the shared ones if there are any; all there from the start."""
     rng = Random(settings.seed)
+    words = range(settings.shape.vocabulary)
+    prefix = rng.choices(words, k=settings.prefix_tokens)
     return Trace(
         requests=tuple(
             Asked(
-                prompt_ids=rng.choices(range(settings.shape.vocabulary), k=log_uniform(rng, settings.prompt_tokens)),
+                prompt_ids=prefix + rng.choices(words, k=log_uniform(rng, settings.prompt_tokens)),
                 new_tokens=log_uniform(rng, settings.output_tokens),
                 arrival=0.0,
             )
             for _ in range(settings.requests)
         )
     )
+
+
+def renewed(trace: Trace, settings: BenchSettings, turn: int) -> Trace:
+    """The same lengths and arrivals with other tokens, and another shared prefix, in each turn.
+
+    A peer that keeps what it computed finds none of it in the next round.
+    """
+    rng = Random(f"{settings.seed} {turn}")
+    words = range(settings.shape.vocabulary)
+    prefix = rng.choices(words, k=settings.prefix_tokens)
+
+    def prompt(asked: Asked) -> list[int]:
+        return prefix + rng.choices(words, k=len(asked.prompt_ids) - len(prefix))
+
+    return Trace(requests=tuple(replace(asked, prompt_ids=prompt(asked)) for asked in trace.requests))
 
 
 def log_uniform(rng: Random, limits: tuple[int, int]) -> int:
@@ -74,7 +97,11 @@ class Clock:
         self._began = time.perf_counter()
 
     def now(self) -> float:
-        return time.perf_counter() - self._began
+        return self.since_beginning(time.perf_counter())
+
+    def since_beginning(self, moment: float) -> float:
+        """Of a moment that `time.perf_counter` told."""
+        return moment - self._began
 
     @property
     def more_to_come(self) -> bool:

@@ -4,41 +4,39 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from selective_compile.bench.apart.conversation import Wanted
 
 PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
+BLOCK = 32  # slots, on a CPU
 
 
 class OpenVino:
-    def __init__(
-        self, *, folder: str, dtype: str, threads: int, slots: int, slot_bytes: int, token_budget: int
-    ) -> None:
+    def __init__(self, wanted: Wanted) -> None:
+        self._wanted = wanted
         self._genai = importlib.import_module("openvino_genai")
         self._openvino = importlib.import_module("openvino")
         self._numpy = importlib.import_module("numpy")
-        precision = PRECISIONS[dtype]
+        self._running: dict[int, Any] = {}
+
+    def load(self) -> None:
+        wanted, precision = self._wanted, PRECISIONS[self._wanted.dtype]
         scheduling = self._genai.SchedulerConfig()
-        scheduling.cache_size = -(-slots * slot_bytes // 2**30) + 1  # in GiB; none is missing
-        scheduling.max_num_batched_tokens = token_budget
+        scheduling.num_kv_blocks = wanted.slots // BLOCK
+        scheduling.max_num_batched_tokens = wanted.token_budget
         scheduling.dynamic_split_fuse = True
-        scheduling.enable_prefix_caching = False
+        scheduling.enable_prefix_caching = wanted.reuse
         properties = {
             "INFERENCE_PRECISION_HINT": precision,
             "KV_CACHE_PRECISION": precision,
-            "INFERENCE_NUM_THREADS": threads,
+            "INFERENCE_NUM_THREADS": wanted.threads,
         }
-        self._pipeline = self._genai.ContinuousBatchingPipeline(folder, scheduling, "CPU", properties)
-        self._running: dict[int, Any] = {}
-        self._about = {
-            "attention": "PagedAttention of OpenVINO",
-            "weights": dtype,
-            "keys_and_values": dtype,
-            "token_budget": token_budget,
-            "version": self._genai.__version__,
-        }
+        self._pipeline = self._genai.ContinuousBatchingPipeline(wanted.folder, scheduling, "CPU", properties)
 
     def about(self) -> dict[str, Any]:
-        return self._about
+        return {"attention": "PagedAttention of OpenVINO", "version": self._genai.__version__}
 
     def add(self, number: int, prompt_ids: list[int], new_tokens: int) -> None:
         wanted = self._genai.GenerationConfig()
@@ -49,12 +47,19 @@ class OpenVino:
         ids = self._openvino.Tensor(self._numpy.array([prompt_ids], dtype=self._numpy.int64))
         self._running[number] = self._pipeline.add_request(number, ids, wanted)
 
-    def step(self) -> Iterator[tuple[int, list[int]]]:
+    def step(self) -> Iterator[tuple[int, list[int], bool]]:
         self._pipeline.step()
-        running = self._genai.GenerationStatus.RUNNING
-        for number in [number for number, handle in self._running.items() if handle.get_status() != running]:
-            (output,) = self._running.pop(number).read_all()
-            yield number, list(output.generated_ids)
+        still_runs = self._genai.GenerationStatus.RUNNING
+        for number, handle in list(self._running.items()):
+            ended = handle.get_status() != still_runs
+            new: list[int] = []
+            while handle.can_read():
+                (output,) = handle.read().values()
+                new += output.generated_ids
+            if ended:
+                del self._running[number]
+            if new or ended:
+                yield number, new, ended
 
 
 server = OpenVino
