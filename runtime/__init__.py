@@ -1,12 +1,12 @@
 """The runtime: requests, scheduler, block pool, batch assembly, KV pools, model runner, sampler, engine.
 
 In the order of one step: `engine` asks `scheduler` (with `waiting`, `request_blocks`, `block_pool` and
-`step_times`) which tokens to compute, `batch` lays them end to end, `model_runner` runs the compiled model over the
-pools of `kv_cache` and the recurrent states of `state_slots`, `sampler` picks the next tokens (`processors` and
-`penalties` change the scores, `draw` with `philox` chooses, `criteria` say when to stop, `records` is what is kept;
-`generation` read all that from the request), or `beams` do, and `request` hands them to whoever waits. `intake`
-checks what `submit` was given, `request_table` has the unfinished requests, `step_log` counts and tells observers;
-`recording` writes what happened, and `replay` does it again.
+`step_times`) which tokens to compute, `batch` lays them end to end in the memory of `step_layout`, `model_runner` runs
+the compiled model over the pools of `kv_cache` and the recurrent states of `state_slots`, `sampler` picks the next
+tokens (`processors` and `penalties` change the scores, `draw` with `philox` chooses, `criteria` say when to stop,
+`records` is what is kept; `generation` read all that from the request), or `beams` do, and `request` hands them to
+whoever waits. `intake` checks what `submit` was given, `request_table` has the unfinished requests, `step_log` counts
+and tells observers; `recording` writes what happened, and `replay` does it again.
 `batch_manager` is the same engine behind callbacks, `request_processor` several engines behind one `submit`.
 """
 

@@ -12,7 +12,7 @@ from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch._inductor import config, lowering
 from torch._inductor.compile_fx import compile_fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from selective_compile.isolated_op import isolated_rows
 from selective_compile.passes.flatten import FlatGraph
@@ -55,7 +55,7 @@ def compiled_as_it_came(module: fx.GraphModule, examples: Sequence[Any], *, indu
 
 class UncheckedStrides(CustomGraphPass):
     """Leaves out the checks of sizes, strides and alignment that Inductor puts before each use of a tensor not its own,
-    a tenth of a step of a small model, where nothing needs them. The graph stays as it is.
+    where nothing needs them: 0.15 ms of a step of 6 layers. The graph stays as it is.
 
     They hold inputs to the examples, and what an operator that Inductor runs as it is gives to what its fake said:
     where those differ, which happens, the code would read other elements. Of our own operators the tests compare the
@@ -66,9 +66,9 @@ class UncheckedStrides(CustomGraphPass):
         if all(not node.op.startswith("call_") or is_generated(node) for node in graph.nodes):
             config.size_asserts = config.alignment_asserts = False  # until the end of `compiled`
 
-    def uuid(self) -> str:
-        """For Inductor's cache of compiled graphs."""
-        return f"{type(self).__module__}.{type(self).__qualname__} 1"
+    def uuid(self) -> bytes:
+        """For Inductor's cache of compiled graphs: another rule gives another graph."""
+        return get_hash_for_files((__file__,))
 
 
 def is_generated(node: fx.Node) -> bool:
