@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from selective_compile.int8_rows import quantised
 from selective_compile.kernels.ragged_attention_cpu import ragged_attention, unavailable_reason
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -32,9 +33,10 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     results = []
     for name in arguments.dtypes:
-        for case in (decode, prefill):
-            results.append({"dtype": name, **case(DTYPES[name], arguments)})
-            print(_line(results[-1]), flush=True)
+        for kv_dtype in arguments.kv_dtype:
+            for case in (decode, prefill):
+                results.append({"dtype": name, "kv_dtype": kv_dtype, **case(DTYPES[name], kv_dtype, arguments)})
+                print(_line(results[-1]), flush=True)
     results.append(overhead())
     print(f"launch       one row, 1 key: {results[-1]['microseconds']:.1f} us")
     if arguments.json:
@@ -42,20 +44,20 @@ def main() -> None:
         arguments.json.write_text(json.dumps({**machine, "results": results}, indent=1) + "\n")
 
 
-def decode(dtype: torch.dtype, arguments: argparse.Namespace) -> dict[str, float | str]:
-    """One row each of many requests with a long context; bytes of keys and values read per second."""
-    step = make_step([(1, arguments.context)] * arguments.requests, dtype, arguments)
-    read = 2 * arguments.requests * arguments.context * arguments.kv_heads * arguments.head_size * dtype.itemsize
+def decode(dtype: torch.dtype, kv_dtype: str, arguments: argparse.Namespace) -> dict[str, float | str]:
+    """One row each of many requests with a long context; bytes of keys and values read per second, scales included."""
+    step = make_step([(1, arguments.context)] * arguments.requests, dtype, arguments, kv_dtype)
+    read = sum(pool.nbytes for pool in step[3:5])
     block = torch.ones(2**28)  # 1 GiB: far beyond any cache
     kernel, yardstick = turns(lambda: ragged_attention(*step), lambda: block.sum(), arguments.turns)
     rate, floor = read / kernel / 1e9, block.nbytes / yardstick / 1e9
-    return {"case": "decode", "unit": "GB/s", "rate": rate, "yardstick": floor, "share": rate / floor}
+    return {"case": "decode", "unit": "GB/s", "rate": rate, "yardstick": floor, "share": rate / floor, "seconds": kernel}
 
 
-def prefill(dtype: torch.dtype, arguments: argparse.Namespace) -> dict[str, float | str]:
+def prefill(dtype: torch.dtype, kv_dtype: str, arguments: argparse.Namespace) -> dict[str, float | str]:
     """A chunk of one request with as much again before it; operations per second, without the masked ones."""
     rows = arguments.chunk
-    step = make_step([(rows, 2 * rows)], dtype, arguments)
+    step = make_step([(rows, 2 * rows)], dtype, arguments, kv_dtype)
     pairs = rows * rows + rows * (rows + 1) / 2
     operations = 4 * pairs * arguments.query_heads * arguments.head_size
     a, b = (torch.randn(1024, 1024, dtype=dtype) for _ in range(2))
@@ -77,7 +79,9 @@ def overhead() -> dict[str, float | str]:
     return {"case": "launch", "unit": "us", "microseconds": min(seconds) * 1e6}
 
 
-def make_step(requests: list[tuple[int, int]], dtype: torch.dtype, sizes: argparse.Namespace) -> tuple:
+def make_step(
+    requests: list[tuple[int, int]], dtype: torch.dtype, sizes: argparse.Namespace, kv_dtype: str = "float"
+) -> tuple:
     """The arguments of ragged_attention for (rows, context length) pairs; blocks lie in random order."""
     lengths, contexts = (torch.tensor(column, dtype=torch.int32) for column in zip(*requests, strict=True))
     needed = [-(-context // sizes.block_size) for _, context in requests]
@@ -95,6 +99,8 @@ def make_step(requests: list[tuple[int, int]], dtype: torch.dtype, sizes: argpar
     query = torch.randn(rows, sizes.query_heads, sizes.head_size).to(dtype)
     key, value = (torch.randn(rows, sizes.kv_heads, sizes.head_size).to(dtype) for _ in range(2))
     pools = [torch.randn(shape).to(dtype) for _ in range(2)]
+    if kv_dtype == "int8":
+        pools = [quantised(pool) for pool in pools]
     cu_seqlens_q = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)])
     mapping = torch.tensor(slots, dtype=torch.int64)
     return (query, key, value, *pools, cu_seqlens_q, contexts, table, mapping, sizes.head_size**-0.5, 0, 0.0)
@@ -114,7 +120,8 @@ def turns(first: Callable[[], Tensor], second: Callable[[], Tensor], count: int)
 
 def _line(result: dict[str, float | str]) -> str:
     rate, floor = f"{result['rate']:.1f}", f"{result['yardstick']:.1f}"
-    return f"{result['case']:8} {result['dtype']:9} {rate:>7} of {floor:>7} {result['unit']}: {result['share']:.2f}"
+    dtypes = f"{result['dtype']} {result['kv_dtype']}"
+    return f"{result['case']:8} {dtypes:15} {rate:>7} of {floor:>7} {result['unit']}: {result['share']:.2f}"
 
 
 def _processor() -> str:
@@ -134,6 +141,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
+    parser.add_argument(
+        "--kv-dtype",
+        nargs="+",
+        choices=("float", "int8"),
+        default=["float"],
+        help="of the pools: that of the rows, or int8 with a scale a row",
+    )
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     return parser.parse_args()

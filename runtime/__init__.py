@@ -6,13 +6,15 @@ the compiled model over the pools of `kv_cache` and the recurrent states of `sta
 tokens (`processors` and `penalties` change the scores, `draw` with `philox` chooses, `criteria` say when to stop,
 `records` is what is kept; `generation` read all that from the request), or `beams` do, and `request` hands them to
 whoever waits. `intake` checks what `submit` was given, `request_table` has the unfinished requests, `step_log` counts
-and tells observers; `recording` writes what happened, and `replay` does it again.
+and tells observers; `recording` writes what happened, and `replay` does it again. `logit_error` measures what options
+that change results do to them.
 `batch_manager` is the same engine behind callbacks, `request_processor` several engines behind one `submit`.
 """
 
 from selective_compile.runtime.batch_manager import BatchManager, InferenceRequest
 from selective_compile.runtime.engine import Engine, StepError
 from selective_compile.runtime.generation import GenerationParams
+from selective_compile.runtime.logit_error import LogitError, logit_error
 from selective_compile.runtime.metrics import EngineMetrics
 from selective_compile.runtime.records import TopLogprobs
 from selective_compile.runtime.request import FinishReason, Request, RequestResult, RequestTiming
@@ -28,6 +30,7 @@ __all__ = [
     "FinishReason",
     "GenerationParams",
     "InferenceRequest",
+    "LogitError",
     "Request",
     "RequestEnd",
     "RequestProcessor",
@@ -39,4 +42,5 @@ __all__ = [
     "StepShare",
     "TopLogprobs",
     "TraceFile",
+    "logit_error",
 ]

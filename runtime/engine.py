@@ -291,6 +291,11 @@ class Engine:
         return self._program.vocab_size
 
     @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of a token's keys and values in the pools of all attention calls together."""
+        return self._runner.kv_bytes_per_token
+
+    @property
     def began(self) -> float:
         """When the engine was made, on its clock; the times in records count from there."""
         return self._log.began
@@ -336,7 +341,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         with self._guard:
-            stats = self._log.stats(self._scheduler, graphs=self._program.graphs)
+            stats = self._log.stats(self._scheduler, graphs=self._program.graphs, kv_bytes=self._runner.kv_bytes)
             waiting = stats.waiting + self._requests.num_unforked
             return replace(stats, running=len(self._requests) - waiting, waiting=waiting)
 

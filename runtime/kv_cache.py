@@ -30,10 +30,7 @@ def reaches_of(call_sites: Sequence[CallSite]) -> tuple[Reach, ...]:
 
 def bytes_per_block(call_sites: Sequence[CallSite], block_size: int) -> int:
     """What one block number takes in all pools together."""
-    return sum(
-        block_size * site.num_kv_heads * (site.key_head_size + site.value_head_size) * site.dtype.itemsize
-        for site in call_sites
-    )
+    return block_size * sum(site.bytes_per_token for site in call_sites)
 
 
 def num_blocks(
@@ -127,7 +124,8 @@ def free_memory(device: torch.device) -> int:
 def allocate_pools(
     call_sites: Sequence[CallSite], blocks: Sequence[int], block_size: int, device: torch.device | None = None
 ) -> tuple[tuple[Tensor, Tensor], ...]:
-    """A key pool [blocks, K, block_size, D] and a value pool [blocks, K, block_size, Dv] for each call site.
+    """A key pool [blocks, K, block_size, D] and a value pool [blocks, K, block_size, Dv] for each call site, of its
+    dtype; or of int8 rows, whose length is in bytes.
 
     `blocks` are those of `num_blocks`: as many as its reach has.  `device`: another than that of the call sites.
 
@@ -139,6 +137,6 @@ def allocate_pools(
         shape = (blocks[kinds.index(site.reach)], site.num_kv_heads, block_size, size)
         # Only from pinned memory does a copy to a GPU run at the speed of the bus.
         pinned = device is not None and device.type == "cpu" and site.device.type == "cuda"
-        return torch.zeros(shape, dtype=site.dtype, device=device or site.device, pin_memory=pinned)
+        return torch.zeros(shape, dtype=site.pool_dtype, device=device or site.device, pin_memory=pinned)
 
-    return tuple((pool(site, site.key_head_size), pool(site, site.value_head_size)) for site in call_sites)
+    return tuple((pool(site, site.pool_rows[0]), pool(site, site.pool_rows[1])) for site in call_sites)

@@ -24,6 +24,7 @@ NOW = {
     "blocks_idle": ("blocks_idle", "Free KV blocks whose content can be reused"),
     "blocks_max": ("blocks_max", "KV blocks of the pool"),
     "block_size": ("block_tokens", "Tokens of a KV block"),
+    "kv_bytes": ("kv_bytes", "Bytes of the KV pools"),
     "host_slots_used": ("host_slots_used", "KV blocks whose content is in host memory"),
     "host_slots_max": ("host_slots_max", "KV blocks that there is host memory for"),
 }

@@ -17,6 +17,7 @@ from selective_compile.runtime.invariance import check_invariance
 from selective_compile.runtime.kv_cache import allocate_pools, bytes_per_block, num_blocks, reaches_of
 from selective_compile.runtime.request_state import RequestState
 from selective_compile.runtime.state_slots import StateSlots, allocate_states, num_slots
+from selective_compile.sequential_program import SequentialProgram
 from selective_compile.step import StepInputs
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class ModelRunner:
         """
         _check_dtype(model, config)
         self.program = compile_step_program(model, config) if program is None else program
-        _check_window(self.program, config)
+        _check_compiled_for(self.program, config)
         if config.batch_invariant:
             check_invariance(self.program)
         sites, states, device = self.program.call_sites, self.program.state_sites, self.program.device
@@ -43,6 +44,8 @@ class ModelRunner:
         blocks = num_blocks(sites, config, max_positions=positions, device=device, reserved=taken)
         self.num_blocks = dict(zip(reaches_of(sites), blocks, strict=True))
         self._pools = allocate_pools(sites, blocks, config.block_size)
+        self.kv_bytes = sum(pool.nbytes for pair in self._pools for pool in pair)
+        self.kv_bytes_per_token = bytes_per_block(sites, 1)
         self._states = allocate_states(states, self.max_requests)
         self._slots = StateSlots(self.max_requests)
         size = bytes_per_block(sites, config.block_size)
@@ -135,12 +138,16 @@ def _host_slots(program: Program, config: EngineConfig, size: int) -> int:
     return config.host_kv_bytes // size if size else 0
 
 
-def _check_window(program: Program, config: EngineConfig) -> None:
-    """Refuse a program that was compiled for another window: what its attention sees is in its graph."""
-    if isinstance(program, StepProgram) and program.max_attention_window != config.max_attention_window:
+def _check_compiled_for(program: Program, config: EngineConfig) -> None:
+    """Refuse a program that was compiled for another window, or other pools: both are in its graph."""
+    if isinstance(program, StepProgram):
+        for name in ("max_attention_window", "kv_dtype"):
+            wanted, got = getattr(program.config, name), getattr(config, name)
+            if wanted != got:
+                raise ValueError(f"{name} must be that which the program was compiled for, {wanted!r}, got {got!r}")
+    elif isinstance(program, SequentialProgram) and config.kv_dtype != "auto":
         raise ValueError(
-            f"max_attention_window must be that which the program was compiled for, {program.max_attention_window}, "
-            f"got {config.max_attention_window}"
+            f"kv_dtype must be 'auto' for a program that runs one request after another, got {config.kv_dtype!r}"
         )
 
 

@@ -22,6 +22,7 @@ class EngineStats:
         requests_max: requests that can run at a time: `EngineConfig.max_requests`, or as many as there is room for the
             states of.
         blocks_free, blocks_used, blocks_max: of the block pool; each has `block_size` slots.
+        kv_bytes: memory of the KV pools on the device, of all attention calls.
         blocks_idle: those of the free blocks whose keys and values can still be reused.
         host_slots_used, host_slots_max: of the host tier, over all of its pools.
         preemptions: how many times a request gave up its blocks, to be computed again.
@@ -43,6 +44,7 @@ class EngineStats:
     blocks_max: int
     blocks_idle: int
     block_size: int
+    kv_bytes: int
     host_slots_used: int
     host_slots_max: int
     preemptions: int

@@ -94,7 +94,7 @@ class StepLog:
         self._ended.update(request.finish_reason for request in self._unsettled if request.finish_reason is not None)
         self._unsettled = [request for request in self._unsettled if request.finish_reason is None]
 
-    def stats(self, scheduler: Scheduler, *, graphs: int) -> EngineStats:
+    def stats(self, scheduler: Scheduler, *, graphs: int, kv_bytes: int) -> EngineStats:
         """The engine at this moment."""
         self._count_ends()
         pool = scheduler.pool
@@ -107,6 +107,7 @@ class StepLog:
             blocks_used=pool.num_blocks - pool.num_free,
             blocks_max=pool.num_blocks,
             block_size=scheduler.block_size,
+            kv_bytes=kv_bytes,
             blocks_idle=pool.num_idle,
             host_slots_used=sum(tier.num_used for tier in scheduler.blocks.host_tiers),
             host_slots_max=sum(tier.num_slots for tier in scheduler.blocks.host_tiers),

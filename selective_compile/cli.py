@@ -1,4 +1,4 @@
-"""The command line: `selective-compile demo | generate | bench | explain | coverage | replay`."""
+"""The command line: `selective-compile demo | generate | bench | explain | coverage | replay | logit-error`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from selective_compile.bench.command import bench_command
 from selective_compile.bench.peers import PeerError
 from selective_compile.coverage.command import coverage_command
 from selective_compile.generating import Prompts, generate_all, generate_streaming
+from selective_compile.measuring import logit_error_command
 from selective_compile.options import EngineConfig
 from selective_compile.progress import ProgressBars
 from selective_compile.replaying import replay_command
@@ -225,6 +226,7 @@ def explain_command(
 app.command("bench")(bench_command)
 app.command("coverage")(coverage_command)
 app.command("replay")(replay_command)
+app.command("logit-error")(logit_error_command)
 
 
 def begin(threads: int | None) -> tuple[ProgressBars, Any]:

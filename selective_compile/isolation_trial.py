@@ -77,8 +77,8 @@ def in_steps(program: StepProgram, prompts: list[Tensor]) -> list[Tensor]:
     """Logits ``[length, V]`` of each prompt, all of them advancing together."""
     pools = [
         tuple(
-            torch.zeros(len(prompts), site.num_kv_heads, BLOCK, size, dtype=site.dtype, device=site.device)
-            for size in (site.key_head_size, site.value_head_size)
+            torch.zeros(len(prompts), site.num_kv_heads, BLOCK, size, dtype=site.pool_dtype, device=site.device)
+            for size in site.pool_rows
         )
         for site in program.call_sites
     ]

@@ -17,7 +17,9 @@ the last dimension of every tensor is contiguous):
 
     query         [T, H, D] float32, bfloat16 or float16
     key, value    [T, K, D], [T, K, Dv]; query head h reads key/value head h // (H // K)
-    key_pool      [num_blocks, K, block_size, D], changed in place; value_pool likewise with Dv; query's dtype
+    key_pool      [num_blocks, K, block_size, D], changed in place; value_pool likewise with Dv; query's dtype, or both
+                  int8, whose rows are those of `selective_compile.int8_rows`: row_bytes(D) and row_bytes(Dv) long, not with
+                  Triton. A row of this step is attended to as it stands in the pool
     cu_seqlens_q  [N + 1] int32, rows of request n are cu_seqlens_q[n] : cu_seqlens_q[n + 1], possibly none
     context_lens  [N] int32, tokens of the request in the pool after this step's write
     block_table   [N, max_blocks] int32, block i of request n holds its tokens from i * block_size
@@ -53,6 +55,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selective_compile import reference
+from selective_compile.int8_rows import row_bytes
 
 Implementation = Literal["auto", "reference", "cpu", "triton"]
 IMPLEMENTATIONS = get_args(Implementation)
@@ -212,9 +215,11 @@ def _fake_ragged_attention(
     _check_per_head(query, sinks, slopes)
     _check_selection(query, selection, window, chunk)
     for name, pool, rows in (("key_pool", key_pool, key), ("value_pool", value_pool, value)):
-        fits = pool.dim() == 4 and pool.shape[1] == rows.shape[1] and pool.shape[3] == rows.shape[2]
-        require(fits, f"{name} must be [num_blocks, K, block_size, D], got {list(pool.shape)}")
-        require(pool.dtype == query.dtype, f"{name} must be {query.dtype}, got {pool.dtype}")
+        stored = torch.int8 if key_pool.dtype == torch.int8 else query.dtype
+        size = row_bytes(rows.shape[2]) if stored == torch.int8 else rows.shape[2]
+        fits = pool.dim() == 4 and pool.shape[1] == rows.shape[1] and pool.shape[3] == size
+        require(fits, f"{name} must be [num_blocks, K, block_size, {size}], got {list(pool.shape)}")
+        require(pool.dtype == stored, f"{name} must be {stored}, got {pool.dtype}")
     return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from selective_compile.isolation import Proved, prove
 from selective_compile.module_program import ModuleProgram
 from selective_compile.options import EngineConfig
 from selective_compile.passes import Refusal, RefusedError
+from selective_compile.passes.int8_pools import keep_as_int8
 from selective_compile.passes.lower import lower
 from selective_compile.passes.position_limit import position_limit
 from selective_compile.passes.quantise import quantise
@@ -23,6 +25,7 @@ from selective_compile.step_program import StepProgram
 
 logger = logging.getLogger(__name__)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NOT_RAGGED = "kv_dtype must be 'auto' for a model in which not every attention is ragged"
 Program = StepProgram | SequentialProgram
 
 
@@ -33,7 +36,7 @@ def compile_step_program(model: nn.Module, config: EngineConfig) -> Program:
         RefusedError: something could not be proved, every node is named with its source line; and ``config.fallback``
             is not for such a model, or it has not `generate`'s machinery to be run by.
         ValueError: the model is in training mode, or of a dtype that no kernel has; or ``config.max_attention_window``
-            is given for a model that runs request after request, all of it or in part.
+            is given for a model that runs request after request, all of it or in part; or `check_kv_dtype` refuses.
     """
     with IntraOpThreads(config.threads):  # Inductor's kernels are made for a number of threads
         return _compiled(model, config)
@@ -49,13 +52,36 @@ def _compiled(model: nn.Module, config: EngineConfig) -> Program:
             raise RefusedError(error.refusals, reason) from error
         if config.weights != "model":
             raise ValueError(f"weights must be 'model' for a model that runs whole, got {config.weights!r}") from error
+        if config.kv_dtype != "auto":
+            raise ValueError(f"{NOT_RAGGED}, got {config.kv_dtype!r}: {error}") from error
         logger.warning("%s runs whole, one request after another: %s", type(model).__name__, error)
         return SequentialProgram(model, error.refusals)
     if config.max_attention_window is not None:
         logger.warning("%s", narrowed(type(model).__name__, proved, config.max_attention_window))
     if proved.isolated:
         logger.warning("%s", slow_modules(type(model).__name__, proved.isolated))
-    return step_program(model, config, proved)
+    if config.kv_dtype == "int8":
+        check_kv_dtype(config, proved)
+    program = step_program(model, config, proved)
+    if config.kv_dtype == "int8":
+        logger.warning("%s", shortened(type(model).__name__, program))
+    return program
+
+
+def check_kv_dtype(config: EngineConfig, proved: Proved) -> None:
+    """Raises ValueError where keys and values cannot be int8: isolated modules keep theirs in caches of Hugging Face."""
+    if proved.isolated:
+        refused = "; ".join(f"{path}: {refusal}" for path, refusal in proved.isolated.items())
+        raise ValueError(f"{NOT_RAGGED}, got {config.kv_dtype!r}: {refused}")
+    flat = proved.rewritten.flat
+    assert flat is not None
+    if not flat.calls:
+        raise ValueError(f"kv_dtype must be 'auto' for a model without attention, got {config.kv_dtype!r}")
+    if flat.device.type != "cpu" or config.implementation == "triton":
+        raise ValueError(
+            f"kv_dtype must be 'auto' but on a CPU, whose native kernels alone read {config.kv_dtype}; got "
+            f"{config.kv_dtype!r} on {flat.device} with implementation {config.implementation!r}"
+        )
 
 
 def step_program(model: nn.Module, config: EngineConfig, proved: Proved) -> StepProgram:
@@ -72,6 +98,8 @@ def step_program(model: nn.Module, config: EngineConfig, proved: Proved) -> Step
                 f"weights must be 'model' on {flat.device} for a model without linear layers of float32 or bfloat16 on "
                 f"a CPU, got 'int8'"
             )
+    if config.kv_dtype == "int8":
+        rewritten.timed("keep as int8", lambda: keep_as_int8(flat))
     for call in rewritten.traced.calls:
         dtype = call.key.node.meta["val"].dtype
         if dtype not in DTYPES:
@@ -105,6 +133,17 @@ def narrowed(name: str, proved: Proved, window: int) -> str:
     return (
         f"{len(calls)} attention calls of {name} see the last {window} positions at most (max_attention_window): "
         "longer requests get other tokens than by generate"
+    )
+
+
+def shortened(name: str, program: StepProgram) -> str:
+    """What to say of a model whose keys and values are rounded."""
+    calls = [site for site in program.call_sites if site.int8]
+    before = sum(replace(site, int8=False).bytes_per_token for site in calls)
+    return (
+        f"{len(calls)} attention calls of {name} keep keys and values as int8 (kv_dtype), in "
+        f"{sum(site.bytes_per_token for site in calls)} bytes a token, not {before}: requests may get other tokens than "
+        "by generate; selective_compile.runtime.logit_error measures how far logits move"
     )
 
 

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from selective_compile import int8_rows
+
 
 def ragged_attention(
     query: Tensor,
@@ -32,8 +34,9 @@ def ragged_attention(
     """`selective::ragged_attention`: write this step's keys and values, then attend. Returns [T, H, Dv]."""
     written, block_size = slot_mapping >= 0, key_pool.shape[2]
     slots = slot_mapping[written]
-    key_pool[slots // block_size, :, slots % block_size] = key[written]
-    value_pool[slots // block_size, :, slots % block_size] = value[written]
+    for pool, rows in ((key_pool, key), (value_pool, value)):
+        kept = int8_rows.quantised(rows[written]) if pool.dtype == torch.int8 else rows[written]
+        pool[slots // block_size, :, slots % block_size] = kept
     output = query.new_zeros(*query.shape[:2], value.shape[-1])
     bounds = cu_seqlens_q.tolist()
     for n, context in enumerate(context_lens.tolist()):
@@ -42,7 +45,8 @@ def ragged_attention(
         oldest = _first_seen(context - (rows.stop - rows.start), window, chunk)
         positions = torch.arange(oldest, context, device=query.device)
         blocks, offsets = block_table[n, positions // block_size].long(), positions % block_size
-        keys, values = key_pool[blocks, :, offsets], value_pool[blocks, :, offsets]
+        keys = _as_rows(key_pool[blocks, :, offsets], query)
+        values = _as_rows(value_pool[blocks, :, offsets], value)
         chosen = None if selection is None else selection[rows]
         attended = _attend(query[rows], keys, values, positions, scale, window, softcap, chunk, sinks, slopes, chosen)
         output[rows] = attended.to(query.dtype)
@@ -160,6 +164,13 @@ def _attend(
         score = torch.cat([score, sinks.to(wide).reshape(per_head).expand(*score.shape[:-1], 1)], dim=-1)
     weights = score.softmax(-1)[..., : len(key)]
     return torch.einsum("kgqc,ckd->qkgd", weights, value.to(wide)).flatten(1, 2)
+
+
+def _as_rows(stored: Tensor, like: Tensor) -> Tensor:
+    """Rows of a pool [c, K, ...] as numbers [c, K, D], D that of `like` [..., D]."""
+    if stored.dtype != torch.int8:
+        return stored
+    return int8_rows.dequantised(stored, like.shape[-1], torch.promote_types(like.dtype, torch.float32))
 
 
 def _top_keys(query: Tensor, key: Tensor, weights: Tensor, scale: float, count: int) -> Tensor:

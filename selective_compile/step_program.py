@@ -15,6 +15,7 @@ from selective_compile.capture import ATTENTION_MASK, Captured, capture, recurre
 from selective_compile.compiling import compiled
 from selective_compile.entries import Entries
 from selective_compile.int8_weights import Int8Weights
+from selective_compile.int8_rows import row_bytes
 from selective_compile.live_settings import NOTHING, LiveSettings, Read
 from selective_compile.ops import forced_implementation
 from selective_compile.options import EngineConfig
@@ -32,7 +33,10 @@ from selective_compile.whole_functions import Place
 
 @dataclass(frozen=True, kw_only=True)
 class CallSite:
-    """One attention call of the graph and the KV pool it needs; or a selection of keys, whose values have no size."""
+    """One attention call of the graph and the KV pool it needs; or a selection of keys, whose values have no size.
+
+    ``int8``: its rows are kept as `int8_rows` has them.
+    """
 
     name: str
     num_query_heads: int
@@ -43,10 +47,25 @@ class CallSite:
     dtype: torch.dtype
     device: torch.device
     chunk: int = 0
+    int8: bool = False
 
     @property
     def reach(self) -> Reach:
         return Reach(window=self.window, chunk=self.chunk)
+
+    @property
+    def pool_dtype(self) -> torch.dtype:
+        return torch.int8 if self.int8 else self.dtype
+
+    @property
+    def pool_rows(self) -> tuple[int, int]:
+        """Elements that the key and the value of a token and head take in the pools."""
+        sizes = (self.key_head_size, self.value_head_size)
+        return (row_bytes(sizes[0]), row_bytes(sizes[1])) if self.int8 else sizes
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.num_kv_heads * sum(self.pool_rows) * self.pool_dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +184,8 @@ class StepProgram:
         flat = rewritten.flat
         assert flat is not None
         self.rewritten = rewritten
-        self.call_sites = (*map(call_site, flat.calls), *map(index_site, flat.selections))
+        int8 = config.kv_dtype == "int8"
+        self.call_sites = (*(call_site(call, int8) for call in flat.calls), *map(index_site, flat.selections))
         self.state_sites = tuple(
             StateSite(name=call.name, shape=call.state_shape, dtype=call.state_dtype, device=flat.device)
             for call in flat.recurrences
@@ -175,7 +195,6 @@ class StepProgram:
         known = id_limit(flat)
         self.num_ids = self.vocab_size if known is None else min(known, self.vocab_size)
         self.max_positions = max_positions
-        self.max_attention_window = config.max_attention_window
         self.graphs = 1
         self.weights = LiveWeights(model, flat, read)
         self.weights_version: Callable[[], object] = self.weights.version
@@ -238,7 +257,7 @@ class StepProgram:
         return logits.view(-1, self.vocab_size)
 
 
-def call_site(call: Any) -> CallSite:
+def call_site(call: Any, int8: bool = False) -> CallSite:
     value = call.value.node.meta["val"]
     return CallSite(
         name=call.name,
@@ -248,6 +267,7 @@ def call_site(call: Any) -> CallSite:
         value_head_size=call.value.head_size,
         window=reach_of(call).window,
         chunk=reach_of(call).chunk,
+        int8=int8,
         dtype=value.dtype,
         device=value.device,
     )

@@ -25,7 +25,7 @@ from selective_compile.runtime import StepError
 from selective_compile.tiny_model.tokenizer import BOS, EOS, PAD, VOCAB_SIZE, build
 from tests.test_bench_results import RESULTS
 
-COMMANDS = ("demo", "generate", "explain", "bench", "coverage", "replay")
+COMMANDS = ("demo", "generate", "explain", "bench", "coverage", "replay", "logit-error")
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,7 @@ PACKAGE_OF_FOLDER = {
 LAYERS = (
     (
         "options",
+        "int8_rows",
         "reference",
         "state_reference",
         "ops",
@@ -96,6 +97,7 @@ LAYERS = (
         "demo",
         "bench",
         "cli",
+        "measuring",
         "replaying",
         "coverage",
         "tiny_model",

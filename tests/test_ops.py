@@ -44,6 +44,7 @@ def finite(case: Case):
 def test_opcheck(case):
     with ops.forced_implementation("reference"):
         opcheck(ops.ragged_attention, finite(case).ragged())
+        opcheck(ops.ragged_attention, finite(case).with_int8_pools().ragged())
         opcheck(ops.varlen_attention, finite(case).varlen())
 
 

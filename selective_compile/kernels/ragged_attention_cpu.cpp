@@ -7,6 +7,7 @@
 //   split         a query tile whose keys are divided among several items; the last of them to finish merges the partials
 //   few, tile     the two kernels. few: under W query vectors, lanes run along the head, keys stream from memory (decode).
 //                 tile: lanes run along the query vectors, keys and values are copied tile by tile (prefill)
+//   T, S          of queries, rows and results: float, bf16, fp16; of the pools: the same, or int8 rows with a scale each
 //   PAIRS         lanes hold two bfloat16 instead of one float, and the multiply-add is the machine's bf16 dot product
 //   W             floats in a SIMD vector;  Dp, Dvp: head sizes rounded up to W
 //
@@ -14,6 +15,9 @@
 // splits depends on that request alone, never on the batch or the number of threads: its result is the same in every batch.
 // Threads take items from a shared counter, longest first; the team is torch's own OpenMP runtime, called through the
 // pointer that Python passes: a second runtime would fight it for the cores.
+//
+// Keys and values in int8 become floats, or bf16 where lanes hold pairs, as they are loaded or copied; the scale of a key is
+// applied to its scores, that of a value to its weights.
 //
 // Reading order: _call (what is given), _plan (the items), this file (an item from start to finish), _layout (where
 // things lie), _few and _tile (the kernels), vectors_cpu (what they are written in).
@@ -31,14 +35,14 @@
 
 namespace {
 
-template <typename T> class Attention : Plan<T> {
-  using Base = Plan<T>;
+template <typename T, typename S> class Attention : Plan<T, S> {
+  using Base = Plan<T, S>;
   using Base::call_, Base::group_, Base::width_, Base::LOG2E, Base::rows, Base::head_of, Base::tensor,
       Base::partial_size, Base::state_at, Base::items_, Base::splits_, Base::splits_left_, Base::partials_size_,
       Base::work_, Base::check, Base::write_pool, Base::plan;
 
  public:
-  explicit Attention(const Call& call) : Plan<T>(call), few_(call), tile_(call) {}
+  explicit Attention(const Call& call) : Plan<T, S>(call), few_(call), tile_(call) {}
 
   Status run() {
     if (Status bad = check()) return bad;
@@ -117,10 +121,14 @@ template <typename T> class Attention : Plan<T> {
     }
   }
 
-  const FewKernel<T> few_;
-  const TileKernel<T> tile_;
+  const FewKernel<T, S> few_;
+  const TileKernel<T, S> tile_;
   float* partials_ = nullptr;
 };
+
+template <typename T> Status run(const Call& call) {
+  return call.int8_pools ? Attention<T, int8_t>(call).run() : Attention<T, T>(call).run();
+}
 
 }  // namespace
 
@@ -128,9 +136,9 @@ extern "C" int selective_attention(const void* packed) {
   Call call;
   std::memcpy(&call, packed, sizeof call);
   switch (call.dtype) {
-    case 0: return Attention<float>(call).run();
-    case 1: return Attention<bf16>(call).run();
-    case 2: return Attention<fp16>(call).run();
+    case 0: return run<float>(call);
+    case 1: return run<bf16>(call);
+    case 2: return run<fp16>(call);
     default: return BAD_DTYPE;
   }
 }

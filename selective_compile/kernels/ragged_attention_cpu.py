@@ -13,12 +13,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from selective_compile.int8_rows import row_bytes
 from selective_compile.kernels import native
 
 _functions = native.Functions(__file__)
 available, unavailable_reason = _functions.available, _functions.unavailable_reason
 
-_pack = struct.Struct("=39q2d").pack
+_pack = struct.Struct("=40q2d").pack
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 REFUSALS = {
     1: "cu_seqlens_q must start at 0, never fall, and end at or below the number of rows",
@@ -60,27 +61,17 @@ def ragged_attention(
     check_rows(query, key, value)
     check_metadata(cu_seqlens_q, context_lens, block_table, slot_mapping, rows=query.shape[0])
     sinks, slopes = per_head(sinks, query.shape[1], "sinks"), per_head(slopes, query.shape[1], "slopes")
-    if not (key_pool.dtype is query.dtype and value_pool.dtype is query.dtype):
-        raise ValueError(f"the pools must be {query.dtype}, got {key_pool.dtype} and {value_pool.dtype}")
-    num_blocks, heads, block_size, _ = key_pool.shape
-    if not (
-        key_pool.shape == (num_blocks, key.shape[1], block_size, key.shape[2])
-        and value_pool.shape == (num_blocks, heads, block_size, value.shape[2])
-    ):
-        raise ValueError(
-            "the pools must be [num_blocks, K, block_size, D] and [num_blocks, K, block_size, Dv], "
-            f"got {list(key_pool.shape)} and {list(value_pool.shape)}"
-        )
-    key_block, key_head, key_slot, key_last = key_pool.stride()
-    value_block, value_head, value_slot, value_last = value_pool.stride()
-    if not key_last == value_last == 1:
-        raise ValueError("the last dimension of the pools must be contiguous")
+    check_pools(key, value, key_pool, value_pool)
+    num_blocks, _, block_size, _ = key_pool.shape
+    key_block, key_head, key_slot, _ = key_pool.stride()
+    value_block, value_head, value_slot, _ = value_pool.stride()
     return _launch(
         query,
         key,
         value,
         (key_pool.data_ptr(), value_pool.data_ptr(), cu_seqlens_q.data_ptr(), context_lens.data_ptr()),
         (block_table.data_ptr(), slot_mapping.data_ptr()),
+        key_pool.dtype is torch.int8,
         (context_lens.numel(), block_size, num_blocks, block_table.shape[1], block_table.stride(0)),
         (key_block, key_head, key_slot, value_block, value_head, value_slot),
         (window, chunk, address(sinks), address(slopes), scale, softcap),
@@ -124,6 +115,7 @@ def varlen_attention(
         value,
         (key.data_ptr(), value.data_ptr(), cu_seqlens_q.data_ptr(), 0),
         (0, 0),
+        False,
         (cu_seqlens_q.numel() - 1, 0, 0, 0, 0),
         (0, key_head, key_row, 0, value_head, value_row),
         (window, chunk, address(sinks), address(slopes), scale, softcap),
@@ -149,6 +141,7 @@ def _launch(
     value: Tensor,
     pools_and_lengths: tuple[int, int, int, int],
     blocks: tuple[int, int],
+    int8_pools: bool,
     sizes: tuple[int, int, int, int, int],
     pool_strides: tuple[int, int, int, int, int, int],
     score: tuple[int, int, int, int, float, float],
@@ -165,7 +158,7 @@ def _launch(
         *pools_and_lengths,
         *blocks,
         native.torch_parallel(),
-        *(DTYPES[query.dtype], torch.get_num_threads()),
+        *(DTYPES[query.dtype], int8_pools, torch.get_num_threads()),
         *(rows, query_heads, heads, size, value_size),
         *sizes,
         *(query_row, query_head, key_row, key_head, value_row, value_head),
@@ -204,6 +197,23 @@ def check_rows(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(f"query, key, value must be [T, H, D], [T, K, D], [T, K, Dv] with K dividing H, got {shapes}")
     if not query.stride(2) == key.stride(2) == value.stride(2) == 1:
         raise ValueError("the last dimension of query, key and value must be contiguous")
+
+
+def check_pools(key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor) -> None:
+    stored, size, value_size = key.dtype, key.shape[2], value.shape[2]
+    if key_pool.dtype is torch.int8:
+        stored, size, value_size = torch.int8, row_bytes(size), row_bytes(value_size)
+    if not (key_pool.dtype is stored and value_pool.dtype is stored):
+        found = f"{key_pool.dtype} and {value_pool.dtype}"
+        raise ValueError(f"the pools must be {key.dtype}, or torch.int8 both of them, got {found}")
+    blocks = (key_pool.shape[0], key.shape[1], key_pool.shape[2])
+    if not (key_pool.shape == (*blocks, size) and value_pool.shape == (*blocks, value_size)):
+        raise ValueError(
+            f"the pools must be [num_blocks, K, block_size, D] and [num_blocks, K, block_size, Dv] with rows of {size} "
+            f"and {value_size} {stored}, got {list(key_pool.shape)} and {list(value_pool.shape)}"
+        )
+    if not key_pool.stride(3) == value_pool.stride(3) == 1:
+        raise ValueError("the last dimension of the pools must be contiguous")
 
 
 def check_metadata(

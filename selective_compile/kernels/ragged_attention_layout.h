@@ -1,4 +1,4 @@
-// Where everything of a call lies, and what each query vector sees; PAIRS, Dp, Dvp: see ragged_attention_cpu.cpp.
+// Where everything of a call lies, and what each query vector sees; T, S, PAIRS, Dp, Dvp: see ragged_attention_cpu.cpp.
 
 #pragma once
 
@@ -7,14 +7,16 @@
 #include <cstring>
 #include <type_traits>
 
+#include "int8_rows_cpu.h"
 #include "ragged_attention_call.h"
 
 namespace {
 
-template <typename T> class Layout {
+template <typename T, typename S> class Layout {
  public:
   static constexpr double LOG2E = 1.4426950408889634;
   static constexpr bool PAIRS = HAS_PAIRS && std::is_same_v<T, bf16>;
+  static constexpr bool INT8 = std::is_same_v<S, int8_t>;
 
   explicit Layout(const Call& call)
       : call_(call), group_(call.query_heads / call.heads), depth_(round_up(call.size, W)),
@@ -22,6 +24,7 @@ template <typename T> class Layout {
         scale_(float(call.softcap > 0 ? call.scale / call.softcap : call.scale * LOG2E)) {}
 
   static T* tensor(char* p) { return reinterpret_cast<T*>(p); }
+  static S* pool(char* p) { return reinterpret_cast<S*>(p); }
 
   int64_t rows(int64_t n) const { return call_.cu_seqlens_q[n + 1] - call_.cu_seqlens_q[n]; }
   int64_t context(int64_t n) const { return call_.context_lens ? call_.context_lens[n] : rows(n); }
@@ -47,7 +50,7 @@ template <typename T> class Layout {
   }
 
   // Where the keys and values at positions begin, ..., end - 1 lie.
-  void locate(const Item& item, int64_t begin, int64_t end, const T** keys, const T** values) const {
+  void locate(const Item& item, int64_t begin, int64_t end, const S** keys, const S** values) const {
     const int32_t* table = call_.block_table + item.request * call_.table_stride;
     int64_t first_row = call_.context_lens ? 0 : call_.cu_seqlens_q[item.request];
     while (begin < end) {
@@ -57,8 +60,8 @@ template <typename T> class Layout {
         offset = begin % call_.block_size;
         run = std::min(run, call_.block_size - offset);
       }
-      const T* key = tensor(call_.key_pool) + block * call_.key_block + item.head * call_.key_block_head;
-      const T* value = tensor(call_.value_pool) + block * call_.value_block + item.head * call_.value_block_head;
+      const S* key = pool(call_.key_pool) + block * call_.key_block + item.head * call_.key_block_head;
+      const S* value = pool(call_.value_pool) + block * call_.value_block + item.head * call_.value_block_head;
       for (int64_t i = 0; i < run; ++i) {
         *keys++ = key + (offset + i) * call_.key_slot;
         *values++ = value + (offset + i) * call_.value_slot;
@@ -68,13 +71,19 @@ template <typename T> class Layout {
   }
 
   // from[0 : size] as floats, then zeros up to a multiple of W.
-  static void widen(float* to, const T* from, int64_t size) {
+  template <typename R> static void widen(float* to, const R* from, int64_t size) {
     int64_t d = 0;
     for (; d + W <= size; d += W) store(to + d, load(from + d));
     if (d == size) return;
-    T tail[W] = {};
-    std::memcpy(static_cast<void*>(tail), from + d, (size - d) * sizeof(T));
+    R tail[W] = {};
+    std::memcpy(static_cast<void*>(tail), from + d, (size - d) * sizeof(R));
     store(to + d, load(tail));
+  }
+
+  // What rows of so many numbers are multiplied by, for those that are kept as int8.
+  static void read_scales(float* to, const S** rows, int64_t count, int64_t size) {
+    if constexpr (INT8)
+      for (int64_t i = 0; i < count; ++i) to[i] = scale_of(rows[i], size);
   }
 
   // A score in base 2 from a dot product.

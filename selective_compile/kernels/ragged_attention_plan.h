@@ -13,11 +13,11 @@
 
 namespace {
 
-template <typename T> class Plan : public Layout<T> {
+template <typename T, typename S> class Plan : public Layout<T, S> {
  protected:
-  using Base = Layout<T>;
+  using Base = Layout<T, S>;
   using Base::call_, Base::group_, Base::rows, Base::context, Base::first_seen, Base::position, Base::partial_size,
-      Base::tensor;
+      Base::tensor, Base::pool, Base::widen, Base::INT8;
 
  public:
   using Base::Base;
@@ -46,18 +46,27 @@ template <typename T> class Plan : public Layout<T> {
       int64_t slot = call_.slot_mapping[t], block = slot / call_.block_size, offset = slot % call_.block_size;
       if (slot < 0) return;
       const T *key = tensor(call_.key) + t * call_.key_row, *value = tensor(call_.value) + t * call_.value_row;
-      T* keys = tensor(call_.key_pool) + block * call_.key_block + offset * call_.key_slot;
-      T* values = tensor(call_.value_pool) + block * call_.value_block + offset * call_.value_slot;
+      S* keys = pool(call_.key_pool) + block * call_.key_block + offset * call_.key_slot;
+      S* values = pool(call_.value_pool) + block * call_.value_block + offset * call_.value_slot;
       for (int64_t k = 0; k < call_.heads; ++k) {
-        std::memcpy(static_cast<void*>(keys + k * call_.key_block_head), key + k * call_.key_head, call_.size * sizeof(T));
-        std::memcpy(static_cast<void*>(values + k * call_.value_block_head), value + k * call_.value_head,
-                    call_.value_size * sizeof(T));
+        keep(keys + k * call_.key_block_head, key + k * call_.key_head, call_.size);
+        keep(values + k * call_.value_block_head, value + k * call_.value_head, call_.value_size);
       }
     };
     int64_t bytes = call_.rows * call_.heads * (call_.size + call_.value_size) * sizeof(T), chunk = 16;
     parallel_for(call_, (call_.rows + chunk - 1) / chunk, bytes < 256 * 1024 ? 1 : call_.threads, [&](int64_t i) {
       for (int64_t t = i * chunk; t < std::min(call_.rows, (i + 1) * chunk); ++t) copy(t);
     });
+  }
+
+  static void keep(S* to, const T* from, int64_t size) {
+    if constexpr (INT8) {
+      float* wide = scratch_of_thread.floats(round_up(size, W));
+      widen(wide, from, size);
+      quantise(to, wide, size);
+    } else {
+      std::memcpy(static_cast<void*>(to), from, size * sizeof(T));
+    }
   }
 
   void plan() {

@@ -11,16 +11,16 @@
 
 namespace {
 
-template <typename T> class TileKernel : public Layout<T> {
-  using Base = Layout<T>;
-  using Base::call_, Base::width_, Base::PAIRS, Base::first_seen, Base::position, Base::slope, Base::query_vector,
-      Base::locate, Base::widen, Base::base2;
+template <typename T, typename S> class TileKernel : public Layout<T, S> {
+  using Base = Layout<T, S>;
+  using Base::call_, Base::width_, Base::PAIRS, Base::INT8, Base::first_seen, Base::position, Base::slope,
+      Base::query_vector, Base::locate, Base::widen, Base::read_scales, Base::base2;
 
  public:
   using Base::Base;
 
   int64_t scratch(int64_t lanes) const {
-    return lanes * words() + TILE_KEYS * (lanes + words() + width_) + 4 * lanes;
+    return lanes * words() + TILE_KEYS * (lanes + words() + width_ + 2) + 4 * lanes;
   }
 
   void attend(const Item& item, State state, float* memory) const {
@@ -33,7 +33,9 @@ template <typename T> class TileKernel : public Layout<T> {
     tile.first = reinterpret_cast<int32_t*>(tile.factor + tile.lanes);
     tile.last = tile.first + tile.lanes;
     tile.slopes = reinterpret_cast<float*>(tile.last + tile.lanes);
-    tile.keys = tile.slopes + tile.lanes;
+    tile.key_scales = tile.slopes + tile.lanes;
+    tile.value_scales = tile.key_scales + TILE_KEYS;
+    tile.keys = tile.value_scales + TILE_KEYS;
     pack_query(item, tile);
     for (int64_t m = 0; m < tile.lanes; ++m) {
       int64_t vector = std::min<int64_t>(m, item.vectors - 1), at = position(item.request, item.vector + vector);
@@ -44,10 +46,12 @@ template <typename T> class TileKernel : public Layout<T> {
     const int64_t last = item.last_key + 1;
     for (int64_t begin = item.first_key, end; begin < last; begin = end) {
       end = std::min<int64_t>(last, begin / TILE_KEYS * TILE_KEYS + TILE_KEYS);
-      const T *keys[TILE_KEYS], *values[TILE_KEYS];
+      const S *keys[TILE_KEYS], *values[TILE_KEYS];
       locate(item, begin, end, keys, values);
       pack_keys(keys, end - begin, tile);
       score(end - begin, tile);
+      read_scales(tile.key_scales, keys, end - begin, call_.size);
+      read_scales(tile.value_scales, values, end - begin, call_.value_size);
       if (call_.slopes) soften<true>(begin, end - begin, tile, state);
       else soften<false>(begin, end - begin, tile, state);
       pack_values(values, end - begin, tile);
@@ -67,6 +71,7 @@ template <typename T> class TileKernel : public Layout<T> {
     float* factor;      // [lanes]
     int32_t *first, *last;  // [lanes] positions that a vector sees
     float* slopes;      // [lanes]
+    float *key_scales, *value_scales;  // [TILE_KEYS], of int8
     int64_t lanes;
   };
 
@@ -89,30 +94,38 @@ template <typename T> class TileKernel : public Layout<T> {
   }
 
   // score runs over up to 11 keys more than there are: whatever lies there, their scores are not looked at.
-  void pack_keys(const T** keys, int64_t count, const Tile& tile) const {
+  void pack_keys(const S** keys, int64_t count, const Tile& tile) const {
     for (int64_t i = 0; i < count; ++i) {
       float* to = tile.keys + i * words();
       if constexpr (PAIRS) {
         if (call_.size % 2) to[words() - 1] = 0;
-        std::memcpy(to, keys[i], call_.size * sizeof(T));
+        if constexpr (INT8) pack_pairs(to, keys[i]);
+        else std::memcpy(to, keys[i], call_.size * sizeof(T));
       } else {
         int64_t d = 0;
         for (; d + W <= call_.size; d += W) store(to + d, load(keys[i] + d));
         if (d < call_.size) {
-          T tail[W] = {};
           float wide[W];
-          std::memcpy(static_cast<void*>(tail), keys[i] + d, (call_.size - d) * sizeof(T));
-          store(wide, load(tail));
+          store(wide, load_some(keys[i] + d, call_.size - d));
           std::memcpy(to + d, wide, (call_.size - d) * 4);
         }
       }
     }
   }
 
-  void pack_values(const T** values, int64_t count, const Tile& tile) const {
+  // An int8 has no more digits than a bfloat16: the upper half of the float is all of it.
+  void pack_pairs(float* to, const S* key) const {
+    for (int64_t d = 0; d < call_.size; d += W) {
+      const int64_t count = std::min<int64_t>(W, call_.size - d);
+      vh half = __builtin_convertvector((vu)load_some(key + d, count) >> 16, vh);
+      std::memcpy(reinterpret_cast<char*>(to) + d * 2, &half, count * 2);
+    }
+  }
+
+  void pack_values(const S** values, int64_t count, const Tile& tile) const {
     if constexpr (PAIRS) {
       for (int64_t i = 0; i < count; i += 2) {
-        const T *even = values[i], *odd = i + 1 < count ? values[i + 1] : nullptr;
+        const S *even = values[i], *odd = i + 1 < count ? values[i + 1] : nullptr;
         float* to = tile.values + i / 2 * width_;
         for (int64_t d = 0; d < call_.value_size; d += W) {
           vf low = load_some(even + d, call_.value_size - d), high = odd ? load_some(odd + d, call_.value_size - d) : vf{};
@@ -124,10 +137,10 @@ template <typename T> class TileKernel : public Layout<T> {
     }
   }
 
-  static vf load_some(const T* from, int64_t count) {
+  static vf load_some(const S* from, int64_t count) {
     if (count >= W) return load(from);
-    T some[W] = {};
-    std::memcpy(static_cast<void*>(some), from, count * sizeof(T));
+    S some[W] = {};
+    std::memcpy(static_cast<void*>(some), from, count * sizeof(S));
     return load(some);
   }
 
@@ -176,7 +189,9 @@ template <typename T> class TileKernel : public Layout<T> {
       if constexpr (SLOPED) slopes = load(tile.slopes + lane);
       for (int64_t i = 0; i < count; ++i) {
         vi at = splat(int32_t(begin + i));
-        vf biased = base2(load(scores + i * tile.lanes));
+        vf product = load(scores + i * tile.lanes);
+        if constexpr (INT8) product = product * tile.key_scales[i];
+        vf biased = base2(product);
         if constexpr (SLOPED) biased += slopes * __builtin_convertvector(at - last, vf);
         vf score = select((at >= first) & (at <= last), biased, splat(-INFINITY));
         store(scores + i * tile.lanes, score);
@@ -189,8 +204,13 @@ template <typename T> class TileKernel : public Layout<T> {
         if constexpr (PAIRS) {
           vf odd = i + 1 < count ? exp2(load(scores + (i + 1) * tile.lanes) - base) : vf{};
           sum += odd;
+          if constexpr (INT8) {
+            p = p * tile.value_scales[i];
+            if (i + 1 < count) odd = odd * tile.value_scales[i + 1];
+          }
           store(scores + i / 2 * tile.lanes, make_pairs(p, odd));
         } else {
+          if constexpr (INT8) p = p * tile.value_scales[i];
           store(scores + i * tile.lanes, p);
         }
       }

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -292,7 +293,13 @@ def ragged_attention(
     slopes: Tensor | None = None,
     selection: Tensor | None = None,
 ) -> Tensor:
-    """`selective::ragged_attention`: one launch writes into the pools, a second attends. [T, H, Dv]."""
+    """`selective::ragged_attention`: one launch writes into the pools, a second attends. [T, H, Dv].
+
+    Raises:
+        ValueError: the pools are int8, which only the CPU's kernels read.
+    """
+    if key_pool.dtype is torch.int8:
+        raise ValueError(f"the pools must be {query.dtype} for Triton's kernels, got torch.int8")
     _write(key, value, key_pool, value_pool, slot_mapping)
     if selection is not None:
         metadata = (cu_seqlens_q, context_lens, block_table)

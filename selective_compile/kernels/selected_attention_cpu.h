@@ -12,7 +12,7 @@
 
 namespace {
 
-template <typename T> class SelectedAttention {
+template <typename T, typename S> class SelectedAttention {
  public:
   explicit SelectedAttention(const Call& call)
       : call_(call), keys_(call), depth_(round_up(call.size, W)), width_(round_up(call.value_size, W)),
@@ -29,7 +29,7 @@ template <typename T> class SelectedAttention {
     parallel_for(call_, items, work < 400'000 ? 1 : call_.threads,
                  [&](int64_t i) { attend(rows[i / call_.heads], i % call_.heads); });
     const int64_t row = call_.query_heads * call_.value_size, used = call_.cu_seqlens_q[call_.requests];
-    std::memset(static_cast<void*>(Keys<T>::at(call_.output, used * row)), 0, (call_.rows - used) * row * sizeof(T));
+    std::memset(static_cast<void*>(Keys<T, S>::at(call_.output, used * row)), 0, (call_.rows - used) * row * sizeof(T));
     return OK;
   }
 
@@ -48,17 +48,22 @@ template <typename T> class SelectedAttention {
       if (selection[i] >= 0 && selection[i] <= row.position) seen[n++] = selection[i];
     for (int64_t g = 0; g < group_; ++g) widen(queries + g * depth_, keys_.query(row, head * group_ + g), call_.size);
     for (int64_t i = 0; i < n; ++i) {
-      widen(wide, keys_.key(row, head, seen[i]), call_.size);
+      const S* key = keys_.key(row, head, seen[i]);
+      const float scale = keys_.scale(key, call_.size);
+      widen(wide, key, call_.size);
       for (int64_t g = 0; g < group_; ++g)
-        weights[g * lanes_ + i] = score(dot(queries + g * depth_, wide, depth_), head * group_ + g, seen[i] - row.position);
+        weights[g * lanes_ + i] =
+            score(dot(queries + g * depth_, wide, depth_) * scale, head * group_ + g, seen[i] - row.position);
     }
     std::fill(sums, sums + group_ * width_, 0.f);
     float totals[1], *total_weight = group_ == 1 ? totals : memory;  // the queries are not needed any more
     for (int64_t g = 0; g < group_; ++g) total_weight[g] = normalise(weights + g * lanes_, n, head * group_ + g);
     for (int64_t i = 0; i < n; ++i) {
-      widen(wide, keys_.value(row, head, seen[i]), call_.value_size);
+      const S* value = keys_.value(row, head, seen[i]);
+      const float scale = keys_.scale(value, call_.value_size);
+      widen(wide, value, call_.value_size);
       for (int64_t g = 0; g < group_; ++g) {
-        const float weight = weights[g * lanes_ + i];
+        const float weight = weights[g * lanes_ + i] * scale;
         for (int64_t d = 0; d < width_; d += W)
           store(sums + g * width_ + d, load(sums + g * width_ + d) + weight * load(wide + d));
       }
@@ -90,7 +95,7 @@ template <typename T> class SelectedAttention {
   }
 
   void finish(const Row& row, int64_t head, const float* sums, float weight) const {
-    T* to = Keys<T>::at(call_.output, (row.row * call_.query_heads + head) * call_.value_size);
+    T* to = Keys<T, S>::at(call_.output, (row.row * call_.query_heads + head) * call_.value_size);
     for (int64_t d = 0; d < call_.value_size; d += W) {
       T part[W];
       store(part, load(sums + d) / weight);
@@ -99,7 +104,7 @@ template <typename T> class SelectedAttention {
   }
 
   const Call& call_;
-  const Keys<T> keys_;
+  const Keys<T, S> keys_;
   const int64_t depth_, width_, group_, lanes_;
 };
 

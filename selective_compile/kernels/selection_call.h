@@ -5,8 +5,10 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
+#include "int8_rows_cpu.h"
 #include "threads_cpu.h"
 #include "vectors_cpu.h"
 
@@ -18,7 +20,7 @@ struct Call {
   const int32_t *cu_seqlens_q, *context_lens, *block_table;  // context_lens null: no pool, keys are the rows themselves
   const int64_t* slot_mapping;
   void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
-  int64_t dtype, threads;
+  int64_t dtype, int8_pools, threads;  // int8_pools: rows of the pools are those of int8_rows_cpu.h
   int64_t rows, query_heads, heads, size, value_size;
   int64_t requests, block_size, num_blocks, max_blocks, table_stride;
   int64_t query_row, query_head, key_row, key_head, value_row, value_head;
@@ -52,7 +54,8 @@ inline float dot(const float* a, const float* b, int64_t n) {
 // One row of a request: its number in the step, its position, and the request.
 struct Row { int64_t row, position, request; };
 
-template <typename T> class Keys {
+// T: of queries, rows and results; S: of the pools, the same or int8 rows.
+template <typename T, typename S = T> class Keys {
  public:
   explicit Keys(const Call& call) : call_(call) {}
 
@@ -83,12 +86,11 @@ template <typename T> class Keys {
       const int64_t slot = call_.slot_mapping[t], block = slot / call_.block_size, offset = slot % call_.block_size;
       if (slot < 0) continue;
       for (int64_t k = 0; k < call_.heads; ++k) {
-        T* key = at(call_.key_pool, block * call_.key_block + k * call_.key_block_head + offset * call_.key_slot);
-        std::memcpy(static_cast<void*>(key), at(call_.key, t * call_.key_row + k * call_.key_head), call_.size * sizeof(T));
+        S* key = kept(call_.key_pool, block * call_.key_block + k * call_.key_block_head + offset * call_.key_slot);
+        keep(key, at(call_.key, t * call_.key_row + k * call_.key_head), call_.size);
         if (!call_.value) continue;
-        T* value = at(call_.value_pool, block * call_.value_block + k * call_.value_block_head + offset * call_.value_slot);
-        std::memcpy(static_cast<void*>(value), at(call_.value, t * call_.value_row + k * call_.value_head),
-                    call_.value_size * sizeof(T));
+        S* value = kept(call_.value_pool, block * call_.value_block + k * call_.value_block_head + offset * call_.value_slot);
+        keep(value, at(call_.value, t * call_.value_row + k * call_.value_head), call_.value_size);
       }
     }
   }
@@ -108,14 +110,14 @@ template <typename T> class Keys {
     return found;
   }
 
-  const T* key(const Row& row, int64_t head, int64_t position) const {
+  const S* key(const Row& row, int64_t head, int64_t position) const {
     const auto [block, slot] = place(row, position);
-    return at(call_.key_pool, block * call_.key_block + head * call_.key_block_head + slot * call_.key_slot);
+    return kept(call_.key_pool, block * call_.key_block + head * call_.key_block_head + slot * call_.key_slot);
   }
 
-  const T* value(const Row& row, int64_t head, int64_t position) const {
+  const S* value(const Row& row, int64_t head, int64_t position) const {
     const auto [block, slot] = place(row, position);
-    return at(call_.value_pool, block * call_.value_block + head * call_.value_block_head + slot * call_.value_slot);
+    return kept(call_.value_pool, block * call_.value_block + head * call_.value_block_head + slot * call_.value_slot);
   }
 
   const T* query(const Row& row, int64_t head) const {
@@ -124,7 +126,27 @@ template <typename T> class Keys {
 
   static T* at(char* tensor, int64_t element) { return reinterpret_cast<T*>(tensor) + element; }
 
+  // What a row of the pool of so many numbers is multiplied by.
+  static float scale(const S* row, int64_t size) {
+    if constexpr (INT8) return scale_of(row, size);
+    return 1;
+  }
+
  private:
+  static constexpr bool INT8 = std::is_same_v<S, int8_t>;
+
+  static S* kept(char* pool, int64_t element) { return reinterpret_cast<S*>(pool) + element; }
+
+  static void keep(S* to, const T* from, int64_t size) {
+    if constexpr (INT8) {
+      float* wide = scratch_of_thread.floats(round_up(size, W));
+      widen(wide, from, size);
+      quantise(to, wide, size);
+    } else {
+      std::memcpy(static_cast<void*>(to), from, size * sizeof(T));
+    }
+  }
+
   struct Place { int64_t block, slot; };
 
   Place place(const Row& row, int64_t position) const {

@@ -21,18 +21,24 @@
 
 namespace {
 
-template <template <typename> class Op> Status run(const void* packed) {
+// Keys of an indexer are never kept as int8.
+template <typename T, typename> using Select = TopKeys<T>;
+
+template <template <typename, typename> class Op> Status run(const void* packed) {
   Call call;
   std::memcpy(&call, packed, sizeof call);
-  switch (call.dtype) {
-    case 0: return Op<float>(call).run();
-    case 1: return Op<bf16>(call).run();
-    case 2: return Op<fp16>(call).run();
+  switch (call.dtype + 3 * call.int8_pools) {
+    case 0: return Op<float, float>(call).run();
+    case 1: return Op<bf16, bf16>(call).run();
+    case 2: return Op<fp16, fp16>(call).run();
+    case 3: return Op<float, int8_t>(call).run();
+    case 4: return Op<bf16, int8_t>(call).run();
+    case 5: return Op<fp16, int8_t>(call).run();
     default: return BAD_DTYPE;
   }
 }
 
 }  // namespace
 
-extern "C" int selective_top_keys(const void* packed) { return run<TopKeys>(packed); }
+extern "C" int selective_top_keys(const void* packed) { return run<Select>(packed); }
 extern "C" int selective_selected_attention(const void* packed) { return run<SelectedAttention>(packed); }

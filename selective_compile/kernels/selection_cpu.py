@@ -18,13 +18,14 @@ from selective_compile.kernels.ragged_attention_cpu import (
     REFUSALS,
     address,
     check_metadata,
+    check_pools,
     check_rows,
     per_head,
 )
 
 _functions = native.Functions(__file__)
 
-_pack = struct.Struct("=40q2d").pack
+_pack = struct.Struct("=41q2d").pack
 
 
 def ragged_top_keys(
@@ -48,7 +49,7 @@ def ragged_top_keys(
     """
     check_rows(query, key, key)
     check_metadata(cu_seqlens_q, context_lens, block_table, slot_mapping, rows=query.shape[0])
-    _check_pool("key_pool", key_pool, key)
+    _check_index_pool(key_pool, key)
     selection = query.new_empty((query.shape[0], count), dtype=torch.int32)
     held = _row_weights(weights, query)
     _launch(
@@ -105,10 +106,7 @@ def ragged_selected_attention(
     """
     check_rows(query, key, value)
     check_metadata(cu_seqlens_q, context_lens, block_table, slot_mapping, rows=query.shape[0])
-    _check_pool("key_pool", key_pool, key)
-    _check_pool("value_pool", value_pool, value)
-    if key_pool.shape[:3] != value_pool.shape[:3]:
-        raise ValueError(f"the pools must have the same blocks, got {key_pool.shape} and {value_pool.shape}")
+    check_pools(key, value, key_pool, value_pool)
     metadata = (cu_seqlens_q, context_lens, block_table, slot_mapping)
     pools = (key_pool, value_pool)
     return _attend((query, key, value), pools, metadata, scale, softcap, sinks, slopes, selection)
@@ -178,8 +176,10 @@ def _launch(
         key_strides: tuple[int, ...] = (0, key.stride(1), key.stride(0))
         value_strides: tuple[int, ...] = (0, 0, 0) if value is None else (0, value.stride(1), value.stride(0))
         sizes = (bounds.numel() - 1, 0, 0, 0, 0)
+        int8_pools = False
     else:
         keys, values = pools
+        int8_pools = keys.dtype is torch.int8
         key_strides = keys.stride()[:3]
         value_strides = (0, 0, 0) if values is None else values.stride()[:3]
         table = others[1]
@@ -191,7 +191,7 @@ def _launch(
         *(tensor.data_ptr() for tensor in others[2:]),
         *(() if others else (0, 0, 0)),
         native.torch_parallel(),
-        *(DTYPES[query.dtype], torch.get_num_threads()),
+        *(DTYPES[query.dtype], int8_pools, torch.get_num_threads()),
         *(rows, query_heads, key.shape[1], size, value_size),
         *sizes,
         *(*query.stride()[:2], *key.stride()[:2], *((0, 0) if value is None else value.stride()[:2])),
@@ -217,8 +217,8 @@ def _check_bounds(cu_seqlens_q: Tensor) -> None:
         raise ValueError(f"cu_seqlens_q must be contiguous int32, got {cu_seqlens_q.dtype}")
 
 
-def _check_pool(name: str, pool: Tensor, rows: Tensor) -> None:
+def _check_index_pool(pool: Tensor, rows: Tensor) -> None:
     fits = pool.dim() == 4 and pool.dtype is rows.dtype and pool.shape[1::2] == rows.shape[1:] and pool.stride(3) == 1
     if not fits:
         wanted = f"[num_blocks, {rows.shape[1]}, block_size, {rows.shape[2]}] {rows.dtype}, contiguous in the last"
-        raise ValueError(f"{name} must be {wanted}, got {list(pool.shape)} {pool.dtype}")
+        raise ValueError(f"key_pool must be {wanted}, got {list(pool.shape)} {pool.dtype}")

@@ -1,4 +1,4 @@
-// SIMD vectors of floats for CPU kernels: float32, bfloat16 and float16 in memory, sums across lanes, exp2, tanh.
+// SIMD vectors of floats for CPU kernels: float32, bfloat16, float16 and int8 in memory, sums across lanes, exp2, tanh.
 //
 // Vectors are GCC vector extensions, with intrinsics where these are faster: one source serves AVX-512, AVX2, SSE2 and
 // other machines.
@@ -26,6 +26,7 @@ typedef float vf __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
 typedef uint32_t vu __attribute__((vector_size(W * 4)));
 typedef uint16_t vh __attribute__((vector_size(W * 2)));
+typedef int8_t vb __attribute__((vector_size(W)));
 
 struct bf16 { uint16_t bits; };
 struct fp16 { uint16_t bits; };
@@ -73,6 +74,17 @@ inline void store(fp16* p, vf v) {
   half = (vu)select(magnitude == magnitude, (vf)half, (vf)(vu{} + 0x7e00));
   write((uint16_t*)p, __builtin_convertvector(half | sign, vh));
 }
+#endif
+
+// Two instructions a vector, which keeps up with memory: a quarter of the bytes of floats come through.
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+inline vf load(const int8_t* p) { return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(read<__m128i>(p))); }
+#elif defined(__AVX2__)
+inline vf load(const int8_t* p) {
+  return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+#else
+inline vf load(const int8_t* p) { return __builtin_convertvector(__builtin_convertvector(read<vb>(p), vi), vf); }
 #endif
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)

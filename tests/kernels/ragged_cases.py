@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from selective_compile import reference
+from selective_compile import int8_rows, reference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +65,17 @@ class Inputs:
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in skipped)
 
     def to(self, dtype: torch.dtype) -> Inputs:
-        """A copy with its own pools; what is drawn in one dtype can be checked in another."""
+        """A copy with its own pools; what is drawn in one dtype can be checked in another. Pools of int8 stay that."""
         tensors = {name: getattr(self, name) for name in ("query", "key", "value", "key_pool", "value_pool")}
-        return dataclasses.replace(self, **{name: tensor.to(dtype, copy=True) for name, tensor in tensors.items()})
+        kinds = {name: torch.int8 if tensor.dtype == torch.int8 else dtype for name, tensor in tensors.items()}
+        return dataclasses.replace(
+            self, **{name: tensor.to(kinds[name], copy=True) for name, tensor in tensors.items()}
+        )
+
+    def with_int8_pools(self) -> Inputs:
+        """The same step with pools of int8 rows; what may not be read has NaN for its scale."""
+        pools = {name: int8_rows.quantised(getattr(self, name)) for name in ("key_pool", "value_pool")}
+        return dataclasses.replace(self, **pools)
 
 
 PREFILL = ((5, 0), (37, 0), (1, 0))

@@ -53,6 +53,7 @@ LARGER = (
     ),
 )
 RUNS = [(case, dtype) for case in (*CASES, *LARGER) for dtype in TOLERANCE]
+KV_DTYPES = ("auto", "int8")
 
 
 @pytest.fixture(params=(1, 2), ids=("one_thread", "two_threads"))
@@ -77,12 +78,18 @@ def check_ragged(inputs: Inputs) -> None:
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=TOLERANCE[output.dtype])
     # Exactly: written slots are copies, all others (NaN among them) are as before.
     for pool, exact in ((inputs.key_pool, key_pool), (inputs.value_pool, value_pool)):
-        torch.testing.assert_close(pool.double(), exact, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(pool.double(), exact.double(), rtol=0, atol=0, equal_nan=True)
 
 
+def step(case: Case, dtype: torch.dtype, kv_dtype: str, seed: int = 0) -> Inputs:
+    inputs = make_inputs(case, dtype, seed)
+    return inputs.with_int8_pools() if kv_dtype == "int8" else inputs
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize(("case", "dtype"), RUNS, ids=str)
-def test_ragged_attention(case, dtype, threads, nan_filled_outputs):
-    check_ragged(make_inputs(case, dtype))
+def test_ragged_attention(case, dtype, kv_dtype, threads, nan_filled_outputs):
+    check_ragged(step(case, dtype, kv_dtype))
 
 
 @pytest.mark.parametrize(("case", "dtype"), RUNS, ids=str)
@@ -96,15 +103,21 @@ def test_varlen_attention(case, dtype, threads, nan_filled_outputs):
 def test_every_combination_of_features(dtype, nan_filled_outputs):
     for case in COMBINATIONS:
         inputs = make_inputs(case, dtype)
+        check_ragged(inputs.with_int8_pools())
         check_ragged(inputs)
         output = launcher.varlen_attention(*inputs.varlen())
         torch.testing.assert_close(output.double(), exact_varlen(inputs), rtol=0, atol=TOLERANCE[dtype], msg=case.name)
 
 
 @settings(max_examples=100, deadline=None)
-@given(case=cases(), dtype=st.sampled_from(sorted(TOLERANCE, key=str)), seed=st.integers(0, 9))
-def test_any_step(case, dtype, seed):
-    check_ragged(make_inputs(case, dtype, seed))
+@given(
+    case=cases(),
+    dtype=st.sampled_from(sorted(TOLERANCE, key=str)),
+    kv_dtype=st.sampled_from(KV_DTYPES),
+    seed=st.integers(0, 9),
+)
+def test_any_step(case, dtype, kv_dtype, seed):
+    check_ragged(step(case, dtype, kv_dtype, seed))
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16, torch.float64), ids=str)
@@ -134,14 +147,16 @@ def test_every_instruction_set(architecture, tmp_path, monkeypatch, nan_filled_o
     flags = tuple(f"-march={architecture}" if flag == "-march=native" else flag for flag in native.FLAGS)
     library = native.load(Path(launcher.__file__).with_suffix(".cpp"), cache=tmp_path, flags=flags)
     monkeypatch.setitem(launcher._functions._functions, "selective_attention", library.selective_attention)
-    for case, dtype in RUNS:
-        check_ragged(make_inputs(case, dtype))
+    for kv_dtype in KV_DTYPES:
+        for case, dtype in RUNS:
+            check_ragged(step(case, dtype, kv_dtype))
 
 
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_results_do_not_depend_on_threads_or_on_the_batch(dtype):
+def test_results_do_not_depend_on_threads_or_on_the_batch(dtype, kv_dtype):
     case = next(case for case in LARGER if case.name == "long_chunk")
-    inputs = make_inputs(dataclasses.replace(case, requests=(*case.requests, (1, 700), (1, 1500))), dtype)
+    inputs = step(dataclasses.replace(case, requests=(*case.requests, (1, 700), (1, 1500))), dtype, kv_dtype)
     whole = launcher.ragged_attention(*inputs.ragged())
     before = torch.get_num_threads()
     torch.set_num_threads(3)
@@ -212,7 +227,7 @@ def bad_arguments():
     return {
         "query must be float32, bfloat16 or float16, got torch.float64": {"query": good.query.double()},
         "key and value must be torch.float32, got torch.bfloat16": {"key": good.key.bfloat16()},
-        "the pools must be torch.float32, got torch.float16": {"key_pool": good.key_pool.half()},
+        "the pools must be torch.float32, or torch.int8 both of them, got torch.float16": {"key_pool": good.key_pool.half()},
         "pools must be [num_blocks, K, block_size, D]": {"value_pool": good.value_pool[..., :8]},
         "dimension of query, key and value must be contiguous": {"query": good.query.mT.contiguous().mT},
         "dimension of the pools must be contiguous": {"key_pool": good.key_pool.mT.contiguous().mT},

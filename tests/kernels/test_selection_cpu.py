@@ -64,6 +64,19 @@ def test_attention_to_selected_keys(step: Selecting, dtype: torch.dtype) -> None
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("step", STEPS, ids=str)
+def test_attention_to_selected_keys_in_int8(step: Selecting, dtype: torch.dtype) -> None:
+    inputs, _ = drawn(step, dtype)
+    selection = selected(inputs, step.count, pool=True)
+    own = inputs.with_int8_pools()
+    exact = own.to(torch.float64)
+    expected = reference.ragged_attention(*exact.ragged(), selection)
+    found = attention.ragged_attention(*own.ragged(), selection)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=TOLERANCE[dtype])
+    assert torch.equal(own.key_pool, exact.key_pool) and torch.equal(own.value_pool, exact.value_pool)
+
+
 def test_a_selection_is_among_all_keys() -> None:
     inputs, _ = drawn(STEPS[0], torch.float32)
     selection = selected(inputs, 4, pool=True)
