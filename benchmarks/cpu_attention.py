@@ -51,7 +51,7 @@ def decode(dtype: torch.dtype, kv_dtype: str, arguments: argparse.Namespace) -> 
     block = torch.ones(2**28)  # 1 GiB: far beyond any cache
     kernel, yardstick = turns(lambda: ragged_attention(*step), lambda: block.sum(), arguments.turns)
     rate, floor = read / kernel / 1e9, block.nbytes / yardstick / 1e9
-    return {"case": "decode", "unit": "GB/s", "rate": rate, "yardstick": floor, "share": rate / floor, "seconds": kernel}
+    return {"case": "decode", "unit": "GB/s", "rate": rate, "yardstick": floor, "share": rate / floor}
 
 
 def prefill(dtype: torch.dtype, kv_dtype: str, arguments: argparse.Namespace) -> dict[str, float | str]:

@@ -3,9 +3,9 @@
 Before::  key_pool_0 [blocks, K, block_size, D] float32
 After::   key_pool_0 [blocks, K, block_size, row_bytes(D)] int8
 
-Precondition: the flat graph is paged, and `EngineConfig.kv_dtype` is "int8"; it changes results, so that it is no part of
-the pipeline.  Declines: pools that are int8 already.  What is no attention's key or value stays as it is: the keys of a
-sparse indexer, which decide what is attended to, and the states of recurrences, which errors would add up in.
+Precondition: the flat graph is paged, and `EngineConfig.kv_dtype` is "int8"; it changes results, so that it is no part
+of the pipeline.  Declines: pools that are int8 already.  What is no attention's key or value stays as it is: the keys
+of a sparse indexer, which decide what is attended to, and the states of recurrences, which errors would add up in.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Narrow what attention sees, where the user asks for it: the one pass that changes results.
+"""Narrow what attention sees, where the user asks for it: with `int8_pools`, a pass that changes results.
 
 Before::  causal                        window 4096                 chunks of 512
 After::   causal, window 1024           window 1024                 chunks of 512, window 1024

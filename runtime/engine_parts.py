@@ -94,13 +94,14 @@ def _whole_in_blocks(program: Program) -> bool:
 
 def _alike(config: EngineConfig, runner: ModelRunner) -> EngineConfig:
     """For an assistant: as many blocks as the model itself has, which are found again from step to step; host memory is
-    the model's."""
+    the model's, and so are keys and values in int8, which an assistant may be refused with."""
     first = next(iter(runner.num_blocks.values()), None)
     return replace(
         config,
         max_kv_tokens=config.max_kv_tokens if first is None else first * config.block_size,
         block_reuse=True,
         host_kv_bytes=0,
+        kv_dtype="auto",
         scheduler_policy="max_utilization",
         record=None,
     )

@@ -56,7 +56,7 @@ class LogitError:
 def logit_error(model: nn.Module, prompts: Sequence[Sequence[int]], config: EngineConfig) -> LogitError:
     """Compare the configuration's logits with those of the same one without the options that change results.
 
-    Both engines compute the prompts, one after another; of each prompt, the rows [tokens, V] of both are held at a time.
+    Both engines compute the prompts, one after another; the rows [tokens, V] of one prompt are held at a time.
 
     Args:
         prompts: token ids; what the model is to be used for tells most, and at least two tokens in one of them.
@@ -73,7 +73,8 @@ def logit_error(model: nn.Module, prompts: Sequence[Sequence[int]], config: Engi
     engines = Engine(model, exact), Engine(model, replace(config, record=None))
     sums = _Sums()
     for prompt in prompts:
-        sums.add(*(prompt_logits(engine, prompt) for engine in engines), torch.tensor(list(prompt)))
+        expected, found = (prompt_logits(engine, prompt) for engine in engines)
+        sums.add(expected, found, torch.tensor(list(prompt)))
     return sums.result(*(engine.kv_bytes_per_token for engine in engines))
 
 

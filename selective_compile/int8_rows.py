@@ -3,9 +3,9 @@
     stored [..., row_bytes(D)] int8:  D numbers | zeros up to a multiple of 4 | the scale, float32, 4 bytes
 
 A row is the key or the value of one token and one head. Its scale is its largest magnitude / 127, and its numbers are
-row / scale, rounded to nearest with ties to even, from -127 to 127. The scale stands in the row, so that whatever copies,
-shares or counts blocks needs to know nothing of it; a row that holds anything but finite numbers gets that as its scale
-and zeros for numbers, so that it comes back as NaN.
+row / scale, rounded to nearest with ties to even, from -127 to 127. The scale stands in the row, so that whatever
+copies, shares or counts blocks needs to know nothing of it; a row that holds anything but finite numbers gets that as
+its scale and zeros for numbers, so that it comes back as NaN.
 
 `selective_compile.reference` keeps rows by these functions, and kernels by `kernels/int8_rows_cpu.h`: the same bytes.
 """

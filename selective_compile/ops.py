@@ -18,8 +18,8 @@ the last dimension of every tensor is contiguous):
     query         [T, H, D] float32, bfloat16 or float16
     key, value    [T, K, D], [T, K, Dv]; query head h reads key/value head h // (H // K)
     key_pool      [num_blocks, K, block_size, D], changed in place; value_pool likewise with Dv; query's dtype, or both
-                  int8, whose rows are those of `selective_compile.int8_rows`: row_bytes(D) and row_bytes(Dv) long, not with
-                  Triton. A row of this step is attended to as it stands in the pool
+                  int8 with the rows of `selective_compile.int8_rows`, row_bytes(D) and row_bytes(Dv) long, but not for
+                  Triton's kernels. A row of this step is attended to as it stands in the pool
     cu_seqlens_q  [N + 1] int32, rows of request n are cu_seqlens_q[n] : cu_seqlens_q[n + 1], possibly none
     context_lens  [N] int32, tokens of the request in the pool after this step's write
     block_table   [N, max_blocks] int32, block i of request n holds its tokens from i * block_size

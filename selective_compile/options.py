@@ -48,11 +48,12 @@ class EngineConfig(_NamedOptions):
             last ones; a layer that sees fewer stays as it is. Keys and values outside are given up, so that a request
             holds that much however long it gets. Longer requests get other tokens than by `generate`: it is exact for
             the model with that window, not for the model as it is. None: as far as the model sees.
-        kv_dtype: what keys and values of attention are kept in: "auto", the model's dtype, or "int8", with a float32 scale
-            for each token and head: about a quarter of the bytes of float32 and half of those of bfloat16, so that as
-            much memory holds more tokens and a step reads less of it. It changes results: `logit_error` measures by how
-            much. What is no attention's key or value is kept as it is, as recurrent states and the keys of a sparse
-            indexer. On a CPU; refused for models in which not every attention is ragged.
+        kv_dtype: what keys and values of attention are kept in: "auto", the model's dtype, or "int8", with a float32
+            scale for each token and head: little more than a quarter of the bytes of float32 and half of those of
+            bfloat16, so that as much memory holds more tokens and a step reads less of it. It changes results:
+            `selective_compile.runtime.logit_error` measures by how much. What is no attention's key or value is kept as
+            it is, as recurrent states and the keys of a sparse indexer. On a CPU, without Triton; refused for models in
+            which not every attention is ragged.
         block_reuse: a request starts from the blocks of its leading tokens that another one left computed.
         scheduler_policy: "max_utilization" admits what fits now and preempts when blocks run short;
             "guaranteed_no_evict" admits only what can run to its end whatever the others generate.
@@ -141,6 +142,8 @@ class EngineConfig(_NamedOptions):
         _require_one_of("scheduler_policy", self.scheduler_policy, get_args(SchedulerPolicy))
         _require_one_of("waiting_order", self.waiting_order, get_args(WaitingOrder))
         _require_one_of("kv_dtype", self.kv_dtype, get_args(KvDtype))
+        if self.kv_dtype == "int8" and self.implementation == "triton":
+            raise ValueError("kv_dtype must be 'auto' with implementation 'triton', got 'int8', which it cannot read")
         _require_one_of("batching", self.batching, get_args(Batching))
         slowdown = self.prefill_slowdown
         number = isinstance(slowdown, (int, float)) and not isinstance(slowdown, bool)

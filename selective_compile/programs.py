@@ -69,7 +69,7 @@ def _compiled(model: nn.Module, config: EngineConfig) -> Program:
 
 
 def check_kv_dtype(config: EngineConfig, proved: Proved) -> None:
-    """Raises ValueError where keys and values cannot be int8: isolated modules keep theirs in caches of Hugging Face."""
+    """Raises ValueError where keys and values cannot be int8: isolated modules keep theirs in Hugging Face's caches."""
     if proved.isolated:
         refused = "; ".join(f"{path}: {refusal}" for path, refusal in proved.isolated.items())
         raise ValueError(f"{NOT_RAGGED}, got {config.kv_dtype!r}: {refused}")
@@ -77,11 +77,8 @@ def check_kv_dtype(config: EngineConfig, proved: Proved) -> None:
     assert flat is not None
     if not flat.calls:
         raise ValueError(f"kv_dtype must be 'auto' for a model without attention, got {config.kv_dtype!r}")
-    if flat.device.type != "cpu" or config.implementation == "triton":
-        raise ValueError(
-            f"kv_dtype must be 'auto' but on a CPU, whose native kernels alone read {config.kv_dtype}; got "
-            f"{config.kv_dtype!r} on {flat.device} with implementation {config.implementation!r}"
-        )
+    if flat.device.type != "cpu":
+        raise ValueError(f"kv_dtype must be 'auto' but on a CPU, got {config.kv_dtype!r} on {flat.device}")
 
 
 def step_program(model: nn.Module, config: EngineConfig, proved: Proved) -> StepProgram:
@@ -142,8 +139,8 @@ def shortened(name: str, program: StepProgram) -> str:
     before = sum(replace(site, int8=False).bytes_per_token for site in calls)
     return (
         f"{len(calls)} attention calls of {name} keep keys and values as int8 (kv_dtype), in "
-        f"{sum(site.bytes_per_token for site in calls)} bytes a token, not {before}: requests may get other tokens than "
-        "by generate; selective_compile.runtime.logit_error measures how far logits move"
+        f"{sum(site.bytes_per_token for site in calls)} bytes a token, not {before}: requests may get other tokens "
+        "than by generate; selective_compile.runtime.logit_error measures how far logits move"
     )
 
 

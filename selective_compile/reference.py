@@ -34,8 +34,8 @@ def ragged_attention(
     """`selective::ragged_attention`: write this step's keys and values, then attend. Returns [T, H, Dv]."""
     written, block_size = slot_mapping >= 0, key_pool.shape[2]
     slots = slot_mapping[written]
-    for pool, rows in ((key_pool, key), (value_pool, value)):
-        kept = int8_rows.quantised(rows[written]) if pool.dtype == torch.int8 else rows[written]
+    for pool, new in ((key_pool, key[written]), (value_pool, value[written])):
+        kept = int8_rows.quantised(new) if pool.dtype == torch.int8 else new
         pool[slots // block_size, :, slots % block_size] = kept
     output = query.new_zeros(*query.shape[:2], value.shape[-1])
     bounds = cu_seqlens_q.tolist()

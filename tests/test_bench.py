@@ -181,6 +181,7 @@ def test_the_work_of_a_model_is_read_off_its_weights(checkpoint: Checkpoint) -> 
     assert work.flops_per_token == 2 * layers and work.flops_per_row == 2 * 256 * 128
     assert (work.weight_bytes, work.head_bytes) == (2 * layers, 2 * 256 * 128)
     assert work.kv_bytes_per_token == 2 * (2 * 2 * 2 * 32)
+    assert Work.of(replace(checkpoint, dtype="bfloat16").load(), "int8").kv_bytes_per_token == 2 * 2 * 2 * (32 + 4)
     assert work.flops_per_pair == 2 * 2 * 2 * 128
     assert work == Work.of(replace(checkpoint, dtype="bfloat16").skeleton())
 

@@ -366,6 +366,16 @@ def test_generate_with_the_model_that_ships() -> None:
     assert ok("generate", "12+7=").stdout == "12+7=19\n"
 
 
+# logit-error
+
+
+def test_the_error_of_int8_keys_and_values_is_measured() -> None:
+    found = json.loads(ok("logit-error", "12+7=19", "--json").stdout)
+    assert 0 < found["mean_error"] < 0.05 and found["tokens"] == 8
+    assert (found["exact_kv_bytes"], found["kv_bytes"]) == (2560, 720)
+    assert "config must change results by one of" in refused("logit-error", "12+7=19", "--kv-dtype", "auto")
+
+
 # replay
 
 

@@ -9,6 +9,8 @@ from typing import Self
 from transformers import PreTrainedModel
 
 from selective_compile.bench.ceilings import Ceilings
+from selective_compile.int8_rows import row_bytes
+from selective_compile.options import KvDtype
 from selective_compile.runtime.stats import StepFloor, StepRecord
 
 
@@ -33,20 +35,21 @@ class Work:
     kv_bytes_per_token: int
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> Self:
-        """Of a model with one kind of attention, as the benchmark's Llama."""
+    def of(cls, model: PreTrainedModel, kv_dtype: KvDtype = "auto") -> Self:
+        """Of a model with one kind of attention, as the benchmark's Llama; `kv_dtype` as in `EngineConfig`."""
         head = model.get_output_embeddings().weight
         matrices = [p for p in model.base_model.layers.parameters() if p.ndim == 2]
         config = model.config
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         itemsize = model.dtype.itemsize
+        row = row_bytes(size) if kv_dtype == "int8" else size * itemsize
         return cls(
             weight_bytes=sum(p.numel() for p in matrices) * itemsize,
             head_bytes=head.numel() * itemsize,
             flops_per_token=2 * sum(p.numel() for p in matrices),
             flops_per_row=2 * head.numel(),
             flops_per_pair=4 * config.num_hidden_layers * config.num_attention_heads * size,
-            kv_bytes_per_token=2 * config.num_hidden_layers * config.num_key_value_heads * size * itemsize,
+            kv_bytes_per_token=2 * config.num_hidden_layers * config.num_key_value_heads * row,
         )
 
 

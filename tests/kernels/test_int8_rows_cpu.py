@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +45,8 @@ def test_the_bytes_are_those_of_the_reference(data: st.DataObject, dtype: torch.
     """Ties, zeros, subnormal and huge numbers among them."""
     count, heads, size = (data.draw(st.integers(1, most)) for most in (9, 2, 40))
     steps = st.integers(-254, 254).map(lambda step: step / 2)
-    numbers = st.one_of(steps, st.floats(width=16 if dtype == torch.float16 else 32, allow_nan=False, allow_infinity=False))
+    width: Any = 16 if dtype == torch.float16 else 32
+    numbers = st.one_of(steps, st.floats(width=width, allow_nan=False, allow_infinity=False))
     drawn = data.draw(st.lists(numbers, min_size=size, max_size=size))
     scale = data.draw(st.sampled_from((1.0, 3.0, 2.0**-140, 2.0**90)))
     rows = (torch.tensor(drawn) * torch.linspace(0, scale, count * heads)[:, None]).reshape(count, heads, size)

@@ -227,7 +227,9 @@ def bad_arguments():
     return {
         "query must be float32, bfloat16 or float16, got torch.float64": {"query": good.query.double()},
         "key and value must be torch.float32, got torch.bfloat16": {"key": good.key.bfloat16()},
-        "the pools must be torch.float32, or torch.int8 both of them, got torch.float16": {"key_pool": good.key_pool.half()},
+        "pools must be torch.float32, or torch.int8 both of them, got torch.float16": {
+            "key_pool": good.key_pool.half()
+        },
         "pools must be [num_blocks, K, block_size, D]": {"value_pool": good.value_pool[..., :8]},
         "dimension of query, key and value must be contiguous": {"query": good.query.mT.contiguous().mT},
         "dimension of the pools must be contiguous": {"key_pool": good.key_pool.mT.contiguous().mT},
