@@ -164,6 +164,16 @@ def test_tokens_with_clear_margins_are_those_of_generate(
         assert any(isinstance(one, Copy) and not one.to_host for one in copies)
 
 
+def test_drafts_that_are_turned_down_are_written_over(shipped: tuple[Any, Any, Program]) -> None:
+    model, tokenizer, program = shipped
+    engine = sc.Engine(model, CONFIG, program=program)
+    prompts = prompts_of(tokenizer, 6)
+    requests = [engine.submit(prompt, max_new_tokens=room, prompt_lookup_num_tokens=4) for prompt, room in prompts]
+    found = [list(request.result().tokens) for request in requests]
+    assert found == [own_tokens(model, prompt, room) for prompt, room in prompts]
+    assert engine.stats().tokens_computed > sum(len(prompt) for prompt, _ in prompts) + sum(map(len, found))
+
+
 @pytest.mark.usefixtures("compiled")
 def test_samples_and_beams_that_share_blocks_are_those_of_requests_of_their_own(
     shipped: tuple[Any, Any, Program],
