@@ -17,7 +17,7 @@ from selective_compile.runtime.generation_fields import FIELDS
 from selective_compile.runtime.samples import Asked
 
 # The options of EngineConfig that change results, and what leaves them as they are.
-EXACT: dict[str, Any] = {"kv_dtype": "auto", "max_attention_window": None}
+EXACT: dict[str, Any] = {"kv_dtype": "auto", "weights": "model", "max_attention_window": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ def logit_error(model: nn.Module, prompts: Sequence[Sequence[int]], config: Engi
 
     Args:
         prompts: token ids; what the model is to be used for tells most, and at least two tokens in one of them.
-        config: an option in it changes results: `kv_dtype` or `max_attention_window`.
+        config: an option in it changes results: `kv_dtype`, `weights` or `max_attention_window`.
 
     Raises:
         ValueError: nothing in the configuration changes results, or the model is refused, or a prompt.

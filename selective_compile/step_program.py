@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from selective_compile.capture import ATTENTION_MASK, Captured, capture, recurrences_of
 from selective_compile.compiling import compiled
 from selective_compile.entries import Entries
-from selective_compile.int8_weights import Int8Weights
 from selective_compile.int8_rows import row_bytes
+from selective_compile.int8_weights import Int8Weights
 from selective_compile.live_settings import NOTHING, LiveSettings, Read
 from selective_compile.ops import forced_implementation
 from selective_compile.options import EngineConfig

@@ -333,7 +333,7 @@ def test_the_error_is_measured(shipped: tuple[Any, Any, Program]) -> None:
     assert error.spread == pytest.approx(spread, rel=1e-3)
     assert error.mean_error == pytest.approx(float(difference.square().mean().sqrt()) / spread, rel=1e-2)
     assert "keys and values of a token 720 bytes, without 2560" in str(error)
-    with pytest.raises(ValueError, match="config must change results by one of kv_dtype, max_attention_window, got"):
+    with pytest.raises(ValueError, match="must change results by one of kv_dtype, weights, max_attention_window"):
         logit_error(model, prompts, configured(kv_dtype="auto"))
     with pytest.raises(ValueError, match="prompts must have two tokens or more in one of them, got 1 prompts"):
         logit_error(model, [[5]], CONFIG)
