@@ -7,8 +7,8 @@ tokens (`processors` and `penalties` change the scores, `draw` with `philox` cho
 `records` is what is kept; `generation` read all that from the request), or `beams` do, and `request` hands them to
 whoever waits. `intake` checks what `submit` was given, `request_table` has the unfinished requests, `step_log` counts
 and tells observers; `recording` writes what happened, and `replay` does it again. `logit_error` measures what options
-that change results do to them.
-`batch_manager` is the same engine behind callbacks, `request_processor` several engines behind one `submit`.
+that change results do to them. `batch_manager` is the same engine behind callbacks, `request_processor` several engines
+behind one `submit`.
 """
 
 from selective_compile.runtime.batch_manager import BatchManager, InferenceRequest
