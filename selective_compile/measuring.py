@@ -13,7 +13,7 @@ from rich.text import Text
 
 from selective_compile import checkpoints
 from selective_compile.checkpoints import Checkpoint
-from selective_compile.options import EngineConfig, KvDtype
+from selective_compile.options import EngineConfig, KvDtype, Weights
 from selective_compile.progress import ProgressBars
 from selective_compile.runtime.logit_error import logit_error
 from selective_compile.tables import console
@@ -30,6 +30,7 @@ def logit_error_command(
         typer.Option("--model", help="A folder or a Hugging Face id.", show_default="the model that ships"),
     ] = None,
     kv_dtype: Annotated[KvDtype, typer.Option(help="As in EngineConfig.")] = "int8",
+    weights: Annotated[Weights, typer.Option(help="As in EngineConfig.")] = "model",
     max_attention_window: Annotated[
         int | None, typer.Option(min=1, help="As in EngineConfig.", show_default="as far as the model sees")
     ] = None,
@@ -44,6 +45,7 @@ def logit_error_command(
 
     \b
     selective-compile logit-error
+    selective-compile logit-error --kv-dtype auto --weights int8
     selective-compile logit-error --model ./checkpoint --dtype bfloat16 "$(cat a-long-text.txt)"
     """
     stages = ProgressBars(console(stderr=True))
@@ -51,7 +53,7 @@ def logit_error_command(
         torch.set_num_threads(threads)
     with stages("loading the model"):
         checkpoint = checkpoints.load(model, dtype=dtype, trust_remote_code=trust)
-    config = EngineConfig(kv_dtype=kv_dtype, max_attention_window=max_attention_window, compile=False)
+    config = EngineConfig(kv_dtype=kv_dtype, weights=weights, max_attention_window=max_attention_window, compile=False)
     with stages("computing the prompts, both ways"):
         error = logit_error(checkpoint.model, token_ids(checkpoint, prompts), config)
     if as_json:
