@@ -17,7 +17,7 @@ from selective_compile.passes.normalise import tidy
 from selective_compile.passes.output_tails import Tail, take_off_tails
 from selective_compile.passes.sampled_rows import keep_sampled_rows
 from tests.passes.graphs import analysed, flat_arguments, reasons, sample, trace
-from tests.passes.test_attention import attend
+from tests.passes.spellings import attend
 
 GENERATOR = torch.Generator().manual_seed(0)
 HEAD, WEIGHT = torch.randn(20, 8, generator=GENERATOR), torch.randn(8, 8, generator=GENERATOR)

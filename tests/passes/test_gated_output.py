@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.passes.graphs import analysed, ragged_error, reasons
-from tests.passes.test_attention import SINKS, hide_future, scores_of, swapped
+from tests.passes.spellings import SINKS, hide_future, scores_of, swapped
 
 HEADS = (1, -1, 1)
 

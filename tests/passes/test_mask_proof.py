@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.passes.graphs import analysed, ragged_error, reasons
-from tests.passes.test_attention import below, scores_of, weigh
+from tests.passes.spellings import below, scores_of, weigh
 
 Mask = Callable[[Tensor, Tensor, int], Tensor]  # query positions [S, 1], key positions [1, S], S -> True to keep
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from selective_compile.passes import mask_probes
 from tests.passes.graphs import analysed, ragged_error, reasons
-from tests.passes.test_attention import below, scores_of, weigh
+from tests.passes.spellings import below, scores_of, weigh
 
 ROWS = 300
 LENGTHS = (5, 1, 29, 3)
