@@ -20,7 +20,8 @@ namespace {
 template <class T, class Weight>
 void linear(const Call& p) {
     constexpr int MOST = std::min(W, MAX_DOT_ROWS);
-    if (p.m <= std::min(W, SURE_DOT_ROWS) || (p.m <= MOST && p.m * p.k * T::size <= MAX_DOT_BYTES))
+    const bool sure = Weight::size != T::size || p.m <= SURE_DOT_ROWS || p.m * p.k * T::size <= MAX_DOT_BYTES;
+    if (p.m <= MOST && sure)
         return dot<T, Weight>(p, std::make_integer_sequence<int, MOST>());
     const int64_t passes = (p.m + MAX_X_ROWS - 1) / MAX_X_ROWS, rows = ((p.m + passes - 1) / passes + W - 1) / W * W;
     for (int64_t row = 0; row < p.m; row += MAX_PASSES * rows)

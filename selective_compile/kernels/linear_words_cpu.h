@@ -98,10 +98,14 @@ struct Int8 {
     static Words words(const char* at) {
         typedef int32_t Ints __attribute__((vector_size(W * 4)));
         if constexpr (T::size == 4) {
+#if defined(__AVX512F__)
+            return (Words)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at)));
+#else
             typedef int8_t Bytes __attribute__((vector_size(W)));
             Bytes bytes;
             std::memcpy(&bytes, at, sizeof bytes);
-            return (Words)__builtin_convertvector(bytes, Floats);
+            return (Words)__builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
+#endif
         } else {
             Halves pairs;
             std::memcpy(&pairs, at, sizeof pairs);
