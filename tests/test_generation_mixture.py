@@ -93,9 +93,9 @@ def test_each_of_thirty_two_different_requests_is_what_it_is_by_itself(served: S
     rng = Random(SEED)
     kinds = different(rng, model, tokenizer)
     assert len(kinds) == 32
-    cases = [(name, tokenizer(rng.choice(TEXTS)).input_ids, rng.randint(6, 12)) for name in kinds]
+    cases = [(name, tokenizer(rng.choice(TEXTS)).input_ids, rng.randint(8, 12)) for name in kinds]
     rng.shuffle(cases)
-    sizes = {"token_budget": 24, "block_size": 2, "max_kv_tokens": 130}
+    sizes = {"token_budget": 24, "block_size": 2, "max_kv_tokens": 96}
     engine = sc.Engine(model, sc.EngineConfig(**{**vars(CONFIG), **sizes}), program=program)
     handles, most = {}, 0
     for number, (name, ids, count) in enumerate(cases):

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "threads_cpu.h"
 #include "vectors_cpu.h"
@@ -42,6 +43,17 @@ inline void quantise(int8_t* to, const float* from, int64_t size) {
   }
   std::memset(to + size, 0, scale_at(size) - size);
   write(to + scale_at(size), scale);
+}
+
+// A row of a key or value as the pool has it: as it is, or as int8.
+template <typename S, typename T> void keep(S* to, const T* from, int64_t size) {
+  if constexpr (std::is_same_v<S, int8_t>) {
+    float* wide = scratch_of_thread.floats(round_up(size, W));
+    widen(wide, from, size);
+    quantise(to, wide, size);
+  } else {
+    std::memcpy(static_cast<void*>(to), from, size * sizeof(T));
+  }
 }
 
 }  // namespace

@@ -70,16 +70,6 @@ template <typename T, typename S> class Layout {
     }
   }
 
-  // from[0 : size] as floats, then zeros up to a multiple of W.
-  template <typename R> static void widen(float* to, const R* from, int64_t size) {
-    int64_t d = 0;
-    for (; d + W <= size; d += W) store(to + d, load(from + d));
-    if (d == size) return;
-    R tail[W] = {};
-    std::memcpy(static_cast<void*>(tail), from + d, (size - d) * sizeof(R));
-    store(to + d, load(tail));
-  }
-
   // What rows of so many numbers are multiplied by, for those that are kept as int8.
   static void read_scales(float* to, const S** rows, int64_t count, int64_t size) {
     if constexpr (INT8)

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -17,7 +16,7 @@ template <typename T, typename S> class Plan : public Layout<T, S> {
  protected:
   using Base = Layout<T, S>;
   using Base::call_, Base::group_, Base::rows, Base::context, Base::first_seen, Base::position, Base::partial_size,
-      Base::tensor, Base::pool, Base::widen, Base::INT8;
+      Base::tensor, Base::pool;
 
  public:
   using Base::Base;
@@ -57,16 +56,6 @@ template <typename T, typename S> class Plan : public Layout<T, S> {
     parallel_for(call_, (call_.rows + chunk - 1) / chunk, bytes < 256 * 1024 ? 1 : call_.threads, [&](int64_t i) {
       for (int64_t t = i * chunk; t < std::min(call_.rows, (i + 1) * chunk); ++t) copy(t);
     });
-  }
-
-  static void keep(S* to, const T* from, int64_t size) {
-    if constexpr (INT8) {
-      float* wide = scratch_of_thread.floats(round_up(size, W));
-      widen(wide, from, size);
-      quantise(to, wide, size);
-    } else {
-      std::memcpy(static_cast<void*>(to), from, size * sizeof(T));
-    }
   }
 
   void plan() {

@@ -14,7 +14,7 @@ namespace {
 template <typename T, typename S> class TileKernel : public Layout<T, S> {
   using Base = Layout<T, S>;
   using Base::call_, Base::width_, Base::PAIRS, Base::INT8, Base::first_seen, Base::position, Base::slope,
-      Base::query_vector, Base::locate, Base::widen, Base::read_scales, Base::base2;
+      Base::query_vector, Base::locate, Base::read_scales, Base::base2;
 
  public:
   using Base::Base;

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
 #include <vector>
 
@@ -33,16 +32,6 @@ struct Call {
 };
 
 enum Status { OK = 0, BAD_ROWS = 1, BAD_CONTEXT = 2, BAD_BLOCK = 3, BAD_SLOT = 4, BAD_DTYPE = 5 };
-
-// n elements as floats, and zeros up to n rounded up to W.
-template <typename T> void widen(float* to, const T* from, int64_t n) {
-  int64_t i = 0;
-  for (; i + W <= n; i += W) store(to + i, load(from + i));
-  if (i == n) return;
-  T tail[W] = {};
-  std::memcpy(static_cast<void*>(tail), from + i, (n - i) * sizeof(T));
-  store(to + i, load(tail));
-}
 
 // Of two vectors that are padded with zeros.
 inline float dot(const float* a, const float* b, int64_t n) {
@@ -136,16 +125,6 @@ template <typename T, typename S = T> class Keys {
   static constexpr bool INT8 = std::is_same_v<S, int8_t>;
 
   static S* kept(char* pool, int64_t element) { return reinterpret_cast<S*>(pool) + element; }
-
-  static void keep(S* to, const T* from, int64_t size) {
-    if constexpr (INT8) {
-      float* wide = scratch_of_thread.floats(round_up(size, W));
-      widen(wide, from, size);
-      quantise(to, wide, size);
-    } else {
-      std::memcpy(static_cast<void*>(to), from, size * sizeof(T));
-    }
-  }
 
   struct Place { int64_t block, slot; };
 

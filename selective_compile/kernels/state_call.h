@@ -49,16 +49,6 @@ template <typename Body> void with_dtype(int64_t dtype, const Body& body) {
   else body(fp16{});
 }
 
-// to[0 .. n rounded up to W): n elements as floats, then zeros. Nothing behind the n elements is read.
-template <typename T> void widen(float* to, const T* from, int64_t n) {
-  int64_t i = 0;
-  for (; i + W <= n; i += W) store(to + i, load(from + i));
-  if (i == n) return;
-  T tail[W] = {};
-  std::memcpy(static_cast<void*>(tail), from + i, (n - i) * sizeof(T));
-  store(to + i, load(tail));
-}
-
 // n floats as elements; reads them up to n rounded up to W.
 template <typename T> void narrow(T* to, const float* from, int64_t n) {
   int64_t i = 0;
@@ -69,7 +59,7 @@ template <typename T> void narrow(T* to, const float* from, int64_t n) {
   std::memcpy(static_cast<void*>(to + i), tail, (n - i) * sizeof(T));
 }
 
-// Elements first .. first + n of a vector; widened as above.
+// Elements first .. first + n of a vector as floats, and zeros up to n rounded up to W.
 inline void read_row(float* to, const Rows& rows, int64_t token, int64_t head, int64_t first, int64_t n) {
   int64_t at = token * rows.row + head * rows.head + first;
   with_dtype(rows.dtype, [&](auto element) {

@@ -188,4 +188,14 @@ inline vf tanh(vf x) {
   return (vf)((vi)value | ((vi)x & (int32_t)0x80000000));
 }
 
+// n elements as floats, and zeros up to n rounded up to W.
+template <typename T> void widen(float* to, const T* from, int64_t n) {
+  int64_t i = 0;
+  for (; i + W <= n; i += W) store(to + i, load(from + i));
+  if (i == n) return;
+  T tail[W] = {};
+  std::memcpy(static_cast<void*>(tail), from + i, (n - i) * sizeof(T));
+  store(to + i, load(tail));
+}
+
 }  // namespace
