@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from selective_compile.kernels.candidates_cpu import top_candidates
+from selective_compile.kernels.draw_cpu import draw_tokens
 from selective_compile.runtime.generation import GenerationParams
 from selective_compile.runtime.philox import uniform
 
@@ -37,15 +39,19 @@ def draw(scores: Tensor, params: Sequence[GenerationParams], indices: Sequence[i
         _remove_below_top_k(scores, top_k)
     _remove_above_top_p(scores, params, 0.0)
     _remove_below_min_p(scores, params)
-    return _choose(scores, None, params, indices)
+    return _choose(scores, None, _fractions(params, indices))
 
 
 def draw_of_few(scores: Tensor, params: Sequence[GenerationParams], indices: Sequence[int]) -> list[int | None]:
     """As `draw` for rows that all have a top_k, looking at that many candidates of each; `scores` stays as it is."""
+    fractions = _fractions(params, indices)
+    found = draw_tokens(scores, [wanted.warping for wanted in params], fractions)
+    if found is not None:
+        return [None if token < 0 else token for token in found]
     candidates, vocabulary = _keep_top_k(scores, params)
     _remove_above_top_p(candidates, params, 0.0)
     _remove_below_min_p(candidates, params)
-    return _choose(candidates, vocabulary, params, indices)
+    return _choose(candidates, vocabulary, fractions)
 
 
 def draw_of_nucleus(scores: Tensor, params: Sequence[GenerationParams], indices: Sequence[int]) -> list[int | None]:
@@ -63,7 +69,7 @@ def draw_of_nucleus(scores: Tensor, params: Sequence[GenerationParams], indices:
     # Where the least of the candidates goes, and with it all that are as likely, so does what is no candidate.
     enough = (candidates.masked_fill(candidates == -torch.inf, torch.inf).amin(dim=-1) > least).tolist()
     _remove_below_min_p(candidates, params)
-    found = _choose(candidates, vocabulary, params, indices)
+    found = _choose(candidates, vocabulary, _fractions(params, indices))
     rest = [row for row, fine in enumerate(enough) if not fine]
     if rest:
         plain = [replace(params[row], temperature=1.0) for row in rest]  # scaled already
@@ -78,14 +84,15 @@ def _scale(scores: Tensor, params: Sequence[GenerationParams]) -> None:
         scores.div_(_column(temperatures, torch.float32, scores.device))
 
 
-def _choose(
-    scores: Tensor, vocabulary: Tensor | None, params: Sequence[GenerationParams], indices: Sequence[int]
-) -> list[int | None]:
-    fractions = uniform([wanted.seed for wanted in params], indices).tolist()
+def _fractions(params: Sequence[GenerationParams], indices: Sequence[int]) -> NDArray[np.float64]:
+    return uniform([wanted.seed for wanted in params], indices)
+
+
+def _choose(scores: Tensor, vocabulary: Tensor | None, fractions: NDArray[np.float64]) -> list[int | None]:
     cumulative = _weights(scores).cumsum(dim=-1)
     total = cumulative[:, -1:].contiguous()
     # The first place where the running sum exceeds the drawn share of the total has a weight above 0.
-    threshold = _column(fractions, torch.float64, scores.device) * total
+    threshold = torch.from_numpy(fractions).to(scores.device)[:, None] * total
     chosen = torch.searchsorted(cumulative, threshold, right=True)
     # Rounded, the product may reach the total; then it is the place where the sum gets there.
     last = torch.searchsorted(cumulative, total).clamp_(max=scores.shape[1] - 1)
@@ -103,9 +110,6 @@ def _keep_top_k(scores: Tensor, params: Sequence[GenerationParams]) -> tuple[Ten
     As `TopKLogitsWarper`: whatever is not less than the k-th largest scaled score stays, ties of it included.
     """
     kept = [min(wanted.top_k, scores.shape[1]) for wanted in params]
-    found = top_candidates(scores, kept, [wanted.temperature for wanted in params])
-    if found is not None:
-        return found
     # Scaling keeps the order, so only candidates are scaled. One more than asked for shows whether ties reach further,
     # also those that scaling makes; only then all scores are compared.
     largest, vocabulary = _topk(scores, min(max(kept) + 1, scores.shape[1]))

@@ -14,7 +14,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import llguidance.hf
-import llguidance.numpy
 import numpy as np
 import torch
 from llguidance import LLMatcher, LLTokenizer
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from selective_compile.kernels.penalties_cpu import forbid_tokens
 from selective_compile.runtime.own_code import Failed, attempt
 
 GRAMMARS = ("json_schema", "regex", "grammar")
@@ -43,14 +43,14 @@ class GrammarProcessor(LogitsProcessor):
             ValueError: a token of the request does not follow the grammar, or none is left that does.
         """
         bits = np.zeros((1, self.words), dtype=np.int32)
-        self.fill(input_ids[0].tolist(), bits, 0)
+        self.fill(input_ids[0].tolist(), bits.ctypes.data)
         left = scores.masked_fill(_forbidden(bits, scores), -torch.inf)
         if bool(left.isneginf().all()):
             raise ValueError(NONE_LEFT)
         return left
 
-    def fill(self, tokens: Sequence[int], bits: NDArray[np.int32], place: int) -> None:
-        """Have row `place` of `bits` [R, words] say what can come after the tokens so far.
+    def fill(self, tokens: Sequence[int], bits: int) -> None:
+        """Have the 32-bit words [words] at the address `bits` say what can come after the tokens so far.
 
         Raises:
             ValueError: a token does not follow the grammar.
@@ -58,7 +58,7 @@ class GrammarProcessor(LogitsProcessor):
         for token in tokens[self._read :]:
             self._matcher.consume_token(token)
         self._read = len(tokens)
-        llguidance.numpy.fill_next_token_bitmask(self._matcher, bits, place)
+        self._matcher.unsafe_compute_mask_ptr(bits, 4 * self.words)
         if self._matcher.is_error():
             raise ValueError(f"tokens must follow the grammar: {self._matcher.get_error()}")
 
@@ -76,18 +76,16 @@ def mask(
     if not rows:
         return {}
     bits = np.zeros((len(rows), -(-scores.shape[1] // 32)), dtype=np.int32)
+    start, width = bits.ctypes.data, bits.strides[0]
     errors = {}
     for place, row in enumerate(rows):
         grammar = grammars[row]
         assert grammar is not None and grammar.words == bits.shape[1], (scores.shape, grammar)
-        asked = attempt("logits processors", partial(grammar.fill, histories[row], bits, place))
+        asked = attempt("logits processors", partial(grammar.fill, histories[row], start + place * width))
         if isinstance(asked, Failed):
             errors[row] = asked.error
-    forbidden = _forbidden(bits, scores)
-    if len(rows) == len(scores):
-        scores.masked_fill_(forbidden, -torch.inf)
-    else:
-        scores[rows] = scores[rows].masked_fill_(forbidden, -torch.inf)
+    if not forbid_tokens(scores, rows, bits):
+        scores[rows] = scores[rows].masked_fill_(_forbidden(bits, scores), -torch.inf)
     return errors
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import inspect
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as kinds
@@ -43,7 +43,7 @@ WARPERS = (
 class Ban(NamedTuple):
     """Tokens that cannot come while the sequence, its prompt included, has a length of first .. before - 1."""
 
-    tokens: NDArray[np.int64]
+    tokens: array[int]
     first: int
     before: float
 
@@ -202,13 +202,17 @@ def _read_off(processors: Sequence[Any], prompt_length: int, vocab_size: int) ->
             case kinds.MinPLogitsWarper():
                 found["min_p"] = each.min_p
     # What can never apply to this request has no place in its steps.
-    known = [ban._replace(tokens=ban.tokens[ban.tokens < vocab_size]) for ban in bans if ban.before > prompt_length]
-    return {**found, "bans": tuple(ban for ban in known if ban.tokens.size)}
+    known = [ban._replace(tokens=_below(vocab_size, ban.tokens)) for ban in bans if ban.before > prompt_length]
+    return {**found, "bans": tuple(ban for ban in known if ban.tokens)}
 
 
-def _array(tokens: Tensor) -> NDArray[np.int64]:
-    found = tokens.cpu().numpy().astype(np.int64).reshape(-1)
-    return found[found >= 0]  # -1, as some configurations have it for no token, would be the last of the vocabulary
+def _array(tokens: Tensor) -> array[int]:
+    # -1, as some configurations have it for no token, would be the last of the vocabulary.
+    return array("q", [token for token in tokens.reshape(-1).tolist() if token >= 0])
+
+
+def _below(vocab_size: int, tokens: array[int]) -> array[int]:
+    return array("q", [token for token in tokens if token < vocab_size])
 
 
 def _refuse_foreign_tokens(processors: Sequence[Any], vocab_size: int) -> None:

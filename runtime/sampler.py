@@ -7,6 +7,7 @@ and on nothing else: not on the batch around it, nor on how the prompt was chunk
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +41,7 @@ def sample(
     logits: Tensor,
     params: Sequence[GenerationParams],
     indices: Sequence[int],
-    histories: Sequence[Sequence[int]] = (),
+    histories: Sequence[array[int]] = (),
     *,
     scratch: bool = False,
 ) -> SampledTokens:
@@ -75,7 +76,7 @@ def sample(
     records: list[TokenRecord | None] = [None] * len(params)
     for place, row in enumerate(rows):
         tokens[row] = found[place]
-        records[row] = chosen.record(place, found[place], logits[row])
+        records[row] = chosen.record(place, found[place], logits, row)
     return SampledTokens(tokens=tokens, records=records)
 
 
@@ -88,7 +89,7 @@ class _Chosen:
         scores: Tensor,
         params: Sequence[GenerationParams],
         indices: Sequence[int],
-        histories: Sequence[Sequence[int]],
+        histories: Sequence[array[int]],
     ) -> None:
         self._scores = scores
         self._params = params
@@ -111,10 +112,12 @@ class _Chosen:
         self._refuse_the_impossible(tokens)
         return tokens
 
-    def record(self, place: int, token: int, logits: Tensor) -> TokenRecord | None:
+    def record(self, place: int, token: int, logits: Tensor, row: int) -> TokenRecord | None:
         wanted = self._params[place]
         if place in self._errors:
             return TokenRecord(error=self._errors[place])
+        if not wanted.recorded and wanted.criteria is None:
+            return None
         scores = self._scores[place] if self._keeps_scores(place) else None
         stop = None
         if wanted.criteria is not None:
@@ -126,7 +129,7 @@ class _Chosen:
             stop = asked.result
         if not wanted.recorded and stop is None:
             return None
-        return recorded(wanted, token, logits, scores, stop)
+        return recorded(wanted, token, logits[row], scores, stop)
 
     def _run_processors(self) -> None:
         for place, wanted in enumerate(self._params):

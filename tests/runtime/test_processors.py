@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from array import array
 from typing import Any
 
 import pytest
@@ -93,7 +94,7 @@ def test_a_negative_id_is_no_token() -> None:
     """Such as an end of sequence of -1, for a request that is never to end; and not the last of the vocabulary."""
     logits = torch.arange(float(VOCAB_SIZE))[None]
     for fields in ({"suppress_tokens": [-1]}, {"begin_suppress_tokens": [-1]}, {"eos_token_id": -1, "min_length": 9}):
-        assert sample(logits, [resolve(**fields)], [0], [[1, 2, 3]]).tokens == [VOCAB_SIZE - 1]
+        assert sample(logits, [resolve(**fields)], [0], [array("q", [1, 2, 3])]).tokens == [VOCAB_SIZE - 1]
     params = resolve(eos_token_id=[-1, 4], min_new_tokens=5)
     assert [ban.tokens.tolist() for ban in params.bans] == [[4], [4]]
 
@@ -125,9 +126,9 @@ def test_draws_behind_objects_follow_their_distribution(fields: dict[str, Any]) 
     draws = 10_000
     logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(4)) * 1.5
     params = resolve(**SAMPLED, **fields, logits_processor=[Plain()], output_scores=True)
-    first = sample(logits, [params], [0], [[1, 2]]).records[0]
+    first = sample(logits, [params], [0], [array("q", [1, 2])]).records[0]
     assert first is not None and first.scores is not None
-    tokens = sample(logits.expand(draws, -1), [params] * draws, range(draws), [[1, 2]] * draws).tokens
+    tokens = sample(logits.expand(draws, -1), [params] * draws, range(draws), [array("q", [1, 2])] * draws).tokens
     observed = torch.bincount(torch.tensor(tokens), minlength=30).double()
     expected = first.scores.double().softmax(-1) * draws
     assert observed[expected == 0].sum() == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,15 @@ GREEDY = GenerationParams(
     seed=0,
     logprobs=False,
 )
+
+
+@pytest.fixture(autouse=True, scope="module", params=["kernels", "torch"])
+def _by(request: pytest.FixtureRequest) -> Iterator[None]:
+    """All of it by the kernels for CPUs, and by what other devices run."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr(draw, "draw_tokens", lambda *_: None)
+        yield
 
 
 def params(**fields: Any) -> GenerationParams:
@@ -279,7 +290,7 @@ def test_the_largest_by_groups_are_the_largest(vocabulary: int, count: int) -> N
 def test_logits_are_written_to_only_where_that_is_allowed_and_nothing_keeps_them() -> None:
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
     kept = logits.clone()
-    histories = [[1, 2, 3]] * 3
+    histories = [array("q", [1, 2, 3])] * 3
     plain = [params(repetition_penalty=2.0) for _ in range(3)]
     wanted = sample(logits, plain, [0] * 3, histories).tokens
     assert torch.equal(logits, kept)
