@@ -4,8 +4,8 @@ Before::  selective.linears(x, [wq, wk], [bq, bk])
 After::   selective.linears_int8(x, [wq_int8, wk_int8], [wq_scales, wk_scales], [bq, bk])
 
 The numbers and scales are inputs behind all others; `FlatGraph.quantised` says of which weights.  A tied weight is
-quantised for the head, and stays what it is for the embedding.  Declines where `lower` did: other devices, and what is
-no linear layer on a weight, as experts in one tensor.
+quantised for the head, and stays what it is for the embedding.  Declines on other devices, and for what is no linear
+layer on a weight, as experts in one tensor; modules that run by themselves are called with the model's own weights.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ ops = torch.ops.selective
 
 def quantise(flat: FlatGraph) -> int:
     """Returns how many weights are int8 from here on."""
+    if flat.device.type != "cpu":  # where `lower` takes layers too, for a batch-invariant engine
+        return 0
     graph = flat.module.graph
     weights = dict(zip(graph.nodes, range(len(flat.weights)), strict=False))
     layers = [node for node in graph.nodes if node.target in (ops.linear.default, ops.linears.default)]
@@ -39,7 +41,10 @@ def quantise(flat: FlatGraph) -> int:
 
 
 def is_quantisable(weight: fx.Node, weights: dict[fx.Node, int]) -> bool:
-    return weight in weights and weight.meta["val"].dtype in DTYPES
+    if weight not in weights:
+        return False
+    value = weight.meta["val"]
+    return value.dtype in DTYPES and value.dim() == 2 and value.shape[1] > 0
 
 
 def weights_of(node: fx.Node) -> list[Any]:

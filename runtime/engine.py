@@ -319,16 +319,20 @@ class Engine:
         self._stepping.check()
 
     def drop_computed(self, *, if_idle: bool = False) -> None:
-        """Drop all keys and values, as a change of the weights does; requests compute again what they need.
+        """Drop all keys and values, as a change of the weights does; requests compute again what they need.  Int8
+        numbers of weights are made anew, too, in the next step, for all engines that share the program.
 
         Needed only after a change that PyTorch does not count, such as one through `.data`.
 
         Args:
             if_idle: not if there are unfinished requests.
         """
-        with self._stepping, self._guard:
-            if not (if_idle and self._requests):
+        with self._stepping:
+            with self._guard:
+                if if_idle and self._requests:
+                    return
                 self._drop_computed()
+            self._runner.forget_weights()  # not under the guard: another engine may be making them
 
     def add_observer(self, observer: StepObserver) -> None:
         """Call it after each step from now on, as those given to the constructor."""

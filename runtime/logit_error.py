@@ -18,6 +18,8 @@ from selective_compile.runtime.samples import Asked
 
 # The options of EngineConfig that change results, and what leaves them as they are.
 EXACT: dict[str, Any] = {"kv_dtype": "auto", "weights": "model", "max_attention_window": None}
+# Up to here logits are what a model puts in the place of tokens that it never gives: -inf, or the least of a dtype.
+NEVER = torch.finfo(torch.float16).min
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +29,8 @@ class LogitError:
     Attributes:
         tokens: how many rows of logits were compared.
         spread: the standard deviation of a row's exact logits, on average over the rows.
-        mean_error, largest_error: of all logits, the root of the mean square of the differences, and the largest of
-            them, over the spread.
+        mean_error, largest_error: of the logits, the root of the mean square of the differences, and the largest of
+            them, over the spread.  Logits of tokens that the model never gives count in none of these.
         same_best: the share of the rows whose highest logit is that of the same token.
         exact_perplexity, perplexity: of the prompts, without the options and with them.
         exact_kv_bytes, kv_bytes: of a token, its keys and values in all layers.
@@ -65,12 +67,14 @@ def logit_error(model: nn.Module, prompts: Sequence[Sequence[int]], config: Engi
     Raises:
         ValueError: nothing in the configuration changes results, or the model is refused, or a prompt.
     """
-    exact = replace(config, **EXACT, record=None)
-    if exact == replace(config, record=None):
+    config = replace(config, record=None)
+    if replace(config, **EXACT) == config:
         raise ValueError(f"config must change results by one of {', '.join(EXACT)}, got {config}")
     if not any(len(prompt) > 1 for prompt in prompts):
         raise ValueError(f"prompts must have two tokens or more in one of them, got {len(prompts)} prompts")
-    engines = Engine(model, exact), Engine(model, replace(config, record=None))
+    if config.max_kv_tokens is None:  # of free memory the first engine would leave the second what it does not need
+        config = replace(config, max_kv_tokens=config.block_size + max(map(len, prompts)))
+    engines = Engine(model, replace(config, **EXACT)), Engine(model, config)
     sums = _Sums()
     for prompt in prompts:
         expected, found = (prompt_logits(engine, prompt) for engine in engines)
@@ -99,12 +103,13 @@ class _Sums:
 
     def add(self, exact: Tensor, found: Tensor, prompt: Tensor) -> None:
         """Logits [tokens, V] of both, and the tokens."""
-        difference = found - exact
+        never = exact <= NEVER
+        difference = (found - exact)[~(never & (found <= NEVER))]
         self._rows += len(exact)
-        self._elements += exact.numel()
-        self._spread += float(exact.std(-1).sum())
+        self._elements += len(difference)
+        self._spread += sum(float(row[~hidden].std()) for row, hidden in zip(exact, never, strict=True))
         self._squares += float(difference.double().square().sum())
-        self._largest = max(self._largest, float(difference.abs().max()))
+        self._largest = float(torch.maximum(difference.abs().max(), torch.tensor(self._largest)))  # a NaN stays
         self._same += int((exact.argmax(-1) == found.argmax(-1)).sum())
         self._predicted += len(prompt) - 1
         self._exact_loss += _loss(exact, prompt)
@@ -115,14 +120,29 @@ class _Sums:
         return LogitError(
             tokens=self._rows,
             spread=spread,
-            mean_error=math.sqrt(self._squares / self._elements) / spread,
-            largest_error=self._largest / spread,
+            mean_error=_over(math.sqrt(self._squares / self._elements), spread),
+            largest_error=_over(self._largest, spread),
             same_best=self._same / self._rows,
-            exact_perplexity=math.exp(self._exact_loss / self._predicted),
-            perplexity=math.exp(self._loss / self._predicted),
+            exact_perplexity=_perplexity(self._exact_loss / self._predicted),
+            perplexity=_perplexity(self._loss / self._predicted),
             exact_kv_bytes=exact_kv_bytes,
             kv_bytes=kv_bytes,
         )
+
+
+def _over(error: float, spread: float) -> float:
+    """Infinite where all logits were alike and are not any more."""
+    if not error:
+        return 0.0
+    return error / spread if spread else math.inf
+
+
+def _perplexity(loss: float) -> float:
+    """Infinite where it is more than the largest float."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def _loss(logits: Tensor, prompt: Tensor) -> float:

@@ -63,6 +63,10 @@ class ModelRunner:
         self._weights_version = version
         return changed
 
+    def forget_weights(self) -> None:
+        """Make anew, in the next step, what the program keeps of the weights' values."""
+        self.program.forget_weights()
+
     def forget(self, request: RequestState) -> None:
         """Let go of what the program keeps of a request that has left."""
         self._slots.forget(request)
@@ -139,16 +143,18 @@ def _host_slots(program: Program, config: EngineConfig, size: int) -> int:
 
 
 def _check_compiled_for(program: Program, config: EngineConfig) -> None:
-    """Refuse a program that was compiled for another window, or other pools: both are in its graph."""
+    """Refuse a program that was compiled for another window, other pools or other weights: all are in its graph."""
     if isinstance(program, StepProgram):
-        for name in ("max_attention_window", "kv_dtype"):
+        for name in ("max_attention_window", "kv_dtype", "weights"):
             wanted, got = getattr(program.config, name), getattr(config, name)
             if wanted != got:
                 raise ValueError(f"{name} must be that which the program was compiled for, {wanted!r}, got {got!r}")
-    elif isinstance(program, SequentialProgram) and config.kv_dtype != "auto":
-        raise ValueError(
-            f"kv_dtype must be 'auto' for a program that runs one request after another, got {config.kv_dtype!r}"
-        )
+    elif isinstance(program, SequentialProgram):
+        for name, wanted in (("kv_dtype", "auto"), ("weights", "model")):
+            if (got := getattr(config, name)) != wanted:
+                raise ValueError(
+                    f"{name} must be {wanted!r} for a program that runs one request after another, got {got!r}"
+                )
 
 
 def _check_dtype(model: nn.Module, config: EngineConfig) -> None:

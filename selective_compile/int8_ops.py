@@ -13,6 +13,9 @@ Rows of x are not rounded: an int8 number is exact in bfloat16, products are sum
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -20,16 +23,45 @@ from selective_compile import reference
 from selective_compile.ops import implementation_on, refuse_gradients, register, require
 
 DTYPES = (torch.float32, torch.bfloat16)
+BLOCK = 2**18  # 1 MB as float32
 
 
 def as_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """``[N, K]`` as int8 numbers of that shape, and scales ``[N]`` float32; a row of zeros has the scale 1.
+    """``[N, K]`` as int8 numbers of that shape, contiguous, and scales ``[N]`` float32; a row of zeros has the scale 1.
 
     Symmetric by row: the largest magnitude becomes 127, the others are rounded to the nearest, of two the even one.
+    A row in which a number is not finite has a scale that is not, so that its products are not either.
     """
-    largest = weight.detach().abs().amax(dim=1).float()
-    scales = torch.where(largest > 0, largest / 127, torch.ones_like(largest))
-    return (weight.detach().float() / scales[:, None]).round_().to(torch.int8), scales
+    weight = weight.detach()
+    numbers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+    for rows in _row_blocks(weight):
+        scale = weight[rows].abs().amax(dim=1).float() / 127
+        scale[scale == 0] = 1  # also where 127 times the least float32 is more than the largest number
+        scales[rows] = scale
+        # The least of float32 are so coarse that rounding one can make it a third less.
+        numbers[rows] = (weight[rows].float() / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+    return numbers, scales
+
+
+def relative_error(weight: Tensor, numbers: Tensor, scales: Tensor) -> float:
+    """The root mean square of what rounding to ``as_int8(weight)`` changed, over that of the weight."""
+    changed = total = 0.0
+    for rows in _row_blocks(weight):
+        wide = weight[rows].detach().float()
+        total = math.hypot(total, _norm(wide))
+        changed = math.hypot(changed, _norm(numbers[rows] * scales[rows, None] - wide))
+    return changed / total if total else 0.0
+
+
+def _norm(wide: Tensor) -> float:
+    return float(torch.linalg.vector_norm(wide, dtype=torch.float64))
+
+
+def _row_blocks(weight: Tensor) -> Iterator[slice]:
+    """Of `BLOCK` numbers each: float32 copies of a whole weight would take four times what the result takes."""
+    step = max(1, BLOCK // weight.shape[1])
+    return (slice(first, first + step) for first in range(0, len(weight), step))
 
 
 def _run(x: Tensor, weights: list[Tensor], scales: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:

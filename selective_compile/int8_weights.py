@@ -4,55 +4,93 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from selective_compile.int8_ops import as_int8
+from selective_compile.int8_ops import as_int8, relative_error
 from selective_compile.tensor_state import States, states
 
 logger = logging.getLogger(__name__)
 
 
-class Int8Weights:
-    """Numbers ``[N, K]`` and scales ``[N]`` of some of a graph's weights, as many bytes beside the weights themselves.
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """Numbers and scales in turn, and what they were made of.
 
-    ``errors``: of each weight, the root mean square of what rounding changed over that of its numbers.
+    ``seen``: the states of all the graph's tensors when the weights were last found to have those in ``states``.
+    ``weights`` are held so that nothing else can get the identity of one.
+    """
+
+    operands: tuple[Tensor, ...]
+    errors: tuple[float, ...]
+    weights: tuple[Tensor, ...]
+    states: States
+    seen: States
+
+
+class Int8Weights:
+    """Numbers ``[N, K]`` and scales ``[N]`` of some of a graph's weights, in memory of their own.
+
+    Engines in several threads may share them: whoever finds others than his makes them, while the rest wait.
     """
 
     def __init__(self, places: Sequence[int]) -> None:
         self._places = tuple(places)
-        self._version: States | None = None
-        self._made: list[Tensor] = []
-        self.errors: tuple[float, ...] = ()
+        self._lock = Lock()  # for one maker at a time
+        self._made: Made | None = None
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._made)
+        made = self._made
+        return 0 if made is None else sum(tensor.nbytes for tensor in made.operands)
 
-    def of(self, tensors: Sequence[Any]) -> list[Tensor]:
-        """Numbers and scales in turn, for each of the ``tensors`` that are in ``places``."""
-        weights = [tensors[place] for place in self._places]
-        version = states(weights)
-        if version != self._version:
-            self._made, self._version = [], version  # the old ones go before the new ones are made
-            self._quantise(weights)
-        return self._made
+    @property
+    def errors(self) -> tuple[float, ...]:
+        """Of each weight, the root mean square of what rounding changed over that of its numbers."""
+        made = self._made
+        return () if made is None else made.errors
 
-    @torch.no_grad()
-    def _quantise(self, weights: Sequence[Tensor]) -> None:
-        errors = []
-        for weight in weights:
-            numbers, scales = as_int8(weight)
-            self._made += [numbers, scales]
-            wide = weight.detach().float()
-            errors.append(float((numbers * scales[:, None] - wide).norm() / wide.norm().clamp(min=1e-30)))
-        self.errors = tuple(errors)
-        if errors:
-            logger.info(
-                "%d weights are int8 in %.0f MB beside %.0f MB of their own; relative error of a weight %.2f %% on "
-                "average, %.2f %% at most",
-                *(len(errors), self.num_bytes / 1e6, sum(weight.nbytes for weight in weights) / 1e6),
-                *(100 * sum(errors) / len(errors), 100 * max(errors)),
-            )
+    def of(self, tensors: Sequence[Any], seen: States) -> tuple[Tensor, ...]:
+        """Numbers and scales in turn, for each of the ``tensors`` that are in ``places``.
+
+        Args:
+            seen: the states of all ``tensors``; the same object as before where nothing has changed.
+        """
+        made = self._made  # looked at once: another thread may put others in its place
+        if made is None or made.seen is not seen:
+            made = None  # which would keep the old numbers while the new ones are made
+            made = self._made_of(tuple(tensors[place] for place in self._places), seen)
+        return made.operands
+
+    def drop(self) -> None:
+        """Make them anew at the next use, whatever the weights' states tell."""
+        with self._lock:  # not while they are made, perhaps of what was there before
+            self._made = None
+
+    def _made_of(self, weights: tuple[Tensor, ...], seen: States) -> Made:
+        with self._lock:
+            found = states(weights)
+            if self._made is None or self._made.states != found:
+                self._made = None  # the old numbers go before the new ones are made
+                self._made = quantised(weights, found, seen)
+            self._made = replace(self._made, seen=seen)
+            return self._made
+
+
+@torch.no_grad()
+def quantised(weights: tuple[Tensor, ...], found: States, seen: States) -> Made:
+    pairs = [as_int8(weight) for weight in weights]
+    operands = tuple(tensor for pair in pairs for tensor in pair)
+    errors = tuple(relative_error(weight, *pair) for weight, pair in zip(weights, pairs, strict=True))
+    if errors:
+        logger.info(
+            "%d weights are int8 in %.0f MB beside %.0f MB of their own; relative error of a weight %.2f %% on "
+            "average, %.2f %% at most",
+            *(len(errors), sum(tensor.nbytes for tensor in operands) / 1e6),
+            *(sum(weight.nbytes for weight in weights) / 1e6, 100 * sum(errors) / len(errors), 100 * max(errors)),
+        )
+    return Made(operands=operands, errors=errors, weights=weights, states=found, seen=seen)

@@ -69,7 +69,8 @@ class EngineConfig(_NamedOptions):
         weights: "model": as the model has them. "int8", on a CPU: linear layers read int8 numbers with a scale for each
             row, kept beside the model's weights and made anew when these change, a fourth or half of the bytes that a
             step reads. Tokens are then not those of `generate`; the log says how far the weights are off. What is no
-            linear layer, as experts in one tensor or embeddings, stays as it is.
+            linear layer, as experts in one tensor or embeddings, stays as it is, and so do linear layers of modules
+            that run by themselves: a warning names what does. Refused for a model that runs whole.
         implementation: of the custom operators; "auto" takes the best there is for the device.
         threads: how many threads of a CPU each operation of a step uses, whatever the thread that calls it has set for
             itself; the graph is compiled for as many. None: as torch says, but no more than this process has cores by

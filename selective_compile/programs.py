@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
@@ -63,6 +63,8 @@ def _compiled(model: nn.Module, config: EngineConfig) -> Program:
     if config.kv_dtype == "int8":
         check_kv_dtype(config, proved)
     program = step_program(model, config, proved)
+    if config.weights == "int8":
+        logger.warning("%s", rounded(model, program))
     if config.kv_dtype == "int8":
         logger.warning("%s", shortened(type(model).__name__, program))
     return program
@@ -142,6 +144,36 @@ def shortened(name: str, program: StepProgram) -> str:
         f"{sum(site.bytes_per_token for site in calls)} bytes a token, not {before}: requests may get other tokens "
         "than by generate; selective_compile.runtime.logit_error measures how far logits move"
     )
+
+
+def rounded(model: nn.Module, program: StepProgram) -> str:
+    """What to say of a model whose linear layers are rounded, and of what is not: nothing else tells it."""
+    flat = program.rewritten.flat
+    assert flat is not None
+    int8 = {id(flat.weights[place].example) for place in flat.quantised}
+    left = {name: p for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in int8}
+    layers = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and id(module.weight) not in int8
+    ]
+    megabytes = sum(weight.nbytes for weight in left.values()) / 1e6
+    said = [f"{len(int8)} weights of {type(model).__name__} are int8 (weights)"]
+    if left:
+        said.append(f"{len(left)} of two dimensions and more stay as they are, in {megabytes:.1f} MB: {some(left)}")
+    if layers:
+        said.append(
+            f"among these are {len(layers)} linear layers, as in modules that run by themselves: {some(layers)}"
+        )
+    said.append("requests may get other tokens than by generate")
+    said.append("selective_compile.runtime.logit_error measures how far logits move")
+    return "; ".join(said)
+
+
+def some(names: Collection[str], most: int = 8) -> str:
+    """The first of them, and how many others there are."""
+    others = len(names) - most
+    return ", ".join(list(names)[:most]) + (f" and {others} more" if others > 0 else "")
 
 
 def slow_modules(name: str, isolated: Mapping[str, Refusal]) -> str:

@@ -93,6 +93,9 @@ class SequentialProgram:
         """Of each weight; see `states`."""
         return states(list(self._model.parameters()))
 
+    def forget_weights(self) -> None:
+        """Nothing is kept of their values."""
+
     def forget(self, request: Hashable) -> None:
         """Let go of the cache of a request that has left, if it is in a step that runs, when that has run."""
         self._requests.pop(request, None)

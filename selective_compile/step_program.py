@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from types import MappingProxyType
 from typing import Any
 
@@ -110,8 +111,9 @@ class LiveWeights:
             self._proved.add(*owners[id(tensor)][0], tensor)
         self._values = ProvedTensors(proved)
         self._kinds = [(t.shape, t.dtype, t.device, strides(t)) for t in constants]
-        self.tensors = constants  # as `version` found them last
-        self._version = states(constants)
+        self._lock = Lock()  # engines may share a program: what a look has found is never put in the place of later
+        # As `version` found them last: the tensors and their states, the same object until those change.
+        self.seen: tuple[Sequence[Any], States] = constants, states(constants)
 
     def version(self) -> States:
         """Look the tensors up: identity, in-place version and address of each; see `states`.
@@ -128,12 +130,13 @@ class LiveWeights:
                 raise ValueError(f"weights tied when the model was compiled must stay tied, got another {other!r}")
         if change := self.settings.change():
             raise ValueError(f"the model must stay as it was compiled: {change}")
-        tensors = self._slots.found()
-        version = states(tensors)
-        if version != self._version:
-            self._check_kinds(tensors)
-            self._version = version
-        self.tensors = tensors
+        with self._lock:
+            tensors, (_, version) = self._slots.found(), self.seen
+            found = states(tensors)
+            if found != version:
+                self._check_kinds(tensors)
+                version = found
+            self.seen = tensors, version
         if not self._values.hold(self._proved.found()):
             names = ", ".join(sorted(set(self._proved.names)))
             raise ValueError(f"buffers that masks were proved from must keep their values, got others in {names}")
@@ -202,7 +205,7 @@ class StepProgram:
         self.counts_padding = any(family.window or family.chunk for family in families)
         self._flat = flat
         self.int8_weights = Int8Weights(flat.quantised)
-        self.int8_weights.of(self.weights.tensors)  # at once: the memory for keys and values is what is left then
+        self.int8_weights.of(*self.weights.seen)  # at once: the memory for keys and values is what is left then
         self.config = config
         self._row: tuple[Tensor | None, Tensor | None] = None, None  # ids [T] and the same [1, T]
         self._run = compiled(flat, inductor=config.compile, inputs_are_checked=True)
@@ -215,6 +218,10 @@ class StepProgram:
     def is_of(self, model: nn.Module) -> bool:
         """Whether its attributes and hooks are those it was compiled with; the weights tell of themselves."""
         return not self.weights.settings.change()
+
+    def forget_weights(self) -> None:
+        """Make anew, in the next step, what is kept of the weights' values: int8 numbers, if there are any."""
+        self.int8_weights.drop()
 
     def forget(self, request: Hashable) -> None:
         """Nothing is kept of a request but its blocks."""
@@ -234,7 +241,8 @@ class StepProgram:
         if ids is not inputs.input_ids:  # as it is from one step to the next, while nobody comes or goes
             row = inputs.input_ids[None]
             self._row = inputs.input_ids, row
-        arguments = list(self.weights.tensors)
+        tensors, seen = self.weights.seen
+        arguments = list(tensors)
         arguments += [row for _ in self._flat.tokens]  # one: the mask is ones, made in the graph
         if self._flat.uses_positions:
             arguments.append(inputs.positions)
@@ -246,7 +254,7 @@ class StepProgram:
         arguments += states
         arguments.append(inputs.logit_rows)
         if self._flat.quantised:
-            arguments += self.int8_weights.of(self.weights.tensors)
+            arguments += self.int8_weights.of(tensors, seen)
         recording = torch.is_grad_enabled()
         torch.set_grad_enabled(False)  # with a `no_grad` around it, a step of a small model takes 10 microseconds more
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from selective_compile import int8_ops, ops, reference
 from selective_compile.int8_ops import as_int8, linears_int8
@@ -52,6 +53,59 @@ def test_rounding_is_symmetric_to_the_nearest_and_a_row_of_zeros_stays_zero():
     numbers, scales = as_int8(torch.tensor([[254.0, -127.0, 3.0, 1.0], [0.0, 0.0, 0.0, 0.0], [-1e-3, 0.0, 5e-4, 1e-3]]))
     assert numbers.tolist() == [[127, -64, 2, 0], [0, 0, 0, 0], [-127, 0, 64, 127]]
     torch.testing.assert_close(scales, torch.tensor([2.0, 1.0, 1e-3 / 127]))
+
+
+def all_at_once(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    largest = weight.abs().amax(dim=1).float()
+    scales = torch.where(largest > 0, largest / 127, torch.ones_like(largest))
+    return (weight.float() / scales[:, None]).round().to(torch.int8), scales
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("block", [1, 60, 2**18])
+def test_blocks_of_rows_give_what_all_rows_at_once_do(dtype, block, monkeypatch):
+    monkeypatch.setattr(int8_ops, "BLOCK", block)
+    for shape in ((1, 1), (0, 3), (13, 17), (70, 29), (5, 600)):
+        weight = (torch.randn(shape) * torch.randn(shape[0], 1).exp()).to(dtype)
+        weight[2:3] = 0
+        for each in (weight, weight.t().contiguous().t()):
+            numbers, scales = as_int8(each)
+            assert all(map(torch.equal, (numbers, scales), all_at_once(weight))) and numbers.is_contiguous()
+            wide = weight.double()
+            expected = float((numbers * scales[:, None] - weight.float()).double().norm() / wide.norm().clamp(1e-300))
+            assert int8_ops.relative_error(each, numbers, scales) == pytest.approx(expected, rel=1e-6)
+
+
+class Largest(TorchDispatchMode):
+    """The most bytes of a result that is none of those given."""
+
+    def __init__(self, given: torch.Tensor) -> None:
+        super().__init__()
+        self.given, self.bytes = given, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.data_ptr() != self.given.data_ptr():
+            self.bytes = max(self.bytes, result.nbytes if result.dtype is not torch.int8 else 0)
+        return result
+
+
+def test_copies_are_of_some_rows_at_a_time():
+    weight = torch.randn(2048, 2048)
+    with Largest(weight) as largest:
+        numbers, scales = as_int8(weight)
+        int8_ops.relative_error(weight, numbers, scales)
+    assert largest.bytes <= 2 * 2**20
+
+
+def test_numbers_that_are_not_finite_or_hardly_any_are_not_hidden():
+    least = 2.0**-149
+    weight = torch.tensor([[1.0, torch.nan], [torch.inf, 1.0], [190 * least, -least], [least, 0.0], [3e38, -3e38]])
+    numbers, scales = as_int8(weight)
+    meant = numbers * scales[:, None]
+    assert not meant[:2].isfinite().all(dim=1).any()
+    assert float((meant[2:] - weight[2:]).abs().max()) <= 3e38 / 254
+    assert meant[2, 0] >= 127 * least and abs(float(meant[3, 0])) <= least
 
 
 def test_what_does_not_fit_is_refused():

@@ -65,6 +65,9 @@ class SimulatedProgram:
         self.weights = 0
         self.before_run: Callable[[], None] = lambda: None
 
+    def forget_weights(self) -> None:
+        """Keeps nothing of their values."""
+
     def forget(self, request: Any) -> None:
         """Keeps nothing of a request but what is in the pools."""
 
