@@ -1,6 +1,10 @@
-"""How near the native CPU linear kernel comes to the machine; also F.linear, and oneDNN with a packed copy.
+"""How near the native CPU linear kernel comes to the machine; also F.linear, oneDNN with a packed copy, int8 weights.
 
     python benchmarks/cpu_linear.py --threads 2 --json result.json
+
+The times of int8 weights over those of the model's own in README are `int8` over `ours`:
+
+    python benchmarks/cpu_linear.py --threads 2 --shapes 768x4096 2048x768 768x32000 --rows 1 2 4 8 16 32 64
 
 The floor of a product is the larger of two times: its bytes at the machine's read rate, and its operations at
 the machine's matrix rate (the better of F.linear and packed oneDNN at 2048 x 2048 x 2048). `share` is the
@@ -24,7 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selective_compile.kernels.linear_cpu import linear, unavailable_reason
+from selective_compile.int8_ops import as_int8
+from selective_compile.kernels.linear_cpu import linear, linears_int8, unavailable_reason
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SHAPES = ["768x768", "768x1280", "768x2048", "768x4096", "2048x768", "768x32000", "896x4864", "2048x8192"]
@@ -75,15 +80,18 @@ def measure(
     copies = max(3, -(-ROTATED_BYTES // (depth * columns * dtype.itemsize)))
     weights = [torch.randn(columns, depth).mul_(depth**-0.5).to(dtype) for _ in range(copies)]
     packed = [torch.ops.mkldnn._reorder_linear_weight(weight, 64) for weight in weights]
-    turn = itertools.cycle(range(copies))
+    numbers, scales = as_int8(weights[0])
+    int8 = [numbers.clone() for _ in range(max(3, -(-ROTATED_BYTES // numbers.nbytes)))]
+    turn, int8_turn = itertools.cycle(range(copies)), itertools.cycle(int8)
     for rows in arguments.rows:
         x = torch.randn(rows, depth).to(dtype)
         calls = [
             lambda x=x: linear(x, weights[next(turn)]),
             lambda x=x: F.linear(x, weights[next(turn)]),
             lambda x=x: onednn(x, packed[next(turn)]),
+            lambda x=x: linears_int8(x, [next(int8_turn)], [scales], [None])[0],
         ]
-        ours, aten, yardstick = turns(calls, clock, arguments.turns)
+        ours, aten, yardstick, narrow = turns(calls, clock, arguments.turns)
         moved = (depth * columns + rows * (depth + columns)) * dtype.itemsize
         floor = max(moved / read, 2 * rows * depth * columns / rate)
         yield {
@@ -94,7 +102,7 @@ def measure(
                 "M": rows,
                 "floor": floor,
             },
-            **{"ours": ours, "F.linear": aten, "packed": yardstick, "share": floor / ours},
+            **{"ours": ours, "F.linear": aten, "packed": yardstick, "int8": narrow, "share": floor / ours},
         }
 
 
@@ -122,8 +130,8 @@ def turns(calls: list[Callable[[], Tensor]], clock: Callable[[], float], count: 
 
 def _line(result: dict[str, float | str]) -> str:
     size = f"{result['dtype']:8} K {result['K']:>4} N {result['N']:>5} M {result['M']:>3}"
-    times = "  ".join(f"{name} {result[name] * 1e6:9.1f}" for name in ("floor", "ours", "F.linear", "packed"))
-    ratios = "  ".join(f"{result[name] / result['ours']:5.2f}x {name}" for name in ("F.linear", "packed"))
+    times = "  ".join(f"{name} {result[name] * 1e6:9.1f}" for name in ("floor", "ours", "F.linear", "packed", "int8"))
+    ratios = "  ".join(f"{result[name] / result['ours']:5.2f}x {name}" for name in ("F.linear", "packed", "int8"))
     return f"{size}  {times} us  share {result['share']:.2f}  {ratios}"
 
 
