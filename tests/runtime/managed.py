@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -51,10 +52,21 @@ class Client:
         )
 
     def wait(self, count: int) -> None:
-        deadline = time.monotonic() + 60
-        while len(self.done) < count:
-            assert time.monotonic() < deadline, (self.done, count)
-            time.sleep(0.001)
+        until(lambda: len(self.done) >= count, told=self.done)
+
+
+def until(ready: Callable[[], object], *, told: object = None) -> None:
+    """Wait for what another thread does; a test that waits for a minute has hung."""
+    deadline = time.monotonic() + 60
+    while not ready():
+        assert time.monotonic() < deadline, told
+        time.sleep(0.001)
+
+
+def slow_from(step: int) -> Callable[[], None]:
+    """A `before_run`: hundreds of further steps take so long that whoever ends a request on the way is in time."""
+    steps = itertools.count()
+    return lambda: time.sleep(0.01 if next(steps) >= step else 0)
 
 
 def manage(client: Client, *programs: SimulatedProgram | None, **config: Any) -> BatchManager:

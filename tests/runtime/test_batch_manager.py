@@ -11,7 +11,7 @@ from torch import Tensor
 
 import selective_compile as sc
 from selective_compile.runtime import BatchManager
-from tests.runtime.managed import Client, assert_nothing_left, manage, tokens_of
+from tests.runtime.managed import Client, assert_nothing_left, manage, slow_from, tokens_of, until
 from tests.runtime.simulated import SimulatedProgram, simulated_engine
 
 
@@ -95,10 +95,7 @@ def test_an_id_that_is_none_is_refused_by_name(request_id: Any, caplog: pytest.L
         answers.append(answer)
 
     with BatchManager(simulated_engine(), client.get, send) as manager:
-        deadline = time.monotonic() + 60
-        while len(answers) < 2:
-            assert time.monotonic() < deadline, answers
-            time.sleep(0.001)
+        until(lambda: len(answers) >= 2, told=answers)
     refused = [answer for answer in answers if answer[0] != "good"]
     assert refused == [(request_id, {}, True, f"request_id must be a string or an integer, got {request_id!r}")]
     assert "get_requests must give InferenceRequests, got 'no request'" in caplog.text
@@ -150,12 +147,17 @@ def test_the_refusal_of_an_id_in_use_does_not_end_the_request_that_has_it(overla
         if is_final:
             client.done.append(request_id)
 
-    program.before_run = lambda: time.sleep(0.001)
-    client.ask("a", [4, 5], streaming=True, max_new_tokens=60)
-    with BatchManager(simulated_engine(program, overlap=overlap), client.get, send) as manager:
+    def wait_for_refusals() -> None:
+        if sum(map(len, manager._refused.values())) < 2:
+            time.sleep(0.02)
+
+    client.ask("a", [4, 5], streaming=True, max_new_tokens=200)
+    manager = BatchManager(simulated_engine(program, overlap=overlap), client.get, send)
+    program.before_run = wait_for_refusals
+    with manager:
         client.wait(3)
     *parts, last, second, third = answers
-    assert [token for tokens, _, _ in (*parts, last) for token in tokens] == tokens_of([4, 5], max_new_tokens=60)
+    assert [token for tokens, _, _ in (*parts, last) for token in tokens] == tokens_of([4, 5], max_new_tokens=200)
     assert last[1:] == (True, "") and not any(is_final or error for _, is_final, error in parts)
     refusal = "request_id must not be that of an unfinished request, got 'a'"
     assert second == third == ([], True, refusal)
@@ -164,7 +166,8 @@ def test_the_refusal_of_an_id_in_use_does_not_end_the_request_that_has_it(overla
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_stopped_request_gets_its_last_response(overlap: bool) -> None:
-    client = Client()
+    client, program = Client(), SimulatedProgram()
+    program.before_run = slow_from(20)
     client.ask("a", max_new_tokens=500, streaming=True)
     client.ask("b", max_new_tokens=3)
 
@@ -173,7 +176,7 @@ def test_a_stopped_request_gets_its_last_response(overlap: bool) -> None:
             client.stops = {"a", "who is that"}
 
     client.on_response = stop_soon
-    with manage(client, overlap=overlap) as manager:
+    with manage(client, program, overlap=overlap) as manager:
         client.wait(2)
     assert 4 <= sum(part["output_ids"].numel() for part in client.parts["a"]) < 500
     assert client.errors == {} and set(client.done) == {"a", "b"}

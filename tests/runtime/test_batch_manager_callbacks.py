@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from selective_compile.runtime import BatchManager, InferenceRequest
-from tests.runtime.managed import Blocking, Client, SlowIds, assert_nothing_left, manage, tokens_of
+from tests.runtime.managed import Blocking, Client, SlowIds, assert_nothing_left, manage, slow_from, tokens_of, until
 from tests.runtime.simulated import SimulatedProgram, simulated_engine
 
 
@@ -46,6 +46,8 @@ def test_with_overlap_the_server_is_called_during_a_step() -> None:
             client.ask("late", max_new_tokens=2)
         if len(steps) == 2:
             assert taken.wait(60) and stopped.wait(60)
+        if len(steps) > 2:
+            time.sleep(0.01)  # until the answer of `poll_stop` is taken up
 
     steps: list[None] = []
     program.before_run = compute
@@ -67,7 +69,8 @@ def test_without_a_limit_the_count_is_negative() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_send_response_that_raises_stops_its_request_alone(overlap: bool, caplog: pytest.LogCaptureFixture) -> None:
-    client = Client()
+    client, program = Client(), SimulatedProgram()
+    program.before_run = slow_from(20)
     client.ask("bad", streaming=True, max_new_tokens=900)
     client.ask("good", streaming=True, max_new_tokens=9)
 
@@ -76,7 +79,7 @@ def test_a_send_response_that_raises_stops_its_request_alone(overlap: bool, capl
             raise ConnectionError("the reader has gone")
 
     client.on_response = gone
-    with manage(client, overlap=overlap) as manager:
+    with manage(client, program, overlap=overlap) as manager:
         client.wait(2)
     assert len(client.parts["good"]) == 9
     assert len(client.parts["bad"]) < 900
@@ -97,9 +100,7 @@ def test_a_reader_that_blocks_does_not_keep_the_steps_waiting(overlap: bool) -> 
     client.on_response = block
     client.ask("a", streaming=True, max_new_tokens=40)
     with manage(client, program, overlap=overlap) as manager:
-        deadline = time.monotonic() + 60
-        while len(steps) < 40 and time.monotonic() < deadline:
-            time.sleep(0.001)
+        until(lambda: len(steps) >= 40)
         assert len(steps) == 40 and client.done == []
         assert manager.num_active == 1
         reading.set()
@@ -162,11 +163,14 @@ def test_other_callbacks_that_block_do_not_stop_the_steps(name: str, overlap: bo
     arguments = (callbacks["get"], client.send, callbacks["poll_stop"], callbacks["on_stats"])
     manager = BatchManager(simulated_engine(overlap=overlap), *arguments)
     client.wait(1)
+    until(lambda: len(calls) > (name == "get"))
     assert len(calls) == (2 if name == "get" else 1), "one call at a time"
     client.ask("b")
     if name != "get":
         client.wait(2)
-    assert not manager.shutdown(0.2)
+    assert not manager.shutdown(0.1)
+    manager._worker.join(60)
+    assert not manager.shutdown(0.1), "a callback blocks"
     going_on.set()
     assert manager.shutdown()
     client.wait(2)
@@ -187,7 +191,7 @@ def test_a_request_that_takes_long_to_read_keeps_no_step_waiting(overlap: bool) 
         client.wait(1)
         assert client.done == ["a"] and manager.num_active == 2
         client.stops = {"behind"}
-        time.sleep(0.02)
+        until(lambda: "behind" in manager._stopped)
         client.stops = set()
         slow.ready.set()
         client.wait(4)

@@ -9,11 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from tests.runtime.managed import Client, assert_nothing_left, engines_of, manage, tokens_of
+from selective_compile.runtime import BatchManager
+from tests.runtime.managed import Client, assert_nothing_left, engines_of, manage, tokens_of, until
 from tests.runtime.simulated import VOCAB_SIZE, SimulatedProgram
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps wait for whoever is slow: who meets in one does not depend on the speed of the machine."""
+    monkeypatch.setattr("selective_compile.runtime.batch_manager.PATIENCE", 60.0)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.usefixtures("patient")
 def test_a_failed_step_ends_its_requests_and_others_go_on(overlap: bool) -> None:
     client, program = Client(), SimulatedProgram()
     failures = iter([torch.OutOfMemoryError("too much")])
@@ -34,6 +42,7 @@ def test_a_failed_step_ends_its_requests_and_others_go_on(overlap: bool) -> None
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.usefixtures("patient")
 def test_a_worker_that_is_killed_says_so_to_everyone(overlap: bool) -> None:
     client, program = Client(), SimulatedProgram()
 
@@ -54,6 +63,7 @@ def test_a_worker_that_is_killed_says_so_to_everyone(overlap: bool) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.usefixtures("patient")
 def test_several_engines_take_their_steps_at_the_same_time(overlap: bool) -> None:
     client, programs = Client(), [SimulatedProgram(), SimulatedProgram()]
     meeting = threading.Barrier(2, timeout=60)
@@ -73,6 +83,7 @@ def test_several_engines_take_their_steps_at_the_same_time(overlap: bool) -> Non
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.usefixtures("patient")
 def test_a_step_of_one_of_several_engines_that_fails_ends_its_own_requests(overlap: bool) -> None:
     client, programs = Client(), [SimulatedProgram(), SimulatedProgram()]
     failures = iter([torch.OutOfMemoryError("too much")])
@@ -95,6 +106,7 @@ def test_a_step_of_one_of_several_engines_that_fails_ends_its_own_requests(overl
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.usefixtures("patient")
 def test_a_worker_that_is_killed_by_one_of_several_engines_says_so_to_everyone() -> None:
     client, programs = Client(), [SimulatedProgram(), SimulatedProgram()]
 
@@ -130,7 +142,17 @@ def test_soak(overlap: bool, engines: int) -> None:
         client.ask(number, prompt, streaming=draw.random() < 0.5, **options)
     before = threading.enumerate()
     programs = [SimulatedProgram() for _ in range(engines)]
+    managers: list[BatchManager] = []
+
+    def crowded() -> None:
+        until(lambda: managers and all(engine.stats().waiting >= 20 for engine in engines_of(managers[0])))
+        for program in programs:
+            program.before_run = lambda: None
+
+    for program in programs:
+        program.before_run = crowded
     with manage(client, *programs, overlap=overlap, max_requests=16, max_kv_tokens=64, block_size=2) as manager:
+        managers.append(manager)
         client.wait(count)
     assert sorted(client.done) == list(range(count))
     assert_nothing_left(manager)

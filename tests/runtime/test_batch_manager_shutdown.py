@@ -10,16 +10,23 @@ from typing import Any
 import pytest
 
 from selective_compile.runtime import BatchManager
-from tests.runtime.managed import Blocking, Client, SlowIds, assert_nothing_left, manage
+from tests.runtime.managed import Blocking, Client, SlowIds, assert_nothing_left, manage, until
 from tests.runtime.simulated import SimulatedProgram, simulated_engine
 
 
 def test_a_shutdown_waits_so_long_and_stops_what_still_runs() -> None:
     client, program = Blocking("stuck"), SimulatedProgram()
-    program.before_run = lambda: time.sleep(0.001)
+    steps: list[None] = []
+
+    def run_slowly() -> None:
+        steps.append(None)
+        time.sleep(0.001)
+
+    program.before_run = run_slowly
     client.ask("stuck", streaming=True, max_new_tokens=3)
     client.ask("long", max_new_tokens=4000)
     manager = manage(client, program)
+    until(lambda: len(steps) > 3)
     assert not manager.shutdown(0.2)
     client.wait(1)
     assert client.done == ["long"] and client.errors == {}
@@ -68,8 +75,7 @@ def test_a_shutdown_does_not_wait_for_a_request_that_is_being_read() -> None:
     client, slow = Client(), SlowIds([4, 5])
     client.ask("slow", slow, max_new_tokens=2000)
     manager = manage(client)
-    while manager.num_active == 0:
-        time.sleep(0.001)
+    until(lambda: manager.num_active)
     assert not manager.shutdown(0.1)
     slow.ready.set()
     assert manager.shutdown()

@@ -8,6 +8,12 @@ from tests.runtime.managed import Client, manage
 from tests.runtime.simulated import VOCAB_SIZE
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps wait for whoever is slow: who meets in one does not depend on the speed of the machine."""
+    monkeypatch.setattr("selective_compile.runtime.batch_manager.PATIENCE", 60.0)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_stats_of_each_iteration(overlap: bool) -> None:
     client = Client()

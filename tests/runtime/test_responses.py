@@ -15,7 +15,7 @@ import selective_compile as sc
 from selective_compile.backend import compile_step_program
 from selective_compile.runtime import BatchManager
 from tests.models import tiny
-from tests.runtime.managed import Client, assert_nothing_left, manage, tokens_of
+from tests.runtime.managed import Client, assert_nothing_left, manage, slow_from, tokens_of
 from tests.runtime.simulated import SimulatedProgram, simulated_engine
 
 CONFIG = sc.EngineConfig(compile=False, max_kv_tokens=256, block_size=4, token_budget=9)
@@ -188,12 +188,13 @@ def test_one_sample_that_fails_ends_its_request_and_its_other_samples() -> None:
 
 
 def test_stopped_beams_and_samples_get_what_they_have() -> None:
-    client = Client()
+    client, program = Client(), SimulatedProgram()
+    program.before_run = slow_from(40)
     client.ask("beams", [1, 2, 3], num_beams=3, max_new_tokens=900)
     client.ask("samples", [1, 2, 3], do_sample=True, num_return_sequences=2, max_new_tokens=900)
     client.ask("short", max_new_tokens=30)
     client.on_response = lambda request_id, is_final: client.stops.update({"beams", "samples"})
-    with manage(client) as manager:
+    with manage(client, program) as manager:
         client.wait(3)
     assert client.parts["beams"][0]["output_ids"].tolist() == [[[1, 2, 3]] * 3]
     assert client.parts["samples"][0]["output_ids"].shape[1] == 2
