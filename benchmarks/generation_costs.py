@@ -29,7 +29,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,7 +49,17 @@ DRAFT = 8
 LONG = 256  # tokens of a prompt, where prompts are what is timed
 MLP = 1536  # in place of 2048, with which the Llama of the benchmarks has 125 million parameters
 BARS = {"sampled": 1.05, "json schema": 1.10, "copying": 1 / 1.8, "nothing repeats": 1.03}
-Ways = Mapping[str, Callable[[], list[list[int]]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answered:
+    """By a run of one way: the tokens of each request, and how many steps they took."""
+
+    tokens: list[list[int]]
+    steps: int
+
+
+Ways = Mapping[str, Callable[[], Answered]]
 
 
 def main() -> None:
@@ -59,38 +69,41 @@ def main() -> None:
         shape = LlamaShape(hidden=64, layers=2, heads=4, kv_heads=2, mlp=128, vocabulary=2048, positions=256)
     model = random_llama(shape).to(getattr(torch, arguments.dtype))
     config = EngineConfig(max_requests=64, max_kv_tokens=64 * 512, block_reuse=False, compile=arguments.compile)
-    found = ratios(choosing(model, config, shape, arguments), arguments.rounds, same_tokens=False)
+    found, _ = ratios(choosing(model, config, shape, arguments), arguments.rounds, same_tokens=False)
+    steps: dict[str, float] = {}
     known = compile_step_program(walking(model), config)
     for task in ("copying", "nothing repeats", "misleading"):
         ways = lookup(model, config, known, shape, arguments, task)
-        found[task] = ratios(ways, arguments.rounds, same_tokens=True)["lookup"]
+        times, counts = ratios(ways, arguments.rounds, same_tokens=True)
+        found[task], steps[task] = times["lookup"], counts["lookup"]
     if arguments.dtype == "float32":  # refused by name else
         for task in ("invariant decoding", "invariant prompts"):
             ways = invariance(model, config, shape, arguments, task)
-            found[task] = ratios(ways, arguments.rounds, same_tokens=False)["invariant"]
+            found[task] = ratios(ways, arguments.rounds, same_tokens=False)[0]["invariant"]
     for name, ratio in found.items():
         bar = f"bar {BARS[name]:.2f}: {'met' if ratio <= BARS[name] else 'MISSED'}" if name in BARS else ""
         print(f"{name:18} {ratio:6.3f} of the time without  {bar}", flush=True)
     sizes = {name: getattr(arguments, name) for name in ("dtype", "requests", "prompt", "new", "rounds")}
-    keep(arguments.json, {"threads": torch.get_num_threads(), **sizes, "bars": BARS, "ratios": found})
+    keep(arguments.json, {"threads": torch.get_num_threads(), **sizes, "bars": BARS, "ratios": found, "steps": steps})
 
 
-def ratios(ways: Ways, rounds: int, *, same_tokens: bool) -> dict[str, float]:
-    """The median over the rounds of each way's time over that of the first."""
+def ratios(ways: Ways, rounds: int, *, same_tokens: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """The median over the rounds of each way's time over that of the first, and its steps over those of the first."""
     first = next(iter(ways))
     measured: dict[str, list[float]] = {name: [] for name in ways if name != first}
     for turn in range(rounds + 1):
-        times, tokens = {}, {}
+        times, answered = {}, {}
         for name, run in ways.items():
             started = time.perf_counter()
-            tokens[name] = run()
+            answered[name] = run()
             times[name] = time.perf_counter() - started
-        if same_tokens and any(each != tokens[first] for each in tokens.values()):
+        if same_tokens and any(each.tokens != answered[first].tokens for each in answered.values()):
             raise AssertionError("tokens differ with drafts")
         for name, kept in measured.items():
             if turn:  # the first warms up
                 kept.append(times[name] / times[first])
-    return {name: statistics.median(kept) for name, kept in measured.items()}
+    steps = {name: each.steps / answered[first].steps for name, each in answered.items()}
+    return {name: statistics.median(kept) for name, kept in measured.items()}, steps
 
 
 def choosing(model: LlamaForCausalLM, config: EngineConfig, shape: LlamaShape, arguments: argparse.Namespace) -> Ways:
@@ -149,8 +162,9 @@ def invariance(
 
 def served(
     engine: Engine, prompts: Sequence[list[int]], new: int, options: dict[str, Any]
-) -> Callable[[], list[list[int]]]:
-    def run() -> list[list[int]]:
+) -> Callable[[], Answered]:
+    def run() -> Answered:
+        before = engine.stats().steps
         handles = [
             engine.submit(prompt, max_new_tokens=new, seed=number, **options) for number, prompt in enumerate(prompts)
         ]
@@ -158,7 +172,7 @@ def served(
             pass
         results = [handle.result() for handle in handles]
         assert all(result.error is None and len(result.tokens) == new for result in results), results[0]
-        return [list(result.tokens) for result in results]
+        return Answered(tokens=[list(result.tokens) for result in results], steps=engine.stats().steps - before)
 
     return run
 
