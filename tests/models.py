@@ -19,7 +19,7 @@ COMMON: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
-ALTERNATING = ["sliding_attention", "sliding_attention", "full_attention"]
+ALTERNATING = ["sliding_attention", "full_attention"]
 
 OWN: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -27,13 +27,22 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 16},
     "phi3": {"pad_token_id": 0, "sliding_window": None},
-    "gemma2": {"head_dim": 16, "sliding_window": WINDOW, "num_hidden_layers": 3, "layer_types": ALTERNATING},
-    "gemma3_text": {"head_dim": 16, "sliding_window": WINDOW, "num_hidden_layers": 3, "layer_types": ALTERNATING},
+    "gemma2": {"head_dim": 16, "sliding_window": WINDOW, "layer_types": ALTERNATING},
+    "gemma3_text": {"head_dim": 16, "sliding_window": WINDOW, "layer_types": ALTERNATING},
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512},
     "gpt_neox": {},
     "olmo2": {},
 }
 FAMILIES = tuple(OWN)
+
+
+def shallow(family: str) -> dict[str, Any]:
+    """Of `tiny`'s changes, one layer of each kind: enough where the logits of every token are compared.
+
+    Where only some are, such as those that an engine samples from, what attention gives for the others shows in the
+    keys and values of a second layer alone.
+    """
+    return {"n_layer": 1} if family == "gpt2" else {} if "layer_types" in OWN[family] else {"num_hidden_layers": 1}
 
 
 def tiny(family: str, *, seed: int = 0, attention: str | None = None, **changes: Any) -> PreTrainedModel:

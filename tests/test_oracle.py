@@ -13,7 +13,7 @@ import selective_compile as sc
 from selective_compile.backend import StepProgram
 from selective_compile.coverage.recorder import Recorder
 from tests.exactness import engine_error, step_program
-from tests.models import FAMILIES, VOCABULARY, tiny
+from tests.models import FAMILIES, VOCABULARY, shallow, tiny
 from tests.oracle import MARGIN, assert_generated_alone, assert_same_tokens, reference_logits
 
 CONFIG = sc.EngineConfig(compile=False, token_budget=64, block_size=16, max_kv_tokens=16 * 14)
@@ -33,8 +33,8 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def compiled(family: str) -> dict[str | None, Compiled]:
-    """The family's model as it comes and with eager attention: two graphs, each traced once for all tests."""
-    models = {attention: tiny(family, attention=attention) for attention in (None, "eager")}
+    """The family's model as it comes and, shallow, with eager attention: each traced once for all tests."""
+    models = {None: tiny(family), "eager": tiny(family, attention="eager", **shallow(family))}
     return {name: Compiled(model=model, program=step_program(model)) for name, model in models.items()}
 
 
@@ -54,7 +54,7 @@ def test_engine_equals_generate_on_each_request_alone(family: str, compiled: dic
         for _ in range(draw.randint(0, 3)):
             engine.step()
     results = [request.result() for request in requests]
-    alone = compiled["eager"].model
+    alone = tiny(family, attention="eager")
     stats = engine.stats()
     assert windowed or stats.preemptions > 0
     assert stats.blocks_used == 0
@@ -78,9 +78,9 @@ def test_model_loaded_with_eager_attention_is_exact(compiled: dict[str | None, C
     assert engine_error(eager.model, vocabulary=VOCABULARY, program=eager.program) < MARGIN
 
 
-def test_padded_call_equals_the_model(compiled: dict[str | None, Compiled]) -> None:
+def test_padded_call_equals_the_model(family: str, compiled: dict[str | None, Compiled]) -> None:
     """Padding left, right, on both sides, and none, in one batch; with and without the cache that comes back."""
-    model, eager = compiled[None].model, compiled["eager"].model
+    model, eager = tiny(family, **shallow(family)), compiled["eager"].model
     fast = torch.compile(model, backend="selective", options={"inductor": False})
     ids = torch.randint(0, model.config.vocab_size, (4, 23), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import re
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from selective_compile.kernels import native
 from selective_compile.kernels import ragged_attention_cpu as launcher
@@ -56,12 +59,37 @@ RUNS = [(case, dtype) for case in (*CASES, *LARGER) for dtype in TOLERANCE]
 KV_DTYPES = ("auto", "int8")
 
 
+# v3: AVX2; v4: AVX-512 without bf16 products; the plain one: SSE2 and the fallbacks in portable C++.
+ARCHITECTURES = {"x86-64": "sse2", "x86-64-v3": "avx2", "x86-64-v4": "avx512bw"}
+
+
 @pytest.fixture(params=(1, 2), ids=("one_thread", "two_threads"))
 def threads(request):
+    with running_on(request.param):
+        yield request.param
+
+
+@contextlib.contextmanager
+def running_on(threads: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def other_kernels(tmp_path_factory):
+    """Of each instruction set that this processor has besides its own, by name."""
+    processor, cache = native.processor().split(), tmp_path_factory.mktemp("kernels")
+    built = {}
+    for architecture, needs in ARCHITECTURES.items():
+        if needs in processor:
+            flags = tuple(f"-march={architecture}" if flag == "-march=native" else flag for flag in native.FLAGS)
+            source = Path(launcher.__file__).with_suffix(".cpp")
+            built[architecture] = native.load(source, cache=cache, flags=flags).selective_attention
+    return built
 
 
 @pytest.fixture
@@ -72,13 +100,23 @@ def nan_filled_outputs(monkeypatch):
 
 
 def check_ragged(inputs: Inputs) -> None:
-    expected, key_pool, value_pool = exact_ragged(inputs)
-    output = launcher.ragged_attention(*inputs.ragged())
-    assert (output.dtype, output.shape) == (inputs.query.dtype, expected.shape)
-    torch.testing.assert_close(output.double(), expected, rtol=0, atol=TOLERANCE[output.dtype])
+    compare_ragged(inputs, exact_ragged(inputs))
+
+
+def compare_ragged(inputs: Inputs, exact: tuple[Tensor, Tensor, Tensor], how: str = "as it comes") -> None:
+    """With what `exact_ragged` gives for the step; the step's pools stay as they are."""
+    expected, *pools = exact
+    own = dataclasses.replace(inputs, key_pool=inputs.key_pool.clone(), value_pool=inputs.value_pool.clone())
+    output = launcher.ragged_attention(*own.ragged())
+    assert (output.dtype, output.shape) == (inputs.query.dtype, expected.shape), how
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=TOLERANCE[output.dtype], msg=told(how))
     # Exactly: written slots are copies, all others (NaN among them) are as before.
-    for pool, exact in ((inputs.key_pool, key_pool), (inputs.value_pool, value_pool)):
-        torch.testing.assert_close(pool.double(), exact.double(), rtol=0, atol=0, equal_nan=True)
+    for pool, wanted in zip((own.key_pool, own.value_pool), pools, strict=True):
+        torch.testing.assert_close(pool.double(), wanted.double(), rtol=0, atol=0, equal_nan=True, msg=told(how))
+
+
+def told(how: str) -> Callable[[str], str]:
+    return lambda message: f"{how}: {message}"
 
 
 def step(case: Case, dtype: torch.dtype, kv_dtype: str, seed: int = 0) -> Inputs:
@@ -88,8 +126,16 @@ def step(case: Case, dtype: torch.dtype, kv_dtype: str, seed: int = 0) -> Inputs
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize(("case", "dtype"), RUNS, ids=str)
-def test_ragged_attention(case, dtype, kv_dtype, threads, nan_filled_outputs):
-    check_ragged(step(case, dtype, kv_dtype))
+def test_ragged_attention(case, dtype, kv_dtype, nan_filled_outputs, other_kernels, monkeypatch):
+    """On one thread and two, and as built for every instruction set that is there."""
+    inputs = step(case, dtype, kv_dtype)
+    exact = exact_ragged(inputs)
+    for threads in (1, 2):
+        with running_on(threads):
+            compare_ragged(inputs, exact, f"on {threads} threads")
+    for architecture, function in other_kernels.items():
+        monkeypatch.setitem(launcher._functions._functions, "selective_attention", function)
+        compare_ragged(inputs, exact, architecture)
 
 
 @pytest.mark.parametrize(("case", "dtype"), RUNS, ids=str)
@@ -134,22 +180,6 @@ def test_a_sink_without_weight_changes_nothing(requests):
     with_sinks = dataclasses.replace(inputs, sinks=torch.full((4,), -torch.inf))
     expected = launcher.ragged_attention(*inputs.ragged())
     assert torch.equal(launcher.ragged_attention(*with_sinks.ragged()), expected)
-
-
-# v3: AVX2; v4: AVX-512 without bf16 products; the plain one: SSE2 and the fallbacks in portable C++.
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ("x86-64", "x86-64-v3", "x86-64-v4"))
-def test_every_instruction_set(architecture, tmp_path, monkeypatch, nan_filled_outputs):
-    processor = native.processor().split()
-    needs = {"x86-64": "sse2", "x86-64-v3": "avx2", "x86-64-v4": "avx512bw"}[architecture]
-    if needs not in processor:
-        pytest.skip(f"this processor has no {needs}")
-    flags = tuple(f"-march={architecture}" if flag == "-march=native" else flag for flag in native.FLAGS)
-    library = native.load(Path(launcher.__file__).with_suffix(".cpp"), cache=tmp_path, flags=flags)
-    monkeypatch.setitem(launcher._functions._functions, "selective_attention", library.selective_attention)
-    for kv_dtype in KV_DTYPES:
-        for case, dtype in RUNS:
-            check_ragged(step(case, dtype, kv_dtype))
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
