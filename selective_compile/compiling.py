@@ -15,6 +15,7 @@ from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch._inductor import config, lowering
 from torch._inductor.compile_fx import compile_fx
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from selective_compile.isolated_op import isolated_rows
@@ -45,9 +46,13 @@ def compiled(flat: FlatGraph, *, inductor: bool, inputs_are_checked: bool = Fals
     passes: dict[str, Any] = {}
     if inputs_are_checked and config.post_grad_custom_post_pass is None:  # or it is the user's
         passes["post_grad_custom_post_pass"] = UncheckedStrides()
-    asserts: dict[str, Any] = {"size_asserts": config.size_asserts, "alignment_asserts": config.alignment_asserts}
+    settings: dict[str, Any] = {"size_asserts": config.size_asserts, "alignment_asserts": config.alignment_asserts}
+    # Inductor finds code again that it made for vectors of another length, from a cache folder that processors share,
+    # and compiles it for its own, which leaves out every other part of a row; by this it tells the two apart.
+    if config.cpp.simdlen is None and flat.device.type == "cpu":
+        settings["cpp.simdlen"] = pick_vec_isa().bit_width()
     # A context of our own: the caller may be inside Dynamo's, whose fake tensors must not meet ours.
-    with config.patch(**passes, **asserts), tracing(TracingContext(flat.symbols.mode)), torch.no_grad():
+    with config.patch(**passes, **settings), tracing(TracingContext(flat.symbols.mode)), torch.no_grad():
         run = compile_fx(flat.module, list(flat.example_inputs))
     give_back_memory()
     return run  # type: ignore[return-value]

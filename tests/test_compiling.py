@@ -8,14 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 from torch._inductor import config
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from selective_compile import ops
+from selective_compile import compiling, ops
 from selective_compile.compiling import UncheckedStrides
 from selective_compile.isolated_op import isolated_rows
 from selective_compile.options import EngineConfig
 from selective_compile.programs import compile_step_program
+from selective_compile.step_program import captured_and_rewritten
+from tests.decoders import Decoder
 from tests.models import tiny
 
 
@@ -41,6 +44,19 @@ def test_what_is_checked(function: Callable[[Tensor], Tensor], checked: bool) ->
         UncheckedStrides()(graph)
         assert (config.size_asserts, config.alignment_asserts) == (checked, checked)
     assert str(graph) == before
+
+
+def test_code_is_kept_apart_by_the_length_of_its_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key of Inductor's cache has its configuration in it, but not the processor, which may be another later."""
+    seen: list[int | None] = []
+    monkeypatch.setattr(compiling, "compile_fx", lambda *_: seen.append(config.cpp.simdlen))
+    flat = captured_and_rewritten(Decoder(layers=1), {})[1].flat
+    assert flat is not None
+    for length in (None, 256):
+        with config.patch({"cpp.simdlen": length}):
+            compiling.compiled(flat, inductor=True)
+            assert config.cpp.simdlen == length
+    assert seen == [pick_vec_isa().bit_width(), 256]
 
 
 def test_a_step_of_a_plain_decoder_has_no_checks_and_the_configuration_is_as_before() -> None:
