@@ -19,8 +19,12 @@ demo: $(INSTALLED) ## serve mixed requests on the model that ships; ARGS='--help
 	$(BIN)/selective-compile demo $(ARGS)
 
 # A process for each core, with one thread each: teams of threads on shared cores wait for one another.
-test: lint ## lint, then the whole test suite; ARGS='-m "not slow"' goes to pytest
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadfile --durations=10 $(ARGS)
+# Lint, of one thread, runs beside them; what it says comes last. Inductor's own worker processes would be too many.
+test: $(INSTALLED) ## lint and the whole test suite; ARGS='-m "not slow"' goes to pytest
+	@$(MAKE) --no-print-directory lint >$(VENV)/lint.txt 2>&1 & lint=$$!; \
+	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
+	$(BIN)/python -m pytest -q -n auto --dist loadfile --durations=10 $(ARGS); tests=$$?; \
+	wait $$lint; lint=$$?; cat $(VENV)/lint.txt; exit $$((tests || lint))
 
 lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/ruff check .
