@@ -6,6 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
+
+# The same examples in every run, so that a commit's tests end alike wherever and whenever they run. Others are tried by
+# `pytest --hypothesis-profile explore`, with as many examples as before or, by a test's own settings, as it says.
+settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
+settings.register_profile("explore", deadline=None)
+settings.load_profile("fixed")
 
 
 @pytest.fixture(autouse=True)
