@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import runpy
 import sys
@@ -16,15 +17,22 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from typer.testing import CliRunner, Result
 
 from selective_compile import checkpoints, cli, demo, tiny_model
+from selective_compile.backend import Program, compile_step_program
 from selective_compile.bench import command, settings
 from selective_compile.bench.figures import store, stored
 from selective_compile.checkpoints import Checkpoint
 from selective_compile.generating import Prompts
+from selective_compile.options import EngineConfig
 from selective_compile.report import refused_report
-from selective_compile.runtime import StepError
+from selective_compile.runtime import StepError, model_runner, replay_engine
 from selective_compile.tiny_model.tokenizer import BOS, EOS, PAD, VOCAB_SIZE, build
 from tests.test_bench_results import RESULTS
 
+LOAD = checkpoints.load
+OF_PROGRAMS = (
+    *("compile", "dtype", "fallback", "implementation", "batch_invariant"),
+    *("kv_dtype", "max_attention_window", "threads", "weights"),
+)
 COMMANDS = ("demo", "generate", "explain", "bench", "coverage", "replay", "logit-error")
 
 
@@ -40,6 +48,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     LlamaForCausalLM(config).save_pretrained(path)
     build().save_pretrained(path)
     return str(path)
+
+
+@functools.cache
+def loaded(name: str | None = None, **options: Any) -> Checkpoint:
+    return LOAD(name, **options)
+
+
+@functools.cache
+def proved(model: nn.Module, options: tuple[Any, ...]) -> Program:
+    return compile_step_program(model, EngineConfig(**dict(zip(OF_PROGRAMS, options, strict=True))))
+
+
+@pytest.fixture(autouse=True)
+def found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one command has loaded and proved, the next one has: each would do the same, some seconds long."""
+    monkeypatch.setattr(checkpoints, "load", loaded)
+
+    def program_of(model: nn.Module, config: EngineConfig) -> Program:
+        return proved(model, tuple(getattr(config, name) for name in OF_PROGRAMS))
+
+    for module in (demo, model_runner, replay_engine):
+        monkeypatch.setattr(module, "compile_step_program", program_of)
 
 
 def run(*arguments: str, input: str | None = None) -> Result:

@@ -11,11 +11,11 @@ import torch
 from transformers.generation.configuration_utils import SynthIDTextWatermarkingConfig, WatermarkingConfig
 
 import selective_compile as sc
-from selective_compile import tiny_model
-from selective_compile.backend import Program, compile_step_program
+from selective_compile.backend import Program
 from selective_compile.runtime.request import RequestResult
 from selective_compile.tiny_model.tokenizer import EOS
 from tests.generation_rows import TEXTS, EndsAfter, Shifted, allowed, biases, letters
+from tests.shipped import shipped
 
 CONFIG = sc.EngineConfig(compile=False, max_kv_tokens=4096)
 SEED = 7
@@ -70,8 +70,7 @@ def different(rng: Random, model: Any, tokenizer: Any) -> dict[str, Callable[[],
 
 @pytest.fixture(scope="module")
 def served() -> Served:
-    model, tokenizer = tiny_model.load()
-    return model, tokenizer, compile_step_program(model, CONFIG)
+    return shipped()
 
 
 def assert_same(found: RequestResult, alone: RequestResult, name: str) -> None:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 import selective_compile as sc
-from selective_compile import tiny_model
-from selective_compile.backend import Program, compile_step_program
+from selective_compile.backend import Program
 from selective_compile.runtime.philox import uniform
 from tests.generation_rows import ROWS, TEXTS
+from tests.shipped import shipped
 
 CONFIGURATIONS = 20
 NEW_TOKENS = 7
@@ -40,9 +40,8 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served() -> Served:
-    model, tokenizer = tiny_model.load()
-    model.set_attn_implementation("eager")
-    return Served(model=model, tokenizer=tokenizer, program=compile_step_program(model, CONFIG))
+    model, tokenizer, program = shipped("eager")
+    return Served(model=model, tokenizer=tokenizer, program=program)
 
 
 @dataclass

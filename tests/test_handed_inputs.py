@@ -10,7 +10,7 @@ from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
 import selective_compile as sc
 from selective_compile.handed_inputs import handed_refusal
-from tests.models import FAMILIES, tiny
+from tests.models import FAMILIES, shallow, tiny
 from tests.oracle import generated_alone
 
 PROMPTS = [[5, 7, 9], [8], [3, 1, 4, 1, 5, 9, 2, 6]]
@@ -45,7 +45,7 @@ class WithoutMask(LlamaForCausalLM):
 
 
 def test_a_model_that_takes_no_mask_in_generate_is_looked_at_too() -> None:
-    model: Any = tiny("llama")
+    model: Any = tiny("llama", num_hidden_layers=1)
     model.__class__ = WithoutMask
     refusal = handed_refusal(model)
     assert refusal is not None and "position_ids" in refusal.reason
@@ -56,7 +56,7 @@ def test_a_model_that_takes_no_mask_in_generate_is_looked_at_too() -> None:
     [(OtherPositions, "llama", "position_ids"), (OtherIds, "gpt2", "input_ids"), (OtherLater, "llama", "position_ids")],
 )
 def test_other_inputs_are_refused_by_name_and_run_whole(kind: type, family: str, name: str) -> None:
-    model: Any = tiny(family)
+    model: Any = tiny(family, **shallow(family))
     model.__class__ = kind
     refusal = handed_refusal(model)
     assert refusal is not None and f"other {name} than" in refusal.reason
@@ -69,7 +69,7 @@ def test_other_inputs_are_refused_by_name_and_run_whole(kind: type, family: str,
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_inputs_of_transformers_own_are_the_tokens(family: str) -> None:
-    model: Any = tiny(family)
+    model: Any = tiny(family, **shallow(family))
     assert handed_refusal(model) is None
     model.config.use_cache = model.generation_config.use_cache = False
     assert handed_refusal(model) is None

@@ -690,7 +690,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 torch.manual_seed(0)
 model = LlamaForCausalLM(LlamaConfig(
-    vocab_size=199, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    vocab_size=199, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
     num_key_value_heads=2,
 )).eval()
 ids, mask = torch.arange(22).view(2, 11), torch.ones(2, 11, dtype=torch.int64)

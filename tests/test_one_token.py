@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 import selective_compile as sc
 from selective_compile.one_token import one_token_refusal
 from tests.decoders import Decoder
-from tests.models import tiny
+from tests.models import shallow, tiny
 from tests.oracle import generated_alone
 
 
@@ -60,7 +60,7 @@ class WithCache(LlamaForCausalLM):
 
 
 def changed(family: str, kind: type) -> Any:
-    model = tiny(family)
+    model = tiny(family, **shallow(family))
     model.__class__ = kind
     return model
 
@@ -87,7 +87,7 @@ class Uncached(LlamaForCausalLM):
 
 def test_where_generate_departs_from_forward_the_tokens_are_those_of_generate() -> None:
     # transformers' own cache keeps all keys, with a window of one
-    for model in (changed("llama", Uncached), tiny("mistral", sliding_window=1)):
+    for model in (changed("llama", Uncached), tiny("mistral", sliding_window=1, num_hidden_layers=1)):
         engine = sc.Engine(model, sc.EngineConfig(compile=False, max_kv_tokens=256))
         request = engine.submit([5, 7, 9, 11], max_new_tokens=6, do_sample=False)
         assert list(request.result().tokens) == generated_alone(model, [5, 7, 9, 11], 6)
@@ -97,7 +97,7 @@ def test_where_generate_departs_from_forward_the_tokens_are_those_of_generate() 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_models_without_such_a_branch_are_none(dtype: torch.dtype) -> None:
     for family in ("llama", "gemma2"):
-        assert one_token_refusal(tiny(family).to(dtype)) is None
+        assert one_token_refusal(tiny(family, **shallow(family)).to(dtype)) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -43,7 +43,7 @@ def linears(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
 
 
 def test_weight_only_layers_of_ones_own_are_ragged() -> None:
-    model = tiny("llama")
+    model = tiny("llama", num_hidden_layers=1)
     for parent, name, layer in linears(model):
         setattr(parent, name, Int8Linear(layer))
     assert ours(model, RAGGED) == alone(model)
@@ -52,7 +52,7 @@ def test_weight_only_layers_of_ones_own_are_ragged() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_layers_that_quantise_all_rows_together_are_run_request_by_request() -> None:
     """torch's dynamically quantised layers take one scale for all rows: no token is by itself."""
-    model = torch.ao.quantization.quantize_dynamic(tiny("llama"), {nn.Linear})
+    model = torch.ao.quantization.quantize_dynamic(tiny("llama", num_hidden_layers=1), {nn.Linear})
     assert ours(model, EAGER) == alone(model)
     with pytest.raises(ValueError, match="quantized.linear_dynamic|cannot trace"):
         ours(model, RAGGED)
@@ -62,7 +62,7 @@ def test_layers_that_quantise_all_rows_together_are_run_request_by_request() -> 
 def test_torchaos_weight_only_int8_is_ragged_and_its_class_asked() -> None:
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-    model = tiny("llama")
+    model = tiny("llama", num_hidden_layers=1)
     quantize_(model, Int8WeightOnlyConfig())
     program = compile_step_program(model, RAGGED)
     assert isinstance(program, StepProgram)
@@ -79,7 +79,7 @@ def test_a_weight_class_that_quantises_all_rows_together_is_refused_by_name() ->
         layer: Any = nn.Sequential(nn.Linear(64, 32, bias=False))
         quantize_(layer, Int8DynamicActivationInt8WeightConfig(granularity=granularity))
         assert mixes_rows(layer[0].weight) is mixes
-    model = tiny("llama")
+    model = tiny("llama", num_hidden_layers=1)
     quantize_(model, Int8DynamicActivationInt8WeightConfig(granularity=PerTensor()))
     with pytest.raises(ValueError, match="a row of its result depends on other rows, by what a weight of class Int8"):
         ours(model, sc.EngineConfig(compile=False, fallback="refuse"))

@@ -24,7 +24,8 @@ def line_of(text: str) -> str:
 
 
 def test_calls_are_grouped_by_kind() -> None:
-    report = sc.explain(tiny("gemma3_text"))
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    report = sc.explain(tiny("gemma3_text", num_hidden_layers=3, layer_types=kinds))
     assert report.ok and report.verdict == "ragged" and not report.refusals
     masks = [call.mask for call in report.calls]
     window = f"causal, window {WINDOW}"

@@ -118,9 +118,9 @@ def test_what_depends_on_the_batch_is_named_and_refused_where_it_would_stay() ->
     with pytest.raises(
         ValueError, match="batch_invariant must be False for products .*addmm.*modeling_gpt2|pytorch_utils"
     ):
-        sc.Engine(tiny("gpt2"), CONFIG)
+        sc.Engine(tiny("gpt2", n_layer=1), CONFIG)
     with pytest.raises(ValueError, match="batch_invariant must be False but for float32 .*got torch.bfloat16 on cpu"):
-        sc.Engine(tiny("llama").to(torch.bfloat16), CONFIG)
+        sc.Engine(tiny("llama", num_hidden_layers=1).to(torch.bfloat16), CONFIG)
     with pytest.raises(ValueError, match="batch_invariant must be True or False, got 'yes'"):
         sc.EngineConfig(batch_invariant="yes")  # type: ignore[arg-type]
 

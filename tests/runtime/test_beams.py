@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 import selective_compile as sc
-from selective_compile import tiny_model
 from selective_compile.backend import Program, compile_step_program
 from selective_compile.runtime.philox import uniform
 from tests.generation_rows import TEXTS, letters
 from tests.models import tiny
 from tests.runtime.simulated import SimulatedProgram, simulated_engine
+from tests.shipped import shipped as shipped_model
 from tests.test_whole_functions import Recurrent
 
 CONFIG = sc.EngineConfig(compile=False, max_kv_tokens=4096)
@@ -26,9 +26,8 @@ Served = tuple[Any, Program]
 
 @pytest.fixture(scope="module")
 def shipped() -> Served:
-    model, _ = tiny_model.load()
-    model.set_attn_implementation("eager")
-    return model, compile_step_program(model, CONFIG)
+    model, _, program = shipped_model("eager")
+    return model, program
 
 
 @pytest.fixture(scope="module")

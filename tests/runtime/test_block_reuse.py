@@ -6,7 +6,6 @@ import pytest
 from transformers import PreTrainedModel
 
 import selective_compile as sc
-from selective_compile import tiny_model
 from selective_compile.backend import compile_step_program
 from selective_compile.runtime.block_names import block_names
 from selective_compile.runtime.block_pool import BlockPool
@@ -16,6 +15,7 @@ from selective_compile.runtime.scheduler import Scheduler
 from tests.models import tiny
 from tests.oracle import assert_same_tokens
 from tests.runtime.simulated import SimulatedProgram, expected_tokens, simulated_engine
+from tests.shipped import shipped
 
 BLOCK = 4
 
@@ -264,9 +264,9 @@ def test_windows_see_the_same_through_reused_blocks() -> None:
 
 def test_the_model_that_ships_continues_a_conversation_from_its_blocks() -> None:
     """The second prompt is the first one, its answer and more: what was generated is found as well."""
-    model, tokenizer = tiny_model.load()
+    model, tokenizer, program = shipped()
     config = sc.EngineConfig(compile=False, max_kv_tokens=1024, block_size=8)
-    engine = sc.Engine(model, config, program=compile_step_program(model, config))
+    engine = sc.Engine(model, config, program=program)
     conversation: list[int] = tokenizer("12+7=19\n30+41=71\n25+13=").input_ids
     for _ in range(3):
         reused = engine.stats().tokens_reused

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import selective_compile as sc
-from selective_compile import tiny_model
 from selective_compile.backend import compile_step_program
 from selective_compile.runtime.assistants import Assistant
 from selective_compile.runtime.drafts import Acceptance, PromptLookup
@@ -26,6 +25,7 @@ from tests.models import tiny
 from tests.oracle import assert_generated_alone
 from tests.runtime.engine_checks import expect, run_until_idle
 from tests.runtime.simulated import SimulatedModel, SimulatedProgram, expected_tokens, simulated_engine
+from tests.shipped import shipped as shipped_model
 from tests.test_whole_functions import Recurrent
 
 CONFIG = sc.EngineConfig(compile=False, max_kv_tokens=4096)
@@ -89,8 +89,7 @@ def test_wrong_drafts_change_nothing(policy: Any) -> None:
 
 @pytest.fixture(scope="module")
 def shipped() -> Any:
-    model, tokenizer = tiny_model.load()
-    return model, tokenizer, compile_step_program(model, CONFIG)
+    return shipped_model()
 
 
 def test_right_drafts_save_steps_and_tokens_are_the_same(shipped: Any) -> None:

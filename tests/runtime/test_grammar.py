@@ -10,10 +10,9 @@ import pytest
 import torch
 
 import selective_compile as sc
-from selective_compile import tiny_model
-from selective_compile.backend import compile_step_program
 from selective_compile.runtime.grammar import Grammars
 from selective_compile.tiny_model.tokenizer import EOS
+from tests.shipped import shipped
 
 CONFIG = sc.EngineConfig(compile=False, max_kv_tokens=8192)
 SCHEMA = {
@@ -40,8 +39,7 @@ def follows(structure: dict[str, Any], text: str) -> bool:
 
 @pytest.fixture(scope="module")
 def served() -> tuple[Any, Any, Any]:
-    model, tokenizer = tiny_model.load()
-    return model, tokenizer, compile_step_program(model, CONFIG)
+    return shipped()
 
 
 @pytest.mark.parametrize("structure", STRUCTURES, ids=lambda structure: next(iter(structure)))

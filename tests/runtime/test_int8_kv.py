@@ -340,8 +340,8 @@ def test_the_error_is_measured(shipped: tuple[Any, Any, Program]) -> None:
 
 
 @pytest.mark.slow
-def test_through_inductor(shipped: tuple[Any, Any, Program]) -> None:
-    model, tokenizer, _ = shipped
-    engine = sc.Engine(model, configured(compile=True))
-    for prompt, count in prompts_of(tokenizer, 4):
-        assert list(engine.submit(prompt, max_new_tokens=count).result().tokens) == own_tokens(model, prompt, count)
+def test_through_inductor() -> None:
+    """The logits of the same graph without it."""
+    model = tiny("llama", num_hidden_layers=1, initializer_range=0.2)
+    found, plain = (prompt_logits(sc.Engine(model, configured(compile=way)), PROMPT) for way in (True, False))
+    assert apart(found, plain) < 0.1 * apart(plain, exact_logits(model, PROMPT))
