@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from selective_compile.capture import ATTENTION_MASK, Captured, capture, recurrences_of
+from selective_compile.compiled_step import CompiledStep, native_kernels_run
 from selective_compile.compiling import compiled
 from selective_compile.entries import Entries
 from selective_compile.int8_rows import row_bytes
@@ -208,7 +209,9 @@ class StepProgram:
         self.int8_weights.of(*self.weights.seen)  # at once: the memory for keys and values is what is left then
         self.config = config
         self._row: tuple[Tensor | None, Tensor | None] = None, None  # ids [T] and the same [1, T]
-        self._run = compiled(flat, inductor=config.compile, inputs_are_checked=True)
+        run = compiled(flat, inductor=config.compile, inputs_are_checked=True)
+        own = config.compile and config.implementation in ("auto", "cpu") and flat.device.type == "cpu"
+        self._run = CompiledStep(run, flat.example_inputs, native=own and native_kernels_run())
 
     @property
     def rewinds(self) -> bool:
@@ -259,7 +262,7 @@ class StepProgram:
         torch.set_grad_enabled(False)  # with a `no_grad` around it, a step of a small model takes 10 microseconds more
         try:
             with forced_implementation(self.config.implementation):
-                (logits,) = self._run(*arguments)
+                logits = self._run(arguments, len(tensors), seen)
         finally:
             torch.set_grad_enabled(recording)
         return logits.view(-1, self.vocab_size)

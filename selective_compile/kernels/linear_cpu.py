@@ -15,6 +15,7 @@ import functools
 import itertools
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +25,9 @@ from selective_compile.kernels import native
 from selective_compile.kernels.linear_call import check_int8, check_linear
 
 _functions = native.Functions(__file__)
-available, unavailable_reason = _functions.available, _functions.unavailable_reason
+available, unavailable_reason, address_of = _functions.available, _functions.unavailable_reason, _functions.address
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 # From so many rows on, a processor with bf16 matrix units (AMX) is left to oneDNN, which uses them: on paper
 # they multiply eight times as fast as the vector instructions here (not measured). With fewer rows, reading
 # the weight takes the time. benchmarks/cpu_linear.py compares the two on processors without.
@@ -34,13 +35,13 @@ _MATRIX_UNIT_ROWS = 64
 
 
 @functools.cache
-def _has_matrix_unit() -> bool:
+def has_matrix_unit() -> bool:
     return "amx_bf16" in native.processor().split()
 
 
 @functools.cache
-def _packer(weights: int) -> struct.Struct:
-    return struct.Struct(f"={7 + 5 * weights}q")
+def _packer(fields: int) -> struct.Struct:
+    return struct.Struct(f"={fields}q")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -84,7 +85,7 @@ def linears_int8(
         check_int8(x, weight, scale, bias)
         if not (weight.is_contiguous() and scale.is_contiguous()):
             raise ValueError(f"weights and scales must be contiguous, got strides {weight.stride()}, {scale.stride()}")
-    if x.dtype not in _DTYPES or not x.shape[-1]:
+    if x.dtype not in DTYPES or not x.shape[-1]:
         raise ValueError(f"x must be [..., K] of float32 or bfloat16, K at least 1, got {list(x.shape)} of {x.dtype}")
     return _launch(x, weights, scales, biases)
 
@@ -96,22 +97,36 @@ def _launch(
     # Kept under a name through the call: where a copy is made, nothing else holds it.
     x, biases = x.contiguous(), [bias if bias is None else bias.contiguous() for bias in biases]
     outputs = [x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
+    if x.numel() // depth and any(weight.shape[0] for weight in weights):
+        fields = call_fields(x, weights, scales, biases, outputs, torch.get_num_threads())
+        _functions["selective_linear"](_packer(len(fields)).pack(*fields))
+    return outputs
+
+
+def call_fields(
+    x: Any,
+    weights: Sequence[Any],
+    scales: Sequence[Any],
+    biases: Sequence[Any],
+    outputs: Sequence[Any],
+    threads: Any,
+) -> tuple[Any, ...]:
+    """The arguments of the kernel, of tensors or of what stands for them (`selective_compile.call_values`)."""
     parts = [
         (weight.data_ptr(), _address(bias), output.data_ptr(), weight.shape[0], _address(scale))
         for weight, bias, output, scale in zip(weights, biases, outputs, scales, strict=True)
         if weight.shape[0]
     ]
-    if (rows := x.numel() // depth) and parts:
-        sizes = (rows, depth, _DTYPES[x.dtype], torch.get_num_threads(), native.torch_parallel(), len(parts))
-        _functions["selective_linear"](_packer(len(parts)).pack(x.data_ptr(), *sizes, *itertools.chain(*parts)))
-    return outputs
+    depth = x.shape[-1]
+    sizes = (x.numel() // depth, depth, DTYPES[x.dtype], threads, native.torch_parallel(), len(parts))
+    return (x.data_ptr(), *sizes, *itertools.chain(*parts))
 
 
-def _address(tensor: Tensor | None) -> int:
+def _address(tensor: Any) -> Any:
     return 0 if tensor is None else tensor.data_ptr()
 
 
 def _takes(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    if x.dtype not in _DTYPES or not x.shape[-1] or not all(weight.is_contiguous() for weight in weights):
+    if x.dtype not in DTYPES or not x.shape[-1] or not all(weight.is_contiguous() for weight in weights):
         return False
-    return x.dtype is torch.float32 or x.numel() // x.shape[-1] < _MATRIX_UNIT_ROWS or not _has_matrix_unit()
+    return x.dtype is torch.float32 or x.numel() // x.shape[-1] < _MATRIX_UNIT_ROWS or not has_matrix_unit()

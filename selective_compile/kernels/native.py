@@ -79,6 +79,14 @@ class Functions:
             function.argtypes = None
         return function
 
+    def address(self, name: str) -> int:
+        """Where a function is in memory.
+
+        Raises:
+            NativeBuildError: the library cannot be built here.
+        """
+        return ctypes.cast(self[name], ctypes.c_void_p).value or 0
+
     @functools.cached_property
     def library(self) -> ctypes.CDLL:
         return load(self._source)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from selective_compile.int8_rows import row_bytes
 from selective_compile.kernels import native
 
 _functions = native.Functions(__file__)
-available, unavailable_reason = _functions.available, _functions.unavailable_reason
+available, unavailable_reason, address_of = _functions.available, _functions.unavailable_reason, _functions.address
 
 _pack = struct.Struct("=40q2d").pack
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -62,20 +63,10 @@ def ragged_attention(
     check_metadata(cu_seqlens_q, context_lens, block_table, slot_mapping, rows=query.shape[0])
     sinks, slopes = per_head(sinks, query.shape[1], "sinks"), per_head(slopes, query.shape[1], "slopes")
     check_pools(key, value, key_pool, value_pool)
-    num_blocks, _, block_size, _ = key_pool.shape
-    key_block, key_head, key_slot, _ = key_pool.stride()
-    value_block, value_head, value_slot, _ = value_pool.stride()
-    return _launch(
-        query,
-        key,
-        value,
-        (key_pool.data_ptr(), value_pool.data_ptr(), cu_seqlens_q.data_ptr(), context_lens.data_ptr()),
-        (block_table.data_ptr(), slot_mapping.data_ptr()),
-        key_pool.dtype is torch.int8,
-        (context_lens.numel(), block_size, num_blocks, block_table.shape[1], block_table.stride(0)),
-        (key_block, key_head, key_slot, value_block, value_head, value_slot),
-        (window, chunk, address(sinks), address(slopes), scale, softcap),
-    )
+    tensors = (query, key, value, key_pool, value_pool, cu_seqlens_q, context_lens, block_table, slot_mapping)
+    output = query.new_empty((*query.shape[:2], value.shape[2]))
+    _launch(call_fields(output, *tensors, (window, chunk, address(sinks), address(slopes), scale, softcap)))
+    return output
 
 
 def varlen_attention(
@@ -109,17 +100,19 @@ def varlen_attention(
     sinks, slopes = per_head(sinks, query.shape[1], "sinks"), per_head(slopes, query.shape[1], "slopes")
     key_row, key_head, _ = key.stride()
     value_row, value_head, _ = value.stride()
-    return _launch(
-        query,
-        key,
-        value,
+    output = query.new_empty((*query.shape[:2], value.shape[2]))
+    fields = _fields(
+        (output, query, key, value),
         (key.data_ptr(), value.data_ptr(), cu_seqlens_q.data_ptr(), 0),
         (0, 0),
         False,
         (cu_seqlens_q.numel() - 1, 0, 0, 0, 0),
         (0, key_head, key_row, 0, value_head, value_row),
         (window, chunk, address(sinks), address(slopes), scale, softcap),
+        torch.get_num_threads(),
     )
+    _launch(fields)
+    return output
 
 
 def _selection() -> ModuleType:
@@ -135,40 +128,75 @@ def refuse_reach(window: int, chunk: int) -> None:
         raise ValueError(f"window and chunk must be 0 with a selection, got {window} and {chunk}")
 
 
-def _launch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pools_and_lengths: tuple[int, int, int, int],
-    blocks: tuple[int, int],
+def call_fields(
+    output: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    key_pool: Any,
+    value_pool: Any,
+    cu_seqlens_q: Any,
+    context_lens: Any,
+    block_table: Any,
+    slot_mapping: Any,
+    score: tuple[int, int, Any, Any, float, float],
+    threads: Any = None,
+) -> tuple[Any, ...]:
+    """The arguments of the kernel, of tensors or of what stands for them (`selective_compile.call_values`).
+
+    Args:
+        score: window, chunk, the addresses of sinks and slopes or 0, scale and softcap.
+    """
+    num_blocks, _, block_size, _ = key_pool.shape
+    key_block, key_head, key_slot, _ = key_pool.stride()
+    value_block, value_head, value_slot, _ = value_pool.stride()
+    return _fields(
+        (output, query, key, value),
+        (key_pool.data_ptr(), value_pool.data_ptr(), cu_seqlens_q.data_ptr(), context_lens.data_ptr()),
+        (block_table.data_ptr(), slot_mapping.data_ptr()),
+        key_pool.dtype is torch.int8,
+        (context_lens.numel(), block_size, num_blocks, block_table.shape[1], block_table.stride(0)),
+        (key_block, key_head, key_slot, value_block, value_head, value_slot),
+        score,
+        torch.get_num_threads() if threads is None else threads,
+    )
+
+
+def _fields(
+    tensors: tuple[Any, Any, Any, Any],
+    pools_and_lengths: tuple[Any, ...],
+    blocks: tuple[Any, ...],
     int8_pools: bool,
-    sizes: tuple[int, int, int, int, int],
-    pool_strides: tuple[int, int, int, int, int, int],
-    score: tuple[int, int, int, int, float, float],
-) -> Tensor:
+    sizes: tuple[Any, ...],
+    pool_strides: tuple[Any, ...],
+    score: tuple[Any, ...],
+    threads: Any,
+) -> tuple[Any, ...]:
+    """One line per line of `Call`."""
+    _, query, key, value = tensors
     rows, query_heads, size = query.shape
     _, heads, value_size = value.shape
     query_row, query_head, _ = query.stride()
     key_row, key_head, _ = key.stride()
     value_row, value_head, _ = value.stride()
-    output = query.new_empty((rows, query_heads, value_size))
-    # One line per line of `Call`.
-    packed = _pack(
-        *(output.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr()),
+    return (
+        *(each.data_ptr() for each in tensors),
         *pools_and_lengths,
         *blocks,
         native.torch_parallel(),
-        *(DTYPES[query.dtype], int8_pools, torch.get_num_threads()),
+        *(DTYPES[query.dtype], int(int8_pools), threads),
         *(rows, query_heads, heads, size, value_size),
         *sizes,
         *(query_row, query_head, key_row, key_head, value_row, value_head),
         *pool_strides,
         *score,
     )
-    status = _functions["selective_attention"](packed)
+
+
+def _launch(fields: tuple[Any, ...]) -> None:
+    status = _functions["selective_attention"](_pack(*fields))
     if status:
         raise ValueError(REFUSALS[status])
-    return output
 
 
 def per_head(values: Tensor | None, heads: int, name: str) -> Tensor | None:

@@ -1,0 +1,232 @@
+"""The native calls that Inductor's code for a step makes, found by running that code on what stands for tensors.
+
+The code is Python: it allocates memory, makes views, and calls C++ kernels that Inductor has built and our operators.
+Of a model of 12 layers it makes 110 calls in a step, and the Python around them takes as long as reading 100 MB of
+weights does. Run once on `Memory` in place of tensors, it tells which calls it makes, with which addresses and sizes;
+`call_replay` then makes them without it. Code that does anything else is `NotRecordable`, and runs as it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from selective_compile.call_values import Memory, NotRecordable, Pointer, Size, Storage
+from selective_compile.kernels import linear_cpu, ragged_attention_cpu
+from selective_compile.kernels.replay_cpu import MOST_ARGUMENTS
+
+THREADS = Size.symbol(0)
+Value = int | Size | Pointer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A native function and its arguments; ``packed``: it takes their address, and ``checked``: returns a status."""
+
+    function: int
+    arguments: tuple[Value, ...]
+    packed: bool = False
+    checked: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """The calls of a step in order.
+
+    Attributes:
+        sizes: of symbol 1, 2, …, which argument and which of its dimensions it is; symbol 0 is the number of threads.
+        output: what the step returns, in memory of its own.
+    """
+
+    calls: tuple[Call, ...]
+    sizes: tuple[tuple[int, int], ...]
+    output: Memory
+
+
+def recorded(call: Callable[..., Any], examples: Sequence[Any]) -> Record:
+    """
+    Args:
+        call: a function, or method, of a module that Inductor has made, of a list of arguments.
+        examples: tensors like its arguments; sizes that may be others are symbolic.
+
+    Raises:
+        NotRecordable: it does what is not followed here.
+    """
+    run = _Run(examples)
+    code = getattr(call, "__func__", call)
+    names = {name: run.replaced(name, value) for name, value in code.__globals__.items()}
+    function = FunctionType(code.__code__, names)
+    found = function(None, run.arguments) if code is not call else function(run.arguments)
+    if len(found) != 1 or not isinstance(found[0], Memory):
+        raise NotRecordable(f"what is returned: {len(found)} values")
+    (output,) = found
+    whole = output.storage.num_bytes == output.numel() * output.dtype.itemsize
+    if not whole or not output.is_contiguous():
+        raise NotRecordable("the result is part of something else")
+    return Record(calls=tuple(run.calls), sizes=tuple(run.sizes), output=output)
+
+
+class _Run:
+    def __init__(self, examples: Sequence[Any]) -> None:
+        self.calls: list[Call] = []
+        self.sizes: list[tuple[int, int]] = []
+        self._symbols: dict[str, Size] = {}
+        self.arguments = [self._argument(place, example) for place, example in enumerate(examples)]
+
+    def _argument(self, place: int, example: Any) -> Memory:
+        if not isinstance(example, torch.Tensor) or example.device.type != "cpu":
+            raise NotRecordable(f"an argument that is no tensor on a CPU: {type(example).__name__}")
+        sizes: Sequence[Any] = example.shape
+        shape = [self._symbol(size, place, dim) for dim, size in enumerate(sizes)]
+        strides: list[int | Size] = []
+        for dim, stride in enumerate(example.stride()):
+            later: int | Size = 1
+            for size in shape[dim + 1 :]:
+                later = later * size
+            # Of what is contiguous, as all that changes its size is; `CompiledStep` looks.
+            strides.append(stride if type(stride) is int else later)
+        return Memory(Storage(argument=place), example.dtype, shape, strides)
+
+    def _symbol(self, size: Any, place: int, dim: int) -> int | Size:
+        """The same for sizes that are the same in every step."""
+        if type(size) is int:
+            return size
+        found = self._symbols.get(str(size.node.expr))
+        if found is None:
+            self.sizes.append((place, dim))
+            found = self._symbols[str(size.node.expr)] = Size.symbol(len(self.sizes))
+        return found
+
+    def replaced(self, name: str, value: Any) -> Any:
+        """What a name of the module stands for in this run."""
+        ours: Mapping[str, Any] = {
+            "torch": self._torch(),
+            "empty_strided_cpu": Memory.empty,
+            "reinterpret_tensor": lambda memory, shape, strides, offset: memory.view(shape, strides, offset),
+            "assert_size_stride": _pass,
+            "assert_alignment": _pass,
+        }
+        if name in ours:
+            return ours[name]
+        if isinstance(value, BuiltinFunctionType) and name.startswith("cpp_fused"):
+            return functools.partial(self._generated, value)
+        return value if isinstance(value, (int, float)) else _Only(name)
+
+    def _generated(self, kernel: BuiltinFunctionType, *arguments: Any) -> None:
+        values = [each.data_ptr() if isinstance(each, Memory) else each for each in arguments]
+        if len(values) > MOST_ARGUMENTS or not all(isinstance(value, (int, Size, Pointer)) for value in values):
+            raise NotRecordable(f"{len(values)} arguments of a kernel, or one that is no address and no integer")
+        self.calls.append(Call(function=_address(kernel), arguments=tuple(values)))
+
+    def _torch(self) -> _Torch:
+        own = {"linear": self._linear, "linears": self._linears, "linears_int8": self._linears_int8}
+        own["ragged_attention"] = self._ragged_attention
+        overloads = {name: SimpleNamespace(default=run) for name, run in own.items()}
+        return _Torch("torch", ops=_Only("torch.ops", selective=_Only("torch.ops.selective", **overloads)))
+
+    def _linear(self, x: Memory, weight: Memory, bias: Memory | None = None) -> Memory:
+        return self._linears(x, [weight], [bias])[0]
+
+    def _linears(self, x: Memory, weights: Sequence[Memory], biases: Sequence[Memory | None]) -> list[Memory]:
+        if x.dtype is torch.bfloat16 and linear_cpu.has_matrix_unit():
+            raise NotRecordable("linear layers that are left to torch")
+        return self._products(x, weights, [None] * len(weights), biases)
+
+    def _linears_int8(
+        self, x: Memory, weights: Sequence[Memory], scales: Sequence[Memory], biases: Sequence[Memory | None]
+    ) -> list[Memory]:
+        return self._products(x, weights, scales, biases)
+
+    def _products(
+        self,
+        x: Memory,
+        weights: Sequence[Memory],
+        scales: Sequence[Memory | None],
+        biases: Sequence[Memory | None],
+    ) -> list[Memory]:
+        if x.dtype not in linear_cpu.DTYPES or not x.shape[-1]:
+            raise NotRecordable(f"linear layers of {x.dtype}, {x.shape[-1]} deep")
+        for each in (x, *weights, *scales, *biases):
+            if each is not None:
+                each.contiguous()
+        outputs = [x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
+        fields = linear_cpu.call_fields(x, weights, scales, biases, outputs, THREADS)
+        self._pack(linear_cpu.address_of("selective_linear"), fields)
+        return outputs
+
+    def _ragged_attention(self, query: Memory, *arguments: Any, **named: Any) -> Memory:
+        found = dict(zip(_ATTENTION, (query, *arguments), strict=False)) | named
+        if found.pop("selection") is not None:
+            raise NotRecordable("attention to selected keys")
+        window, chunk, softcap, scale = (found.pop(name) for name in ("window", "chunk", "softcap", "scale"))
+        per_head = [found.pop(name) for name in ("sinks", "slopes")]
+        if any(each is not None and each.dtype is not torch.float32 for each in per_head):
+            raise NotRecordable("sinks or slopes that are not float32")
+        score = (window, chunk, *(0 if each is None else each.contiguous().data_ptr() for each in per_head))
+        output = query.new_empty((*query.shape[:2], found["value"].shape[2]))
+        fields = ragged_attention_cpu.call_fields(output, **found, score=(*score, scale, softcap), threads=THREADS)
+        self._pack(ragged_attention_cpu.address_of("selective_attention"), fields, checked=True)
+        return output
+
+    def _pack(self, function: int, fields: Sequence[Any], *, checked: bool = False) -> None:
+        if len(fields) > MOST_ARGUMENTS:
+            raise NotRecordable(f"{len(fields)} arguments of a call")
+        values = [
+            struct.unpack("=q", struct.pack("=d", each))[0] if isinstance(each, float) else each for each in fields
+        ]
+        self.calls.append(Call(function=function, arguments=tuple(values), packed=True, checked=checked))
+
+
+_ATTENTION = (
+    *("query", "key", "value", "key_pool", "value_pool", "cu_seqlens_q", "context_lens", "block_table", "slot_mapping"),
+    *("scale", "window", "softcap", "chunk", "sinks", "slopes", "selection"),
+)
+
+
+class _Only:
+    """Has these names, and whatever else is asked of it is not followed."""
+
+    def __init__(self, path: str, **names: Any) -> None:
+        self._path = path
+        vars(self).update(names)
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotRecordable(f"{self._path}.{name}")
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        raise NotRecordable(f"a call of {self._path}")
+
+
+class _Torch(_Only):
+    """What generated code takes of the name `torch`: our operators, and dtypes."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(torch, name, None)
+        return found if isinstance(found, torch.dtype) else super().__getattr__(name)
+
+
+def _bits(number: float) -> int:
+    found: int = struct.unpack("=q", struct.pack("=d", number))[0]
+    return found
+
+
+def _pass(*arguments: Any) -> None:
+    """Checks of sizes are made where the code was compiled for them."""
+
+
+def _address(kernel: BuiltinFunctionType) -> int:
+    """Of the C function that a function of an extension module of Inductor's calls with its arguments."""
+    path = getattr(kernel.__self__, "__file__", None)
+    if path is None:
+        raise NotRecordable(f"{kernel.__name__} is of no file")
+    try:
+        return ctypes.cast(ctypes.CDLL(path).kernel, ctypes.c_void_p).value or 0
+    except (OSError, AttributeError) as error:
+        raise NotRecordable(f"{path} has no function `kernel`: {error}") from error

@@ -1,0 +1,144 @@
+"""The calls of a compiled step, made one after the other in native code: see `call_record`."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from selective_compile.call_record import Record, Value
+from selective_compile.call_values import Pointer, Size, Storage
+from selective_compile.kernels.ragged_attention_cpu import REFUSALS
+from selective_compile.kernels.replay_cpu import THREW, replay
+from selective_compile.tensor_state import States
+
+ALIGNED = 64
+
+
+class Replay:
+    """A recorded step as a function of its arguments.
+
+    Memory between the calls is one block that grows to what the largest step needs. What no call needs any more has its
+    place taken by what a later one writes.
+
+    Bases of addresses are, in this order: 0, the arguments, the slots of the block, the result.
+    """
+
+    def __init__(self, record: Record, *, num_arguments: int, num_weights: int) -> None:
+        """``num_weights`` of the arguments, the first, are the same tensors as long as their states are."""
+        self._record = record
+        self._num_weights = num_weights
+        slots = _slots(record)
+        self._slot_sizes = slots.sizes
+        bases = {storage: 1 + num_arguments + slot for storage, slot in slots.of.items()}
+        bases[record.output.storage] = 1 + num_arguments + len(slots.sizes)
+        code = array("q")
+        for call in record.calls:
+            code.extend((call.function, call.packed, call.checked, len(call.arguments)))
+            for argument in call.arguments:
+                code.extend(_encoded(argument, bases))
+        self._code = code
+        self._blocks: list[Tensor] = []  # not in use: steps of several engines may run at once
+        self._weights: tuple[States | None, array[int]] = (None, array("q"))
+
+    def __call__(self, arguments: Sequence[Tensor], seen: States) -> Tensor:
+        """
+        Args:
+            seen: the states of the weights; the same object as long as none changes.
+
+        Raises:
+            ValueError: the step's metadata point outside of the tensors.
+            IndexError: an index is out of bounds.
+        """
+        sizes = [arguments[place].shape[dim] for place, dim in self._record.sizes]
+        symbols = array("q", [torch.get_num_threads(), *sizes])
+        of, weights = self._weights
+        if of is not seen:
+            weights = array("q", [0, *[weight.data_ptr() for weight in arguments[: self._num_weights]]])
+            self._weights = seen, weights
+        shape = [_number(size, symbols) for size in self._record.output.shape]
+        output = torch.empty(shape, dtype=self._record.output.dtype, device="cpu")
+        starts = list(accumulate([_aligned(_number(size, symbols)) for size in self._slot_sizes], initial=0))
+        block = self._block(starts.pop())
+        first = _aligned(block.data_ptr())
+        bases = array("q", weights)
+        bases.extend([each.data_ptr() for each in arguments[self._num_weights :]])
+        bases.extend([first + start for start in starts])
+        bases.append(output.data_ptr())
+        status = replay(self._code, len(self._record.calls), bases, symbols)
+        self._blocks.append(block)
+        if status == THREW:
+            raise IndexError("generated code has thrown: an index of the step must be within bounds")
+        if status:
+            raise ValueError(REFUSALS[status])
+        return output
+
+    def _block(self, num_bytes: int) -> Tensor:
+        block = self._blocks.pop() if self._blocks else None
+        if block is None or block.numel() < num_bytes + ALIGNED:
+            block = torch.empty(num_bytes + ALIGNED, dtype=torch.uint8, device="cpu")
+        return block
+
+
+class _Slots:
+    def __init__(self) -> None:
+        self.of: dict[Storage, int] = {}
+        self.sizes: list[int | Size] = []
+
+
+def _slots(record: Record) -> _Slots:
+    """A place in the block for each storage that is neither an argument nor the result; those that are never needed at
+    once may share one."""
+    last = {
+        argument.storage: number
+        for number, call in enumerate(record.calls)
+        for argument in call.arguments
+        if isinstance(argument, Pointer)
+    }
+    found, free = _Slots(), list[int]()
+    for number, call in enumerate(record.calls):
+        used = [each.storage for each in call.arguments if isinstance(each, Pointer)]
+        own = [each for each in dict.fromkeys(used) if each.argument < 0 and each is not record.output.storage]
+        for storage in own:
+            if storage not in found.of:
+                found.of[storage] = _taken(found, free, storage.num_bytes)
+        free += [found.of[storage] for storage in own if last[storage] == number]
+    return found
+
+
+def _taken(found: _Slots, free: list[int], size: int | Size | None) -> int:
+    assert size is not None, "an argument has no slot"
+    for slot in free:
+        if _covers(found.sizes[slot], size):
+            free.remove(slot)
+            return slot
+    found.sizes.append(size)
+    return len(found.sizes) - 1
+
+
+def _covers(one: int | Size, other: int | Size) -> bool:
+    one, other = (each if isinstance(each, Size) else Size(each, ()) for each in (one, other))
+    return one.covers(other)
+
+
+def _encoded(value: Value, bases: dict[Storage, int]) -> list[int]:
+    """As replay_cpu.cpp reads it."""
+    base = 0
+    if isinstance(value, Pointer):
+        storage = value.storage
+        base = bases[storage] if storage.argument < 0 else 1 + storage.argument
+        value = value.offset
+    if isinstance(value, int):
+        return [base, value, 0]
+    return [base, value.constant, len(value.terms), *[number for term in value.terms for number in term]]
+
+
+def _number(size: int | Size, symbols: Sequence[int]) -> int:
+    return size if isinstance(size, int) else size.at(symbols)
+
+
+def _aligned(number: int) -> int:
+    return -(-number // ALIGNED) * ALIGNED
