@@ -169,12 +169,12 @@ def test_what_does_not_fit_is_refused():
 
 def test_matrix_units_are_left_to_onednn(monkeypatch):
     monkeypatch.setattr(native, "processor", lambda: "flags : avx512f amx_bf16 amx_tile")
-    linear_cpu._has_matrix_unit.cache_clear()
+    linear_cpu.has_matrix_unit.cache_clear()
     calls = []
     monkeypatch.setattr(linear_cpu.F, "linear", lambda *a: calls.append(a[0].shape[0]) or a[0].new_empty(0))
     for rows, dtype in product((8, 64), DTYPES):
         linear(*inputs(rows, 4, 8, dtype))
-    linear_cpu._has_matrix_unit.cache_clear()
+    linear_cpu.has_matrix_unit.cache_clear()
     assert calls == [64]
 
 
