@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from selective_compile.kernels.draw_cpu import draw_tokens
+from selective_compile.kernels import draw_cpu
 from selective_compile.runtime.generation import GenerationParams
 from selective_compile.runtime.philox import uniform
 
@@ -39,13 +39,13 @@ def draw(scores: Tensor, params: Sequence[GenerationParams], indices: Sequence[i
         _remove_below_top_k(scores, top_k)
     _remove_above_top_p(scores, params, 0.0)
     _remove_below_min_p(scores, params)
-    return _choose(scores, None, _fractions(params, indices))
+    return _choose(scores, None, _fractions(params, indices, scores.device))
 
 
 def draw_of_few(scores: Tensor, params: Sequence[GenerationParams], indices: Sequence[int]) -> list[int | None]:
     """As `draw` for rows that all have a top_k, looking at that many candidates of each; `scores` stays as it is."""
-    fractions = _fractions(params, indices)
-    found = draw_tokens(scores, [wanted.warping for wanted in params], fractions)
+    fractions = _fractions(params, indices, scores.device)
+    found = draw_cpu.draw_tokens(scores, [wanted.warping for wanted in params], fractions)
     if found is not None:
         return [None if token < 0 else token for token in found]
     candidates, vocabulary = _keep_top_k(scores, params)
@@ -69,7 +69,7 @@ def draw_of_nucleus(scores: Tensor, params: Sequence[GenerationParams], indices:
     # Where the least of the candidates goes, and with it all that are as likely, so does what is no candidate.
     enough = (candidates.masked_fill(candidates == -torch.inf, torch.inf).amin(dim=-1) > least).tolist()
     _remove_below_min_p(candidates, params)
-    found = _choose(candidates, vocabulary, _fractions(params, indices))
+    found = _choose(candidates, vocabulary, _fractions(params, indices, scores.device))
     rest = [row for row, fine in enumerate(enough) if not fine]
     if rest:
         plain = [replace(params[row], temperature=1.0) for row in rest]  # scaled already
@@ -84,8 +84,10 @@ def _scale(scores: Tensor, params: Sequence[GenerationParams]) -> None:
         scores.div_(_column(temperatures, torch.float32, scores.device))
 
 
-def _fractions(params: Sequence[GenerationParams], indices: Sequence[int]) -> NDArray[np.float64]:
-    return uniform([wanted.seed for wanted in params], indices)
+def _fractions(params: Sequence[GenerationParams], indices: Sequence[int], device: torch.device) -> NDArray[np.float64]:
+    seeds = [wanted.seed for wanted in params]
+    found = draw_cpu.uniform(seeds, indices) if device.type == "cpu" else None
+    return uniform(seeds, indices) if found is None else found
 
 
 def _choose(scores: Tensor, vocabulary: Tensor | None, fractions: NDArray[np.float64]) -> list[int | None]:

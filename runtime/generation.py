@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from selective_compile.kernels.draw_cpu import packed
+from selective_compile.kernels.draw_cpu import packed_warping
 from selective_compile.runtime.beams import BeamParams
 from selective_compile.runtime.criteria import RowCriteria, beam_criteria, row_criteria
 from selective_compile.runtime.early_layers import EarlyLayers
@@ -140,7 +140,7 @@ class GenerationParams:
     @cached_property
     def warping(self) -> bytes:
         """Temperature, top-k, top-p and min-p as the kernel for draws reads them."""
-        return packed(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+        return packed_warping(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
 
     @cached_property
     def changes_scores(self) -> bool:

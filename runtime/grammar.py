@@ -49,8 +49,8 @@ class GrammarProcessor(LogitsProcessor):
             raise ValueError(NONE_LEFT)
         return left
 
-    def fill(self, tokens: Sequence[int], bits: int) -> None:
-        """Have the 32-bit words [words] at the address `bits` say what can come after the tokens so far.
+    def fill(self, tokens: Sequence[int], address: int) -> None:
+        """Have the 32-bit words [words] at an address say what can come after the tokens so far, a bit each.
 
         Raises:
             ValueError: a token does not follow the grammar.
@@ -58,7 +58,7 @@ class GrammarProcessor(LogitsProcessor):
         for token in tokens[self._read :]:
             self._matcher.consume_token(token)
         self._read = len(tokens)
-        self._matcher.unsafe_compute_mask_ptr(bits, 4 * self.words)
+        self._matcher.unsafe_compute_mask_ptr(address, 4 * self.words)
         if self._matcher.is_error():
             raise ValueError(f"tokens must follow the grammar: {self._matcher.get_error()}")
 

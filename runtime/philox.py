@@ -12,8 +12,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from selective_compile.kernels import draw_cpu
-
 Words = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]
 
 ROUNDS = 10
@@ -36,12 +34,6 @@ def philox4x32(counter: Words, key: tuple[NDArray[np.uint64], NDArray[np.uint64]
 
 def uniform(seeds: Sequence[int], indices: Sequence[int]) -> NDArray[np.float64]:
     """[S] numbers in [0, 1) with 53 random bits, one for each (64-bit seed, index)."""
-    found = draw_cpu.uniform(seeds, indices)
-    return uniform_by_numpy(seeds, indices) if found is None else found
-
-
-def uniform_by_numpy(seeds: Sequence[int], indices: Sequence[int]) -> NDArray[np.float64]:
-    """As `uniform`, where no kernel can be built: some 150 microseconds for any number of rows that a step has."""
     seed = np.array(seeds, dtype=np.uint64)
     index = np.array(indices, dtype=np.uint64)
     zero = np.zeros_like(index)

@@ -1,9 +1,9 @@
-"""What stands for sizes, addresses and tensors while the calls of a compiled step are recorded.
+"""What stands for sizes, addresses and tensors while the calls of a compiled step are looked for.
 
 Size      an integer that is known when the step runs: a constant and multiples of symbols
 Storage   memory: an argument's, or what generated code allocates
 Pointer   so many bytes behind the beginning of a storage
-Memory    a tensor of which nothing is known but where it lies
+Memory    a tensor without its numbers
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 
 
-class NotRecordable(Exception):
+class NotFollowed(Exception):
     """The generated code does what is not followed here; the message says what."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Size:
     """``constant`` and, for each ``(symbol, factor)`` in order of the symbols, their product; one at least."""
 
@@ -29,6 +29,14 @@ class Size:
     @classmethod
     def symbol(cls, number: int) -> Size:
         return cls(0, ((number, 1),))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Size):
+            return (self.constant, self.terms) == (other.constant, other.terms)
+        raise NotFollowed(f"a size compared with {other!r}")
+
+    def __hash__(self) -> int:
+        return hash((self.constant, self.terms))
 
     def __add__(self, other: int | Size) -> int | Size:
         if isinstance(other, int):
@@ -40,21 +48,25 @@ class Size:
 
     def __mul__(self, other: int | Size) -> int | Size:
         if isinstance(other, Size):
-            raise NotRecordable("a product of two sizes")
+            raise NotFollowed("a product of two sizes")
         return _size(self.constant * other, ((symbol, factor * other) for symbol, factor in self.terms))
 
     def __floordiv__(self, other: int) -> int | Size:
         if any(number % other for number in (self.constant, *(factor for _, factor in self.terms))):
-            raise NotRecordable(f"a quotient of a size by {other} with a rest")
+            raise NotFollowed(f"a quotient of a size by {other} with a rest")
         return _size(self.constant // other, ((symbol, factor // other) for symbol, factor in self.terms))
 
     def covers(self, other: Size) -> bool:
-        """Whether it is at least as large, whatever the symbols are."""
-        factors = dict(self.terms)
-        return self.constant >= other.constant and all(factors.get(s, 0) >= factor for s, factor in other.terms)
+        """Whether it is at least as large, whatever the symbols are, which are not negative."""
+        own, others = dict(self.terms), dict(other.terms)
+        more = all(own.get(symbol, 0) >= others.get(symbol, 0) for symbol in own | others)
+        return self.constant >= other.constant and more
 
     def at(self, symbols: Sequence[int]) -> int:
         return self.constant + sum(factor * symbols[symbol] for symbol, factor in self.terms)
+
+    def __bool__(self) -> bool:
+        raise NotFollowed("a branch on a size")
 
     __radd__ = __add__
     __rmul__ = __mul__
@@ -80,7 +92,7 @@ class Pointer:
 
 
 class Memory:
-    """As far as launchers and generated code look at a tensor."""
+    """A tensor as far as launchers and generated code look at it: dtype, sizes, strides, and where it lies."""
 
     def __init__(
         self,
@@ -121,12 +133,18 @@ class Memory:
 
     def is_contiguous(self) -> bool:
         wanted = contiguous_strides(self.shape)
-        return all(s == w or size == 1 for s, w, size in zip(self.strides, wanted, self.shape, strict=True))
+        rows = zip(self.strides, wanted, self.shape, strict=True)
+        return all(same(size, 1) or same(stride, other) for stride, other, size in rows)
 
     def contiguous(self) -> Memory:
         if not self.is_contiguous():
-            raise NotRecordable("a copy of what is not contiguous")
+            raise NotFollowed("a copy of what is not contiguous")
         return self
+
+
+def same(one: int | Size | None, other: int | Size | None) -> bool:
+    """Whether they are equal whatever the symbols are."""
+    return type(one) is type(other) and one == other
 
 
 def contiguous_strides(shape: Sequence[int | Size]) -> tuple[int | Size, ...]:

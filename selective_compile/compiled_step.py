@@ -12,16 +12,20 @@ import torch
 from torch import Tensor
 from torch._inductor.output_code import CompiledFxGraph
 
-from selective_compile.call_record import recorded
-from selective_compile.call_replay import Replay
-from selective_compile.call_values import NotRecordable
-from selective_compile.kernels import linear_cpu, ragged_attention_cpu, replay_cpu
+from selective_compile.call_sequence import CallSequence
+from selective_compile.call_values import NotFollowed
+from selective_compile.compiling import give_back_free_pages
+from selective_compile.kernels import call_sequence_cpu, linear_cpu, ragged_attention_cpu
+from selective_compile.native_calls import native_calls
 from selective_compile.tensor_state import States
 
 logger = logging.getLogger(__name__)
 _LOOKING = Lock()  # at what runs: one at a time
 # Generated code is not ours: in another release of torch it may be of any form.
-UNKNOWN = (NotRecordable, TypeError, AttributeError, NameError, LookupError, ValueError)
+UNKNOWN = (
+    *(NotFollowed, TypeError, AttributeError, NameError, LookupError, ValueError),
+    *(ImportError, ArithmeticError, RuntimeError, AssertionError),
+)
 
 
 class CompiledStep:
@@ -29,7 +33,7 @@ class CompiledStep:
 
     The first step runs as it was compiled, and shows which code that is. The next one, and the first of another number
     of tokens, run both ways: only if the logits agree to the bit does that way stay. Keys and values are written twice
-    then, with the same numbers. What cannot be recorded runs as it was compiled.
+    then, last by the code that was compiled. What is not followed runs as it was compiled.
     """
 
     def __init__(self, run: Callable[..., Any], examples: Sequence[Any], *, native: bool) -> None:
@@ -40,9 +44,9 @@ class CompiledStep:
             native: it was compiled by Inductor for CPUs, and our operators run by the native kernels.
         """
         self._run = run
-        self._examples: Sequence[Any] | None = examples if native else None  # until there is a record
+        self._examples: Sequence[Any] | None = examples if native else None  # until its calls are known
         self._agreed: set[int] = set()
-        self.replay: Replay | None = None
+        self.sequence: CallSequence | None = None
 
     def __call__(self, arguments: Sequence[Tensor], num_weights: int, seen: States) -> Tensor:
         """
@@ -50,13 +54,13 @@ class CompiledStep:
             num_weights: how many of the arguments, the first, are weights.
             seen: the states of these; the same object as long as none changes.
         """
-        replay = self.replay
-        if replay is not None:
+        sequence = self.sequence
+        if sequence is not None:
             if len(self._agreed) > 1 or arguments[num_weights].shape[-1] in self._agreed:
-                return replay(arguments, seen)
-            return self._both_ways(replay, arguments, num_weights, seen)
+                return sequence(arguments, seen)
+            return self._both_ways(sequence, arguments, num_weights, seen)
         if self._examples is not None:
-            return self._recorded(self._examples, arguments, num_weights)
+            return self._looked_at(self._examples, arguments, num_weights)
         return self._as_compiled(arguments)
 
     def _as_compiled(self, arguments: Sequence[Tensor]) -> Tensor:
@@ -64,30 +68,31 @@ class CompiledStep:
         (result,) = self._run(*arguments)
         return result
 
-    def _recorded(self, examples: Sequence[Any], arguments: Sequence[Tensor], num_weights: int) -> Tensor:
-        self._examples = None
-        with _LOOKING, _generated_code() as ran:
+    def _looked_at(self, examples: Sequence[Any], arguments: Sequence[Tensor], num_weights: int) -> Tensor:
+        with _LOOKING, _generated_code(arguments) as ran:
             result = self._as_compiled(arguments)
+        self._examples = None
         try:
-            if len(ran) != 1 or list(map(id, ran[0][1])) != list(map(id, arguments)):
-                raise NotRecordable(f"{len(ran)} compiled graphs, or one of other arguments")
+            if len(ran) != 1:
+                raise NotFollowed(f"{len(ran)} compiled graphs of these arguments")
             if not all(argument.is_contiguous() for argument in arguments[num_weights:]):
-                raise NotRecordable("an argument that is not contiguous")
-            record = recorded(ran[0][0], examples)
-            self.replay = Replay(record, num_arguments=len(arguments), num_weights=num_weights)
+                raise NotFollowed("an argument that is not contiguous")
+            calls = native_calls(ran[0], examples)
+            self.sequence = CallSequence(calls, num_arguments=len(arguments), num_weights=num_weights)
         except UNKNOWN as error:
-            logger.debug("steps run as they were compiled: %s: %s", type(error).__name__, error)
+            logger.info("steps run as they were compiled: %s: %s", type(error).__name__, error)
         else:
-            logger.info("%d native calls of a step are made without the code around them", len(record.calls))
+            logger.info("%d native calls of a step are made without the code around them", len(calls.calls))
         return result
 
-    def _both_ways(self, replay: Replay, arguments: Sequence[Tensor], num_weights: int, seen: States) -> Tensor:
-        found = replay(arguments, seen)
+    def _both_ways(self, sequence: CallSequence, arguments: Sequence[Tensor], num_weights: int, seen: States) -> Tensor:
+        found = sequence(arguments, seen)
         result = self._as_compiled(arguments)
         if _same_bits(found, result):
             self._agreed.add(arguments[num_weights].shape[-1])
+            give_back_free_pages()  # the code that was compiled may not need them again
         else:
-            self.replay = None
+            self.sequence = None
             logger.warning(
                 "the native calls of a step gave other logits than its compiled code, which runs from now on"
             )
@@ -96,18 +101,20 @@ class CompiledStep:
 
 def native_kernels_run() -> bool:
     """Whether the kernels that a step may be made of can be built here."""
-    return all(each.available() for each in (linear_cpu, ragged_attention_cpu, replay_cpu))
+    return all(each.available() for each in (linear_cpu, ragged_attention_cpu, call_sequence_cpu))
 
 
 @contextmanager
-def _generated_code() -> Iterator[list[tuple[Callable[..., Any], list[Any]]]]:
-    """What of Inductor's code runs meanwhile, in this thread or another, each with its arguments."""
-    ran: list[tuple[Callable[..., Any], list[Any]]] = []
+def _generated_code(arguments: Sequence[Tensor]) -> Iterator[list[Callable[..., Any]]]:
+    """What of Inductor's code runs on these very tensors meanwhile; other threads may run other code."""
+    ran: list[Callable[..., Any]] = []
+    wanted = list(map(id, arguments))
     original = CompiledFxGraph.__call__
 
     def noted(graph: CompiledFxGraph, inputs: Sequence[Any]) -> Any:
         assert graph.current_callable is not None
-        ran.append((graph.current_callable, list(inputs)))
+        if list(map(id, inputs)) == wanted:
+            ran.append(graph.current_callable)
         return original(graph, inputs)
 
     setattr(CompiledFxGraph, "__call__", noted)  # noqa: B010 - a method of another signature to mypy

@@ -62,6 +62,11 @@ def give_back_memory() -> None:
     """Return pages that compiling has left free to the system, where the allocator can be asked to: 35 MB of 160 for a
     Llama of 12 layers, which it would hold on to beside the weights and the pools of keys and values."""
     gc.collect()  # traced graphs hold on to each other
+    give_back_free_pages()
+
+
+def give_back_free_pages() -> None:
+    """As `give_back_memory`, of what is free already."""
     with contextlib.suppress(OSError, AttributeError):  # it is glibc's
         ctypes.CDLL(None).malloc_trim(0)
 

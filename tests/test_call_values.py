@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selective_compile.call_values import Memory, NotRecordable, Pointer, Size, Storage, contiguous_strides
+from selective_compile.call_values import Memory, NotFollowed, Pointer, Size, Storage, contiguous_strides
 
 T, N = Size.symbol(1), Size.symbol(2)
 
@@ -25,15 +25,21 @@ def test_what_becomes_a_number_is_one() -> None:
     assert T * 2 + N == N + T * 2 and T != N
 
 
-@pytest.mark.parametrize("act", [lambda: T * N, lambda: (T * 3) // 2], ids=["product", "rest"])
+@pytest.mark.parametrize(
+    "act",
+    [lambda: T * N, lambda: (T * 3) // 2, lambda: T == 1, lambda: bool(T)],
+    ids=["product", "rest", "comparison", "branch"],
+)
 def test_what_is_not_linear_is_refused(act: object) -> None:
-    with pytest.raises(NotRecordable, match="size"):
+    with pytest.raises(NotFollowed, match="size"):
         act()  # type: ignore[operator]
 
 
 def test_one_covers_another_if_it_does_for_all_symbols() -> None:
     big, small = T * 4 + 8, T * 3 + 8
-    assert isinstance(big, Size) and isinstance(small, Size)
+    less = T * -1 + 100
+    assert isinstance(big, Size) and isinstance(small, Size) and isinstance(less, Size)
+    assert not less.covers(Size(50, ())) and Size(100, ()).covers(less)
     assert big.covers(small) and not small.covers(big) and not big.covers(N)
 
 
@@ -42,7 +48,7 @@ def test_memory_lies_where_a_tensor_of_its_shape_would() -> None:
     assert memory.storage.num_bytes == T * 128 and memory.is_contiguous() and memory.numel() == T * 32
     part = memory.view((T, 2, 8), (32, 8, 1), 16)
     assert part.data_ptr() == Pointer(memory.storage, 64) and not part.is_contiguous()
-    with pytest.raises(NotRecordable, match="not contiguous"):
+    with pytest.raises(NotFollowed, match="not contiguous"):
         part.contiguous()
     assert part.view((8,), (1,), T).data_ptr() == Pointer(memory.storage, T * 4 + 64)
     turned = Memory.empty((4, T), (1, 4), torch.bfloat16)

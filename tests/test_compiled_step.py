@@ -13,9 +13,10 @@ from torch import Tensor
 
 import selective_compile as sc
 from selective_compile.backend import Program
-from selective_compile.call_replay import Replay
+from selective_compile.call_sequence import CallSequence
 from selective_compile.compiled_step import CompiledStep, native_kernels_run
 from selective_compile.programs import compile_step_program
+from selective_compile.runtime.engine import StepError
 from tests.models import tiny
 from tests.oracle import generated_alone
 
@@ -30,9 +31,9 @@ def served() -> tuple[Any, Program]:
     model = tiny("qwen3", num_hidden_layers=2)
     program = compile_step_program(model, CONFIG)
     step = program._run
-    assert isinstance(step, CompiledStep) and step.replay is None
+    assert isinstance(step, CompiledStep) and step.sequence is None
     generated(model, program, [[3, 4, 5, 6]], 1)
-    assert isinstance(step.replay, Replay) and not step._agreed, "seen once, not compared yet"
+    assert isinstance(step.sequence, CallSequence) and not step._agreed, "seen once, not compared yet"
     generated(model, program, [[7, 8], [9] * 40], 3)
     assert len(step._agreed) == 2
     return model, program
@@ -58,8 +59,8 @@ class BothWays:
         self.step, self.rows = step, set[int]()
 
     def __call__(self, arguments: Sequence[Tensor], num_weights: int, seen: Any) -> Tensor:
-        assert self.step.replay is not None
-        found = self.step.replay(arguments, seen)
+        assert self.step.sequence is not None
+        found = self.step.sequence(arguments, seen)
         wanted = self.step._as_compiled(arguments)
         assert found.shape == wanted.shape and torch.equal(found, wanted)
         self.rows.add(arguments[num_weights].shape[-1])
@@ -109,14 +110,38 @@ def test_calls_that_give_other_logits_are_given_up(
     engine = sc.Engine(served[0], CONFIG, program=program)
     handle = engine.submit([5, 6, 7], max_new_tokens=4, do_sample=False)
     engine.step()
-    right = step.replay
+    right = step.sequence
     assert right is not None
-    monkeypatch.setattr(step, "replay", lambda arguments, seen: right(arguments, seen) + 1e-6)
+    monkeypatch.setattr(step, "sequence", lambda arguments, seen: right(arguments, seen) + 1e-6)
     with caplog.at_level(logging.WARNING):
         while engine.step():
             pass
-    assert step.replay is None and "other logits" in caplog.text
+    assert step.sequence is None and "other logits" in caplog.text
     assert list(handle.result().tokens) == generated_alone(served[0], [5, 6, 7], 4)
+
+
+def test_steps_beside_one_another_and_one_that_fails_spoil_no_look(
+    served: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, program = served
+    asked = prompts(4, seed=9)
+    expected = generated(model, program, asked, 5)
+    run, beside = program._run._run, CompiledStep(program._run._run, program._flat.example_inputs, native=False)
+    failures = [RuntimeError("no memory")]
+
+    def ran(*arguments: Tensor) -> Any:
+        if failures:
+            raise failures.pop()
+        if not step.sequence:
+            beside([argument.clone() for argument in arguments], 0, ())
+        return run(*arguments)
+
+    step = CompiledStep(ran, program._flat.example_inputs, native=True)
+    monkeypatch.setattr(program, "_run", step)
+    with pytest.raises(StepError, match="no memory"):
+        generated(model, program, asked, 5)
+    assert generated(model, program, asked, 5) == expected
+    assert step.sequence is not None
 
 
 def test_what_is_not_followed_runs_as_it_was_compiled(caplog: pytest.LogCaptureFixture) -> None:
@@ -124,7 +149,7 @@ def test_what_is_not_followed_runs_as_it_was_compiled(caplog: pytest.LogCaptureF
         return (arguments[0] + 1,)
 
     step = CompiledStep(ran, [torch.zeros(2)], native=True)
-    with caplog.at_level(logging.DEBUG, logger="selective_compile.compiled_step"):
+    with caplog.at_level(logging.INFO, logger="selective_compile.compiled_step"):
         for number in range(3):
             assert torch.equal(step([torch.full((2,), float(number))], 0, ()), torch.full((2,), number + 1.0))
-    assert step.replay is None and caplog.text.count("0 compiled graphs") == 1
+    assert step.sequence is None and caplog.text.count("0 compiled graphs") == 1

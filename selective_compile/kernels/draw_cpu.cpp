@@ -84,7 +84,7 @@ class Row {
   }
 
   // By running sums in order of token id; of a product that is rounded up to the total, the token where that is reached.
-  int64_t choose() const {
+  int64_t choose() {
     std::sort(found().begin(), found().end(), [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
     double total = 0, sum = 0;
     for (const Candidate& each : found()) total += each.weight;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from array import array
 from collections.abc import Sequence
@@ -21,9 +22,10 @@ _pack_uniform = struct.Struct("=4q").pack
 _pack_wanted = struct.Struct("=ffdq").pack
 
 
-def packed(*, temperature: float, top_k: int, top_p: float, min_p: float) -> bytes:
-    """What `draw_tokens` takes for a row; `top_k` must be at least 1, top_p 1.0 and min_p 0.0 are off."""
-    return _pack_wanted(temperature, 1.0 - top_p, min_p, top_k)
+def packed_warping(*, temperature: float, top_k: int, top_p: float, min_p: float) -> bytes:
+    """What `draw_tokens` takes for a row; top_p 1.0 and min_p 0.0 are off, and the kernel must not see a top_k of 0."""
+    largest = torch.finfo(torch.float32).max
+    return _pack_wanted(temperature if temperature <= largest else math.inf, 1.0 - top_p, min_p, min(top_k, 2**63 - 1))
 
 
 def draw_tokens(scores: Tensor, wanted: Sequence[bytes], fractions: NDArray[np.float64]) -> list[int] | None:
@@ -31,7 +33,7 @@ def draw_tokens(scores: Tensor, wanted: Sequence[bytes], fractions: NDArray[np.f
 
     Args:
         scores: stays as it is.
-        wanted: of each row, as `packed` has it.
+        wanted: of each row, as `packed_warping` has it.
         fractions: [S] in [0, 1), which part of the sum of the probabilities, in order of token id, a row is drawn at.
 
     Returns:
@@ -53,7 +55,7 @@ def draw_tokens(scores: Tensor, wanted: Sequence[bytes], fractions: NDArray[np.f
 
 
 def uniform(seeds: Sequence[int], indices: Sequence[int]) -> NDArray[np.float64] | None:
-    """[S] numbers in [0, 1), as `runtime.philox.uniform` makes them; None: no kernel can be built here."""
+    """[S] numbers in [0, 1), those of `runtime.philox.uniform`; None: no kernel can be built here."""
     if not available():
         return None
     keys, counters, fractions = array("Q", seeds), array("Q", indices), np.empty(len(seeds))

@@ -16,7 +16,7 @@ struct Tokens {
   int64_t row;
   const int64_t* ids;
   int64_t count;
-  double penalty;  // of repetition; 0: the tokens cannot come
+  double penalty;  // of repetition; not read of what cannot come at all
 };
 
 struct Call {

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from selective_compile.kernels import draw_cpu
-from selective_compile.kernels.draw_cpu import draw_tokens, packed
-from selective_compile.runtime.philox import uniform_by_numpy
+from selective_compile.kernels.draw_cpu import draw_tokens, packed_warping
+from selective_compile.runtime.philox import uniform
 
 pytestmark = pytest.mark.skipif(not draw_cpu.available(), reason=str(draw_cpu.unavailable_reason()))
 
@@ -27,7 +27,7 @@ def warped(row: Tensor, *, temperature: float, top_k: int, top_p: float, min_p: 
 
 def drawn(row: Tensor, fractions: Tensor, **wanted: float) -> list[int]:
     scores = row.expand(len(fractions), -1)
-    found = draw_tokens(scores, [packed(**wanted)] * len(fractions), fractions.numpy())  # type: ignore[arg-type]
+    found = draw_tokens(scores, [packed_warping(**wanted)] * len(fractions), fractions.numpy())  # type: ignore[arg-type]
     assert found is not None
     return found
 
@@ -65,7 +65,7 @@ def test_every_token_that_warpers_leave_is_drawn_at_its_part_of_the_sum(
 
 def test_rows_may_lie_apart_and_have_each_its_own_warping() -> None:
     wide = torch.randn(5, 2000)
-    wanted = [packed(temperature=0.5 + row, top_k=1 + 20 * row, top_p=0.8, min_p=0.01) for row in range(5)]
+    wanted = [packed_warping(temperature=0.5 + row, top_k=1 + 20 * row, top_p=0.8, min_p=0.01) for row in range(5)]
     fractions = np.linspace(0.1, 0.9, 5)
     together = draw_tokens(wide[:, :1500], wanted, fractions)
     alone = [
@@ -79,17 +79,17 @@ def test_a_row_with_what_is_no_number_has_no_token_and_the_others_have_theirs(pl
     scores = torch.randn(3, 1500)
     scores[1, place] = torch.nan
     scores[2, place] = torch.inf
-    wanted = [packed(temperature=1.0, top_k=1, top_p=1.0, min_p=0.0)] * 3
+    wanted = [packed_warping(temperature=1.0, top_k=1, top_p=1.0, min_p=0.0)] * 3
     assert draw_tokens(scores, wanted, np.full(3, 0.5)) == [int(scores[0].argmax()), -1, -1]
 
 
 def test_a_row_without_a_possible_token_has_none() -> None:
     scores = torch.full((1, 40), -torch.inf)
-    assert draw_tokens(scores, [packed(temperature=1.0, top_k=5, top_p=0.5, min_p=0.1)], np.zeros(1)) == [-1]
+    assert draw_tokens(scores, [packed_warping(temperature=1.0, top_k=5, top_p=0.5, min_p=0.1)], np.zeros(1)) == [-1]
 
 
 def test_what_there_is_no_kernel_for_is_given_up() -> None:
-    scores, wanted = torch.randn(2, 2), [packed(temperature=1.0, top_k=5, top_p=1.0, min_p=0.0)] * 2
+    scores, wanted = torch.randn(2, 2), [packed_warping(temperature=1.0, top_k=5, top_p=1.0, min_p=0.0)] * 2
     assert draw_tokens(scores.double(), wanted, np.zeros(2)) is None
     assert draw_tokens(scores.T, wanted, np.zeros(2)) is None
 
@@ -99,4 +99,4 @@ def test_what_there_is_no_kernel_for_is_given_up() -> None:
 def test_fractions_are_those_of_the_numpy_code(keys: list[tuple[int, int]]) -> None:
     seeds, indices = [seed for seed, _ in keys], [index for _, index in keys]
     found = draw_cpu.uniform(seeds, indices)
-    assert found is not None and found.tolist() == uniform_by_numpy(seeds, indices).tolist()
+    assert found is not None and found.tolist() == uniform(seeds, indices).tolist()

@@ -36,7 +36,7 @@ def _by(request: pytest.FixtureRequest) -> Iterator[None]:
     """All of it by the kernels for CPUs, and by what other devices run."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
-            patch.setattr(draw, "draw_tokens", lambda *_: None)
+            patch.setattr(draw.draw_cpu, "draw_tokens", lambda *_: None)
         yield
 
 
@@ -215,6 +215,15 @@ def test_fewer_possible_tokens_than_top_k_beside_ties() -> None:
         assert float(warped(logits[1], wanted[1])[together[1]]) > -torch.inf
 
 
+@pytest.mark.parametrize("fields", [{"temperature": 1e39}, {"top_k": 2**70}, {"temperature": 1e-44}], ids=str)
+def test_extreme_values_are_those_of_the_row_alone(fields: dict[str, Any]) -> None:
+    """As any value that transformers takes; what they come to is None, or a token that the warpers leave."""
+    logits = random_logits(2, 3000)
+    neighbour = params(top_k=5, seed=1)
+    together = sample(logits, [params(**{"top_k": 50, **fields}), neighbour], [0, 0]).tokens
+    assert together[1] == sample(logits[1:], [neighbour], [0]).tokens[0]
+
+
 def test_sampling_writes_to_no_logits_of_the_model() -> None:
     logits = random_logits(len(WARPINGS), 30)
     before = logits.clone()
@@ -239,7 +248,7 @@ def test_the_ends_of_the_range_draw_possible_tokens(
     monkeypatch: pytest.MonkeyPatch, fraction: float, expected: int
 ) -> None:
     """1.0 cannot be drawn, but a product rounded up to the total can come of what can."""
-    monkeypatch.setattr(draw, "uniform", lambda seeds, indices: np.full(len(seeds), fraction))
+    monkeypatch.setattr(draw, "_fractions", lambda params, indices, device: np.full(len(params), fraction))
     logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]])
     for wanted in (params(), params(top_k=3), params(top_p=0.9)):
         assert sample(logits, [wanted], [0]).tokens == [expected]

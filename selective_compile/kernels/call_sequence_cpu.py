@@ -15,12 +15,12 @@ THREW = -1
 _pack = struct.Struct("=4q").pack
 
 
-def replay(code: array[int], calls: int, bases: array[int], symbols: array[int]) -> int:
-    """Make so many calls of ``code``, as `Replay` in replay_cpu.cpp has them.
+def make_calls(code: array[int], calls: int, bases: array[int], symbols: array[int]) -> int:
+    """Make so many calls of ``code``, as `CallSequence` in call_sequence_cpu.cpp has them.
 
     Returns:
         0, or the status of the call that failed, behind which none was made; `THREW`: one has thrown.
     """
     addresses = (each.buffer_info()[0] for each in (bases, symbols))
-    found: int = _functions["selective_replay"](_pack(code.buffer_info()[0], calls, *addresses))
+    found: int = _functions["selective_calls"](_pack(code.buffer_info()[0], calls, *addresses))
     return found

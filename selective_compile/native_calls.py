@@ -3,7 +3,7 @@
 The code is Python: it allocates memory, makes views, and calls C++ kernels that Inductor has built and our operators.
 Of a model of 12 layers it makes 110 calls in a step, and the Python around them takes as long as reading 100 MB of
 weights does. Run once on `Memory` in place of tensors, it tells which calls it makes, with which addresses and sizes;
-`call_replay` then makes them without it. Code that does anything else is `NotRecordable`, and runs as it is.
+`call_sequence` then makes them without it. Code that does anything else is `NotFollowed`, and runs as it is.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from selective_compile.call_values import Memory, NotRecordable, Pointer, Size, Storage
+from selective_compile.call_values import Memory, NotFollowed, Pointer, Size, Storage, same
 from selective_compile.kernels import linear_cpu, ragged_attention_cpu
-from selective_compile.kernels.replay_cpu import MOST_ARGUMENTS
+from selective_compile.kernels.call_sequence_cpu import MOST_ARGUMENTS
 
 THREADS = Size.symbol(0)
 Value = int | Size | Pointer
@@ -37,7 +37,7 @@ class Call:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class NativeCalls:
     """The calls of a step in order.
 
     Attributes:
@@ -50,27 +50,27 @@ class Record:
     output: Memory
 
 
-def recorded(call: Callable[..., Any], examples: Sequence[Any]) -> Record:
+def native_calls(call: Callable[..., Any], examples: Sequence[Any]) -> NativeCalls:
     """
     Args:
         call: a function, or method, of a module that Inductor has made, of a list of arguments.
         examples: tensors like its arguments; sizes that may be others are symbolic.
 
     Raises:
-        NotRecordable: it does what is not followed here.
+        NotFollowed: it does what is not followed here.
     """
     run = _Run(examples)
     code = getattr(call, "__func__", call)
     names = {name: run.replaced(name, value) for name, value in code.__globals__.items()}
-    function = FunctionType(code.__code__, names)
+    function = FunctionType(code.__code__, names | {"__builtins__": {}})
     found = function(None, run.arguments) if code is not call else function(run.arguments)
     if len(found) != 1 or not isinstance(found[0], Memory):
-        raise NotRecordable(f"what is returned: {len(found)} values")
+        raise NotFollowed(f"what is returned: {len(found)} values")
     (output,) = found
-    whole = output.storage.num_bytes == output.numel() * output.dtype.itemsize
+    whole = same(output.storage.num_bytes, output.numel() * output.dtype.itemsize)
     if not whole or not output.is_contiguous():
-        raise NotRecordable("the result is part of something else")
-    return Record(calls=tuple(run.calls), sizes=tuple(run.sizes), output=output)
+        raise NotFollowed("the result is part of something else")
+    return NativeCalls(calls=tuple(run.calls), sizes=tuple(run.sizes), output=output)
 
 
 class _Run:
@@ -82,7 +82,7 @@ class _Run:
 
     def _argument(self, place: int, example: Any) -> Memory:
         if not isinstance(example, torch.Tensor) or example.device.type != "cpu":
-            raise NotRecordable(f"an argument that is no tensor on a CPU: {type(example).__name__}")
+            raise NotFollowed(f"an argument that is no tensor on a CPU: {type(example).__name__}")
         sizes: Sequence[Any] = example.shape
         shape = [self._symbol(size, place, dim) for dim, size in enumerate(sizes)]
         strides: list[int | Size] = []
@@ -122,7 +122,7 @@ class _Run:
     def _generated(self, kernel: BuiltinFunctionType, *arguments: Any) -> None:
         values = [each.data_ptr() if isinstance(each, Memory) else each for each in arguments]
         if len(values) > MOST_ARGUMENTS or not all(isinstance(value, (int, Size, Pointer)) for value in values):
-            raise NotRecordable(f"{len(values)} arguments of a kernel, or one that is no address and no integer")
+            raise NotFollowed(f"{len(values)} arguments of a kernel, or one that is no address and no integer")
         self.calls.append(Call(function=_address(kernel), arguments=tuple(values)))
 
     def _torch(self) -> _Torch:
@@ -136,7 +136,7 @@ class _Run:
 
     def _linears(self, x: Memory, weights: Sequence[Memory], biases: Sequence[Memory | None]) -> list[Memory]:
         if x.dtype is torch.bfloat16 and linear_cpu.has_matrix_unit():
-            raise NotRecordable("linear layers that are left to torch")
+            raise NotFollowed("linear layers that are left to torch")
         return self._products(x, weights, [None] * len(weights), biases)
 
     def _linears_int8(
@@ -152,7 +152,7 @@ class _Run:
         biases: Sequence[Memory | None],
     ) -> list[Memory]:
         if x.dtype not in linear_cpu.DTYPES or not x.shape[-1]:
-            raise NotRecordable(f"linear layers of {x.dtype}, {x.shape[-1]} deep")
+            raise NotFollowed(f"linear layers of {x.dtype}, {x.shape[-1]} deep")
         for each in (x, *weights, *scales, *biases):
             if each is not None:
                 each.contiguous()
@@ -164,24 +164,24 @@ class _Run:
     def _ragged_attention(self, query: Memory, *arguments: Any, **named: Any) -> Memory:
         found = dict(zip(_ATTENTION, (query, *arguments), strict=False)) | named
         if found.pop("selection") is not None:
-            raise NotRecordable("attention to selected keys")
-        window, chunk, softcap, scale = (found.pop(name) for name in ("window", "chunk", "softcap", "scale"))
+            raise NotFollowed("attention to selected keys")
+        window, chunk = (found.pop(name) for name in ("window", "chunk"))
+        scale, softcap = (float(found.pop(name)) for name in ("scale", "softcap"))
         per_head = [found.pop(name) for name in ("sinks", "slopes")]
         if any(each is not None and each.dtype is not torch.float32 for each in per_head):
-            raise NotRecordable("sinks or slopes that are not float32")
-        score = (window, chunk, *(0 if each is None else each.contiguous().data_ptr() for each in per_head))
+            raise NotFollowed("sinks or slopes that are not float32")
+        addresses = (0 if each is None else each.contiguous().data_ptr() for each in per_head)
         output = query.new_empty((*query.shape[:2], found["value"].shape[2]))
-        fields = ragged_attention_cpu.call_fields(output, **found, score=(*score, scale, softcap), threads=THREADS)
+        score = (window, chunk, *addresses, scale, softcap)
+        fields = ragged_attention_cpu.call_fields(output, **found, score=score, threads=THREADS)
         self._pack(ragged_attention_cpu.address_of("selective_attention"), fields, checked=True)
         return output
 
     def _pack(self, function: int, fields: Sequence[Any], *, checked: bool = False) -> None:
         if len(fields) > MOST_ARGUMENTS:
-            raise NotRecordable(f"{len(fields)} arguments of a call")
-        values = [
-            struct.unpack("=q", struct.pack("=d", each))[0] if isinstance(each, float) else each for each in fields
-        ]
-        self.calls.append(Call(function=function, arguments=tuple(values), packed=True, checked=checked))
+            raise NotFollowed(f"{len(fields)} arguments of a call")
+        values = tuple(_bits(each) if isinstance(each, float) else each for each in fields)
+        self.calls.append(Call(function=function, arguments=values, packed=True, checked=checked))
 
 
 _ATTENTION = (
@@ -198,10 +198,10 @@ class _Only:
         vars(self).update(names)
 
     def __getattr__(self, name: str) -> Any:
-        raise NotRecordable(f"{self._path}.{name}")
+        raise NotFollowed(f"{self._path}.{name}")
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        raise NotRecordable(f"a call of {self._path}")
+        raise NotFollowed(f"a call of {self._path}")
 
 
 class _Torch(_Only):
@@ -218,15 +218,15 @@ def _bits(number: float) -> int:
 
 
 def _pass(*arguments: Any) -> None:
-    """Checks of sizes are made where the code was compiled for them."""
+    """Checks of sizes and strides, which those of every step's inputs are held to elsewhere."""
 
 
 def _address(kernel: BuiltinFunctionType) -> int:
     """Of the C function that a function of an extension module of Inductor's calls with its arguments."""
     path = getattr(kernel.__self__, "__file__", None)
     if path is None:
-        raise NotRecordable(f"{kernel.__name__} is of no file")
+        raise NotFollowed(f"{kernel.__name__} is of no file")
     try:
         return ctypes.cast(ctypes.CDLL(path).kernel, ctypes.c_void_p).value or 0
     except (OSError, AttributeError) as error:
-        raise NotRecordable(f"{path} has no function `kernel`: {error}") from error
+        raise NotFollowed(f"{path} has no function `kernel`: {error}") from error

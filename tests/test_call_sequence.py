@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selective_compile.call_record import Call, Record
-from selective_compile.call_replay import _covers, _slots
+from selective_compile.call_sequence import _covers, _slots
 from selective_compile.call_values import Memory, Pointer, Size, Storage
+from selective_compile.native_calls import Call, NativeCalls
 
 
 @given(
@@ -31,7 +31,7 @@ def test_storages_that_are_needed_at_once_have_slots_of_their_own(rows: list[tup
             Call(function=1, arguments=(Pointer(Storage(argument=0), 0), *[Pointer(each, 4) for each in used]))
         )
     output = Memory(written[-1], torch.float32, (1,), (1,))
-    slots = _slots(Record(calls=tuple(calls), sizes=((0, 0),), output=output))
+    slots = _slots(NativeCalls(calls=tuple(calls), sizes=((0, 0),), output=output))
     assert set(slots.of) == set(uses) - {written[-1]}
     for one, slot in slots.of.items():
         assert one.num_bytes is not None and _covers(slots.sizes[slot], one.num_bytes)
@@ -48,4 +48,4 @@ def test_a_chain_of_calls_needs_two_slots() -> None:
         for before, after in zip(storages, storages[1:], strict=False)
     ]
     output = Memory(storages[-1], torch.float32, (16,), (1,))
-    assert len(_slots(Record(calls=tuple(calls), sizes=(), output=output)).sizes) == 2
+    assert len(_slots(NativeCalls(calls=tuple(calls), sizes=(), output=output)).sizes) == 2

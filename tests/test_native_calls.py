@@ -12,9 +12,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from selective_compile.call_record import THREADS, Record, recorded
-from selective_compile.call_values import NotRecordable, Pointer, Size
+from selective_compile.call_values import NotFollowed, Pointer, Size
 from selective_compile.kernels import linear_cpu
+from selective_compile.native_calls import THREADS, NativeCalls, native_calls
 
 pytestmark = pytest.mark.skipif(not linear_cpu.available(), reason=str(linear_cpu.unavailable_reason()))
 
@@ -47,12 +47,12 @@ def examples() -> list[Tensor]:
     return [x, mode.from_tensor(torch.randn(8, 8), static_shapes=True)]
 
 
-def record(body: str) -> Record:
-    return recorded(written(body), examples())
+def calls_of(body: str) -> NativeCalls:
+    return native_calls(written(body), examples())
 
 
 def test_calls_have_addresses_and_sizes_as_sums() -> None:
-    found = record(
+    found = calls_of(
         """assert_size_stride(weight, (8, 8), (8, 1))
 one, other = torch.ops.selective.linears.default(x, [weight, weight], [None, None])
 del x
@@ -69,18 +69,18 @@ return (last, )"""
     assert second.arguments[7 + 2] == found.output.data_ptr()
 
 
-def test_what_is_made_of_a_record_runs_at_any_size() -> None:
-    from selective_compile.call_replay import Replay
+def test_a_sequence_runs_at_any_size() -> None:
+    from selective_compile.call_sequence import CallSequence
 
     body = """buf = torch.ops.selective.linear.default(x, weight, None)
 return (torch.ops.selective.linear.default(buf, weight, None), )"""
-    replay = Replay(record(body), num_arguments=2, num_weights=0)
+    sequence = CallSequence(calls_of(body), num_arguments=2, num_weights=0)
     for rows in (2, 5, 40, 3):
         x, weight = torch.randn(rows, 8), torch.randn(8, 8)
         wanted = linear_cpu.linear(linear_cpu.linear(x, weight), weight)
-        assert torch.equal(replay([x, weight], ()), wanted)
-    kept = replay([x, weight], ())
-    replay([x + 1, weight], ())
+        assert torch.equal(sequence([x, weight], ()), wanted)
+    kept = sequence([x, weight], ())
+    sequence([x + 1, weight], ())
     assert torch.equal(kept, wanted), "a result stays as it is"
 
 
@@ -104,11 +104,11 @@ return (torch.ops.selective.linear.default(buf, weight, None), )"""
     ],
 )
 def test_what_is_not_followed_is_refused(body: str, message: str | None) -> None:
-    refusal = NotRecordable if message else (TypeError, AttributeError)
+    refusal = NotFollowed if message else (TypeError, AttributeError)
     with pytest.raises(refusal, match=message):
-        record(body)
+        calls_of(body)
 
 
 def test_arguments_must_be_tensors_on_a_cpu() -> None:
-    with pytest.raises(NotRecordable, match="no tensor on a CPU: int"):
-        recorded(operator.itemgetter(0), [3])
+    with pytest.raises(NotFollowed, match="no tensor on a CPU: int"):
+        native_calls(operator.itemgetter(0), [3])

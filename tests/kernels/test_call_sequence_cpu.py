@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from selective_compile.kernels import native, replay_cpu
-from selective_compile.kernels.replay_cpu import MOST_ARGUMENTS, THREW, replay
+from selective_compile.kernels import call_sequence_cpu, native
+from selective_compile.kernels.call_sequence_cpu import MOST_ARGUMENTS, THREW, make_calls
 
-pytestmark = pytest.mark.skipif(not replay_cpu.available(), reason=str(replay_cpu.unavailable_reason()))
+pytestmark = pytest.mark.skipif(not call_sequence_cpu.available(), reason=str(call_sequence_cpu.unavailable_reason()))
 
 SOURCE = """
 #include <cstdint>
@@ -52,7 +52,7 @@ def plain(*values: int) -> list[int]:
 
 def test_arguments_are_bases_constants_and_products_of_symbols(library: ctypes.CDLL) -> None:
     code = array("q", [at(library, "three"), 0, 0, 3, *(2, 5, 0), *(0, 1, 2, 0, 10, 1, -1), *plain(9)])
-    assert replay(code, 1, array("q", [0, 100, 1000]), array("q", [4, 7])) == 0
+    assert make_calls(code, 1, array("q", [0, 100, 1000]), array("q", [4, 7])) == 0
     assert library.results()[:3] == [1005, 1 + 40 - 7, 9]
 
 
@@ -60,7 +60,7 @@ def test_arguments_are_bases_constants_and_products_of_symbols(library: ctypes.C
 def test_any_number_of_arguments(library: ctypes.CDLL, name: str, count: int) -> None:
     library.made()
     code = array("q", [at(library, name), 0, 0, count, *plain(*range(3, 3 + count))])
-    assert replay(code, 1, array("q", [0]), array("q")) == 0
+    assert make_calls(code, 1, array("q", [0]), array("q")) == 0
     assert library.results()[:count] == list(range(3, 3 + count)) and library.made() == 1
 
 
@@ -68,8 +68,8 @@ def test_a_function_may_take_their_address_and_what_fails_ends_the_row(library: 
     packed = [at(library, "packed"), 1, 1, 2, *plain(11, 12)]
     failing = [at(library, "fails"), 1, 1, 0]
     library.made()
-    assert replay(array("q", [*packed, *failing, *packed]), 3, array("q", [0]), array("q")) == 7
+    assert make_calls(array("q", [*packed, *failing, *packed]), 3, array("q", [0]), array("q")) == 7
     assert library.results()[:2] == [11, 12] and library.made() == 1
     thrown = [at(library, "throws"), 0, 0, 0]
-    assert replay(array("q", [*packed, *thrown, *packed]), 3, array("q", [0]), array("q")) == THREW
+    assert make_calls(array("q", [*packed, *thrown, *packed]), 3, array("q", [0]), array("q")) == THREW
     assert library.made() == 1
