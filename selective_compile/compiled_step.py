@@ -33,7 +33,8 @@ class CompiledStep:
 
     The first step runs as it was compiled, and shows which code that is. The next one, and the first of another number
     of tokens, run both ways: only if the logits agree to the bit does that way stay. Keys and values are written twice
-    then, last by the code that was compiled. What is not followed runs as it was compiled.
+    then, last by the code that was compiled. What is not followed runs as it was compiled. `first_steps` has them run
+    before there are requests.
     """
 
     def __init__(self, run: Callable[..., Any], examples: Sequence[Any], *, native: bool) -> None:

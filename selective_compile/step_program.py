@@ -16,6 +16,7 @@ from selective_compile.capture import ATTENTION_MASK, Captured, capture, recurre
 from selective_compile.compiled_step import CompiledStep, native_kernels_run
 from selective_compile.compiling import compiled
 from selective_compile.entries import Entries
+from selective_compile.first_steps import may_be_followed, run_first_steps
 from selective_compile.int8_rows import row_bytes
 from selective_compile.int8_weights import Int8Weights
 from selective_compile.live_settings import NOTHING, LiveSettings, Read
@@ -28,7 +29,7 @@ from selective_compile.passes.position_limit import id_limit
 from selective_compile.passes.recurrence_match import Recognised
 from selective_compile.passes.traced_graph import KeySelection
 from selective_compile.proved_tensors import ProvedTensors
-from selective_compile.step import Reach, StepInputs
+from selective_compile.step import Reach, StepInputs, reaches
 from selective_compile.tensor_state import States, states, strides
 from selective_compile.whole_functions import Place
 
@@ -211,7 +212,11 @@ class StepProgram:
         self._row: tuple[Tensor | None, Tensor | None] = None, None  # ids [T] and the same [1, T]
         run = compiled(flat, inductor=config.compile, inputs_are_checked=True)
         own = config.compile and config.implementation in ("auto", "cpu") and flat.device.type == "cpu"
-        self._run = CompiledStep(run, flat.example_inputs, native=own and native_kernels_run())
+        native = own and not self.state_sites and may_be_followed(flat.module.graph) and native_kernels_run()
+        self._run = CompiledStep(run, flat.example_inputs, native=native)
+        if native:
+            shapes = [(site.num_kv_heads, site.pool_rows, site.pool_dtype) for site in self.call_sites]
+            run_first_steps(self, shapes, num_tables=len(reaches(site.reach for site in self.call_sites)))
 
     @property
     def rewinds(self) -> bool:

@@ -60,6 +60,7 @@ LAYERS = (
         "native_calls",
         "call_sequence",
         "compiled_step",
+        "first_steps",
         "compiling",
         "isolated_cache",
         "isolated_program",
