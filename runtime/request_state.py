@@ -134,8 +134,9 @@ class RequestState:
 
     def propose(self, draft: array[int]) -> None:
         """What may come next is to be computed with the last token, as far as there is room for it."""
-        self.draft = draft
-        self.clear_until = NOT_CLEAR
+        if draft or self.draft:  # without one it goes on decoding as it did
+            self.draft = draft
+            self.clear_until = NOT_CLEAR
 
     @property
     def members(self) -> tuple[RequestState, ...]:

@@ -7,9 +7,9 @@ namespace {
 
 constexpr int64_t MOST = 64;  // arguments of a call
 
-// A call in `code`: its function, whether this takes the address of its arguments, whether it then returns a status, and
-// their number; then each argument: the base that it lies at (base 0 is 0), the bytes or the number to add, how many
-// products to add to that, and of each of them symbol and factor.
+// A call in `code`: its function, whether this takes the address of its arguments, whether it then returns a status,
+// and their number; then each argument: the base that it lies at (base 0 is 0), the bytes or the number to add, how
+// many products to add to that, and of each of them symbol and factor.
 struct CallSequence {
   const int64_t* code;
   int64_t calls;
@@ -28,7 +28,8 @@ template <int64_t N> void call(int64_t function, const int64_t* values) {
 }
 
 // Pointers and 64-bit integers are passed alike.
-template <int64_t... N> void spread(int64_t function, const int64_t* values, int64_t count, std::integer_sequence<int64_t, N...>) {
+template <int64_t... N>
+void spread(int64_t function, const int64_t* values, int64_t count, std::integer_sequence<int64_t, N...>) {
   using Spread = void (*)(int64_t, const int64_t*);
   static constexpr Spread BY_COUNT[] = {&call<N>...};
   BY_COUNT[count](function, values);
@@ -54,7 +55,7 @@ int64_t make_calls(const CallSequence& sequence) {
 
 }  // namespace
 
-// Not 0: the status of the call that failed; -1: generated code has thrown, as it does for an index that is out of bounds.
+// Not 0: the status of the call that failed; -1: generated code has thrown, as it does for an index out of bounds.
 extern "C" int64_t selective_calls(const CallSequence* given) {
   try {
     return make_calls(*given);

@@ -1,5 +1,5 @@
-// One draw from each row of scores by temperature, top-k, top-p and min-p, as transformers' warpers leave the row; and the
-// fractions that draws are made with.
+// One draw from each row of scores by temperature, top-k, top-p and min-p, as transformers' warpers leave the row; and
+// the fractions that draws are made with.
 
 #include <algorithm>
 #include <cmath>
@@ -27,7 +27,9 @@ struct Call {
   void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
 };
 
-bool less_likely(const Candidate& a, const Candidate& b) { return a.score < b.score || (a.score == b.score && a.id < b.id); }
+bool less_likely(const Candidate& a, const Candidate& b) {
+  return a.score < b.score || (a.score == b.score && a.id < b.id);
+}
 
 class Row {
  public:
@@ -67,8 +69,8 @@ class Row {
     for (Candidate& each : found()) each.weight = std::exp(double(each.score) - double(most));
   }
 
-  // Those outside of the smallest set of the likeliest that has so much of the weight; compared in float32, whose rounding
-  // decides where probabilities are equal by construction. Of equal ones those with the larger ids stay.
+  // Those outside of the smallest set of the likeliest that has so much of the weight; compared in float32, whose
+  // rounding decides where probabilities are equal by construction. Of equal ones those with the larger ids stay.
   void remove_above_top_p() {
     std::sort(found().begin(), found().end(), less_likely);
     double total = 0, sum = 0;
@@ -83,7 +85,7 @@ class Row {
     found().erase(std::remove_if(found().begin(), found().end(), less), found().end());
   }
 
-  // By running sums in order of token id; of a product that is rounded up to the total, the token where that is reached.
+  // By running sums in order of token id; of a product that is rounded up to the total, the token where it is reached.
   int64_t choose() {
     std::sort(found().begin(), found().end(), [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
     double total = 0, sum = 0;

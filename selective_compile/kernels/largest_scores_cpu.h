@@ -1,8 +1,8 @@
 // The largest scores of a row.
 //
-// A row is read once for the maxima of its groups, W lanes of up to DEPTH scores that are W apart. Each of the k largest
-// maxima is a score of its own, so that no score below the k-th of them is among the k largest scores: only the groups
-// that reach up to it are read again.
+// A row is read once for the maxima of its groups, W lanes of up to DEPTH scores that are W apart. Each of the k
+// largest maxima is a score of its own, so that no score below the k-th of them is among the k largest scores: only the
+// groups that reach up to it are read again.
 
 #pragma once
 
@@ -21,7 +21,7 @@ struct Candidate { double weight; float score; int32_t id; };
 
 class LargestScores {
  public:
-  // The `count` largest, at most `size` of them, in any order, and whatever else was met. False: a score is not a number.
+  // The `count` largest, at most `size` of them, in any order, and whatever else was met. False: a score is no number.
   bool find(const float* scores, int64_t size, int64_t count) {
     scores_ = scores, size_ = size, whole_ = size / W * W;
     if (!find_maxima()) return false;

@@ -1,5 +1,5 @@
-// What is changed in rows of scores before a token is chosen: penalties and bans of single tokens, and the tokens that a
-// grammar forbids.
+// What is changed in rows of scores before a token is chosen: penalties and bans of single tokens, and the tokens that
+// a grammar forbids.
 
 #include <atomic>
 #include <cstdint>

@@ -20,6 +20,7 @@ from selective_compile.runtime.drafts import Acceptance, PromptLookup
 from selective_compile.runtime.early_layers import EarlyLayers
 from selective_compile.runtime.replay import EventLog, replay_schedule
 from selective_compile.runtime.replay_engine import replay_engine
+from selective_compile.runtime.request_state import NOT_CLEAR, RequestState
 from selective_compile.runtime.step_times import StepTimes
 from tests.models import tiny
 from tests.oracle import assert_generated_alone
@@ -289,3 +290,15 @@ def test_a_recorded_engine_makes_no_drafts_and_its_log_is_replayed(tmp_path: Pat
     assert replay_schedule(log).difference is None
     program: Any = SimulatedProgram()
     assert replay_engine(log, SimulatedModel(), program=program).difference is None
+
+
+def test_a_request_without_a_proposal_goes_on_decoding_as_it_did() -> None:
+    state = RequestState("a", 0, [1, 2], max_new_tokens=9)
+    state.clear_until = 7
+    state.propose(array("q"))
+    assert state.clear_until == 7
+    state.propose(array("q", [5]))
+    assert state.clear_until == NOT_CLEAR and state.draft == array("q", [5])
+    state.clear_until = 7
+    state.propose(array("q"))
+    assert state.clear_until == NOT_CLEAR and not state.draft
