@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from selective_compile import huge_pages
 from selective_compile.int8_rows import quantised
 from selective_compile.kernels.ragged_attention_cpu import ragged_attention, unavailable_reason
 
@@ -98,9 +99,10 @@ def make_step(
     rows = len(slots)
     query = torch.randn(rows, sizes.query_heads, sizes.head_size).to(dtype)
     key, value = (torch.randn(rows, sizes.kv_heads, sizes.head_size).to(dtype) for _ in range(2))
-    pools = [torch.randn(shape).to(dtype) for _ in range(2)]
+    filled = [torch.randn(shape).to(dtype) for _ in range(2)]
     if kv_dtype == "int8":
-        pools = [quantised(pool) for pool in pools]
+        filled = [quantised(pool) for pool in filled]
+    pools = [huge_pages.zeros(tuple(pool.shape), pool.dtype).copy_(pool) for pool in filled]  # as the engine's
     cu_seqlens_q = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)])
     mapping = torch.tensor(slots, dtype=torch.int64)
     return (query, key, value, *pools, cu_seqlens_q, contexts, table, mapping, sizes.head_size**-0.5, 0, 0.0)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from selective_compile import huge_pages
 from selective_compile.backend import CallSite
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.block_group import most_blocks
@@ -137,6 +138,9 @@ def allocate_pools(
         shape = (blocks[kinds.index(site.reach)], site.num_kv_heads, block_size, size)
         # Only from pinned memory does a copy to a GPU run at the speed of the bus.
         pinned = device is not None and device.type == "cpu" and site.device.type == "cuda"
-        return torch.zeros(shape, dtype=site.pool_dtype, device=device or site.device, pin_memory=pinned)
+        on = device or site.device
+        if on.type == "cpu" and not pinned:
+            return huge_pages.zeros(shape, site.pool_dtype)
+        return torch.zeros(shape, dtype=site.pool_dtype, device=on, pin_memory=pinned)
 
     return tuple((pool(site, site.pool_rows[0]), pool(site, site.pool_rows[1])) for site in call_sites)

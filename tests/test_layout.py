@@ -32,6 +32,7 @@ PACKAGE_OF_FOLDER = {
 LAYERS = (
     (
         "options",
+        "huge_pages",
         "int8_rows",
         "reference",
         "state_reference",

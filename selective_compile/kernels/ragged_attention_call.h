@@ -33,13 +33,16 @@ constexpr int TILE_VECTORS = 64;   // query vectors of a tile
 constexpr int FEW_KEYS = 32;       // keys of an iteration of the few kernel
 constexpr int TILE_KEYS = 96;      // keys of an iteration of the tile kernel: a multiple of every register tile
 constexpr int FEW_SPLIT = 512;     // keys of an item of the few kernel
+constexpr int FEW_RUN = 32 << 10;  // bytes of a block's keys that an item reads at once, all heads: on a Zen 4, one thread
+                                   // gets 12 GB/s from runs of 4 KB, 18 from 16 KB and 20 from 32 KB, in random order
+constexpr int ITEMS = 4;           // at least so many for each thread, so that all are busy to the end
 constexpr int TILE_SPLIT = 1920;   // keys of an item of the tile kernel, where one request has few tiles
 
 struct Item {
-  int32_t request, head;
+  int32_t request, head, heads;
   int32_t vector, vectors;   // first query vector and their number
   int32_t first_key, last_key;
-  int32_t split, part;       // split -1: alone; part 0 is the first in any case
+  int32_t split, part;       // split: of the first head; -1: alone; part 0 is the first in any case
 };
 
 struct Split {
@@ -49,6 +52,9 @@ struct Split {
 
 // Running softmax of some query vectors: unnormalised sums [vectors, Dvp], largest score and sum of weights.
 struct State { float *sums, *largest, *weight; };
+
+// Those of an item's heads: of the first, and how many floats further the next one is.
+struct States { float* first; int64_t stride; };
 
 // Lanes that so many query vectors take.
 inline int64_t padded(int64_t vectors) { return round_up(vectors, W); }

@@ -3,7 +3,8 @@
 // Legend
 //   query vector  one (row, query head of a group); vector m of a request and key/value head is row m / G, head m % G.
 //                 The G heads that share a key/value head are served by the same load of a key and of a value
-//   item          the unit of work: up to TILE_VECTORS query vectors of one request and key/value head, over a run of keys
+//   item          the unit of work: up to TILE_VECTORS query vectors of one request and key/value head, over a run of keys;
+//                 in the few kernel, of several heads, whose keys lie side by side
 //   split         a query tile whose keys are divided among several items; the last of them to finish merges the partials
 //   few, tile     the two kernels. few: under W query vectors, lanes run along the head, keys stream from memory (decode).
 //                 tile: lanes run along the query vectors, keys and values are copied tile by tile (prefill)
@@ -38,7 +39,7 @@ namespace {
 template <typename T, typename S> class Attention : Plan<T, S> {
   using Base = Plan<T, S>;
   using Base::call_, Base::group_, Base::width_, Base::LOG2E, Base::rows, Base::head_of, Base::tensor,
-      Base::partial_size, Base::state_at, Base::items_, Base::splits_, Base::splits_left_, Base::partials_size_,
+      Base::partial_size, Base::state_at, Base::state_of, Base::of_head, Base::items_, Base::splits_, Base::splits_left_, Base::partials_size_,
       Base::work_, Base::check, Base::write_pool, Base::plan;
 
  public:
@@ -60,26 +61,33 @@ template <typename T, typename S> class Attention : Plan<T, S> {
 
  private:
   void run_item(const Item& item) {
-    int64_t lanes = padded(item.vectors), own = partial_size(item.vectors);
+    int64_t lanes = padded(item.vectors), own = partial_size(item.vectors), states = item.heads * own;
     bool few = rows(item.request) * group_ < W;
-    float* memory = scratch_of_thread.floats(own + (few ? few_.scratch(item.vectors) : tile_.scratch(lanes)));
-    State state = state_at(memory, item.vectors);
-    if (item.split >= 0) state = state_at(partial(item.split, item.part), item.vectors);
+    float* memory = scratch_of_thread.floats(states + (few ? few_.scratch(item.heads, item.vectors) : tile_.scratch(lanes)));
+    States all{memory, own};
+    if (item.split >= 0) all = {partial(item.split, item.part), splits_[item.split].parts * own};
+    for (int64_t k = 0; k < item.heads; ++k) begin(of_head(item, k), few ? item.vectors : lanes, state_of(all, item, k));
+    if (few) few_.attend(item, all, memory + states);
+    else tile_.attend(item, state_of(all, item, 0), memory + states);
+    for (int64_t k = 0; k < item.heads; ++k) {
+      State state = state_of(all, item, k);
+      if (item.split >= 0) {
+        if (splits_left_[item.split + k].fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
+        state = merge(item.split + k, state_at(memory + k * own, item.vectors));
+      }
+      finish(of_head(item, k), state);
+    }
+  }
+
+  void begin(const Item& item, int64_t lanes, State state) const {
     std::fill(state.sums, state.sums + lanes * width_, 0.f);
-    std::fill(state.largest, state.largest + lanes, -INFINITY);
-    std::fill(state.weight, state.weight + lanes, 0.f);
+    std::fill(state.largest, state.largest + padded(item.vectors), -INFINITY);
+    std::fill(state.weight, state.weight + padded(item.vectors), 0.f);
     if (call_.sinks && item.part == 0)  // one more key of weight 1, counted once
       for (int64_t m = 0; m < item.vectors; ++m) {
         state.largest[m] = float(call_.sinks[head_of(item, m)] * LOG2E);
         state.weight[m] = 1;
       }
-    if (few) few_.attend(item, state, memory + own);
-    else tile_.attend(item, state, memory + own);
-    if (item.split >= 0) {
-      if (splits_left_[item.split].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
-      state = merge(item.split, state_at(memory, item.vectors));
-    }
-    finish(item, state);
   }
 
   float* partial(int64_t split, int64_t part) const {

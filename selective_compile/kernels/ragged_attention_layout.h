@@ -44,12 +44,20 @@ template <typename T, typename S> class Layout {
     return {at, at + lanes * width_, at + lanes * (width_ + 1)};
   }
 
+  State state_of(const States& all, const Item& item, int64_t k) const {
+    return state_at(all.first + k * all.stride, item.vectors);
+  }
+  static Item of_head(Item item, int64_t k) {
+    item.head += k;
+    return item;
+  }
+
   const T* query_vector(const Item& item, int64_t m) const {
     int64_t row = call_.cu_seqlens_q[item.request] + (item.vector + m) / group_;
     return tensor(call_.query) + row * call_.query_row + head_of(item, m) * call_.query_head;
   }
 
-  // Where the keys and values at positions begin, ..., end - 1 lie.
+  // Where the keys and values of the item's first head at positions begin, ..., end - 1 lie.
   void locate(const Item& item, int64_t begin, int64_t end, const S** keys, const S** values) const {
     const int32_t* table = call_.block_table + item.request * call_.table_stride;
     int64_t first_row = call_.context_lens ? 0 : call_.cu_seqlens_q[item.request];

@@ -59,33 +59,50 @@ template <typename T, typename S> class Plan : public Layout<T, S> {
   }
 
   void plan() {
+    const int64_t few_heads = heads_of_few();
     for (bool few : {false, true})  // the long items first
       for (int64_t n = 0; n < call_.requests; ++n) {
         int64_t vectors = rows(n) * group_;
         if (vectors == 0 || (vectors < W) != few) continue;
-        int64_t split = few ? FEW_SPLIT : vectors <= 4 * TILE_VECTORS ? TILE_SPLIT : INT32_MAX;
+        int64_t split = few ? FEW_SPLIT : vectors <= 4 * TILE_VECTORS ? TILE_SPLIT : INT32_MAX, heads = few ? few_heads : 1;
         for (int64_t v = (vectors - 1) / TILE_VECTORS * TILE_VECTORS; v >= 0; v -= TILE_VECTORS)
-          for (int64_t k = 0; k < call_.heads; ++k) plan_tile(n, k, v, std::min<int64_t>(TILE_VECTORS, vectors - v), split);
+          for (int64_t k = 0; k < call_.heads; k += heads)
+            plan_tile(n, k, std::min(heads, call_.heads - k), v, std::min<int64_t>(TILE_VECTORS, vectors - v), split);
       }
     splits_left_.reset(new std::atomic<int32_t>[splits_.size()]);
     for (size_t i = 0; i < splits_.size(); ++i) splits_left_[i].store(splits_[i].parts, std::memory_order_relaxed);
   }
 
-  void plan_tile(int64_t n, int64_t head, int64_t vector, int64_t vectors, int64_t split) {
+  // Heads lie side by side in a block: as many in an item as make a long run, if that leaves items for all threads. No
+  // result depends on it.
+  int64_t heads_of_few() const {
+    int64_t parts = 0;
+    for (int64_t n = 0; n < call_.requests; ++n)
+      if (int64_t vectors = rows(n) * group_; vectors > 0 && vectors < W)
+        parts += (context(n) - 1) / FEW_SPLIT - first_seen(position(n, 0)) / FEW_SPLIT + 1;
+    int64_t run = std::max<int64_t>(1, call_.block_size * call_.size * sizeof(S));
+    int64_t heads = std::clamp<int64_t>(FEW_RUN / run, 1, call_.heads);
+    while (heads > 1 && parts * (call_.heads / heads) < ITEMS * call_.threads) heads /= 2;
+    return heads;
+  }
+
+  void plan_tile(int64_t n, int64_t head, int64_t heads, int64_t vector, int64_t vectors, int64_t split) {
     int64_t first = first_seen(position(n, vector)), last = position(n, vector + vectors - 1);
-    work_ += (last - first + 1) * (call_.size + call_.value_size) * vectors;
+    work_ += (last - first + 1) * (call_.size + call_.value_size) * vectors * heads;
     // Splits start at multiples of `split`, wherever the window starts, so that they are the same in every step.
     int64_t parts = last / split - first / split + 1, id = -1;
     if (parts > 1) {
       id = int64_t(splits_.size());
-      splits_.push_back({int32_t(parts), int32_t(vectors), partials_size_});
-      partials_size_ += parts * partial_size(vectors);
+      for (int64_t k = 0; k < heads; ++k) {
+        splits_.push_back({int32_t(parts), int32_t(vectors), partials_size_});
+        partials_size_ += parts * partial_size(vectors);
+      }
     }
     for (int64_t part = 0; part < parts; ++part) {
       int64_t begin = std::max(first, (first / split + part) * split);
       int64_t end = std::min(last, (first / split + part + 1) * split - 1);
-      items_.push_back({int32_t(n), int32_t(head), int32_t(vector), int32_t(vectors), int32_t(begin), int32_t(end),
-                        int32_t(id), int32_t(part)});
+      items_.push_back({int32_t(n), int32_t(head), int32_t(heads), int32_t(vector), int32_t(vectors), int32_t(begin),
+                        int32_t(end), int32_t(id), int32_t(part)});
     }
   }
 

@@ -33,13 +33,17 @@ struct fp16 { uint16_t bits; };
 
 template <typename V, typename S> inline V read(const S* from) { V v; std::memcpy(&v, from, sizeof v); return v; }
 template <typename V, typename S> inline void write(S* to, V v) { std::memcpy(to, &v, sizeof v); }
-inline vf splat(float x) { return vf{} + x; }
+inline vf splat(float x) { return x - vf{}; }  // of zero, too, and without the addition that `vf{} + x` is
 inline vi splat(int32_t x) { return vi{} + x; }
 inline vf select(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
 inline vf larger(vf a, vf b) { return select(a > b, a, b); }
 
 inline vf load(const float* p) { return read<vf>(p); }
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+inline vf load(const bf16* p) { return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(read<__m256i>(p)), 16); }
+#else
 inline vf load(const bf16* p) { return (vf)(__builtin_convertvector(read<vh>(p), vu) << 16); }
+#endif
 inline void store(float* p, vf v) { write(p, v); }
 inline void store(bf16* p, vf v) {
   vu bits = (vu)v;
@@ -95,19 +99,31 @@ inline vf make_pairs(vf low, vf high) {
   vu b = (vu)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)high));
   return (vf)(a | b << 16);
 }
+// Word d: number d of one row, then of the other.
+inline vf make_pairs(const bf16* low, const bf16* high) {
+  alignas(64) static constexpr uint16_t ORDER[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                     8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+  __m512i a = _mm512_castsi256_si512(read<__m256i>(low)), b = _mm512_castsi256_si512(read<__m256i>(high));
+  return (vf)_mm512_permutex2var_epi16(a, read<__m512i>(ORDER), b);
+}
+// W numbers rounded to half as many words, neighbours together.
+inline void store_pairs(float* to, vf v) { write(to, _mm512_cvtneps_pbh((__m512)v)); }
 #else
 constexpr bool HAS_PAIRS = false;
 inline vf pair_dot(vf sum, vf, vf) { return sum; }
 inline vf make_pairs(vf low, vf) { return low; }
+inline vf make_pairs(const bf16* low, const bf16*) { return load(low); }
+inline void store_pairs(float* to, vf v) { store(to, v); }
 #endif
 
-// Holds a value in a register that is used several times: GCC would load it again as the operand of every multiply-add.
-inline void pin(vf& v) {
+// A value that is used several times, held in a register: GCC would load it again as the operand of every multiply-add.
+inline vf pinned(vf v) {
 #if defined(__AVX512F__)
   asm("" : "+v"(v));
 #elif defined(__AVX__)
   asm("" : "+x"(v));
 #endif
+  return v;
 }
 
 template <bool PAIRS> inline vf multiply_add(vf sum, vf a, vf b) {
