@@ -14,13 +14,14 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from selective_compile import huge_pages
+from selective_compile.bench.ceilings import read_blocks
 from selective_compile.int8_rows import quantised
 from selective_compile.kernels.ragged_attention_cpu import ragged_attention, unavailable_reason
 
@@ -46,13 +47,23 @@ def main() -> None:
 
 
 def decode(dtype: torch.dtype, kv_dtype: str, arguments: argparse.Namespace) -> dict[str, float | str]:
-    """One row each of many requests with a long context; bytes of keys and values read per second, scales included."""
+    """One row each of many requests with a long context; bytes of keys and values read per second, scales included.
+
+    `blocks` is the rate of a loop that does nothing but read the same blocks in the same order: blocks lie anywhere, and
+    a processor that reads one large piece at full speed may not do so with many small ones.
+    """
     step = make_step([(1, arguments.context)] * arguments.requests, dtype, arguments, kv_dtype)
     read = sum(pool.nbytes for pool in step[3:5])
     block = torch.ones(2**28)  # 1 GiB: far beyond any cache
-    kernel, yardstick = turns(lambda: ragged_attention(*step), lambda: block.sum(), arguments.turns)
-    rate, floor = read / kernel / 1e9, block.nbytes / yardstick / 1e9
-    return {"case": "decode", "unit": "GB/s", "rate": rate, "yardstick": floor, "share": rate / floor}
+    order = torch.cat([row[: -(-arguments.context // arguments.block_size)] for row in step[7]])
+
+    def loop() -> None:
+        for pool in step[3:5]:
+            read_blocks(pool, order)
+
+    kernel, yardstick, plain = turns([lambda: ragged_attention(*step), lambda: block.sum(), loop], arguments.turns)
+    rate, floor, blocks = read / kernel / 1e9, block.nbytes / yardstick / 1e9, read / plain / 1e9
+    return {"case": "decode", "unit": "GB/s", "rate": rate, "yardstick": floor, "share": rate / floor, "blocks": blocks}
 
 
 def prefill(dtype: torch.dtype, kv_dtype: str, arguments: argparse.Namespace) -> dict[str, float | str]:
@@ -62,7 +73,7 @@ def prefill(dtype: torch.dtype, kv_dtype: str, arguments: argparse.Namespace) ->
     pairs = rows * rows + rows * (rows + 1) / 2
     operations = 4 * pairs * arguments.query_heads * arguments.head_size
     a, b = (torch.randn(1024, 1024, dtype=dtype) for _ in range(2))
-    kernel, yardstick = turns(lambda: ragged_attention(*step), lambda: a @ b, arguments.turns)
+    kernel, yardstick = turns([lambda: ragged_attention(*step), lambda: a @ b], arguments.turns)
     rate, floor = operations / kernel / 1e9, 2 * 1024**3 / yardstick / 1e9
     return {"case": "prefill", "unit": "GFLOP/s", "rate": rate, "yardstick": floor, "share": rate / floor}
 
@@ -108,22 +119,26 @@ def make_step(
     return (query, key, value, *pools, cu_seqlens_q, contexts, table, mapping, sizes.head_size**-0.5, 0, 0.0)
 
 
-def turns(first: Callable[[], Tensor], second: Callable[[], Tensor], count: int) -> tuple[float, float]:
+def turns(calls: Sequence[Callable[[], object]], count: int) -> list[float]:
     """Median seconds of each, called in turns."""
-    seconds: tuple[list[float], list[float]] = ([], [])
+    seconds: list[list[float]] = [[] for _ in calls]
     for turn in range(count + 1):
-        for timed, call in zip(seconds, (first, second), strict=True):
+        for timed, call in zip(seconds, calls, strict=True):
             begin = time.perf_counter()
             call()
             if turn:  # the first one warms up
                 timed.append(time.perf_counter() - begin)
-    return statistics.median(seconds[0]), statistics.median(seconds[1])
+    return [statistics.median(timed) for timed in seconds]
 
 
 def _line(result: dict[str, float | str]) -> str:
     rate, floor = f"{result['rate']:.1f}", f"{result['yardstick']:.1f}"
     dtypes = f"{result['dtype']} {result['kv_dtype']}"
-    return f"{result['case']:8} {dtypes:15} {rate:>7} of {floor:>7} {result['unit']}: {result['share']:.2f}"
+    line = f"{result['case']:8} {dtypes:15} {rate:>7} of {floor:>7} {result['unit']}: {result['share']:.2f}"
+    if "blocks" not in result:
+        return line
+    of_blocks = float(result["rate"]) / float(result["blocks"])
+    return f"{line}; {of_blocks:.2f} of the {result['blocks']:.1f} of a loop over these blocks"
 
 
 def _processor() -> str:

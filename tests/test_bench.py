@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from selective_compile.bench import BenchSettings, rounds, run_benchmark, transformers_peers
-from selective_compile.bench.ceilings import Ceilings, measure_ceilings
+from selective_compile.bench.ceilings import Ceilings, measure_ceilings, read_blocks
 from selective_compile.bench.checkpoint import Checkpoint
 from selective_compile.bench.environments import CommandError
 from selective_compile.bench.floor import Roofline, Work, floor_seconds
@@ -199,6 +199,16 @@ def test_the_work_of_a_model_with_tied_embeddings_and_heads_of_a_size_of_their_o
     assert found.weight_bytes == 2 * (layers + 256 * 128 + norms)  # the embedding once
     (file,) = tmp_path.glob("*.safetensors")
     assert found.weight_bytes < file.stat().st_size < found.weight_bytes + 20_000
+
+
+def test_blocks_are_read() -> None:
+    blocks, order = torch.ones(5, 2, 64), torch.tensor([4, 0, 2], dtype=torch.int32)
+    read_blocks(blocks, order)
+    read_blocks(blocks, order[:0])
+    with pytest.raises(ValueError, match="blocks must be contiguous, of a multiple of 64 bytes, got strides"):
+        read_blocks(blocks.transpose(1, 2), order)
+    with pytest.raises(ValueError, match="got .* 60 bytes"):
+        read_blocks(torch.ones(5, 15), order)
 
 
 def test_ceilings_are_rates() -> None:

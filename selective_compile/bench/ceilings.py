@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from selective_compile.kernels import native
 
@@ -75,13 +76,36 @@ def turn_seconds(work: Callable[[], Any], device: torch.device) -> Iterator[floa
         yield time.perf_counter() - begin
 
 
+def read_blocks(blocks: Tensor, order: Tensor) -> None:
+    """Read those of the blocks [num_blocks, ...] that `order`, int32, lists, in that order, on all of torch's threads.
+
+    Raises:
+        NativeBuildError: there is no compiler.
+        ValueError: the blocks do not lie one behind the other, or are no multiple of 64 bytes.
+    """
+    size = blocks[0].nbytes
+    if not blocks.is_contiguous() or size % 64:
+        raise ValueError(
+            f"blocks must be contiguous, of a multiple of 64 bytes, got strides {blocks.stride()}, {size} bytes"
+        )
+    function: Any = _library().selective_read_blocks
+    function.argtypes, function.restype = [ctypes.c_int64] * 6, None
+    threads = torch.get_num_threads()
+    function(blocks.data_ptr(), order.data_ptr(), len(order), size, threads, native.torch_parallel())
+
+
 @functools.cache
 def _native() -> Callable[..., int] | None:
     """None where it cannot be built; `native.load` says why in the log of the kernels, which need a compiler too."""
     try:
-        function: Any = native.load(Path(__file__).with_name("ceilings_cpu.cpp")).selective_ceiling
+        function: Any = _library().selective_ceiling
     except native.NativeBuildError:
         return None
     function.argtypes = [ctypes.c_int64] * 5
     function.restype = ctypes.c_int64
     return function
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    return native.load(Path(__file__).with_name("ceilings_cpu.cpp"))

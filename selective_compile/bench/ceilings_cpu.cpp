@@ -1,4 +1,5 @@
-// The two rates that no program on these cores can exceed: reading memory, and multiplying what is already in registers.
+// The two rates that no program on these cores can exceed: reading memory, and multiplying what is already in registers;
+// and the rate of reading memory that lies in blocks, in the order of a list.
 //
 // Vectors are GCC vector extensions, as in kernels/linear_cpu.cpp; the team of threads is torch's own OpenMP runtime.
 
@@ -72,17 +73,56 @@ void read(const Call& call, int64_t thread) {
     for (Words sum : sums) keep((Floats)sum);
 }
 
+struct Blocks {
+    const char* address;
+    const int32_t* order;
+    int64_t count, size, threads;  // size: of a block, in bytes
+};
+
+// The next block is fetched into the second level of the cache meanwhile, line by line, where more lines are awaited at a
+// time than in the first.
+void read(const Blocks& blocks, int64_t thread) {
+    const int64_t begin = blocks.count * thread / blocks.threads, end = blocks.count * (thread + 1) / blocks.threads;
+    Words sum = {};
+    for (int64_t i = begin; i < end; ++i) {
+        const char* at = blocks.address + blocks.order[i] * blocks.size;
+        const char* next = blocks.address + blocks.order[i + 1 < end ? i + 1 : i] * blocks.size;
+        for (int64_t offset = 0; offset < blocks.size; offset += sizeof(Words)) {
+            Words value;
+            std::memcpy(&value, at + offset, sizeof value);
+            __builtin_prefetch(next + offset, 0, 2);
+            sum ^= value;
+        }
+    }
+    keep((Floats)sum);
+}
+
+void run(const Blocks& blocks, int64_t thread) { read(blocks, thread); }
+
+template <class Call>
 struct Team {
     const Call* call;
     int64_t next;
 };
 
+void run(const Call& call, int64_t thread) {
+    if (call.kind == 0) return read(call, thread);
+    call.kind == 1 ? multiply<Float32>(call) : multiply<BFloat16>(call);
+}
+
+template <class Call>
 void work(void* data) {
-    Team& team = *static_cast<Team*>(data);
+    Team<Call>& team = *static_cast<Team<Call>*>(data);
     const int64_t thread = __atomic_fetch_add(&team.next, 1, __ATOMIC_RELAXED);
-    if (thread >= team.call->threads) return;
-    if (team.call->kind == 0) return read(*team.call, thread);
-    team.call->kind == 1 ? multiply<Float32>(*team.call) : multiply<BFloat16>(*team.call);
+    if (thread < team.call->threads) run(*team.call, thread);
+}
+
+template <class Call>
+void on_all_threads(const Call& call, int64_t parallel) {
+    Team<Call> team = {&call, 0};
+    using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+    if (parallel) reinterpret_cast<Parallel>(parallel)(work<Call>, &team, unsigned(call.threads), 0);
+    else work<Call>(&team);
 }
 
 }  // namespace
@@ -91,13 +131,15 @@ void work(void* data) {
 // Returns how many bytes were read, or how many multiplications and additions were done, by all threads.
 extern "C" int64_t selective_ceiling(int64_t kind, int64_t address, int64_t size, int64_t threads, int64_t parallel) {
     const Call call = {kind, address, size, parallel ? threads : 1};
-    Team team = {&call, 0};
-    if (parallel) {
-        using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
-        reinterpret_cast<Parallel>(parallel)(work, &team, unsigned(threads), 0);
-    } else {
-        work(&team);
-    }
+    on_all_threads(call, parallel);
     if (kind == 0) return size / call.threads / (4 * sizeof(Words)) * (4 * sizeof(Words)) * call.threads;
     return 2 * size * CHAINS * W * (kind == 1 ? Float32::pairs : BFloat16::pairs) * call.threads;
+}
+
+// Reads blocks of `size` bytes, a multiple of 64, at `address`: those that `order` lists, `count` int32, shared out evenly.
+extern "C" void selective_read_blocks(int64_t address, int64_t order, int64_t count, int64_t size, int64_t threads,
+                                      int64_t parallel) {
+    const Blocks blocks = {reinterpret_cast<const char*>(address), reinterpret_cast<const int32_t*>(order), count, size,
+                           parallel ? threads : 1};
+    on_all_threads(blocks, parallel);
 }
