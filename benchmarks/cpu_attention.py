@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from selective_compile import huge_pages
 from selective_compile.bench.ceilings import read_blocks
@@ -49,8 +48,8 @@ def main() -> None:
 def decode(dtype: torch.dtype, kv_dtype: str, arguments: argparse.Namespace) -> dict[str, float | str]:
     """One row each of many requests with a long context; bytes of keys and values read per second, scales included.
 
-    `blocks` is the rate of a loop that does nothing but read the same blocks in the same order: blocks lie anywhere, and
-    a processor that reads one large piece at full speed may not do so with many small ones.
+    `blocks` is the rate of a loop that does nothing but read the same blocks in the same order: blocks lie anywhere,
+    and a processor that reads one large piece at full speed may not do so with many small ones.
     """
     step = make_step([(1, arguments.context)] * arguments.requests, dtype, arguments, kv_dtype)
     read = sum(pool.nbytes for pool in step[3:5])
