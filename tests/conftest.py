@@ -24,7 +24,7 @@ def own_graphs() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Every collection would look at the million objects that importing torch and transformers made: a sixth of the time."""
+    """Each collection would look at a million objects of torch and transformers: a sixth of the time."""
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 
