@@ -8,19 +8,24 @@ import os
 import runpy
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.attention.varlen
+from torch import Tensor
 
-from benchmarks.gpu_parts import command, isolated
+from benchmarks.gpu_parts import attention_peers, command, decoding, isolated
 from benchmarks.gpu_parts.command import measure
 from benchmarks.gpu_parts.isolated import Worker
 from benchmarks.gpu_parts.jobs import ROOT, WEIGHTS, Job
 from benchmarks.gpu_parts.ragged_step import TINY, check, make_step, nan_filled_outputs, worst_error
 from benchmarks.gpu_parts.rows import Row
+from selective_compile import reference
 
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
 CPU = torch.device("cpu")
@@ -69,9 +74,9 @@ def test_steps_and_the_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_starts_are_processes_of_their_own(tmp_path: Path) -> None:
+def test_a_start_is_a_process_of_its_own(tmp_path: Path) -> None:
     status, found = dry_run(tmp_path / "found.json", "start")
-    assert status == 0 and [row["figures"]["names"] for row in found["rows"]] == [["seconds", "stamps"]] * 2
+    assert status == 0 and [row["figures"]["names"] for row in found["rows"]] == [["seconds", "stamps"]]
 
 
 def test_without_a_device_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +104,57 @@ def test_a_failure_is_named_and_the_exit_status_tells(tmp_path: Path, monkeypatc
     status, found = dry_run(tmp_path / "found.json", "attention")
     assert status == 1 and found["failed"] == ["attention: prefill"] and len(found["rows"]) == 5
     assert found["rows"][1]["text"] == "RuntimeError: misaligned address"
+
+
+class WorkerHere:
+    """Stands for `Worker`: tells what `ceilings` would, and what job it got."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.environment, self.jobs, self.closed = environment, [], False
+        WORKERS.append(self)
+
+    def perform(self, job: Job, tell: Any) -> None:
+        assert not self.closed
+        self.jobs.append(job)
+        values = {"bytes_per_second": 4e12, "flops_per_second": 8e14} if job.part == "ceilings" else {}
+        tell(job.row(job.name, figures=values))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+WORKERS: list[WorkerHere] = []
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[WorkerHere]]:
+    monkeypatch.setattr(command, "Worker", WorkerHere)
+    WORKERS.clear()
+    yield WORKERS
+    WORKERS.clear()
+
+
+def full_run(path: Path, minutes: float) -> tuple[int, dict[str, Any]]:
+    options = {"requests": None, "token_budget": 64, "quick": False, "dry_run": False}
+    status = measure(argparse.Namespace(parts=list(WEIGHTS), json=path, minutes=minutes, **options))
+    return status, json.loads(path.read_text())
+
+
+def test_jobs_of_a_full_run(tmp_path: Path, workers: list[WorkerHere]) -> None:
+    """Each has a process, the ceilings once they are known, and caches by which only a second start is a warm one."""
+    status, found = full_run(tmp_path / "found.json", 7.5)
+    jobs = [job for worker in workers for job in worker.jobs]
+    assert status == 0 and found["complete"] and [len(worker.jobs) for worker in workers] == [1] * len(workers)
+    assert [(job.part, job.name) for job in jobs] == [(part, name) for part in WEIGHTS for name in WEIGHTS[part]]
+    assert [job.ceilings for job in jobs] == [None, *[(4e12, 8e14)] * (len(jobs) - 1)]
+    caches = {job.part: worker.environment["TORCHINDUCTOR_CACHE_DIR"] for worker in workers for job in worker.jobs}
+    assert caches["attention"] != caches["start"] == caches["steps"] == caches["trace"]
+
+
+def test_without_time_nothing_is_begun_and_the_status_tells(tmp_path: Path, workers: list[WorkerHere]) -> None:
+    status, found = full_run(tmp_path / "found.json", 1e-3)
+    assert status == 1 and {row["text"] for row in found["rows"]} == {"no time was left"}
+    assert not any(worker.jobs for worker in workers) and all(worker.closed for worker in workers)
 
 
 def a_job(**values: Any) -> Job:
@@ -152,6 +208,80 @@ def test_the_check_of_a_step_can_fail() -> None:
     step.key_pool[step.slot_mapping[7] // TINY.block_size] += 1
     with pytest.raises(ValueError, match="written to their slots"):
         worst_error(step, right)
+
+
+def paged(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: None, max_q: int, max_k: int, *,
+    scale: float, window_size: tuple[int, int], enable_gqa: bool, seqused_k: Tensor, block_table: Tensor,
+) -> Tensor:  # fmt: skip
+    """`varlen_attn` of a torch with block tables, by the reference."""
+    assert (max_q, max_k) == (40, 40) and window_size == (-1, 0) and enable_gqa
+    rows, pools = torch.zeros(len(query), *key.shape[2:]), (each.transpose(1, 2) for each in (key, value))
+    slots = torch.full((len(query),), -1)
+    return reference.ragged_attention(query, rows, rows, *pools, cu_seq_q, seqused_k, block_table, slots, scale, 0, 0.0)
+
+
+def packed(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
+    scale: float, window_size: tuple[int, int],
+) -> Tensor:  # fmt: skip
+    """That of one without, nor with heads that share keys, by the same."""
+    assert key.shape[1] == query.shape[1] and cu_seq_k[-1] == len(key)
+    block, lengths = int(cu_seq_k.diff().max()), cu_seq_k.diff().tolist()
+    pools = torch.zeros(2, len(lengths), block, *key.shape[1:])
+    for pool, each in zip(pools, (key, value), strict=True):
+        for n, own in enumerate(each.split(lengths)):
+            pool[n, : len(own)] = own
+    table = torch.arange(len(lengths), dtype=torch.int32)[:, None]
+    seqused = cu_seq_k.diff()
+    both = {"seqused_k": seqused, "block_table": table, "scale": scale, "window_size": window_size}
+    return paged(query, *pools, cu_seq_q, None, max_q, max_k, enable_gqa=True, **both)
+
+
+@pytest.mark.parametrize(("attend", "how"), [(paged, "blocks of 256"), (packed, "keys in one piece, repeated")])
+def test_varlen_attn_gets_what_it_takes(attend: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", attend)
+    step = make_step(STEP, TINY, CPU)
+    step()
+    made = attention_peers.varlen(step)
+    assert made.how.startswith(how) and check(step, made.call()) < 1e-5
+
+
+class HostEvent:
+    """Stands for `torch.cuda.Event`."""
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.moment = time.perf_counter()
+
+    def elapsed_time(self, other: HostEvent) -> float:
+        return 1e3 * (other.moment - self.moment)
+
+
+def test_the_span_of_a_step_is_that_of_the_models_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", HostEvent)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    share = SimpleNamespace(start=11, tokens=1)
+    records: list[Any] = []
+
+    class Runner:
+        def run(self, inputs: int) -> None:
+            time.sleep(0.01)
+
+    class Engine:
+        _runner = Runner()
+
+        def step(self) -> None:
+            time.sleep(0.02)
+            self._runner.run(1)
+            records.append(SimpleNamespace(shares=[share] * len(records)))
+
+    found = decoding.decoded(Engine(), records, 3)  # type: ignore[arg-type]
+    assert found.span is not None and 0.01 <= found.span <= found.wall - 0.02
+    assert found.contexts == (12,) and "run" not in vars(Engine._runner)
 
 
 def test_a_file_is_whole_at_any_time(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ class Row:
 def reason(error: BaseException) -> str:
     """The error in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:160]
 
 
 def store(path: Path | None, found: Mapping[str, Any]) -> None:
