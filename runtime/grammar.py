@@ -7,22 +7,25 @@ compile; xgrammar's 2 and 293 microseconds, and 40 milliseconds; outlines-core n
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import llguidance.hf
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import LogitsProcessor
 
 from selective_compile.kernels.penalties_cpu import forbid_tokens
 from selective_compile.runtime.own_code import Failed, attempt
+
+# Loaded on first use: on a machine without it, an engine serves all requests but those with a grammar.
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 GRAMMARS = ("json_schema", "regex", "grammar")
 NONE_LEFT = "no token is left that follows the grammar and may come by the other options"
@@ -105,7 +108,8 @@ class Grammars:
         """For the one of `GRAMMARS` that a request asks for; None: it asks for none.
 
         Raises:
-            ValueError: it asks for several, for one that is none, or without a tokenizer or an end of sequence.
+            ValueError: it asks for several, for one that is none, or without a tokenizer or an end of sequence; or
+                llguidance is not installed.
         """
         asked = [name for name in GRAMMARS if values.get(name) is not None]
         if not asked:
@@ -113,6 +117,10 @@ class Grammars:
         if len(asked) > 1:
             raise ValueError(f"{asked[0]} must be None beside {asked[1]}, got both")
         (name,) = asked
+        if importlib.util.find_spec("llguidance") is None:
+            raise ValueError(f"llguidance must be installed for {name}: pip install llguidance")
+        from llguidance import LLMatcher
+
         if not values.get("eos_token_id"):
             raise ValueError(f"eos_token_id must be set for {name}, got None")
         tokenizer = self._tokenizer(name, values.get("tokenizer"), vocab_size, values["eos_token_id"])
@@ -128,12 +136,16 @@ class Grammars:
         prepared = self._prepared.setdefault(tokenizer, {})
         key = (vocab_size, tuple(eos))
         if key not in prepared:
+            import llguidance.hf
+
             prepared[key] = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos))
         return prepared[key]
 
 
 def _source(name: str, value: Any) -> str:
     """The grammar in llguidance's own form."""
+    from llguidance import LLMatcher
+
     if name == "json_schema":
         if not isinstance(value, (str, dict)):
             raise ValueError(f"json_schema must be a dictionary or a string, got {value!r}")

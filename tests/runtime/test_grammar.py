@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,6 +100,24 @@ def test_what_is_wrong_is_refused(served: tuple[Any, Any, Any], options: dict[st
     with pytest.raises(ValueError, match="tokenizer must be a fast tokenizer for regex, got NoneType"):
         engine.submit([65], regex="a")
     assert engine.stats().waiting == 0
+
+
+def test_without_the_package_only_grammars_are_refused(
+    served: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    model, tokenizer, program = served
+    engine = sc.Engine(model, CONFIG, program=program)
+    with pytest.raises(ValueError, match="llguidance must be installed for regex"):
+        engine.submit([65], regex="a", tokenizer=tokenizer)
+    assert len(engine.submit([65], max_new_tokens=2).result().tokens) == 2
+
+
+def test_the_runtime_is_there_without_the_package() -> None:
+    code = "import sys; sys.modules['llguidance'] = None; import selective_compile.runtime"
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_options_that_leave_no_token_end_the_request(served: tuple[Any, Any, Any]) -> None:

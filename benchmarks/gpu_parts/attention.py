@@ -1,0 +1,129 @@
+"""The ragged attention kernels: decode to the copy bandwidth, prefill to the matrix rate, both at once to each apart.
+
+Every cell is checked against the float32 reference, on random inputs of its own and with NaN in what is allocated, at
+the sizes at which it is then timed: a row depends on its own request alone, so that some rows tell of the kernel's way
+through all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from benchmarks.gpu_parts import ceilings
+from benchmarks.gpu_parts.floors import LARGE_KV, share, spread
+from benchmarks.gpu_parts.jobs import Context
+from benchmarks.gpu_parts.ragged_step import (
+    TINY,
+    AttentionShape,
+    RaggedStep,
+    bytes_needed,
+    check,
+    make_step,
+    nan_filled_outputs,
+    ragged,
+)
+from benchmarks.gpu_parts.rows import FAILURES, reason
+from benchmarks.gpu_parts.timing import Timer, free_bytes
+
+Requests = tuple[tuple[int, int], ...]
+SPARE = 2**31  # for what a kernel allocates, and the rows of the reference
+
+
+def run(context: Context) -> None:
+    parts = {"decode": decode, "prefill": prefill, "mixed": mixed}
+    parts[context.job.name](context)
+
+
+def decode_cells(context: Context) -> Iterator[tuple[str, Requests]]:
+    """Those first that say most, if the time should not do for all."""
+    batches, lengths = (1, 8, 32, 128, 256), (4096, 512, 32_768)
+    if context.quick:
+        batches, lengths = (1, 32), (4096, 512)
+    if context.tiny:
+        batches, lengths = (1, 3), (40,)
+    for length in lengths:
+        for batch in batches:
+            yield f"decode {batch} x {length}", ragged(batch, length)
+
+
+def prefill_cells(context: Context) -> Iterator[tuple[str, Requests]]:
+    lengths = (24,) if context.tiny else (1024, 4096) if context.quick else (1024, 2048, 4096, 8192, 16_384)
+    for length in lengths:
+        yield f"prefill {length}", ((length, length),)
+
+
+def decode(context: Context) -> None:
+    best, timer = ceilings.measured(context), Timer(context.device)
+    large: list[float] = []
+
+    def measure(name: str, step: RaggedStep) -> None:
+        seconds = timer.seconds(step, context.repeats)
+        found = share(step.kv_bytes, seconds, best.bytes_per_second)
+        counts = step.kv_bytes >= LARGE_KV or context.tiny
+        if counts:
+            large.append(found)
+        figures = {"microseconds": 1e6 * seconds, "kv_bytes": step.kv_bytes, "share_of_copy": found, "large": counts}
+        text = f"{1e6 * seconds:9.1f} us  {found:6.1%} of copy bandwidth{'' if counts else '  (below 64 MB)'}"
+        context.tell(context.job.row(name, figures=figures, text=text))
+
+    each(context, decode_cells(context), measure)
+    if (of_large := spread(large)) is not None:
+        text = f"worst {of_large.worst:.1%}, worst over best {of_large.worst_over_best:.2f}, {len(large)} cells"
+        figures = {"cells": len(large), **of_large._asdict()}
+        context.tell(context.job.row("decode, 64 MB of keys and values or more", figures=figures, text=text))
+
+
+def prefill(context: Context) -> None:
+    best, timer = ceilings.measured(context), Timer(context.device)
+
+    def measure(name: str, step: RaggedStep) -> None:
+        seconds = timer.seconds(step, context.repeats)
+        rate, found = step.flops / seconds, share(step.flops, seconds, best.flops_per_second)
+        figures = {"microseconds": 1e6 * seconds, "flops_per_second": rate, "share_of_product": found}
+        text = f"{1e6 * seconds:9.1f} us  {rate / 1e12:6.0f} TFLOP/s, {found:.1%} of product"
+        context.tell(context.job.row(name, figures=figures, text=text))
+
+    each(context, prefill_cells(context), measure)
+
+
+def mixed(context: Context) -> None:
+    """One long prompt beside many decodes in a step, and the two in steps of their own."""
+    length, batch, past = (24, 3, 40) if context.tiny else (4096, 32, 4096) if context.quick else (8192, 128, 4096)
+    prompt, decodes, timer = ((length, length),), ragged(batch, past), Timer(context.device)
+    seconds: list[float] = []
+
+    def measure(name: str, step: RaggedStep) -> None:
+        seconds.append(timer.seconds(step, context.repeats))
+
+    cells = [("mixed: the prompt", prompt), ("mixed: the decodes", decodes), ("mixed: both", (*decodes, *prompt))]
+    each(context, cells, measure)
+    if len(seconds) == len(cells):
+        ratio = seconds[2] / (seconds[0] + seconds[1])
+        figures = {"microseconds": [1e6 * each for each in seconds], "over_sum": ratio}
+        text = f"{1e6 * seconds[2]:9.1f} us  {ratio:.2f} of the two apart"
+        context.tell(context.job.row(f"mixed: {length} rows and {batch} x {past}", figures=figures, text=text))
+
+
+def each(context: Context, cells: Iterable[tuple[str, Requests]], measure: Callable[[str, RaggedStep], None]) -> None:
+    """Make, check and measure one cell after another; one that fails or does not fit is named, and the next goes on."""
+    for name, requests in cells:
+        if context.seconds_left < 0:
+            context.fail(name, "no time was left")
+            continue
+        try:
+            _cell(context, name, requests, measure)
+        except FAILURES as error:
+            context.fail(name, reason(error))
+
+
+def _cell(context: Context, name: str, requests: Requests, measure: Callable[[str, RaggedStep], None]) -> None:
+    shape = TINY if context.tiny else AttentionShape()
+    needed, free = bytes_needed(requests, shape) + SPARE * (not context.tiny), free_bytes(context.device)
+    if needed > free:
+        context.skip(name, f"needs {needed / 1e9:.0f} GB, {free / 1e9:.0f} GB are free")
+        return
+    step = make_step(requests, shape, context.device)
+    with nan_filled_outputs():
+        output = step()
+    check(step, output)
+    measure(name, step)

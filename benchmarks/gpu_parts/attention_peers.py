@@ -1,0 +1,149 @@
+"""What torch has for the same cells: `varlen_attn` and a compiled `flex_attention`, in turns with our kernel.
+
+They get keys and values in a layout of their own, made before the clock runs: `varlen_attn` in blocks of 256 where it
+takes a block table (torch 2.12), else in one piece; `flex_attention` as a batch [N, K, context, D], which it reads with
+no table, so that all requests of a cell must be as long for it. Our kernel also writes the step's keys and values.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_parts.attention import Requests, each, prefill_cells
+from benchmarks.gpu_parts.jobs import Context
+from benchmarks.gpu_parts.ragged_step import RaggedStep, check
+from benchmarks.gpu_parts.rows import FAILURES, reason
+from benchmarks.gpu_parts.timing import Timer, free_bytes
+
+BLOCK = 256  # what FlashAttention 2 takes
+
+
+class Made(NamedTuple):
+    """A peer's call on a cell, in what layout, and how its result becomes rows [T, H, D], which is not timed."""
+
+    how: str
+    call: Callable[[], Tensor]
+    as_rows: Callable[[Tensor], Tensor] = torch.Tensor.contiguous
+
+
+def run(context: Context) -> None:
+    make = {"varlen_attn": varlen, "flex_attention": flex}[context.job.name]
+    timer = Timer(context.device)
+
+    def measure(name: str, step: RaggedStep) -> None:
+        needed, free = 3 * step.kv_bytes, free_bytes(context.device)
+        if needed > free:
+            context.skip(name, f"needs {needed / 1e9:.0f} GB beside ours, {free / 1e9:.0f} GB are free")
+            return
+        made = make(step)
+        check(step, made.as_rows(made.call()))
+        theirs, ours = (timer.seconds(call, context.repeats) for call in (made.call, step))
+        figures = {"microseconds": 1e6 * theirs, "ours_microseconds": 1e6 * ours, "theirs_over_ours": theirs / ours}
+        text = f"{1e6 * theirs:9.1f} us  {theirs / ours:5.2f} of ours ({made.how})"
+        context.tell(context.job.row(name, figures=figures, text=text))
+
+    each(context, [(f"{context.job.name}, {name}", requests) for name, requests in cells(context)], measure)
+
+
+def cells(context: Context) -> Iterator[tuple[str, Requests]]:
+    """Decodes that all have one length, which `flex_attention` needs, and the prompts."""
+    batches, lengths = ((3,), (40,)) if context.tiny else ((1, 32, 128), (4096, 512, 32_768))
+    for length in lengths[:2] if context.quick else lengths:
+        for batch in batches:
+            yield f"decode {batch} x {length}", ((1, length),) * batch
+    yield from prefill_cells(context)
+
+
+def varlen(step: RaggedStep) -> Made:
+    """`torch.nn.attention.varlen.varlen_attn`, with what this torch has of its arguments.
+
+    Raises:
+        ImportError: this torch does not have it.
+    """
+    attend = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    known = inspect.signature(attend).parameters
+    if "block_table" in known:
+        try:
+            made = varlen_in_blocks(attend, step)
+            made.call()
+        except FAILURES as error:
+            made = varlen_in_one_piece(attend, known, step)
+            return made._replace(how=f"{made.how}; in blocks {reason(error)}")
+        return made
+    return varlen_in_one_piece(attend, known, step)
+
+
+def varlen_in_blocks(attend: Callable[..., Any], step: RaggedStep) -> Made:
+    contexts = [context for _, context in step.requests]
+    needed = [-(-context // BLOCK) for context in contexts]
+    table = torch.zeros(len(needed), max(needed), dtype=torch.int32)
+    for n, blocks in enumerate(torch.randperm(sum(needed)).to(torch.int32).split(needed)):
+        table[n, : len(blocks)] = blocks
+    pools = []
+    for rows in step.keys_and_values():
+        pool = torch.zeros(sum(needed), BLOCK, *rows.shape[1:], dtype=rows.dtype, device=rows.device)
+        for n, own in enumerate(rows.split(contexts)):
+            slots = torch.arange(len(own))
+            pool[table[n, slots // BLOCK].long().to(rows.device), (slots % BLOCK).to(rows.device)] = own
+        pools.append(pool)
+    table = table.to(step.query.device)
+    rest = {"window_size": (-1, 0), "enable_gqa": True, "seqused_k": step.context_lens, "block_table": table}
+    most = max(rows for rows, _ in step.requests), max(contexts)
+    arguments = step.query, *pools, step.cu_seqlens_q, None, *most
+    return Made(f"blocks of {BLOCK}", lambda: attend(*arguments, scale=step.scale, **rest))
+
+
+def varlen_in_one_piece(attend: Callable[..., Any], known: Any, step: RaggedStep) -> Made:
+    keys, values = step.keys_and_values()
+    how, rest = "keys in one piece", {}
+    if "enable_gqa" in known:
+        rest["enable_gqa"] = True
+    else:  # then it must read them once for each head
+        group = step.shape.heads // step.shape.kv_heads
+        keys, values = (rows.repeat_interleave(group, dim=1) for rows in (keys, values))
+        how = f"{how}, repeated for each head"
+    rest |= {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    ends = step.context_lens.cumsum(0, dtype=torch.int32)
+    bounds = torch.cat([ends.new_zeros(1), ends])
+    most = [max(sizes) for sizes in zip(*step.requests, strict=True)]
+    arguments = step.query, keys, values, step.cu_seqlens_q, bounds, *most
+    return Made(how, lambda: attend(*arguments, scale=step.scale, **rest))
+
+
+def flex(step: RaggedStep) -> Made:
+    """A kernel compiled for the cell's own sizes, as long as all of its requests have the same.
+
+    Raises:
+        ValueError: they do not.
+    """
+    module = importlib.import_module("torch.nn.attention.flex_attention")
+    if len(set(step.requests)) != 1:
+        raise ValueError("all requests must be as long for flex_attention without a block mask of their own")
+    (rows, context), batch = step.requests[0], len(step.requests)
+    keys, values = (each.unflatten(0, (batch, context)).transpose(1, 2) for each in step.keys_and_values())
+    query = step.query.unflatten(0, (batch, rows)).transpose(1, 2)  # [N, H, rows, D]
+    if rows > 1:
+        assert rows == context, step.requests
+        mask = module.create_block_mask(causal, None, None, rows, context, device=query.device)
+    else:
+        mask = None
+    torch._dynamo.reset()  # each cell has a graph of its own, and Dynamo stops making some at the eighth
+    compiled = module.flex_attention
+    if query.is_cuda:  # else it is a dry run
+        compiled = torch.compile(compiled, dynamic=False)
+
+    def call() -> Tensor:
+        found: Tensor = compiled(query, keys, values, block_mask=mask, scale=step.scale, enable_gqa=True)
+        return found
+
+    return Made("compiled for these sizes, keys in one piece", call, lambda found: found.transpose(1, 2).flatten(0, 1))
+
+
+def causal(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    return row >= column

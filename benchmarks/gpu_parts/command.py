@@ -1,0 +1,134 @@
+"""The run: job after job, a line and a file that grow with every row, and the exit status."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_parts.floors import Ceilings
+from benchmarks.gpu_parts.isolated import Worker
+from benchmarks.gpu_parts.jobs import SECONDS, WEIGHTS, Allowance, Job, perform
+from benchmarks.gpu_parts.rows import FAILURES, Row, reason, store
+from selective_compile.bench.machine import machine, versions
+
+QUICK_MODELS = ("llama-3.2-1b", "qwen3-0.6b")
+TINY_MODELS = ("llama-3.1-8b", "qwen3-moe-small")  # the others are of the same layers
+LEAST = 2.0  # seconds: with less, a job is not begun
+
+
+class Found:
+    """The rows so far, and what they say together."""
+
+    def __init__(self, path: Path | None, *, dry_run: bool, quick: bool) -> None:
+        self._path = path
+        self._dry_run = dry_run
+        self._about: dict[str, Any] = {"dry_run": dry_run, "quick": quick, "versions": versions()}
+        if not dry_run:
+            self._about["machine"] = machine()
+        self._rows: list[Row] = []
+        self._complete = False
+        self._keep()
+
+    def tell(self, row: Row) -> None:
+        self._rows.append(row.without_figures() if self._dry_run else row)
+        print(self._rows[-1].line, flush=True)
+        self._keep()
+
+    def complete(self) -> None:
+        """All jobs were run."""
+        self._complete = True
+        self._keep()
+
+    @property
+    def failures(self) -> list[Row]:
+        """Of this project, not of its peers."""
+        return [row for row in self._rows if row.state == "failed" and row.ours]
+
+    @property
+    def ceilings(self) -> Ceilings | None:
+        """None: they are not known, or this is a dry run."""
+        known = {name: value for row in self._rows if row.part == "ceilings" for name, value in row.figures.items()}
+        if not set(Ceilings._fields) <= set(known):
+            return None
+        return Ceilings(*(known[name] for name in Ceilings._fields))
+
+    def _keep(self) -> None:
+        rows = [asdict(row) for row in self._rows]
+        failed = [f"{row.part}: {row.name}" for row in self.failures]
+        store(self._path, {**self._about, "complete": self._complete, "failed": failed, "rows": rows})
+
+
+def measure(arguments: argparse.Namespace) -> int:
+    """The exit status."""
+    found = Found(arguments.json, dry_run=arguments.dry_run, quick=arguments.quick)
+    parts = [part for part in SECONDS if part in arguments.parts]
+    minutes = arguments.minutes or (3 if arguments.quick else 7.5)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches:
+        jobs = _jobs(arguments, found, parts, 60 * minutes)
+        if arguments.dry_run:
+            _in_this_process(jobs, found)
+        else:
+            _one_after_another(jobs, found, [_caches(Path(caches), part) for part, _ in _names(arguments, parts)])
+    found.complete()
+    for row in found.failures:
+        print(f"failed: {row.part}: {row.name}: {row.text}")
+    return 1 if found.failures else 0
+
+
+def _names(arguments: argparse.Namespace, parts: list[str]) -> list[tuple[str, str]]:
+    models = TINY_MODELS if arguments.dry_run else QUICK_MODELS if arguments.quick else tuple(WEIGHTS["steps"])
+    every = [(part, name) for part in parts for name in WEIGHTS[part]]
+    return [(part, name) for part, name in every if part != "steps" or name in models]
+
+
+def _jobs(arguments: argparse.Namespace, found: Found, parts: list[str], seconds: float) -> Iterator[Job]:
+    """Each made when it is its turn, by the time that is left and the ceilings that are known."""
+    allowance, names = Allowance(parts, seconds), _names(arguments, parts)
+    for number, (part, name) in enumerate(names):
+        yield Job(
+            part=part,
+            name=name,
+            seconds=allowance.of(part, [other for of, other in names[number:] if of == part]),
+            ceilings=found.ceilings,
+            quick=arguments.quick,
+            tiny=arguments.dry_run,
+            requests=arguments.requests or (3 if arguments.dry_run else 32 if arguments.quick else 256),
+            token_budget=arguments.token_budget,
+            start_model="llama-3.2-1b" if arguments.quick else "llama-3.1-8b",
+        )
+
+
+def _caches(folder: Path, part: str) -> dict[str, str]:
+    """Where compilers keep what they made: nothing is there at first, and kernels alone make no start a warm one."""
+    own = folder / ("programs" if part in ("start", "steps", "trace") else "kernels")
+    return {"TORCHINDUCTOR_CACHE_DIR": str(own / "inductor"), "TRITON_CACHE_DIR": str(own / "triton")}
+
+
+def _one_after_another(jobs: Iterator[Job], found: Found, environments: list[dict[str, str]]) -> None:
+    """Each in a process that was started beside the job before it, since half of a short one is importing."""
+    coming = iter(environments)
+    waiting = Worker(next(coming))
+    try:
+        for job in jobs:
+            worker, environment = waiting, next(coming, None)
+            waiting = None if environment is None else Worker(environment)
+            if job.seconds < LEAST:
+                found.tell(job.row(job.name, state="failed", text="no time was left"))
+                worker.close()
+            else:
+                worker.perform(job, found.tell)
+    finally:
+        if waiting is not None:
+            waiting.close()
+
+
+def _in_this_process(jobs: Iterator[Job], found: Found) -> None:
+    for job in jobs:
+        try:
+            perform(job, found.tell)
+        except FAILURES as error:
+            found.tell(job.row(job.name, state="failed", text=reason(error)))

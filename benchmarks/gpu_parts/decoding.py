@@ -1,0 +1,99 @@
+"""Steps of an engine in which every request decodes, and what the device did in them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.gpu_parts.floors import busy_seconds
+from selective_compile.runtime.engine import Engine
+from selective_compile.runtime.stats import StepRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """Medians over steps, in seconds.
+
+    Attributes:
+        wall: of a step on the host: from one step's start to the next one's.
+        span: on the device, by events recorded when the model's run is called and when the call has returned: what lies
+            between the spans is planning, sampling and handing out. None: no device, or the run was not found.
+        contexts: tokens in the context of each request, in the middle one of the steps.
+    """
+
+    wall: float
+    span: float | None
+    contexts: tuple[int, ...]
+
+
+def decoded(engine: Engine, records: list[StepRecord], steps: int) -> Decoded:
+    """`records` is what the engine's observer fills."""
+    spans = Spans(engine)
+    records.clear()
+    moments = [time.perf_counter()]
+    with spans:
+        for _ in range(steps):
+            engine.step()
+            moments.append(time.perf_counter())
+    walls = [after - before for before, after in zip(moments, moments[1:], strict=False)]
+    middle = records[len(records) // 2]
+    return Decoded(
+        wall=statistics.median(walls),
+        span=spans.median(),
+        contexts=tuple(share.start + share.tokens for share in middle.shares),
+    )
+
+
+class Spans:
+    """CUDA events around each run of the model, while it is entered."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._runner: Any = getattr(engine, "_runner", None)
+        self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._follows = torch.cuda.is_available() and hasattr(self._runner, "run")
+
+    def __enter__(self) -> None:
+        if self._follows:
+            self._runner.run = self._timed(self._runner.run)
+
+    def __exit__(self, *_: object) -> None:
+        if self._follows:
+            del self._runner.run  # the class's shows again
+
+    def median(self) -> float | None:
+        if not self._pairs:
+            return None
+        torch.cuda.synchronize()
+        return statistics.median(before.elapsed_time(after) for before, after in self._pairs) / 1e3
+
+    def _timed(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
+            result = run(*arguments)
+            after.record()
+            self._pairs.append((before, after))
+            return result
+
+        return timed
+
+
+def busy_per_step(engine: Engine, steps: int) -> float | None:
+    """Seconds of a step in which a kernel or a copy ran on the device, by torch's profiler; None: it saw none."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        for _ in range(steps):
+            engine.step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    on_device = [event for event in seen.events() if event.device_type == DeviceType.CUDA]
+    # An annotation spans the kernels that it names, and what is between them.
+    on_device = [event for event in on_device if not event.is_user_annotation]
+    spans = [(event.time_range.start, event.time_range.end) for event in on_device]
+    return busy_seconds(spans) / steps / 1e6 if spans else None

@@ -1,0 +1,44 @@
+"""A process that gets to its first token, and says when it had come how far.
+
+    python -m benchmarks.gpu_parts.first_token MODEL STARTED [--tiny]
+
+STARTED: when it was started, in seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("started", type=float)
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args()
+    stamps = {}
+
+    def stamp(stage: str) -> None:
+        stamps[stage] = time.time() - arguments.started
+
+    import torch
+
+    from benchmarks.gpu_parts.models import random_model
+    from selective_compile.bench.peers import greedy_without_end
+    from selective_compile.options import EngineConfig
+    from selective_compile.runtime.engine import Engine
+
+    stamp("imports")
+    model = random_model(arguments.model, torch.device("cpu" if arguments.tiny else "cuda"), tiny=arguments.tiny)
+    stamp("weights")
+    engine = Engine(model, EngineConfig(max_kv_tokens=2048, compile=not arguments.tiny))
+    stamp("engine")
+    next(iter(engine.submit(range(100), greedy_without_end(2))))
+    stamp("first token")
+    print(json.dumps(stamps))
+
+
+if __name__ == "__main__":
+    main()

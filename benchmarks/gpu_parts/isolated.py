@@ -1,0 +1,83 @@
+"""Jobs in processes of their own: what one does to its device, or how long it hangs, ends with it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import IO
+
+from benchmarks.gpu_parts.jobs import ROOT, Job
+from benchmarks.gpu_parts.rows import Row
+
+GRACE = 5.0  # seconds beyond those of a job, which looks at the time itself
+
+
+class Worker:
+    """A process that has imported what it needs by the time that it gets its job."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """`environment` comes on top of this process's own."""
+        self._errors = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.gpu_parts.worker"],
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            start_new_session=True,
+        )
+
+    def perform(self, job: Job, tell: Callable[[Row], None]) -> None:
+        """Hand on the job's rows as they come, and one more if it fails or takes too long; then end the process."""
+        try:
+            if (failure := self._followed(job, tell)) is not None:
+                tell(job.row(job.name, state="failed", text=failure))
+        finally:
+            self.close()
+
+    def _followed(self, job: Job, tell: Callable[[Row], None]) -> str | None:
+        """How the job failed, or None."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=_read, args=(self._process.stdout, lines), daemon=True).start()
+        ends = time.monotonic() + job.seconds + GRACE
+        with contextlib.suppress(BrokenPipeError):  # its status says more
+            self._process.stdin.write(job.to_json() + "\n")
+            self._process.stdin.close()
+        try:
+            while (line := lines.get(timeout=max(0.0, ends - time.monotonic()))) is not None:
+                tell(Row(**json.loads(line)))
+            status = self._process.wait(timeout=max(1.0, ends - time.monotonic()))
+        except (queue.Empty, subprocess.TimeoutExpired):
+            return f"stopped after {job.seconds + GRACE:.0f} s"
+        return f"ended with status {status}: {self._last_error()}" if status else None
+
+    def close(self) -> None:
+        """End the process, and those that it started."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._errors.close()
+
+    def _last_error(self) -> str:
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return lines[-1][:300] if lines else "it said nothing"
+
+
+def _read(stream: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
+    with stream:
+        for line in stream:
+            lines.put(line)
+    lines.put(None)

@@ -1,0 +1,114 @@
+"""The jobs of each part, how the time is shared among them, and what a job is told."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from benchmarks.gpu_parts.floors import Ceilings
+from benchmarks.gpu_parts.rows import Row
+
+ROOT = Path(__file__).parents[2]
+
+# In this order: a cold start is one only before the steps of its model have left compiled code in the caches, and
+# these have use for it. Of each part the seconds of a full run of seven and a half minutes.
+SECONDS = {"ceilings": 15, "attention": 95, "start": 100, "steps": 120, "trace": 120}
+WEIGHTS = {
+    "ceilings": {"ceilings": 1},
+    "attention": {"decode": 4, "prefill": 2, "mixed": 1, "varlen_attn": 2, "flex_attention": 3},
+    "start": {"start": 1},
+    "steps": {"llama-3.1-8b": 5, "llama-3.2-1b": 2, "qwen3-0.6b": 2, "qwen3-moe-small": 3},
+    "trace": {"engine": 4, "generate_batch": 3, "generate": 3},
+}
+PEERS = ("varlen_attn", "flex_attention", "generate_batch", "generate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What one process is to do.
+
+    Attributes:
+        name: of `WEIGHTS`.
+        seconds: it is stopped then; it looks at the time itself before whatever takes long.
+        quick: fewer and smaller cells.
+        tiny: of a dry run: as small as can be, on a CPU.
+        requests: of the trace.
+    """
+
+    part: str
+    name: str
+    seconds: float
+    ceilings: Ceilings | None
+    quick: bool = False
+    tiny: bool = False
+    requests: int = 256
+    token_budget: int = 8192
+    start_model: str = "llama-3.1-8b"
+
+    @property
+    def ours(self) -> bool:
+        return self.name not in PEERS
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        values = json.loads(text)
+        if values["ceilings"] is not None:
+            values["ceilings"] = Ceilings(*values["ceilings"])
+        return cls(**values)
+
+    def row(self, name: str, **values: Any) -> Row:
+        return Row(part=self.part, name=name, ours=self.ours, **values)
+
+
+class Context:
+    """A job that runs: its device, its time, and where its rows go."""
+
+    def __init__(self, job: Job, tell: Callable[[Row], None]) -> None:
+        self.job = job
+        self.tell = tell
+        self.tiny, self.quick = job.tiny, job.quick
+        self.ceilings = job.ceilings
+        self.repeats = 2 if job.tiny else 10 if job.quick else 20
+        self.device = torch.device("cpu" if job.tiny else "cuda")
+        self._ends = time.monotonic() + job.seconds
+
+    @property
+    def seconds_left(self) -> float:
+        return self._ends - time.monotonic()
+
+    def skip(self, name: str, why: str) -> None:
+        self.tell(self.job.row(name, state="skipped", text=why))
+
+    def fail(self, name: str, why: str) -> None:
+        self.tell(self.job.row(name, state="failed", text=why))
+
+
+def perform(job: Job, tell: Callable[[Row], None]) -> None:
+    """Run the job in this process."""
+    module = {"attention": "attention_peers" if not job.ours else "attention"}.get(job.part, job.part)
+    importlib.import_module(f"benchmarks.gpu_parts.{module}").run(Context(job, tell))
+
+
+class Allowance:
+    """The time of a run: each part ends when all parts up to it should have, and hands on what it did not need."""
+
+    def __init__(self, parts: Sequence[str], seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._parts, self._clock, self._began = parts, clock, clock()
+        self._scale = seconds / sum(SECONDS[part] for part in parts)
+
+    def of(self, part: str, jobs: Sequence[str]) -> float:
+        """Seconds for the first of the jobs that are left of a part."""
+        passed = self._parts[: self._parts.index(part) + 1]
+        end = self._began + self._scale * sum(SECONDS[each] for each in passed)
+        weights = [WEIGHTS[part][job] for job in jobs]
+        return max(0.0, end - self._clock()) * weights[0] / sum(weights)

@@ -1,0 +1,44 @@
+"""From the start of a process to its first token: with nothing compiled before, and with all that on disk.
+
+Weights are made at random on the device, which takes the place of loading them. The device's own caches of what it
+compiled from a kernel's intermediate code are the driver's, and may be warm.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+from benchmarks.gpu_parts.jobs import ROOT, Context
+from benchmarks.gpu_parts.rows import reason
+
+
+def run(context: Context) -> None:
+    for name in ("cold",) if context.tiny else ("cold", "warm"):
+        try:
+            stamps = first_token(context)
+        except (subprocess.SubprocessError, ValueError) as error:
+            context.fail(f"{context.job.start_model}, {name} start", reason(error))
+            return
+        figures = {"seconds": stamps["first token"], "stamps": stamps}
+        stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in stamps.items())
+        text = f"{stamps['first token']:9.1f} s  ({stages})"
+        context.tell(context.job.row(f"{context.job.start_model}, {name} start", figures=figures, text=text))
+
+
+def first_token(context: Context) -> dict[str, float]:
+    """Seconds from the start of a process to each of its stages; the next one finds what it compiled.
+
+    Raises:
+        subprocess.SubprocessError: it took too long.
+        ValueError: it failed.
+    """
+    command = [sys.executable, "-m", "benchmarks.gpu_parts.first_token", context.job.start_model]
+    command += [str(time.time()), *(["--tiny"] if context.tiny else [])]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=max(1.0, context.seconds_left))
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:]
+        raise ValueError(f"the process must end well, got status {done.returncode}: {''.join(last)}")
+    return dict(json.loads(done.stdout.splitlines()[-1]))

@@ -1,0 +1,117 @@
+"""Whole decode steps of each model through the engine, next to the least time for them.
+
+idle_between_runs: the part of a step's time on the host that lies outside of the events around the model's run.
+idle: the part in which no kernel and no copy ran on the device: the busy seconds of a few steps under torch's profiler,
+over the wall seconds of the steps before them, which it does not slow down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+from transformers import PreTrainedModel
+
+from benchmarks.gpu_parts import ceilings
+from benchmarks.gpu_parts.decoding import Decoded, busy_per_step, decoded
+from benchmarks.gpu_parts.floors import idle_share
+from benchmarks.gpu_parts.jobs import Context
+from benchmarks.gpu_parts.models import random_model, step_work
+from benchmarks.gpu_parts.rows import FAILURES, Row, reason
+from benchmarks.gpu_parts.timing import free_bytes
+from selective_compile.bench.peers import greedy_without_end
+from selective_compile.options import EngineConfig
+from selective_compile.runtime.engine import Engine
+from selective_compile.runtime.stats import StepRecord
+
+# The second is enough for the steps of all counts, and those in which prompts are computed.
+PROMPT, GENERATED = 1024, 512
+TINY_PROMPT, TINY_GENERATED = 12, 64
+WARM, TIMED, PROFILED = 6, 30, 4
+SPARE = 4e9  # for activations, and what compiling tries
+
+
+def run(context: Context) -> None:
+    best = ceilings.measured(context)
+    model = random_model(context.job.name, context.device, tiny=context.tiny)
+    work = step_work(model)
+    counts = list(_that_fit(context, work.kv_bytes_per_token))
+    if not counts:
+        return
+    records: list[StepRecord] = []
+    engine = make_engine(context, model, max(counts), records)
+    running = 0
+    for count in counts:
+        name = f"{context.job.name}, {count} requests"
+        if context.seconds_left < 0:
+            context.fail(name, "no time was left")
+            continue
+        try:
+            _start(context, engine, count - running)
+            running = count
+            _settle(engine, records)
+            found = decoded(engine, records, 2 if context.tiny else TIMED)
+            busy = None if context.tiny else busy_per_step(engine, PROFILED)
+            context.tell(row(context, name, found, busy, work.floor_seconds(found.contexts, best)))
+        except FAILURES as error:
+            context.fail(name, reason(error))
+
+
+def row(context: Context, name: str, found: Decoded, busy: float | None, floor: float) -> Row:
+    idle = None if busy is None else idle_share(busy, found.wall)
+    between = None if found.span is None else idle_share(found.span, found.wall)
+    figures = {
+        "microseconds": 1e6 * found.wall,
+        "floor_microseconds": 1e6 * floor,
+        "share_of_floor": floor / found.wall,
+        "tokens_per_second": len(found.contexts) / found.wall,
+        "mean_context": sum(found.contexts) / len(found.contexts),
+        "idle": idle,
+        "idle_between_runs": between,
+    }
+    shown = ["unknown" if part is None else f"{part:.1%}" for part in (idle, between)]
+    text = f"{1e6 * found.wall:9.0f} us  {floor / found.wall:6.1%} of speed at the floor of {1e6 * floor:.0f} us"
+    return context.job.row(name, figures=figures, text=f"{text}; idle {shown[0]}, between runs {shown[1]}")
+
+
+def make_engine(context: Context, model: PreTrainedModel, most: int, records: list[StepRecord]) -> Engine:
+    """With room for so many requests, and no block shared: each has keys and values of its own."""
+    config = EngineConfig(
+        token_budget=context.job.token_budget,
+        max_requests=most,
+        max_kv_tokens=most * sum(_tokens(context)),
+        block_reuse=False,
+        compile=not context.tiny,
+    )
+    return Engine(model, config, observers=[records.append])
+
+
+def _that_fit(context: Context, kv_bytes_per_token: int) -> Iterator[int]:
+    free = free_bytes(context.device) - SPARE * (not context.tiny)
+    for count in (1, 2) if context.tiny else (1, 32) if context.quick else (1, 8, 32, 128, 256):
+        needed = count * sum(_tokens(context)) * kv_bytes_per_token
+        if needed <= free:
+            yield count
+        else:
+            name = f"{context.job.name}, {count} requests"
+            context.skip(name, f"needs {needed / 1e9:.0f} GB of keys and values, {free / 1e9:.0f} GB are free")
+
+
+def _tokens(context: Context) -> tuple[int, int]:
+    """Of a request: of its prompt, and those that it generates."""
+    return (TINY_PROMPT, TINY_GENERATED) if context.tiny else (PROMPT, GENERATED)
+
+
+def _start(context: Context, engine: Engine, count: int) -> None:
+    """So many more requests, of random tokens, that go on to the end of the job."""
+    draw, (prompt, generated) = Random(count), _tokens(context)
+    for _ in range(count):
+        engine.submit(draw.choices(range(engine.vocab_size), k=prompt), greedy_without_end(generated))
+
+
+def _settle(engine: Engine, records: list[StepRecord]) -> None:
+    """Until all prompts are computed, and some steps on."""
+    while engine.step() and any(share.is_prefill for share in records[-1].shares):
+        pass
+    for _ in range(WARM):
+        engine.step()

@@ -1,0 +1,132 @@
+"""256 requests at once, prompts and outputs uniform in 100 to 1024 tokens, through the engine and its peers.
+
+Each serves a sample first, the same prompts with an eighth of the outputs, and the trace itself only if by the sample
+there is time for it; so they compare on the sample at least. The peers are those of transformers. All models have the
+same weights, each an object of its own in a process of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any, cast
+
+from transformers import PreTrainedModel
+
+from benchmarks.gpu_parts.jobs import Context
+from benchmarks.gpu_parts.models import random_model
+from selective_compile.bench.peers import greedy_without_end, slots_needed
+from selective_compile.bench.settings import BenchSettings
+from selective_compile.bench.trace import Asked, Trace
+from selective_compile.options import EngineConfig
+from selective_compile.runtime.engine import Engine
+
+MODEL = "llama-3.1-8b"
+SHORTENED = 8
+HASTE = 1.2  # a trace takes longer by its outputs, of which later ones have longer contexts
+Serve = Callable[[Trace], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerSettings:
+    """What the peers of `selective_compile.bench` look at."""
+
+    token_budget: int
+    prefix_tokens: int = 0
+
+
+def run(context: Context) -> None:
+    model = random_model(MODEL, context.device, tiny=context.tiny)
+    limits = (3, 12) if context.tiny else (100, 1024)
+    trace = uniform_trace(context.job.requests, limits, model.config.vocab_size)
+    sample = shortened(trace)
+    about, seconds_of = PEERS[context.job.name](context, model, trace)
+    seconds_of(shortened(uniform_trace(2, limits, model.config.vocab_size, seed=1)))  # warms up
+    took = seconds_of(sample)
+    _tell(context, "a sample", sample, took, about())
+    expected = HASTE * took * trace.new_tokens / sample.new_tokens
+    if expected > context.seconds_left:
+        left = f"{context.seconds_left:.0f} s are left"
+        context.skip(f"{context.job.name}, the trace", f"by the sample it would take {expected:.0f} s, {left}")
+        return
+    _tell(context, "the trace", trace, seconds_of(trace), about())
+
+
+def uniform_trace(requests: int, limits: tuple[int, int], vocabulary: int, seed: int = 0) -> Trace:
+    """All there from the start; prompts and outputs of uniformly drawn lengths, ends included."""
+    draw = Random(seed)
+    words = range(vocabulary)
+
+    def asked() -> Asked:
+        prompt = draw.choices(words, k=draw.randint(*limits))
+        return Asked(prompt_ids=prompt, new_tokens=draw.randint(*limits), arrival=0.0)
+
+    return Trace(requests=tuple(asked() for _ in range(requests)))
+
+
+def shortened(trace: Trace) -> Trace:
+    """The same prompts, with an eighth of the outputs."""
+    return Trace(requests=tuple(replace(one, new_tokens=-(-one.new_tokens // SHORTENED)) for one in trace.requests))
+
+
+def engine(context: Context, model: PreTrainedModel, trace: Trace) -> tuple[Callable[[], str], Serve]:
+    config = EngineConfig(
+        token_budget=context.job.token_budget,
+        max_requests=len(trace.requests),
+        max_kv_tokens=slots_needed(trace),
+        block_reuse=False,  # the sample has the prompts of the trace
+        compile=not context.tiny,
+    )
+    server = Engine(model, config)
+
+    def seconds(asked: Trace) -> float:
+        began = time.perf_counter()
+        handles = [server.submit(one.prompt_ids, greedy_without_end(one.new_tokens)) for one in asked.requests]
+        while server.step():
+            pass
+        took = time.perf_counter() - began
+        _check(asked, [len(handle.tokens) for handle in handles])
+        return took
+
+    return lambda: "selective::ragged_attention", seconds
+
+
+def transformers_peer(context: Context, model: PreTrainedModel, trace: Trace) -> tuple[Callable[[], str], Serve]:
+    """`generate_batch`, or `generate` on one padded batch of all requests, with the attention that they choose."""
+    from selective_compile.bench.transformers_peers import GenerateBatch, PaddedGenerate
+
+    settings = cast(BenchSettings, PeerSettings(token_budget=context.job.token_budget))
+    kinds: dict[str, Any] = {"generate_batch": GenerateBatch, "generate": PaddedGenerate}
+    peer = kinds[context.job.name](model, trace, settings)
+
+    def seconds(asked: Trace) -> float:
+        run = peer.run(asked)
+        _check(asked, [len(tokens) for tokens in run.tokens])
+        return float(run.seconds)
+
+    return lambda: str(peer.describe()["attention"]), seconds
+
+
+PEERS = {"engine": engine, "generate_batch": transformers_peer, "generate": transformers_peer}
+
+
+def _check(trace: Trace, lengths: list[int]) -> None:
+    wanted = [one.new_tokens for one in trace.requests]
+    if lengths != wanted:
+        raise ValueError(f"all requests must get their {sum(wanted)} tokens, got {sum(lengths)}")
+
+
+def _tell(context: Context, what: str, trace: Trace, seconds: float, attention: str) -> None:
+    rate = trace.new_tokens / seconds
+    figures = {
+        "output_tokens_per_second": rate,
+        "seconds": seconds,
+        "requests": len(trace.requests),
+        "output_tokens": trace.new_tokens,
+        "is_sample": what != "the trace",
+        "attention": attention,
+    }
+    text = f"{rate:9.0f} output tokens/s  ({len(trace.requests)} requests, {trace.new_tokens} tokens; {attention})"
+    context.tell(context.job.row(f"{context.job.name}, {what}", figures=figures, text=text))

@@ -1,0 +1,306 @@
+"""The GPU benchmark where there is no GPU: a dry run goes through every part and gives no figure."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention.varlen
+from torch import Tensor
+
+from benchmarks.gpu_parts import attention_peers, command, decoding, isolated
+from benchmarks.gpu_parts.command import measure
+from benchmarks.gpu_parts.isolated import Worker
+from benchmarks.gpu_parts.jobs import ROOT, WEIGHTS, Job
+from benchmarks.gpu_parts.ragged_step import TINY, check, make_step, nan_filled_outputs, worst_error
+from benchmarks.gpu_parts.rows import Row
+from selective_compile import reference
+
+SCRIPT = ROOT / "benchmarks" / "gpu.py"
+CPU = torch.device("cpu")
+STEP = ((3, 40), (1, 33), (40, 40))
+
+
+def dry_run(path: Path, *parts: str) -> tuple[int, dict[str, Any]]:
+    options = {"minutes": 5.0, "requests": None, "token_budget": 64, "quick": False, "dry_run": True}
+    status = measure(argparse.Namespace(parts=list(parts), json=path, **options))
+    return status, json.loads(path.read_text())
+
+
+def numbers(value: Any) -> Iterator[float]:
+    """Every number in it that is no truth value."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from numbers(each)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield value
+
+
+def test_kernels_and_their_peers(tmp_path: Path) -> None:
+    status, found = dry_run(tmp_path / "found.json", "ceilings", "attention")
+    assert status == 0 and found["dry_run"] and found["complete"] and not list(numbers(found))
+    names = {row["name"]: row for row in found["rows"]}
+    assert {"copy", "bf16 product", "decode 1 x 40", "decode 3 x 40", "prefill 24"} <= set(names)
+    assert "share_of_copy" in names["decode 3 x 40"]["figures"]["names"]
+    assert names["mixed: 24 rows and 3 x 40"]["figures"]["names"] == ["microseconds", "over_sum"]
+    assert names["flex_attention, prefill 24"]["state"] == "measured"
+    # What torch does not have on a CPU is named, and the others have gone on.
+    refused = [row for row in found["rows"] if row["state"] == "failed"]
+    assert refused and not any(row["ours"] for row in refused) and found["failed"] == []
+
+
+@pytest.mark.slow
+def test_steps_and_the_trace(tmp_path: Path) -> None:
+    status, found = dry_run(tmp_path / "found.json", "steps", "trace")
+    assert status == 0 and not found["failed"] and not list(numbers(found))
+    names = [row["name"] for row in found["rows"] if row["state"] == "measured"]
+    assert names == [
+        *(f"{model}, {count} requests" for model in command.TINY_MODELS for count in (1, 2)),
+        *(f"{peer}, {what}" for peer in WEIGHTS["trace"] for what in ("a sample", "the trace")),
+    ]
+
+
+@pytest.mark.slow
+def test_a_start_is_a_process_of_its_own(tmp_path: Path) -> None:
+    status, found = dry_run(tmp_path / "found.json", "start")
+    assert status == 0 and [row["figures"]["names"] for row in found["rows"]] == [["seconds", "stamps"]]
+
+
+def test_without_a_device_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit, match="a CUDA device must be there"):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sympy", None)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry-run"])
+    with pytest.raises(SystemExit, match="must be installed, and are not: sympy"):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+def test_a_failure_is_named_and_the_exit_status_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def perform(job: Job, tell: Any) -> None:
+        if job.name == "prefill":
+            raise RuntimeError("misaligned address\nmore of it")
+        tell(job.row(job.name, figures={"seconds": 1.0}))
+
+    monkeypatch.setattr(command, "perform", perform)
+    status, found = dry_run(tmp_path / "found.json", "attention")
+    assert status == 1 and found["failed"] == ["attention: prefill"] and len(found["rows"]) == 5
+    assert found["rows"][1]["text"] == "RuntimeError: misaligned address"
+
+
+class WorkerHere:
+    """Stands for `Worker`: tells what `ceilings` would, and what job it got."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.environment, self.jobs, self.closed = environment, [], False
+        WORKERS.append(self)
+
+    def perform(self, job: Job, tell: Any) -> None:
+        assert not self.closed
+        self.jobs.append(job)
+        values = {"bytes_per_second": 4e12, "flops_per_second": 8e14} if job.part == "ceilings" else {}
+        tell(job.row(job.name, figures=values))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+WORKERS: list[WorkerHere] = []
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[WorkerHere]]:
+    monkeypatch.setattr(command, "Worker", WorkerHere)
+    WORKERS.clear()
+    yield WORKERS
+    WORKERS.clear()
+
+
+def full_run(path: Path, minutes: float) -> tuple[int, dict[str, Any]]:
+    options = {"requests": None, "token_budget": 64, "quick": False, "dry_run": False}
+    status = measure(argparse.Namespace(parts=list(WEIGHTS), json=path, minutes=minutes, **options))
+    return status, json.loads(path.read_text())
+
+
+def test_jobs_of_a_full_run(tmp_path: Path, workers: list[WorkerHere]) -> None:
+    """Each has a process, the ceilings once they are known, and caches by which only a second start is a warm one."""
+    status, found = full_run(tmp_path / "found.json", 7.5)
+    jobs = [job for worker in workers for job in worker.jobs]
+    assert status == 0 and found["complete"] and [len(worker.jobs) for worker in workers] == [1] * len(workers)
+    assert [(job.part, job.name) for job in jobs] == [(part, name) for part in WEIGHTS for name in WEIGHTS[part]]
+    assert [job.ceilings for job in jobs] == [None, *[(4e12, 8e14)] * (len(jobs) - 1)]
+    caches = {job.part: worker.environment["TORCHINDUCTOR_CACHE_DIR"] for worker in workers for job in worker.jobs}
+    assert caches["attention"] != caches["start"] == caches["steps"] == caches["trace"]
+
+
+def test_without_time_nothing_is_begun_and_the_status_tells(tmp_path: Path, workers: list[WorkerHere]) -> None:
+    status, found = full_run(tmp_path / "found.json", 1e-3)
+    assert status == 1 and {row["text"] for row in found["rows"]} == {"no time was left"}
+    assert not any(worker.jobs for worker in workers) and all(worker.closed for worker in workers)
+
+
+def a_job(**values: Any) -> Job:
+    return Job(**{"part": "ceilings", "name": "ceilings", "seconds": 60.0, "ceilings": None, "tiny": True, **values})
+
+
+def test_a_worker_hands_on_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[Row] = []
+    Worker({}).perform(a_job(), rows.append)
+    assert [(row.name, row.state) for row in rows] == [("copy", "measured"), ("bf16 product", "measured")]
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import os; os.kill(os.getpid(), 11)", "ended with status -11: it said nothing"),
+        ("raise ValueError('no such thing')", "ended with status 1: ValueError: no such thing"),
+        ("import time; time.sleep(60)", "stopped after 0 s"),
+    ],
+    ids=["fault", "error", "hang"],
+)
+def test_what_ends_a_worker_is_named(monkeypatch: pytest.MonkeyPatch, code: str, said: str) -> None:
+    started = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, **options: started([sys.executable, "-c", code], **options)
+    )
+    monkeypatch.setattr(isolated, "GRACE", 0.0)
+    rows: list[Row] = []
+    Worker({}).perform(a_job(seconds=0.2 if "sleep" in code else 60.0), rows.append)
+    assert [(row.state, row.text) for row in rows] == [("failed", said)]
+
+
+def test_a_job_is_the_same_behind_a_pipe() -> None:
+    job = a_job(ceilings=(1.0, 2.0), requests=7)
+    assert Job.from_json(job.to_json()) == job
+
+
+def test_the_check_of_a_step_can_fail() -> None:
+    step = make_step(STEP, TINY, CPU)
+    with nan_filled_outputs():
+        right = step()
+    assert check(step, right) < 1e-5
+    swapped = right.clone()
+    swapped[[0, 1]] = right[[1, 0]]
+    with pytest.raises(ValueError, match="error of a row must be at most"):
+        check(step, swapped)
+    holed = right.clone()
+    holed[3, 2, 5] = torch.nan
+    with pytest.raises(ValueError, match="got NaN"):
+        worst_error(step, holed)
+    step.key_pool[step.slot_mapping[7] // TINY.block_size] += 1
+    with pytest.raises(ValueError, match="written to their slots"):
+        worst_error(step, right)
+
+
+def paged(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: None, max_q: int, max_k: int, *,
+    scale: float, window_size: tuple[int, int], enable_gqa: bool, seqused_k: Tensor, block_table: Tensor,
+) -> Tensor:  # fmt: skip
+    """`varlen_attn` of a torch with block tables, by the reference."""
+    assert (max_q, max_k) == (40, 40) and window_size == (-1, 0) and enable_gqa
+    rows, pools = torch.zeros(len(query), *key.shape[2:]), (each.transpose(1, 2) for each in (key, value))
+    slots = torch.full((len(query),), -1)
+    return reference.ragged_attention(query, rows, rows, *pools, cu_seq_q, seqused_k, block_table, slots, scale, 0, 0.0)
+
+
+def packed(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
+    scale: float, window_size: tuple[int, int],
+) -> Tensor:  # fmt: skip
+    """That of one without, nor with heads that share keys, by the same."""
+    assert key.shape[1] == query.shape[1] and cu_seq_k[-1] == len(key)
+    block, lengths = int(cu_seq_k.diff().max()), cu_seq_k.diff().tolist()
+    pools = torch.zeros(2, len(lengths), block, *key.shape[1:])
+    for pool, each in zip(pools, (key, value), strict=True):
+        for n, own in enumerate(each.split(lengths)):
+            pool[n, : len(own)] = own
+    table = torch.arange(len(lengths), dtype=torch.int32)[:, None]
+    seqused = cu_seq_k.diff()
+    both = {"seqused_k": seqused, "block_table": table, "scale": scale, "window_size": window_size}
+    return paged(query, *pools, cu_seq_q, None, max_q, max_k, enable_gqa=True, **both)
+
+
+@pytest.mark.parametrize(("attend", "how"), [(paged, "blocks of 256"), (packed, "keys in one piece, repeated")])
+def test_varlen_attn_gets_what_it_takes(attend: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", attend)
+    step = make_step(STEP, TINY, CPU)
+    step()
+    made = attention_peers.varlen(step)
+    assert made.how.startswith(how) and check(step, made.call()) < 1e-5
+
+
+class HostEvent:
+    """Stands for `torch.cuda.Event`."""
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.moment = time.perf_counter()
+
+    def elapsed_time(self, other: HostEvent) -> float:
+        return 1e3 * (other.moment - self.moment)
+
+
+def test_the_span_of_a_step_is_that_of_the_models_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", HostEvent)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    share = SimpleNamespace(start=11, tokens=1)
+    records: list[Any] = []
+
+    class Runner:
+        def run(self, inputs: int) -> None:
+            time.sleep(0.01)
+
+    class Engine:
+        _runner = Runner()
+
+        def step(self) -> None:
+            time.sleep(0.02)
+            self._runner.run(1)
+            records.append(SimpleNamespace(shares=[share] * len(records)))
+
+    found = decoding.decoded(Engine(), records, 3)  # type: ignore[arg-type]
+    assert found.span is not None and 0.01 <= found.span <= found.wall - 0.02
+    assert found.contexts == (12,) and "run" not in vars(Engine._runner)
+
+
+def test_a_file_is_whole_at_any_time(tmp_path: Path) -> None:
+    found = command.Found(tmp_path / "found.json", dry_run=False, quick=True)
+    found.tell(Row(part="ceilings", name="copy", figures={"bytes_per_second": 2.0}))
+    assert found.ceilings is None
+    found.tell(Row(part="ceilings", name="bf16 product", figures={"flops_per_second": 3.0}))
+    assert found.ceilings == (2.0, 3.0)
+    kept = json.loads((tmp_path / "found.json").read_text())
+    assert not kept["complete"] and len(kept["rows"]) == 2 and os.listdir(tmp_path) == ["found.json"]
+    assert Row(**kept["rows"][0]) == Row(part="ceilings", name="copy", figures={"bytes_per_second": 2.0})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", ["ceilings", "attention", "steps"])
+def test_a_quick_run_on_a_gpu(part: str, tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    command_line = [sys.executable, str(SCRIPT), "--quick", "--parts", part, "--json", str(found)]
+    done = subprocess.run(command_line, capture_output=True, text=True)
+    kept = json.loads(found.read_text())
+    assert done.returncode == 0, (done.stdout, done.stderr, kept["failed"])
+    assert kept["complete"] and not kept["dry_run"] and any(row["state"] == "measured" for row in kept["rows"])
