@@ -2,7 +2,8 @@
 
 OpenMP threads that wait for one another at the end of each operation spin, for a millisecond or so: where there are
 more of them than cores, those that wait keep the cores from those that work.  OpenMP looks at the process's affinity
-alone; the quota of a container, a share of the machine's time, it does not know.
+alone; the quota of a container, a share of the machine's time, it does not know.  Nor does it know of other processes:
+see `shared_cores`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
+
+from selective_compile.shared_cores import SharedCores
 
 logger = logging.getLogger(__name__)
 OWN_GROUPS = Path("/proc/self/cgroup")
@@ -79,6 +82,7 @@ class IntraOpThreads:
         self._wanted = wanted
         self._available = available_cores() if available is None else available
         self._before: int | None = None
+        self._shared = SharedCores()
 
     @property
     def number(self) -> int:
@@ -100,6 +104,8 @@ class IntraOpThreads:
 
     def __enter__(self) -> None:
         before, number = torch.get_num_threads(), self.number
+        if number > 1:  # one waits for nobody
+            self._shared.look()
         if number != before:
             torch.set_num_threads(number)
             self._before = before

@@ -49,6 +49,12 @@ def test_step_overhead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(0 < sum(row["parts"].values()) and 0 < row["beside"] <= row["beside_p99"] for row in rows)
 
 
+def test_shared_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = ("--seconds", "0.3", "--calm", "0", "--rounds", "1", "--processes", "1")
+    found = run("shared_cores", tmp_path, monkeypatch, "--quick", *sizes)
+    assert all(rate > 0 for rate in found["steps_per_second"].values())
+
+
 def test_generation_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a few requests: that drafts leave the tokens alone, and cost fewer steps where there is something to copy."""
     sizes = ("--requests", "3", "--new", "24", "--rounds", "1")

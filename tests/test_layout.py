@@ -49,6 +49,7 @@ LAYERS = (
         "proved_tensors",
         "tensor_state",
         "entries",
+        "shared_cores",
         "cores",
     ),
     ("passes",),
