@@ -61,7 +61,8 @@ Implementation = Literal["auto", "reference", "cpu", "triton"]
 IMPLEMENTATIONS = get_args(Implementation)
 
 _logger = logging.getLogger(__name__)
-_forced: ContextVar[Implementation] = ContextVar("selective_implementation", default="auto")
+# The name, and whether for a batch-invariant engine.
+_forced: ContextVar[tuple[Implementation, bool]] = ContextVar("selective_implementation", default=("auto", False))
 
 
 class forced_implementation:
@@ -71,17 +72,21 @@ class forced_implementation:
     choice is made when an op runs, not when it is traced, so that one compiled graph serves every
     implementation. "triton" on CPU tensors runs in Triton's interpreter, which is for tests.
 
+    batch_invariant: attention runs as a batch-invariant engine has it, with a request for each row: the result of a
+        row is then the same bits whatever the others are. The other implementations give them so by themselves, or
+        not at all (`runtime.invariance`).
+
     Raises:
         ValueError: the name is not one of `Implementation`.
     """
 
-    def __init__(self, name: Implementation) -> None:
+    def __init__(self, name: Implementation, *, batch_invariant: bool = False) -> None:
         if name not in IMPLEMENTATIONS:
             raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {name!r}")
-        self._name = name
+        self._forced = (name, batch_invariant)
 
     def __enter__(self) -> None:
-        self._token = _forced.set(self._name)
+        self._token = _forced.set(self._forced)
 
     def __exit__(self, *_: object) -> None:
         _forced.reset(self._token)
@@ -94,7 +99,7 @@ def implementation_on(device_type: str) -> str:
         ValueError: the forced implementation does not run on this device, or no implementation does.
         RuntimeError: the native CPU kernel was forced and cannot be built.
     """
-    return _resolve(_forced.get(), device_type)
+    return _resolve(_forced.get()[0], device_type)
 
 
 @functools.cache
@@ -120,10 +125,13 @@ def _native_cpu_available() -> bool:
 
 
 @functools.cache
-def _kernel(op: str, name: Implementation, device_type: str) -> Callable[..., Any]:
+def _kernel(op: str, name: Implementation, batch_invariant: bool, device_type: str) -> Callable[..., Any]:
     resolved = _resolve(name, device_type)
     linear = {"linear": _linear, "linears": _linears}.get(op)
-    return linear(name, resolved) if linear else getattr(_module(resolved), op)
+    kernel = linear(name, resolved) if linear else getattr(_module(resolved), op)
+    if batch_invariant and resolved == "triton" and op == "ragged_attention":
+        return functools.partial(kernel, batch_invariant=True)
+    return kernel
 
 
 def _linear(name: Implementation, resolved: str) -> Callable[..., Tensor]:
@@ -167,22 +175,22 @@ def _module(resolved: str) -> ModuleType:
 
 def _run_ragged_attention(query: Tensor, *args: Any) -> Tensor:
     refuse_gradients(query, *args)
-    return _kernel("ragged_attention", _forced.get(), query.device.type)(query, *args)
+    return _kernel("ragged_attention", *_forced.get(), query.device.type)(query, *args)
 
 
 def _run_varlen_attention(query: Tensor, *args: Any) -> Tensor:
     refuse_gradients(query, *args)
-    return _kernel("varlen_attention", _forced.get(), query.device.type)(query, *args)
+    return _kernel("varlen_attention", *_forced.get(), query.device.type)(query, *args)
 
 
 def _run_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     refuse_gradients(x, weight, bias)
-    return _kernel("linear", _forced.get(), x.device.type)(x, weight, bias)
+    return _kernel("linear", *_forced.get(), x.device.type)(x, weight, bias)
 
 
 def _run_linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
     refuse_gradients(x, *weights, *biases)
-    return _kernel("linears", _forced.get(), x.device.type)(x, weights, biases)
+    return _kernel("linears", *_forced.get(), x.device.type)(x, weights, biases)
 
 
 def refuse_gradients(*args: Any) -> None:

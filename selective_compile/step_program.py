@@ -266,7 +266,7 @@ class StepProgram:
         recording = torch.is_grad_enabled()
         torch.set_grad_enabled(False)  # with a `no_grad` around it, a step of a small model takes 10 microseconds more
         try:
-            with forced_implementation(self.config.implementation):
+            with forced_implementation(self.config.implementation, batch_invariant=self.config.batch_invariant):
                 logits = self._run(arguments, len(tensors), seen)
         finally:
             torch.set_grad_enabled(recording)

@@ -10,6 +10,7 @@ import functools
 import types
 from typing import Any
 
+from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
@@ -29,3 +30,8 @@ def interpreted(kernel: Any) -> Any:
     scope |= {name: interpreted(value) for name, value in scope.items() if isinstance(value, JITFunction)}
     # The interpreter adds its own names to the function's globals: this copy keeps them out of the module.
     return InterpretedFunction(types.FunctionType(kernel.fn.__code__, scope, kernel.fn.__name__))
+
+
+def on_device(kernel: Any, tensor: Tensor) -> Any:
+    """The kernel for the device where the tensor is: as it is on a GPU, interpreted on a CPU."""
+    return kernel if tensor.is_cuda else interpreted(kernel)

@@ -25,8 +25,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from selective_compile.kernels.dot_triton import widened_dot
+from selective_compile.kernels.interpreter import on_device
 from selective_compile.kernels.linear_call import TRITON_DTYPES, check_linear
-from selective_compile.kernels.ragged_attention_triton import _dot, _on_device
 
 # What Triton looks for in an address, to read 16 bytes at once.
 _ALIGNMENT = 16
@@ -58,7 +59,7 @@ def _linear_kernel(
         k = start + tl.arange(0, BLOCK_K)
         a = tl.load(x_row + k[None, :], row_mask[:, None] & (k < DEPTH)[None, :], 0.0)
         b = tl.load(weight_row + k[:, None] * weight_column_stride, (k < DEPTH)[:, None] & column_mask[None, :], 0.0)
-        accumulator = _dot(a, b, accumulator, WIDEN)
+        accumulator = widened_dot(a, b, accumulator, WIDEN)
     if bias is not None:
         accumulator += tl.load(bias + column, column_mask, 0.0).to(tl.float32)[None, :]
     place = output + row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
@@ -110,7 +111,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     widen = not x.is_cuda
     grid = (triton.cdiv(rows, tile.block_m), triton.cdiv(columns, tile.block_n))
     # fmt: off
-    _on_device(_linear_kernel, x)[grid](
+    on_device(_linear_kernel, x)[grid](
         output, x, weight, bias, rows, *weight.stride(), columns, depth,
         tile.block_m, tile.block_n, tile.block_k, widen,
         num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,

@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selective_compile.kernels.interpreter import interpreted
-from selective_compile.kernels.ragged_attention_triton import _dot, _on_device
+from selective_compile.kernels.dot_triton import widened_dot
+from selective_compile.kernels.interpreter import interpreted, on_device
 
 _NOTHING = -(2**63)
 
@@ -104,7 +104,7 @@ def _rank_kernel(
         w = tl.load(weights + row.to(tl.int64) * (GROUP * KV_HEADS) + head, h < GROUP, 0.0)
         where = key_offset[None, :] + kv_head * key_head_stride + d[:, None]
         k = tl.load(keys + where, seen[None, :] & (d < KEY_SIZE)[:, None], 0.0)
-        overlap = _dot(q, k, tl.full([BLOCK_H, BLOCK_N], 0.0, tl.float32), WIDEN) * SCALE
+        overlap = widened_dot(q, k, tl.full([BLOCK_H, BLOCK_N], 0.0, tl.float32), WIDEN) * SCALE
         rectified = tl.where(overlap < 0.0, 0.0, overlap)  # a NaN stays one
         total += tl.reduce(rectified * w[:, None], 0, tl.standard._sum_combine)
     total = tl.where(total == 0.0, 0.0, total)  # both zeros are one
@@ -197,7 +197,7 @@ def _selected_kernel(
             slot = j * 0
         key_offset = block * key_block_stride + kv_head.to(tl.int64) * key_head_stride + slot * key_slot_stride
         k = tl.load(keys + key_offset[None, :] + d[:, None], seen[None, :] & (d < KEY_SIZE)[:, None], 0.0)
-        score = _dot(q, k, tl.full([BLOCK_H, BLOCK_N], 0.0, tl.float32), WIDEN)
+        score = widened_dot(q, k, tl.full([BLOCK_H, BLOCK_N], 0.0, tl.float32), WIDEN)
         if SOFTCAP > 0:
             # tanh(x) = 1 - 2 / (1 + exp(2x)) has the right limit where the exponential overflows to inf.
             exponential = tl.exp2(score * (2 * LOG2_E * SCALE / SOFTCAP))
@@ -216,7 +216,7 @@ def _selected_kernel(
         value_offset = block * value_block_stride + kv_head.to(tl.int64) * value_head_stride + slot * value_slot_stride
         value_mask = seen[:, None] & (dv < VALUE_SIZE)[None, :]
         v = tl.load(values + value_offset[:, None] + dv[None, :], value_mask, 0.0)
-        accumulator = _dot(weight.to(v.dtype), v, accumulator * correction[:, None], WIDEN)
+        accumulator = widened_dot(weight.to(v.dtype), v, accumulator * correction[:, None], WIDEN)
         maximum = new_maximum
     result = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]
     output_offset = (row.to(tl.int64) * HEADS + head) * VALUE_SIZE
@@ -271,7 +271,7 @@ def _select(
     group = heads // kv_heads
     block_h, block_n, block_d, num_warps = block_sizes(group, size, query.element_size())
     # fmt: off
-    _on_device(_rank_kernel, query)[(num_rows, triton.cdiv(width, block_n))](
+    on_device(_rank_kernel, query)[(num_rows, triton.cdiv(width, block_n))](
         ranks, query, weights.to(torch.float32).contiguous(), keys, *metadata, metadata[0].shape[0] - 1,
         *query.stride()[:2], *strides, metadata[2].stride(0), width, scale, group, kv_heads, size, block_size,
         block_h, block_n, block_d, not query.is_cuda, num_warps=num_warps, enable_fp_fusion=True,
@@ -336,7 +336,7 @@ def _attend(
     block_h, block_n, block_d, num_warps = block_sizes(group, max(size, value_size), query.element_size())
     block_dv = max(16, triton.next_power_of_2(value_size))
     # fmt: off
-    _on_device(_selected_kernel, query)[(num_rows, kv_heads)](
+    on_device(_selected_kernel, query)[(num_rows, kv_heads)](
         output, query, keys, values, selection.contiguous(), *metadata, *per_head, metadata[0].shape[0] - 1,
         *query.stride()[:2], *strides, metadata[2].stride(0), *score, selection.shape[1], group, heads, size,
         value_size, block_size, block_h, block_n, block_d, block_dv, not query.is_cuda,

@@ -16,6 +16,7 @@ from tests.kernels.ragged_cases import Case, Inputs, cases, make_inputs
 pytest.importorskip("triton")
 even_dots = pytest.importorskip("tests.kernels.even_dots").even_dots
 launcher = pytest.importorskip("selective_compile.kernels.ragged_attention_triton")
+choice = pytest.importorskip("selective_compile.kernels.ragged_attention_tiles")
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -55,7 +56,7 @@ def attended(inputs: Inputs, places: list[tuple[int, int, int]], *, padding: int
         block_table=table,
         slot_mapping=torch.full((total,), -1),
     )
-    return launcher.ragged_attention(*given.ragged())[:count]
+    return launcher.ragged_attention(*given.ragged(), batch_invariant=True)[:count]
 
 
 def new_rows(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,9 +88,9 @@ def test_a_row_has_the_same_bits_among_any_others(case: Case, dtype: torch.dtype
 @pytest.mark.parametrize("group", (1, 4, 7, 32))
 def test_steps_of_any_size_have_one_tile(group: int, dtype: torch.dtype) -> None:
     sizes = {"group": group, "key_size": 128, "value_size": 128, "bytes_per_element": dtype.itemsize}
-    tiles = {launcher.tile_config(num_rows=n, num_requests=n, **sizes) for n in (2, 3, 32, 33, 500, 8192)}
+    tiles = {choice.tile_config(num_rows=n, num_requests=n, **sizes) for n in (2, 3, 32, 33, 500, 8192)}
     assert len(tiles) == 1
-    tiles.add(launcher.tile_config(num_rows=32, num_requests=2, **sizes))
+    tiles.add(choice.tile_config(num_rows=32, num_requests=2, **sizes))
     assert len(tiles) == 2
 
 

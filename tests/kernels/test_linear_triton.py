@@ -164,7 +164,7 @@ def test_any_number_of_rows_runs_one_compiled_kernel(triton_cache: None, monkeyp
     """Rows in the middle of a tensor, at an address that is no multiple of 16, among them."""
     monkeypatch.setattr(triton.runtime.driver, "_active", ahead.NoDevice())
     recorder = Recorder()
-    monkeypatch.setattr(launcher, "_on_device", recorder)
+    monkeypatch.setattr(launcher, "on_device", recorder)
     x, weight, bias = inputs(400, 130, 97, torch.bfloat16)
     for rows in (1, 2, 15, 16, 17, 64, 65, 400):
         launcher.linear(x[:rows], weight, bias)

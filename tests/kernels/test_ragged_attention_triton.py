@@ -11,10 +11,12 @@ from tests.kernels.ragged_cases import CASES, COMBINATIONS, Case, exact_ragged, 
 
 triton = pytest.importorskip("triton")
 launcher = pytest.importorskip("selective_compile.kernels.ragged_attention_triton")
+attends = pytest.importorskip("selective_compile.kernels.ragged_attention_attend_triton")
+writes = pytest.importorskip("selective_compile.kernels.ragged_attention_write_triton")
 ahead = pytest.importorskip("tests.kernels.ahead_of_time")
 TARGETS, compile_ahead, assert_ships = ahead.TARGETS, ahead.compile_ahead, ahead.assert_ships
 compiling = pytest.mark.skipif(
-    not isinstance(launcher._attention_kernel, triton.JITFunction),
+    not isinstance(attends._attention_kernel, triton.JITFunction),
     reason="TRITON_INTERPRET is set: kernels cannot be compiled",
 )
 
@@ -97,7 +99,7 @@ def test_the_cases_cover_both_tiles_and_several_tiles_of_one_request():
 
 
 def config(rows: int, requests: int, group: int, size: int, width: int):
-    return launcher.tile_config(
+    return attends.tile_config(
         num_rows=rows,
         num_requests=requests,
         group=group,
@@ -124,7 +126,8 @@ class Recorder:
 def test_the_grid_does_not_depend_on_lengths(monkeypatch):
     """The same T and N with other lengths give the same launches."""
     recorder = Recorder(lambda kernel, grid, args, options: grid)
-    monkeypatch.setattr(launcher, "_on_device", recorder)
+    for module in (attends, writes):
+        monkeypatch.setattr(module, "on_device", recorder)
     for requests in (((40, 0), (1, 3), (1, 90)), ((1, 0), (1, 3), (40, 9))):
         launcher.ragged_attention(*make_inputs(Case(name="", requests=requests), torch.float32).ragged())
     assert len(recorder.seen) == 4
@@ -136,7 +139,8 @@ def test_steps_of_every_shape_share_two_compiled_kernels(monkeypatch):
     """T, N, the width of the block table and the alignment of the metadata may not cause a recompile."""
     monkeypatch.setattr(triton.runtime.driver, "_active", ahead.NoDevice())
     recorder = Recorder(lambda kernel, grid, args, rest: (kernel, kernel.warmup(*args, grid=grid, **rest)))
-    monkeypatch.setattr(launcher, "_on_device", recorder)
+    for module in (attends, writes):
+        monkeypatch.setattr(module, "on_device", recorder)
     shapes = (((3, 5), (1, 20)), ((64, 0),), ((16, 0),) * 16)
     shapes += (((1, 0),) * 16, ((1, 0),), ((1, 97), (0, 0), (8, 300)))
     for requests in shapes:
@@ -148,31 +152,33 @@ def test_steps_of_every_shape_share_two_compiled_kernels(monkeypatch):
             arguments[index] = torch.cat([tensor.flatten()[:1], tensor.flatten()])[1:].view(tensor.shape)
         launcher.ragged_attention(*arguments)
     compiled = {(kernel, variant.hash) for kernel, variant in recorder.seen}
-    attention = [variant for kernel, variant in compiled if kernel is launcher._attention_kernel]
+    attention = [variant for kernel, variant in compiled if kernel is attends._attention_kernel]
     assert (len(attention), len(compiled)) == (2, 3)
 
 
 TENSORS = ("output", "query", "keys", "values", "key", "value", "key_pool", "value_pool")
 METADATA = {"cu_seqlens_q": "*i32", "context_lens": "*i32", "block_table": "*i32", "slot_mapping": "*i64"}
 METADATA |= {"sinks": "*bf16", "slopes": "*fp32"}
+PARTS = ("sums", "maxima", "totals")
 
 
 def types(element: str) -> dict[str, str]:
-    return METADATA | dict.fromkeys(TENSORS, "*" + element)
+    return METADATA | dict.fromkeys(PARTS, "*fp32") | dict.fromkeys(TENSORS, "*" + element)
 
 
-def compile_attention(target, element: str, size: int, rows: int, *, given: tuple[str, ...] = (), **changes):
+def compile_attention(target, element: str, size: int, rows: int, *, given=(), split=False, **changes):
     """The kernel as the launcher would ask for it: 8 requests, 4 query heads to each of 8 key/value heads.
 
-    given: which of sinks and slopes there are.
+    given: which of sinks and slopes there are; split: whether keys are split.
     """
     tile = config(rows, 8, 4, size, 4 if element == "fp32" else 2)
     constants = {"SCALE": 0.1, "WINDOW": 0, "SOFTCAP": 0.0, "CHUNK": 0, "GROUP": 4, "HEADS": 32, "BLOCK_SIZE": 16}
     constants |= {name: None for name in ("sinks", "slopes") if name not in given}
     constants |= {"KEY_SIZE": size, "VALUE_SIZE": size, "BLOCK_D": tile.block_d, "BLOCK_DV": tile.block_dv}
-    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "WIDEN": False}
+    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "WIDEN": False, "SPLIT": split}
+    constants |= {} if split else dict.fromkeys(PARTS)
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return compile_ahead(launcher._attention_kernel, target, types(element), constants | changes, **options)
+    return compile_ahead(attends._attention_kernel, target, types(element), constants | changes, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -245,7 +251,7 @@ def test_attention_without_a_pool_compiles_ahead_of_time(target, tmp_path):
 def test_write_compiles_ahead_of_time(target, tmp_path):
     constants = {"KV_HEADS": 8, "KEY_SIZE": 128, "VALUE_SIZE": 128, "BLOCK_SIZE": 16}
     constants |= {"BLOCK_K": 8, "BLOCK_D": 128, "BLOCK_DV": 128}
-    compiled = compile_ahead(launcher._write_kernel, target, types("bf16"), constants, num_warps=4)
+    compiled = compile_ahead(writes._write_kernel, target, types("bf16"), constants, num_warps=4)
     assert_ships(compiled, target, tmp_path)
 
 

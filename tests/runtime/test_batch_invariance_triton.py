@@ -81,6 +81,24 @@ def test_random_batches_give_the_same_bits_in_the_interpreter(
     torch.testing.assert_close(torch.stack(list(alone.logits)), logits.float(), rtol=near, atol=near)
 
 
+@pytest.mark.parametrize("invariant", (True, False), ids=("invariant", "ordinary"))
+def test_keys_are_split_but_for_a_batch_invariant_engine(invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many splits there are would depend on the other requests."""
+    attends = pytest.importorskip("selective_compile.kernels.ragged_attention_attend_triton")
+    asked, choose = [], attends.split_config
+    monkeypatch.setattr(attends, "split_config", lambda **sizes: asked.append(sizes["keys"]) or choose(**sizes))
+    config = replace(INTERPRETED, batch_invariant=invariant)
+    model, program = compiled("llama", torch.float32, config, num_hidden_layers=1)
+    sc.Engine(model, config, program=program).submit(PROMPT, max_new_tokens=2).result()
+    assert asked and any(asked) is not invariant
+
+
+def test_a_program_that_splits_keys_is_refused_for_a_batch_invariant_engine() -> None:
+    model, program = compiled("llama", torch.float32, replace(INTERPRETED, batch_invariant=False), num_hidden_layers=1)
+    with pytest.raises(ValueError, match="must be that which the program was compiled for on cpu, False, got True"):
+        sc.Engine(model, INTERPRETED, program=program)
+
+
 def test_what_is_not_invariant_on_a_gpu_is_refused() -> None:
     model, program = compiled("llama", torch.bfloat16, INTERPRETED, num_hidden_layers=1)
     assert isinstance(program, StepProgram)

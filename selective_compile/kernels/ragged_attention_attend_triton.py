@@ -1,0 +1,275 @@
+"""The attention of a step in Triton, for CUDA and ROCm: prefill, decode and mixed steps in one launch.
+
+Legend
+    tile       work of one program of the attention kernel: BLOCK_Q rows of one request, one key/value head
+    BLOCK_Q    rows of a tile, BLOCK_M // GROUP
+    BLOCK_M    rows of the query matrix: row m is row m // GROUP of the tile and head m % GROUP of the group.
+               Packing the heads that share a key/value head lets a decode row feed the matrix units too
+    BLOCK_N    keys of one iteration; any relation to BLOCK_SIZE, the slots of a block, is allowed
+    BLOCK_SIZE 0: no pool, the keys are the request's own rows of this step (varlen_attention)
+    sinks, slopes None: the code that reads them is not compiled
+    split      a run of split_length keys, counted from the iteration of the first key that the tile sees. Of a
+               request that fits into one tile, each program takes one; the first takes all keys of other requests
+    SPLIT      False: every program takes all keys, and what belongs to splits is not compiled
+    sums, maxima, totals  what a split came to, for `ragged_attention_merge_triton`, which has their legend. A
+               request whose keys fit into one split needs no merge: its program writes the result
+
+The grid is an upper bound that depends on T and N only, never on lengths, which stay on the device: request
+n gets the tiles from cu_seqlens_q[n] // BLOCK_Q + n up to those of request n + 1. They are enough, and at
+most one too many, because floor(b / q) - floor(a / q) + 1 >= ceil((b - a) / q). A program finds its request
+by bisection. The padding rows behind the last request are a request N of context 0, whose result is 0. The number
+of splits is chosen by shapes too (`ragged_attention_tiles`); programs of splits that a request does not need end.
+
+The scores are kept in base 2 (the scale times log2(e)): exp2 is what the hardware has.
+
+Rows are stored in two branches, for less registers: with masks in place of them, decoding spilled for sm_80.
+
+The tile sizes are bounded by registers and shared memory: `tests/kernels` compiles them for sm_80, sm_90,
+sm_100 and gfx942 and fails on a spill. Their speed has not been measured on a GPU.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from selective_compile.kernels.dot_triton import widened_dot
+from selective_compile.kernels.interpreter import on_device
+from selective_compile.kernels.ragged_attention_merge_triton import first_key, merge, new_parts
+from selective_compile.kernels.ragged_attention_tiles import most_keys, processors, split_config, tile_config
+
+
+# What changes from step to step must not change the compiled kernel: N and T are not specialised on 1 and
+# on multiples of 16, nor are the metadata tensors on their alignment (they may be slices of one buffer).
+@triton.jit(
+    do_not_specialize=["num_rows", "num_requests", "table_stride", "num_splits", "split_length"],
+    do_not_specialize_on_alignment=["cu_seqlens_q", "context_lens", "block_table", "sinks", "slopes"],
+)
+def _attention_kernel(
+    output,  # [T, H, Dv] contiguous
+    sums,  # [places, H, num_splits, Dv] float32; without splits None
+    maxima,  # [places, H, num_splits] float32; without splits None
+    totals,  # [places, H, num_splits] float32; without splits None
+    query,  # [T, H, D]
+    keys,  # [num_blocks, K, BLOCK_SIZE, D]; without a pool [T, K, D]
+    values,  # [num_blocks, K, BLOCK_SIZE, Dv]; without a pool [T, K, Dv]
+    cu_seqlens_q,  # [N + 1]
+    context_lens,  # [N]; without a pool not read
+    block_table,  # [N, max_blocks]; without a pool not read
+    sinks,  # [H] or None
+    slopes,  # [H] or None
+    num_rows,
+    num_requests,
+    num_splits,
+    split_length,
+    query_row_stride,
+    query_head_stride,
+    key_block_stride,
+    key_head_stride,
+    key_slot_stride,
+    value_block_stride,
+    value_head_stride,
+    value_slot_stride,
+    table_stride,
+    SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    WIDEN: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+
+    low = num_requests * 0
+    high = num_requests
+    while low < high:
+        middle = (low + high + 1) // 2
+        starts_later = tl.load(cu_seqlens_q + middle) // BLOCK_Q + middle > tile
+        high = tl.where(starts_later, middle - 1, high)
+        low = tl.where(starts_later, low, middle)
+    request = low
+    real = request < num_requests
+    row_begin = tl.load(cu_seqlens_q + request)
+    row_end = tl.load(cu_seqlens_q + request + 1, mask=real, other=num_rows)
+    first_row = row_begin + (tile - row_begin // BLOCK_Q - request) * BLOCK_Q
+    if first_row >= row_end:
+        return
+    if BLOCK_SIZE > 0:
+        context = tl.load(context_lens + request, mask=real, other=0)
+    else:
+        context = tl.where(real, row_end - row_begin, 0)
+
+    m = tl.arange(0, BLOCK_M)
+    row = first_row + m // GROUP
+    head = kv_head * GROUP + m % GROUP
+    row_mask = (m < BLOCK_Q * GROUP) & (row < row_end)
+    position = context - row_end + row
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    query_offset = row.to(tl.int64) * query_row_stride + head * query_head_stride
+    q = tl.load(query + query_offset[:, None] + d[None, :], row_mask[:, None] & (d < KEY_SIZE)[None, :], 0.0)
+
+    # Keys outside [key_begin, key_end) are seen by no row of the tile. They are not read: slots behind the
+    # context hold anything, and blocks in front of what the first row sees may belong to another request.
+    key_end = context - row_end + tl.minimum(first_row + BLOCK_Q, row_end)
+    first_position = context - row_end + first_row
+    key_begin = first_key(first_position, WINDOW, CHUNK)
+    if CHUNK > 0:
+        last_chunk = (key_end - 1) // CHUNK * CHUNK
+    begin = key_begin // BLOCK_N * BLOCK_N
+    end = key_end
+    if SPLIT:
+        split = tl.program_id(2)
+        divided = (row_end - row_begin <= BLOCK_Q) & (key_end - begin > split_length)
+        length = tl.where(divided, split_length, tl.maximum(key_end - begin, 1))
+        begin += split * length
+        end = tl.minimum(end, begin + length)
+        # A request without keys has one split all the same, which writes the result of its rows.
+        if (begin >= end) & (split > 0):
+            return
+
+    key_head_offset = kv_head.to(tl.int64) * key_head_stride
+    value_head_offset = kv_head.to(tl.int64) * value_head_stride
+    if sinks is None:
+        maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.full([BLOCK_M], 0.0, tl.float32)
+    else:
+        # One more key of weight 1, which no value goes with.
+        maximum = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        total = tl.full([BLOCK_M], 1.0, tl.float32)
+        if SPLIT:
+            maximum = tl.where(split == 0, maximum, float("-inf"))
+            total = tl.where(split == 0, total, 0.0)
+    if slopes is not None:
+        slope = tl.load(slopes + head) * LOG2_E
+    accumulator = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        j = start + tl.arange(0, BLOCK_N)
+        read = (j >= key_begin) & (j < key_end)
+        if BLOCK_SIZE > 0:
+            entry = block_table + request.to(tl.int64) * table_stride + j // BLOCK_SIZE
+            block = tl.load(entry, mask=read, other=0).to(tl.int64)
+            slot = j % BLOCK_SIZE
+        else:
+            block = (row_begin + j).to(tl.int64)
+            slot = j * 0
+        key_offset = block * key_block_stride + key_head_offset + slot * key_slot_stride
+        k = tl.load(keys + key_offset[None, :] + d[:, None], read[None, :] & (d < KEY_SIZE)[:, None], 0.0)
+        score = widened_dot(q, k, tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32), WIDEN)
+        if SOFTCAP > 0:
+            # tanh(x) = 1 - 2 / (1 + exp(2x)) has the right limit where the exponential overflows to inf.
+            exponential = tl.exp2(score * (2 * LOG2_E * SCALE / SOFTCAP))
+            score = (SOFTCAP * LOG2_E) * (1.0 - 2.0 / (1.0 + exponential))
+        else:
+            score = score * (SCALE * LOG2_E)
+        if slopes is not None:
+            score += slope[:, None] * (j[None, :] - position[:, None]).to(tl.float32)
+        seen = read[None, :] & (j[None, :] <= position[:, None])
+        if WINDOW > 0:
+            seen = seen & (j[None, :] > position[:, None] - WINDOW)
+        if CHUNK >= BLOCK_Q:
+            # The tile meets one boundary at most, and key_begin deals with the rows in front of it. To compare
+            # with a begin of every row costs registers: on sm_80 they spilled.
+            seen = seen & ((j >= last_chunk)[None, :] | (position < last_chunk)[:, None])
+        elif CHUNK > 0:
+            seen = seen & (j[None, :] >= (position // CHUNK * CHUNK)[:, None])
+        score = tl.where(seen, score, float("-inf"))
+
+        new_maximum = tl.maximum(maximum, tl.reduce(score, 1, tl.standard._elementwise_max))
+        # A row that has seen no key yet has the maximum -inf, and -inf - -inf is NaN.
+        finite_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        correction = tl.exp2(maximum - finite_maximum)
+        weight = tl.exp2(score - finite_maximum[:, None])
+        total = total * correction + tl.reduce(weight, 1, tl.standard._sum_combine)
+        value_offset = block * value_block_stride + value_head_offset + slot * value_slot_stride
+        value_mask = read[:, None] & (dv < VALUE_SIZE)[None, :]
+        v = tl.load(values + value_offset[:, None] + dv[None, :], value_mask, 0.0)
+        accumulator = widened_dot(weight.to(v.dtype), v, accumulator * correction[:, None], WIDEN)
+        maximum = new_maximum
+
+    if SPLIT:
+        if divided:
+            place = tl.minimum(row_begin, request * BLOCK_Q) + row - row_begin
+            part = (place * HEADS + head) * num_splits + split
+            tl.store(maxima + part, maximum, row_mask)
+            tl.store(totals + part, total, row_mask)
+            sum_mask = row_mask[:, None] & (dv < VALUE_SIZE)[None, :]
+            tl.store(sums + part.to(tl.int64)[:, None] * VALUE_SIZE + dv[None, :], accumulator, sum_mask)
+            return
+    result = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]
+    output_offset = (row.to(tl.int64) * HEADS + head) * VALUE_SIZE
+    output_mask = row_mask[:, None] & (dv < VALUE_SIZE)[None, :]
+    tl.store(output + output_offset[:, None] + dv[None, :], result.to(output.dtype.element_ty), output_mask)
+
+
+def attend(
+    query: Tensor,
+    keys_and_values: tuple[Tensor, Tensor],
+    metadata_sinks_slopes: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
+    strides: tuple[int, ...],
+    kv_heads_and_block_size: tuple[int, ...],
+    score: tuple[float, int, float, int],
+    *,
+    whole: bool,
+) -> Tensor:
+    """Attend to what is written, and merge where keys are split. Returns [T, H, Dv].
+
+    keys_and_values: pools, or rows where the block size is 0; strides: of block, head and slot of both; score: scale,
+    window, softcap and chunk; whole: every program takes all keys.
+    """
+    keys, values = keys_and_values
+    kv_heads, block_size = kv_heads_and_block_size
+    (num_rows, heads, key_size), value_size = query.shape, values.shape[-1]
+    cu_seqlens_q, context_lens, block_table, sinks, slopes = metadata_sinks_slopes
+    num_requests, group = cu_seqlens_q.shape[0] - 1, heads // kv_heads
+    assert all(tensor.stride(-1) == 1 for tensor in (query, keys, values)), "rows must be contiguous"
+    assert all(tensor is None or tensor.is_contiguous() for tensor in (sinks, slopes)), "heads must be contiguous"
+    tile = tile_config(
+        num_rows=num_rows,
+        num_requests=num_requests,
+        group=group,
+        key_size=key_size,
+        value_size=value_size,
+        bytes_per_element=query.element_size(),
+    )
+    rows, (_, window, _, chunk) = tile.block_m // group, score
+    capacity = 0 if whole or not tile.splits else block_table.shape[-1] * block_size
+    splits = split_config(
+        num_rows=num_rows,
+        num_requests=num_requests,
+        kv_heads=kv_heads,
+        keys=most_keys(capacity=capacity, rows=rows, window=window, chunk=chunk, block_n=tile.block_n),
+        block_n=tile.block_n,
+        processors=processors(query.device),
+    )
+    output, split = query.new_empty(num_rows, heads, value_size), splits.count > 1
+    places = min(num_rows, num_requests * rows)
+    parts = new_parts(query, value_size, places=places, splits=splits.count) if split else None
+    # The interpreter would multiply the bit patterns of bfloat16.
+    widen = not query.is_cuda
+    grid = (num_rows // rows + num_requests + 1, kv_heads, splits.count)
+    # fmt: off
+    on_device(_attention_kernel, query)[grid](
+        output, *(parts or (None, None, None)), query, keys, values, *metadata_sinks_slopes, num_rows, num_requests,
+        splits.count, splits.length, *query.stride()[:2], *strides, block_table.stride(0), *score, group, heads,
+        key_size, value_size, block_size, tile.block_m, tile.block_n, tile.block_d, tile.block_dv, widen, split,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
+    )
+    # fmt: on
+    if parts is not None:
+        tile_sizes = (rows, tile.block_n)
+        merge(output, parts, cu_seqlens_q, context_lens, splits.length, tile_sizes, window=window, chunk=chunk)
+    return output

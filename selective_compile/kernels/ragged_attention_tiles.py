@@ -1,0 +1,128 @@
+"""How a step's ragged attention is shared out in Triton: the tile, and whether keys are split, by what the host knows.
+
+| step | tile | keys of a request |
+|---|---|---|
+| two rows a request or fewer, as of decoding | low | split |
+| more, as of prefill and mixed steps | tall | split where the request's rows fit into one tile, else whole (1) |
+| of a batch-invariant engine | low | whole: how a step is split depends on the requests in it |
+| without a pool | by rows | whole: a request that fits into a tile has no more keys than rows |
+
+(1) In float32, and from head size 129 on, whole: the code for splits would spill registers.
+
+A split is a run of `length` keys, the same number for all requests of a step, so that programs have as much to do as
+each other and a short request leaves its share empty instead of cutting it finer. Their number is reasoned from the two
+things that a walk over all keys gets wrong, and not measured on a GPU:
+
+- few requests leave processors idle, so there are enough splits that every processor has `PROGRAMS_PER_PROCESSOR`;
+- one long request among many short ones is walked long after the others are done, however many they are, so no
+  split is longer than `LONGEST` keys, up to `MOST` splits: a long context is split at every batch size.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+
+# A program waits for its keys most of the time, and a processor has room for more than one. Not measured on a GPU.
+PROGRAMS_PER_PROCESSOR = 2
+# Keys of a split. Below the shortest, the launch of the merge costs about what the shorter walk saves; at the longest,
+# writing and reading the partial results of four query heads is 0.4 % of reading their keys and values of 16 bits.
+# Not measured on a GPU.
+SHORTEST = 256
+LONGEST = 2048
+# Splits that are made on account of the length alone. It bounds the memory of partial results: with 32 heads of size
+# 128 they take 0.5 MiB for each request that decodes. Not measured on a GPU.
+MOST = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileConfig:
+    """Sizes of one compiled variant of the attention kernel; block_d, block_dv are the padded head sizes.
+
+    splits: whether keys may be split in it.
+    """
+
+    block_m: int
+    block_n: int
+    block_d: int
+    block_dv: int
+    num_warps: int
+    num_stages: int
+    splits: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitConfig:
+    """`count` programs share the keys of a request, `length` each, which is a multiple of the tile's block_n."""
+
+    count: int
+    length: int
+
+
+def tile_config(
+    *, num_rows: int, num_requests: int, group: int, key_size: int, value_size: int, bytes_per_element: int
+) -> TileConfig:
+    """Choose the tile from what the host knows: shapes, not lengths. Any choice is correct for any step."""
+    # tl.dot needs 16 in every direction.
+    block_d, block_dv = (max(16, triton.next_power_of_2(size)) for size in (key_size, value_size))
+    # At two rows a request or fewer on average, most tiles hold one row: a tall tile would be mostly masked. So
+    # it is in every step of a batch-invariant engine, which has a request for each row: it always has one BLOCK_N.
+    low = num_rows <= 2 * num_requests
+    rows = 1 if low else 64 // group
+    block_m = max(16, triton.next_power_of_2(max(1, rows) * group))
+    # The largest tiles that compile without a register spill for every target and head sizes up to 256. A
+    # float32 product runs on the vector units and holds its operands in registers, hence its smaller ones.
+    wide = bytes_per_element == 4
+    block_n = 16 if wide else (64 if block_m == 16 else 32)
+    num_warps = 8 if block_m * block_dv >= 64 * 256 or (wide and block_m > 16) else 4
+    # Two stages of key and value tiles fit into the 64 KiB of gfx942, the smallest shared memory of a target.
+    block_n = max(16, min(block_n, 32768 // ((block_d + block_dv) * bytes_per_element)))
+    return TileConfig(
+        block_m=block_m,
+        block_n=block_n,
+        block_d=block_d,
+        block_dv=block_dv,
+        num_warps=num_warps,
+        num_stages=2,
+        # In tall tiles of float32 (sm_90, sm_100) and of head size 256 (sm_100) the code for splits spills registers.
+        splits=low or not (wide or max(block_d, block_dv) > 128),
+    )
+
+
+def split_config(
+    *, num_rows: int, num_requests: int, kv_heads: int, keys: int, block_n: int, processors: int
+) -> SplitConfig:
+    """Choose how many programs share the keys of a request. Any choice is correct for any step.
+
+    Args:
+        keys: an upper bound of those that a program walks over without splits (`most_keys`).
+        processors: of the device (`processors`).
+    """
+    # Requests that fit into a tile have one each, and the empty ones none.
+    programs = max(1, min(num_rows, num_requests) * kv_heads)
+    idle = triton.cdiv(PROGRAMS_PER_PROCESSOR * processors, programs)
+    long = min(MOST, triton.cdiv(keys, LONGEST))
+    count = max(1, min(max(idle, long), keys // SHORTEST))
+    # Rounded up, so that the last splits may be empty; the programs of those end at once.
+    return SplitConfig(count=count, length=max(1, triton.cdiv(triton.cdiv(keys, count), block_n)) * block_n)
+
+
+def most_keys(*, capacity: int, rows: int, window: int, chunk: int, block_n: int) -> int:
+    """An upper bound of the keys that the rows of one tile see between them, from the first key's iteration on.
+
+    Args:
+        capacity: keys that the block table has room for.
+        rows: of a tile.
+    """
+    # The first iteration may begin up to block_n - 1 keys in front of the first key.
+    seen = [each - 1 + rows + block_n - 1 for each in (window, chunk) if each > 0]
+    return min([capacity, *seen])
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Of a GPU; the interpreter runs one program after another."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,0 +1,78 @@
+"""The write of a step's keys and values into the pools in Triton, for CUDA and ROCm.
+
+Legend
+    row        a token of the step, one program each
+    BLOCK_K    key/value heads, padded to a power of two; BLOCK_D, BLOCK_DV likewise the head sizes
+    BLOCK_SIZE slots of a block
+
+What is written is read by the launch behind it. The speed has not been measured on a GPU.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from selective_compile.kernels.interpreter import on_device
+
+
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
+def _write_kernel(
+    key,  # [T, K, D]
+    value,  # [T, K, Dv]
+    key_pool,  # [num_blocks, K, BLOCK_SIZE, D]
+    value_pool,  # [num_blocks, K, BLOCK_SIZE, Dv]
+    slot_mapping,  # [T]
+    key_row_stride,
+    key_head_stride,
+    value_row_stride,
+    value_head_stride,
+    key_block_stride,
+    key_pool_head_stride,
+    key_slot_stride,
+    value_block_stride,
+    value_pool_head_stride,
+    value_slot_stride,
+    KV_HEADS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + row)
+    if slot < 0:
+        return
+    block = slot // BLOCK_SIZE
+    offset = slot % BLOCK_SIZE
+    head = tl.arange(0, BLOCK_K)[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    dv = tl.arange(0, BLOCK_DV)[None, :]
+    key_mask = (head < KV_HEADS) & (d < KEY_SIZE)
+    k = tl.load(key + row * key_row_stride + head * key_head_stride + d, key_mask)
+    key_slot = key_pool + block * key_block_stride + offset * key_slot_stride
+    tl.store(key_slot + head * key_pool_head_stride + d, k, key_mask)
+    value_mask = (head < KV_HEADS) & (dv < VALUE_SIZE)
+    v = tl.load(value + row * value_row_stride + head * value_head_stride + dv, value_mask)
+    value_slot = value_pool + block * value_block_stride + offset * value_slot_stride
+    tl.store(value_slot + head * value_pool_head_stride + dv, v, value_mask)
+
+
+def write(key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, slot_mapping: Tensor) -> None:
+    """Each row's keys [T, K, D] and values [T, K, Dv] into its slot of the pools; a slot of -1: nowhere."""
+    assert key_pool.stride(-1) == value_pool.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+    num_rows, kv_heads, key_size = key.shape
+    value_size = value.shape[-1]
+    if num_rows == 0:
+        return
+    # fmt: off
+    on_device(_write_kernel, key)[(num_rows,)](
+        key, value, key_pool, value_pool, slot_mapping, *key.stride()[:2], *value.stride()[:2],
+        *key_pool.stride()[:3], *value_pool.stride()[:3], kv_heads, key_size, value_size, key_pool.shape[2],
+        *(triton.next_power_of_2(size) for size in (kv_heads, key_size, value_size)),
+        num_warps=4, enable_fp_fusion=True,
+    )
+    # fmt: on

@@ -1,0 +1,185 @@
+"""Keys split over several programs and merged: the numbers in Triton's interpreter, and compiled without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.ragged_cases import CASES, DECODE, Case, cases, exact_ragged, make_inputs
+from tests.kernels.test_ragged_attention_triton import (
+    FEATURES,
+    TOLERANCE,
+    Recorder,
+    compile_attention,
+    compiling,
+    nan_filled_outputs,  # noqa: F401
+    triton_cache,  # noqa: F401
+)
+
+triton = pytest.importorskip("triton")
+launcher = pytest.importorskip("selective_compile.kernels.ragged_attention_triton")
+attends = pytest.importorskip("selective_compile.kernels.ragged_attention_attend_triton")
+merges = pytest.importorskip("selective_compile.kernels.ragged_attention_merge_triton")
+writes = pytest.importorskip("selective_compile.kernels.ragged_attention_write_triton")
+tiles = pytest.importorskip("selective_compile.kernels.ragged_attention_tiles")
+ahead = pytest.importorskip("tests.kernels.ahead_of_time")
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
+
+NAMES = ("decode", "only_padding", "no_request", "window_over_blocks", "chunk_of_two_blocks", "chunk_and_window")
+NAMES += ("sinks_far_above_the_scores", "wide_values", "everything", "strided")
+HALF_PRECISION = ("decode",)
+RUNS = [(case, torch.float32) for case in CASES if case.name in NAMES]
+RUNS += [(case, dtype) for case in CASES if case.name in HALF_PRECISION for dtype in (torch.bfloat16, torch.float16)]
+# Rows of drafts, which a tile has several of: the first ones see none of the last split's keys.
+DRAFTS = Case(name="drafts", requests=((3, 200), (8, 57), (1, 130), (0, 40), (2, 14)), query_heads=2, kv_heads=1)
+RUNS += [(DRAFTS, torch.bfloat16), (dataclasses.replace(DRAFTS, window=18, sinks=0.5), torch.float16)]
+
+
+def split_into(length: int):
+    """In place of the choice: splits of so many keys, or as few as a tile's iteration has."""
+
+    def chosen(*, keys: int, block_n: int, **sizes: int):
+        size = triton.cdiv(length, block_n) * block_n
+        return tiles.SplitConfig(count=max(1, triton.cdiv(keys, size)), length=size)
+
+    return chosen
+
+
+@pytest.mark.parametrize(("case", "dtype"), RUNS, ids=str)
+def test_shortest_splits(case, dtype, nan_filled_outputs, monkeypatch):  # noqa: F811
+    """Partial results hold NaN before they are written, so that what is read in vain shows."""
+    monkeypatch.setattr(attends, "split_config", split_into(1))
+    inputs = make_inputs(case, dtype)
+    expected, *_ = exact_ragged(inputs)
+    output = launcher.ragged_attention(*inputs.ragged())
+    assert (output.dtype, output.shape) == (dtype, expected.shape)
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+@settings(max_examples=5, deadline=None)
+@given(case=cases(), count=st.integers(2, 5), length=st.integers(1, 100))
+def test_the_number_of_splits_changes_nothing(case: Case, count: int, length: int) -> None:
+    few = tuple((rows % 6, past) for rows, past in case.requests)
+    inputs = make_inputs(dataclasses.replace(case, requests=few), torch.float32)
+    whole = launcher.ragged_attention(*inputs.ragged(), batch_invariant=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attends, "split_config", split_into(length))
+        split = launcher.ragged_attention(*inputs.ragged())
+    torch.testing.assert_close(split, whole, rtol=0, atol=2e-5)
+
+
+def test_more_splits_than_are_merged_at_once(nan_filled_outputs, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(attends, "split_config", split_into(16))
+    inputs = make_inputs(
+        Case(name="", requests=((1, 150), (1, 127), (1, 128)), query_heads=2, kv_heads=1), torch.float32
+    )
+    output = launcher.ragged_attention(*inputs.ragged())
+    torch.testing.assert_close(output.double(), exact_ragged(inputs)[0], rtol=0, atol=2e-5)
+
+
+def test_the_choice_splits_a_long_context_by_itself(nan_filled_outputs, monkeypatch):  # noqa: F811
+    """And a wide block table, of which short requests use little."""
+    monkeypatch.setattr(attends, "processors", lambda device: 4)
+    inputs = make_inputs(Case(name="", requests=((1, 1100), (1, 3), (0, 9)), query_heads=2, kv_heads=1), torch.float32)
+    seen = recorded(lambda: launcher.ragged_attention(*inputs.ragged()))
+    assert [grid[2:] for grid in seen] == [(), (4,), ()]
+    output = launcher.ragged_attention(*inputs.ragged())
+    torch.testing.assert_close(output.double(), exact_ragged(inputs)[0], rtol=0, atol=2e-5)
+
+
+def recorded(run, launch=lambda kernel, grid, args, options: grid) -> list:
+    recorder = Recorder(launch)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (attends, writes, merges):
+            patch.setattr(module, "on_device", recorder)
+        run()
+    return recorder.seen
+
+
+def with_wide_table(inputs, blocks: int):
+    table = inputs.block_table.new_zeros(len(inputs.block_table), blocks)
+    table[:, : inputs.block_table.shape[1]] = inputs.block_table
+    return dataclasses.replace(inputs, block_table=table)
+
+
+def test_the_grid_does_not_depend_on_lengths():
+    """Only on T, N and the width of the block table."""
+    seen = []
+    for requests in (((40, 0), (1, 3), (1, 90)), ((1, 0), (1, 3), (40, 9))):
+        inputs = with_wide_table(make_inputs(Case(name="", requests=requests), torch.bfloat16), 300)
+        seen.append(recorded(lambda inputs=inputs: launcher.ragged_attention(*inputs.ragged())))
+    assert len(seen[0]) == 3 and seen[0][1][2] > 1
+    assert seen[0] == seen[1]
+
+
+def test_a_batch_invariant_step_is_whole_at_any_width():
+    inputs = make_inputs(Case(name="", requests=DECODE), torch.float32)
+    for blocks in (20, 9000):
+        wide = with_wide_table(inputs, blocks).ragged()
+        seen = recorded(lambda wide=wide: launcher.ragged_attention(*wide, batch_invariant=True))
+        assert [grid[2:] for grid in seen] == [(), (1,)]
+
+
+@compiling
+def test_steps_of_every_shape_share_two_compiled_kernels_and_their_merges(monkeypatch):
+    """The number and length of splits may not cause a recompile."""
+    monkeypatch.setattr(triton.runtime.driver, "_active", ahead.NoDevice())
+    monkeypatch.setattr(attends, "processors", lambda device: 132)
+    compiled = set()
+
+    def launch(kernel, grid, args, rest):
+        return kernel, kernel.warmup(*args, grid=grid, **rest).hash
+
+    for requests, blocks in ((((3, 5), (1, 20)), 40), (((64, 0),), 64), (((1, 0),) * 16, 400), (((1, 0),), 8192)):
+        case = Case(name="", requests=requests, key_size=64, value_size=64)
+        inputs = with_wide_table(make_inputs(case, torch.bfloat16), blocks)
+        compiled |= set(recorded(lambda inputs=inputs: launcher.ragged_attention(*inputs.ragged()), launch))
+    kinds = [kernel for kernel, _ in compiled]
+    counts = [kinds.count(each) for each in (attends._attention_kernel, merges._merge_kernel, writes._write_kernel)]
+    assert counts == [2, 2, 1]
+
+
+SPLITS = {
+    "decode": ("bf16", 128, 8, (), {}),
+    "few_rows": ("bf16", 128, 512, (), {}),
+    "decode_float32": ("fp32", 128, 8, (), {}),
+    "decode_256": ("bf16", 256, 8, (), {}),
+    "everything": ("bf16", 128, 512, *FEATURES["everything"][:2]),
+}
+
+
+@compiling
+@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize("target", ahead.TARGETS, ids=str)
+def test_splits_compile_ahead_of_time_without_spills(target, name, tmp_path):
+    element, size, rows, given_tensors, constants = SPLITS[name]
+    compiled = compile_attention(target, element, size, rows, given=given_tensors, split=True, **constants)
+    ahead.assert_ships(compiled, target, tmp_path)
+
+
+@compiling
+@pytest.mark.parametrize("size", (80, 256))
+@pytest.mark.parametrize("target", ahead.TARGETS, ids=str)
+def test_the_merge_compiles_ahead_of_time_without_spills(target, size, tmp_path):
+    types = {"output": "*bf16", "cu_seqlens_q": "*i32", "context_lens": "*i32"}
+    types |= dict.fromkeys(("sums", "maxima", "totals"), "*fp32")
+    constants = {"WINDOW": 128, "CHUNK": 8192, "HEADS": 32, "VALUE_SIZE": size, "BLOCK_Q": 4, "BLOCK_N": 64}
+    constants |= {"BLOCK_S": merges.BLOCK_S, "BLOCK_DV": triton.next_power_of_2(size)}
+    compiled = ahead.compile_ahead(merges._merge_kernel, target, types, constants, num_warps=4)
+    ahead.assert_ships(compiled, target, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [*CASES, DRAFTS], ids=str)
+def test_shortest_splits_on_a_gpu(case, dtype, nan_filled_outputs, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(attends, "split_config", split_into(1))
+    inputs = make_inputs(case, dtype)
+    on_gpu = [argument.cuda() if isinstance(argument, torch.Tensor) else argument for argument in inputs.ragged()]
+    output = launcher.ragged_attention(*on_gpu)
+    torch.testing.assert_close(output.cpu().double(), exact_ragged(inputs)[0], rtol=0, atol=TOLERANCE[dtype])
