@@ -5,23 +5,27 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import logging
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch._inductor import config, lowering
 from torch._inductor.compile_fx import compile_fx
+from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.exc import InvalidCxxCompiler
 
 from selective_compile.isolated_op import isolated_rows
 from selective_compile.passes.flatten import FlatGraph
 
 aten = torch.ops.aten
+logger = logging.getLogger(__name__)
 # What is not pointwise and is never run as it is: data movement, sums, and products, which are given their outputs.
 SURE = frozenset(
     {
@@ -41,7 +45,7 @@ def compiled(flat: FlatGraph, *, inductor: bool, inputs_are_checked: bool = Fals
     Args:
         inputs_are_checked: the caller sees to it that inputs have the sizes and strides of the example inputs.
     """
-    if not inductor:
+    if not inductor or not can_compile(flat.device):
         return flat.module.forward
     passes: dict[str, Any] = {}
     if inputs_are_checked and config.post_grad_custom_post_pass is None:  # or it is the user's
@@ -73,7 +77,22 @@ def give_back_free_pages() -> None:
 
 def compiled_as_it_came(module: fx.GraphModule, examples: Sequence[Any], *, inductor: bool) -> Callable[..., Any]:
     """Dynamo's own graph through Inductor, unchanged."""
-    return compile_fx(module, list(examples)) if inductor else module.forward  # type: ignore[return-value]
+    devices = {example.device for example in examples if isinstance(example, Tensor)}
+    if not inductor or not all(map(can_compile, devices)):
+        return module.forward
+    return compile_fx(module, list(examples))  # type: ignore[return-value]
+
+
+def can_compile(device: torch.device) -> bool:
+    """Whether Inductor has what it needs, which on a CPU is a C++ compiler; what it misses is logged."""
+    if device.type != "cpu":
+        return True
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        logger.warning("the rewritten graph runs as it is, slowly, and not through Inductor: %s", error)
+        return False
+    return True
 
 
 class UncheckedStrides(CustomGraphPass):

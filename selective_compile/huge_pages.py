@@ -29,9 +29,9 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def _advised(size: int) -> mmap.mmap | None:
     if not hasattr(mmap, "MADV_HUGEPAGE"):  # Linux has it
         return None
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel without them
+    except OSError:  # a kernel without them; or too little memory, of which torch says how much was asked for
         return None
     return memory

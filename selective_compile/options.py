@@ -30,6 +30,10 @@ class _NamedOptions:
         return super().__new__(cls)
 
 
+# Far beyond the cores of any machine: OpenMP ends the process where the system gives it no more threads.
+MOST_THREADS = 1024
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(_NamedOptions):
     """How the engine schedules and what memory it takes.
@@ -124,6 +128,8 @@ class EngineConfig(_NamedOptions):
             _require_integer("max_attention_window", self.max_attention_window, at_least=1)
         if self.threads is not None:
             _require_integer("threads", self.threads, at_least=1)
+            if self.threads > MOST_THREADS:
+                raise ValueError(f"threads must be an integer of at most {MOST_THREADS}, got {self.threads}")
         fraction = self.kv_memory_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
             raise ValueError(f"kv_memory_fraction must be a number above 0 and at most 1, got {fraction!r}")

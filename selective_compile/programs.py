@@ -94,8 +94,8 @@ def step_program(model: nn.Module, config: EngineConfig, proved: Proved) -> Step
         rewritten.timed("quantise", lambda: quantise(flat))
         if not flat.quantised:
             raise ValueError(
-                f"weights must be 'model' on {flat.device} for a model without linear layers of float32 or bfloat16 on "
-                f"a CPU, got 'int8'"
+                f"weights must be 'model' for a model without linear layers of float32 or bfloat16 on a CPU, "
+                f"got 'int8' on {flat.device}"
             )
     if config.kv_dtype == "int8":
         rewritten.timed("keep as int8", lambda: keep_as_int8(flat))

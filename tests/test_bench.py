@@ -209,6 +209,10 @@ def test_blocks_are_read() -> None:
         read_blocks(blocks.transpose(1, 2), order)
     with pytest.raises(ValueError, match="got .* 60 bytes"):
         read_blocks(torch.ones(5, 15), order)
+    with pytest.raises(ValueError, match="order must be of the 5 blocks, got 0 to 5"):
+        read_blocks(blocks, torch.tensor([5, 0], dtype=torch.int32))
+    with pytest.raises(ValueError, match="order must be int32, one behind the other, got torch.int64"):
+        read_blocks(blocks, order.long())
 
 
 def test_ceilings_are_rates() -> None:

@@ -17,9 +17,11 @@ from selective_compile.compiling import UncheckedStrides
 from selective_compile.isolated_op import isolated_rows
 from selective_compile.options import EngineConfig
 from selective_compile.programs import compile_step_program
+from selective_compile.runtime.engine import Engine
 from selective_compile.step_program import captured_and_rewritten
 from tests.decoders import Decoder
 from tests.models import tiny
+from tests.oracle import assert_same_tokens
 
 
 def generated(x: Tensor) -> Tensor:
@@ -65,3 +67,15 @@ def test_a_step_of_a_plain_decoder_has_no_checks_and_the_configuration_is_as_bef
         _, codes = run_and_get_code(lambda: compile_step_program(model, EngineConfig()))
     assert codes and not any(name in code for code in codes for name in ("assert_size_stride(", "assert_alignment("))
     assert config.size_asserts == before and config.post_grad_custom_post_pass is None
+
+
+def test_without_a_compiler_the_graph_runs_as_it_is_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = Decoder(layers=1)
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        with caplog.at_level("WARNING", "selective_compile"):
+            engine = Engine(model, EngineConfig(max_kv_tokens=1024))
+            padded = torch.compile(model, backend="selective")(torch.tensor([[5, 6, 7]]))
+        tokens = engine.submit([5, 6, 7], max_new_tokens=6, do_sample=False).result().tokens
+    assert caplog.text.count("runs as it is, slowly, and not through Inductor: No working C++ compiler found") >= 2
+    assert_same_tokens(model, [5, 6, 7], tokens)
+    torch.testing.assert_close(padded, model(torch.tensor([[5, 6, 7]])))

@@ -38,6 +38,11 @@ def test_what_the_kernel_does_not_know_is_plain_memory(monkeypatch: pytest.Monke
     assert huge_pages.zeros((2, huge_pages.HUGE_PAGE), torch.int8).shape == (2, huge_pages.HUGE_PAGE)
 
 
+def test_what_is_too_large_is_told_by_torch() -> None:
+    with pytest.raises(RuntimeError, match=str(2**50)):
+        huge_pages.zeros((2**50,), torch.int8)
+
+
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the process's own size is read from /proc")
 def test_the_memory_goes_with_the_tensor() -> None:
     def mapped() -> int:

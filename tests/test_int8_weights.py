@@ -97,7 +97,7 @@ def test_models_without_a_linear_layer_of_their_own_are_refused() -> None:
         Engine(random_model("reformer"), EngineConfig(compile=False, weights="int8"))
     with pytest.raises(ValueError, match="weights must be one of 'model', 'int8', got 'int4'"):
         EngineConfig(weights="int4")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="weights must be 'model' on cpu for a model without linear layers"):
+    with pytest.raises(ValueError, match="weights must be 'model' for a model without linear layers .* 'int8' on cpu"):
         Engine(random_model("llama").half(), EngineConfig(compile=False, weights="int8"))
 
 

@@ -65,6 +65,7 @@ def test_defaults() -> None:
         {"dtype": torch.int64},
         {"implementation": "cuda"},
         {"threads": 0},
+        {"threads": 1025},
         {"threads": 2.0},
         {"implementation": []},
         {"seed": -1},

@@ -81,13 +81,18 @@ def read_blocks(blocks: Tensor, order: Tensor) -> None:
 
     Raises:
         NativeBuildError: there is no compiler.
-        ValueError: the blocks do not lie one behind the other, or are no multiple of 64 bytes.
+        ValueError: the blocks do not lie one behind the other, or are no multiple of 64 bytes; or there is none that
+            `order` lists.
     """
     size = blocks[0].nbytes
     if not blocks.is_contiguous() or size % 64:
         raise ValueError(
             f"blocks must be contiguous, of a multiple of 64 bytes, got strides {blocks.stride()}, {size} bytes"
         )
+    if order.dtype is not torch.int32 or not order.is_contiguous():
+        raise ValueError(f"order must be int32, one behind the other, got {order.dtype}, strides {order.stride()}")
+    if len(order) and not 0 <= int(order.min()) <= int(order.max()) < len(blocks):
+        raise ValueError(f"order must be of the {len(blocks)} blocks, got {int(order.min())} to {int(order.max())}")
     function: Any = _library().selective_read_blocks
     function.argtypes, function.restype = [ctypes.c_int64] * 6, None
     threads = torch.get_num_threads()

@@ -1,4 +1,4 @@
-// The two rates that no program on these cores can exceed: reading memory, and multiplying what is already in registers;
+// The two rates that no program on these cores can exceed: reading memory, and multiplying what is in registers already;
 // and the rate of reading memory that lies in blocks, in the order of a list.
 //
 // Vectors are GCC vector extensions, as in kernels/linear_cpu.cpp; the team of threads is torch's own OpenMP runtime.
@@ -136,7 +136,7 @@ extern "C" int64_t selective_ceiling(int64_t kind, int64_t address, int64_t size
     return 2 * size * CHAINS * W * (kind == 1 ? Float32::pairs : BFloat16::pairs) * call.threads;
 }
 
-// Reads blocks of `size` bytes, a multiple of 64, at `address`: those that `order` lists, `count` int32, shared out evenly.
+// Reads blocks of `size` bytes, a multiple of 64, at `address`: those that `order`, `count` int32, lists, shared out.
 extern "C" void selective_read_blocks(int64_t address, int64_t order, int64_t count, int64_t size, int64_t threads,
                                       int64_t parallel) {
     const Blocks blocks = {reinterpret_cast<const char*>(address), reinterpret_cast<const int32_t*>(order), count, size,

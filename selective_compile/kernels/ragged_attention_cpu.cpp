@@ -39,8 +39,8 @@ namespace {
 template <typename T, typename S> class Attention : Plan<T, S> {
   using Base = Plan<T, S>;
   using Base::call_, Base::group_, Base::width_, Base::LOG2E, Base::rows, Base::head_of, Base::tensor,
-      Base::partial_size, Base::state_at, Base::state_of, Base::of_head, Base::items_, Base::splits_, Base::splits_left_, Base::partials_size_,
-      Base::work_, Base::check, Base::write_pool, Base::plan;
+      Base::partial_size, Base::state_at, Base::state_of, Base::of_head, Base::items_, Base::splits_, Base::splits_left_,
+      Base::partials_size_, Base::work_, Base::check, Base::write_pool, Base::plan;
 
  public:
   explicit Attention(const Call& call) : Plan<T, S>(call), few_(call), tile_(call) {}
@@ -63,10 +63,12 @@ template <typename T, typename S> class Attention : Plan<T, S> {
   void run_item(const Item& item) {
     int64_t lanes = padded(item.vectors), own = partial_size(item.vectors), states = item.heads * own;
     bool few = rows(item.request) * group_ < W;
-    float* memory = scratch_of_thread.floats(states + (few ? few_.scratch(item.heads, item.vectors) : tile_.scratch(lanes)));
+    int64_t scratch = few ? few_.scratch(item.heads, item.vectors) : tile_.scratch(lanes);
+    float* memory = scratch_of_thread.floats(states + scratch);
     States all{memory, own};
     if (item.split >= 0) all = {partial(item.split, item.part), splits_[item.split].parts * own};
-    for (int64_t k = 0; k < item.heads; ++k) begin(of_head(item, k), few ? item.vectors : lanes, state_of(all, item, k));
+    for (int64_t k = 0; k < item.heads; ++k)
+      begin(of_head(item, k), few ? item.vectors : lanes, state_of(all, item, k));
     if (few) few_.attend(item, all, memory + states);
     else tile_.attend(item, state_of(all, item, 0), memory + states);
     for (int64_t k = 0; k < item.heads; ++k) {

@@ -20,13 +20,15 @@ template <typename T, typename S> class FewKernel : public Layout<T, S> {
   using Base::Base;
 
   int64_t scratch(int64_t heads, int64_t vectors) const {
-    return vectors * (heads * depth_ + FEW_KEYS) + FEW_KEYS * std::max(depth_, width_);
+    return vectors * (heads * depth_ + FEW_KEYS) + FEW_KEYS * std::max(depth_, width_) + width_;
   }
 
   // Heads in the inner loop: their keys lie side by side in a block.
   void attend(const Item& item, const States& states, float* memory) const {
     const int64_t vectors = item.vectors, last = item.last_key + 1;
     float *queries = memory, *scores = queries + item.heads * vectors * depth_, *copies = scores + vectors * FEW_KEYS;
+    float* zeros = copies + FEW_KEYS * std::max(depth_, width_);
+    std::fill(zeros, zeros + width_, 0.f);
     for (int64_t k = 0; k < item.heads; ++k) read_query(of_head(item, k), queries + k * vectors * depth_);
     alignas(64) float factor[W], slopes[W];
     Scales scales;
@@ -47,7 +49,7 @@ template <typename T, typename S> class FewKernel : public Layout<T, S> {
       const S **next_keys = keys[turn ^ 1], **next_values = values[turn ^ 1];
       locate(of_head(item, next.head), next.begin, next.end, next_keys, next_values);
       for (int64_t i = ahead; i < FEW_KEYS; ++i) next_keys[i] = keys[turn][0];  // something to prefetch, already near
-      for (int64_t i = count; i < round_up(count, 4); ++i) values[turn][i] = values[turn][count - 1];
+      for (int64_t i = count; i < round_up(count, 4); ++i) values[turn][i] = reinterpret_cast<const S*>(zeros);
       const float* query = queries + run.head * vectors * depth_;
       State state = state_of(states, item, run.head);
       score(query, keys[turn], values[turn], count, vectors, scores, copies);
@@ -158,8 +160,8 @@ template <typename T, typename S> class FewKernel : public Layout<T, S> {
 
   // Turns the dot products at positions begin, ... into weights; factor[m]: what the sums so far are multiplied by.
   template <bool SLOPED>
-  void soften(float* scores, const Scales& scales, int64_t begin, int64_t count, int64_t vectors, const int32_t (*bounds)[W],
-                  const float* slopes, State state, float* factor) const {
+  void soften(float* scores, const Scales& scales, int64_t begin, int64_t count, int64_t vectors,
+              const int32_t (*bounds)[W], const float* slopes, State state, float* factor) const {
     alignas(64) float top[W], sum[W];
     store(top, splat(-INFINITY));
     for (int64_t m = 0; m < vectors; ++m) {
@@ -233,11 +235,12 @@ template <typename T, typename S> class FewKernel : public Layout<T, S> {
                          float* sums) const {
     constexpr int J = 4;
     int64_t d = 0;
-    for (; d + J * W <= width_; d += J * W) weigh_registers<PAIR_DOTS, M, J>(weights, factor, rows, ahead, count, sums, d);
+    for (; d + J * W <= width_; d += J * W)
+      weigh_registers<PAIR_DOTS, M, J>(weights, factor, rows, ahead, count, sums, d);
     for (; d < width_; d += W) weigh_registers<PAIR_DOTS, M, 1>(weights, factor, rows, ahead, count, sums, d);
   }
 
-  // A last key without a neighbour is its own, with weight 0: rows has one more.
+  // A last key without a neighbour has a row of zeros as one: rows has one more.
   template <bool PAIR_DOTS, int M, int J, typename R>
   void weigh_registers(const float* weights, const float* factor, const R** rows, const S** ahead, int64_t count,
                            float* sums, int64_t d) const {

@@ -64,7 +64,8 @@ template <typename T, typename S> class Plan : public Layout<T, S> {
       for (int64_t n = 0; n < call_.requests; ++n) {
         int64_t vectors = rows(n) * group_;
         if (vectors == 0 || (vectors < W) != few) continue;
-        int64_t split = few ? FEW_SPLIT : vectors <= 4 * TILE_VECTORS ? TILE_SPLIT : INT32_MAX, heads = few ? few_heads : 1;
+        int64_t split = few ? FEW_SPLIT : vectors <= 4 * TILE_VECTORS ? TILE_SPLIT : INT32_MAX;
+        int64_t heads = few ? few_heads : 1;
         for (int64_t v = (vectors - 1) / TILE_VECTORS * TILE_VECTORS; v >= 0; v -= TILE_VECTORS)
           for (int64_t k = 0; k < call_.heads; k += heads)
             plan_tile(n, k, std::min(heads, call_.heads - k), v, std::min<int64_t>(TILE_VECTORS, vectors - v), split);

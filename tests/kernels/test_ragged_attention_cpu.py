@@ -237,10 +237,11 @@ def test_softcap_is_accurate_at_every_size_of_score(softcap):
 
 
 def test_half_precision_output_rounds_to_nearest():
-    # One key: the result is the value, whatever it is; every finite number must come back. The product of bfloat16 that
-    # machines have takes numbers below 2^-126 for zero.
+    # One key: the result is the value, whatever it is; every finite number and the infinities must come back. The
+    # product of bfloat16 that machines have takes numbers below 2^-126 for zero.
     for dtype, smallest, largest in ((torch.bfloat16, 0x80, 0x7F80), (torch.float16, 0, 0x7C00)):
-        bits = torch.arange(smallest, largest).to(torch.int16)
+        bits = torch.arange(smallest, largest + 1).to(torch.int16)
+        bits = torch.cat([bits, bits.new_zeros(-len(bits) % 16)])
         value = torch.cat([bits, bits - 0x8000]).view(dtype).reshape(-1, 1, 16)
         query = torch.zeros(len(value), 1, 16, dtype=dtype)
         cu_seqlens_q = torch.arange(len(value) + 1, dtype=torch.int32)
