@@ -1,9 +1,8 @@
 """Large tensors of zeros in huge pages of the CPU's memory.
 
 Keys and values of a request lie in blocks all over the pools. In pages of 4 KiB, each block asks for translations of
-addresses that no cache holds; in pages of 2 MiB, a few hundred translations serve a whole pool. Reading runs of 16 KiB
-in random order went from 23 to 35 GB/s (two threads of a Zen 4), decode attention over 8k tokens from 18 to 21
-(benchmarks/cpu_attention.py).
+addresses that no cache holds; in pages of 2 MiB, a few hundred translations serve a whole pool. Decode attention over
+8k tokens read 3 to 30 % faster (benchmarks/cpu_attention.py with such pools and without, two threads of a Zen 4).
 """
 
 from __future__ import annotations

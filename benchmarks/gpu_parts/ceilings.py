@@ -6,31 +6,20 @@ import torch
 
 from benchmarks.gpu_parts.floors import Ceilings
 from benchmarks.gpu_parts.jobs import Context
-from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.timing import Timer
 
 
 def run(context: Context) -> None:
     """Rows "copy" and "bf16 product", from which the other parts have their `Ceilings`."""
     timer = Timer(context.device)
-    bytes_per_second = copy_rate(context, timer)
-    context.tell(
-        Row(
-            part="ceilings",
-            name="copy",
-            figures={"bytes_per_second": bytes_per_second},
-            text=f"{bytes_per_second / 1e12:.2f} TB/s, read and written",
-        )
-    )
-    flops_per_second = product_rate(context, timer)
-    context.tell(
-        Row(
-            part="ceilings",
-            name="bf16 product",
-            figures={"flops_per_second": flops_per_second},
-            text=f"{flops_per_second / 1e12:.0f} TFLOP/s",
-        )
-    )
+    copied = copy_rate(context, timer)
+    _tell(context, "copy", "bytes_per_second", copied, f"{copied / 1e12:.2f} TB/s, read and written")
+    multiplied = product_rate(context, timer)
+    _tell(context, "bf16 product", "flops_per_second", multiplied, f"{multiplied / 1e12:.0f} TFLOP/s")
+
+
+def _tell(context: Context, name: str, unit: str, rate: float, text: str) -> None:
+    context.tell(context.job.row(name, figures={unit: rate}, text=text))
 
 
 def measured(context: Context) -> Ceilings:

@@ -112,7 +112,6 @@ inline void store_pairs(float* to, vf v) { write(to, _mm512_cvtneps_pbh((__m512)
 constexpr bool HAS_PAIRS = false;
 inline vf pair_dot(vf sum, vf, vf) { return sum; }
 inline vf make_pairs(vf low, vf) { return low; }
-inline vf make_pairs(const bf16* low, const bf16*) { return load(low); }
 inline void store_pairs(float* to, vf v) { store(to, v); }
 #endif
 
