@@ -23,10 +23,11 @@ logger = logging.getLogger(__name__)
 
 TASKS = Path("/proc/self/task")
 WINDOW = 0.5  # seconds between two looks
-# Of a window, all threads together: two on idle cores waited for 0.004 to 0.022 of it, beside one or two busy processes
-# for 0.78 to 1.03, whether idle ones slept or not (an engine of 5 million parameters on two cores of a Zen 4).
-SHARED, ALONE = 0.1, 0.03
-CALM = 6  # windows, one after another, before the threads are trusted to be alone
+# Of a window, all threads together: two on idle cores waited for 0.004 to 0.12 of it, beside one or two busy processes
+# for 0.78 to 1.03, whether idle ones slept or not (engines of 5 and 125 million parameters on two cores of a Zen 4).
+# Sleeping on idle cores makes a step of the larger one take 1.2 times as long: one window of 0.12 is no reason to.
+SHARED, ALONE = 0.4, 0.2
+CALM = 4  # windows, one after another, before the threads are trusted to be alone
 
 Waits = Mapping[str, int]
 _Work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
