@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
 
+from selective_compile.runtime.device_stream import DeviceStream, stream_of
 from selective_compile.runtime.plan import Share, StepPlan
 from selective_compile.runtime.request_state import RequestState
 from selective_compile.runtime.step_layout import StepLayout, StepMemory, aligned
@@ -20,11 +23,20 @@ SMALLEST = 2
 SMALLEST_INVARIANT = 32
 
 
+@dataclass
+class _Turn:
+    """Memory for a step, and how the last one in it was laid out."""
+
+    memory: StepMemory
+    lengths: tuple[object, ...] = ()
+    layout: StepLayout | None = None
+
+
 class BatchAssembler:
     """Fills memory that is allocated once; on a CPU the step's tensors are views of it.
 
-    What `assemble` returns holds until the next call: the caller has waited for the step's results by then,
-    hence for the copy to the device as well.
+    What `assemble` returns holds until as many more calls as there are `turns`: the caller has waited for the step's
+    results by then, hence for the copy to the device as well.
 
     A step whose shares are as long as those of the step before, as while all requests decode, has the views of that.
     """
@@ -39,6 +51,8 @@ class BatchAssembler:
         device: torch.device,
         num_tables: int = 1,
         batch_invariant: bool = False,
+        stream: DeviceStream | None = None,
+        turns: int = 1,
     ) -> None:
         """
         Args:
@@ -47,7 +61,10 @@ class BatchAssembler:
             batch_invariant: every row is computed as if it were a request of its own, padding rows go with empty
                 requests (N is T, which chooses one tile of the GPU's attention for all steps), and no step has few
                 rows: what lies beside a row does not show in the order in which anything of it is summed.
+            stream: of the device; None: that which is there.
+            turns: steps whose inputs may be wanted at a time.
         """
+        stream = stream if stream is not None else stream_of(device)
         self._block_size = block_size
         self._num_tables = num_tables
         self._invariant = batch_invariant
@@ -57,10 +74,9 @@ class BatchAssembler:
         row_of_table = 4 * max(max_blocks, SMALLEST)
         sizes = [8 * tokens] * (2 + num_tables) + [8 * max(tokens, requests)]
         sizes += [4 * requests + 4, 4 * requests] + [requests * row_of_table] * num_tables
-        self._memory = StepMemory(sum(map(aligned, sizes)), device)
+        total = sum(map(aligned, sizes))
+        self._turns = deque(_Turn(StepMemory(total, device, stream)) for _ in range(turns))
         self._no_blocks = bytes(row_of_table)
-        self._lengths: tuple[object, ...] = ()
-        self._layout: StepLayout | None = None
 
     def assemble(self, plan: StepPlan) -> StepInputs:
         """The inputs of a plan with at least one share.
@@ -71,11 +87,8 @@ class BatchAssembler:
         """
         states, starts, counts, _, _ = zip(*plan.shares, strict=True)
         width = max(SMALLEST, max([len(state.blocks) for state in states]))
-        lengths = (counts, plan.rows, width)
-        layout = self._layout
-        if layout is None or self._lengths != lengths:
-            layout = self._layout = self._laid_out(*lengths)
-            self._lengths = lengths
+        self._turns.rotate()
+        layout = self._layout(self._turns[0], (counts, plan.rows, width))
         covered = [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
         positions = array("q", chain.from_iterable(covered))
         seen = positions if self._invariant else [share.stop - 1 for share in covered]
@@ -87,16 +100,20 @@ class BatchAssembler:
             requests=() if self._invariant else states,
         )
 
-    def _laid_out(self, counts: Sequence[int], rows: Sequence[int], width: int) -> StepLayout:
-        return StepLayout(
-            self._memory,
-            counts,
-            rows,
-            width=width,
-            num_tables=self._num_tables,
-            smallest=self._smallest,
-            invariant=self._invariant,
-        )
+    def _layout(self, turn: _Turn, lengths: tuple[Sequence[int], Sequence[int], int]) -> StepLayout:
+        if turn.layout is None or turn.lengths != lengths:
+            counts, rows, width = lengths
+            turn.lengths = lengths
+            turn.layout = StepLayout(
+                turn.memory,
+                counts,
+                rows,
+                width=width,
+                num_tables=self._num_tables,
+                smallest=self._smallest,
+                invariant=self._invariant,
+            )
+        return turn.layout
 
     def _table(
         self, place: int, states: Iterable[RequestState], covered: Iterable[range], num_bytes: int

@@ -41,6 +41,11 @@ class Drafting:
         self._allowed = allowed
         self._drafts: dict[int, tuple[RequestState, Drafts]] = {}  # by number
 
+    @property
+    def wanted(self) -> bool:
+        """Whether any request asks for drafts, which go by the tokens before them."""
+        return bool(self._drafts)
+
     def enter(self, request: Request) -> None:
         drafts = self._drafts_of(request)
         if drafts is not None and self._allowed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,8 +19,10 @@ from selective_compile.backend import Program
 from selective_compile.cores import IntraOpThreads
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.background import BackgroundThread, weakly
+from selective_compile.runtime.device_stream import DeviceStream
 from selective_compile.runtime.drafting import Drafting
 from selective_compile.runtime.engine_parts import EngineParts
+from selective_compile.runtime.flights import Flight, chosen_on_device
 from selective_compile.runtime.generation_fields import FIELDS
 from selective_compile.runtime.outbox import Outbox
 from selective_compile.runtime.plan import StepPlan
@@ -34,7 +37,6 @@ from selective_compile.runtime.scheduler import Scheduler
 from selective_compile.runtime.stats import EngineStats, StepObserver
 from selective_compile.runtime.step_lock import StepLock
 from selective_compile.runtime.step_log import Observed, StepLog
-from selective_compile.runtime.verify import Outcome
 
 TOO_LATE = "deadline must leave time for the tokens asked for, at the pace of the steps so far: it cannot be met"
 
@@ -65,6 +67,7 @@ class Engine:
         program: Program | None = None,
         observers: Sequence[StepObserver] = (),
         clock: Callable[[], float] = time.perf_counter,
+        stream: DeviceStream | None = None,
     ) -> None:
         """Compile the model and allocate the KV pools.
 
@@ -75,6 +78,7 @@ class Engine:
             observers: called after each step, in the thread that ran it. One that raises is logged and called no
                 more.
             clock: seconds since any moment; what is decided by time goes by it.
+            stream: in what order, and when, the model's device does what it is given; None: as it does.
 
         Raises:
             ValueError: the model cannot be rewritten, or the configuration does not go with it.
@@ -83,10 +87,11 @@ class Engine:
         if config is not None and not isinstance(config, EngineConfig):
             raise ValueError(f"config must be an EngineConfig or None, got {config!r}")
         self.config = config if config is not None else EngineConfig()
-        parts = EngineParts.of(model, self.config, program, Engine)
+        parts = EngineParts.of(model, self.config, program, Engine, stream)
         self.longest = parts.longest
         self._runner, self._scheduler = parts.runner, parts.scheduler
         self._assembler, self._intake, self._recording = parts.assembler, parts.intake, parts.recording
+        self._flights = parts.flights
         self._program = self._runner.program
         self._log = StepLog(observers, clock)
         self._guard = Condition()  # notified when there is work
@@ -113,6 +118,8 @@ class Engine:
             log=self._log,
             recording=self._recording,
         )
+        self._weights_changed = False
+        self._ended = -math.inf  # the last step
         self._stepping = StepLock()
         self._threads = IntraOpThreads(self.config.threads)
         self._threads.warn()
@@ -233,7 +240,8 @@ class Engine:
         """One iteration: schedule, assemble, run, sample, publish. False: there was nothing to do.
 
         With `EngineConfig.overlap` the requests get this step's tokens while the next one runs, unless nothing is left
-        to do: see `hand_out`.
+        to do: see `hand_out`. With `EngineConfig.async_scheduling` this call gives a step to the device, and publishes
+        the one before.
 
         Raises:
             RuntimeError: a step calls this.
@@ -242,16 +250,17 @@ class Engine:
         """
         with self._stepping, self._threads:
             with self._failure_ends_running_requests():
+                landed = self._look_at_the_tokens_first()
                 self._drafting.propose()
                 started = self._log.now()
                 step = self._schedule()
-                if step is None:
-                    return False
-                self._copy(step.plan)
-                sampled = step.sample(self._run(step))
-                self._publish(step, sampled)
-            self._observe(step.plan, started)
-        return True
+                if step is not None:
+                    self._copy(step.plan)
+                    self._flights.add(self._launch(step, started))
+                landed += self._land(idle=step is None)
+            for flight in landed:
+                self._observe(flight)
+        return step is not None or bool(landed)
 
     def cancel(self, request: Request) -> None:
         """End a request with "cancelled" and free its blocks; without effect on one that has finished."""
@@ -328,6 +337,8 @@ class Engine:
             if_idle: not if there are unfinished requests.
         """
         with self._stepping:
+            for flight in self._land(idle=True):
+                self._observe(flight)
             with self._guard:
                 if if_idle and self._requests:
                     return
@@ -350,6 +361,8 @@ class Engine:
             return replace(stats, running=len(self._requests) - waiting, waiting=waiting)
 
     def _drop_computed(self) -> None:
+        assert not self._flights, "their tokens must be known"
+        self._runner.forget_graphs()
         self._recording.dropped()
         self._scheduler.preempt_all()
 
@@ -358,7 +371,8 @@ class Engine:
             if not self._scheduler.has_work:
                 self._outbox.flush()
                 return None
-            if self._runner.weights_changed():
+            if self._weights_changed:
+                self._weights_changed = False
                 self._drop_computed()
             now = self._log.now()
             plan = self._scheduler.schedule(now)
@@ -371,10 +385,16 @@ class Engine:
                 return None
             requests = self._requests.of_shares(plan.shares)
             # Under the lock, since cancelling a request takes its blocks and its slot away.
-            inputs = self._runner.with_slots(self._assembler.assemble(plan))
+            sources = self._flights.sources(plan)
+            chosen_for = chosen_on_device(plan, requests) if self._flights.ahead else None
+            captured = self._runner.captured(plan, chosen_for, sources)
+            inputs = captured or self._runner.with_slots(self._assembler.assemble(plan))
             for state in plan.admitted:
                 self._requests.of(state).start()
-            return ScheduledStep(plan=plan, requests=requests, inputs=inputs)
+            step = ScheduledStep(plan=plan, requests=requests, inputs=inputs, chosen_for=chosen_for, sources=sources)
+            if chosen_for is not None:
+                self._publisher.expect(step)
+            return step
 
     def _copy(self, plan: StepPlan) -> None:
         """Before the model runs: what it reads comes to the device, what it overwrites goes to the host."""
@@ -387,12 +407,19 @@ class Engine:
                     self._scheduler.pace.copies.observe(plan.num_host_copies, ended - started)
                 self._recording.copied(started, ended)
 
-    def _run(self, step: ScheduledStep) -> Tensor:
-        """Logits [R, V]; meanwhile the tokens of the step before are handed out, if that was left for now."""
+    def _launch(self, step: ScheduledStep, started: float) -> Flight:
+        """Give it to the device; meanwhile the tokens of the step before are handed out, if that was left for now."""
         with self._guard:
             self._outbox.send()
+        if step.chosen_for is not None:
+            result, wait = self._runner.launch(step)
+            return Flight(step=step, started=started, result=result, wait=wait)
+        return Flight(step=step, started=started, result=self._run(step), wait=lambda: None)
+
+    def _run(self, step: ScheduledStep) -> Tensor:
+        """Logits [R, V]."""
         try:
-            return self._runner.run(step.inputs)
+            return self._runner.run(step)
         finally:
             if self._program.keeps_requests:  # also something of those who left while the step was on its way
                 with self._guard:
@@ -400,10 +427,30 @@ class Engine:
                         if share.state.finished:
                             self._runner.forget(share.state)
 
-    def _publish(self, step: ScheduledStep, sampled: list[list[Outcome]]) -> None:
+    def _look_at_the_tokens_first(self) -> list[Flight]:
+        """Where what is done next depends on them: land what is on the device."""
+        with self._guard:
+            changed = self._scheduler.has_work and self._runner.weights_changed()
+            self._weights_changed = self._weights_changed or changed
+        return self._land(idle=True) if self._weights_changed or self._drafting.wanted else []
+
+    def _land(self, *, idle: bool) -> list[Flight]:
+        """Publish the steps that nobody needs to be ahead of."""
+        landed = []
+        for flight in self._flights.due(idle=idle):
+            if flight.step.chosen_for is not None:
+                outcomes = flight.tokens()
+                self._publish(partial(self._publisher.land, flight.step, outcomes))
+            else:
+                self._publish(partial(self._publisher.publish, flight.step, flight.step.sample(flight.result)))
+            flight.ended = self._log.now()
+            landed.append(flight)
+        return landed
+
+    def _publish(self, publish: Callable[[], None]) -> None:
         with self._guard:
             self._outbox.flush()
-            self._publisher.publish(step, sampled)
+            publish()
             if not self._scheduler.has_work:
                 self._outbox.flush()
 
@@ -419,6 +466,9 @@ class Engine:
                 doomed = list(self._scheduler.running())
                 if not doomed and isinstance(error, Exception):  # or whoever waits for them would step for ever
                     doomed = list(self._scheduler.waiting())
+                self._flights.give_up()
+                self._runner.give_up()
+                self._scheduler.settle()
                 for state in doomed:
                     if state.finished:
                         continue  # with another of its group
@@ -433,9 +483,11 @@ class Engine:
                 raise StepError(message) from error
             raise
 
-    def _observe(self, plan: StepPlan, started: float) -> None:
-        ended = self._log.now()
-        seconds = ended - started
+    def _observe(self, flight: Flight) -> None:
+        plan, started, ended = flight.step.plan, flight.started, flight.ended
+        # Of steps that lie on the device together, the time that each adds.
+        seconds = ended - max(started, self._ended)
+        self._ended = ended
         with self._guard:
             self._recording.timed(started, ended)
             predicted = self._scheduler.pace.steps.predict(plan.num_tokens)

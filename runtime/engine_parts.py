@@ -13,6 +13,8 @@ from selective_compile.backend import Program
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.assistants import Assistants
 from selective_compile.runtime.batch import BatchAssembler
+from selective_compile.runtime.device_stream import DeviceStream
+from selective_compile.runtime.flights import Flights
 from selective_compile.runtime.intake import Intake
 from selective_compile.runtime.kv_cache import LONGEST
 from selective_compile.runtime.model_runner import ModelRunner
@@ -34,6 +36,7 @@ class EngineParts:
     runner: ModelRunner
     scheduler: Scheduler
     assembler: BatchAssembler
+    flights: Flights
     intake: Intake
     assistants: Assistants
     recording: Recording
@@ -46,6 +49,7 @@ class EngineParts:
         config: EngineConfig,
         program: Program | None,
         make_engine: Callable[..., Engine],
+        stream: DeviceStream | None = None,
     ) -> EngineParts:
         """Compile the model, if `program` is not that, and allocate the pools; `make_engine` is for assistants.
 
@@ -53,7 +57,7 @@ class EngineParts:
             ValueError: the model cannot be rewritten, or the configuration does not go with it.
             OSError: `config.record` is no place to write to.
         """
-        runner = ModelRunner(model, config, program)
+        runner = ModelRunner(model, config, program, stream=stream)
         assistants = Assistants(partial(make_engine, config=_alike(config, runner)))
         config = replace(config, max_requests=runner.max_requests)
         if not runner.program.pauses:
@@ -64,10 +68,14 @@ class EngineParts:
         )
         pool_tokens = scheduler.blocks.most_tokens or LONGEST
         longest = min(pool_tokens, runner.program.max_positions or pool_tokens)
+        flights = Flights(ahead=_steps_ahead(runner, config))
+        if flights.ahead and runner.stream.captures and config.cuda_graphs and not config.batch_invariant:
+            runner.capture_steps(max_blocks=-(-longest // config.block_size), block_size=config.block_size)
         return cls(
             runner=runner,
             scheduler=scheduler,
-            assembler=_assembler(runner, config, longest),
+            assembler=_assembler(runner, config, longest, turns=flights.ahead + 1),
+            flights=flights,
             intake=Intake(
                 model,
                 runner.program,
@@ -107,7 +115,22 @@ def _alike(config: EngineConfig, runner: ModelRunner) -> EngineConfig:
     )
 
 
-def _assembler(runner: ModelRunner, config: EngineConfig, longest: int) -> BatchAssembler:
+def _steps_ahead(runner: ModelRunner, config: EngineConfig) -> int:
+    """How many steps may be on the device while the next one is scheduled.
+
+    Raises:
+        ValueError: it is asked for, and the model is computed with what the host keeps of each request.
+    """
+    wanted = config.async_scheduling
+    if runner.program.keeps_requests:
+        if wanted:
+            raise ValueError("async_scheduling must be None or False for a model of which something runs by itself")
+        return 0
+    by_itself = runner.stream.separate and config.record is None
+    return int(by_itself if wanted is None else wanted)
+
+
+def _assembler(runner: ModelRunner, config: EngineConfig, longest: int, *, turns: int) -> BatchAssembler:
     return BatchAssembler(
         token_budget=config.token_budget,
         max_requests=config.max_requests,
@@ -117,6 +140,8 @@ def _assembler(runner: ModelRunner, config: EngineConfig, longest: int) -> Batch
         num_tables=len(runner.num_blocks),
         # A program that runs one request after another computes nothing else with it.
         batch_invariant=config.batch_invariant and bool(runner.program.call_sites),
+        stream=runner.stream,
+        turns=turns,
     )
 
 

@@ -154,6 +154,20 @@ class GenerationParams:
         changed = self.do_sample or self.bans or self.repetition_penalty != 1.0
         return not (changed or self.processors or self.grammar or self.criteria or self.recorded)
 
+    @cached_property
+    def chosen_on_device(self) -> bool:
+        """Whether each token follows from its row of logits alone, and nothing but the token is wanted."""
+        changed = self.bans or self.repetition_penalty != 1.0
+        own = self.processors or self.grammar or self.criteria or self.beams
+        return not (changed or own or self.recorded or self.keeps_prompt)
+
+    @cached_property
+    def device_choice(self) -> tuple[float, float, float, float]:
+        """Temperature, 0 for the largest logit, 1 - top_p, min_p and top_k, as `device_draw.choose` reads them."""
+        if not self.do_sample:
+            return 0.0, 0.0, 0.0, 0.0
+        return self.temperature, 1.0 - self.top_p, self.min_p, float(self.top_k)
+
     @classmethod
     def resolve(
         cls,

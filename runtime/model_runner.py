@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -12,10 +14,16 @@ from torch import Tensor, nn
 
 from selective_compile.backend import Program, StepProgram, compile_step_program
 from selective_compile.options import EngineConfig
+from selective_compile.runtime.decode_graphs import CapturedInputs, DecodeGraphs, sizes_up_to
+from selective_compile.runtime.device_chooser import DeviceChooser
+from selective_compile.runtime.device_stream import DeviceStream, Work, stream_of
 from selective_compile.runtime.host_tier import BlockCopy, Copy
 from selective_compile.runtime.invariance import check_invariance
 from selective_compile.runtime.kv_cache import allocate_pools, bytes_per_block, num_blocks, reaches_of
+from selective_compile.runtime.plan import StepPlan
+from selective_compile.runtime.request import Request
 from selective_compile.runtime.request_state import RequestState
+from selective_compile.runtime.scheduled_step import ScheduledStep
 from selective_compile.runtime.state_slots import StateSlots, allocate_states, num_slots
 from selective_compile.sequential_program import SequentialProgram
 from selective_compile.step import StepInputs
@@ -26,8 +34,18 @@ logger = logging.getLogger(__name__)
 class ModelRunner:
     """Runs one step of the model on the device, and owns the device memory of the engine."""
 
-    def __init__(self, model: nn.Module, config: EngineConfig, program: Program | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: EngineConfig,
+        program: Program | None = None,
+        *,
+        stream: DeviceStream | None = None,
+    ) -> None:
         """Compile the model, unless its program is given, and allocate the pools.
+
+        Args:
+            stream: of the program's device; None: that which is there.
 
         Raises:
             ValueError: the model has another dtype than `config.dtype`, or the pools find no memory.
@@ -55,6 +73,10 @@ class ModelRunner:
         kinds = reaches_of(sites)
         self._sites_of = [[i for i, site in enumerate(sites) if site.reach == kind] for kind in kinds]
         self._weights_version = self.program.weights_version()
+        self.stream = stream if stream is not None else stream_of(device)
+        rows = sizes_up_to(self.max_requests)[-1]
+        self._chooser = DeviceChooser(self.stream, device, token_budget=config.token_budget, rows=rows)
+        self._graphs: DecodeGraphs | None = None
 
     def weights_changed(self) -> bool:
         """Whether the weights are others than at the last call: then what the pools hold is of no use."""
@@ -81,9 +103,12 @@ class ModelRunner:
                 pool[targets] = pool[sources]  # read before any is written: a parent may go on from another
         self.program.go_on_from(requests, parents)
 
-    @torch.no_grad()
     def copy(self, copies: Sequence[Copy | BlockCopy]) -> None:
         """Move blocks within the pools, and between them and the host's, in this order."""
+        self.stream.call(partial(self._copy, copies))
+
+    @torch.no_grad()
+    def _copy(self, copies: Sequence[Copy | BlockCopy]) -> None:
         for within, some in groupby(copies, key=lambda copy: isinstance(copy, BlockCopy)):
             if within:
                 self._copy_within([copy for copy in some if isinstance(copy, BlockCopy)])
@@ -123,9 +148,79 @@ class ModelRunner:
         slots += [0] * (len(inputs.context_lens) - len(slots))  # of requests without rows
         return replace(inputs, state_slots=torch.tensor(slots, device=self.program.device))
 
-    def run(self, inputs: StepInputs) -> Tensor:
+    def run(self, step: ScheduledStep) -> Tensor:
         """Compute the step's tokens, writing their keys and values into the pools; logits [R, V]."""
-        return self.program(inputs, self._pools, self._states)
+        assert isinstance(step.inputs, StepInputs), "the device chooses for captured steps"
+        sources = self._chooser.stage_sources(step.sources)
+        return self.stream.call(partial(self._compute, step.inputs, sources))
+
+    def capture_steps(self, *, max_blocks: int, block_size: int) -> None:
+        """From now on `captured` has inputs for steps in which all decode."""
+        self._graphs = DecodeGraphs(
+            partial(self._compute, sources=None),
+            self._chooser,
+            self._slots,
+            stream=self.stream,
+            device=self.program.device,
+            max_requests=self.max_requests,
+            max_blocks=max_blocks,
+            block_size=block_size,
+            num_tables=len(self.num_blocks),
+            has_states=bool(self._states),
+        )
+
+    @property
+    def num_captured(self) -> int:
+        """How many steps have been captured."""
+        return 0 if self._graphs is None else self._graphs.captured
+
+    def captured(
+        self, plan: StepPlan, chosen_for: Sequence[tuple[Request, int]] | None, sources: array[int] | None
+    ) -> CapturedInputs | None:
+        """The inputs of a step that is a captured graph, if it can be one; for when it is planned, as `with_slots`."""
+        return None if self._graphs is None else self._graphs.fill(plan, chosen_for, sources)
+
+    def give_up(self) -> None:
+        """A step has failed."""
+        if self._graphs is not None:
+            self._graphs.give_up()
+
+    def forget_graphs(self) -> None:
+        """The weights may lie elsewhere, and nothing is on its way."""
+        if self._graphs is not None:
+            self._graphs.forget()
+
+    def launch(self, step: ScheduledStep) -> tuple[Tensor, Work]:
+        """As `run`, for a step whose tokens the device chooses: the host's memory that they come to, [>= R], and what
+        waits for them. The one before the last must have been waited for."""
+        assert step.chosen_for is not None
+        self._chooser.next_turn()
+        if self._graphs is not None and isinstance(step.inputs, CapturedInputs):
+            self._graphs.launch(step.inputs, self._chooser.arriving)
+        else:
+            assert isinstance(step.inputs, StepInputs), step
+            self._launch_eagerly(step.inputs, step.sources, step.chosen_for)
+        return self._chooser.arriving, self.stream.mark()
+
+    def _launch_eagerly(
+        self, inputs: StepInputs, known: array[int] | None, chosen_for: Sequence[tuple[Request, int]]
+    ) -> None:
+        sources = self._chooser.stage_sources(known)
+        params = [request.params for request, _ in chosen_for]
+        rows = self._chooser.stage_choices(params, [generated for _, generated in chosen_for])
+        count = len(params)
+        self.stream.enqueue(partial(self._choose, inputs, sources, rows, count))
+        self.stream.copy(self._chooser.arriving[:count], self._chooser.last[:count])
+
+    def _compute(self, inputs: StepInputs, sources: Tensor | None) -> Tensor:
+        ids = self._chooser.input_ids(inputs.input_ids, sources)
+        return self.program(inputs if sources is None else replace(inputs, input_ids=ids), self._pools, self._states)
+
+    @torch.no_grad()
+    def _choose(self, inputs: StepInputs, sources: Tensor | None, rows: Tensor | None, count: int) -> None:
+        logits = self._compute(inputs, sources)
+        if count:
+            self._chooser.choose(logits[:count], rows)
 
 
 def _host_slots(program: Program, config: EngineConfig, size: int) -> int:

@@ -75,6 +75,24 @@ class Publisher:
         ends = self._answer(answered)
         self._recording.computed(step.plan, [outcome[0] for _, _, outcome in answered], ends)
 
+    def expect(self, step: ScheduledStep) -> None:
+        """The step is on its way: what comes next is scheduled as if its tokens were there."""
+        for share in step.plan.shares:
+            self._scheduler.expect(share)
+
+    def land(self, step: ScheduledStep, outcomes: Sequence[Outcome]) -> None:
+        """As `publish`, for a step that was expected: requests that have ended meanwhile get nothing of it."""
+        assert step.chosen_for is not None
+        self._log.steps += 1
+        self._log.tokens_computed += step.plan.num_tokens
+        answered: list[tuple[Request, int, Outcome]] = []
+        for (request, generated), outcome in zip(step.chosen_for, outcomes, strict=True):
+            if not request.finished:
+                if not failed(outcome):
+                    request.state.learn(outcome[0])
+                answered.append((request, generated, outcome))
+        self._answer(answered)
+
     def _advance(self, share: Share, found: Sequence[Outcome]) -> None:
         tokens = [token for token, _ in found]
         if share.drafted:

@@ -32,6 +32,8 @@ class Terms:
 # Of a request that does not decode, or not by itself, or with a draft.
 NOT_CLEAR = -1
 NO_BLOCKS = array("i")
+# Stands for a token that a step on its way has still to give.
+UNKNOWN = -1
 
 
 class BlockTable:
@@ -82,6 +84,7 @@ class RequestState:
         "tables",
         "terms",
         "tokens",
+        "unknown",
         "whole",
         "width",
     )
@@ -103,6 +106,7 @@ class RequestState:
         self.number = number  # the order of arrival; also tells two requests apart that used one id in turn
         self.terms = terms or Terms()
         self.tokens = array("q", prompt_ids)  # the prompt, then what was generated
+        self.unknown = 0  # how many of the last tokens are not known yet: steps that give them are on their way
         self.prompt_length = len(self.tokens)
         # What stands for the prompt where others than the model look at it; None: the prompt does.
         self.shown = shown
@@ -138,6 +142,23 @@ class RequestState:
             self.draft = draft
             self.clear_until = NOT_CLEAR
 
+    def expect(self) -> None:
+        """One more token, which a step on its way gives."""
+        self.tokens.append(UNKNOWN)
+        self.unknown += 1
+
+    def learn(self, token: int) -> None:
+        """The first of the tokens that were not known."""
+        self.tokens[-self.unknown] = token
+        self.unknown -= 1
+
+    def settle(self) -> None:
+        """Nothing is expected any more."""
+        if self.unknown:
+            del self.tokens[-self.unknown :]
+            self.computed = min(self.computed, len(self.tokens))
+            self.unknown = 0
+
     @property
     def members(self) -> tuple[RequestState, ...]:
         """Those that are admitted, preempted and removed with it, the first one for all; itself alone in most cases."""
@@ -161,6 +182,11 @@ class RequestState:
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def awaits_its_last(self) -> bool:
+        """Whether all that may come to be computed of it is, but for its last token being known."""
+        return self.unknown > 0 and self.computed >= self.final_length
 
     @property
     def in_prefill(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Final
 from torch import Tensor
 
 from selective_compile.runtime.beam_request import RequestSearch
+from selective_compile.runtime.decode_graphs import CapturedInputs
 from selective_compile.runtime.plan import Share, StepPlan
 from selective_compile.runtime.records import logprobs_of
 from selective_compile.runtime.request import Request
@@ -25,11 +26,15 @@ class ScheduledStep:
 
     Attributes:
         requests: for each of the plan's shares its request, and behind it the samples that start from its prompt.
+        chosen_for: as `flights.chosen_on_device`; the host chooses where it is None.
+        sources: as `flights.Flights.sources`.
     """
 
     plan: StepPlan
     requests: tuple[tuple[Request, ...], ...]
-    inputs: StepInputs
+    inputs: StepInputs | CapturedInputs
+    chosen_for: tuple[tuple[Request, int], ...] | None = None
+    sources: array[int] | None = None
 
     def sample(self, logits: Tensor) -> list[list[Outcome]]:
         """The tokens of each request of a share that samples; those of searches go to them."""

@@ -133,6 +133,10 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def _ends_are_on_their_way(self) -> bool:
+        return bool(self._running) and all(state.awaits_its_last for state in self.running())
+
+    @property
     def has_work(self) -> bool:
         return bool(self._running or self._waiting)
 
@@ -156,6 +160,8 @@ class Scheduler:
         """End a request, running or waiting: it is scheduled no more and its blocks are free."""
         assert not state.finished, state
         members = state.members
+        for member in members:
+            member.settle()
         if members[0].number in self._running:
             for member in members:
                 del self._running[member.number]
@@ -222,7 +228,7 @@ class Scheduler:
             self._admit_within_budget(draft)
         else:
             self._alternate(draft)
-        assert draft.shares or not self.has_work, "requests wait and none can be scheduled"
+        assert draft.shares or self._ends_are_on_their_way or not self.has_work, "requests wait and none is scheduled"
         static = self.batching == "static" and bool(self._running)
         empty = self._batch - self._places if static else 0
         return draft.plan(copies=self.blocks.take_copies() if draft.shares else (), empty_slots=empty)
@@ -238,6 +244,15 @@ class Scheduler:
         if token is not None:
             state.tokens.append(token)
 
+    def expect(self, share: Share) -> None:
+        """As `advance` for a step that is on its way: the token, where the share samples, is `learned` later."""
+        state = share.state
+        self.advance(share)
+        if share.samples:
+            state.expect()
+            if state.awaits_its_last:
+                state.clear_until = NOT_CLEAR
+
     def verified(self, share: Share, tokens: Sequence[int]) -> None:
         """As `advance` for a share with a draft: the tokens that it gave, of which all but the last were drafted."""
         state, start, num_tokens, _, drafted = share
@@ -247,6 +262,12 @@ class Scheduler:
         state.computed = start + num_tokens - drafted + len(tokens) - 1
         state.draft = array("q")
         self.blocks.cut(state)
+
+    def settle(self) -> None:
+        """Steps that were on their way are given up: what they were to give is expected no more."""
+        for state in (*self.running(), *self.waiting()):
+            for member in state.members:
+                member.settle()
 
     def forget(self) -> None:
         """What the pool holds is not to be used any more. Nobody runs, or would go on from what is forgotten."""
@@ -370,8 +391,8 @@ class Scheduler:
     def _take(self, state: RequestState, draft: Draft, most_drafted: int = 0) -> bool:
         """As much of a running request as budget allows; False: it had to give way itself."""
         start, pending = state.computed, len(state.tokens) - state.computed
-        if not pending:
-            return True  # until the others of its group are as far
+        if not pending or state.awaits_its_last:
+            return True  # until the others of its group are as far, or it ends
         in_prefill = pending > 1 or start < state.prompt_length
         num_tokens = self._most_at_once(state, pending, draft) if in_prefill else 1
         if num_tokens > draft.budget:
@@ -457,9 +478,10 @@ class Scheduler:
 
     def _charge_generated(self, state: RequestState) -> None:
         """Called once for each block and not for each token: it would be a third of a step's cost."""
-        if self.order == "fair" and state.charged < len(state.tokens):
-            self._waiting.charge(state, GENERATED_TOKEN * (len(state.tokens) - state.charged))
-            state.charged = len(state.tokens)
+        known = len(state.tokens) - state.unknown
+        if self.order == "fair" and state.charged < known:
+            self._waiting.charge(state, GENERATED_TOKEN * (known - state.charged))
+            state.charged = known
 
     def _preempt_last(self) -> RequestState:
         _, last = self._running.popitem()

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from selective_compile.runtime.device_stream import DeviceStream
 from selective_compile.runtime.request_state import RequestState
 from selective_compile.step import StepInputs
 
@@ -29,10 +30,11 @@ SIZES = {"i": 4, "q": 8}
 class StepMemory:
     """Memory for the integers of a step, on the host and, copied as one, on the device."""
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
+    def __init__(self, num_bytes: int, device: torch.device, stream: DeviceStream) -> None:
+        self._stream = stream
         # Only from pinned memory does a copy to the device run beside the host's work.
         self._host = torch.zeros(num_bytes // 8, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._device = self._host if device.type == "cpu" else self._host.to(device)
+        self._device = self._host.to(device, copy=True) if stream.separate else self._host
         self._bytes = self._host.numpy().data.cast("B")
         self._words = {kind: self._device.view(dtype) for kind, dtype in DTYPES.items()}
 
@@ -47,8 +49,8 @@ class StepMemory:
 
     def move(self, num_bytes: int) -> None:
         """To the device, what is in the first so many bytes."""
-        if self._device is not self._host:
-            self._device[: num_bytes // 8].copy_(self._host[: num_bytes // 8], non_blocking=True)
+        if self._stream.separate:
+            self._stream.copy(self._device[: num_bytes // 8], self._host[: num_bytes // 8])
 
 
 def aligned(num_bytes: int) -> int:

@@ -69,6 +69,13 @@ class EngineConfig(_NamedOptions):
             as the steps so far tell: chunks of prompts are cut to that, at least to a token. None: no limit.
         overlap: requests get the tokens of a step while the next one computes, so that their readers do not hold up its
             planning, and a batch manager calls its server during steps. Tokens and batches are the same.
+        async_scheduling: the next step is scheduled and given to the device before the tokens of this one are known, as
+            long as the device can choose them. A request is then computed once more after the token that ends it, and
+            what comes of that is dropped; tokens come one call of `Engine.step` later, and are the same. None: on a
+            GPU, but not with `record`, whose log tells of one step after another.
+        cuda_graphs: on a GPU, with `async_scheduling`, steps in which every request computes one token are captured
+            when they first come, for so many requests and up, and replayed from then on. False: each is launched
+            kernel by kernel.
         dtype: the dtype that the model must have; None: whatever it has. The engine never converts weights.
         weights: "model": as the model has them. "int8", on a CPU: linear layers read int8 numbers with a scale for each
             row, kept beside the model's weights and made anew when these change, a fourth or half of the bytes that a
@@ -109,6 +116,8 @@ class EngineConfig(_NamedOptions):
     batching: Batching = "inflight_fused"
     prefill_slowdown: float | None = None
     overlap: bool = False
+    async_scheduling: bool | None = None
+    cuda_graphs: bool = True
     dtype: torch.dtype | None = None
     weights: Weights = "model"
     implementation: Implementation = "auto"
@@ -139,6 +148,11 @@ class EngineConfig(_NamedOptions):
         _require_integer("seed", self.seed, at_least=0)
         _require_bool("compile", self.compile)
         _require_bool("overlap", self.overlap)
+        _require_bool("cuda_graphs", self.cuda_graphs)
+        if self.async_scheduling is not None:
+            _require_bool("async_scheduling", self.async_scheduling)
+        if self.async_scheduling and self.record is not None:
+            raise ValueError("async_scheduling must be None or False with record, got True")
         _require_bool("block_reuse", self.block_reuse)
         _require_integer("host_kv_bytes", self.host_kv_bytes, at_least=0)
         if self.host_kv_bytes and not self.block_reuse:

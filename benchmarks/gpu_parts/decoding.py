@@ -52,20 +52,22 @@ def decoded(engine: Engine, records: list[StepRecord], steps: int) -> Decoded:
 
 
 class Spans:
-    """CUDA events around each run of the model, while it is entered."""
+    """CUDA events around each run of the model, replayed or not, while it is entered."""
 
     def __init__(self, engine: Engine) -> None:
         self._runner: Any = getattr(engine, "_runner", None)
         self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._follows = torch.cuda.is_available() and hasattr(self._runner, "run")
+        self._names = [name for name in ("run", "launch") if hasattr(self._runner, name)]
+        if not torch.cuda.is_available():
+            self._names = []
 
     def __enter__(self) -> None:
-        if self._follows:
-            self._runner.run = self._timed(self._runner.run)
+        for name in self._names:
+            setattr(self._runner, name, self._timed(getattr(self._runner, name)))
 
     def __exit__(self, *_: object) -> None:
-        if self._follows:
-            del self._runner.run  # the class's shows again
+        for name in self._names:
+            delattr(self._runner, name)  # the class's shows again
 
     def median(self) -> float | None:
         if not self._pairs:

@@ -111,7 +111,7 @@ def _start(context: Context, engine: Engine, count: int) -> None:
 
 def _settle(engine: Engine, records: list[StepRecord]) -> None:
     """Until all prompts are computed, and some steps on."""
-    while engine.step() and any(share.is_prefill for share in records[-1].shares):
-        pass
+    while engine.step() and (not records or any(share.is_prefill for share in records[-1].shares)):
+        pass  # the first record may come a step later
     for _ in range(WARM):
         engine.step()

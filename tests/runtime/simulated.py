@@ -20,6 +20,7 @@ from transformers import GenerationConfig
 from selective_compile.backend import CallSite
 from selective_compile.options import EngineConfig
 from selective_compile.runtime import Engine, GenerationParams, StepObserver
+from selective_compile.runtime.device_stream import DeviceStream
 from selective_compile.runtime.sampler import sample
 from selective_compile.step import StepInputs
 
@@ -132,12 +133,13 @@ def simulated_engine(
     model: SimulatedModel | None = None,
     observers: Sequence[StepObserver] = (),
     clock: Callable[[], float] = time.perf_counter,
+    stream: DeviceStream | None = None,
     **config: Any,
 ) -> Engine:
     """An engine on the simulated program; 4,096 KV slots unless the configuration says otherwise."""
     simulated: Any = program or SimulatedProgram()
     chosen = EngineConfig(**{"max_kv_tokens": 4096, **config})
-    return Engine(model or SimulatedModel(), chosen, program=simulated, observers=observers, clock=clock)
+    return Engine(model or SimulatedModel(), chosen, program=simulated, observers=observers, clock=clock, stream=stream)
 
 
 def expected_tokens(prompt: Sequence[int], params: GenerationParams, weights: int = 0) -> list[int]:

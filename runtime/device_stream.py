@@ -1,0 +1,93 @@
+"""The order in which a device does what it is given: at once on a CPU, and some time later on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+Work = Callable[[], None]
+T = TypeVar("T")
+
+
+class DeviceStream:
+    """Of a CPU: what is enqueued is done when `enqueue` returns.
+
+    Attributes:
+        separate: what the device reads has to be copied from the host's memory, which must not change until then.
+        captures: work can be captured, to be done again later without the host.
+    """
+
+    separate = False
+    captures = False
+
+    def enqueue(self, work: Work) -> None:
+        """Have it done after all that was enqueued before; it must not wait for the device."""
+        work()
+
+    def call(self, work: Callable[[], T]) -> T:
+        """As `enqueue`; its result, which is a tensor that may be on its way."""
+        return work()
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Between memory of the host, pinned, and of the device."""
+        self.enqueue(lambda: _copy(target, source))
+
+    def capture(self, work: Work, keep: Sequence[Tensor]) -> Work:
+        """What does the same again, on the same memory, when it is enqueued.
+
+        The work is done now, too, before that and after all that was enqueued, so that whatever it needs is compiled.
+
+        Args:
+            keep: tensors that it writes, and that have their values of before afterwards.
+        """
+        raise NotImplementedError("the device captures nothing")
+
+    def mark(self) -> Work:
+        """What waits until all that has been enqueued is done."""
+        return _nothing
+
+
+class CudaStream(DeviceStream):
+    """Of a CUDA or ROCm device: kernels and copies queue up in its current stream, and the host goes on."""
+
+    separate = True
+    captures = True
+
+    def __init__(self) -> None:
+        self._memory = torch.cuda.graph_pool_handle()  # graphs take turns, so that they can share what they compute in
+
+    def capture(self, work: Work, keep: Sequence[Tensor]) -> Work:
+        torch.cuda.synchronize()
+        kept = [tensor.clone() for tensor in keep]
+        before, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+        beside.wait_stream(before)
+        with torch.cuda.stream(beside):
+            work()
+        before.wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, of the user's, may allocate meanwhile.
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            work()
+        for tensor, values in zip(keep, kept, strict=True):
+            tensor.copy_(values)
+        return graph.replay
+
+    def mark(self) -> Work:
+        event = torch.cuda.Event()
+        event.record()
+        return event.synchronize
+
+
+def stream_of(device: torch.device) -> DeviceStream:
+    return CudaStream() if device.type == "cuda" else DeviceStream()
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,103 @@
+"""A device that is only played: what is enqueued is done when somebody waits for it, or before, as it likes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from selective_compile.runtime.device_stream import DeviceStream, Work
+
+T = TypeVar("T")
+
+
+class PlayedStream(DeviceStream):
+    """Nothing is done before it has to be, so that memory of the host that changes too early gives wrong tokens.
+
+    Attributes:
+        eager: asked after each `enqueue` how many of the works that are left the device does now.
+        waits: how often the host has waited.
+        replayed: how often captured work was enqueued.
+    """
+
+    separate = True
+
+    def __init__(self, eager: Callable[[], int] = lambda: 0, *, captures: bool = False) -> None:
+        self.eager = eager
+        self.captures = captures
+        self.waits = 0
+        self.replayed = 0
+        self._queue: deque[Work] = deque()
+        self._done = 0
+
+    @property
+    def left(self) -> int:
+        return len(self._queue)
+
+    def enqueue(self, work: Work) -> None:
+        self.replayed += isinstance(work, Tape)
+        self._queue.append(work)
+        self._run(min(self.eager(), len(self._queue)))
+
+    def call(self, work: Callable[[], T]) -> T:
+        self._run(len(self._queue))
+        return work()
+
+    def capture(self, work: Work, keep: Sequence[Tensor]) -> Work:
+        self._run(len(self._queue))
+        kept = [tensor.clone() for tensor in keep]
+        tape = Tape()
+        with tape:
+            work()
+        for tensor, values in zip(keep, kept, strict=True):
+            tensor.copy_(values)
+        return tape
+
+    def mark(self) -> Work:
+        until = self._done + len(self._queue)
+
+        def wait() -> None:
+            self.waits += 1
+            self._run(max(0, until - self._done))
+
+        return wait
+
+    def _run(self, count: int) -> None:
+        for _ in range(count):
+            self._done += 1
+            self._queue.popleft()()
+
+
+class Tape(TorchDispatchMode):
+    """The operators that ran, with the memory that they read and wrote and the numbers that they were given: all that
+    a captured graph knows. Called, it runs them again, and results come to where they were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a captured step reads a number from the device"
+        found = func(*args, **(kwargs or {}))
+        self._calls.append((func, args, kwargs or {}, found))
+        return found
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        for func, args, kwargs, found in self._calls:
+            given = {
+                tensor.untyped_storage().data_ptr() for tensor in tree_leaves((args, kwargs)) if _is_tensor(tensor)
+            }
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(found), tree_leaves(again), strict=True):
+                if _is_tensor(old) and old.untyped_storage().data_ptr() not in given:
+                    old.copy_(new)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)

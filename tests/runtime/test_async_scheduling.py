@@ -1,0 +1,206 @@
+"""Steps that are scheduled before the tokens of the last one are known: the same tokens, nothing lost, nothing left."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from selective_compile import EngineConfig
+from selective_compile.runtime import Engine, Request, StepError
+from tests.runtime.engine_checks import assert_nothing_left, check, expect, run_until_idle
+from tests.runtime.played_stream import PlayedStream
+from tests.runtime.simulated import SimulatedProgram, expected_tokens, simulated_engine
+
+ENDS = list(range(0, 61, 6))
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"eos_token_id": ENDS},
+    {"do_sample": True, "seed": 3, "eos_token_id": ENDS},
+    {"do_sample": True, "seed": 5, "top_k": 5, "top_p": 0.8, "temperature": 1.5},
+    {"do_sample": True, "seed": 6, "top_k": 0, "top_p": 0.7, "min_p": 0.05},
+    {"repetition_penalty": 1.5},
+    {"do_sample": True, "seed": 4, "num_return_sequences": 3},
+    {"num_beams": 3},
+    {"prompt_lookup_num_tokens": 3},
+    {"logprobs": True, "prompt_logits": True},
+)
+
+
+class SameTokens(RuleBasedStateMachine):
+    """Whatever comes, whenever the device gets to it: requests have the tokens that they have by themselves."""
+
+    @initialize(
+        blocks=st.integers(24, 60),
+        policy=st.sampled_from(["max_utilization", "guaranteed_no_evict"]),
+        batching=st.sampled_from(["inflight_fused", "inflight", "static"]),
+        order=st.sampled_from(["first_come", "fair"]),
+        overlap=st.booleans(),
+        seed=st.integers(0, 99),
+    )
+    def start(self, blocks: int, policy: str, batching: str, order: str, overlap: bool, seed: int) -> None:
+        moods = random.Random(seed)
+        self.program = SimulatedProgram()
+        self.engine = simulated_engine(
+            self.program,
+            stream=PlayedStream(lambda: moods.choice((0, 0, 1, 9))),
+            block_size=2,
+            max_kv_tokens=2 * blocks,
+            token_budget=7,
+            max_requests=5,
+            scheduler_policy=policy,
+            batching=batching,
+            waiting_order=order,
+            overlap=overlap,
+        )
+        self.requests: list[Request] = []
+        self.cancelled: set[Any] = set()
+
+    @rule(
+        prompt=st.lists(st.integers(0, 2), min_size=1, max_size=9), kind=st.sampled_from(KINDS), new=st.integers(1, 8)
+    )
+    def submit(self, prompt: list[int], kind: dict[str, Any], new: int) -> None:
+        self.requests += self.engine.submit(prompt, max_new_tokens=new, **kind).samples
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.step()
+            check(self.engine)
+
+    @rule(place=st.integers(0, 9))
+    def cancel(self, place: int) -> None:
+        if place < len(self.requests):
+            self.requests[place].cancel()
+
+    @rule()
+    def drop(self) -> None:
+        self.engine.drop_computed()
+
+    @invariant()
+    def nobody_sees_what_is_not_known(self) -> None:
+        for request in getattr(self, "requests", ()):
+            assert all(0 <= token < 61 for token in request.tokens)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        run_until_idle(self.engine)
+        for request in self.requests:
+            if request.params.beams is None and request.params.repetition_penalty == 1.0:
+                wanted = expected_tokens(request.prompt_ids, request.params)
+                ended = request.finish_reason != "cancelled"
+                assert request.tokens == (wanted if ended else wanted[: len(request.tokens)]), request
+
+
+TestSameTokens = SameTokens.TestCase
+TestSameTokens.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+def played(**config: Any) -> tuple[Engine, PlayedStream]:
+    stream = PlayedStream()
+    return simulated_engine(stream=stream, **config), stream
+
+
+def test_the_next_step_is_given_to_the_device_before_the_tokens_are_known() -> None:
+    engine, stream = played()
+    request = engine.submit([1, 2, 3], max_new_tokens=4)
+    assert engine.step() and stream.waits == 0 and request.tokens == []
+    assert engine.step() and stream.waits == 1 and len(request.tokens) == 1
+    assert stream.left > 0, "the second step is on its way"
+    run_until_idle(engine)
+    expect(request)
+
+
+def test_a_request_that_ends_is_computed_once_more_and_no_length_is_overrun() -> None:
+    computed: list[int] = []
+    stream = PlayedStream()
+    engine = simulated_engine(stream=stream)
+    engine.add_observer(lambda record: computed.append(sum(share.tokens for share in record.shares)))
+    to_the_end = engine.submit([1, 2], max_new_tokens=5)
+    run_until_idle(engine)
+    assert computed == [2, 1, 1, 1, 1]
+    computed.clear()
+    stop = to_the_end.tokens[2]
+    stopped = engine.submit([1, 2], max_new_tokens=5, eos_token_id=stop)
+    run_until_idle(engine)
+    known = to_the_end.tokens.index(stop) + 1
+    assert stopped.tokens == to_the_end.tokens[:known] and stopped.finish_reason == "stop"
+    assert sum(computed) <= 2 + known, "one token more than it needs, at most"
+
+
+def test_a_decode_step_waits_for_the_device_once() -> None:
+    engine, stream = played(max_requests=8)
+    requests = [engine.submit([1, 2, 3 + n], max_new_tokens=30, do_sample=n % 2 == 1) for n in range(6)]
+    for _ in range(5):
+        engine.step()
+    before = stream.waits
+    for _ in range(10):
+        engine.step()
+    assert stream.waits == before + 10
+    run_until_idle(engine)
+    for request in requests:
+        expect(request)
+
+
+def test_a_step_that_fails_takes_those_on_their_way_with_it() -> None:
+    program = SimulatedProgram()
+    engine = simulated_engine(program, stream=PlayedStream(), max_requests=1)
+    first, second = (engine.submit([1, n], max_new_tokens=6) for n in range(2))
+    engine.step()
+
+    def fail() -> None:
+        raise MemoryError("no more")
+
+    program.before_run = fail
+    with pytest.raises(StepError, match="no more"):
+        engine.step()
+        engine.step()
+    assert first.finish_reason == "error"
+    program.before_run = lambda: None
+    run_until_idle(engine)
+    expect(second)
+    assert_nothing_left(engine)
+
+
+def test_scores_from_which_nothing_can_be_drawn_end_their_request_alone() -> None:
+    program = SimulatedProgram()
+    logits_of = program._logits
+
+    def without(*arguments: Any) -> Any:
+        found = logits_of(*arguments)
+        inputs, keys, _, row = arguments
+        return found * float("nan") if int(inputs.input_ids[row]) == 60 else found
+
+    program._logits = without  # type: ignore[method-assign]
+    engine = simulated_engine(program, stream=PlayedStream())
+    bad, good = (engine.submit([token], max_new_tokens=4, do_sample=True, seed=1) for token in (60, 7))
+    run_until_idle(engine)
+    assert bad.finish_reason == "error" and "no token can be drawn" in str(bad.error) and bad.tokens == []
+    assert len(good.tokens) == 4 or good.finish_reason == "error"
+
+
+def test_where_it_cannot_be() -> None:
+    with pytest.raises(ValueError, match="async_scheduling must be None or False with record"):
+        EngineConfig(async_scheduling=True, record="log.jsonl")
+    program = SimulatedProgram()
+    program.keeps_requests = True
+    with pytest.raises(ValueError, match="async_scheduling must be None or False for a model"):
+        simulated_engine(program, async_scheduling=True)
+
+
+def test_a_cpu_can_do_it_too_and_does_not_by_itself() -> None:
+    engine = simulated_engine(async_scheduling=True)
+    request = engine.submit([4, 5], max_new_tokens=3)
+    engine.step()
+    assert request.tokens == []
+    run_until_idle(engine)
+    expect(request)
+    engine = simulated_engine()
+    request = engine.submit([4, 5], max_new_tokens=3)
+    engine.step()
+    assert len(request.tokens) == 1

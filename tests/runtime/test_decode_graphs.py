@@ -1,0 +1,133 @@
+"""Steps that are captured and replayed: the tokens of Hugging Face, whoever comes and goes, and no new graphs."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from selective_compile import Engine, EngineConfig
+from selective_compile.backend import compile_step_program
+from selective_compile.runtime.decode_graphs import sizes_up_to
+from tests.models import VOCABULARY, tiny
+from tests.oracle import assert_same_tokens
+from tests.runtime.engine_checks import run_until_idle
+from tests.runtime.played_stream import PlayedStream
+
+
+def tiny_mamba2() -> Any:
+    torch.manual_seed(0)
+    sizes = {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8}
+    config = AutoConfig.for_model("mamba2", vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, **sizes)
+    model: Any = AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def test_sizes() -> None:
+    assert sizes_up_to(1) == (2,) and sizes_up_to(8) == (2, 4, 8) and sizes_up_to(9) == (2, 4, 8, 16)
+    assert sizes_up_to(64) == (2, 4, 8, 16, 32, 48, 64) and sizes_up_to(65)[-1] == 80
+
+
+def submit_some(engine: Engine, seed: int, count: int, vocabulary: int) -> list[Any]:
+    choice = random.Random(seed)
+    requests = []
+    for place in range(count):
+        prompt = [choice.randrange(vocabulary) for _ in range(choice.randint(1, 20))]
+        wanted: dict[str, Any] = {"max_new_tokens": choice.randint(1, 14)}
+        if place % 3 == 1:
+            wanted |= {"do_sample": True, "seed": place, "temperature": 0.8, "top_k": 20, "top_p": 0.9}
+        requests.append(engine.submit(prompt, **wanted))
+        for _ in range(choice.randint(0, 3)):
+            engine.step()
+    return requests
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mamba2"])
+def test_the_tokens_are_those_of_steps_that_are_not_captured(family: str) -> None:
+    model = tiny_mamba2() if family == "mamba2" else tiny(family)
+    moods = random.Random(1)
+    stream = PlayedStream(lambda: moods.choice((0, 0, 1, 9)), captures=True)
+    config = EngineConfig(
+        compile=False, block_size=4, max_kv_tokens=4 * 40, max_requests=5, token_budget=24, block_reuse=False
+    )
+    program = compile_step_program(model, config)
+    engine = Engine(model, config, program=program, stream=stream)
+    plain = Engine(model, config, program=program)
+    vocabulary = model.config.vocab_size
+    found, wanted = (submit_some(each, 3, 8, vocabulary) for each in (engine, plain))
+    for each in (engine, plain):
+        run_until_idle(each)
+    for request, same in zip(found, wanted, strict=True):
+        if request.params.do_sample:
+            assert request.tokens == same.tokens
+        else:
+            assert_same_tokens(model, request.prompt_ids, request.tokens)
+    assert stream.replayed > 10
+    captured = engine._runner.num_captured
+    again = submit_some(engine, 3, 8, vocabulary)
+    run_until_idle(engine)
+    assert [request.tokens for request in again] == [request.tokens for request in found]
+    assert engine._runner.num_captured == captured, "no new graphs after the first time"
+
+
+def test_changed_weights_are_seen_and_a_failed_step_leaves_nothing_wrong() -> None:
+    model = tiny("llama")
+    config = EngineConfig(compile=False, block_size=4, max_kv_tokens=400)
+    program = compile_step_program(model, config)
+    engine = Engine(model, config, program=program, stream=PlayedStream(captures=True))
+    prompt = [3, 4, 5]
+    before = engine.submit(prompt, max_new_tokens=6)
+    run_until_idle(engine)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+    request = engine.submit(prompt, max_new_tokens=6)
+    run_until_idle(engine)
+    fresh = Engine(model, config, program=program)
+    wanted = fresh.submit(prompt, max_new_tokens=6)
+    run_until_idle(fresh)
+    assert request.tokens == wanted.tokens != before.tokens
+    failing = engine.submit(prompt, max_new_tokens=6)
+    engine.step()
+    engine.step()
+    launch = engine._runner.launch
+
+    def fail(step: Any) -> Any:
+        raise MemoryError("no more")
+
+    engine._runner.launch = fail  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="no more"):
+        engine.step()
+    engine._runner.launch = launch  # type: ignore[method-assign]
+    assert failing.finish_reason == "error"
+    again = engine.submit(prompt, max_new_tokens=6)
+    run_until_idle(engine)
+    assert again.tokens == wanted.tokens
+
+
+def test_a_step_that_is_captured_reads_no_number_of_the_host() -> None:
+    stream = PlayedStream(captures=True)
+    values = torch.arange(4)
+
+    def reads() -> None:
+        values.add_(int(values[1]))
+
+    with pytest.raises(AssertionError, match="reads a number"):
+        stream.capture(reads, [])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_on_a_gpu(family: str) -> None:
+    model, alone = tiny(family).cuda(), tiny(family)
+    config = EngineConfig(compile=False, max_kv_tokens=4096, max_requests=5, token_budget=24)
+    engine = Engine(model, config)
+    found = submit_some(engine, 3, 8, model.config.vocab_size)
+    run_until_idle(engine)
+    for request in found:
+        if not request.params.do_sample:
+            assert_same_tokens(alone, request.prompt_ids, request.tokens)
+    assert engine._runner.num_captured > 0
