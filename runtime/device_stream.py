@@ -45,6 +45,11 @@ class DeviceStream:
         """
         raise NotImplementedError("the device captures nothing")
 
+    def peak_bytes(self, work: Work) -> int:
+        """Memory of its own that the device takes for work while it is done; 0 where that is the host's, which others
+        use, too: then it is not done."""
+        return 0
+
     def mark(self) -> Work:
         """What waits until all that has been enqueued is done."""
         return _nothing
@@ -74,6 +79,16 @@ class CudaStream(DeviceStream):
         for tensor, values in zip(keep, kept, strict=True):
             tensor.copy_(values)
         return graph.replay
+
+    def peak_bytes(self, work: Work) -> int:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        torch.cuda.empty_cache()  # or what the work has left would not count as free
+        return peak
 
     def mark(self) -> Work:
         event = torch.cuda.Event()

@@ -16,10 +16,12 @@ from selective_compile.backend import Program, StepProgram, compile_step_program
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.decode_graphs import CapturedInputs, DecodeGraphs, sizes_up_to
 from selective_compile.runtime.device_chooser import DeviceChooser
+from selective_compile.runtime.device_draw import FIELDS
 from selective_compile.runtime.device_stream import DeviceStream, Work, stream_of
 from selective_compile.runtime.host_tier import BlockCopy, Copy
 from selective_compile.runtime.invariance import check_invariance
 from selective_compile.runtime.kv_cache import allocate_pools, bytes_per_block, num_blocks, reaches_of
+from selective_compile.runtime.largest_step import largest_step
 from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.request import Request
 from selective_compile.runtime.request_state import RequestState
@@ -58,6 +60,13 @@ class ModelRunner:
         sites, states, device = self.program.call_sites, self.program.state_sites, self.program.device
         self.max_requests = num_slots(states, config, device=device)
         taken = self.max_requests * sum(site.num_bytes for site in states)
+        self.stream = stream if stream is not None else stream_of(device)
+        rows = sizes_up_to(self.max_requests)[-1]
+        self._chooser = DeviceChooser(self.stream, device, token_budget=config.token_budget, rows=rows)
+        self._graphs: DecodeGraphs | None = None
+        self._states: tuple[Tensor, ...] = ()
+        if config.max_kv_tokens is None and not self.program.keeps_requests:
+            taken += self._peak_bytes(config)
         positions = self.program.max_positions
         blocks = num_blocks(sites, config, max_positions=positions, device=device, reserved=taken)
         self.num_blocks = dict(zip(reaches_of(sites), blocks, strict=True))
@@ -73,10 +82,20 @@ class ModelRunner:
         kinds = reaches_of(sites)
         self._sites_of = [[i for i, site in enumerate(sites) if site.reach == kind] for kind in kinds]
         self._weights_version = self.program.weights_version()
-        self.stream = stream if stream is not None else stream_of(device)
-        rows = sizes_up_to(self.max_requests)[-1]
-        self._chooser = DeviceChooser(self.stream, device, token_budget=config.token_budget, rows=rows)
-        self._graphs: DecodeGraphs | None = None
+
+    def _peak_bytes(self, config: EngineConfig) -> int:
+        """What the largest step takes on a device with memory of its own, which the pools are to leave free."""
+        sites, states = self.program.call_sites, self.program.state_sites
+        num_tables, device = len(reaches_of(sites)), self.program.device
+        inputs = largest_step(config, max_requests=self.max_requests, num_tables=num_tables, device=device)
+
+        def step() -> None:
+            self._pools = allocate_pools(sites, [1] * num_tables, config.block_size)
+            self._states = allocate_states(states, 1)
+            count = inputs.logit_rows.shape[0]
+            self._choose(inputs, None, torch.ones(FIELDS, count, dtype=torch.float64, device=device), count)
+
+        return self.stream.peak_bytes(step)
 
     def weights_changed(self) -> bool:
         """Whether the weights are others than at the last call: then what the pools hold is of no use."""

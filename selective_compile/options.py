@@ -44,7 +44,7 @@ class EngineConfig(_NamedOptions):
         block_size: slots in a block, the unit in which KV memory is given out and shared.
         max_kv_tokens: slots of KV memory, rounded down to whole blocks; None: from the memory that is free.
         kv_memory_fraction: the share of the free memory that the KV pools may take when max_kv_tokens is
-            None.
+            None; on a GPU, of what is free beside a step of the largest budget, which is run once to find out.
         host_kv_bytes: host memory for keys and values that the KV memory has no room for: of requests that were
             preempted, and of prefixes that nobody holds. They are copied back where that takes less time than to
             compute them again, by the times measured so far; needs `block_reuse`.

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from selective_compile.backend import CallSite
+from selective_compile.backend import CallSite, compile_step_program
 from selective_compile.options import EngineConfig
 from selective_compile.runtime import kv_cache
+from selective_compile.runtime.device_stream import DeviceStream
 from selective_compile.runtime.kv_cache import allocate_pools, bytes_per_block, free_memory, num_blocks
+from selective_compile.runtime.model_runner import ModelRunner
+from tests.models import tiny
 from tests.runtime.simulated import CPU
 
 
@@ -72,3 +76,32 @@ def test_not_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_free_memory_of_this_machine() -> None:
     assert 2**20 < free_memory(CPU) < 2**50
+
+
+class CountingStream(DeviceStream):
+    """Of a device with memory of its own, of which a step takes so many bytes."""
+
+    def __init__(self, taken: int) -> None:
+        self.taken, self.steps = taken, 0
+
+    def peak_bytes(self, work: Callable[[], None]) -> int:
+        work()
+        self.steps += 1
+        return self.taken
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_pools_leave_free_what_the_largest_step_takes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny(family)
+    config = EngineConfig(compile=False, max_requests=3, token_budget=40)
+    program = compile_step_program(model, config)
+    block = bytes_per_block(program.call_sites, config.block_size)
+    monkeypatch.setattr(kv_cache, "free_memory", lambda device: int(20 * block / 0.9) + 1)
+    without, with_step = CountingStream(0), CountingStream(8 * block)
+    few, many = (ModelRunner(model, config, program, stream=stream) for stream in (with_step, without))
+    assert with_step.steps == without.steps == 1
+    assert few.num_blocks != many.num_blocks
+    assert many.kv_bytes - few.kv_bytes <= 9 * block and many.kv_bytes - few.kv_bytes >= 7 * block
+    told = CountingStream(0)
+    ModelRunner(model, EngineConfig(compile=False, max_kv_tokens=64), program, stream=told)
+    assert told.steps == 0, "how large the pools are is said"
