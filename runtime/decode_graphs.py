@@ -1,9 +1,9 @@
 """Steps in which every request computes one token, as graphs that the device replays without the host's help.
 
-One graph for each number of requests in `sizes`, which a step fills up with empty requests, and one more for each where
-tokens are drawn. A graph holds the whole step: the changes of the block tables, the ids that the last step has chosen,
-the model, and the choice. Nothing of it depends on a number that the host knows: lengths, tables and ids are read from
-memory that stays where it is.
+One graph for each number of requests in `sizes`, which a step fills up with empty requests, others where tokens are
+drawn, and others where there is a repetition penalty. A graph holds the whole step: the changes of the block tables,
+the ids that the last step has chosen, the model, and the choice. Nothing of it depends on a number that the host knows:
+lengths, tables and ids are read from memory that stays where it is.
 """
 
 from __future__ import annotations
@@ -47,6 +47,12 @@ class CapturedInputs:
     size: int
     count: int
     drawn: bool
+    penalised: bool
+
+    @property
+    def graph(self) -> tuple[int, bool, bool]:
+        """What tells its graph from others."""
+        return self.size, self.drawn, self.penalised
 
 
 class DecodeGraphs:
@@ -81,7 +87,7 @@ class DecodeGraphs:
             DeviceTables(table, slots=max_requests, max_blocks=width, device=device) for table in range(num_tables)
         ]
         self._logit_rows = torch.arange(self._sizes[-1], device=device)
-        self._graphs: dict[tuple[int, bool], Work] = {}
+        self._graphs: dict[tuple[int, bool, bool], Work] = {}
 
     @property
     def captured(self) -> int:
@@ -98,7 +104,11 @@ class DecodeGraphs:
             table.forget()
 
     def fill(
-        self, plan: StepPlan, chosen_for: Sequence[tuple[Request, int]] | None, sources: array[int] | None
+        self,
+        plan: StepPlan,
+        chosen_for: Sequence[tuple[Request, int]] | None,
+        sources: array[int] | None,
+        penalised: Sequence[int] | None,
     ) -> CapturedInputs | None:
         """Write the inputs of a step, for `launch`, which is to follow; None: it is none of those that have a graph.
 
@@ -124,16 +134,17 @@ class DecodeGraphs:
         drawn = choices([request.params for request, _ in chosen_for], [index for _, index in chosen_for])
         if drawn is not None:
             host["choices"][:, :count] = drawn
+        host["penalised"][:count] = self._nobody if penalised is None else penalised
         self._fill_up(host, count)
         for place in range(len(self._tables)):
             self._fill_table(place, views, states, slots, starts)
-        return CapturedInputs(size=size, count=count, drawn=drawn is not None)
+        return CapturedInputs(size=size, count=count, drawn=drawn is not None, penalised=penalised is not None)
 
     def launch(self, inputs: CapturedInputs, to: Tensor) -> None:
         """Give the step to the device; its tokens come to the host's memory `to` [>= count]."""
-        key = inputs.size, inputs.drawn
+        key = inputs.graph
         if key not in self._graphs:
-            self._graphs[key] = self._captured(*key)
+            self._graphs[key] = self._captured(inputs)
         self._memory.send(inputs.size)
         self._stream.enqueue(self._graphs[key])
         self._stream.copy(to[: inputs.count], self._chooser.last[: inputs.count])
@@ -143,9 +154,9 @@ class DecodeGraphs:
         for name in ("input_ids", "positions", "context_lens"):
             host[name][count:] = 0
         host["sources"][count:] = -1
-        host["slots"][count:] = self._nobody
+        host["slots"][count:] = host["penalised"][count:] = self._nobody
         host["cu_seqlens_q"][count + 1 :] = count
-        host["choices"][:, count:] = 0.0
+        host["choices"][:, count:] = 0.0  # of a token of the largest logit
 
     def _fill_table(
         self, place: int, views: Views, states: Sequence[RequestState], slots: Sequence[int], starts: Any
@@ -173,21 +184,22 @@ class DecodeGraphs:
         on_host = [torch.from_numpy(each) for each in (places, values)]
         self._stream.enqueue(lambda: table.change(*(each.to(device) for each in on_host)))
 
-    def _captured(self, size: int, drawn: bool) -> Work:
+    def _captured(self, inputs: CapturedInputs) -> Work:
         """The graph of a step; only that of nobody has been computed then."""
-        views = self._memory.on_device(size)
+        views = self._memory.on_device(inputs.size)
         self._stream.enqueue(lambda: self._clear(views))
-        return self._stream.capture(lambda: self._step(size, drawn, views), keep=[self._chooser.last])
+        return self._stream.capture(lambda: self._step(inputs, views), keep=[self._chooser.last])
 
     def _clear(self, views: Any) -> None:
         """Of no request."""
         for name, view in views.items():
             view.fill_(-1 if name == "sources" or name.startswith("slot_mapping") else 0)
-        views["slots"].fill_(self._nobody)
+        for name in ("slots", "penalised"):
+            views[name].fill_(self._nobody)
         for place, table in enumerate(self._tables):
             views[f"places_{place}"].fill_(table.nobody)
 
-    def _step(self, size: int, drawn: bool, views: Any) -> None:
+    def _step(self, kind: CapturedInputs, views: Any) -> None:
         tables = []
         for place, table in enumerate(self._tables):
             table.change(views[f"places_{place}"], views[f"values_{place}"])
@@ -201,7 +213,8 @@ class DecodeGraphs:
             block_table=block_table,
             slot_mapping=slot_mapping,
             other_tables=tuple(others),
-            logit_rows=self._logit_rows[:size],
+            logit_rows=self._logit_rows[: kind.size],
             state_slots=views["slots"] % self._nobody if self._has_states else None,
         )
-        self._chooser.choose(self._compute(inputs), views["choices"] if drawn else None)
+        choices = views["choices"] if kind.drawn else None
+        self._chooser.choose(self._compute(inputs), choices, views["penalised"] if kind.penalised else None)

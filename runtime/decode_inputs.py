@@ -32,6 +32,7 @@ def shapes(size: int, num_tables: int) -> Shapes:
         **{f"slot_mapping_{table}": each for table in tables},
         **{f"places_{table}": each for table in tables},
         **{f"values_{table}": ((size,), torch.int32) for table in tables},
+        "penalised": each,
         "choices": ((FIELDS, size), torch.float64),
     }
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from selective_compile.runtime.device_draw import FIELDS, choices, choose
 from selective_compile.runtime.device_stream import DeviceStream
 from selective_compile.runtime.generation import GenerationParams
+from selective_compile.runtime.seen_tokens import SeenTokens
 
 # Steps whose memory on the host the device may still read or write: the one on its way, and the next.
 TURNS = 2
@@ -42,13 +43,22 @@ class DeviceChooser:
 
     Attributes:
         last: [rows] int64, the tokens of the last step's rows of logits, on the device.
+        seen: the tokens that requests have had, where a penalty goes by them.
     """
 
-    def __init__(self, stream: DeviceStream, device: torch.device, *, token_budget: int, rows: int) -> None:
-        """`rows`: most rows of logits of a step."""
+    def __init__(
+        self, stream: DeviceStream, device: torch.device, *, token_budget: int, rows: int, slots: int, vocab_size: int
+    ) -> None:
+        """
+        Args:
+            rows: most rows of logits of a step.
+            slots: that requests are kept in.
+        """
         self._stream = stream
+        self.seen = SeenTokens(stream, slots=slots, vocab_size=vocab_size, device=device)
         self.last = torch.zeros(rows, dtype=torch.int64, device=device)
         self._sources = [Staged(stream, (token_budget,), torch.int64, device) for _ in range(TURNS)]
+        self._slots = [Staged(stream, (rows,), torch.int64, device) for _ in range(TURNS)]
         self._choices = [Staged(stream, (FIELDS * rows,), torch.float64, device) for _ in range(TURNS)]
         self._tokens = [torch.zeros(rows, dtype=torch.int64, pin_memory=device.type == "cuda") for _ in range(TURNS)]
         self._turn = 0
@@ -81,6 +91,16 @@ class DeviceChooser:
         """Where the tokens of this turn's step come to be, in the host's memory."""
         return self._tokens[self._turn]
 
-    def choose(self, logits: Tensor, rows: Tensor | None) -> None:
-        """The last tokens are from now on those of logits [R, V]."""
-        self.last[: logits.shape[0]] = choose(logits, rows)
+    def stage_slots(self, slots: Sequence[int]) -> Tensor:
+        return self._slots[self._turn].put(np.array(slots, dtype=np.int64))
+
+    def choose(self, logits: Tensor, rows: Tensor | None, slots: Tensor | None = None) -> None:
+        """The last tokens are from now on those of logits [R, V].
+
+        Args:
+            slots: [R], of the requests in `seen`; None: nobody has a repetition penalty.
+        """
+        tokens = choose(logits, rows, None if slots is None else self.seen.marks[slots])
+        if slots is not None:
+            self.seen.mark(slots, tokens)
+        self.last[: logits.shape[0]] = tokens

@@ -21,35 +21,45 @@ from selective_compile.runtime.philox import uniform
 # In place of a token: none can be drawn, since the scores hold a NaN or are infinite.
 NO_TOKEN: Final = -1
 # Of a row: temperature (0: the largest logit), 1 - top_p, min_p, top_k (0: all), and the share of the sum of the
-# probabilities, in order of token id, that it is drawn at.
-FIELDS: Final = 5
+# probabilities, in order of token id, that it is drawn at; the repetition penalty.
+FIELDS: Final = 6
 
 
 def choices(params: Sequence[GenerationParams], indices: Sequence[int]) -> NDArray[np.float64] | None:
-    """What `choose` is to know of each of R rows, [FIELDS, R]; None: the largest logit of all is wanted.
+    """What `choose` is to know of each of R rows, [FIELDS, R]; None: the largest logit of each is wanted.
 
     Args:
         indices: for each row, how many tokens its request has generated before this one.
     """
-    if not any(wanted.do_sample for wanted in params):
+    if all(wanted.plain for wanted in params):
         return None
     found = np.empty((FIELDS, len(params)), dtype=np.float64)
     found[:4] = np.array([wanted.device_choice for wanted in params]).T
     found[4] = uniform([wanted.seed for wanted in params], indices)
+    found[5] = [wanted.repetition_penalty for wanted in params]
     return found
 
 
-def choose(logits: Tensor, rows: Tensor | None) -> Tensor:
+def penalises(params: Sequence[GenerationParams]) -> bool:
+    return any(wanted.repetition_penalty != 1.0 for wanted in params)
+
+
+def choose(logits: Tensor, rows: Tensor | None, seen: Tensor | None = None) -> Tensor:
     """A token for each row of logits [R, V], [R] int64 on their device; `NO_TOKEN` where there is none.
 
     Args:
         rows: [FIELDS, R] float64, as `choices` has them.
+        seen: [R, V] booleans, the tokens that a repetition penalty is for; None: nobody has one.
     """
     scores = logits.float()
-    largest = scores.argmax(dim=-1)
     if rows is None:
-        return largest
-    temperature, limit, min_p, top_k, fraction = (row[:, None] for row in rows)
+        return scores.argmax(dim=-1)
+    temperature, limit, min_p, top_k, fraction, penalty = (row[:, None] for row in rows)
+    if seen is not None:
+        # As `RepetitionPenaltyLogitsProcessor`.
+        factor = penalty.float()
+        scores = torch.where(seen, torch.where(scores < 0, scores * factor, scores / factor), scores)
+    largest = scores.argmax(dim=-1)
     greedy = temperature == 0
     scores = scores / torch.where(greedy, 1.0, temperature).float()
     ascending, order = scores.sort(dim=-1, stable=True)

@@ -387,11 +387,19 @@ class Engine:
             # Under the lock, since cancelling a request takes its blocks and its slot away.
             sources = self._flights.sources(plan)
             chosen_for = chosen_on_device(plan, requests) if self._flights.ahead else None
-            captured = self._runner.captured(plan, chosen_for, sources)
+            penalised = self._runner.penalised(chosen_for)
+            captured = self._runner.captured(plan, chosen_for, sources, penalised)
             inputs = captured or self._runner.with_slots(self._assembler.assemble(plan))
             for state in plan.admitted:
                 self._requests.of(state).start()
-            step = ScheduledStep(plan=plan, requests=requests, inputs=inputs, chosen_for=chosen_for, sources=sources)
+            step = ScheduledStep(
+                plan=plan,
+                requests=requests,
+                inputs=inputs,
+                chosen_for=chosen_for,
+                sources=sources,
+                penalised=penalised,
+            )
             if chosen_for is not None:
                 self._publisher.expect(step)
             return step

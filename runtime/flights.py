@@ -109,7 +109,7 @@ def chosen_on_device(
     for share, (request, *samples) in zip(plan.shares, requests, strict=True):
         state = share.state
         apart = samples or share.drafted or state.group is not None or state.rows_from is not None
-        if apart or state.id_offset or not request.params.chosen_on_device:
+        if apart or state.id_offset or state.shown is not None or not request.params.chosen_on_device:
             return None
         if share.samples:
             found.append((request, state.generated))

@@ -156,10 +156,9 @@ class GenerationParams:
 
     @cached_property
     def chosen_on_device(self) -> bool:
-        """Whether each token follows from its row of logits alone, and nothing but the token is wanted."""
-        changed = self.bans or self.repetition_penalty != 1.0
-        own = self.processors or self.grammar or self.criteria or self.beams
-        return not (changed or own or self.recorded or self.keeps_prompt)
+        """Whether each token follows from its row of logits and the tokens before it, and only tokens are wanted."""
+        own = self.bans or self.processors or self.grammar or self.criteria or self.beams
+        return not (own or self.recorded or self.keeps_prompt)
 
     @cached_property
     def device_choice(self) -> tuple[float, float, float, float]:

@@ -16,7 +16,7 @@ from selective_compile.backend import Program, StepProgram, compile_step_program
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.decode_graphs import CapturedInputs, DecodeGraphs, sizes_up_to
 from selective_compile.runtime.device_chooser import DeviceChooser
-from selective_compile.runtime.device_draw import FIELDS
+from selective_compile.runtime.device_draw import FIELDS, penalises
 from selective_compile.runtime.device_stream import DeviceStream, Work, stream_of
 from selective_compile.runtime.host_tier import BlockCopy, Copy
 from selective_compile.runtime.invariance import check_invariance
@@ -62,7 +62,14 @@ class ModelRunner:
         taken = self.max_requests * sum(site.num_bytes for site in states)
         self.stream = stream if stream is not None else stream_of(device)
         rows = sizes_up_to(self.max_requests)[-1]
-        self._chooser = DeviceChooser(self.stream, device, token_budget=config.token_budget, rows=rows)
+        self._chooser = DeviceChooser(
+            self.stream,
+            device,
+            token_budget=config.token_budget,
+            rows=rows,
+            slots=self.max_requests,
+            vocab_size=self.program.vocab_size,
+        )
         self._graphs: DecodeGraphs | None = None
         self._states: tuple[Tensor, ...] = ()
         if config.max_kv_tokens is None and not self.program.keeps_requests:
@@ -193,14 +200,34 @@ class ModelRunner:
         """How many steps have been captured."""
         return 0 if self._graphs is None else self._graphs.captured
 
+    def penalised(self, chosen_for: Sequence[tuple[Request, int]] | None) -> list[int] | None:
+        """For each of these requests where its tokens so far are marked, which is brought up to date; None: nobody has
+        a repetition penalty. For when the step is planned, and before it is expected."""
+        if chosen_for is None or not penalises([request.params for request, _ in chosen_for]):
+            return None
+        seen, found = self._chooser.seen, []
+        slots = self._slots.of([request.state for request, _ in chosen_for])
+        for (request, _), slot in zip(chosen_for, slots, strict=True):
+            if request.params.repetition_penalty != 1.0:
+                seen.catch_up(request.state, slot)
+                found.append(slot)
+            else:
+                found.append(seen.nobody)
+        return found
+
     def captured(
-        self, plan: StepPlan, chosen_for: Sequence[tuple[Request, int]] | None, sources: array[int] | None
+        self,
+        plan: StepPlan,
+        chosen_for: Sequence[tuple[Request, int]] | None,
+        sources: array[int] | None,
+        penalised: Sequence[int] | None,
     ) -> CapturedInputs | None:
         """The inputs of a step that is a captured graph, if it can be one; for when it is planned, as `with_slots`."""
-        return None if self._graphs is None else self._graphs.fill(plan, chosen_for, sources)
+        return None if self._graphs is None else self._graphs.fill(plan, chosen_for, sources, penalised)
 
     def give_up(self) -> None:
         """A step has failed."""
+        self._chooser.seen.forget()
         if self._graphs is not None:
             self._graphs.give_up()
 
@@ -218,17 +245,22 @@ class ModelRunner:
             self._graphs.launch(step.inputs, self._chooser.arriving)
         else:
             assert isinstance(step.inputs, StepInputs), step
-            self._launch_eagerly(step.inputs, step.sources, step.chosen_for)
+            self._launch_eagerly(step.inputs, step.sources, step.chosen_for, step.penalised)
         return self._chooser.arriving, self.stream.mark()
 
     def _launch_eagerly(
-        self, inputs: StepInputs, known: array[int] | None, chosen_for: Sequence[tuple[Request, int]]
+        self,
+        inputs: StepInputs,
+        known: array[int] | None,
+        chosen_for: Sequence[tuple[Request, int]],
+        penalised: Sequence[int] | None,
     ) -> None:
         sources = self._chooser.stage_sources(known)
         params = [request.params for request, _ in chosen_for]
         rows = self._chooser.stage_choices(params, [generated for _, generated in chosen_for])
         count = len(params)
-        self.stream.enqueue(partial(self._choose, inputs, sources, rows, count))
+        slots = None if penalised is None else self._chooser.stage_slots(penalised)
+        self.stream.enqueue(partial(self._choose, inputs, sources, rows, count, slots))
         self.stream.copy(self._chooser.arriving[:count], self._chooser.last[:count])
 
     def _compute(self, inputs: StepInputs, sources: Tensor | None) -> Tensor:
@@ -236,10 +268,12 @@ class ModelRunner:
         return self.program(inputs if sources is None else replace(inputs, input_ids=ids), self._pools, self._states)
 
     @torch.no_grad()
-    def _choose(self, inputs: StepInputs, sources: Tensor | None, rows: Tensor | None, count: int) -> None:
+    def _choose(
+        self, inputs: StepInputs, sources: Tensor | None, rows: Tensor | None, count: int, slots: Tensor | None = None
+    ) -> None:
         logits = self._compute(inputs, sources)
         if count:
-            self._chooser.choose(logits[:count], rows)
+            self._chooser.choose(logits[:count], rows, slots)
 
 
 def _host_slots(program: Program, config: EngineConfig, size: int) -> int:

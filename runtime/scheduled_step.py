@@ -28,6 +28,7 @@ class ScheduledStep:
         requests: for each of the plan's shares its request, and behind it the samples that start from its prompt.
         chosen_for: as `flights.chosen_on_device`; the host chooses where it is None.
         sources: as `flights.Flights.sources`.
+        penalised: as `ModelRunner.penalised`.
     """
 
     plan: StepPlan
@@ -35,6 +36,7 @@ class ScheduledStep:
     inputs: StepInputs | CapturedInputs
     chosen_for: tuple[tuple[Request, int], ...] | None = None
     sources: array[int] | None = None
+    penalised: Sequence[int] | None = None
 
     def sample(self, logits: Tensor) -> list[list[Outcome]]:
         """The tokens of each request of a share that samples; those of searches go to them."""

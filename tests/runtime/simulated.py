@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 import zlib
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -149,6 +150,6 @@ def expected_tokens(prompt: Sequence[int], params: GenerationParams, weights: in
         tokens = torch.tensor(context, dtype=torch.float64)
         logits = logits_of(tokens, torch.arange(len(context)).double(), torch.full_like(tokens, weights))
         generated = len(context) - len(prompt)
-        context += sample(logits[None], [params], [generated]).tokens
+        context += sample(logits[None], [params], [generated], [array("q", context)]).tokens
         if context[-1] in params.eos_token_ids or generated + 1 == params.max_new_tokens:
             return context[len(prompt) :]

@@ -24,6 +24,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"do_sample": True, "seed": 5, "top_k": 5, "top_p": 0.8, "temperature": 1.5},
     {"do_sample": True, "seed": 6, "top_k": 0, "top_p": 0.7, "min_p": 0.05},
     {"repetition_penalty": 1.5},
+    {"repetition_penalty": 0.7, "do_sample": True, "seed": 8},
     {"do_sample": True, "seed": 4, "num_return_sequences": 3},
     {"num_beams": 3},
     {"prompt_lookup_num_tokens": 3},
@@ -91,7 +92,7 @@ class SameTokens(RuleBasedStateMachine):
             return
         run_until_idle(self.engine)
         for request in self.requests:
-            if request.params.beams is None and request.params.repetition_penalty == 1.0:
+            if request.params.beams is None:
                 wanted = expected_tokens(request.prompt_ids, request.params)
                 ended = request.finish_reason != "cancelled"
                 assert request.tokens == (wanted if ended else wanted[: len(request.tokens)]), request

@@ -40,6 +40,8 @@ def submit_some(engine: Engine, seed: int, count: int, vocabulary: int) -> list[
         wanted: dict[str, Any] = {"max_new_tokens": choice.randint(1, 14)}
         if place % 3 == 1:
             wanted |= {"do_sample": True, "seed": place, "temperature": 0.8, "top_k": 20, "top_p": 0.9}
+        if place % 4 == 3:
+            wanted["repetition_penalty"] = 1.4
         requests.append(engine.submit(prompt, **wanted))
         for _ in range(choice.randint(0, 3)):
             engine.step()
@@ -62,7 +64,7 @@ def test_the_tokens_are_those_of_steps_that_are_not_captured(family: str) -> Non
     for each in (engine, plain):
         run_until_idle(each)
     for request, same in zip(found, wanted, strict=True):
-        if request.params.do_sample:
+        if request.params.do_sample or request.params.repetition_penalty != 1.0:
             assert request.tokens == same.tokens
         else:
             assert_same_tokens(model, request.prompt_ids, request.tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.runtime.test_sampler import GREEDY, random_logits
 PARAMS = st.fixed_dictionaries(
     {"do_sample": st.booleans(), "seed": st.integers(0, 2**64 - 1)},
     optional={
+        "repetition_penalty": st.sampled_from([0.5, 1.0, 1.3]),
         "temperature": st.sampled_from([0.3, 1.0, 4.0]),
         "top_k": st.sampled_from([0, 1, 3, 50, 1000, 2**62]),
         "top_p": st.sampled_from([0.1, 0.5, 0.95, 1.0]),
@@ -27,9 +29,11 @@ PARAMS = st.fixed_dictionaries(
 )
 
 
-def on_device(logits: Tensor, params: list[GenerationParams], indices: list[int]) -> list[int]:
+def on_device(
+    logits: Tensor, params: list[GenerationParams], indices: list[int], seen: Tensor | None = None
+) -> list[int]:
     found = choices(params, indices)
-    return choose(logits, None if found is None else torch.from_numpy(found)).tolist()
+    return choose(logits, None if found is None else torch.from_numpy(found), seen).tolist()
 
 
 @settings(max_examples=200, deadline=None)
@@ -46,7 +50,11 @@ def test_rows_have_the_tokens_of_the_host(
     params = [dataclasses.replace(GREEDY, **each) for each in wanted]
     logits = random_logits(len(params), vocabulary, seed, ties).to(dtype)
     indices = [(seed + row) % 1000 for row in range(len(params))]
-    assert on_device(logits, params, indices) == sample(logits, params, indices).tokens
+    histories = [array("q", [(seed + row * place) % vocabulary for place in range(5)]) for row in range(len(params))]
+    seen = torch.zeros(logits.shape, dtype=torch.bool)
+    for row, history in enumerate(histories):
+        seen[row, list(history)] = True
+    assert on_device(logits, params, indices, seen) == sample(logits, params, indices, histories).tokens
 
 
 def test_a_row_does_not_depend_on_those_around_it() -> None:
