@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from selective_compile.runtime.device_draw import FIELDS, choices, choose
+from selective_compile.runtime.device_draw import FIELDS, NO_TOKEN, choices, choose
 from selective_compile.runtime.device_stream import DeviceStream
 from selective_compile.runtime.generation import GenerationParams
 from selective_compile.runtime.seen_tokens import SeenTokens
@@ -100,7 +100,13 @@ class DeviceChooser:
         Args:
             slots: [R], of the requests in `seen`; None: nobody has a repetition penalty.
         """
-        tokens = choose(logits, rows, None if slots is None else self.seen.marks[slots])
-        if slots is not None:
-            self.seen.mark(slots, tokens)
+        if rows is not None and logits.is_cuda:
+            from selective_compile.kernels import choose_triton  # without a GPU, there may be no Triton
+
+            marks = None if slots is None else self.seen.marks
+            tokens = choose_triton.choose(logits, rows.contiguous(), marks, slots, no_token=NO_TOKEN)
+        else:
+            tokens = choose(logits, rows, None if slots is None else self.seen.marks[slots])
+            if slots is not None:
+                self.seen.mark(slots, tokens)
         self.last[: logits.shape[0]] = tokens

@@ -29,6 +29,8 @@ def test_defaults() -> None:
         "batching": "inflight_fused",
         "prefill_slowdown": None,
         "overlap": False,
+        "async_scheduling": None,
+        "cuda_graphs": True,
         "dtype": None,
         "weights": "model",
         "implementation": "auto",

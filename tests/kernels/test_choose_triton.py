@@ -1,0 +1,107 @@
+"""Tokens that the kernel chooses are those of its definition, `runtime.device_draw.choose` in PyTorch's operators."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from selective_compile.kernels import choose_triton
+from selective_compile.runtime.device_draw import NO_TOKEN, choices, choose
+from tests.kernels import ahead_of_time as ahead
+from tests.runtime.test_device_draw import PARAMS
+from tests.runtime.test_sampler import GREEDY, random_logits
+
+BLOCK = choose_triton.BLOCK
+SAMPLED = dataclasses.replace(GREEDY, do_sample=True, seed=3)
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a row has several of them."""
+    monkeypatch.setattr(choose_triton, "BLOCK", 64)
+
+
+@pytest.fixture
+def triton_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel compiled by an earlier run would prove nothing about this one."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+
+
+def both(logits: Tensor, params: Any, marks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The tokens by the definition and by the kernel; the rows' marks are the first."""
+    found = choices(params, list(range(len(params))))
+    fields = torch.zeros(6, len(params), dtype=torch.float64) if found is None else torch.from_numpy(found)
+    slots = None if marks is None else torch.arange(len(params)).flip(0)
+    wanted = choose(logits, fields, None if marks is None else marks[slots])
+    return wanted, choose_triton.choose(logits, fields, marks, slots, no_token=NO_TOKEN)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    wanted=st.lists(PARAMS, min_size=1, max_size=4),
+    vocabulary=st.integers(2, 300),
+    seed=st.integers(0, 2**31),
+    ties=st.booleans(),
+    marked=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_rows_have_the_tokens_of_the_definition(
+    wanted: list[dict[str, Any]], vocabulary: int, seed: int, ties: bool, marked: bool, dtype: torch.dtype
+) -> None:
+    params = [dataclasses.replace(GREEDY, **each) for each in wanted]
+    logits = random_logits(len(params), vocabulary, seed, ties).to(dtype)
+    marks = torch.rand(len(params) + 1, vocabulary, generator=torch.Generator().manual_seed(seed)) < 0.2
+    expected, found = both(logits, params, marks.clone() if marked else None)
+    assert found.tolist() == expected.tolist()
+
+
+def test_what_is_chosen_is_marked_and_nothing_else() -> None:
+    logits, marks = random_logits(3, 100), torch.zeros(4, 100, dtype=torch.bool)
+    _, found = both(logits, [dataclasses.replace(SAMPLED, repetition_penalty=1.2)] * 3, marks)
+    wanted = torch.zeros(4, 100, dtype=torch.bool)
+    for slot, token in zip([2, 1, 0], found.tolist(), strict=True):
+        wanted[slot, token] = True
+    assert torch.equal(marks, wanted)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_where_nothing_can_be_drawn(bad: float) -> None:
+    logits = random_logits(2, 90)
+    logits[0, 70] = bad
+    expected, found = both(logits, [SAMPLED, SAMPLED])
+    assert found.tolist() == expected.tolist() and found[0] == NO_TOKEN != found[1]
+    assert both(logits, [GREEDY, SAMPLED])[1][0] == 70
+
+
+def test_rows_that_lie_apart_and_a_row_of_one_value() -> None:
+    logits = torch.zeros(3, 400)[:, :200]
+    logits[1] = -torch.inf
+    logits[1, 5] = 2.0
+    params = [dataclasses.replace(SAMPLED, top_p=0.5), SAMPLED, dataclasses.replace(SAMPLED, top_k=3, min_p=0.9)]
+    expected, found = both(logits, params)
+    assert found.tolist() == expected.tolist() and found[1] == 5 and found[0] >= 100
+
+
+@pytest.mark.parametrize("target", ahead.TARGETS, ids=str)
+def test_it_ships(target: Any, triton_cache: None, tmp_path: Any) -> None:
+    constants = {"BLOCK": BLOCK, "SEARCHES": choose_triton.SEARCHES, "NO_TOKEN": NO_TOKEN}
+    types = {"tokens": "*i64", "logits": "*bf16", "fields": "*fp64", "marks": "*i8", "slots": "*i64"}
+    compiled = ahead.compile_ahead(choose_triton._choose_kernel, target, types, constants, num_warps=8)
+    ahead.assert_ships(compiled, target, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_a_gpu(dtype: torch.dtype) -> None:
+    params = [dataclasses.replace(SAMPLED, seed=n, top_k=10 * n, top_p=1 - n / 20) for n in range(16)]
+    found = choices(params, list(range(16)))
+    assert found is not None
+    fields, logits = torch.from_numpy(found), random_logits(16, 128_256).to(dtype)
+    given = logits.cuda(), fields.cuda()
+    assert choose_triton.choose(*given, None, None, no_token=NO_TOKEN).tolist() == choose(logits, fields).tolist()
