@@ -93,7 +93,7 @@ class BatchAssembler:
         positions = array("q", chain.from_iterable(covered))
         seen = positions if self._invariant else [share.stop - 1 for share in covered]
         return layout.fill(
-            ids=_token_ids(plan.shares),
+            ids=token_ids(plan.shares),
             positions=positions,
             context_lens=array("i", [position + 1 for position in seen]),
             tables=[self._table(place, states, covered, 4 * width) for place in range(self._num_tables)],
@@ -137,7 +137,7 @@ class BatchAssembler:
         return b"".join(table), slots
 
 
-def _token_ids(shares: Sequence[Share]) -> bytes:
+def token_ids(shares: Sequence[Share]) -> bytes:
     """Of each row of a step, [T] int64."""
     found = []
     for state, start, num_tokens, _, drafted in shares:

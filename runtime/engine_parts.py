@@ -70,7 +70,11 @@ class EngineParts:
         longest = min(pool_tokens, runner.program.max_positions or pool_tokens)
         flights = Flights(ahead=_steps_ahead(runner, config))
         if flights.ahead and runner.stream.captures and config.cuda_graphs and not config.batch_invariant:
-            runner.capture_steps(max_blocks=-(-longest // config.block_size), block_size=config.block_size)
+            runner.capture_steps(
+                max_blocks=-(-longest // config.block_size),
+                token_budget=config.token_budget,
+                block_size=config.block_size,
+            )
         return cls(
             runner=runner,
             scheduler=scheduler,

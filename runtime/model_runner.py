@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from selective_compile.backend import Program, StepProgram, compile_step_program
 from selective_compile.options import EngineConfig
-from selective_compile.runtime.decode_graphs import CapturedInputs, DecodeGraphs, sizes_up_to
 from selective_compile.runtime.device_chooser import DeviceChooser
 from selective_compile.runtime.device_draw import FIELDS, penalises
 from selective_compile.runtime.device_stream import DeviceStream, Work, stream_of
@@ -27,6 +26,7 @@ from selective_compile.runtime.request import Request
 from selective_compile.runtime.request_state import RequestState
 from selective_compile.runtime.scheduled_step import ScheduledStep
 from selective_compile.runtime.state_slots import StateSlots, allocate_states, num_slots
+from selective_compile.runtime.step_graphs import CapturedInputs, StepGraphs, sizes_up_to
 from selective_compile.sequential_program import SequentialProgram
 from selective_compile.step import StepInputs
 
@@ -70,7 +70,7 @@ class ModelRunner:
             slots=self.max_requests,
             vocab_size=self.program.vocab_size,
         )
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self._states: tuple[Tensor, ...] = ()
         if config.max_kv_tokens is None and not self.program.keeps_requests:
             taken += self._peak_bytes(config)
@@ -180,9 +180,9 @@ class ModelRunner:
         sources = self._chooser.stage_sources(step.sources)
         return self.stream.call(partial(self._compute, step.inputs, sources))
 
-    def capture_steps(self, *, max_blocks: int, block_size: int) -> None:
-        """From now on `captured` has inputs for steps in which all decode."""
-        self._graphs = DecodeGraphs(
+    def capture_steps(self, *, max_blocks: int, token_budget: int, block_size: int) -> None:
+        """From now on `captured` has inputs, for steps of few tokens."""
+        self._graphs = StepGraphs(
             partial(self._compute, sources=None),
             self._chooser,
             self._slots,
@@ -190,6 +190,7 @@ class ModelRunner:
             device=self.program.device,
             max_requests=self.max_requests,
             max_blocks=max_blocks,
+            token_budget=token_budget,
             block_size=block_size,
             num_tables=len(self.num_blocks),
             has_states=bool(self._states),

@@ -10,10 +10,10 @@ from typing import Final
 from torch import Tensor
 
 from selective_compile.runtime.beam_request import RequestSearch
-from selective_compile.runtime.decode_graphs import CapturedInputs
 from selective_compile.runtime.plan import Share, StepPlan
 from selective_compile.runtime.records import logprobs_of
 from selective_compile.runtime.request import Request
+from selective_compile.runtime.step_graphs import CapturedInputs
 from selective_compile.runtime.verify import Answering, Outcome, answers
 from selective_compile.step import StepInputs
 

@@ -73,9 +73,9 @@ class EngineConfig(_NamedOptions):
             long as the device can choose them. A request is then computed once more after the token that ends it, and
             what comes of that is dropped; tokens come one call of `Engine.step` later, and are the same. None: on a
             GPU, but not with `record`, whose log tells of one step after another.
-        cuda_graphs: on a GPU, with `async_scheduling`, steps in which every request computes one token are captured
-            when they first come, for so many requests and up, and replayed from then on. False: each is launched
-            kernel by kernel.
+        cuda_graphs: on a GPU, with `async_scheduling`, steps in which every request computes one token, and others of
+            at most 512 tokens, are captured when they first come, for so many requests or tokens and up, and replayed
+            from then on. False: each is launched kernel by kernel.
         dtype: the dtype that the model must have; None: whatever it has. The engine never converts weights.
         weights: "model": as the model has them. "int8", on a CPU: linear layers read int8 numbers with a scale for each
             row, kept beside the model's weights and made anew when these change, a fourth or half of the bytes that a

@@ -1,6 +1,6 @@
-"""Steps in which every request computes one token, as graphs that the device replays without the host's help.
+"""Steps as graphs that the device replays without the host's help.
 
-One graph for each number of requests in `sizes`, which a step fills up with empty requests, others where tokens are
+One graph for each of `sizes`, which a step fills up with tokens and requests that are nobody's, others where tokens are
 drawn, and others where there is a repetition penalty. A graph holds the whole step: the changes of the block tables,
 the ids that the last step has chosen, the model, and the choice. Nothing of it depends on a number that the host knows:
 lengths, tables and ids are read from memory that stays where it is.
@@ -11,13 +11,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from selective_compile.runtime.decode_inputs import DecodeMemory, Views
+from selective_compile.runtime.batch import token_ids
+from selective_compile.runtime.captured_inputs import CapturedMemory, Size
 from selective_compile.runtime.device_chooser import TURNS, DeviceChooser
 from selective_compile.runtime.device_draw import choices
 from selective_compile.runtime.device_stream import DeviceStream, Work
@@ -29,9 +32,12 @@ from selective_compile.runtime.state_slots import StateSlots
 from selective_compile.step import StepInputs
 
 Compute = Callable[[StepInputs], Tensor]
-# Between one and the next of them at most so many empty requests are computed. A tensor of length 1 would be
-# specialised to a graph of its own.
+Ints = NDArray[np.int64]
+# Requests of steps in which all decode; between two sizes at most so many empty ones are computed. A tensor of length 1
+# would be specialised to a graph of its own.
 FIRST_SIZES, STEP_OF_SIZES = (2, 4, 8), 16
+# Tokens of other steps. Of more tokens the kernels take long enough for the host to launch them one by one.
+MIXED_SIZES = (64, 128, 256, 512)
 
 
 def sizes_up_to(max_requests: int) -> tuple[int, ...]:
@@ -42,20 +48,20 @@ def sizes_up_to(max_requests: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedInputs:
-    """A step whose inputs lie where its graph reads them: of `size` requests, the first `count` of which are real."""
+    """A step whose inputs lie where its graph reads them; the device chooses `count` tokens."""
 
-    size: int
+    size: Size
     count: int
     drawn: bool
     penalised: bool
 
     @property
-    def graph(self) -> tuple[int, bool, bool]:
+    def graph(self) -> tuple[Size, bool, bool]:
         """What tells its graph from others."""
         return self.size, self.drawn, self.penalised
 
 
-class DecodeGraphs:
+class StepGraphs:
     """Captures a graph when a step first needs it, and replays it from then on."""
 
     def __init__(
@@ -68,6 +74,7 @@ class DecodeGraphs:
         device: torch.device,
         max_requests: int,
         max_blocks: int,
+        token_budget: int,
         block_size: int,
         num_tables: int,
         has_states: bool,
@@ -80,14 +87,16 @@ class DecodeGraphs:
         """
         self._compute, self._chooser, self._slots, self._stream = compute, chooser, slots, stream
         self._block_size, self._has_states, self._nobody = block_size, has_states, max_requests
-        self._sizes = sizes_up_to(max_requests)
-        self._memory = DecodeMemory(stream, self._sizes, num_tables, device, TURNS)
+        decode = sizes_up_to(max_requests)
+        self._decode = [Size(count, count) for count in decode]
+        self._mixed = [Size(tokens, decode[-1]) for tokens in MIXED_SIZES if tokens <= token_budget]
+        every = [*self._decode, *self._mixed]
+        self._memory = CapturedMemory(stream, every, num_tables=num_tables, device=device, turns=TURNS)
         width = max(2, max_blocks)
         self._tables = [
             DeviceTables(table, slots=max_requests, max_blocks=width, device=device) for table in range(num_tables)
         ]
-        self._logit_rows = torch.arange(self._sizes[-1], device=device)
-        self._graphs: dict[tuple[int, bool, bool], Work] = {}
+        self._graphs: dict[tuple[Size, bool, bool], Work] = {}
 
     @property
     def captured(self) -> int:
@@ -114,31 +123,39 @@ class DecodeGraphs:
 
         For when the step is planned, and none of its requests can leave. The step before the last has ended.
         """
-        count = len(plan.shares)
-        if chosen_for is None or len(chosen_for) != count or plan.num_tokens != count:
+        size = None if chosen_for is None else self._size_of(plan)
+        if size is None or chosen_for is None:
             return None
-        size = next(size for size in self._sizes if size >= count)
-        views = self._memory.next(size)
+        host: Any = self._memory.next(size).host
         states = [share.state for share in plan.shares]
-        starts = np.array([share.start for share in plan.shares], dtype=np.int64)
         slots = self._slots.of(states)
-        host: Any = views.host
-        host["input_ids"][:count] = [
-            state.tokens[share.start] for state, share in zip(states, plan.shares, strict=True)
-        ]
-        host["sources"][:count] = -1 if sources is None else sources
-        host["positions"][:count] = starts
-        host["slots"][:count] = slots
-        host["context_lens"][:count] = starts + 1
-        host["cu_seqlens_q"][: count + 1] = np.arange(count + 1)
+        rows = _Rows(plan)
+        given: dict[str, Any] = {
+            "input_ids": np.frombuffer(token_ids(plan.shares), dtype=np.int64).clip(min=0),
+            "sources": () if sources is None else sources,
+            "positions": rows.positions,
+            "slots": slots,
+            "logit_rows": rows.sampled,
+            "penalised": () if penalised is None else penalised,
+            "cu_seqlens_q": np.concatenate([[0], rows.ends]),
+            "context_lens": rows.starts + rows.counts,
+        }
+        # What is nobody's: rows of no request, requests without rows.
+        nobodys = {"sources": -1, "slots": self._nobody, "penalised": self._nobody, "cu_seqlens_q": rows.ends[-1]}
+        for place, table in enumerate(self._tables):
+            given[f"slot_mapping_{place}"] = rows.slot_mapping(place, self._block_size)
+            nobodys[f"slot_mapping_{place}"], nobodys[f"places_{place}"] = -1, table.nobody
+            given[f"places_{place}"], given[f"values_{place}"] = self._changes(table, states, slots, size.tokens)
+        for name, values in given.items():
+            host[name][: len(values)] = values
+            host[name][len(values) :] = nobodys.get(name, 0)
         drawn = choices([request.params for request, _ in chosen_for], [index for _, index in chosen_for])
+        host["choices"][:] = 0.0  # of a token of the largest logit
         if drawn is not None:
-            host["choices"][:, :count] = drawn
-        host["penalised"][:count] = self._nobody if penalised is None else penalised
-        self._fill_up(host, count)
-        for place in range(len(self._tables)):
-            self._fill_table(place, views, states, slots, starts)
-        return CapturedInputs(size=size, count=count, drawn=drawn is not None, penalised=penalised is not None)
+            host["choices"][:, : len(chosen_for)] = drawn
+        return CapturedInputs(
+            size=size, count=len(chosen_for), drawn=drawn is not None, penalised=penalised is not None
+        )
 
     def launch(self, inputs: CapturedInputs, to: Tensor) -> None:
         """Give the step to the device; its tokens come to the host's memory `to` [>= count]."""
@@ -149,40 +166,22 @@ class DecodeGraphs:
         self._stream.enqueue(self._graphs[key])
         self._stream.copy(to[: inputs.count], self._chooser.last[: inputs.count])
 
-    def _fill_up(self, host: Any, count: int) -> None:
-        """Rows of no request, and requests without rows."""
-        for name in ("input_ids", "positions", "context_lens"):
-            host[name][count:] = 0
-        host["sources"][count:] = -1
-        host["slots"][count:] = host["penalised"][count:] = self._nobody
-        host["cu_seqlens_q"][count + 1 :] = count
-        host["choices"][:, count:] = 0.0  # of a token of the largest logit
+    def _size_of(self, plan: StepPlan) -> Size | None:
+        decodes = plan.num_tokens == len(plan.shares)
+        sizes = self._decode if decodes else self._mixed
+        return next((size for size in sizes if size.tokens >= plan.num_tokens), None)
 
-    def _fill_table(
-        self, place: int, views: Views, states: Sequence[RequestState], slots: Sequence[int], starts: Any
-    ) -> None:
-        table, host, count, size = self._tables[place], views.host, len(states), self._block_size
-        blocks = np.array(
-            [state.tables[place].blocks[start // size] for state, start in zip(states, starts.tolist(), strict=True)]
-        )
-        mapping = host[f"slot_mapping_{place}"]
-        mapping[:count] = blocks * size + starts % size
-        mapping[count:] = -1
+    def _changes(
+        self, table: DeviceTables, states: Sequence[RequestState], slots: Sequence[int], most: int
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        """At most so many; what is more is sent at once."""
         places, values = table.changes(states, slots)
-        to, of = host[f"places_{place}"], host[f"values_{place}"]
-        most = len(to)
         # Requests that are new here bring whole tables, of which the graph has no room for all.
-        for first in range(0, len(places) - most, most):
-            self._send_changes(table, places[first : first + most], values[first : first + most])
-        sent = max(0, -(-(len(places) - most) // most)) * most
-        rest = len(places) - sent
-        to[:rest], of[:rest] = places[sent:], values[sent:]
-        to[rest:], of[rest:] = table.nobody, 0
-
-    def _send_changes(self, table: DeviceTables, places: Any, values: Any) -> None:
-        device = table.entries.device
-        on_host = [torch.from_numpy(each) for each in (places, values)]
-        self._stream.enqueue(lambda: table.change(*(each.to(device) for each in on_host)))
+        if len(places) > most:
+            first, of = torch.from_numpy(places[:-most]), torch.from_numpy(values[:-most])
+            device = table.entries.device
+            self._stream.enqueue(lambda: table.change(first.to(device), of.to(device)))
+        return places[-most:], values[-most:]
 
     def _captured(self, inputs: CapturedInputs) -> Work:
         """The graph of a step; only that of nobody has been computed then."""
@@ -213,8 +212,33 @@ class DecodeGraphs:
             block_table=block_table,
             slot_mapping=slot_mapping,
             other_tables=tuple(others),
-            logit_rows=self._logit_rows[: kind.size],
+            logit_rows=views["logit_rows"],
             state_slots=views["slots"] % self._nobody if self._has_states else None,
         )
         choices = views["choices"] if kind.drawn else None
         self._chooser.choose(self._compute(inputs), choices, views["penalised"] if kind.penalised else None)
+
+
+class _Rows:
+    """Of a plan, in arrays: its shares' first positions and tokens [N], and the position of each row [T]."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self._states = [share.state for share in plan.shares]
+        self.starts: Ints = np.array([share.start for share in plan.shares], dtype=np.int64)
+        self.counts: Ints = np.array([share.num_tokens for share in plan.shares], dtype=np.int64)
+        self.ends: Ints = np.cumsum(self.counts)
+        self.sampled: Ints = self.ends[[share.samples for share in plan.shares]] - 1
+        self.positions: Ints = np.arange(self.ends[-1]) + self._of_rows(self.starts - self.ends + self.counts)
+
+    def slot_mapping(self, place: int, block_size: int) -> Ints:
+        """[T], of the requests' tables at that place."""
+        first, last = self.starts // block_size, (self.starts + self.counts - 1) // block_size
+        pairs = zip(self._states, first.tolist(), last.tolist(), strict=True)
+        touched = [state.tables[place].blocks[begin : end + 1] for state, begin, end in pairs]
+        blocks: Ints = np.fromiter(chain.from_iterable(touched), dtype=np.int64)
+        counted = np.cumsum(last - first + 1) - (last - first + 1)
+        of_row = self._of_rows(counted - first) + self.positions // block_size
+        return blocks[of_row] * block_size + self.positions % block_size
+
+    def _of_rows(self, of_shares: Ints) -> Ints:
+        return np.repeat(of_shares, self.counts)
