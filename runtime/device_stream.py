@@ -41,7 +41,10 @@ class DeviceStream:
         The work is done now, too, before that and after all that was enqueued, so that whatever it needs is compiled.
 
         Args:
-            keep: tensors that it writes, and that have their values of before afterwards.
+            keep: tensors that it writes, and that have their values of before afterwards, also where it raises.
+
+        Raises:
+            RuntimeError: something in it cannot be captured.
         """
         raise NotImplementedError("the device captures nothing")
 
@@ -61,43 +64,57 @@ class CudaStream(DeviceStream):
     separate = True
     captures = True
 
-    def __init__(self) -> None:
-        self._memory = torch.cuda.graph_pool_handle()  # graphs take turns, so that they can share what they compute in
+    def __init__(self, device: torch.device) -> None:
+        self._device = device  # kernels are launched on the thread's current one
+        with torch.cuda.device(device):
+            # Graphs take turns, so that they can share what they compute in.
+            self._memory = torch.cuda.graph_pool_handle()
+
+    def enqueue(self, work: Work) -> None:
+        with torch.cuda.device(self._device):
+            work()
+
+    def call(self, work: Callable[[], T]) -> T:
+        with torch.cuda.device(self._device):
+            return work()
 
     def capture(self, work: Work, keep: Sequence[Tensor]) -> Work:
-        torch.cuda.synchronize()
-        kept = [tensor.clone() for tensor in keep]
-        before, beside = torch.cuda.current_stream(), torch.cuda.Stream()
-        beside.wait_stream(before)
-        with torch.cuda.stream(beside):
-            work()
-        before.wait_stream(beside)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads, of the user's, may allocate meanwhile.
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            work()
-        for tensor, values in zip(keep, kept, strict=True):
-            tensor.copy_(values)
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+            kept = [tensor.clone() for tensor in keep]
+            before, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+            beside.wait_stream(before)
+            with torch.cuda.stream(beside):
+                work()
+            before.wait_stream(beside)
+            for tensor, values in zip(keep, kept, strict=True):
+                tensor.copy_(values)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads, of the user's, may allocate meanwhile.
+            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+                work()
         return graph.replay
 
     def peak_bytes(self, work: Work) -> int:
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        work()
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
-        torch.cuda.empty_cache()  # or what the work has left would not count as free
-        return peak
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            work()
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() - before
+            torch.cuda.empty_cache()  # or what the work has left would not count as free
+            return peak
 
     def mark(self) -> Work:
-        event = torch.cuda.Event()
-        event.record()
+        with torch.cuda.device(self._device):
+            event = torch.cuda.Event()
+            event.record()
         return event.synchronize
 
 
 def stream_of(device: torch.device) -> DeviceStream:
-    return CudaStream() if device.type == "cuda" else DeviceStream()
+    return CudaStream(device) if device.type == "cuda" else DeviceStream()
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

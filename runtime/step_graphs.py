@@ -8,9 +8,11 @@ lengths, tables and ids are read from memory that stays where it is.
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -30,6 +32,8 @@ from selective_compile.runtime.request import Request
 from selective_compile.runtime.request_state import RequestState
 from selective_compile.runtime.state_slots import StateSlots
 from selective_compile.step import StepInputs
+
+logger = logging.getLogger(__name__)
 
 Compute = Callable[[StepInputs], Tensor]
 Ints = NDArray[np.int64]
@@ -187,7 +191,13 @@ class StepGraphs:
         """The graph of a step; only that of nobody has been computed then."""
         views = self._memory.on_device(inputs.size)
         self._stream.enqueue(lambda: self._clear(views))
-        return self._stream.capture(lambda: self._step(inputs, views), keep=[self._chooser.last])
+        step = partial(self._step, inputs, views)
+        try:
+            return self._stream.capture(step, keep=[self._chooser.last])
+        except RuntimeError as error:  # of what may be in a model, and of whose kernels, there is no end
+            size = inputs.size
+            logger.warning("steps of %d tokens are not captured, but launched one by one: %s", size.tokens, error)
+            return step
 
     def _clear(self, views: Any) -> None:
         """Of no request."""

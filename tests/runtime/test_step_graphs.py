@@ -110,6 +110,22 @@ def test_changed_weights_are_seen_and_a_failed_step_leaves_nothing_wrong() -> No
     assert again.tokens == wanted.tokens
 
 
+def test_what_cannot_be_captured_is_launched_and_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny("llama")
+    stream = PlayedStream(captures=True)
+
+    def refuse(work: Any, keep: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    stream.capture = refuse  # type: ignore[method-assign]
+    engine = Engine(model, EngineConfig(compile=False, max_kv_tokens=400), stream=stream)
+    request = engine.submit([3, 4, 5], max_new_tokens=5)
+    with caplog.at_level("WARNING"):
+        run_until_idle(engine)
+    assert_same_tokens(model, [3, 4, 5], request.tokens)
+    assert "not captured" in caplog.text and "not permitted" in caplog.text
+
+
 def test_a_step_that_is_captured_reads_no_number_of_the_host() -> None:
     stream = PlayedStream(captures=True)
     values = torch.arange(4)
