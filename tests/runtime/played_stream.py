@@ -21,6 +21,7 @@ class PlayedStream(DeviceStream):
 
     Attributes:
         eager: asked after each `enqueue` how many of the works that are left the device does now.
+        captures: what is captured is done again by calling it; by the operators that were seen: `TapedStream`.
         waits: how often the host has waited.
         replayed: how often captured work was enqueued.
     """
@@ -40,7 +41,7 @@ class PlayedStream(DeviceStream):
         return len(self._queue)
 
     def enqueue(self, work: Work) -> None:
-        self.replayed += isinstance(work, Tape)
+        self.replayed += isinstance(work, (Tape, Again))
         self._queue.append(work)
         self._run(min(self.eager(), len(self._queue)))
 
@@ -51,12 +52,14 @@ class PlayedStream(DeviceStream):
     def capture(self, work: Work, keep: Sequence[Tensor]) -> Work:
         self._run(len(self._queue))
         kept = [tensor.clone() for tensor in keep]
-        tape = Tape()
-        with tape:
-            work()
+        replay = self._recorded(work)
         for tensor, values in zip(keep, kept, strict=True):
             tensor.copy_(values)
-        return tape
+        return replay
+
+    def _recorded(self, work: Work) -> Work:
+        work()
+        return Again(work)
 
     def mark(self) -> Work:
         until = self._done + len(self._queue)
@@ -71,6 +74,26 @@ class PlayedStream(DeviceStream):
         for _ in range(count):
             self._done += 1
             self._queue.popleft()()
+
+
+class TapedStream(PlayedStream):
+    """Captures as a GPU does: what is replayed knows nothing of the host."""
+
+    def _recorded(self, work: Work) -> Work:
+        tape = Tape()
+        with tape:
+            work()
+        return tape
+
+
+class Again:
+    """Work that was captured."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def __call__(self) -> None:
+        self._work()
 
 
 class Tape(TorchDispatchMode):

@@ -47,7 +47,9 @@ class SimulatedProgram:
     cut_up_to: int | None = None
     pauses = True
 
-    def __init__(self, max_positions: int | None = None) -> None:
+    def __init__(self, max_positions: int | None = None, *, captured: bool = False) -> None:
+        """`captured`: its steps may be those of a graph, which have a size of their own."""
+        self.captured = captured
         self.max_positions = max_positions
         self.keeps_requests = False
         self.forks_requests = True
@@ -83,7 +85,7 @@ class SimulatedProgram:
         self, inputs: StepInputs, pools: Sequence[tuple[Tensor, Tensor]], states: Sequence[Tensor] = ()
     ) -> Tensor:
         self.before_run()
-        check_inputs(inputs)
+        check_inputs(inputs, captured=self.captured)
         ((keys, values),) = pools
         written = inputs.slot_mapping >= 0
         blocks, offsets = (
@@ -97,6 +99,8 @@ class SimulatedProgram:
 
     def _logits(self, inputs: StepInputs, keys: Tensor, values: Tensor, row: int) -> Tensor:
         request = int(torch.searchsorted(inputs.cu_seqlens_q, row, right=True)) - 1
+        if request == len(inputs.context_lens):  # a row of nobody
+            return torch.zeros(VOCAB_SIZE)
         after = int(inputs.cu_seqlens_q[request + 1]) - row
         positions = torch.arange(int(inputs.context_lens[request]) - after + 1)
         blocks = inputs.block_table[request][positions // keys.shape[2]].long()
@@ -105,12 +109,13 @@ class SimulatedProgram:
         return logits_of(keys[blocks, 0, offsets, 0], stored[:, 0], stored[:, 1])
 
 
-def check_inputs(inputs: StepInputs) -> None:
-    """What every step must keep to, whatever the plan."""
+def check_inputs(inputs: StepInputs, *, captured: bool = False) -> None:
+    """What every step must keep to, whatever the plan; one that is captured may have any number of rows of nobody."""
     ids, table, tokens = inputs.input_ids, inputs.block_table, int(inputs.cu_seqlens_q[-1])
     assert ids.dtype == inputs.positions.dtype == inputs.slot_mapping.dtype == inputs.logit_rows.dtype == torch.int64
     assert inputs.cu_seqlens_q.dtype == inputs.context_lens.dtype == table.dtype == torch.int32
-    assert ids.shape == inputs.positions.shape == inputs.slot_mapping.shape == (max(2, tokens),)
+    assert ids.shape == inputs.positions.shape == inputs.slot_mapping.shape
+    assert len(ids) >= max(2, tokens) if captured else len(ids) == max(2, tokens)
     assert inputs.cu_seqlens_q.shape == (table.shape[0] + 1,) and inputs.context_lens.shape == table.shape[:1]
     assert min(*table.shape, len(inputs.logit_rows)) >= 2
     assert all(tensor.is_contiguous() for tensor in vars(inputs).values() if isinstance(tensor, Tensor))

@@ -41,17 +41,20 @@ class SameTokens(RuleBasedStateMachine):
         batching=st.sampled_from(["inflight_fused", "inflight", "static"]),
         order=st.sampled_from(["first_come", "fair"]),
         overlap=st.booleans(),
+        captured=st.booleans(),
         seed=st.integers(0, 99),
     )
-    def start(self, blocks: int, policy: str, batching: str, order: str, overlap: bool, seed: int) -> None:
+    def start(
+        self, blocks: int, policy: str, batching: str, order: str, overlap: bool, captured: bool, seed: int
+    ) -> None:
         moods = random.Random(seed)
-        self.program = SimulatedProgram()
+        self.program = SimulatedProgram(captured=captured)
         self.engine = simulated_engine(
             self.program,
-            stream=PlayedStream(lambda: moods.choice((0, 0, 1, 9))),
+            stream=PlayedStream(lambda: moods.choice((0, 0, 1, 9)), captures=captured),
             block_size=2,
             max_kv_tokens=2 * blocks,
-            token_budget=7,
+            token_budget=7 if seed % 2 else 70,
             max_requests=5,
             scheduler_policy=policy,
             batching=batching,

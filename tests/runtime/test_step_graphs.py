@@ -15,7 +15,7 @@ from selective_compile.runtime.step_graphs import sizes_up_to
 from tests.models import VOCABULARY, tiny
 from tests.oracle import assert_same_tokens
 from tests.runtime.engine_checks import run_until_idle
-from tests.runtime.played_stream import PlayedStream
+from tests.runtime.played_stream import TapedStream
 
 
 def tiny_mamba2() -> Any:
@@ -52,7 +52,7 @@ def submit_some(engine: Engine, seed: int, count: int, vocabulary: int) -> list[
 def test_the_tokens_are_those_of_steps_that_are_not_captured(family: str, budget: int) -> None:
     model = tiny_mamba2() if family == "mamba2" else tiny(family)
     moods = random.Random(1)
-    stream = PlayedStream(lambda: moods.choice((0, 0, 1, 9)), captures=True)
+    stream = TapedStream(lambda: moods.choice((0, 0, 1, 9)), captures=True)
     config = EngineConfig(
         compile=False, block_size=4, max_kv_tokens=4 * 40, max_requests=5, token_budget=budget, block_reuse=False
     )
@@ -80,7 +80,7 @@ def test_changed_weights_are_seen_and_a_failed_step_leaves_nothing_wrong() -> No
     model = tiny("llama")
     config = EngineConfig(compile=False, block_size=4, max_kv_tokens=400)
     program = compile_step_program(model, config)
-    engine = Engine(model, config, program=program, stream=PlayedStream(captures=True))
+    engine = Engine(model, config, program=program, stream=TapedStream(captures=True))
     prompt = [3, 4, 5]
     before = engine.submit(prompt, max_new_tokens=6)
     run_until_idle(engine)
@@ -112,7 +112,7 @@ def test_changed_weights_are_seen_and_a_failed_step_leaves_nothing_wrong() -> No
 
 def test_what_cannot_be_captured_is_launched_and_told_of(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny("llama")
-    stream = PlayedStream(captures=True)
+    stream = TapedStream(captures=True)
 
     def refuse(work: Any, keep: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -127,7 +127,7 @@ def test_what_cannot_be_captured_is_launched_and_told_of(caplog: pytest.LogCaptu
 
 
 def test_a_step_that_is_captured_reads_no_number_of_the_host() -> None:
-    stream = PlayedStream(captures=True)
+    stream = TapedStream(captures=True)
     values = torch.arange(4)
 
     def reads() -> None:
@@ -149,3 +149,20 @@ def test_on_a_gpu(family: str) -> None:
         if not request.params.do_sample:
             assert_same_tokens(alone, request.prompt_ids, request.tokens)
     assert engine._runner.num_captured > 0
+
+
+@pytest.mark.gpu
+def test_a_decode_step_on_a_gpu_reads_nothing_but_the_late_tokens() -> None:
+    model: Any = tiny("llama").cuda()
+    engine = Engine(model, EngineConfig(max_kv_tokens=4096, max_requests=5))
+    requests = [engine.submit([1, 2, 3 + n], max_new_tokens=40, do_sample=n > 1) for n in range(4)]
+    for _ in range(8):
+        engine.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(10):
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    run_until_idle(engine)
+    assert all(len(request.tokens) == 40 for request in requests)
