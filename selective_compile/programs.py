@@ -44,7 +44,9 @@ def compile_step_program(model: nn.Module, config: EngineConfig) -> Program:
 
 def _compiled(model: nn.Module, config: EngineConfig) -> Program:
     try:
-        proved = prove(model, config.fallback, config.max_attention_window)
+        # The maps on both sides of the products are a library's, which sums by the number of rows.
+        latents = config.latents == "compressed" and not config.batch_invariant
+        proved = prove(model, config.fallback, config.max_attention_window, latents=latents)
     except RefusedError as error:
         if config.fallback != "sequential":
             raise

@@ -6,6 +6,8 @@ are given float64 (which the ops do not take): that is the exact result the kern
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -76,6 +78,23 @@ def varlen_attention(
         attended = _attend(q, k, v, positions, scale, window, softcap, chunk, sinks, slopes, chosen)
         output[begin:end] = attended.to(query.dtype)
     return output
+
+
+def latent_attention(
+    query: Tensor,
+    key: Tensor,
+    key_pool: Tensor,
+    cu_seqlens_q: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    value_size: int,
+    *score: Any,
+    **options: Any,
+) -> Tensor:
+    """`selective::latent_attention`: attention whose values are its keys, cut off. Returns [T, H, value_size]."""
+    pools, metadata = (key_pool, key_pool), (cu_seqlens_q, context_lens, block_table, slot_mapping)
+    return ragged_attention(query, key, key, *pools, *metadata, *score, **options)[..., :value_size].contiguous()
 
 
 def ragged_top_keys(

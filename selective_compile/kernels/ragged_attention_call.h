@@ -27,6 +27,9 @@ struct Call {
   double scale, softcap;
 };
 
+// The values are the first numbers of the keys: written with them, and in int8 of their scale.
+inline bool values_in_keys(const Call& call) { return call.context_lens && call.value_pool == call.key_pool; }
+
 enum Status { OK = 0, BAD_ROWS = 1, BAD_CONTEXT = 2, BAD_BLOCK = 3, BAD_SLOT = 4, BAD_DTYPE = 5 };
 
 constexpr int TILE_VECTORS = 64;   // query vectors of a tile

@@ -49,7 +49,7 @@ template <typename T, typename S> class Plan : public Layout<T, S> {
       S* values = pool(call_.value_pool) + block * call_.value_block + offset * call_.value_slot;
       for (int64_t k = 0; k < call_.heads; ++k) {
         keep(keys + k * call_.key_block_head, key + k * call_.key_head, call_.size);
-        keep(values + k * call_.value_block_head, value + k * call_.value_head, call_.value_size);
+        if (!values_in_keys(call_)) keep(values + k * call_.value_block_head, value + k * call_.value_head, call_.value_size);
       }
     };
     int64_t bytes = call_.rows * call_.heads * (call_.size + call_.value_size) * sizeof(T), chunk = 16;
