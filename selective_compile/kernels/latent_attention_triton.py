@@ -12,14 +12,17 @@ A latent is loaded once for both products, and the rest of the row is a product 
 would be padded to 1024. All heads read the same rows, so that a tile is as many of them as its registers have room for,
 in decoding as in prefill; the others' programs find the rows in the second-level cache.
 
-With selected keys, ALiBi, softcap or chunks, which no model with latents has so far but the first, the kernels for
-ordinary keys and values attend, each head of a tile's own to a copy of the one key/value head that takes no memory.
+With a selection of keys, a tile is one row, and its keys are those selected for it; they are not split.
+
+With ALiBi, softcap or chunks, which no model with latents has so far, the kernels for ordinary keys and values attend,
+the heads of each tile to a copy of the one key/value head that takes no memory.
 
 None of it has been timed on a GPU.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -37,7 +40,7 @@ LEAST = 16
 
 @triton.jit(
     do_not_specialize=["num_rows", "num_requests", "table_stride", "num_splits", "split_length"],
-    do_not_specialize_on_alignment=["cu_seqlens_q", "context_lens", "block_table", "sinks"],
+    do_not_specialize_on_alignment=["cu_seqlens_q", "context_lens", "block_table", "sinks", "selection"],
 )
 def _latent_kernel(
     output,  # [T, H, VALUE_SIZE] contiguous
@@ -50,6 +53,7 @@ def _latent_kernel(
     context_lens,  # [N]
     block_table,  # [N, max_blocks]
     sinks,  # [H] or None
+    selection,  # [T, COUNT] or None; BLOCK_Q is 1 then
     num_rows,
     num_requests,
     num_splits,
@@ -61,6 +65,7 @@ def _latent_kernel(
     table_stride,
     SCALE: tl.constexpr,
     WINDOW: tl.constexpr,
+    COUNT: tl.constexpr,
     HEADS: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     REST_SIZE: tl.constexpr,
@@ -111,6 +116,9 @@ def _latent_kernel(
     key_begin = first_key(context - row_end + first_row, WINDOW, 0)
     begin = key_begin // BLOCK_N * BLOCK_N
     end = key_end
+    if selection is not None:
+        # The selected positions come first: no row has more of them than it has keys.
+        end = tl.minimum(key_end, COUNT)
     if SPLIT:
         split = tl.program_id(2)
         divided = (row_end - row_begin <= BLOCK_Q) & (key_end - begin > split_length)
@@ -134,6 +142,8 @@ def _latent_kernel(
     accumulator = tl.full([BLOCK_M, BLOCK_R], 0.0, tl.float32)
     for start in range(begin, end, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
+        if selection is not None:
+            j = tl.load(selection + first_row.to(tl.int64) * COUNT + j, j < COUNT, -1)
         read = (j >= key_begin) & (j < key_end)
         entry = block_table + request.to(tl.int64) * table_stride + j // BLOCK_SIZE
         offset = tl.load(entry, mask=read, other=0).to(tl.int64) * block_stride + j % BLOCK_SIZE * slot_stride
@@ -171,14 +181,17 @@ def _latent_kernel(
     tl.store(output + output_offset[:, None] + r[None, :], result.to(output.dtype.element_ty), value_mask)
 
 
-def tile_sizes(heads: int, bytes_per_element: int) -> tuple[int, int, int, int]:
-    """BLOCK_Q, BLOCK_H, BLOCK_N and warps: the largest that compile without a spill for every target at 512 + 64.
+def tile_sizes(heads: int, bytes_per_element: int, *, rocm: bool) -> tuple[int, int, int, int]:
+    """BLOCK_Q, BLOCK_H, BLOCK_N and warps: the largest that compile without a spill for a latent of 512 and 64 more.
 
-    A float32 product runs on the vector units and holds its operands in registers.
+    Every tile of heads reads all rows again, from the second-level cache if they are there: of 128 heads, with 16 in a
+    tile, that reading would take longer than the products. 64 rows spill on sm_90, and 32 on gfx942 as they do in
+    float32, whose products run on the vector units and hold their operands in registers. Not measured on a GPU.
     """
-    block_m = 16
+    wide = bytes_per_element == 4
+    block_m = min(LEAST if wide or rocm else 2 * LEAST, max(LEAST, triton.next_power_of_2(heads)))
     block_h = min(block_m, triton.next_power_of_2(heads))
-    return block_m // block_h, block_h, 16, 8 if bytes_per_element == 4 else 4
+    return block_m // block_h, block_h, 16 if wide else 32, 8 if wide or block_m > LEAST else 4
 
 
 def latent_attention(
@@ -206,18 +219,19 @@ def latent_attention(
     if key_pool.dtype is not query.dtype:
         raise ValueError(f"the pool must be {query.dtype} for Triton's kernels, got {key_pool.dtype}")
     selection_triton.write_keys(key, key_pool, slot_mapping)
+    if selection is not None and (window or chunk):
+        raise ValueError(f"window and chunk must be 0 with a selection, got {window} and {chunk}")
     metadata = (cu_seqlens_q, context_lens, block_table)
-    values = key_pool[..., :value_size]
+    if not softcap and not chunk and slopes is None:
+        return _attend(query, key_pool, (*metadata, sinks, selection), value_size, scale, window)
+    copies = query.shape[1] // _group(query.shape[1])
+    keys, values = (pool.expand(-1, copies, -1, -1) for pool in (key_pool, key_pool[..., :value_size]))
     if selection is not None:
         options = ((scale, softcap), sinks, slopes, selection)
-        return selection_triton.ragged_selected_attention(query, key_pool, values, metadata, *options)
-    if softcap or chunk or slopes is not None:
-        copies = query.shape[1] // _group(query.shape[1])
-        pools = tuple(pool.expand(-1, copies, -1, -1) for pool in (key_pool, values))
-        strides = (*pools[0].stride()[:3], *pools[1].stride()[:3])
-        score, sizes = (scale, window, softcap, chunk), (copies, key_pool.shape[2])
-        return attend(query, pools, (*metadata, sinks, slopes), strides, sizes, score, whole=True)  # type: ignore[arg-type]
-    return _attend(query, key_pool, metadata, sinks, value_size, scale, window)
+        return selection_triton.ragged_selected_attention(query, keys, values, metadata, *options)
+    strides, sizes = (*keys.stride()[:3], *values.stride()[:3]), (copies, key_pool.shape[2])
+    score = (scale, window, softcap, chunk)
+    return attend(query, (keys, values), (*metadata, sinks, slopes), strides, sizes, score, whole=True)
 
 
 def _group(heads: int) -> int:
@@ -228,20 +242,23 @@ def _group(heads: int) -> int:
 def _attend(
     query: Tensor,
     pool: Tensor,
-    metadata: tuple[Tensor, Tensor, Tensor],
-    sinks: Tensor | None,
+    metadata_sinks_selection: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
     value_size: int,
     scale: float,
     window: int,
 ) -> Tensor:
     (num_rows, heads, size), block_size = query.shape, pool.shape[2]
+    *metadata, sinks, selection = metadata_sinks_selection
     cu_seqlens_q, context_lens, block_table = metadata
     num_requests = context_lens.shape[0]
     assert query.stride(-1) == pool.stride(-1) == 1, "rows must be contiguous"
     assert sinks is None or sinks.is_contiguous(), "heads must be contiguous"
-    block_q, block_h, block_n, num_warps = tile_sizes(heads, query.element_size())
+    rocm = torch.version.hip is not None
+    block_q, block_h, block_n, num_warps = tile_sizes(heads, query.element_size(), rocm=rocm)
+    if selection is not None:
+        block_q, block_h, selection = 1, block_q * block_h, selection.contiguous()
     blocks_of_heads = triton.cdiv(heads, block_h)
-    capacity = block_table.shape[-1] * block_size
+    capacity = 0 if selection is not None else block_table.shape[-1] * block_size
     splits = split_config(
         num_rows=num_rows,
         num_requests=num_requests,
@@ -257,9 +274,10 @@ def _attend(
     grid = (num_rows // block_q + num_requests + 1, blocks_of_heads, splits.count)
     # fmt: off
     on_device(_latent_kernel, query)[grid](
-        output, *(parts or (None, None, None)), query, pool, *metadata, sinks, num_rows, num_requests, splits.count,
-        splits.length, *query.stride()[:2], pool.stride(0), pool.stride(2), block_table.stride(0), scale, window,
-        heads, value_size, size - value_size, block_size, block_q, block_h, block_n, block_r, block_e,
+        output, *(parts or (None, None, None)), query, pool, *metadata, sinks, selection, num_rows, num_requests,
+        splits.count, splits.length, *query.stride()[:2], pool.stride(0), pool.stride(2), block_table.stride(0), scale,
+        window, 0 if selection is None else selection.shape[1], heads, value_size, size - value_size, block_size,
+        block_q, block_h, block_n, block_r, block_e,
         # The interpreter would multiply the bit patterns of bfloat16.
         not query.is_cuda, split, num_warps=num_warps, num_stages=2, enable_fp_fusion=True,
     )

@@ -14,6 +14,16 @@ from selective_compile.kernels import ragged_attention_cpu
 from selective_compile.ops import forced_implementation
 from tests.kernels.ragged_cases import CHUNK, DECODE, MIXED, PREFILL, Case, Inputs, make_inputs
 
+triton = pytest.importorskip("triton")
+latents = pytest.importorskip("selective_compile.kernels.latent_attention_triton")
+tiles = pytest.importorskip("selective_compile.kernels.ragged_attention_tiles")
+ahead = pytest.importorskip("tests.kernels.ahead_of_time")
+TARGETS = ahead.TARGETS
+compiling = pytest.mark.skipif(
+    not isinstance(latents._latent_kernel, triton.JITFunction),
+    reason="TRITON_INTERPRET is set: kernels cannot be compiled",
+)
+
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
@@ -100,27 +110,24 @@ def test_on_a_cpu(each: Case, dtype: torch.dtype, int8: bool) -> None:
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
 @pytest.mark.parametrize(("each", "dtype"), runs(*CASES), ids=str)
 def test_in_tritons_interpreter(each: Case, dtype: torch.dtype) -> None:
-    pytest.importorskip("triton")
     check("triton", make_inputs(each, dtype))
 
 
 @pytest.mark.parametrize("implementation", ["cpu", "triton"])
 def test_selected_keys(implementation: str) -> None:
-    pytest.importorskip("triton" if implementation == "triton" else "torch")
-    inputs = make_inputs(case("", ((3, 20), (1, 33)), 6, 24, sinks=0.5), torch.float32)
+    inputs = make_inputs(case("", ((3, 20), (1, 33)), 6, 24, sinks=0.5, padding_rows=1), torch.float32)
     generator = torch.Generator().manual_seed(1)
-    selection = torch.full((4, 7), -1, dtype=torch.int32)
+    selection = torch.full((5, 7), -1, dtype=torch.int32)
     for row, position in enumerate((20, 21, 22, 33)):
         chosen = torch.randperm(position + 1, generator=generator)[: 7 - row].sort().values
         selection[row, : len(chosen)] = chosen
     check(implementation, inputs, selection)
+    check(implementation, dataclasses.replace(inputs, softcap=2.0), selection)
     if implementation == "cpu":
         check(implementation, inputs.with_int8_pools(), selection)
 
 
 def test_keys_are_split_and_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    latents = pytest.importorskip("selective_compile.kernels.latent_attention_triton")
-    tiles = pytest.importorskip("selective_compile.kernels.ragged_attention_tiles")
     monkeypatch.setattr(latents, "split_config", lambda **sizes: tiles.SplitConfig(count=9, length=16))
     for each in (case("", DECODE, 20, 40, sinks=0.5), case("", ((3, 90), (1, 130), (5, 3)), 4, 24, window=60)):
         check("triton", make_inputs(each, torch.float32))
@@ -142,3 +149,63 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_schema_and_fake() -> None:
     inputs = make_inputs(CASES[0], torch.float32)
     torch.library.opcheck(latent_ops.latent_attention, arguments(inputs), test_utils=("test_schema", "test_faketensor"))
+
+
+VARIANTS = {
+    "decode": ("bf16", {}),
+    "window_and_sinks": ("fp16", {"WINDOW": 128, "sinks": "*bf16", "SPLIT": False}),
+    "selection": ("bf16", {"COUNT": 2048, "selection": "*i32", "SPLIT": False}),
+    "float32": ("fp32", {}),
+}
+
+
+@pytest.fixture
+def triton_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel compiled by an earlier run would prove nothing about this one."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+
+
+@compiling
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_it_compiles_ahead_of_time_without_spills(target: Any, name: str, tmp_path: Any, triton_cache: None) -> None:
+    """For 128 heads, a latent of 512 numbers and 64 more."""
+    element, changes = VARIANTS[name]
+    wide = element == "fp32"
+    block_q, block_h, block_n, warps = latents.tile_sizes(128, 4 if wide else 2, rocm=target.backend == "hip")
+    types = dict.fromkeys(("output", "query", "rows"), "*" + element)
+    types |= dict.fromkeys(("sums", "maxima", "totals"), "*fp32")
+    types |= dict.fromkeys(("cu_seqlens_q", "context_lens", "block_table"), "*i32")
+    types |= {name: changes[name] for name in ("sinks", "selection") if name in changes}
+    constants = {"SCALE": 0.1, "WINDOW": 0, "COUNT": 0, "HEADS": 128, "VALUE_SIZE": 512, "REST_SIZE": 64}
+    constants |= {"BLOCK_Q": block_q, "BLOCK_H": block_h, "BLOCK_N": block_n, "BLOCK_R": 512, "BLOCK_E": 64}
+    constants |= {"BLOCK_SIZE": 32, "WIDEN": False, "SPLIT": True} | changes
+    constants = {name: value for name, value in constants.items() if name not in types}
+    constants |= {name: None for name in ("sinks", "selection") if name not in changes}
+    constants |= {} if constants["SPLIT"] else dict.fromkeys(("sums", "maxima", "totals"))
+    compiled = ahead.compile_ahead(latents._latent_kernel, target, types, constants, num_warps=warps, num_stages=2)
+    ahead.assert_ships(compiled, target, tmp_path)
+
+
+@compiling
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_the_merge_of_so_large_values_compiles_ahead_of_time(target: Any, tmp_path: Any, triton_cache: None) -> None:
+    merges = pytest.importorskip("selective_compile.kernels.ragged_attention_merge_triton")
+    types = {"output": "*bf16", "cu_seqlens_q": "*i32", "context_lens": "*i32"}
+    types |= dict.fromkeys(("sums", "maxima", "totals"), "*fp32")
+    constants = {"WINDOW": 0, "CHUNK": 0, "HEADS": 128, "VALUE_SIZE": 512, "BLOCK_Q": 1, "BLOCK_N": 32}
+    constants |= {"BLOCK_S": merges.BLOCK_S, "BLOCK_DV": 512}
+    compiled = ahead.compile_ahead(merges._merge_kernel, target, types, constants, num_warps=4)
+    ahead.assert_ships(compiled, target, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("each", [*CASES, *LONG], ids=str)
+def test_on_a_gpu(each: Case, dtype: torch.dtype) -> None:
+    inputs = make_inputs(each, dtype)
+    expected = reference.latent_attention(*arguments(inputs.to(torch.float64)))
+    on_gpu = [value.cuda() if isinstance(value, Tensor) else value for value in arguments(inputs)]
+    output = latent_ops.latent_attention(*on_gpu)
+    torch.testing.assert_close(output.cpu().double(), expected, rtol=0, atol=TOLERANCE[dtype])
