@@ -4,7 +4,8 @@
     row   [T, 1, r + d]      the latent and what all heads share: key, and in its first r columns value
     mixed [T, H, r]          each head times its matrix: [T, H, Dv]
 
-The weights stay where the model has them: their matrices are views of them, and nothing is multiplied beforehand.
+The weights stay where the model has them: their matrices are views of them, and nothing is multiplied beforehand.  On a
+CPU the products go to a kernel that reads these views; on a GPU they are a library's, which Inductor then knows.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ aten = torch.ops.aten
 def latent_query(graph: fx.Graph, latent: Latent, query: fx.Node, heads: int, head_size: int) -> fx.Node:
     """``[T, H, row size]`` of ``[T, H, D]``."""
     at, end = latent.at, latent.at + latent.key.size
-    own = times(graph, part(graph, query, 2, at, end), matrices(graph, latent.key, heads))
+    own = times(graph, part(graph, query, 2, at, end), latent.key, heads, transposed=True)
     others = [part(graph, query, 2, *bounds) for bounds in ((0, at), (end, head_size)) if bounds[0] < bounds[1]]
     return joined(graph, [own, *others])
 
@@ -40,8 +41,7 @@ def latent_row(graph: fx.Graph, latent: Latent, rows: fx.Node, shared: list[fx.N
 
 def latent_value(graph: fx.Graph, latent: Latent, mixed: fx.Node, heads: int) -> fx.Node:
     """``[T, H, Dv]`` of ``[T, H, r]``."""
-    transposed = graph.call_function(aten.transpose.int, (matrices(graph, latent.value, heads), 1, 2))
-    return times(graph, mixed, transposed)
+    return times(graph, mixed, latent.value, heads, transposed=False)
 
 
 def matrices(graph: fx.Graph, rows: PerHead, heads: int) -> fx.Node:
@@ -53,10 +53,13 @@ def matrices(graph: fx.Graph, rows: PerHead, heads: int) -> fx.Node:
     return part(graph, of_heads, 1, rows.first - begin, rows.first - begin + rows.size)
 
 
-def times(graph: fx.Graph, of_tokens: fx.Node, matrices: fx.Node) -> fx.Node:
-    """``[T, H, a] @ [H, a, b]`` for each head: ``[T, H, b]``."""
-    call = graph.call_function
-    product = call(aten.bmm.default, (call(aten.transpose.int, (of_tokens, 0, 1)), matrices))
+def times(graph: fx.Graph, of_tokens: fx.Node, rows: PerHead, heads: int, *, transposed: bool) -> fx.Node:
+    """``[T, H, n]`` times each head's matrix, or its transpose."""
+    call, weights = graph.call_function, matrices(graph, rows, heads)
+    if rows.weight.meta["val"].device.type == "cpu":
+        return call(torch.ops.selective.head_products.default, (of_tokens, weights, transposed))
+    by_heads = call(aten.transpose.int, (of_tokens, 0, 1))
+    product = call(aten.bmm.default, (by_heads, weights if transposed else call(aten.transpose.int, (weights, 1, 2))))
     return call(aten.transpose.int, (product, 0, 1))
 
 

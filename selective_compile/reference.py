@@ -97,6 +97,12 @@ def latent_attention(
     return ragged_attention(query, key, key, *pools, *metadata, *score, **options)[..., :value_size].contiguous()
 
 
+def head_products(x: Tensor, weight: Tensor, transposed: bool) -> Tensor:
+    """`selective::head_products`: each head's rows times its own matrix. [T, H, size], or transposed [T, H, r]."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return torch.einsum("thn,hnr->thr" if transposed else "thr,hnr->thn", x.to(wide), weight.to(wide)).to(x.dtype)
+
+
 def ragged_top_keys(
     query: Tensor,
     key: Tensor,
