@@ -13,6 +13,7 @@ from transformers import DynamicCache
 import selective_compile as sc
 from selective_compile.backend import Program, compile_step_program, report_of
 from selective_compile.int8_rows import dequantised, quantised
+from selective_compile.programs import keeps_latents
 from selective_compile.runtime.logit_error import prompt_logits
 from tests.exactness import TOLERANCE, engine_error
 from tests.models import LATENT_OWN, VOCABULARY, tiny
@@ -94,15 +95,30 @@ def test_what_is_kept_is_told_and_can_be_keys_and_values(served: tuple[Any, Prog
     assert f"latents, {4 * ROW} bytes a token and not {4 * 4 * (16 + 8 + 12)}" in str(report_of(program, model))
     assert sc.Engine(model, CONFIG, program=program).kv_bytes_per_token == 2 * 4 * ROW
     small = tiny("deepseek_v3", attention="eager", num_hidden_layers=1)
-    for options in ({"latents": "expanded"}, {"batch_invariant": True}):
-        config = sc.EngineConfig(**{**vars(CONFIG), **options})
-        expanded = compile_step_program(small, config)
-        engine = sc.Engine(small, config, program=expanded)
-        assert engine.kv_bytes_per_token == 4 * 4 * (16 + 8 + 12)
-        assert "latents" not in str(report_of(expanded, small))
-        assert_generated_alone(small, SHARED, engine.submit(SHARED, max_new_tokens=5).result().tokens)
+    config = sc.EngineConfig(**{**vars(CONFIG), "latents": "expanded"})
+    expanded = compile_step_program(small, config)
+    engine = sc.Engine(small, config, program=expanded)
+    assert engine.kv_bytes_per_token == 4 * 4 * (16 + 8 + 12)
+    assert "latents" not in str(report_of(expanded, small))
+    assert_generated_alone(small, SHARED, engine.submit(SHARED, max_new_tokens=5).result().tokens)
     with pytest.raises(ValueError, match="latents must be that which the program was compiled for, 'compressed'"):
         sc.Engine(model, sc.EngineConfig(**{**vars(CONFIG), "latents": "expanded"}), program=program)
+
+
+def test_batch_invariance(served: tuple[Any, Program]) -> None:
+    """The same bits alone and among others, in other chunks; expanded where a library multiplies by the maps."""
+    model, program = served
+    assert not any("head_products" in line for line in report_of(program, model).batch_dependent)
+    found = []
+    for options in ({"token_budget": 64}, {"token_budget": 5}):
+        config = sc.EngineConfig(**{**vars(CONFIG), "batch_invariant": True, "max_kv_tokens": 400, **options})
+        assert keeps_latents(model, config)
+        engine = sc.Engine(model, config, program=program)
+        others = [engine.submit(prompt, max_new_tokens=9) for prompt in PROMPTS[: len(found) * 3]]
+        found.append(engine.submit(SHARED, max_new_tokens=6, output_logits=True, request_id="a").result())
+        assert all(other.result().tokens for other in others)
+    assert all(torch.equal(one, other) for one, other in zip(found[0].logits, found[1].logits, strict=True))
+    assert not keeps_latents(model, sc.EngineConfig(batch_invariant=True, implementation="triton"))
 
 
 class Rounding(DynamicCache):
