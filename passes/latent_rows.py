@@ -56,11 +56,15 @@ def matrices(graph: fx.Graph, rows: PerHead, heads: int) -> fx.Node:
 def times(graph: fx.Graph, of_tokens: fx.Node, rows: PerHead, heads: int, *, transposed: bool) -> fx.Node:
     """``[T, H, n]`` times each head's matrix, or its transpose."""
     call, weights = graph.call_function, matrices(graph, rows, heads)
-    if rows.weight.meta["val"].device.type == "cpu":
+    if has_kernel(rows.weight):
         return call(torch.ops.selective.head_products.default, (of_tokens, weights, transposed))
     by_heads = call(aten.transpose.int, (of_tokens, 0, 1))
     product = call(aten.bmm.default, (by_heads, weights if transposed else call(aten.transpose.int, (weights, 1, 2))))
     return call(aten.transpose.int, (product, 0, 1))
+
+
+def has_kernel(weight: fx.Node) -> bool:
+    return bool(weight.meta["val"].device.type == "cpu")
 
 
 def part(graph: fx.Graph, node: fx.Node, dim: int, begin: int, end: int) -> fx.Node:

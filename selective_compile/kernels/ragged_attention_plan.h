@@ -64,7 +64,8 @@ template <typename T, typename S> class Plan : public Layout<T, S> {
       for (int64_t n = 0; n < call_.requests; ++n) {
         int64_t vectors = rows(n) * group_;
         if (vectors == 0 || (vectors < W) != few) continue;
-        int64_t split = few ? FEW_SPLIT : vectors <= 4 * TILE_VECTORS ? TILE_SPLIT : INT32_MAX;
+        const int64_t split_of_tiles = call_.heads == 1 ? ONE_HEAD_SPLIT : TILE_SPLIT;
+        int64_t split = few ? FEW_SPLIT : vectors <= 4 * TILE_VECTORS ? split_of_tiles : INT32_MAX;
         int64_t heads = few ? few_heads : 1;
         for (int64_t v = (vectors - 1) / TILE_VECTORS * TILE_VECTORS; v >= 0; v -= TILE_VECTORS)
           for (int64_t k = 0; k < call_.heads; k += heads)

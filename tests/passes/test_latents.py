@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from selective_compile.passes import latent_rows
 from selective_compile.passes.flatten import FlatGraph, flatten
 from selective_compile.passes.latents import recognise_latents
 from selective_compile.passes.sampled_rows import keep_sampled_rows
@@ -150,6 +151,16 @@ def test_weights_are_read_where_they_are() -> None:
     after = in_chunks(flat, request, pool, 0)
     torch.testing.assert_close(after, interleaved(*request, weight)[0], rtol=0, atol=1e-5)
     assert float((after - before).abs().max()) > 0.1
+
+
+def test_on_a_gpu_the_maps_are_multiplied_by_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latent_rows, "has_kernel", lambda weight: False)
+    flat = flat_of(interleaved, UP)
+    targets = [str(node.target) for node in flat.module.graph.nodes]
+    assert targets.count("aten.bmm.default") == 2 and "selective.head_products.default" not in targets
+    request = [sample(n, 1, 5) for n in "qxy"]
+    ours = in_chunks(flat, request, torch.zeros(2, 1, BLOCK, RANK + ROPE), 0)
+    torch.testing.assert_close(ours, interleaved(*request, UP)[0], rtol=0, atol=1e-5)
 
 
 def test_rows_are_selected_behind_the_attention() -> None:
