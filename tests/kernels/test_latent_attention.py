@@ -46,7 +46,7 @@ CASES = (
 )
 VALUES = {20: 16, 24: 16, 40: 32, 72: 64, 576: 512}
 LONG = (case("long_decode", ((1, 2100), (1, 700)), 3, 24), case("long", ((1, 2500), (9, 2000)), 16, 40))
-HALF = ("mixed", "sinks", "as_large_as_deepseek")
+HALF = ("sinks", "as_large_as_deepseek")
 
 
 def arguments(inputs: Inputs, value_size: int | None = None) -> tuple[Any, ...]:
