@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+import selective_compile.latent_ops
 import selective_compile.ops
 import selective_compile.selection_ops
 import selective_compile.state_ops  # noqa: F401  (all register the operators that the flat graph calls)
@@ -17,6 +18,7 @@ from selective_compile.passes.attention import recognise_attention
 from selective_compile.passes.flatten import FlatGraph, flatten
 from selective_compile.passes.isolate import isolate
 from selective_compile.passes.isolated_call import WholeModules
+from selective_compile.passes.latents import recognise_latents
 from selective_compile.passes.lower import lower
 from selective_compile.passes.mask_proof import prove_masks
 from selective_compile.passes.merge import merge
@@ -43,6 +45,7 @@ ANALYSES: tuple[tuple[str, Callable[[TracedGraph], int]], ...] = (
     ("recognise selections", recognise_selections),  # before attention, whose masks may read them
     ("recognise attention", recognise_attention),  # needs the marks: a softmax over keys is one over a token axis
     ("prove masks", prove_masks),  # needs the calls: a mask is what is added to or hides their scores
+    ("recognise latents", recognise_latents),  # last: flattening then gives a call whose rows are proved its one pool
 )
 REWRITES: tuple[tuple[str, Callable[[FlatGraph], int]], ...] = (
     ("keep sampled rows", keep_sampled_rows),  # on the flat graph, where a row is a token
@@ -94,15 +97,17 @@ def rewrite(
     functions: Mapping[str, Any] | None = None,
     max_window: int | None = None,
     modules: WholeModules | None = None,
+    latents: bool = True,
 ) -> Rewrite:
     """Run the pipeline on Dynamo's graph.
 
     ``paged``: for the engine, with KV pools and sampled rows; otherwise for a padded call, whole in one step.  ``ones``
     is the source of a token input that is never anything but 1, as the engine's attention mask.  ``functions`` are what
     capture left whole, by name, with what they compute; ``modules`` are those that it left whole.  ``max_window``: let
-    no attention see farther, whatever the model says; that is no part of the pipeline, for it changes results.  What
-    cannot be proved stands in ``refusals`` and leaves ``flat`` None.  Raises `RefusedError` when the graph's inputs are
-    not those of a decoder at all.
+    no attention see farther, whatever the model says; that is no part of the pipeline, for it changes results.
+    ``latents``: pools keep what keys and values are made of, where that pays.  What cannot be proved stands in
+    ``refusals`` and leaves ``flat`` None.  Raises `RefusedError` when the graph's inputs are not those of a decoder at
+    all.
     """
     traced = normalise(module, examples)
     traced.functions, traced.modules = functions or {}, modules
@@ -114,6 +119,8 @@ def rewrite(
     if paged and not all(tail.keeps_last for tail in result.tails):
         traced.refuse(traced.output_node, "it cuts off the logits of the last token")
     for name, analysis in ANALYSES:
+        if analysis is recognise_latents and not (paged and latents):
+            continue
         result.timed(name, lambda analysis=analysis: analysis(traced))  # type: ignore[misc]
     if paged and not traced.refusals:  # a request grows past any length, a padded call tests the one it is called with
         traced.refusals += traced.narrowings

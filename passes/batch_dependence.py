@@ -34,6 +34,7 @@ def batch_dependent(flat: FlatGraph) -> tuple[str, ...]:
 
     Of the operators of ours, `linear` sums few rows in another order than many, and attention does so for a request
     with few rows and one with many; both are told here, and neither depends on the batch in a batch-invariant engine.
+    `head_products` sums every row alike.
     """
     return tuple(map(_line, _dependent(flat)))
 
@@ -73,7 +74,8 @@ def _shown(node: fx.Node) -> str:
 
 
 def _is_ours(node: fx.Node) -> bool:
-    return str(node.target).startswith("selective.") and node.target is not isolated_rows
+    others = (isolated_rows, torch.ops.selective.head_products.default)
+    return str(node.target).startswith("selective.") and node.target not in others
 
 
 def _name(node: fx.Node) -> str:

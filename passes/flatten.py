@@ -20,6 +20,7 @@ from torch import fx
 
 from selective_compile.passes.axes import Axes, Axis, Sizes
 from selective_compile.passes.isolate import replace_isolated
+from selective_compile.passes.latent_rows import latent_query, latent_row, latent_value
 from selective_compile.passes.normalise import Symbols, retrace, tidy
 from selective_compile.passes.positional import is_positional_root, straight_line
 from selective_compile.passes.rules_lookup import reads_own_index
@@ -29,6 +30,7 @@ from selective_compile.passes.traced_graph import (
     AttentionCall,
     Input,
     KeySelection,
+    Latent,
     Operand,
     RecurrentCall,
     RefusedError,
@@ -47,8 +49,8 @@ HINT_TOKENS = 48
 @dataclass(kw_only=True)
 class FlatGraph:
     """The rewritten graph.  Placeholders in order: weights, token inputs ``[1, T]``, positions ``[T]`` if used,
-    metadata, then if paged a key and a value pool per call site, a pool of index keys per selection and a state pool
-    per recurrence, then ``logit_rows [R]`` once pass 8 has run.
+    metadata, then if paged a key and a value pool per call site, or a key pool alone where latents are kept, a pool of
+    index keys per selection and a state pool per recurrence, then ``logit_rows [R]`` once pass 8 has run.
 
     Calls that see equally far back share a block table and a slot mapping; those of the farthest are in the metadata
     first, those of the others follow it in the order of ``reaches``, and then the slots of recurrent states."""
@@ -145,7 +147,8 @@ class Flattener:
         last = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
         names = ["positions", *self.metadata]
         if self.paged:
-            names += [f"{kind}_pool_{i}" for i in range(len(self.traced.calls)) for kind in ("key", "value")]
+            for i, call in enumerate(self.traced.calls):
+                names += [f"{kind}_pool_{i}" for kind in (("key",) if call.latent else ("key", "value"))]
             names += [f"index_pool_{i}" for i in range(len(self.traced.selections))]
             names += [f"state_pool_{i}" for i in range(len(self.traced.recurrences))]
         for name in names:
@@ -166,24 +169,37 @@ class Flattener:
 
     def replace_attention(self, index: int, call: AttentionCall) -> None:
         with self.graph.inserting_before(call.output):
-            query, key, value = (self.arranged(x) for x in (call.query, call.key, call.value))
             assert call.family is not None
             options = (call.scale, call.family.window, call.softcap)
             others = self.options_of(index, call)
             metadata = [self.new[name] for name in self.metadata_of(call)]
-            if self.paged:
+            query = self.arranged(call.query)
+            if call.latent is not None:
+                query = latent_query(self.graph, call.latent, query, call.query.heads, call.query.head_size)
+                row, pool = self.latent_row(call.latent), self.new[f"key_pool_{index}"]
+                op = torch.ops.selective.latent_attention.default
+                arguments: tuple[Any, ...] = (query, row, pool, *metadata, call.latent.size, *options)
+            elif self.paged:
+                key, value = self.arranged(call.key), self.arranged(call.value)
                 pools = (self.new[f"key_pool_{index}"], self.new[f"value_pool_{index}"])
                 op = torch.ops.selective.ragged_attention.default
-                arguments: tuple[Any, ...] = (query, key, value, *pools, *metadata, *options)
+                arguments = (query, key, value, *pools, *metadata, *options)
             else:
+                key, value = self.arranged(call.key), self.arranged(call.value)
                 op = torch.ops.selective.varlen_attention.default
                 arguments = (query, key, value, *metadata, *options)
             mixed = self.graph.call_function(op, arguments, others)
             mixed.meta["stack_trace"] = call.output.meta.get("stack_trace")
+            if call.latent is not None:
+                mixed = latent_value(self.graph, call.latent, mixed, call.value.heads)
             result = self.shaped_as_output(call, mixed)
         call.output.replace_all_uses_with(result)
         self.replaced[call.output] = result
         self.graph.erase_node(call.output)  # dead code elimination keeps it: with dropout it would be random
+
+    def latent_row(self, latent: Latent) -> fx.Node:
+        shared = [self.arranged(columns.operand) for columns in latent.shared]
+        return latent_row(self.graph, latent, self.arranged(latent.rows), shared)
 
     def replace_recurrence(self, index: int, call: RecurrentCall) -> None:
         def own(name: str) -> fx.Node | None:
@@ -274,7 +290,7 @@ class Flattener:
 
     def replace_rows(self) -> None:
         """A table's rows read in the order of a request's tokens are read at their positions."""
-        for node in list(self.graph.nodes):
+        for node in [node for node in self.graph.nodes if node in self.traced.axes]:  # others were made here
             rows = table_rows(node, self.traced.axes, self.traced.sizes)
             if rows is None or rows.from_end or self.traced.axes[node].is_pair:
                 continue
@@ -420,14 +436,18 @@ class Flattener:
             selection = self.traced.selections[int(index)]
             return self.fake_pool(selection, selection.key)
         call = self.traced.calls[int(index)]
+        if call.latent is not None:
+            return self.fake_pool(call, call.latent.rows, call.latent.row_size)
         return self.fake_pool(call, call.key if kind == "key" else call.value)
 
-    def fake_pool(self, call: AttentionCall | KeySelection, operand: Operand) -> torch.Tensor:
+    def fake_pool(
+        self, call: AttentionCall | KeySelection, operand: Operand, row_size: int | None = None
+    ) -> torch.Tensor:
         value = operand.node.meta["val"]
         group = self.group_of(call)  # whose pools have a number of blocks of their own
         blocks = self.symbols.size(f"num_blocks_{group}" if group else "num_blocks", 27 + group)
         block_size = self.symbols.size("block_size", 16)
-        shape: list[Any] = [blocks, call.key.heads, block_size, operand.head_size]
+        shape: list[Any] = [blocks, operand.heads, block_size, row_size or operand.head_size]
         return torch.empty(shape, dtype=value.dtype, device=value.device)
 
 

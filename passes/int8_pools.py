@@ -16,14 +16,20 @@ from torch import fx
 from selective_compile.int8_rows import row_bytes
 from selective_compile.passes.flatten import FlatGraph
 
+# Which arguments of the operators are pools of keys and values.
+POOLS = {
+    torch.ops.selective.ragged_attention.default: slice(3, 5),
+    torch.ops.selective.latent_attention.default: slice(2, 3),
+}
+
 
 def keep_as_int8(flat: FlatGraph) -> int:
     """Give every attention call pools of int8 rows; how many calls got them."""
     places = {node: place for place, node in enumerate(placeholders(flat))}
     changed = 0
     for node in flat.module.graph.nodes:
-        if node.target is torch.ops.selective.ragged_attention.default:
-            pools = node.args[3:5]
+        if node.target in POOLS:
+            pools = node.args[POOLS[node.target]]
             for pool in pools:
                 example = flat.example_inputs[places[pool]]
                 if example.dtype != torch.int8:

@@ -58,7 +58,8 @@ def earliest(flat: FlatGraph, node: fx.Node) -> fx.Node | None:
         node = parents[0]
 
 
-ATTENTION = (torch.ops.selective.ragged_attention.default, torch.ops.selective.varlen_attention.default)
+ops = torch.ops.selective
+ATTENTION = (ops.ragged_attention.default, ops.varlen_attention.default, ops.latent_attention.default)
 
 
 def weight_only(flat: FlatGraph) -> set[fx.Node]:

@@ -149,6 +149,49 @@ class KeySelection:
         return f"the best {self.count} keys by {self.query.heads} heads of {self.key.head_size}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class PerHead:
+    """Of a weight [N, r], a matrix for each head: row i of head h is row ``first + h * step + i``, for i < ``size``."""
+
+    weight: fx.Node
+    first: int
+    step: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """Of the numbers of each token, ``size`` many from ``first`` on; ``operand`` has them as heads of size 1."""
+
+    operand: Operand
+    first: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """What keys and values are made of: ``rows``, one head of r numbers for each token.
+
+    The columns from ``at`` on of head h's key are ``key[h] @ rows``, the others, in order, are ``shared`` by all heads;
+    its value is ``value[h] @ rows``.
+    """
+
+    rows: Operand
+    key: PerHead
+    at: int
+    value: PerHead
+    shared: tuple[Columns, ...]
+
+    @property
+    def size(self) -> int:
+        return self.rows.head_size
+
+    @property
+    def row_size(self) -> int:
+        """Numbers that are kept of a token."""
+        return self.size + sum(columns.size for columns in self.shared)
+
+
 @dataclass(kw_only=True)
 class AttentionCall:
     """One recognised attention: ``output`` is the node whose value the ragged op replaces."""
@@ -169,6 +212,7 @@ class AttentionCall:
     sinks: fx.Node | None = None  # as many numbers as query heads, in their order
     family: MaskFamily | None = None
     selection: KeySelection | None = None  # of the keys that the family allows, only these
+    latent: Latent | None = None  # kept in place of keys and values
 
 
 @dataclass(frozen=True, kw_only=True)

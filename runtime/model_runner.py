@@ -294,7 +294,7 @@ def _host_slots(program: Program, config: EngineConfig, size: int) -> int:
 def _check_compiled_for(program: Program, config: EngineConfig) -> None:
     """Refuse a program that was compiled for another window, other pools or other weights: all are in its graph."""
     if isinstance(program, StepProgram):
-        for name in ("max_attention_window", "kv_dtype", "weights"):
+        for name in ("max_attention_window", "kv_dtype", "latents", "weights"):
             wanted, got = getattr(program.config, name), getattr(config, name)
             if wanted != got:
                 raise ValueError(f"{name} must be that which the program was compiled for, {wanted!r}, got {got!r}")

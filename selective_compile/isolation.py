@@ -71,11 +71,11 @@ class Proved:
     mode: Mode = "all tokens"
 
 
-def prove(model: nn.Module, fallback: Fallback, max_window: int | None = None) -> Proved:
+def prove(model: nn.Module, fallback: Fallback, max_window: int | None = None, *, latents: bool = True) -> Proved:
     """Capture and rewrite ``model``, isolating what still mixes unless ``fallback`` is "refuse".
 
-    `max_window`: as in `rewrite`, for a model in which nothing has to be isolated.  Modules that cannot be captured,
-    but treat tokens independently, are left as they are whatever ``fallback`` is.
+    `latents`: as in `rewrite`.  `max_window`: as there, for a model in which nothing has to be isolated.  Modules that
+    cannot be captured, but treat tokens independently, are left as they are whatever ``fallback`` is.
 
     Raises:
         RefusedError: what could not be proved, as it was found without isolating anything; or the model computes
@@ -85,7 +85,7 @@ def prove(model: nn.Module, fallback: Fallback, max_window: int | None = None) -
     try:
         if isinstance(model, nn.Module) and (hooks := hook_refusals(model)):
             raise RefusedError(hooks)  # not to be isolated: trials of a part would call them too
-        found = ragged(model, fallback, max_window)
+        found = ragged(model, fallback, max_window, latents=latents)
         departure = one_token_refusal(model, found.isolated) or handed_refusal(model)
         if departure is not None:  # not for isolated modules: `generate` has it in every step, and they see more tokens
             raise RefusedError([departure])
@@ -99,10 +99,10 @@ def prove(model: nn.Module, fallback: Fallback, max_window: int | None = None) -
         ) from error
 
 
-def ragged(model: nn.Module, fallback: Fallback, max_window: int | None) -> Proved:
+def ragged(model: nn.Module, fallback: Fallback, max_window: int | None, *, latents: bool) -> Proved:
     """As `prove`, for two tokens and more.  Nothing is isolated where ``max_window`` is given."""
     try:
-        captured, rewritten = proved(model, max_window)
+        captured, rewritten = proved(model, max_window, latents=latents)
         if rewritten.flat is None:
             raise UnprovedError(rewritten)
         return Proved(captured=captured, rewritten=rewritten, isolated={})
@@ -110,7 +110,7 @@ def ragged(model: nn.Module, fallback: Fallback, max_window: int | None) -> Prov
         kept = fallback == "refuse" and not any(refusal.operator == UNTRACEABLE for refusal in error.refusals)
         if kept or max_window is not None:
             raise
-        found = isolated(model, error, refuse=fallback == "refuse")
+        found = isolated(model, error, refuse=fallback == "refuse", latents=latents)
         if found is None:
             raise
         return found
@@ -151,10 +151,15 @@ def mode_found(model: nn.Module, found: Proved) -> Mode | None:
 
 
 def attempt(
-    model: nn.Module, traced: nn.Module, functions: Mapping[Place, Recognised], chosen: Mapping[str, Refusal]
+    model: nn.Module,
+    traced: nn.Module,
+    functions: Mapping[Place, Recognised],
+    chosen: Mapping[str, Refusal],
+    *,
+    latents: bool,
 ) -> Proved:
     """``traced`` is ``model`` with stand-ins for the ``chosen`` modules."""
-    captured, rewritten = captured_and_rewritten(traced, functions, modules=ModulesOf(model))
+    captured, rewritten = captured_and_rewritten(traced, functions, modules=ModulesOf(model), latents=latents)
     if rewritten.flat is None:
         raise UnprovedError(rewritten)
     return Proved(captured=captured, rewritten=rewritten, isolated=without_token_wise(chosen, rewritten))
@@ -167,7 +172,7 @@ def without_token_wise(chosen: Mapping[str, Refusal], rewritten: Rewrite) -> dic
     return {path: refusal for path, refusal in chosen.items() if path not in once}
 
 
-def isolated(model: nn.Module, error: RefusedError, *, refuse: bool = False) -> Proved | None:
+def isolated(model: nn.Module, error: RefusedError, *, refuse: bool = False, latents: bool = True) -> Proved | None:
     """With more and more modules isolated, until nothing is refused; None if that cannot be reached.
 
     ``refuse``: None also where modules would have to run for one request after another.
@@ -186,7 +191,7 @@ def isolated(model: nn.Module, error: RefusedError, *, refuse: bool = False) -> 
         chosen = outermost({**more, **chosen})
         replaced = {path: stand_in(path, results[path]) for path in chosen}
         try:
-            found = attempt(model, skeleton(model, replaced), functions, chosen)
+            found = attempt(model, skeleton(model, replaced), functions, chosen, latents=latents)
         except RefusedError as another:
             if refuse and isinstance(another, UnprovedError) and another.isolates:
                 return None

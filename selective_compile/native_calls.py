@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from selective_compile.call_values import Memory, NotFollowed, Pointer, Size, Storage, same
-from selective_compile.kernels import linear_cpu, ragged_attention_cpu
+from selective_compile.int8_rows import row_bytes
+from selective_compile.kernels import head_products_cpu, linear_cpu, ragged_attention_cpu
 from selective_compile.kernels.call_sequence_cpu import MOST_ARGUMENTS
 
 THREADS = Size.symbol(0)
@@ -127,7 +128,8 @@ class _Run:
 
     def _torch(self) -> _Torch:
         own = {"linear": self._linear, "linears": self._linears, "linears_int8": self._linears_int8}
-        own["ragged_attention"] = self._ragged_attention
+        own |= {"ragged_attention": self._ragged_attention, "latent_attention": self._latent_attention}
+        own["head_products"] = self._head_products
         overloads = {name: SimpleNamespace(default=run) for name, run in own.items()}
         return _Torch("torch", ops=_Only("torch.ops", selective=_Only("torch.ops.selective", **overloads)))
 
@@ -175,6 +177,21 @@ class _Run:
         score = (window, chunk, *addresses, scale, softcap)
         fields = ragged_attention_cpu.call_fields(output, **found, score=score, threads=THREADS)
         self._pack(ragged_attention_cpu.address_of("selective_attention"), fields, checked=True)
+        return output
+
+    def _latent_attention(self, query: Memory, key: Memory, pool: Memory, *arguments: Any, **named: Any) -> Memory:
+        *metadata, value_size = arguments[:5]
+        stored = row_bytes(value_size) if pool.dtype is torch.int8 else value_size
+        parts = [each.view((*each.shape[:-1], n), each.strides, 0) for each, n in ((key, value_size), (pool, stored))]
+        return self._ragged_attention(query, key, parts[0], pool, parts[1], *metadata, *arguments[5:], **named)
+
+    def _head_products(self, x: Memory, weight: Memory, transposed: bool) -> Memory:
+        taken = x.dtype in head_products_cpu.DTYPES and same(x.strides[2], 1) and same(weight.strides[2], 1)
+        if not taken or not head_products_cpu.available():
+            raise NotFollowed(f"products of heads of {x.dtype} by a library")
+        output = x.new_empty((*x.shape[:2], weight.shape[2 if transposed else 1]))
+        fields = head_products_cpu.call_fields(output, x, weight, transposed, THREADS)
+        self._pack(head_products_cpu.address_of("selective_head_products"), fields, checked=True)
         return output
 
     def _pack(self, function: int, fields: Sequence[Any], *, checked: bool = False) -> None:

@@ -219,9 +219,9 @@ def _fake_ragged_attention(
     slopes: Tensor | None = None,
     selection: Tensor | None = None,
 ) -> Tensor:
-    _check_rows(query, key, value)
-    _check_per_head(query, sinks, slopes)
-    _check_selection(query, selection, window, chunk)
+    check_rows(query, key, value)
+    check_per_head(query, sinks, slopes)
+    check_selection(query, selection, window, chunk)
     for name, pool, rows in (("key_pool", key_pool, key), ("value_pool", value_pool, value)):
         stored = torch.int8 if key_pool.dtype == torch.int8 else query.dtype
         size = row_bytes(rows.shape[2]) if stored == torch.int8 else rows.shape[2]
@@ -244,13 +244,13 @@ def _fake_varlen_attention(
     slopes: Tensor | None = None,
     selection: Tensor | None = None,
 ) -> Tensor:
-    _check_rows(query, key, value)
-    _check_per_head(query, sinks, slopes)
-    _check_selection(query, selection, window, chunk)
+    check_rows(query, key, value)
+    check_per_head(query, sinks, slopes)
+    check_selection(query, selection, window, chunk)
     return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
 
 
-def _check_rows(query: Tensor, key: Tensor, value: Tensor) -> None:
+def check_rows(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         require(tensor.dim() == 3, f"{name} must be [T, heads, size], got {list(tensor.shape)}")
         require(tensor.dtype == query.dtype, f"{name} must be {query.dtype}, got {tensor.dtype}")
@@ -261,7 +261,7 @@ def _check_rows(query: Tensor, key: Tensor, value: Tensor) -> None:
     require(heads % kv_heads == 0, f"query must have a multiple of {kv_heads} heads, got {heads}")
 
 
-def _check_per_head(query: Tensor, sinks: Tensor | None, slopes: Tensor | None) -> None:
+def check_per_head(query: Tensor, sinks: Tensor | None, slopes: Tensor | None) -> None:
     heads = query.shape[1]
     for name, tensor in (("sinks", sinks), ("slopes", slopes)):
         if tensor is not None:
@@ -272,7 +272,7 @@ def _check_per_head(query: Tensor, sinks: Tensor | None, slopes: Tensor | None) 
         require(slopes.dtype == torch.float32, f"slopes must be torch.float32, got {slopes.dtype}")
 
 
-def _check_selection(query: Tensor, selection: Tensor | None, window: int, chunk: int) -> None:
+def check_selection(query: Tensor, selection: Tensor | None, window: int, chunk: int) -> None:
     if selection is None:
         return
     fits = selection.dim() == 2 and selection.dtype == torch.int32

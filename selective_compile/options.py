@@ -16,6 +16,7 @@ SchedulerPolicy = Literal["max_utilization", "guaranteed_no_evict"]
 WaitingOrder = Literal["first_come", "priority", "deadline", "fair"]
 Weights = Literal["model", "int8"]
 KvDtype = Literal["auto", "int8"]
+Latents = Literal["compressed", "expanded"]
 Batching = Literal["static", "inflight", "inflight_fused"]
 
 
@@ -58,6 +59,10 @@ class EngineConfig(_NamedOptions):
             `selective_compile.runtime.logit_error` measures by how much. What is no attention's key or value is kept as
             it is, as recurrent states and the keys of a sparse indexer. On a CPU, without Triton; refused for models in
             which not every attention is ragged.
+        latents: of a model whose keys and values are linear maps of a few numbers for each token, as DeepSeek-V3's:
+            "compressed" keeps those numbers alone, and multiplies queries and results by the maps instead; "expanded"
+            keeps keys and values, many times as much to hold and to read. A query and a key are then less to multiply,
+            which pays for long prompts with short outputs. On a GPU a batch-invariant engine always has them expanded.
         block_reuse: a request starts from the blocks of its leading tokens that another one left computed.
         scheduler_policy: "max_utilization" admits what fits now and preempts when blocks run short;
             "guaranteed_no_evict" admits only what can run to its end whatever the others generate.
@@ -109,6 +114,7 @@ class EngineConfig(_NamedOptions):
     kv_memory_fraction: float = 0.9
     max_attention_window: int | None = None
     kv_dtype: KvDtype = "auto"
+    latents: Latents = "compressed"
     host_kv_bytes: int = 0
     block_reuse: bool = True
     scheduler_policy: SchedulerPolicy = "max_utilization"
@@ -163,6 +169,7 @@ class EngineConfig(_NamedOptions):
         _require_one_of("scheduler_policy", self.scheduler_policy, get_args(SchedulerPolicy))
         _require_one_of("waiting_order", self.waiting_order, get_args(WaitingOrder))
         _require_one_of("kv_dtype", self.kv_dtype, get_args(KvDtype))
+        _require_one_of("latents", self.latents, get_args(Latents))
         if self.kv_dtype == "int8" and self.implementation == "triton":
             raise ValueError("kv_dtype must be 'auto' with implementation 'triton', got 'int8', which it cannot read")
         _require_one_of("batching", self.batching, get_args(Batching))

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from selective_compile.capture import declared_positions
+from selective_compile.capture import declared_positions, device_of
 from selective_compile.cores import IntraOpThreads
 from selective_compile.isolated_program import IsolatedProgram
 from selective_compile.isolation import Proved, prove
@@ -44,7 +44,7 @@ def compile_step_program(model: nn.Module, config: EngineConfig) -> Program:
 
 def _compiled(model: nn.Module, config: EngineConfig) -> Program:
     try:
-        proved = prove(model, config.fallback, config.max_attention_window)
+        proved = prove(model, config.fallback, config.max_attention_window, latents=keeps_latents(model, config))
     except RefusedError as error:
         if config.fallback != "sequential":
             raise
@@ -68,6 +68,12 @@ def _compiled(model: nn.Module, config: EngineConfig) -> Program:
     if config.kv_dtype == "int8":
         logger.warning("%s", shortened(type(model).__name__, program))
     return program
+
+
+def keeps_latents(model: nn.Module, config: EngineConfig) -> bool:
+    """For batch invariance only where the maps of latents are multiplied by a kernel of ours."""
+    own = device_of(model).type == "cpu" and config.implementation in ("auto", "cpu")
+    return config.latents == "compressed" and (own or not config.batch_invariant)
 
 
 def check_kv_dtype(config: EngineConfig, proved: Proved) -> None:

@@ -6,6 +6,8 @@ are given float64 (which the ops do not take): that is the exact result the kern
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -76,6 +78,29 @@ def varlen_attention(
         attended = _attend(q, k, v, positions, scale, window, softcap, chunk, sinks, slopes, chosen)
         output[begin:end] = attended.to(query.dtype)
     return output
+
+
+def latent_attention(
+    query: Tensor,
+    key: Tensor,
+    key_pool: Tensor,
+    cu_seqlens_q: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    value_size: int,
+    *score: Any,
+    **options: Any,
+) -> Tensor:
+    """`selective::latent_attention`: attention whose values are its keys, cut off. Returns [T, H, value_size]."""
+    pools, metadata = (key_pool, key_pool), (cu_seqlens_q, context_lens, block_table, slot_mapping)
+    return ragged_attention(query, key, key, *pools, *metadata, *score, **options)[..., :value_size].contiguous()
+
+
+def head_products(x: Tensor, weight: Tensor, transposed: bool) -> Tensor:
+    """`selective::head_products`: each head's rows times its own matrix. [T, H, size], or transposed [T, H, r]."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return torch.einsum("thn,hnr->thr" if transposed else "thr,hnr->thn", x.to(wide), weight.to(wide)).to(x.dtype)
 
 
 def ragged_top_keys(

@@ -17,7 +17,11 @@ Verdict = Literal["ragged", "isolated", "sequential", "refused"]
 
 @dataclass(frozen=True, kw_only=True)
 class CallReport:
-    """One attention call: what it was recognised as and what its mask was proved to be."""
+    """One attention call: what it was recognised as and what its mask was proved to be.
+
+    ``bytes_per_token``: of its keys and values, as they are in the model; ``kept_bytes_per_token`` of the latents that
+    an engine keeps in their place, None where it keeps keys and values.
+    """
 
     name: str
     form: str
@@ -28,6 +32,8 @@ class CallReport:
     scale: float
     softcap: float
     source_line: str
+    bytes_per_token: int
+    kept_bytes_per_token: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +113,8 @@ def grouped(calls: tuple[CallReport, ...]) -> list[str]:
         heads = f"{call.query_heads}" if call.query_heads == call.kv_heads else f"{call.query_heads}/{call.kv_heads}"
         cap = f", softcap {call.softcap:g}" if call.softcap else ""
         kind = f"{call.form}, {heads} heads of {call.head_size}, scale {call.scale:.4g}{cap}: {call.mask}"
+        if call.kept_bytes_per_token is not None:
+            kind += f"; latents, {call.kept_bytes_per_token:,} bytes a token and not {call.bytes_per_token:,}"
         kinds.setdefault(kind, []).append(call.name)
     return [f"{len(names):3d} x {kind}\n          {shortened(names)}" for kind, names in kinds.items()]
 
@@ -182,6 +190,7 @@ def recurrence_report(call: RecurrentCall) -> RecurrenceReport:
 
 
 def call_report(call: AttentionCall) -> CallReport:
+    width = call.key.node.meta["val"].dtype.itemsize
     return CallReport(
         name=call.name,
         form=call.form,
@@ -192,4 +201,6 @@ def call_report(call: AttentionCall) -> CallReport:
         scale=call.scale,
         softcap=call.softcap,
         source_line=call.source_line,
+        bytes_per_token=call.key.heads * (call.key.head_size + call.value.head_size) * width,
+        kept_bytes_per_token=None if call.latent is None else call.latent.row_size * width,
     )

@@ -38,6 +38,8 @@ from selective_compile.whole_functions import Place
 class CallSite:
     """One attention call of the graph and the KV pool it needs; or a selection of keys, whose values have no size.
 
+    Nor have those of a call that keeps latents: they are the first columns of its one key head.
+
     ``int8``: its rows are kept as `int8_rows` has them.
     """
 
@@ -64,7 +66,7 @@ class CallSite:
     def pool_rows(self) -> tuple[int, int]:
         """Elements that the key and the value of a token and head take in the pools."""
         sizes = (self.key_head_size, self.value_head_size)
-        return (row_bytes(sizes[0]), row_bytes(sizes[1])) if self.int8 else sizes
+        return (row_bytes(sizes[0]), row_bytes(sizes[1]) if sizes[1] else 0) if self.int8 else sizes
 
     @property
     def bytes_per_token(self) -> int:
@@ -274,13 +276,13 @@ class StepProgram:
 
 
 def call_site(call: Any, int8: bool = False) -> CallSite:
-    value = call.value.node.meta["val"]
+    value, latent = call.value.node.meta["val"], call.latent
     return CallSite(
         name=call.name,
         num_query_heads=call.query.heads,
-        num_kv_heads=call.key.heads,
-        key_head_size=call.key.head_size,
-        value_head_size=call.value.head_size,
+        num_kv_heads=call.key.heads if latent is None else 1,
+        key_head_size=call.key.head_size if latent is None else latent.row_size,
+        value_head_size=call.value.head_size if latent is None else 0,
         window=reach_of(call).window,
         chunk=reach_of(call).chunk,
         int8=int8,
@@ -304,16 +306,16 @@ def index_site(call: KeySelection) -> CallSite:
     )
 
 
-def proved(model: nn.Module, max_window: int | None = None) -> tuple[Captured, Rewrite]:
+def proved(model: nn.Module, max_window: int | None = None, *, latents: bool = True) -> tuple[Captured, Rewrite]:
     """Capture and rewrite; where that fails, once more with the model's recurrences left whole, if it has any.
 
-    `max_window`: as in `rewrite`.
+    `max_window`, `latents`: as in `rewrite`.
 
     Raises:
         RefusedError: the model cannot be captured.
     """
     try:
-        first = captured_and_rewritten(model, {}, max_window)
+        first = captured_and_rewritten(model, {}, max_window, latents=latents)
         if first[1].flat is not None:
             return first
         failure = None
@@ -321,7 +323,7 @@ def proved(model: nn.Module, max_window: int | None = None) -> tuple[Captured, R
         failure = error
     functions = recurrences_of(model)
     if functions:
-        return captured_and_rewritten(model, functions, max_window)
+        return captured_and_rewritten(model, functions, max_window, latents=latents)
     if failure is not None:
         raise failure
     return first
@@ -332,6 +334,8 @@ def captured_and_rewritten(
     functions: Mapping[Place, Recognised],
     max_window: int | None = None,
     modules: WholeModules | None = None,
+    *,
+    latents: bool = True,
 ) -> tuple[Captured, Rewrite]:
     """``functions`` and ``modules`` are left whole."""
     captured = capture(model, functions)
@@ -344,5 +348,6 @@ def captured_and_rewritten(
         functions=named,
         max_window=max_window,
         modules=modules,
+        latents=latents,
     )
     return captured, rewritten

@@ -36,6 +36,19 @@ OWN: dict[str, dict[str, Any]] = {
 FAMILIES = tuple(OWN)
 
 
+# Of those whose keys and values are made of a latent; without experts, whose choices are near ties in bfloat16.
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+DENSE = {"first_k_dense_replace": 9}
+LATENT_OWN: dict[str, dict[str, Any]] = {"deepseek_v2": DENSE, "deepseek_v3": DENSE, "minicpm3": {}}
+
+
 def shallow(family: str) -> dict[str, Any]:
     """Of `tiny`'s changes, one layer of each kind: enough where the logits of every token are compared.
 
@@ -46,12 +59,14 @@ def shallow(family: str) -> dict[str, Any]:
 
 
 def tiny(family: str, *, seed: int = 0, attention: str | None = None, **changes: Any) -> PreTrainedModel:
-    """The model of a `FAMILIES` name, in evaluation mode, float32; ``attention`` is ``"sdpa"``, ``"eager"`` or its own.
+    """The model of a `FAMILIES` or `LATENT_OWN` name, in evaluation mode, float32.
 
-    ``changes`` go over its configuration.  It has no end-of-sequence token: requests run to their length.
+    ``attention`` is ``"sdpa"``, ``"eager"`` or its own; ``changes`` go over its configuration.  It has no
+    end-of-sequence token: requests run to their length.
     """
     given = {"vocab_size": VOCABULARY} if family == "gpt2" else dict(COMMON)
-    config = AutoConfig.for_model(family, **{**given, **OWN[family], **changes})
+    own = {**LATENT, **LATENT_OWN[family]} if family in LATENT_OWN else OWN[family]
+    config = AutoConfig.for_model(family, **{**given, **own, **changes})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     model.generation_config.eos_token_id = None

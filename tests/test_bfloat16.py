@@ -12,14 +12,14 @@ from transformers import GenerationConfig
 import selective_compile as sc
 from selective_compile.backend import compile_step_program
 from selective_compile.coverage.recorder import Recorder
-from tests.models import tiny
+from tests.models import LATENT_OWN, tiny
 from tests.oracle import reference_logits
 
 ALLOWED = 1.1
 CONFIG = sc.EngineConfig(compile=False, token_budget=64, max_kv_tokens=16 * 60)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", *LATENT_OWN])
 def test_error_against_float32(family: str) -> None:
     """Over about 500 rows of logits of 16 requests, chunked and batched."""
     exact = tiny(family, num_hidden_layers=4) if family == "llama" else tiny(family)

@@ -31,7 +31,7 @@ from tests.test_bench_results import RESULTS
 LOAD = checkpoints.load
 OF_PROGRAMS = (
     *("compile", "dtype", "fallback", "implementation", "batch_invariant"),
-    *("kv_dtype", "max_attention_window", "threads", "weights"),
+    *("kv_dtype", "latents", "max_attention_window", "threads", "weights"),
 )
 COMMANDS = ("demo", "generate", "explain", "bench", "coverage", "replay", "logit-error")
 

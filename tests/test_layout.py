@@ -42,6 +42,7 @@ LAYERS = (
         "state_ops",
         "selection_ops",
         "int8_ops",
+        "latent_ops",
         "function_op",
         "kernels",
         "step",

@@ -28,7 +28,7 @@ def test_tokens_under_preemption_and_with_shared_prefixes() -> None:
     config = sc.EngineConfig(token_budget=7, max_requests=4, block_size=4, max_kv_tokens=56, compile=False)
     program = compile_step_program(model, config)
     sites = [(site.key_head_size, site.value_head_size) for site in program.call_sites]
-    assert sites == [(12, 8), (12, 8), (8, 0), (8, 0)]
+    assert sites == [(20, 0), (20, 0), (8, 0), (8, 0)]
     engine = sc.Engine(model, config, program=program)
     generator = torch.Generator().manual_seed(3)
     shared = torch.randint(1, vocabulary_of(model), (12,), generator=generator).tolist()

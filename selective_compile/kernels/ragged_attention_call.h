@@ -27,6 +27,9 @@ struct Call {
   double scale, softcap;
 };
 
+// The values are the first numbers of the keys: written with them, and in int8 of their scale.
+inline bool values_in_keys(const Call& call) { return call.context_lens && call.value_pool == call.key_pool; }
+
 enum Status { OK = 0, BAD_ROWS = 1, BAD_CONTEXT = 2, BAD_BLOCK = 3, BAD_SLOT = 4, BAD_DTYPE = 5 };
 
 constexpr int TILE_VECTORS = 64;   // query vectors of a tile
@@ -37,6 +40,8 @@ constexpr int FEW_RUN = 32 << 10;  // bytes of a block's keys that an item reads
                                    // get 16 GB/s from runs of 4 KB in random order, 23 from 16 KB and 29 from 32 KB
 constexpr int ITEMS = 4;           // at least so many for each thread, so that all are busy to the end
 constexpr int TILE_SPLIT = 1920;   // keys of an item of the tile kernel, where one request has few tiles
+constexpr int ONE_HEAD_SPLIT = 480;  // the same where all heads read one: a request that decodes has no other items. To
+                                   // write and merge what 64 query vectors come to is 1 % of the products by count
 
 struct Item {
   int32_t request, head, heads;

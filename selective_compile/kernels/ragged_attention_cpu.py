@@ -69,6 +69,31 @@ def ragged_attention(
     return output
 
 
+def latent_attention(
+    query: Tensor,
+    key: Tensor,
+    key_pool: Tensor,
+    cu_seqlens_q: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    value_size: int,
+    *score: Any,
+    **options: Any,
+) -> Tensor:
+    """`selective::latent_attention` (shapes: `selective_compile.latent_ops`). Returns [T, H, value_size].
+
+    To the kernel the values are a pool that begins where the keys' does: it writes it once, and of int8 rows it takes
+    the scale from where the key has it.
+
+    Raises:
+        ValueError, NativeBuildError: as `ragged_attention`.
+    """
+    stored = row_bytes(value_size) if key_pool.dtype is torch.int8 else value_size
+    pools, metadata = (key_pool, key_pool[..., :stored]), (cu_seqlens_q, context_lens, block_table, slot_mapping)
+    return ragged_attention(query, key, key[..., :value_size], *pools, *metadata, *score, **options)
+
+
 def varlen_attention(
     query: Tensor,
     key: Tensor,

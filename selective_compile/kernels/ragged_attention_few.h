@@ -14,7 +14,8 @@ namespace {
 template <typename T, typename S> class FewKernel : public Layout<T, S> {
   using Base = Layout<T, S>;
   using Base::call_, Base::depth_, Base::width_, Base::PAIRS, Base::INT8, Base::first_seen, Base::position,
-      Base::slope, Base::query_vector, Base::locate, Base::read_scales, Base::base2, Base::state_of, Base::of_head;
+      Base::slope, Base::query_vector, Base::locate, Base::read_scales, Base::base2, Base::state_of, Base::of_head,
+      Base::value_row_size;
 
  public:
   using Base::Base;
@@ -54,7 +55,7 @@ template <typename T, typename S> class FewKernel : public Layout<T, S> {
       State state = state_of(states, item, run.head);
       score(query, keys[turn], values[turn], count, vectors, scores, copies);
       read_scales(scales.keys, keys[turn], count, call_.size);  // now that they are near
-      read_scales(scales.values, values[turn], count, call_.value_size);
+      read_scales(scales.values, values[turn], count, value_row_size());
       if (call_.slopes) {
         for (int64_t m = 0; m < vectors; ++m) slopes[m] = slope(of_head(item, run.head), m);
         soften<true>(scores, scales, begin, count, vectors, bounds, slopes, state, factor);

@@ -84,6 +84,9 @@ template <typename T, typename S> class Layout {
       for (int64_t i = 0; i < count; ++i) to[i] = scale_of(rows[i], size);
   }
 
+  // Numbers in front of the scale in a value's row.
+  int64_t value_row_size() const { return values_in_keys(call_) ? call_.size : call_.value_size; }
+
   // A score in base 2 from a dot product.
   vf base2(vf dot) const { return softcap_ > 0 ? tanh(dot * scale_) * float(softcap_ * LOG2E) : dot * scale_; }
 

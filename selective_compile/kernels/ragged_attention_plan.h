@@ -49,7 +49,7 @@ template <typename T, typename S> class Plan : public Layout<T, S> {
       S* values = pool(call_.value_pool) + block * call_.value_block + offset * call_.value_slot;
       for (int64_t k = 0; k < call_.heads; ++k) {
         keep(keys + k * call_.key_block_head, key + k * call_.key_head, call_.size);
-        keep(values + k * call_.value_block_head, value + k * call_.value_head, call_.value_size);
+        if (!values_in_keys(call_)) keep(values + k * call_.value_block_head, value + k * call_.value_head, call_.value_size);
       }
     };
     int64_t bytes = call_.rows * call_.heads * (call_.size + call_.value_size) * sizeof(T), chunk = 16;
@@ -64,7 +64,8 @@ template <typename T, typename S> class Plan : public Layout<T, S> {
       for (int64_t n = 0; n < call_.requests; ++n) {
         int64_t vectors = rows(n) * group_;
         if (vectors == 0 || (vectors < W) != few) continue;
-        int64_t split = few ? FEW_SPLIT : vectors <= 4 * TILE_VECTORS ? TILE_SPLIT : INT32_MAX;
+        const int64_t split_of_tiles = call_.heads == 1 ? ONE_HEAD_SPLIT : TILE_SPLIT;
+        int64_t split = few ? FEW_SPLIT : vectors <= 4 * TILE_VECTORS ? split_of_tiles : INT32_MAX;
         int64_t heads = few ? few_heads : 1;
         for (int64_t v = (vectors - 1) / TILE_VECTORS * TILE_VECTORS; v >= 0; v -= TILE_VECTORS)
           for (int64_t k = 0; k < call_.heads; k += heads)

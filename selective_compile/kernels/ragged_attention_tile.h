@@ -14,7 +14,7 @@ namespace {
 template <typename T, typename S> class TileKernel : public Layout<T, S> {
   using Base = Layout<T, S>;
   using Base::call_, Base::width_, Base::PAIRS, Base::INT8, Base::first_seen, Base::position, Base::slope,
-      Base::query_vector, Base::locate, Base::read_scales, Base::base2;
+      Base::query_vector, Base::locate, Base::read_scales, Base::base2, Base::value_row_size;
 
  public:
   using Base::Base;
@@ -51,7 +51,7 @@ template <typename T, typename S> class TileKernel : public Layout<T, S> {
       pack_keys(keys, end - begin, tile);
       score(end - begin, tile);
       read_scales(tile.key_scales, keys, end - begin, call_.size);
-      read_scales(tile.value_scales, values, end - begin, call_.value_size);
+      read_scales(tile.value_scales, values, end - begin, value_row_size());
       if (call_.slopes) soften<true>(begin, end - begin, tile, state);
       else soften<false>(begin, end - begin, tile, state);
       pack_values(values, end - begin, tile);

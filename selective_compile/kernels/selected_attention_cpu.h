@@ -60,7 +60,7 @@ template <typename T, typename S> class SelectedAttention {
     for (int64_t g = 0; g < group_; ++g) total_weight[g] = normalise(weights + g * lanes_, n, head * group_ + g);
     for (int64_t i = 0; i < n; ++i) {
       const S* value = keys_.value(row, head, seen[i]);
-      const float scale = keys_.scale(value, call_.value_size);
+      const float scale = keys_.scale(value, keys_.values_in_keys() ? call_.size : call_.value_size);
       widen(wide, value, call_.value_size);
       for (int64_t g = 0; g < group_; ++g) {
         const float weight = weights[g * lanes_ + i] * scale;

@@ -77,12 +77,15 @@ template <typename T, typename S = T> class Keys {
       for (int64_t k = 0; k < call_.heads; ++k) {
         S* key = kept(call_.key_pool, block * call_.key_block + k * call_.key_block_head + offset * call_.key_slot);
         keep(key, at(call_.key, t * call_.key_row + k * call_.key_head), call_.size);
-        if (!call_.value) continue;
+        if (!call_.value || values_in_keys()) continue;
         S* value = kept(call_.value_pool, block * call_.value_block + k * call_.value_block_head + offset * call_.value_slot);
         keep(value, at(call_.value, t * call_.value_row + k * call_.value_head), call_.value_size);
       }
     }
   }
+
+  // The values are the first numbers of the keys: written with them, and in int8 of their scale.
+  bool values_in_keys() const { return call_.context_lens && call_.value_pool == call_.key_pool; }
 
   // All rows of requests, and how many keys they have together.
   std::vector<Row> rows(int64_t* keys) const {

@@ -172,6 +172,7 @@ def test_pipeline_is_in_order() -> None:
         "recognise selections",
         "recognise attention",
         "prove masks",
+        "recognise latents",
         "flatten",
         "keep sampled rows",
         "lower",

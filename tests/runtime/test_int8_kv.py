@@ -252,7 +252,7 @@ def test_what_is_no_key_or_value_of_an_attention_stays_as_it_is() -> None:
     sparse: Any = random_model("deepseek_v32")
     program = compile_step_program(sparse, CONFIG)
     kinds = [(one.pool_dtype, *one.pool_rows) for one in program.call_sites]
-    assert kinds == [(torch.int8, 16, 12)] * 2 + [(torch.float32, 8, 0)] * 2
+    assert kinds == [(torch.int8, 24, 0)] * 2 + [(torch.float32, 8, 0)] * 2
     prompt = [n % vocabulary_of(sparse) for n in PROMPT[:20]]
     found = prompt_logits(sc.Engine(sparse, CONFIG, program=program), prompt)
     error = apart(found, exact_logits(sparse, prompt)) / float(found.std())

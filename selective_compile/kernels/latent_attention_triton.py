@@ -1,0 +1,288 @@
+"""Attention to latents in Triton, for CUDA and ROCm: the rows of a pool are keys, and in their first columns values.
+
+Legend
+    row        of the pool: the latent, VALUE_SIZE numbers, and behind it REST_SIZE numbers more that only keys have
+    tile       work of one program: BLOCK_Q rows of one request, BLOCK_H heads
+    BLOCK_M    rows of the query matrix, BLOCK_Q * BLOCK_H: row m is row m // BLOCK_H of the tile, head m % BLOCK_H
+    BLOCK_N    keys of one iteration, BLOCK_SIZE slots of a block; any relation between them is allowed
+    BLOCK_R, BLOCK_E  the latent and the rest, padded to powers of two
+    split, sums, maxima, totals, SPLIT, and the grid: as in `ragged_attention_attend_triton`
+
+A latent is loaded once for both products, and the rest of the row is a product of its own: as one vector, 576 numbers
+would be padded to 1024. All heads read the same rows, so that a tile is as many of them as its registers have room for,
+in decoding as in prefill; the others' programs find the rows in the second-level cache.
+
+With a selection of keys, a tile is one row, and its keys are those selected for it; they are not split.
+
+With ALiBi, softcap or chunks, which no model with latents has so far, the kernels for ordinary keys and values attend,
+the heads of each tile to a copy of the one key/value head that takes no memory.
+
+None of it has been timed on a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from selective_compile.kernels import selection_triton
+from selective_compile.kernels.dot_triton import widened_dot
+from selective_compile.kernels.interpreter import on_device
+from selective_compile.kernels.ragged_attention_attend_triton import attend
+from selective_compile.kernels.ragged_attention_merge_triton import first_key, merge, new_parts
+from selective_compile.kernels.ragged_attention_tiles import most_keys, processors, split_config
+
+# tl.dot needs 16 in every direction.
+LEAST = 16
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_requests", "table_stride", "num_splits", "split_length"],
+    do_not_specialize_on_alignment=["cu_seqlens_q", "context_lens", "block_table", "sinks", "selection"],
+)
+def _latent_kernel(
+    output,  # [T, H, VALUE_SIZE] contiguous
+    sums,  # [places, H, num_splits, VALUE_SIZE] float32; without splits None
+    maxima,  # [places, H, num_splits] float32; without splits None
+    totals,  # [places, H, num_splits] float32; without splits None
+    query,  # [T, H, VALUE_SIZE + REST_SIZE]
+    rows,  # [num_blocks, 1, BLOCK_SIZE, VALUE_SIZE + REST_SIZE]
+    cu_seqlens_q,  # [N + 1]
+    context_lens,  # [N]
+    block_table,  # [N, max_blocks]
+    sinks,  # [H] or None
+    selection,  # [T, COUNT] or None; BLOCK_Q is 1 then
+    num_rows,
+    num_requests,
+    num_splits,
+    split_length,
+    query_row_stride,
+    query_head_stride,
+    block_stride,
+    slot_stride,
+    table_stride,
+    SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    COUNT: tl.constexpr,
+    HEADS: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    REST_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    WIDEN: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    BLOCK_M: tl.constexpr = BLOCK_Q * BLOCK_H
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    tile = tl.program_id(0)
+
+    low = num_requests * 0
+    high = num_requests
+    while low < high:
+        middle = (low + high + 1) // 2
+        starts_later = tl.load(cu_seqlens_q + middle) // BLOCK_Q + middle > tile
+        high = tl.where(starts_later, middle - 1, high)
+        low = tl.where(starts_later, low, middle)
+    request = low
+    real = request < num_requests
+    row_begin = tl.load(cu_seqlens_q + request)
+    row_end = tl.load(cu_seqlens_q + request + 1, mask=real, other=num_rows)
+    first_row = row_begin + (tile - row_begin // BLOCK_Q - request) * BLOCK_Q
+    if first_row >= row_end:
+        return
+    context = tl.load(context_lens + request, mask=real, other=0)
+
+    m = tl.arange(0, BLOCK_M)
+    row = first_row + m // BLOCK_H
+    head = tl.program_id(1) * BLOCK_H + m % BLOCK_H
+    row_mask = (row < row_end) & (head < HEADS)
+    position = context - row_end + row
+    r = tl.arange(0, BLOCK_R)
+    query_offset = row.to(tl.int64) * query_row_stride + head * query_head_stride
+    q = tl.load(query + query_offset[:, None] + r[None, :], row_mask[:, None] & (r < VALUE_SIZE)[None, :], 0.0)
+    if REST_SIZE > 0:
+        e = tl.arange(0, BLOCK_E)
+        rest_mask = row_mask[:, None] & (e < REST_SIZE)[None, :]
+        q_rest = tl.load(query + query_offset[:, None] + VALUE_SIZE + e[None, :], rest_mask, 0.0)
+
+    # Keys outside [key_begin, key_end) are seen by no row of the tile, and are not read.
+    key_end = context - row_end + tl.minimum(first_row + BLOCK_Q, row_end)
+    key_begin = first_key(context - row_end + first_row, WINDOW, 0)
+    begin = key_begin // BLOCK_N * BLOCK_N
+    end = key_end
+    if selection is not None:
+        # The selected positions come first: no row has more of them than it has keys.
+        end = tl.minimum(key_end, COUNT)
+    if SPLIT:
+        split = tl.program_id(2)
+        divided = (row_end - row_begin <= BLOCK_Q) & (key_end - begin > split_length)
+        length = tl.where(divided, split_length, tl.maximum(key_end - begin, 1))
+        begin += split * length
+        end = tl.minimum(end, begin + length)
+        # A request without keys has one split all the same, which writes the result of its rows.
+        if (begin >= end) & (split > 0):
+            return
+
+    if sinks is None:
+        maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.full([BLOCK_M], 0.0, tl.float32)
+    else:
+        # One more key of weight 1, which no value goes with.
+        maximum = tl.load(sinks + head, head < HEADS, 0.0).to(tl.float32) * LOG2_E
+        total = tl.full([BLOCK_M], 1.0, tl.float32)
+        if SPLIT:
+            maximum = tl.where(split == 0, maximum, float("-inf"))
+            total = tl.where(split == 0, total, 0.0)
+    accumulator = tl.full([BLOCK_M, BLOCK_R], 0.0, tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        j = start + tl.arange(0, BLOCK_N)
+        if selection is not None:
+            j = tl.load(selection + first_row.to(tl.int64) * COUNT + j, j < COUNT, -1)
+        read = (j >= key_begin) & (j < key_end)
+        entry = block_table + request.to(tl.int64) * table_stride + j // BLOCK_SIZE
+        offset = tl.load(entry, mask=read, other=0).to(tl.int64) * block_stride + j % BLOCK_SIZE * slot_stride
+        latent = tl.load(rows + offset[:, None] + r[None, :], read[:, None] & (r < VALUE_SIZE)[None, :], 0.0)
+        score = widened_dot(q, tl.trans(latent), tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32), WIDEN)
+        if REST_SIZE > 0:
+            mask = read[None, :] & (e < REST_SIZE)[:, None]
+            rest = tl.load(rows + offset[None, :] + VALUE_SIZE + e[:, None], mask, 0.0)
+            score = widened_dot(q_rest, rest, score, WIDEN)
+        seen = read[None, :] & (j[None, :] <= position[:, None])
+        if WINDOW > 0:
+            seen = seen & (j[None, :] > position[:, None] - WINDOW)
+        score = tl.where(seen, score * (SCALE * LOG2_E), float("-inf"))
+
+        new_maximum = tl.maximum(maximum, tl.reduce(score, 1, tl.standard._elementwise_max))
+        # A row that has seen no key yet has the maximum -inf, and -inf - -inf is NaN.
+        finite_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        correction = tl.exp2(maximum - finite_maximum)
+        weight = tl.exp2(score - finite_maximum[:, None])
+        total = total * correction + tl.reduce(weight, 1, tl.standard._sum_combine)
+        accumulator = widened_dot(weight.to(latent.dtype), latent, accumulator * correction[:, None], WIDEN)
+        maximum = new_maximum
+
+    value_mask = row_mask[:, None] & (r < VALUE_SIZE)[None, :]
+    if SPLIT:
+        if divided:
+            place = tl.minimum(row_begin, request * BLOCK_Q) + row - row_begin
+            part = (place * HEADS + head) * num_splits + split
+            tl.store(maxima + part, maximum, row_mask)
+            tl.store(totals + part, total, row_mask)
+            tl.store(sums + part.to(tl.int64)[:, None] * VALUE_SIZE + r[None, :], accumulator, value_mask)
+            return
+    result = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]
+    output_offset = (row.to(tl.int64) * HEADS + head) * VALUE_SIZE
+    tl.store(output + output_offset[:, None] + r[None, :], result.to(output.dtype.element_ty), value_mask)
+
+
+def tile_sizes(heads: int, bytes_per_element: int, *, rocm: bool) -> tuple[int, int, int, int]:
+    """BLOCK_Q, BLOCK_H, BLOCK_N and warps: the largest that compile without a spill for a latent of 512 and 64 more.
+
+    Every tile of heads reads all rows again, from the second-level cache if they are there: of 128 heads, with 16 in a
+    tile, that reading would take longer than the products. 64 rows spill on sm_90, and 32 on gfx942 as they do in
+    float32, whose products run on the vector units and hold their operands in registers. Not measured on a GPU.
+    """
+    wide = bytes_per_element == 4
+    block_m = min(LEAST if wide or rocm else 2 * LEAST, max(LEAST, triton.next_power_of_2(heads)))
+    block_h = min(block_m, triton.next_power_of_2(heads))
+    return block_m // block_h, block_h, 16 if wide else 32, 8 if wide or block_m > LEAST else 4
+
+
+def latent_attention(
+    query: Tensor,
+    key: Tensor,
+    key_pool: Tensor,
+    cu_seqlens_q: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    value_size: int,
+    scale: float,
+    window: int,
+    softcap: float,
+    chunk: int = 0,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    selection: Tensor | None = None,
+) -> Tensor:
+    """`selective::latent_attention`: one launch writes into the pool, others attend. Returns [T, H, value_size].
+
+    Raises:
+        ValueError: the pool does not have the query's dtype.
+    """
+    if key_pool.dtype is not query.dtype:
+        raise ValueError(f"the pool must be {query.dtype} for Triton's kernels, got {key_pool.dtype}")
+    selection_triton.write_keys(key, key_pool, slot_mapping)
+    if selection is not None and (window or chunk):
+        raise ValueError(f"window and chunk must be 0 with a selection, got {window} and {chunk}")
+    metadata = (cu_seqlens_q, context_lens, block_table)
+    if not softcap and not chunk and slopes is None:
+        return _attend(query, key_pool, (*metadata, sinks, selection), value_size, scale, window)
+    copies = query.shape[1] // _group(query.shape[1])
+    keys, values = (pool.expand(-1, copies, -1, -1) for pool in (key_pool, key_pool[..., :value_size]))
+    if selection is not None:
+        options = ((scale, softcap), sinks, slopes, selection)
+        return selection_triton.ragged_selected_attention(query, keys, values, metadata, *options)
+    strides, sizes = (*keys.stride()[:3], *values.stride()[:3]), (copies, key_pool.shape[2])
+    score = (scale, window, softcap, chunk)
+    return attend(query, (keys, values), (*metadata, sinks, slopes), strides, sizes, score, whole=True)
+
+
+def _group(heads: int) -> int:
+    """As many heads as a tile of the ordinary kernel has rows at least, or fewer that they can be divided into."""
+    return max(count for count in range(1, LEAST + 1) if heads % count == 0)
+
+
+def _attend(
+    query: Tensor,
+    pool: Tensor,
+    metadata_sinks_selection: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
+    value_size: int,
+    scale: float,
+    window: int,
+) -> Tensor:
+    (num_rows, heads, size), block_size = query.shape, pool.shape[2]
+    *metadata, sinks, selection = metadata_sinks_selection
+    cu_seqlens_q, context_lens, block_table = metadata
+    num_requests = context_lens.shape[0]
+    assert query.stride(-1) == pool.stride(-1) == 1, "rows must be contiguous"
+    assert sinks is None or sinks.is_contiguous(), "heads must be contiguous"
+    rocm = torch.version.hip is not None
+    block_q, block_h, block_n, num_warps = tile_sizes(heads, query.element_size(), rocm=rocm)
+    if selection is not None:
+        block_q, block_h, selection = 1, block_q * block_h, selection.contiguous()
+    blocks_of_heads = triton.cdiv(heads, block_h)
+    capacity = 0 if selection is not None else block_table.shape[-1] * block_size
+    splits = split_config(
+        num_rows=num_rows,
+        num_requests=num_requests,
+        kv_heads=blocks_of_heads,
+        keys=most_keys(capacity=capacity, rows=block_q, window=window, chunk=0, block_n=block_n),
+        block_n=block_n,
+        processors=processors(query.device),
+    )
+    output, split = query.new_empty(num_rows, heads, value_size), splits.count > 1
+    places = min(num_rows, num_requests * block_q)
+    parts = new_parts(query, value_size, places=places, splits=splits.count) if split else None
+    block_r, block_e = (max(LEAST, triton.next_power_of_2(each)) for each in (value_size, size - value_size))
+    grid = (num_rows // block_q + num_requests + 1, blocks_of_heads, splits.count)
+    # fmt: off
+    on_device(_latent_kernel, query)[grid](
+        output, *(parts or (None, None, None)), query, pool, *metadata, sinks, selection, num_rows, num_requests,
+        splits.count, splits.length, *query.stride()[:2], pool.stride(0), pool.stride(2), block_table.stride(0), scale,
+        window, 0 if selection is None else selection.shape[1], heads, value_size, size - value_size, block_size,
+        block_q, block_h, block_n, block_r, block_e,
+        # The interpreter would multiply the bit patterns of bfloat16.
+        not query.is_cuda, split, num_warps=num_warps, num_stages=2, enable_fp_fusion=True,
+    )
+    # fmt: on
+    if parts is not None:
+        tile = (block_q, block_n)
+        merge(output, parts, cu_seqlens_q, context_lens, splits.length, tile, window=window, chunk=0)
+    return output

@@ -1,0 +1,211 @@
+"""Attention to latents: every implementation against the exact result, and Triton's compiled for four targets."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from selective_compile import latent_ops, reference
+from selective_compile.kernels import ragged_attention_cpu
+from selective_compile.ops import forced_implementation
+from tests.kernels.ragged_cases import CHUNK, DECODE, MIXED, PREFILL, Case, Inputs, make_inputs
+
+triton = pytest.importorskip("triton")
+latents = pytest.importorskip("selective_compile.kernels.latent_attention_triton")
+tiles = pytest.importorskip("selective_compile.kernels.ragged_attention_tiles")
+ahead = pytest.importorskip("tests.kernels.ahead_of_time")
+TARGETS = ahead.TARGETS
+compiling = pytest.mark.skipif(
+    not isinstance(latents._latent_kernel, triton.JITFunction),
+    reason="TRITON_INTERPRET is set: kernels cannot be compiled",
+)
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+def case(name: str, requests: tuple[tuple[int, int], ...], heads: int, size: int, **options: Any) -> Case:
+    """With keys alone; how many numbers of them are values is in `VALUES`."""
+    return Case(name=name, requests=requests, query_heads=heads, kv_heads=1, key_size=size, value_size=size, **options)
+
+
+CASES = (
+    case("decode", DECODE, 4, 20),
+    case("prefill", PREFILL, 6, 40, padding_rows=2),
+    case("mixed", MIXED, 20, 40, padding_rows=3, block_size=8),
+    case("as_large_as_deepseek", ((1, 130), (3, 20), (0, 5)), 40, 576, scale=0.05),
+    case("many_heads", ((1, 70), (2, 33)), 71, 72, block_size=5, scale=0.1),
+    case("window", ((1, 130), (7, 90), (2, 0)), 16, 40, window=33),
+    case("sinks", MIXED, 5, 24, sinks=0.5, padding_rows=1),
+    case("softcap_and_slopes", CHUNK, 24, 24, softcap=2.0, slopes=True),
+    case("chunks", MIXED, 4, 24, chunk=24, window=17),
+    case("no_request", (), 4, 24, padding_rows=2),
+)
+VALUES = {20: 16, 24: 16, 40: 32, 72: 64, 576: 512}
+LONG = (case("long_decode", ((1, 2100), (1, 700)), 3, 24), case("long", ((1, 2500), (9, 2000)), 16, 40))
+HALF = ("sinks", "as_large_as_deepseek")
+
+
+def arguments(inputs: Inputs, value_size: int | None = None) -> tuple[Any, ...]:
+    metadata = (inputs.cu_seqlens_q, inputs.context_lens, inputs.block_table, inputs.slot_mapping)
+    score = (inputs.scale, inputs.window, inputs.softcap, inputs.chunk, inputs.sinks, inputs.slopes)
+    size = VALUES[inputs.key.shape[2]] if value_size is None else value_size
+    return (inputs.query, inputs.key, inputs.key_pool, *metadata, size, *score)
+
+
+def check(implementation: str, inputs: Inputs, selection: Tensor | None = None) -> None:
+    """Results, and that written rows are copies and all others as before."""
+    wide = inputs.to(torch.float64)
+    expected = reference.latent_attention(*arguments(wide), selection=selection)
+    own = dataclasses.replace(inputs, key_pool=inputs.key_pool.clone())
+    with forced_implementation(implementation):  # type: ignore[arg-type]
+        output = latent_ops.latent_attention(*arguments(own), selection=selection)
+    assert (output.dtype, output.shape) == (inputs.query.dtype, expected.shape)
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=TOLERANCE[output.dtype])
+    torch.testing.assert_close(own.key_pool.double(), wide.key_pool.double(), rtol=0, atol=0, equal_nan=True)
+
+
+def runs(*cases: Case) -> list[Any]:
+    dtypes = [(each, torch.float32) for each in cases]
+    return dtypes + [(each, dtype) for each in cases if each.name in HALF for dtype in (torch.bfloat16, torch.float16)]
+
+
+@pytest.fixture(autouse=True)
+def nan_filled_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a launcher allocates holds NaN, so that an element the kernel leaves out shows."""
+    new_empty = torch.Tensor.new_empty
+
+    def filled(self: Tensor, *size: Any, **options: Any) -> Tensor:
+        tensor = new_empty(self, *size, **options)
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", filled)
+
+
+@pytest.mark.parametrize("each", CASES[:3], ids=str)
+def test_the_reference_is_attention_to_values_of_their_own(each: Case) -> None:
+    inputs = make_inputs(each, torch.float64)
+    size = VALUES[each.key_size]
+    apart = dataclasses.replace(
+        inputs,
+        value=inputs.key[..., :size].clone(),
+        key_pool=inputs.key_pool.clone(),
+        value_pool=inputs.key_pool[..., :size].clone(),
+    )
+    expected = reference.ragged_attention(*apart.ragged())
+    torch.testing.assert_close(reference.latent_attention(*arguments(inputs)), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.skipif(not ragged_attention_cpu.available(), reason="no native kernel")
+@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
+@pytest.mark.parametrize(("each", "dtype"), runs(*CASES, *LONG), ids=str)
+def test_on_a_cpu(each: Case, dtype: torch.dtype, int8: bool) -> None:
+    inputs = make_inputs(each, dtype)
+    check("cpu", inputs.with_int8_pools() if int8 else inputs)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
+@pytest.mark.parametrize(("each", "dtype"), runs(*CASES), ids=str)
+def test_in_tritons_interpreter(each: Case, dtype: torch.dtype) -> None:
+    check("triton", make_inputs(each, dtype))
+
+
+@pytest.mark.parametrize("implementation", ["cpu", "triton"])
+def test_selected_keys(implementation: str) -> None:
+    inputs = make_inputs(case("", ((3, 20), (1, 33)), 6, 24, sinks=0.5, padding_rows=1), torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    selection = torch.full((5, 7), -1, dtype=torch.int32)
+    for row, position in enumerate((20, 21, 22, 33)):
+        chosen = torch.randperm(position + 1, generator=generator)[: 7 - row].sort().values
+        selection[row, : len(chosen)] = chosen
+    check(implementation, inputs, selection)
+    check(implementation, dataclasses.replace(inputs, softcap=2.0), selection)
+    if implementation == "cpu":
+        check(implementation, inputs.with_int8_pools(), selection)
+
+
+def test_keys_are_split_and_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latents, "split_config", lambda **sizes: tiles.SplitConfig(count=9, length=16))
+    for each in (case("", DECODE, 20, 40, sinks=0.5), case("", ((3, 90), (1, 130), (5, 3)), 4, 24, window=60)):
+        check("triton", make_inputs(each, torch.float32))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    fit = make_inputs(case("", DECODE, 4, 20), torch.float32)
+    two = make_inputs(dataclasses.replace(CASES[0], kv_heads=2), torch.float32)
+    for inputs, size, message in (
+        (fit, 21, "value_size must be at least 1 and at most 20, got 21"),
+        (two, 16, "key must have one head, got 2"),
+        (dataclasses.replace(fit, key_pool=fit.key_pool[..., :16]), 16, "key_pool must be .*, 20., got"),
+        (dataclasses.replace(fit, key_pool=fit.key_pool.double()), 16, "key_pool must be torch.float32 or torch.int8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            latent_ops._fake_latent_attention(*arguments(inputs, size))
+
+
+def test_schema_and_fake() -> None:
+    inputs = make_inputs(CASES[0], torch.float32)
+    torch.library.opcheck(latent_ops.latent_attention, arguments(inputs), test_utils=("test_schema", "test_faketensor"))
+
+
+VARIANTS = {
+    "decode": ("bf16", {}),
+    "window_and_sinks": ("fp16", {"WINDOW": 128, "sinks": "*bf16", "SPLIT": False}),
+    "selection": ("bf16", {"COUNT": 2048, "selection": "*i32", "SPLIT": False}),
+    "float32": ("fp32", {}),
+}
+
+
+@pytest.fixture
+def triton_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel compiled by an earlier run would prove nothing about this one."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+
+
+@compiling
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_it_compiles_ahead_of_time_without_spills(target: Any, name: str, tmp_path: Any, triton_cache: None) -> None:
+    """For 128 heads, a latent of 512 numbers and 64 more."""
+    element, changes = VARIANTS[name]
+    wide = element == "fp32"
+    block_q, block_h, block_n, warps = latents.tile_sizes(128, 4 if wide else 2, rocm=target.backend == "hip")
+    types = dict.fromkeys(("output", "query", "rows"), "*" + element)
+    types |= dict.fromkeys(("sums", "maxima", "totals"), "*fp32")
+    types |= dict.fromkeys(("cu_seqlens_q", "context_lens", "block_table"), "*i32")
+    types |= {name: changes[name] for name in ("sinks", "selection") if name in changes}
+    constants = {"SCALE": 0.1, "WINDOW": 0, "COUNT": 0, "HEADS": 128, "VALUE_SIZE": 512, "REST_SIZE": 64}
+    constants |= {"BLOCK_Q": block_q, "BLOCK_H": block_h, "BLOCK_N": block_n, "BLOCK_R": 512, "BLOCK_E": 64}
+    constants |= {"BLOCK_SIZE": 32, "WIDEN": False, "SPLIT": True} | changes
+    constants = {name: value for name, value in constants.items() if name not in types}
+    constants |= {name: None for name in ("sinks", "selection") if name not in changes}
+    constants |= {} if constants["SPLIT"] else dict.fromkeys(("sums", "maxima", "totals"))
+    compiled = ahead.compile_ahead(latents._latent_kernel, target, types, constants, num_warps=warps, num_stages=2)
+    ahead.assert_ships(compiled, target, tmp_path)
+
+
+@compiling
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_the_merge_of_so_large_values_compiles_ahead_of_time(target: Any, tmp_path: Any, triton_cache: None) -> None:
+    merges = pytest.importorskip("selective_compile.kernels.ragged_attention_merge_triton")
+    types = {"output": "*bf16", "cu_seqlens_q": "*i32", "context_lens": "*i32"}
+    types |= dict.fromkeys(("sums", "maxima", "totals"), "*fp32")
+    constants = {"WINDOW": 0, "CHUNK": 0, "HEADS": 128, "VALUE_SIZE": 512, "BLOCK_Q": 1, "BLOCK_N": 32}
+    constants |= {"BLOCK_S": merges.BLOCK_S, "BLOCK_DV": 512}
+    compiled = ahead.compile_ahead(merges._merge_kernel, target, types, constants, num_warps=4)
+    ahead.assert_ships(compiled, target, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("each", [*CASES, *LONG], ids=str)
+def test_on_a_gpu(each: Case, dtype: torch.dtype) -> None:
+    inputs = make_inputs(each, dtype)
+    expected = reference.latent_attention(*arguments(inputs.to(torch.float64)))
+    on_gpu = [value.cuda() if isinstance(value, Tensor) else value for value in arguments(inputs)]
+    output = latent_ops.latent_attention(*on_gpu)
+    torch.testing.assert_close(output.cpu().double(), expected, rtol=0, atol=TOLERANCE[dtype])
