@@ -67,30 +67,34 @@ def rotates_its_own(flat: FlatGraph, node: fx.Node, tables: Tables) -> bool:
     if any(pool.meta["val"].dtype != ends[0].meta["val"].dtype for pool in pools):
         return False
     query, key = (heads_of(flat, end) for end in ends)
-    if query is None or key is None:
-        return False
-    rotation, graph = tables.shared(query.rotation), flat.module.graph
-    if tables.shared(key.rotation) != rotation:
+    if query is None or key is None or tables.shared(query.rotation) != tables.shared(key.rotation):
         return False
     both = normed_alike(query, key)
-    if not all(is_in_memory(heads.source) for heads in both):
+    arguments = fused_arguments(flat, node, both, tables) if all(map(in_memory, both)) else None
+    if arguments is None:
         return False
-    with graph.inserting_before(node):
+    with flat.module.graph.inserting_before(node):
+        fused = flat.module.graph.call_function(ops.rotary_attention.default, arguments, node.kwargs)
+    fused.meta = {**node.meta}
+    node.replace_all_uses_with(fused)
+    flat.module.graph.erase_node(node)
+    return True
+
+
+def fused_arguments(
+    flat: FlatGraph, node: fx.Node, both: tuple[Heads, Heads], tables: Tables
+) -> tuple[fx.node.Argument, ...] | None:
+    """What the operator is called with in the place of ``node``; None where rows are not contiguous."""
+    rotation, norm, ends = tables.shared(both[0].rotation), both[0].norm, node.args[:2]
+    with flat.module.graph.inserting_before(node):
         rows = [rows_of(flat, heads.source, end) for heads, end in zip(both, ends, strict=True)]
         weights = [None if heads.norm is None else weight_of(flat, heads.norm) for heads in both]
     turning = [tables.rows(table) for table in (rotation.cos, rotation.sin)]
     if any(given is not None and given.meta["val"].stride()[-1] != 1 for given in (*rows, *turning, *weights)):
-        return False
-    norm = both[0].norm
-    options = (None, 0.0) if norm is None else (norm.eps, norm.offset)
-    options = (*options, rotation.first, rotation.rotated, rotation.interleaved)
-    with graph.inserting_before(node):
-        arguments = (*rows, node.args[2], *turning, *weights, *options, *node.args[3:])
-        fused = graph.call_function(ops.rotary_attention.default, arguments, node.kwargs)
-    fused.meta = {**node.meta}
-    node.replace_all_uses_with(fused)
-    graph.erase_node(node)
-    return True
+        return None
+    scaling = (None, 0.0) if norm is None else norm.options
+    places = (rotation.first, rotation.rotated, rotation.interleaved)
+    return (*rows, node.args[2], *turning, *weights, *scaling, *places, *node.args[3:])
 
 
 def normed_alike(query: Heads, key: Heads) -> tuple[Heads, Heads]:
@@ -135,12 +139,19 @@ def unrotated(flat: FlatGraph, source: fx.Node, end: fx.Node, rotation: Rotation
         if found is None and source.meta["val"].dtype == last:
             found = source
         norm = head_norm(source, size)
-        if norm is not None and norm.x.meta["val"].dtype == last and dtypes(norm.x, source) <= {torch.float32, last}:
+        if norm is not None and is_of(norm, source, last):
             return Heads(source=found or norm.x, rotation=rotation, norm=norm)
         before = source.args[0] if getattr(source.target, "overloadpacket", None) in (*MOVES, *CASTS) else None
         if not isinstance(before, fx.Node) or not is_rotated(flat, before, end, rotation):
             return None if found is None else Heads(source=found, rotation=rotation, norm=None)
         source = before
+
+
+def is_of(norm: HeadNorm, result: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether a norm is of values of that dtype, as many as it results in, and computed in no narrower one."""
+    value = norm.x.meta["val"]
+    alike = [*map(flat_size, value.shape)] == [*map(flat_size, result.meta["val"].shape)]
+    return alike and value.dtype == dtype and dtypes(norm.x, result) <= {torch.float32, dtype}
 
 
 def dtypes(first: fx.Node, last: fx.Node) -> set[torch.dtype]:
@@ -160,15 +171,21 @@ def is_rotated(flat: FlatGraph, source: fx.Node, end: fx.Node, rotation: Rotatio
         return False
 
 
+def in_memory(heads: Heads) -> bool:
+    weight = None if heads.norm is None else heads.norm.weight
+    return is_in_memory(heads.source) and (weight is None or is_in_memory(weight))
+
+
 def is_in_memory(node: fx.Node) -> bool:
     """Whether Inductor makes no kernel of its own for a value: an input, a product of matrices, an operator of ours."""
     while getattr(node.target, "overloadpacket", None) in (*MOVES, *SPLITS) or node.target is operator.getitem:
         node = node.args[0]  # type: ignore[assignment]
     name = getattr(node.target, "__name__", "").partition(".")[0]
-    return node.op == "placeholder" or name in PRODUCTS or getattr(node.target, "namespace", "") == "selective"
+    ours = getattr(node.target, "namespace", "") == "selective"
+    return node.op in ("placeholder", "get_attr") or name in PRODUCTS or ours
 
 
-def rows_of(flat: FlatGraph, node: fx.Node, end: fx.Node) -> fx.Node:
+def rows_of(flat: FlatGraph, node: fx.Node, end: Any) -> fx.Node:
     """``[T, heads, D]`` of a value with as many elements: a view wherever its strides allow it."""
     moved = added(flat, aten.permute.default, node, rows_first(flat, node))
     return added(flat, aten.reshape.default, moved, [-1, *end.meta["val"].shape[1:]])

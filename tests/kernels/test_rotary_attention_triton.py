@@ -140,6 +140,35 @@ def test_it_ships(target: Any, element: str, size: int, norm: bool, tmp_path: An
     ahead.assert_ships(compiled, target, tmp_path)
 
 
+class Warmed:
+    """Stands in for a kernel: compiles it for what it is launched with, and launches nothing."""
+
+    def __init__(self, found: set[str]) -> None:
+        self.found = found
+
+    def __call__(self, kernel: Any, tensor: torch.Tensor) -> Any:
+        self.kernel = kernel
+        return self
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **options: self.found.add(self.kernel.warmup(*args, grid=grid, **options).hash)
+
+
+@pytest.mark.skipif(not isinstance(writes._rotate_kernel, triton.JITFunction), reason="TRITON_INTERPRET is set")
+def test_steps_of_every_shape_share_one_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.runtime.driver, "_active", ahead.NoDevice())
+    found: set[str] = set()
+    monkeypatch.setattr(writes, "on_device", Warmed(found))
+    pools = tuple(torch.zeros(9, 2, 16, 64, dtype=torch.bfloat16) for _ in "kv")
+    for rows in (1, 7, 16):
+        query, key, value = torch.zeros(rows, 8, 64, dtype=torch.bfloat16).split([4, 2, 2], dim=1)
+        tables, slots = tuple(torch.zeros(2, rows, 64).unbind()), torch.zeros(rows + 1, dtype=torch.int64)
+        for chosen in (slots[:-1], slots[1:]):
+            rotation = (None, 0.0, 0, 64, False)
+            writes.rotate_and_write(query, key, value, tables, (None, None), rotation, pools, chosen)
+    assert len(found) == 1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize(

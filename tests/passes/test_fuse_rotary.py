@@ -245,6 +245,7 @@ def in_half_precision(x: Tensor, weight: Tensor) -> Tensor:
         (of_another, None),
         (centred, None),
         (in_half_precision, None),
+        (lambda x, weight: rms(x, weight * 2), None),
         (lambda x, weight: F.layer_norm(x, (SIZE,), weight), None),
     ],
     ids=(
@@ -256,6 +257,7 @@ def in_half_precision(x: Tensor, weight: Tensor) -> Tensor:
         "of_another",
         "centred",
         "half",
+        "computed_weight",
         "layer_norm",
     ),
 )
