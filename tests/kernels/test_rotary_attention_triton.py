@@ -93,6 +93,7 @@ def test_the_queries_are_the_references(nan_filled_outputs: None) -> None:
     assert all(int(pool.isnan().sum()) == (12 - 5) * 2 * 24 for pool in pools)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in multiply:RuntimeWarning")
 def test_elements_that_are_not_rotated_may_be_infinite() -> None:
     query = torch.randn(2, 4, 16)
     query[0, 1, 12] = torch.inf

@@ -227,7 +227,7 @@ def centred(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def of_another(x: Tensor, weight: Tensor) -> Tensor:
-    return weight * x * torch.rsqrt((x * 2).pow(2).mean(-1, keepdim=True) + 1e-5)
+    return weight * (x * torch.rsqrt((x * 2).pow(2).mean(-1, keepdim=True) + 1e-5))
 
 
 def in_half_precision(x: Tensor, weight: Tensor) -> Tensor:
@@ -293,6 +293,11 @@ def by_doubled_tables(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return by_halves(x, cos * 2, sin * 2)
 
 
+def columns_shuffled(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = (table.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) for table in (cos, sin))
+    return by_halves(x, cos, sin)
+
+
 def by_head(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     by = torch.tensor([1.0, 0.5, 0.25, 0.125])[:, None]
     return x * (cos[:, None] * by) + half_turned(x) * (sin[:, None] * by)
@@ -324,7 +329,7 @@ def constant(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 NEAR_MISSES: list[tuple[Rotate, Rotate | None]] = [
     *((near, None) for near in (other_way, scaled, normed_behind, of_a_third, moved_by_one, by_head, one_head_alone)),
-    *((near, None) for near in (heads_swapped, by_values, in_a_narrow_dtype, without, constant)),
+    *((near, None) for near in (columns_shuffled, heads_swapped, by_values, in_a_narrow_dtype, without, constant)),
     (by_halves, without),
     (by_halves, of_the_first_part),
     (by_halves, lambda x, cos, sin: by_halves(x, cos, sin * 1.5)),
