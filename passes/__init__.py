@@ -11,6 +11,7 @@ from torch import fx
 
 import selective_compile.latent_ops
 import selective_compile.ops
+import selective_compile.rotary_ops
 import selective_compile.selection_ops
 import selective_compile.state_ops  # noqa: F401  (all register the operators that the flat graph calls)
 from selective_compile.passes.all_ones import all_ones

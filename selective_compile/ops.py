@@ -129,9 +129,14 @@ def _kernel(op: str, name: Implementation, batch_invariant: bool, device_type: s
     resolved = _resolve(name, device_type)
     linear = {"linear": _linear, "linears": _linears}.get(op)
     kernel = linear(name, resolved) if linear else getattr(_module(resolved), op)
-    if batch_invariant and resolved == "triton" and op == "ragged_attention":
+    if batch_invariant and resolved == "triton" and op in ("ragged_attention", "rotary_attention"):
         return functools.partial(kernel, batch_invariant=True)
     return kernel
+
+
+def attention_kernel(op: str, device_type: str) -> Callable[..., Tensor]:
+    """What runs the attention `op` here and now on "cpu" or "cuda" tensors; raises as `implementation_on`."""
+    return _kernel(op, *_forced.get(), device_type)
 
 
 def _linear(name: Implementation, resolved: str) -> Callable[..., Tensor]:
@@ -201,7 +206,7 @@ def refuse_gradients(*args: Any) -> None:
         raise RuntimeError("the selective ops have no derivative: call them under torch.no_grad()")
 
 
-def _fake_ragged_attention(
+def fake_ragged_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -321,7 +326,7 @@ ragged_attention = register(
     "float scale, int window, float softcap, int chunk=0, Tensor? sinks=None, Tensor? slopes=None, "
     "Tensor? selection=None) -> Tensor",
     _run_ragged_attention,
-    _fake_ragged_attention,
+    fake_ragged_attention,
 )
 varlen_attention = register(
     "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, "

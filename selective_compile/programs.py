@@ -16,6 +16,7 @@ from selective_compile.isolation import Proved, prove
 from selective_compile.module_program import ModuleProgram
 from selective_compile.options import EngineConfig
 from selective_compile.passes import Refusal, RefusedError
+from selective_compile.passes.fuse_rotary import fuse_rotary
 from selective_compile.passes.int8_pools import keep_as_int8
 from selective_compile.passes.lower import lower
 from selective_compile.passes.position_limit import position_limit
@@ -105,6 +106,8 @@ def step_program(model: nn.Module, config: EngineConfig, proved: Proved) -> Step
             )
     if config.kv_dtype == "int8":
         rewritten.timed("keep as int8", lambda: keep_as_int8(flat))
+    if runs_triton(config, flat.device):  # behind what changes pools, of which it takes those of the model's dtype
+        rewritten.timed("fuse rotary", lambda: fuse_rotary(flat))
     for call in rewritten.traced.calls:
         dtype = call.key.node.meta["val"].dtype
         if dtype not in DTYPES:
@@ -130,6 +133,11 @@ def step_program(model: nn.Module, config: EngineConfig, proved: Proved) -> Step
         )
     kind = ModuleProgram if rewritten.traced.isolated else StepProgram
     return kind(model, rewritten, config, max_positions=longest, read=captured.read)
+
+
+def runs_triton(config: EngineConfig, device: torch.device) -> bool:
+    """Whether attention runs on the Triton kernels: on a GPU, and where a test asks for their interpreter."""
+    return config.implementation == "triton" or (config.implementation == "auto" and device.type == "cuda")
 
 
 def narrowed(name: str, proved: Proved, window: int) -> str:

@@ -55,6 +55,42 @@ def ragged_attention(
     return output
 
 
+def rotary_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
+    """`selective::rotary_attention`: norm and rotate queries and keys, then `ragged_attention`. Returns [T, H, Dv]."""
+    return ragged_attention(*rotated_heads(query, key, *args[:9]), value, *args[9:])
+
+
+def rotated_heads(
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    first: int,
+    rotated: int,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor]:
+    """The queries [T, H, D] and keys [T, K, D] that `selective::rotary_attention` attends with and writes."""
+    d, half = torch.arange(rotated, device=query.device), rotated // 2
+    pair, partner = (d // 2, d ^ 1) if interleaved else (d % half, (d + half) % rotated)
+    sign = torch.where(partner > d, -1, 1)
+    results = []
+    for x, weight in ((query, query_weight), (key, key_weight)):
+        head = x.to(torch.promote_types(x.dtype, torch.float32))
+        if eps is not None:
+            head = head * (head.square().mean(-1, keepdim=True) + eps).rsqrt()
+        if weight is not None:
+            head = head * (weight.to(head.dtype) + weight_offset)
+        c, s = (t.to(head.dtype)[:, None, d if t.shape[1] == rotated else pair] for t in (cos, sin))
+        turned = head[..., first : first + rotated]
+        turned = turned * c + turned[..., partner] * sign * s
+        results.append(torch.cat([head[..., :first], turned, head[..., first + rotated :]], dim=-1).to(x.dtype))
+    return results[0], results[1]
+
+
 def varlen_attention(
     query: Tensor,
     key: Tensor,

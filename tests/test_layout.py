@@ -41,6 +41,7 @@ LAYERS = (
         "state_fakes",
         "state_ops",
         "selection_ops",
+        "rotary_ops",
         "int8_ops",
         "latent_ops",
         "function_op",

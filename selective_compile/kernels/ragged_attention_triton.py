@@ -1,6 +1,7 @@
 """Ragged attention in Triton, for CUDA and ROCm: the ops, by the launches that they are made of.
 
     ragged_attention   write (`ragged_attention_write_triton`), then attend
+    rotary_attention   norm, rotate and write (`rotary_attention_write_triton`), then attend
     varlen_attention   attend
     attend             one launch in which a program takes a tile of rows and the keys that they see, or a split of
                        them (`ragged_attention_attend_triton`), and where keys are split another, which merges what
@@ -12,12 +13,15 @@ Which steps have which tile, and how many splits, is the table of `ragged_attent
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from selective_compile.kernels import selection_triton
 from selective_compile.kernels.ragged_attention_attend_triton import attend
 from selective_compile.kernels.ragged_attention_write_triton import write
+from selective_compile.kernels.rotary_attention_write_triton import rotate_and_write
 
 
 def ragged_attention(
@@ -50,13 +54,66 @@ def ragged_attention(
     if key_pool.dtype is torch.int8:
         raise ValueError(f"the pools must be {query.dtype} for Triton's kernels, got torch.int8")
     write(key, value, key_pool, value_pool, slot_mapping)
+    metadata = (cu_seqlens_q, context_lens, block_table)
+    options = (scale, window, softcap, chunk, sinks, slopes, selection)
+    return _attend_to_pools(query, (key_pool, value_pool), metadata, *options, batch_invariant=batch_invariant)
+
+
+def rotary_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    first: int,
+    rotated: int,
+    interleaved: bool,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    cu_seqlens_q: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    *options: Any,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """`selective::rotary_attention`: one launch norms, rotates and writes into the pools, others attend. [T, H, Dv].
+
+    options: from scale on, as of `ragged_attention`.
+    """
+    weights, rotation = (query_weight, key_weight), (eps, weight_offset, first, rotated, interleaved)
+    pools = (key_pool, value_pool)
+    query = rotate_and_write(query, key, value, (cos, sin), weights, rotation, pools, slot_mapping)
+    metadata = (cu_seqlens_q, context_lens, block_table)
+    return _attend_to_pools(query, pools, metadata, *options, batch_invariant=batch_invariant)
+
+
+def _attend_to_pools(
+    query: Tensor,
+    pools: tuple[Tensor, Tensor],
+    metadata: tuple[Tensor, Tensor, Tensor],
+    scale: float,
+    window: int,
+    softcap: float,
+    chunk: int = 0,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    selection: Tensor | None = None,
+    *,
+    batch_invariant: bool,
+) -> Tensor:
+    """Attend to what is in the key and the value pool. [T, H, Dv]."""
+    key_pool, value_pool = pools
     if selection is not None:
         _check_unmasked(window, chunk)
-        metadata = (cu_seqlens_q, context_lens, block_table)
         options = ((scale, softcap), sinks, slopes, selection)
         return selection_triton.ragged_selected_attention(query, key_pool, value_pool, metadata, *options)
-    pools, strides = (key_pool, value_pool), (*key_pool.stride()[:3], *value_pool.stride()[:3])
-    tensors, sizes = (cu_seqlens_q, context_lens, block_table, sinks, slopes), key_pool.shape[1:3]
+    strides = (*key_pool.stride()[:3], *value_pool.stride()[:3])
+    tensors, sizes = (*metadata, sinks, slopes), key_pool.shape[1:3]
     return attend(query, pools, tensors, strides, sizes, (scale, window, softcap, chunk), whole=batch_invariant)
 
 
