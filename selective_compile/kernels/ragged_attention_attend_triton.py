@@ -6,6 +6,8 @@ Legend
     BLOCK_M    rows of the query matrix: row m is row m // GROUP of the tile and head m % GROUP of the group.
                Packing the heads that share a key/value head lets a decode row feed the matrix units too
     BLOCK_N    keys of one iteration; any relation to BLOCK_SIZE, the slots of a block, is allowed
+    clear      an iteration whose keys are seen by every row of the tile, all of them. Nothing is compared there
+    masked     another one: where a window or a chunk begins, and at the end
     BLOCK_SIZE 0: no pool, the keys are the request's own rows of this step (varlen_attention)
     sinks, slopes None: the code that reads them is not compiled
     split      a run of split_length keys, counted from the iteration of the first key that the tile sees. Of a
@@ -37,7 +39,33 @@ from torch import Tensor
 from selective_compile.kernels.dot_triton import widened_dot
 from selective_compile.kernels.interpreter import on_device
 from selective_compile.kernels.ragged_attention_merge_triton import first_key, merge, new_parts
-from selective_compile.kernels.ragged_attention_tiles import most_keys, processors, split_config, tile_config
+from selective_compile.kernels.ragged_attention_tiles import backend, most_keys, processors, split_config, tile_config
+
+
+@triton.jit
+def _blocks(entries, start, read, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr):
+    """The blocks of the keys from start on, by a request's entries of the block table: one, or one for each key."""
+    if BLOCK_SIZE % BLOCK_N == 0:
+        block = tl.load(entries + start // BLOCK_SIZE)
+    elif MASKED:
+        block = tl.load(entries + (start + tl.arange(0, BLOCK_N)) // BLOCK_SIZE, read, 0)
+    else:
+        block = tl.load(entries + (start + tl.arange(0, BLOCK_N)) // BLOCK_SIZE)
+    return block
+
+
+@triton.jit
+def _elements(pointers, wanted, SIZE: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
+    """The keys or values of an iteration [BLOCK_N, PADDED], from where each begins; those not wanted are 0."""
+    d = tl.arange(0, PADDED)
+    at = pointers[:, None] + d[None, :]
+    if MASKED:
+        rows = tl.load(at, wanted[:, None] & (d < SIZE)[None, :], 0.0)
+    elif SIZE < PADDED:
+        rows = tl.load(at, (d < SIZE)[None, :], 0.0)
+    else:
+        rows = tl.load(at)
+    return rows
 
 
 # What changes from step to step must not change the compiled kernel: N and T are not specialised on 1 and
@@ -156,49 +184,72 @@ def _attention_kernel(
     if slopes is not None:
         slope = tl.load(slopes + head) * LOG2_E
     accumulator = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
-    for start in range(begin, end, BLOCK_N):
-        j = start + tl.arange(0, BLOCK_N)
-        read = (j >= key_begin) & (j < key_end)
-        if BLOCK_SIZE > 0:
-            entry = block_table + request.to(tl.int64) * table_stride + j // BLOCK_SIZE
-            block = tl.load(entry, mask=read, other=0).to(tl.int64)
-            slot = j % BLOCK_SIZE
-        else:
-            block = (row_begin + j).to(tl.int64)
-            slot = j * 0
-        key_offset = block * key_block_stride + key_head_offset + slot * key_slot_stride
-        k = tl.load(keys + key_offset[None, :] + d[:, None], read[None, :] & (d < KEY_SIZE)[:, None], 0.0)
-        score = widened_dot(q, k, tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32), WIDEN)
-        if SOFTCAP > 0:
-            # tanh(x) = 1 - 2 / (1 + exp(2x)) has the right limit where the exponential overflows to inf.
-            exponential = tl.exp2(score * (2 * LOG2_E * SCALE / SOFTCAP))
-            score = (SOFTCAP * LOG2_E) * (1.0 - 2.0 / (1.0 + exponential))
-        else:
-            score = score * (SCALE * LOG2_E)
-        if slopes is not None:
-            score += slope[:, None] * (j[None, :] - position[:, None]).to(tl.float32)
-        seen = read[None, :] & (j[None, :] <= position[:, None])
-        if WINDOW > 0:
-            seen = seen & (j[None, :] > position[:, None] - WINDOW)
-        if CHUNK >= BLOCK_Q:
-            # The tile meets one boundary at most, and key_begin deals with the rows in front of it. To compare
-            # with a begin of every row costs registers: on sm_80 they spilled.
-            seen = seen & ((j >= last_chunk)[None, :] | (position < last_chunk)[:, None])
-        elif CHUNK > 0:
-            seen = seen & (j[None, :] >= (position // CHUNK * CHUNK)[:, None])
-        score = tl.where(seen, score, float("-inf"))
 
-        new_maximum = tl.maximum(maximum, tl.reduce(score, 1, tl.standard._elementwise_max))
-        # A row that has seen no key yet has the maximum -inf, and -inf - -inf is NaN.
-        finite_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        correction = tl.exp2(maximum - finite_maximum)
-        weight = tl.exp2(score - finite_maximum[:, None])
-        total = total * correction + tl.reduce(weight, 1, tl.standard._sum_combine)
-        value_offset = block * value_block_stride + value_head_offset + slot * value_slot_stride
-        value_mask = read[:, None] & (dv < VALUE_SIZE)[None, :]
-        v = tl.load(values + value_offset[:, None] + dv[None, :], value_mask, 0.0)
-        accumulator = widened_dot(weight.to(v.dtype), v, accumulator * correction[:, None], WIDEN)
-        maximum = new_maximum
+    # Clear from where the last row's window and chunk begin up to the position of the first row, in whole iterations.
+    # The masked ones in front of these and behind them are walked first, in one loop, so that their code is there once.
+    clear_begin = begin
+    if (WINDOW > 0) | (CHUNK > 0):
+        clear_begin = key_begin
+        if WINDOW > 0:
+            clear_begin = tl.maximum(clear_begin, key_end - WINDOW)
+        if CHUNK > 0:
+            clear_begin = tl.maximum(clear_begin, last_chunk)
+        clear_begin = (clear_begin + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        clear_begin = tl.minimum(tl.maximum(clear_begin, begin), end)
+    clear_end = (first_position + 1) // BLOCK_N * BLOCK_N
+    clear_end = tl.minimum(tl.maximum(clear_end, clear_begin), end)
+    steps_in_front = (clear_begin - begin + BLOCK_N - 1) // BLOCK_N
+    masked_steps = steps_in_front + (end - clear_end + BLOCK_N - 1) // BLOCK_N
+    for MASKED in tl.static_range(1, -1, -1):
+        steps = masked_steps if MASKED else (clear_end - clear_begin) // BLOCK_N
+        # Of the few masked iterations no load is begun early: the registers that this takes spilled in float32.
+        for step in tl.range(0, steps, num_stages=1 if MASKED else None):
+            if MASKED:
+                start = begin + step * BLOCK_N + tl.where(step < steps_in_front, 0, clear_end - clear_begin)
+            else:
+                start = clear_begin + step * BLOCK_N
+            j = start + tl.arange(0, BLOCK_N)
+            read = (j >= key_begin) & (j < key_end)
+            if BLOCK_SIZE == 0:
+                block = (row_begin + j).to(tl.int64)
+                slot = j * 0
+            else:
+                entries = block_table + request.to(tl.int64) * table_stride
+                block = _blocks(entries, start, read, BLOCK_SIZE, BLOCK_N, MASKED).to(tl.int64)
+                slot = j % BLOCK_SIZE
+            key_offset = block * key_block_stride + key_head_offset + slot * key_slot_stride
+            k = _elements(keys + key_offset, read, KEY_SIZE, BLOCK_D, MASKED)
+            score = widened_dot(q, tl.trans(k), tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32), WIDEN)
+            if SOFTCAP > 0:
+                # tanh(x) = 1 - 2 / (1 + exp(2x)) has the right limit where the exponential overflows to inf.
+                exponential = tl.exp2(score * (2 * LOG2_E * SCALE / SOFTCAP))
+                score = (SOFTCAP * LOG2_E) * (1.0 - 2.0 / (1.0 + exponential))
+            else:
+                score = score * (SCALE * LOG2_E)
+            if slopes is not None:
+                score += slope[:, None] * (j[None, :] - position[:, None]).to(tl.float32)
+            if MASKED:
+                seen = read[None, :] & (j[None, :] <= position[:, None])
+                if WINDOW > 0:
+                    seen = seen & (j[None, :] > position[:, None] - WINDOW)
+                if CHUNK >= BLOCK_Q:
+                    # The tile meets one boundary at most, and key_begin deals with the rows in front of it. To compare
+                    # with a begin of every row costs registers: on sm_80 they spilled.
+                    seen = seen & ((j >= last_chunk)[None, :] | (position < last_chunk)[:, None])
+                elif CHUNK > 0:
+                    seen = seen & (j[None, :] >= (position // CHUNK * CHUNK)[:, None])
+                score = tl.where(seen, score, float("-inf"))
+
+            new_maximum = tl.maximum(maximum, tl.reduce(score, 1, tl.standard._elementwise_max))
+            # A row that has seen no key yet has the maximum -inf, and -inf - -inf is NaN.
+            finite_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+            correction = tl.exp2(maximum - finite_maximum)
+            weight = tl.exp2(score - finite_maximum[:, None])
+            total = total * correction + tl.reduce(weight, 1, tl.standard._sum_combine)
+            value_offset = block * value_block_stride + value_head_offset + slot * value_slot_stride
+            v = _elements(values + value_offset, read, VALUE_SIZE, BLOCK_DV, MASKED)
+            accumulator = widened_dot(weight.to(v.dtype), v, accumulator * correction[:, None], WIDEN)
+            maximum = new_maximum
 
     if SPLIT:
         if divided:
@@ -266,7 +317,7 @@ def attend(
         output, *(parts or (None, None, None)), query, keys, values, *metadata_sinks_slopes, num_rows, num_requests,
         splits.count, splits.length, *query.stride()[:2], *strides, block_table.stride(0), *score, group, heads,
         key_size, value_size, block_size, tile.block_m, tile.block_n, tile.block_d, tile.block_dv, widen, split,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
+        enable_fp_fusion=True, **tile.options(backend()),
     )
     # fmt: on
     if parts is not None:

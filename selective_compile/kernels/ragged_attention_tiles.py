@@ -53,6 +53,13 @@ class TileConfig:
     num_stages: int
     splits: bool
 
+    def options(self, backend: str) -> dict[str, int]:
+        """Of a launch on "cuda" or "hip"."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        # As many as a thread can have, said so: by itself the assembler for CUDA spills a few to have room for one
+        # more block of threads beside the others.
+        return options | ({"maxnreg": 255} if backend == "cuda" else {})
+
 
 @dataclass(frozen=True, kw_only=True)
 class SplitConfig:
@@ -120,6 +127,11 @@ def most_keys(*, capacity: int, rows: int, window: int, chunk: int, block_n: int
     # The first iteration may begin up to block_n - 1 keys in front of the first key.
     seen = [each - 1 + rows + block_n - 1 for each in (window, chunk) if each > 0]
     return min([capacity, *seen])
+
+
+def backend() -> str:
+    """What Triton compiles for here; where there is no GPU, what the interpreter is told makes no difference."""
+    return "hip" if torch.version.hip else "cuda"
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -177,7 +178,7 @@ def compile_attention(target, element: str, size: int, rows: int, *, given=(), s
     constants |= {"KEY_SIZE": size, "VALUE_SIZE": size, "BLOCK_D": tile.block_d, "BLOCK_DV": tile.block_dv}
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "WIDEN": False, "SPLIT": split}
     constants |= {} if split else dict.fromkeys(PARTS)
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    options = tile.options(target.backend)
     return compile_ahead(attends._attention_kernel, target, types(element), constants | changes, **options)
 
 
@@ -194,6 +195,23 @@ def triton_cache(tmp_path_factory, monkeypatch):
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_attention_compiles_ahead_of_time_without_spills(target, element, size, rows, tmp_path):
     assert_ships(compile_attention(target, element, size, rows), target, tmp_path)
+
+
+COMPARED = re.compile(r"arith\.cmpi .* : tensor<")
+
+
+@compiling
+@pytest.mark.parametrize("block_size", (16, 64))
+@pytest.mark.parametrize("target", [TARGETS[1], TARGETS[3]], ids=str)
+def test_keys_that_every_row_sees_are_compared_with_nothing(target, block_size):
+    """The loop over the others comes first; it has the comparisons of both ends of a window."""
+    compiled = compile_attention(target, "bf16", 64, 512, WINDOW=300, BLOCK_SIZE=block_size)
+    masked, clear = ahead.innermost_loops(compiled)
+    assert len(COMPARED.findall(masked)) >= 4
+    assert not COMPARED.search(clear)
+    assert len(re.findall(r"warp_group_dot |tt\.dot ", clear)) == 2
+    # Two loads of one block's number in a pool of large blocks, each by all threads as one.
+    assert ("tensor<" in " ".join(re.findall(r"tt\.load.*i32.*", clear))) == (block_size == 16)
 
 
 @compiling
