@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -41,7 +41,9 @@ class EngineConfig(_NamedOptions):
     Attributes:
         token_budget: most tokens computed in one step, prefill and decode together.
         max_requests: most requests in one step; more wait.
-        block_size: slots in a block, the unit in which KV memory is given out and shared.
+        block_size: slots in a block, the unit in which KV memory is given out and shared: the leading tokens that
+            requests have in common are computed once in whole blocks. By default 32, and 64 where torch has a GPU, so
+            that the keys of an iteration of the attention kernels lie in one block.
         max_kv_tokens: slots of KV memory, rounded down to whole blocks; None: from the memory that is free.
         kv_memory_fraction: the share of the free memory that the KV pools may take when max_kv_tokens is
             None.
@@ -97,7 +99,7 @@ class EngineConfig(_NamedOptions):
 
     token_budget: int = 512
     max_requests: int = 64
-    block_size: int = 32
+    block_size: int = field(default_factory=lambda: 64 if torch.cuda.is_available() else 32)
     max_kv_tokens: int | None = None
     kv_memory_fraction: float = 0.9
     max_attention_window: int | None = None

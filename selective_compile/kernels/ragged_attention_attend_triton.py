@@ -26,6 +26,9 @@ The scores are kept in base 2 (the scale times log2(e)): exp2 is what the hardwa
 
 Rows are stored in two branches, for less registers: with masks in place of them, decoding spilled for sm_80.
 
+Where a tile is one bulk copy, a descriptor of the pool, made on the host for each launch, takes the place of addresses;
+its coordinates are block, head, slot and element, and elements behind the head size are read as 0.
+
 The tile sizes are bounded by registers and shared memory: `tests/kernels` compiles them for sm_80, sm_90,
 sm_100 and gfx942 and fails on a spill. Their speed has not been measured on a GPU.
 """
@@ -35,11 +38,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from selective_compile.kernels.dot_triton import widened_dot
 from selective_compile.kernels.interpreter import on_device
 from selective_compile.kernels.ragged_attention_merge_triton import first_key, merge, new_parts
-from selective_compile.kernels.ragged_attention_tiles import backend, most_keys, processors, split_config, tile_config
+from selective_compile.kernels.ragged_attention_tiles import (
+    TileConfig,
+    backend,
+    bulk_copies,
+    most_keys,
+    processors,
+    split_config,
+    tile_config,
+)
 
 
 @triton.jit
@@ -82,6 +94,8 @@ def _attention_kernel(
     query,  # [T, H, D]
     keys,  # [num_blocks, K, BLOCK_SIZE, D]; without a pool [T, K, D]
     values,  # [num_blocks, K, BLOCK_SIZE, Dv]; without a pool [T, K, Dv]
+    key_tiles,  # the key pool as a descriptor of tiles [1, 1, BLOCK_N, BLOCK_D], or None
+    value_tiles,  # the value pool as one of tiles [1, 1, BLOCK_N, BLOCK_DV], or None
     cu_seqlens_q,  # [N + 1]
     context_lens,  # [N]; without a pool not read
     block_table,  # [N, max_blocks]; without a pool not read
@@ -118,6 +132,9 @@ def _attention_kernel(
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     LOG2_E: tl.constexpr = 1.4426950408889634
+    # What scores are multiplied by behind the maximum over them, which is then one product a row.
+    FOLDED: tl.constexpr = (SCALE > 0) and SOFTCAP == 0 and slopes is None
+    FACTOR: tl.constexpr = SCALE * LOG2_E if FOLDED else 1.0
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
 
@@ -217,14 +234,17 @@ def _attention_kernel(
                 entries = block_table + request.to(tl.int64) * table_stride
                 block = _blocks(entries, start, read, BLOCK_SIZE, BLOCK_N, MASKED).to(tl.int64)
                 slot = j % BLOCK_SIZE
-            key_offset = block * key_block_stride + key_head_offset + slot * key_slot_stride
-            k = _elements(keys + key_offset, read, KEY_SIZE, BLOCK_D, MASKED)
+            if key_tiles is None:
+                key_offset = block * key_block_stride + key_head_offset + slot * key_slot_stride
+                k = _elements(keys + key_offset, read, KEY_SIZE, BLOCK_D, MASKED)
+            else:
+                k = key_tiles.load([block.to(tl.int32), kv_head, start % BLOCK_SIZE, 0]).reshape([BLOCK_N, BLOCK_D])
             score = widened_dot(q, tl.trans(k), tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32), WIDEN)
             if SOFTCAP > 0:
                 # tanh(x) = 1 - 2 / (1 + exp(2x)) has the right limit where the exponential overflows to inf.
                 exponential = tl.exp2(score * (2 * LOG2_E * SCALE / SOFTCAP))
                 score = (SOFTCAP * LOG2_E) * (1.0 - 2.0 / (1.0 + exponential))
-            else:
+            elif not FOLDED:
                 score = score * (SCALE * LOG2_E)
             if slopes is not None:
                 score += slope[:, None] * (j[None, :] - position[:, None]).to(tl.float32)
@@ -240,14 +260,20 @@ def _attention_kernel(
                     seen = seen & (j[None, :] >= (position // CHUNK * CHUNK)[:, None])
                 score = tl.where(seen, score, float("-inf"))
 
-            new_maximum = tl.maximum(maximum, tl.reduce(score, 1, tl.standard._elementwise_max))
+            new_maximum = tl.maximum(maximum, tl.reduce(score, 1, tl.standard._elementwise_max) * FACTOR)
             # A row that has seen no key yet has the maximum -inf, and -inf - -inf is NaN.
             finite_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
             correction = tl.exp2(maximum - finite_maximum)
-            weight = tl.exp2(score - finite_maximum[:, None])
+            weight = tl.exp2(score * FACTOR - finite_maximum[:, None])
             total = total * correction + tl.reduce(weight, 1, tl.standard._sum_combine)
-            value_offset = block * value_block_stride + value_head_offset + slot * value_slot_stride
-            v = _elements(values + value_offset, read, VALUE_SIZE, BLOCK_DV, MASKED)
+            if value_tiles is None:
+                value_offset = block * value_block_stride + value_head_offset + slot * value_slot_stride
+                v = _elements(values + value_offset, read, VALUE_SIZE, BLOCK_DV, MASKED)
+            else:
+                v = value_tiles.load([block.to(tl.int32), kv_head, start % BLOCK_SIZE, 0]).reshape([BLOCK_N, BLOCK_DV])
+                if MASKED:
+                    # Slots behind the context hold anything, and no weight makes a NaN 0.
+                    v = tl.where(read[:, None], v, 0.0)
             accumulator = widened_dot(weight.to(v.dtype), v, accumulator * correction[:, None], WIDEN)
             maximum = new_maximum
 
@@ -295,6 +321,8 @@ def attend(
         key_size=key_size,
         value_size=value_size,
         bytes_per_element=query.element_size(),
+        block_size=block_size,
+        bulk=bulk_copies(query.device) and aligned(keys) and aligned(values),
     )
     rows, (_, window, _, chunk) = tile.block_m // group, score
     capacity = 0 if whole or not tile.splits else block_table.shape[-1] * block_size
@@ -314,13 +342,30 @@ def attend(
     grid = (num_rows // rows + num_requests + 1, kv_heads, splits.count)
     # fmt: off
     on_device(_attention_kernel, query)[grid](
-        output, *(parts or (None, None, None)), query, keys, values, *metadata_sinks_slopes, num_rows, num_requests,
-        splits.count, splits.length, *query.stride()[:2], *strides, block_table.stride(0), *score, group, heads,
-        key_size, value_size, block_size, tile.block_m, tile.block_n, tile.block_d, tile.block_dv, widen, split,
-        enable_fp_fusion=True, **tile.options(backend()),
+        output, *(parts or (None, None, None)), query, keys, values, *_tiles(keys, values, tile),
+        *metadata_sinks_slopes, num_rows, num_requests, splits.count, splits.length, *query.stride()[:2], *strides,
+        block_table.stride(0), *score, group, heads, key_size, value_size, block_size, tile.block_m, tile.block_n,
+        tile.block_d, tile.block_dv, widen, split, enable_fp_fusion=True, **tile.options(backend()),
     )
     # fmt: on
     if parts is not None:
         tile_sizes = (rows, tile.block_n)
         merge(output, parts, cu_seqlens_q, context_lens, splits.length, tile_sizes, window=window, chunk=chunk)
     return output
+
+
+def aligned(pool: Tensor) -> bool:
+    """Whether a descriptor can tell where its rows [..., D] lie: all at multiples of 16 bytes."""
+    return all(place % 16 == 0 for place in (pool.data_ptr(), *(n * pool.itemsize for n in pool.stride()[:-1])))
+
+
+def _tiles(keys: Tensor, values: Tensor, tile: TileConfig) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    """Of bulk copies, made on the host: the launch hands them over by value, so that a captured graph holds them and
+    nothing is allocated."""
+    if not tile.bulk:
+        return None, None
+    return _described(keys, [1, 1, tile.block_n, tile.block_d]), _described(values, [1, 1, tile.block_n, tile.block_dv])
+
+
+def _described(pool: Tensor, sizes: list[int]) -> TensorDescriptor:
+    return TensorDescriptor(pool, list(pool.shape), list(pool.stride()), sizes)

@@ -47,6 +47,8 @@ def compile_ahead(kernel: Any, target: Target, types: dict[str, str], constants:
             signature[name] = "constexpr"
             continue
         signature[name] = types.get(name, "i32")
+        if signature[name].startswith("tensordesc"):
+            continue
         if not parameter.do_not_specialize and not parameter.do_not_specialize_on_alignment:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = triton.compiler.ASTSource(kernel, signature, constants, attributes)

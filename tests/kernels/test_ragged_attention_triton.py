@@ -99,7 +99,7 @@ def test_the_cases_cover_both_tiles_and_several_tiles_of_one_request():
     assert max(rows_per_tile) > 2
 
 
-def config(rows: int, requests: int, group: int, size: int, width: int):
+def config(rows: int, requests: int, group: int, size: int, width: int, *, block_size: int = 16, bulk: bool = False):
     return attends.tile_config(
         num_rows=rows,
         num_requests=requests,
@@ -107,6 +107,8 @@ def config(rows: int, requests: int, group: int, size: int, width: int):
         key_size=size,
         value_size=size,
         bytes_per_element=width,
+        block_size=block_size,
+        bulk=bulk,
     )
 
 
@@ -167,19 +169,24 @@ def types(element: str) -> dict[str, str]:
     return METADATA | dict.fromkeys(PARTS, "*fp32") | dict.fromkeys(TENSORS, "*" + element)
 
 
-def compile_attention(target, element: str, size: int, rows: int, *, given=(), split=False, **changes):
-    """The kernel as the launcher would ask for it: 8 requests, 4 query heads to each of 8 key/value heads.
+def compile_attention(target, element: str, size: int, rows: int, *, given=(), split=False, group=4, **changes):
+    """The kernel as the launcher would ask for it: 8 requests, 8 key/value heads with a group of query heads each.
 
     given: which of sinks and slopes there are; split: whether keys are split.
     """
-    tile = config(rows, 8, 4, size, 4 if element == "fp32" else 2)
-    constants = {"SCALE": 0.1, "WINDOW": 0, "SOFTCAP": 0.0, "CHUNK": 0, "GROUP": 4, "HEADS": 32, "BLOCK_SIZE": 16}
+    block_size = changes.get("BLOCK_SIZE", 64)
+    width, bulk = 4 if element == "fp32" else 2, target.arch in (90, 100)
+    tile = config(rows, 8, group, size, width, block_size=block_size, bulk=bulk)
+    constants = {"SCALE": 0.1, "WINDOW": 0, "SOFTCAP": 0.0, "CHUNK": 0, "GROUP": group, "HEADS": 8 * group}
     constants |= {name: None for name in ("sinks", "slopes") if name not in given}
     constants |= {"KEY_SIZE": size, "VALUE_SIZE": size, "BLOCK_D": tile.block_d, "BLOCK_DV": tile.block_dv}
-    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "WIDEN": False, "SPLIT": split}
+    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_SIZE": 64, "WIDEN": False, "SPLIT": split}
     constants |= {} if split else dict.fromkeys(PARTS)
+    constants |= {} if tile.bulk else {"key_tiles": None, "value_tiles": None}
+    descriptor = f"tensordesc<{element}[1, 1, {tile.block_n}, {tile.block_d}]>"
+    kinds = types(element) | {"key_tiles": descriptor, "value_tiles": descriptor}
     options = tile.options(target.backend)
-    return compile_ahead(attends._attention_kernel, target, types(element), constants | changes, **options)
+    return compile_ahead(attends._attention_kernel, target, kinds, constants | changes, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -210,8 +217,13 @@ def test_keys_that_every_row_sees_are_compared_with_nothing(target, block_size):
     assert len(COMPARED.findall(masked)) >= 4
     assert not COMPARED.search(clear)
     assert len(re.findall(r"warp_group_dot |tt\.dot ", clear)) == 2
-    # Two loads of one block's number in a pool of large blocks, each by all threads as one.
-    assert ("tensor<" in " ".join(re.findall(r"tt\.load.*i32.*", clear))) == (block_size == 16)
+    if target.arch == 90 and block_size == 64:
+        # Keys and values go from the pool into shared memory in a copy each, and from there into the matrix units.
+        assert len(re.findall("async_tma_copy_global_to_local", clear)) == 2
+        assert not re.findall(r"ttg\.local_(load|store|alloc).*x64x", clear)
+        assert "m64n64k16" in compiled.asm["ptx"]
+    elif target.arch == 90:
+        assert len(re.findall("async_copy_global_to_local", clear)) == 2
 
 
 @compiling
