@@ -15,7 +15,7 @@ Fallback = Literal["sequential", "isolated", "refuse"]
 SchedulerPolicy = Literal["max_utilization", "guaranteed_no_evict"]
 WaitingOrder = Literal["first_come", "priority", "deadline", "fair"]
 Weights = Literal["model", "int8"]
-KvDtype = Literal["auto", "int8"]
+KvDtype = Literal["auto", "int8", "fp8"]
 Batching = Literal["static", "inflight", "inflight_fused"]
 
 
@@ -59,7 +59,9 @@ class EngineConfig(_NamedOptions):
             bfloat16, so that as much memory holds more tokens and a step reads less of it. It changes results:
             `selective_compile.runtime.logit_error` measures by how much. What is no attention's key or value is kept as
             it is, as recurrent states and the keys of a sparse indexer. On a CPU, without Triton; refused for models in
-            which not every attention is ragged.
+            which not every attention is ragged. "fp8": e4m3, a byte for each number, with a scale for each head that
+            is measured in first steps, before any request, and stays when weights change. For GPUs of compute
+            capability 8.9 and for ROCm; a CPU computes it in the slow reference, to measure the error.
         block_reuse: a request starts from the blocks of its leading tokens that another one left computed.
         scheduler_policy: "max_utilization" admits what fits now and preempts when blocks run short;
             "guaranteed_no_evict" admits only what can run to its end whatever the others generate.
@@ -151,8 +153,11 @@ class EngineConfig(_NamedOptions):
         _require_one_of("scheduler_policy", self.scheduler_policy, get_args(SchedulerPolicy))
         _require_one_of("waiting_order", self.waiting_order, get_args(WaitingOrder))
         _require_one_of("kv_dtype", self.kv_dtype, get_args(KvDtype))
-        if self.kv_dtype == "int8" and self.implementation == "triton":
-            raise ValueError("kv_dtype must be 'auto' with implementation 'triton', got 'int8', which it cannot read")
+        if (self.kv_dtype, self.implementation) in (("int8", "triton"), ("fp8", "cpu")):
+            raise ValueError(
+                f"kv_dtype must be 'auto' with implementation {self.implementation!r}, got {self.kv_dtype!r}, "
+                "which it cannot read"
+            )
         _require_one_of("batching", self.batching, get_args(Batching))
         slowdown = self.prefill_slowdown
         number = isinstance(slowdown, (int, float)) and not isinstance(slowdown, bool)

@@ -84,7 +84,9 @@ def _elements(pointers, wanted, SIZE: tl.constexpr, PADDED: tl.constexpr, MASKED
 # on multiples of 16, nor are the metadata tensors on their alignment (they may be slices of one buffer).
 @triton.jit(
     do_not_specialize=["num_rows", "num_requests", "table_stride", "num_splits", "split_length"],
-    do_not_specialize_on_alignment=["cu_seqlens_q", "context_lens", "block_table", "sinks", "slopes"],
+    do_not_specialize_on_alignment=[
+        *("cu_seqlens_q", "context_lens", "block_table", "sinks", "slopes", "key_scales", "value_scales")
+    ],
 )
 def _attention_kernel(
     output,  # [T, H, Dv] contiguous
@@ -101,6 +103,8 @@ def _attention_kernel(
     block_table,  # [N, max_blocks]; without a pool not read
     sinks,  # [H] or None
     slopes,  # [H] or None
+    key_scales,  # [K] with pools of e4m3, else None
+    value_scales,  # [K] or None
     num_rows,
     num_requests,
     num_splits,
@@ -132,9 +136,8 @@ def _attention_kernel(
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     LOG2_E: tl.constexpr = 1.4426950408889634
-    # What scores are multiplied by behind the maximum over them, which is then one product a row.
+    # Whether scores are multiplied behind the maximum over them, which is then one product a row.
     FOLDED: tl.constexpr = (SCALE > 0) and SOFTCAP == 0 and slopes is None
-    FACTOR: tl.constexpr = SCALE * LOG2_E if FOLDED else 1.0
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
 
@@ -198,6 +201,9 @@ def _attention_kernel(
         if SPLIT:
             maximum = tl.where(split == 0, maximum, float("-inf"))
             total = tl.where(split == 0, total, 0.0)
+    scale = SCALE * LOG2_E
+    if key_scales is not None:
+        scale = scale * tl.load(key_scales + kv_head)
     if slopes is not None:
         slope = tl.load(slopes + head) * LOG2_E
     accumulator = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
@@ -239,13 +245,13 @@ def _attention_kernel(
                 k = _elements(keys + key_offset, read, KEY_SIZE, BLOCK_D, MASKED)
             else:
                 k = key_tiles.load([block.to(tl.int32), kv_head, start % BLOCK_SIZE, 0]).reshape([BLOCK_N, BLOCK_D])
-            score = widened_dot(q, tl.trans(k), tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32), WIDEN)
+            score = widened_dot(q, tl.trans(k.to(q.dtype)), tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32), WIDEN)
             if SOFTCAP > 0:
                 # tanh(x) = 1 - 2 / (1 + exp(2x)) has the right limit where the exponential overflows to inf.
-                exponential = tl.exp2(score * (2 * LOG2_E * SCALE / SOFTCAP))
+                exponential = tl.exp2(score * (scale * (2 / SOFTCAP)))
                 score = (SOFTCAP * LOG2_E) * (1.0 - 2.0 / (1.0 + exponential))
             elif not FOLDED:
-                score = score * (SCALE * LOG2_E)
+                score = score * scale
             if slopes is not None:
                 score += slope[:, None] * (j[None, :] - position[:, None]).to(tl.float32)
             if MASKED:
@@ -260,23 +266,27 @@ def _attention_kernel(
                     seen = seen & (j[None, :] >= (position // CHUNK * CHUNK)[:, None])
                 score = tl.where(seen, score, float("-inf"))
 
-            new_maximum = tl.maximum(maximum, tl.reduce(score, 1, tl.standard._elementwise_max) * FACTOR)
+            largest = tl.reduce(score, 1, tl.standard._elementwise_max)
+            new_maximum = tl.maximum(maximum, largest * scale if FOLDED else largest)
             # A row that has seen no key yet has the maximum -inf, and -inf - -inf is NaN.
             finite_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
             correction = tl.exp2(maximum - finite_maximum)
-            weight = tl.exp2(score * FACTOR - finite_maximum[:, None])
+            weight = tl.exp2((score * scale if FOLDED else score) - finite_maximum[:, None])
             total = total * correction + tl.reduce(weight, 1, tl.standard._sum_combine)
             if value_tiles is None:
                 value_offset = block * value_block_stride + value_head_offset + slot * value_slot_stride
-                v = _elements(values + value_offset, read, VALUE_SIZE, BLOCK_DV, MASKED)
+                v = _elements(values + value_offset, read, VALUE_SIZE, BLOCK_DV, MASKED).to(q.dtype)
             else:
                 v = value_tiles.load([block.to(tl.int32), kv_head, start % BLOCK_SIZE, 0]).reshape([BLOCK_N, BLOCK_DV])
+                v = v.to(q.dtype)
                 if MASKED:
                     # Slots behind the context hold anything, and no weight makes a NaN 0.
                     v = tl.where(read[:, None], v, 0.0)
             accumulator = widened_dot(weight.to(v.dtype), v, accumulator * correction[:, None], WIDEN)
             maximum = new_maximum
 
+    if value_scales is not None:
+        accumulator *= tl.load(value_scales + kv_head)
     if SPLIT:
         if divided:
             place = tl.minimum(row_begin, request * BLOCK_Q) + row - row_begin
@@ -295,7 +305,8 @@ def _attention_kernel(
 def attend(
     query: Tensor,
     keys_and_values: tuple[Tensor, Tensor],
-    metadata_sinks_slopes: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
+    metadata: tuple[Tensor, Tensor, Tensor],
+    per_head: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
     strides: tuple[int, ...],
     kv_heads_and_block_size: tuple[int, ...],
     score: tuple[float, int, float, int],
@@ -304,16 +315,17 @@ def attend(
 ) -> Tensor:
     """Attend to what is written, and merge where keys are split. Returns [T, H, Dv].
 
-    keys_and_values: pools, or rows where the block size is 0; strides: of block, head and slot of both; score: scale,
+    keys_and_values: pools, or rows where the block size is 0; metadata: cu_seqlens_q, context_lens and block_table;
+    per_head: sinks, slopes, scales of keys and of values; strides: of block, head and slot of both; score: scale,
     window, softcap and chunk; whole: every program takes all keys.
     """
     keys, values = keys_and_values
     kv_heads, block_size = kv_heads_and_block_size
     (num_rows, heads, key_size), value_size = query.shape, values.shape[-1]
-    cu_seqlens_q, context_lens, block_table, sinks, slopes = metadata_sinks_slopes
+    cu_seqlens_q, context_lens, block_table = metadata
     num_requests, group = cu_seqlens_q.shape[0] - 1, heads // kv_heads
     assert all(tensor.stride(-1) == 1 for tensor in (query, keys, values)), "rows must be contiguous"
-    assert all(tensor is None or tensor.is_contiguous() for tensor in (sinks, slopes)), "heads must be contiguous"
+    assert all(tensor is None or tensor.is_contiguous() for tensor in per_head), "heads must be contiguous"
     tile = tile_config(
         num_rows=num_rows,
         num_requests=num_requests,
@@ -343,7 +355,7 @@ def attend(
     # fmt: off
     on_device(_attention_kernel, query)[grid](
         output, *(parts or (None, None, None)), query, keys, values, *_tiles(keys, values, tile),
-        *metadata_sinks_slopes, num_rows, num_requests, splits.count, splits.length, *query.stride()[:2], *strides,
+        *metadata, *per_head, num_rows, num_requests, splits.count, splits.length, *query.stride()[:2], *strides,
         block_table.stride(0), *score, group, heads, key_size, value_size, block_size, tile.block_m, tile.block_n,
         tile.block_d, tile.block_dv, widen, split, enable_fp_fusion=True, **tile.options(backend()),
     )

@@ -37,6 +37,8 @@ def ragged_attention(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     selection: Tensor | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
     *,
     batch_invariant: bool = False,
 ) -> Tensor:
@@ -45,19 +47,22 @@ def ragged_attention(
     batch_invariant: N is T, and a row's result is the same bits whatever the other rows and the block table's width.
 
     Raises:
-        ValueError: the pools are int8, which only the CPU's kernels read.
+        ValueError: the pools are int8, which only the CPU's kernels read, or float8_e4m3fn with a selection.
     """
     if key_pool.dtype is torch.int8:
         raise ValueError(f"the pools must be {query.dtype} for Triton's kernels, got torch.int8")
-    write(key, value, key_pool, value_pool, slot_mapping)
+    if selection is not None and key_scales is not None:
+        raise ValueError(f"the pools must be {query.dtype} for Triton's kernel with a selection, got {key_pool.dtype}")
+    write(key, value, key_pool, value_pool, slot_mapping, key_scales, value_scales)
     if selection is not None:
         _check_unmasked(window, chunk)
         metadata = (cu_seqlens_q, context_lens, block_table)
         options = ((scale, softcap), sinks, slopes, selection)
         return selection_triton.ragged_selected_attention(query, key_pool, value_pool, metadata, *options)
     pools, strides = (key_pool, value_pool), (*key_pool.stride()[:3], *value_pool.stride()[:3])
-    tensors, sizes = (cu_seqlens_q, context_lens, block_table, sinks, slopes), key_pool.shape[1:3]
-    return attend(query, pools, tensors, strides, sizes, (scale, window, softcap, chunk), whole=batch_invariant)
+    tensors, sizes = (cu_seqlens_q, context_lens, block_table), key_pool.shape[1:3]
+    per_head, score = (sinks, slopes, key_scales, value_scales), (scale, window, softcap, chunk)
+    return attend(query, pools, tensors, per_head, strides, sizes, score, whole=batch_invariant)
 
 
 def varlen_attention(
@@ -79,9 +84,9 @@ def varlen_attention(
         options = ((scale, softcap), sinks, slopes, selection)
         return selection_triton.varlen_selected_attention(query, key, value, cu_seqlens_q, *options)
     strides = (*key.stride()[:2], 0, *value.stride()[:2], 0)
-    tensors = (cu_seqlens_q, cu_seqlens_q, cu_seqlens_q, sinks, slopes)
+    tensors, per_head = (cu_seqlens_q, cu_seqlens_q, cu_seqlens_q), (sinks, slopes, None, None)
     score = (scale, window, softcap, chunk)
-    return attend(query, (key, value), tensors, strides, (key.shape[1], 0), score, whole=True)
+    return attend(query, (key, value), tensors, per_head, strides, (key.shape[1], 0), score, whole=True)
 
 
 def _check_unmasked(window: int, chunk: int) -> None:

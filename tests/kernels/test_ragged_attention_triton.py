@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from tests.kernels.ragged_cases import CASES, COMBINATIONS, Case, exact_ragged, exact_varlen, make_inputs
+from tests.kernels.ragged_cases import CASES, COMBINATIONS, SCALES, Case, exact_ragged, exact_varlen, make_inputs
 
 triton = pytest.importorskip("triton")
 launcher = pytest.importorskip("selective_compile.kernels.ragged_attention_triton")
@@ -99,13 +99,15 @@ def test_the_cases_cover_both_tiles_and_several_tiles_of_one_request():
     assert max(rows_per_tile) > 2
 
 
-def config(rows: int, requests: int, group: int, size: int, width: int, *, block_size: int = 16, bulk: bool = False):
+def config(
+    rows: int, requests: int, group: int, size: int, width: int, *, value_size=None, block_size: int = 16, bulk=False
+):
     return attends.tile_config(
         num_rows=rows,
         num_requests=requests,
         group=group,
         key_size=size,
-        value_size=size,
+        value_size=value_size or size,
         bytes_per_element=width,
         block_size=block_size,
         bulk=bulk,
@@ -161,7 +163,7 @@ def test_steps_of_every_shape_share_two_compiled_kernels(monkeypatch):
 
 TENSORS = ("output", "query", "keys", "values", "key", "value", "key_pool", "value_pool")
 METADATA = {"cu_seqlens_q": "*i32", "context_lens": "*i32", "block_table": "*i32", "slot_mapping": "*i64"}
-METADATA |= {"sinks": "*bf16", "slopes": "*fp32"}
+METADATA |= {"sinks": "*bf16", "slopes": "*fp32", "key_scales": "*fp32", "value_scales": "*fp32"}
 PARTS = ("sums", "maxima", "totals")
 
 
@@ -169,22 +171,29 @@ def types(element: str) -> dict[str, str]:
     return METADATA | dict.fromkeys(PARTS, "*fp32") | dict.fromkeys(TENSORS, "*" + element)
 
 
-def compile_attention(target, element: str, size: int, rows: int, *, given=(), split=False, group=4, **changes):
+def compile_attention(
+    target, element: str, size: int, rows: int, *, given=(), split=False, group=4, value_size=None, fp8=False, **changes
+):
     """The kernel as the launcher would ask for it: 8 requests, 8 key/value heads with a group of query heads each.
 
-    given: which of sinks and slopes there are; split: whether keys are split.
+    given: which of sinks and slopes there are; split: whether keys are split; value_size: where it is not that of keys;
+    fp8: whether the pools are that.
     """
     block_size = changes.get("BLOCK_SIZE", 64)
     width, bulk = 4 if element == "fp32" else 2, target.arch in (90, 100)
-    tile = config(rows, 8, group, size, width, block_size=block_size, bulk=bulk)
+    value_size = value_size or size
+    tile = config(rows, 8, group, size, width, value_size=value_size, block_size=block_size, bulk=bulk)
     constants = {"SCALE": 0.1, "WINDOW": 0, "SOFTCAP": 0.0, "CHUNK": 0, "GROUP": group, "HEADS": 8 * group}
     constants |= {name: None for name in ("sinks", "slopes") if name not in given}
-    constants |= {"KEY_SIZE": size, "VALUE_SIZE": size, "BLOCK_D": tile.block_d, "BLOCK_DV": tile.block_dv}
+    constants |= {"KEY_SIZE": size, "VALUE_SIZE": value_size, "BLOCK_D": tile.block_d, "BLOCK_DV": tile.block_dv}
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_SIZE": 64, "WIDEN": False, "SPLIT": split}
     constants |= {} if split else dict.fromkeys(PARTS)
     constants |= {} if tile.bulk else {"key_tiles": None, "value_tiles": None}
-    descriptor = f"tensordesc<{element}[1, 1, {tile.block_n}, {tile.block_d}]>"
-    kinds = types(element) | {"key_tiles": descriptor, "value_tiles": descriptor}
+    constants |= {} if fp8 else dict.fromkeys(SCALES)
+    stored = "fp8e4nv" if fp8 else element
+    kinds = types(element) | dict.fromkeys(("keys", "values"), "*" + stored)
+    for name, padded in (("key_tiles", tile.block_d), ("value_tiles", tile.block_dv)):
+        kinds[name] = f"tensordesc<{stored}[1, 1, {tile.block_n}, {padded}]>"
     options = tile.options(target.backend)
     return compile_ahead(attends._attention_kernel, target, kinds, constants | changes, **options)
 
@@ -279,7 +288,7 @@ def test_attention_without_a_pool_compiles_ahead_of_time(target, tmp_path):
 @compiling
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_write_compiles_ahead_of_time(target, tmp_path):
-    constants = {"KV_HEADS": 8, "KEY_SIZE": 128, "VALUE_SIZE": 128, "BLOCK_SIZE": 16}
+    constants = dict.fromkeys(SCALES) | {"KV_HEADS": 8, "KEY_SIZE": 128, "VALUE_SIZE": 128, "BLOCK_SIZE": 16}
     constants |= {"BLOCK_K": 8, "BLOCK_D": 128, "BLOCK_DV": 128}
     compiled = compile_ahead(writes._write_kernel, target, types("bf16"), constants, num_warps=4)
     assert_ships(compiled, target, tmp_path)
