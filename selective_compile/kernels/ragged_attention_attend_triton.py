@@ -337,7 +337,7 @@ def attend(
         bulk=bulk_copies(query.device) and aligned(keys) and aligned(values),
     )
     rows, (_, window, _, chunk) = tile.block_m // group, score
-    capacity = 0 if whole or not tile.splits else block_table.shape[-1] * block_size
+    capacity = 0 if whole else block_table.shape[-1] * block_size
     splits = split_config(
         num_rows=num_rows,
         num_requests=num_requests,

@@ -3,18 +3,16 @@
 | step | tile | keys of a request |
 |---|---|---|
 | two rows a request or fewer, as of decoding | low | split |
-| more, as of prefill and mixed steps | tall | split where the request's rows fit into one tile, else whole (1) |
+| more, as of prefill and mixed steps | tall | split where the request's rows fit into one tile, else whole |
 | of a batch-invariant engine | low | whole: how a step is split depends on the requests in it |
 | without a pool | by rows | whole: a request that fits into a tile has no more keys than rows |
-
-(1) In float32, and from head size 129 on without bulk copies, whole: the code for splits would spill registers.
 
 A tile's keys and values are read in one of two ways:
 
 | where | how | tall tiles |
 |---|---|---|
 | Hopper and Blackwell, 16 bits, head sizes up to 256, blocks of whole tiles | one bulk copy of a block's slots | 128 |
-| elsewhere | by the address of each row | 64 |
+| elsewhere | by the address of each row | 64; 32 from head size 129 on in float32, and from 257 on in 16 bits |
 
 A split is a run of `length` keys, the same number for all requests of a step, so that programs have as much to do as
 each other and a short request leaves its share empty instead of cutting it finer. Their number is reasoned from the two
@@ -49,7 +47,7 @@ MOST = 32
 class TileConfig:
     """Sizes of one compiled variant of the attention kernel; block_d, block_dv are the padded head sizes.
 
-    splits: whether keys may be split in it; bulk: whether an iteration's keys are one bulk copy, and its values.
+    bulk: whether an iteration's keys are one bulk copy, and its values.
     """
 
     block_m: int
@@ -58,7 +56,6 @@ class TileConfig:
     block_dv: int
     num_warps: int
     num_stages: int
-    splits: bool
     bulk: bool
 
     def options(self, backend: str) -> dict[str, int]:
@@ -105,11 +102,13 @@ def tile_config(
         tile = _bulk_tile(group, block_d, block_dv, low=low)
         if block_size > 0 and block_size % tile.block_n == 0:
             return tile
-    block_m = _block_m(1 if low else 64 // group, group)
-    # The largest tiles that compile without a register spill for every target and head sizes up to 256. A
-    # float32 product runs on the vector units and holds its operands in registers, hence its smaller ones.
+    largest = max(block_d, block_dv)
+    # The largest tiles that compile without a register spill for every target. A float32 product runs on the vector
+    # units and holds its operands in registers, hence its smaller ones.
+    short = largest > (128 if wide else 256)
+    block_m = _block_m(1 if low else (32 if short else 64) // group, group)
     block_n = 16 if wide else (64 if block_m == 16 else 32)
-    num_warps = 8 if block_m * block_dv >= 64 * 256 or (wide and block_m > 16) else 4
+    many = block_m * block_dv >= 64 * 256 or (wide and block_m > 16) or (short and not low) or (wide and largest > 256)
     # Two stages of key and value tiles fit into the 64 KiB of gfx942, the smallest shared memory of a target.
     fitting = 32768 // ((block_d + block_dv) * bytes_per_element)
     block_n = max(16, min(block_n, 1 << fitting.bit_length() - 1))
@@ -118,10 +117,9 @@ def tile_config(
         block_n=block_n,
         block_d=block_d,
         block_dv=block_dv,
-        num_warps=num_warps,
-        num_stages=2,
-        # In tall tiles of float32 (sm_90, sm_100) and of head size 256 (sm_100) the code for splits spills registers.
-        splits=low or not (wide or max(block_d, block_dv) > 128),
+        num_warps=8 if many else 4,
+        # Of float32 beyond head size 256 a tile of 16 keys is 64 KiB, and two of them are more than sm_80 has.
+        num_stages=1 if wide and largest > 256 else 2,
         bulk=False,
     )
 
@@ -142,7 +140,6 @@ def _bulk_tile(group: int, block_d: int, block_dv: int, *, low: bool) -> TileCon
         # tile is half of one. Each takes two stages, as Triton loads a block's number a stage in front of the block.
         # Not measured on a GPU.
         num_stages=5,
-        splits=True,
         bulk=True,
     )
 

@@ -13,7 +13,6 @@ from tests.kernels.test_ragged_attention_splits_triton import DRAFTS, split_into
 from tests.kernels.test_ragged_attention_triton import (
     TOLERANCE,
     Recorder,
-    compile_attention,
     compiling,
     nan_filled_outputs,  # noqa: F401
     triton_cache,  # noqa: F401
@@ -109,17 +108,6 @@ def test_steps_of_every_shape_share_two_compiled_kernels(launches, monkeypatch):
     for variant in compiled.values():
         assert "cp.async.bulk.tensor" in variant.asm["ptx"]
         assert variant.metadata.global_scratch_size == 0
-
-
-@compiling
-@pytest.mark.parametrize(
-    ("size", "rows", "split"), ((192, 512, True), (256, 8, True), (96, 512, True), (32, 512, False))
-)
-@pytest.mark.parametrize("target", ahead.TARGETS[1:3], ids=str)
-def test_head_sizes_compile_ahead_of_time_without_spills(target, size, rows, split, tmp_path):
-    compiled = compile_attention(target, "bf16", size, rows, split=split)
-    ahead.assert_ships(compiled, target, tmp_path)
-    assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
 
 
 def test_tall_tiles_are_large_enough_for_the_matrix_units() -> None:

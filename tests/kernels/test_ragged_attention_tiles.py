@@ -69,16 +69,6 @@ def test_a_long_context_is_split_at_every_batch_size(requests: int) -> None:
     assert splits(num_requests=requests, num_rows=4000 + requests, keys=65536).length <= tiles.LONGEST
 
 
-@pytest.mark.parametrize("size", (64, 128, 256))
-@pytest.mark.parametrize("bytes_per_element", (2, 4))
-def test_keys_are_split_in_every_low_tile_and_in_tall_ones_that_have_registers(size: int, bytes_per_element: int):
-    sizes = {"group": 4, "key_size": size, "value_size": size, "bytes_per_element": bytes_per_element}
-    sizes |= {"block_size": 64, "bulk": False}
-    assert tiles.tile_config(num_rows=16, num_requests=8, **sizes).splits
-    tall = tiles.tile_config(num_rows=512, num_requests=8, **sizes).splits
-    assert tall == (bytes_per_element == 2 and size <= 128)
-
-
 @given(
     rows=st.integers(1, 600),
     group=st.integers(1, 130),

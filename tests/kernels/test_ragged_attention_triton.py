@@ -205,8 +205,7 @@ def triton_cache(tmp_path_factory, monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [8, 512], ids=["decode", "prefill"])
-@pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize("element", ["bf16", "fp32"])
+@pytest.mark.parametrize(("element", "size"), [("bf16", 64), ("bf16", 128), ("fp32", 128)])
 @compiling
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_attention_compiles_ahead_of_time_without_spills(target, element, size, rows, tmp_path):
@@ -252,9 +251,12 @@ FEATURES = {
 }
 
 
+# One feature alone for those targets that spilled before others.
+COMPILED = [(target, name) for name in FEATURES for target in (TARGETS if "every" in name else TARGETS[::2])]
+
+
 @compiling
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize(("target", "feature"), COMPILED, ids=str)
 def test_features_compile_ahead_of_time(target, feature, tmp_path):
     given, constants, rows = FEATURES[feature]
     assert_ships(compile_attention(target, "bf16", 128, rows, given=given, **constants), target, tmp_path)
@@ -273,10 +275,32 @@ def test_features_in_float32_compile_ahead_of_time(target, tmp_path):
     assert_ships(compiled, target, tmp_path)
 
 
+# Head sizes from 32 to 576, and groups of more heads than a low tile has rows for, each for some of the targets: the
+# element, head size and rows, what else is given, and the targets.
+SIZES = {
+    "32": ("bf16", 32, 512, {"BLOCK_SIZE": 16}, (1, 3)),
+    "80": ("bf16", 80, 8, {"BLOCK_SIZE": 16}, (1, 3)),
+    "96": ("bf16", 96, 512, {"BLOCK_SIZE": 16, "split": True}, (0, 2)),
+    "192_and_128": ("bf16", 192, 512, {"value_size": 128, "split": True}, (0, 1, 2, 3)),
+    "256": ("bf16", 256, 512, {"split": True}, (0, 1, 2, 3)),
+    "256_small_blocks": ("bf16", 256, 512, {"BLOCK_SIZE": 16, "split": True}, (1, 2)),
+    "256_decode": ("bf16", 256, 8, {"split": True}, (0, 3)),
+    "256_float32": ("fp32", 256, 512, {"split": True}, (1, 3)),
+    "512": ("bf16", 512, 512, {"split": True}, (0, 2)),
+    "576_and_512": ("bf16", 576, 512, {"value_size": 512, "split": True}, (1, 3)),
+    "576_and_512_decode": ("bf16", 576, 8, {"value_size": 512, "group": 16, "split": True}, (0, 3)),
+    "group_of_32": ("bf16", 128, 8, {"group": 32, "split": True}, (0, 1)),
+    "group_of_71": ("bf16", 64, 8, {"group": 71, "split": True}, (2, 3)),
+    "group_of_32_float32": ("fp32", 128, 8, {"group": 32, "split": True}, (2,)),
+}
+SIZED = [(TARGETS[place], name) for name, variant in SIZES.items() for place in variant[-1]]
+
+
 @compiling
-@pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_head_size_256_compiles_ahead_of_time(target, tmp_path):
-    assert_ships(compile_attention(target, "bf16", 256, 512), target, tmp_path)
+@pytest.mark.parametrize(("target", "name"), SIZED, ids=str)
+def test_sizes_compile_ahead_of_time_without_spills(target, name, tmp_path):
+    element, size, rows, given, _ = SIZES[name]
+    assert_ships(compile_attention(target, element, size, rows, **given), target, tmp_path)
 
 
 @compiling
