@@ -19,7 +19,9 @@ the last dimension of every tensor is contiguous):
     key, value    [T, K, D], [T, K, Dv]; query head h reads key/value head h // (H // K)
     key_pool      [num_blocks, K, block_size, D], changed in place; value_pool likewise with Dv; query's dtype, or both
                   int8 with the rows of `selective_compile.int8_rows`, row_bytes(D) and row_bytes(Dv) long, but not for
-                  Triton's kernels. A row of this step is attended to as it stands in the pool
+                  Triton's kernels, or both float8_e4m3fn with a scale for each head (`selective_compile.fp8_rows`),
+                  but not for the native CPU kernels, in whose place the reference runs. A row of this step is attended
+                  to as it stands in the pool
     cu_seqlens_q  [N + 1] int32, rows of request n are cu_seqlens_q[n] : cu_seqlens_q[n + 1], possibly none
     context_lens  [N] int32, tokens of the request in the pool after this step's write
     block_table   [N, max_blocks] int32, block i of request n holds its tokens from i * block_size
@@ -32,6 +34,7 @@ the last dimension of every tensor is contiguous):
     slopes        [H] float32, or None: slopes[h] * (j - p) is added to the score after scale and softcap (ALiBi)
     selection     [T, count] int32, or None: a row sees only these positions of its request, up to its own; each at
                   most once, and -1 behind them. With window 0 and chunk 0 only (`selective_compile.selection_ops`)
+    key_scales    [K] float32, above 0, with pools of float8_e4m3fn, else None; value_scales likewise
     result        [T, H, Dv], query's dtype; rows past cu_seqlens_q[N] are 0
 
 and of linear: x [..., K], weight [N, K], bias [N] or None, result [..., N], all of x's dtype; linears takes lists of
@@ -54,7 +57,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selective_compile import reference
+from selective_compile import fp8_rows, reference
 from selective_compile.int8_rows import row_bytes
 
 Implementation = Literal["auto", "reference", "cpu", "triton"]
@@ -180,7 +183,10 @@ def _module(resolved: str) -> ModuleType:
 
 def _run_ragged_attention(query: Tensor, *args: Any) -> Tensor:
     refuse_gradients(query, *args)
-    return _kernel("ragged_attention", *_forced.get(), query.device.type)(query, *args)
+    kernel = _kernel("ragged_attention", *_forced.get(), query.device.type)
+    if args[2].dtype is fp8_rows.DTYPE and query.device.type == "cpu" and _forced.get()[0] != "triton":
+        kernel = reference.ragged_attention
+    return kernel(query, *args)
 
 
 def _run_varlen_attention(query: Tensor, *args: Any) -> Tensor:
@@ -223,12 +229,15 @@ def fake_ragged_attention(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     selection: Tensor | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> Tensor:
     check_rows(query, key, value)
     check_per_head(query, sinks, slopes)
     check_selection(query, selection, window, chunk)
+    _check_scales(key_pool, key_scales, value_scales)
     for name, pool, rows in (("key_pool", key_pool, key), ("value_pool", value_pool, value)):
-        stored = torch.int8 if key_pool.dtype == torch.int8 else query.dtype
+        stored = key_pool.dtype if key_pool.dtype in (torch.int8, fp8_rows.DTYPE) else query.dtype
         size = row_bytes(rows.shape[2]) if stored == torch.int8 else rows.shape[2]
         fits = pool.dim() == 4 and pool.shape[1] == rows.shape[1] and pool.shape[3] == size
         require(fits, f"{name} must be [num_blocks, K, block_size, {size}], got {list(pool.shape)}")
@@ -275,6 +284,15 @@ def check_per_head(query: Tensor, sinks: Tensor | None, slopes: Tensor | None) -
         require(sinks.is_floating_point(), f"sinks must be of a floating dtype, got {sinks.dtype}")
     if slopes is not None:
         require(slopes.dtype == torch.float32, f"slopes must be torch.float32, got {slopes.dtype}")
+
+
+def _check_scales(key_pool: Tensor, key_scales: Tensor | None, value_scales: Tensor | None) -> None:
+    for name, scales in (("key_scales", key_scales), ("value_scales", value_scales)):
+        if key_pool.dtype != fp8_rows.DTYPE:
+            require(scales is None, f"{name} must be None with pools of {key_pool.dtype}")
+        elif scales is None or scales.shape != (key_pool.shape[1],) or scales.dtype != torch.float32:
+            found = None if scales is None else f"{list(scales.shape)} {scales.dtype}"
+            raise ValueError(f"{name} must be [{key_pool.shape[1]}] torch.float32, got {found}")
 
 
 def check_selection(query: Tensor, selection: Tensor | None, window: int, chunk: int) -> None:
@@ -324,7 +342,7 @@ ragged_attention = register(
     "ragged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) key_pool, Tensor(b!) value_pool, "
     "Tensor cu_seqlens_q, Tensor context_lens, Tensor block_table, Tensor slot_mapping, "
     "float scale, int window, float softcap, int chunk=0, Tensor? sinks=None, Tensor? slopes=None, "
-    "Tensor? selection=None) -> Tensor",
+    "Tensor? selection=None, Tensor? key_scales=None, Tensor? value_scales=None) -> Tensor",
     _run_ragged_attention,
     fake_ragged_attention,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -15,7 +15,7 @@ Fallback = Literal["sequential", "isolated", "refuse"]
 SchedulerPolicy = Literal["max_utilization", "guaranteed_no_evict"]
 WaitingOrder = Literal["first_come", "priority", "deadline", "fair"]
 Weights = Literal["model", "int8"]
-KvDtype = Literal["auto", "int8"]
+KvDtype = Literal["auto", "int8", "fp8"]
 Latents = Literal["compressed", "expanded"]
 Batching = Literal["static", "inflight", "inflight_fused"]
 
@@ -42,7 +42,9 @@ class EngineConfig(_NamedOptions):
     Attributes:
         token_budget: most tokens computed in one step, prefill and decode together.
         max_requests: most requests in one step; more wait.
-        block_size: slots in a block, the unit in which KV memory is given out and shared.
+        block_size: slots in a block, the unit in which KV memory is given out and shared: the leading tokens that
+            requests have in common are computed once in whole blocks. By default 32, and 64 where torch has a GPU, so
+            that the keys of an iteration of the attention kernels lie in one block.
         max_kv_tokens: slots of KV memory, rounded down to whole blocks; None: from the memory that is free.
         kv_memory_fraction: the share of the free memory that the KV pools may take when max_kv_tokens is
             None; on a GPU, of what is free beside a step of the largest budget, which is run once to find out.
@@ -58,11 +60,14 @@ class EngineConfig(_NamedOptions):
             bfloat16, so that as much memory holds more tokens and a step reads less of it. It changes results:
             `selective_compile.runtime.logit_error` measures by how much. What is no attention's key or value is kept as
             it is, as recurrent states and the keys of a sparse indexer. On a CPU, without Triton; refused for models in
-            which not every attention is ragged.
+            which not every attention is ragged. "fp8": e4m3, a byte for each number, with a scale for each head that
+            is measured in first steps, before any request, and stays when weights change. For GPUs of compute
+            capability 8.9 and for ROCm; a CPU computes it in the slow reference, to measure the error.
         latents: of a model whose keys and values are linear maps of a few numbers for each token, as DeepSeek-V3's:
             "compressed" keeps those numbers alone, and multiplies queries and results by the maps instead; "expanded"
             keeps keys and values, many times as much to hold and to read. A query and a key are then less to multiply,
-            which pays for long prompts with short outputs. On a GPU a batch-invariant engine always has them expanded.
+            which pays for long prompts with short outputs. Always so with `kv_dtype` "fp8", and on a GPU with
+            `batch_invariant`.
         block_reuse: a request starts from the blocks of its leading tokens that another one left computed.
         scheduler_policy: "max_utilization" admits what fits now and preempts when blocks run short;
             "guaranteed_no_evict" admits only what can run to its end whatever the others generate.
@@ -109,7 +114,7 @@ class EngineConfig(_NamedOptions):
 
     token_budget: int = 512
     max_requests: int = 64
-    block_size: int = 32
+    block_size: int = field(default_factory=lambda: 64 if torch.cuda.is_available() else 32)
     max_kv_tokens: int | None = None
     kv_memory_fraction: float = 0.9
     max_attention_window: int | None = None
@@ -170,8 +175,11 @@ class EngineConfig(_NamedOptions):
         _require_one_of("waiting_order", self.waiting_order, get_args(WaitingOrder))
         _require_one_of("kv_dtype", self.kv_dtype, get_args(KvDtype))
         _require_one_of("latents", self.latents, get_args(Latents))
-        if self.kv_dtype == "int8" and self.implementation == "triton":
-            raise ValueError("kv_dtype must be 'auto' with implementation 'triton', got 'int8', which it cannot read")
+        if (self.kv_dtype, self.implementation) in (("int8", "triton"), ("fp8", "cpu")):
+            raise ValueError(
+                f"kv_dtype must be 'auto' with implementation {self.implementation!r}, got {self.kv_dtype!r}, "
+                "which it cannot read"
+            )
         _require_one_of("batching", self.batching, get_args(Batching))
         slowdown = self.prefill_slowdown
         number = isinstance(slowdown, (int, float)) and not isinstance(slowdown, bool)

@@ -16,6 +16,7 @@ from selective_compile.isolation import Proved, prove
 from selective_compile.module_program import ModuleProgram
 from selective_compile.options import EngineConfig
 from selective_compile.passes import Refusal, RefusedError
+from selective_compile.passes.fp8_pools import keep_as_fp8
 from selective_compile.passes.fuse_rotary import fuse_rotary
 from selective_compile.passes.int8_pools import keep_as_int8
 from selective_compile.passes.lower import lower
@@ -61,24 +62,28 @@ def _compiled(model: nn.Module, config: EngineConfig) -> Program:
         logger.warning("%s", narrowed(type(model).__name__, proved, config.max_attention_window))
     if proved.isolated:
         logger.warning("%s", slow_modules(type(model).__name__, proved.isolated))
-    if config.kv_dtype == "int8":
+    if config.kv_dtype != "auto":
         check_kv_dtype(config, proved)
     program = step_program(model, config, proved)
     if config.weights == "int8":
         logger.warning("%s", rounded(model, program))
-    if config.kv_dtype == "int8":
+    if config.kv_dtype != "auto":
+        if config.kv_dtype == "fp8":
+            program.measure_kv_scales()
         logger.warning("%s", shortened(type(model).__name__, program))
     return program
 
 
 def keeps_latents(model: nn.Module, config: EngineConfig) -> bool:
-    """For batch invariance only where the maps of latents are multiplied by a kernel of ours."""
+    """For batch invariance only where the maps of latents are multiplied by a kernel of ours, and none are e4m3."""
     own = device_of(model).type == "cpu" and config.implementation in ("auto", "cpu")
-    return config.latents == "compressed" and (own or not config.batch_invariant)
+    wanted = config.latents == "compressed" and config.kv_dtype != "fp8"
+    return wanted and (own or not config.batch_invariant)
 
 
 def check_kv_dtype(config: EngineConfig, proved: Proved) -> None:
-    """Raises ValueError where keys and values cannot be int8: isolated modules keep theirs in Hugging Face's caches."""
+    """Raises ValueError where keys and values cannot be kept so: isolated modules have theirs in Hugging Face's caches,
+    and a device may not have the numbers, or no kernel for them."""
     if proved.isolated:
         refused = "; ".join(f"{path}: {refusal}" for path, refusal in proved.isolated.items())
         raise ValueError(f"{NOT_RAGGED}, got {config.kv_dtype!r}: {refused}")
@@ -86,8 +91,24 @@ def check_kv_dtype(config: EngineConfig, proved: Proved) -> None:
     assert flat is not None
     if not flat.calls:
         raise ValueError(f"kv_dtype must be 'auto' for a model without attention, got {config.kv_dtype!r}")
-    if flat.device.type != "cpu":
-        raise ValueError(f"kv_dtype must be 'auto' but on a CPU, got {config.kv_dtype!r} on {flat.device}")
+    if config.kv_dtype == "int8" and flat.device.type != "cpu":
+        raise ValueError(f"kv_dtype must be 'auto' or 'fp8' but on a CPU, got 'int8' on {flat.device}")
+    if config.kv_dtype == "fp8":
+        check_fp8(flat.device, selections=len(flat.selections))
+
+
+def check_fp8(device: torch.device, *, selections: int) -> None:
+    """Raises ValueError for a GPU that has no numbers of e4m3, and one on which keys are selected."""
+    if device.type == "cpu":
+        return
+    if selections:
+        raise ValueError(f"kv_dtype must be 'auto' for a model with sparse attention on {device}, got 'fp8'")
+    capability = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
+    if not torch.version.hip and capability < (8, 9):
+        raise ValueError(
+            f"kv_dtype must be 'auto' on a GPU of compute capability {capability[0]}.{capability[1]}, got 'fp8', "
+            "which takes 8.9"
+        )
 
 
 def step_program(model: nn.Module, config: EngineConfig, proved: Proved) -> StepProgram:
@@ -106,6 +127,8 @@ def step_program(model: nn.Module, config: EngineConfig, proved: Proved) -> Step
             )
     if config.kv_dtype == "int8":
         rewritten.timed("keep as int8", lambda: keep_as_int8(flat))
+    if config.kv_dtype == "fp8":
+        rewritten.timed("keep as fp8", lambda: keep_as_fp8(flat))
     if runs_triton(config, flat.device):  # behind what changes pools, of which it takes those of the model's dtype
         rewritten.timed("fuse rotary", lambda: fuse_rotary(flat))
     for call in rewritten.traced.calls:
@@ -151,10 +174,10 @@ def narrowed(name: str, proved: Proved, window: int) -> str:
 
 def shortened(name: str, program: StepProgram) -> str:
     """What to say of a model whose keys and values are rounded."""
-    calls = [site for site in program.call_sites if site.int8]
-    before = sum(replace(site, int8=False).bytes_per_token for site in calls)
+    calls = [site for site in program.call_sites if site.int8 or site.fp8]
+    before = sum(replace(site, int8=False, fp8=False).bytes_per_token for site in calls)
     return (
-        f"{len(calls)} attention calls of {name} keep keys and values as int8 (kv_dtype), in "
+        f"{len(calls)} attention calls of {name} keep keys and values as {program.config.kv_dtype} (kv_dtype), in "
         f"{sum(site.bytes_per_token for site in calls)} bytes a token, not {before}: requests may get other tokens "
         "than by generate; selective_compile.runtime.logit_error measures how far logits move"
     )

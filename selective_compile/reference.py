@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selective_compile import int8_rows
+from selective_compile import fp8_rows, int8_rows
 
 
 def ragged_attention(
@@ -32,13 +32,14 @@ def ragged_attention(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     selection: Tensor | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> Tensor:
     """`selective::ragged_attention`: write this step's keys and values, then attend. Returns [T, H, Dv]."""
     written, block_size = slot_mapping >= 0, key_pool.shape[2]
     slots = slot_mapping[written]
-    for pool, new in ((key_pool, key[written]), (value_pool, value[written])):
-        kept = int8_rows.quantised(new) if pool.dtype == torch.int8 else new
-        pool[slots // block_size, :, slots % block_size] = kept
+    for pool, new, scales in ((key_pool, key[written], key_scales), (value_pool, value[written], value_scales)):
+        pool[slots // block_size, :, slots % block_size] = _as_kept(new, pool, scales)
     output = query.new_zeros(*query.shape[:2], value.shape[-1])
     bounds = cu_seqlens_q.tolist()
     for n, context in enumerate(context_lens.tolist()):
@@ -47,8 +48,8 @@ def ragged_attention(
         oldest = _first_seen(context - (rows.stop - rows.start), window, chunk)
         positions = torch.arange(oldest, context, device=query.device)
         blocks, offsets = block_table[n, positions // block_size].long(), positions % block_size
-        keys = _as_rows(key_pool[blocks, :, offsets], query)
-        values = _as_rows(value_pool[blocks, :, offsets], value)
+        keys = _as_rows(key_pool[blocks, :, offsets], query, key_scales)
+        values = _as_rows(value_pool[blocks, :, offsets], value, value_scales)
         chosen = None if selection is None else selection[rows]
         attended = _attend(query[rows], keys, values, positions, scale, window, softcap, chunk, sinks, slopes, chosen)
         output[rows] = attended.to(query.dtype)
@@ -227,11 +228,21 @@ def _attend(
     return torch.einsum("kgqc,ckd->qkgd", weights, value.to(wide)).flatten(1, 2)
 
 
-def _as_rows(stored: Tensor, like: Tensor) -> Tensor:
+def _as_kept(rows: Tensor, pool: Tensor, scales: Tensor | None) -> Tensor:
+    """New rows [c, K, D] as a pool has them [c, K, ...]."""
+    if scales is not None:
+        return fp8_rows.quantised(rows, scales)
+    return int8_rows.quantised(rows) if pool.dtype == torch.int8 else rows
+
+
+def _as_rows(stored: Tensor, like: Tensor, scales: Tensor | None) -> Tensor:
     """Rows of a pool [c, K, ...] as numbers [c, K, D], D that of `like` [..., D]."""
+    wide = torch.promote_types(like.dtype, torch.float32)
+    if scales is not None:
+        return fp8_rows.dequantised(stored, scales, wide)
     if stored.dtype != torch.int8:
         return stored
-    return int8_rows.dequantised(stored, like.shape[-1], torch.promote_types(like.dtype, torch.float32))
+    return int8_rows.dequantised(stored, like.shape[-1], wide)
 
 
 def _top_keys(query: Tensor, key: Tensor, weights: Tensor, scale: float, count: int) -> Tensor:

@@ -12,16 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from selective_compile import fp8_rows
 from selective_compile.capture import ATTENTION_MASK, Captured, capture, recurrences_of
 from selective_compile.compiled_step import CompiledStep, native_kernels_run
 from selective_compile.compiling import compiled
 from selective_compile.entries import Entries
 from selective_compile.first_steps import may_be_followed, run_first_steps
+from selective_compile.fp8_scales import BLOCK, SLOTS, measure_scales, spread_ids
 from selective_compile.int8_rows import row_bytes
 from selective_compile.int8_weights import Int8Weights
 from selective_compile.live_settings import NOTHING, LiveSettings, Read
 from selective_compile.ops import forced_implementation
-from selective_compile.options import EngineConfig
+from selective_compile.options import EngineConfig, KvDtype
 from selective_compile.passes import Refusal, RefusedError, Rewrite, rewrite
 from selective_compile.passes.flatten import FlatGraph, reach_of
 from selective_compile.passes.isolated_call import WholeModules
@@ -40,7 +42,7 @@ class CallSite:
 
     Nor have those of a call that keeps latents: they are the first columns of its one key head.
 
-    ``int8``: its rows are kept as `int8_rows` has them.
+    ``int8``: its rows are kept as `int8_rows` has them; ``fp8``: as `fp8_rows` has.
     """
 
     name: str
@@ -53,6 +55,7 @@ class CallSite:
     device: torch.device
     chunk: int = 0
     int8: bool = False
+    fp8: bool = False
 
     @property
     def reach(self) -> Reach:
@@ -60,6 +63,8 @@ class CallSite:
 
     @property
     def pool_dtype(self) -> torch.dtype:
+        if self.fp8:
+            return fp8_rows.DTYPE
         return torch.int8 if self.int8 else self.dtype
 
     @property
@@ -191,8 +196,11 @@ class StepProgram:
         flat = rewritten.flat
         assert flat is not None
         self.rewritten = rewritten
-        int8 = config.kv_dtype == "int8"
-        self.call_sites = (*(call_site(call, int8) for call in flat.calls), *map(index_site, flat.selections))
+        kept = [call_site(call, config.kv_dtype) for call in flat.calls]
+        self.call_sites = (*kept, *map(index_site, flat.selections))
+        # Of keys and values in turn, for each call that keeps them as e4m3.
+        heads = [site.num_kv_heads for site in kept if site.fp8 for _ in range(2)]
+        self.kv_scales = tuple(torch.ones(count, device=flat.device) for count in heads)
         self.state_sites = tuple(
             StateSite(name=call.name, shape=call.state_shape, dtype=call.state_dtype, device=flat.device)
             for call in flat.recurrences
@@ -214,7 +222,14 @@ class StepProgram:
         self._row: tuple[Tensor | None, Tensor | None] = None, None  # ids [T] and the same [1, T]
         run = compiled(flat, inductor=config.compile, inputs_are_checked=True)
         own = config.compile and config.implementation in ("auto", "cpu") and flat.device.type == "cpu"
-        native = own and not self.state_sites and may_be_followed(flat.module.graph) and native_kernels_run()
+        # The reference stands in for attention over e4m3.
+        native = (
+            own
+            and not self.kv_scales
+            and not self.state_sites
+            and may_be_followed(flat.module.graph)
+            and native_kernels_run()
+        )
         self._run = CompiledStep(run, flat.example_inputs, native=native)
         if native:
             shapes = [(site.num_kv_heads, site.pool_rows, site.pool_dtype) for site in self.call_sites]
@@ -232,6 +247,22 @@ class StepProgram:
     def forget_weights(self) -> None:
         """Make anew, in the next step, what is kept of the weights' values: int8 numbers, if there are any."""
         self.int8_weights.drop()
+
+    def measure_kv_scales(self) -> None:
+        """Find the scales of keys and values that are kept as e4m3, before a request comes; see `fp8_scales`."""
+        kinds = [(site.num_kv_heads, site.pool_rows, site.pool_dtype) for site in self.call_sites]
+        pools = [
+            (zeros_of(heads, rows[0], dtype, self.device), zeros_of(heads, rows[1], dtype, self.device))
+            for heads, rows, dtype in kinds
+        ]
+        states = [torch.zeros((2, *site.shape), dtype=site.dtype, device=site.device) for site in self.state_sites]
+        measure_scales(
+            lambda inputs, pools: self(inputs, pools, states),
+            pools,
+            self.kv_scales,
+            spread_ids(self.num_ids, self.max_positions, self.device),
+            num_tables=len(reaches(site.reach for site in self.call_sites)),
+        )
 
     def forget(self, request: Hashable) -> None:
         """Nothing is kept of a request but its blocks."""
@@ -265,6 +296,7 @@ class StepProgram:
         arguments.append(inputs.logit_rows)
         if self._flat.quantised:
             arguments += self.int8_weights.of(tensors, seen)
+        arguments += self.kv_scales
         recording = torch.is_grad_enabled()
         torch.set_grad_enabled(False)  # with a `no_grad` around it, a step of a small model takes 10 microseconds more
         try:
@@ -275,7 +307,12 @@ class StepProgram:
         return logits.view(-1, self.vocab_size)
 
 
-def call_site(call: Any, int8: bool = False) -> CallSite:
+def zeros_of(heads: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A pool of the few blocks in which scales are measured."""
+    return torch.zeros((SLOTS // BLOCK, heads, BLOCK, size), dtype=dtype, device=device)
+
+
+def call_site(call: Any, kv_dtype: KvDtype = "auto") -> CallSite:
     value, latent = call.value.node.meta["val"], call.latent
     return CallSite(
         name=call.name,
@@ -285,7 +322,8 @@ def call_site(call: Any, int8: bool = False) -> CallSite:
         value_head_size=call.value.head_size if latent is None else 0,
         window=reach_of(call).window,
         chunk=reach_of(call).chunk,
-        int8=int8,
+        int8=kv_dtype == "int8",
+        fp8=kv_dtype == "fp8",
         dtype=value.dtype,
         device=value.device,
     )

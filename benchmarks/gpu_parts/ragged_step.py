@@ -25,7 +25,7 @@ class AttentionShape:
     heads: int = 32
     kv_heads: int = 8
     head_size: int = 128
-    block_size: int = 32
+    block_size: int = 64
     dtype: torch.dtype = torch.bfloat16
 
 

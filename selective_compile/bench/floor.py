@@ -42,7 +42,7 @@ class Work:
         config = model.config
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         itemsize = model.dtype.itemsize
-        row = row_bytes(size) if kv_dtype == "int8" else size * itemsize
+        row = {"int8": row_bytes(size), "fp8": size}.get(kv_dtype, size * itemsize)
         return cls(
             weight_bytes=sum(p.numel() for p in matrices) * itemsize,
             head_bytes=head.numel() * itemsize,

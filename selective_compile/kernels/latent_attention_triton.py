@@ -230,8 +230,8 @@ def latent_attention(
         options = ((scale, softcap), sinks, slopes, selection)
         return selection_triton.ragged_selected_attention(query, keys, values, metadata, *options)
     strides, sizes = (*keys.stride()[:3], *values.stride()[:3]), (copies, key_pool.shape[2])
-    score = (scale, window, softcap, chunk)
-    return attend(query, (keys, values), (*metadata, sinks, slopes), strides, sizes, score, whole=True)
+    per_head, score = (sinks, slopes, None, None), (scale, window, softcap, chunk)
+    return attend(query, (keys, values), metadata, per_head, strides, sizes, score, whole=True)
 
 
 def _group(heads: int) -> int:

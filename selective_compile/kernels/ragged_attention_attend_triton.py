@@ -6,6 +6,8 @@ Legend
     BLOCK_M    rows of the query matrix: row m is row m // GROUP of the tile and head m % GROUP of the group.
                Packing the heads that share a key/value head lets a decode row feed the matrix units too
     BLOCK_N    keys of one iteration; any relation to BLOCK_SIZE, the slots of a block, is allowed
+    clear      an iteration whose keys are seen by every row of the tile, all of them. Nothing is compared there
+    masked     another one: where a window or a chunk begins, and at the end
     BLOCK_SIZE 0: no pool, the keys are the request's own rows of this step (varlen_attention)
     sinks, slopes None: the code that reads them is not compiled
     split      a run of split_length keys, counted from the iteration of the first key that the tile sees. Of a
@@ -24,6 +26,9 @@ The scores are kept in base 2 (the scale times log2(e)): exp2 is what the hardwa
 
 Rows are stored in two branches, for less registers: with masks in place of them, decoding spilled for sm_80.
 
+Where a tile is one bulk copy, a descriptor of the pool, made on the host for each launch, takes the place of addresses;
+its coordinates are block, head, slot and element, and elements behind the head size are read as 0.
+
 The tile sizes are bounded by registers and shared memory: `tests/kernels` compiles them for sm_80, sm_90,
 sm_100 and gfx942 and fails on a spill. Their speed has not been measured on a GPU.
 """
@@ -33,18 +38,55 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from selective_compile.kernels.dot_triton import widened_dot
 from selective_compile.kernels.interpreter import on_device
 from selective_compile.kernels.ragged_attention_merge_triton import first_key, merge, new_parts
-from selective_compile.kernels.ragged_attention_tiles import most_keys, processors, split_config, tile_config
+from selective_compile.kernels.ragged_attention_tiles import (
+    TileConfig,
+    backend,
+    bulk_copies,
+    most_keys,
+    processors,
+    split_config,
+    tile_config,
+)
+
+
+@triton.jit
+def _blocks(entries, start, read, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr):
+    """The blocks of the keys from start on, by a request's entries of the block table: one, or one for each key."""
+    if BLOCK_SIZE % BLOCK_N == 0:
+        block = tl.load(entries + start // BLOCK_SIZE)
+    elif MASKED:
+        block = tl.load(entries + (start + tl.arange(0, BLOCK_N)) // BLOCK_SIZE, read, 0)
+    else:
+        block = tl.load(entries + (start + tl.arange(0, BLOCK_N)) // BLOCK_SIZE)
+    return block
+
+
+@triton.jit
+def _elements(pointers, wanted, SIZE: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
+    """The keys or values of an iteration [BLOCK_N, PADDED], from where each begins; those not wanted are 0."""
+    d = tl.arange(0, PADDED)
+    at = pointers[:, None] + d[None, :]
+    if MASKED:
+        rows = tl.load(at, wanted[:, None] & (d < SIZE)[None, :], 0.0)
+    elif SIZE < PADDED:
+        rows = tl.load(at, (d < SIZE)[None, :], 0.0)
+    else:
+        rows = tl.load(at)
+    return rows
 
 
 # What changes from step to step must not change the compiled kernel: N and T are not specialised on 1 and
 # on multiples of 16, nor are the metadata tensors on their alignment (they may be slices of one buffer).
 @triton.jit(
     do_not_specialize=["num_rows", "num_requests", "table_stride", "num_splits", "split_length"],
-    do_not_specialize_on_alignment=["cu_seqlens_q", "context_lens", "block_table", "sinks", "slopes"],
+    do_not_specialize_on_alignment=[
+        *("cu_seqlens_q", "context_lens", "block_table", "sinks", "slopes", "key_scales", "value_scales")
+    ],
 )
 def _attention_kernel(
     output,  # [T, H, Dv] contiguous
@@ -54,11 +96,15 @@ def _attention_kernel(
     query,  # [T, H, D]
     keys,  # [num_blocks, K, BLOCK_SIZE, D]; without a pool [T, K, D]
     values,  # [num_blocks, K, BLOCK_SIZE, Dv]; without a pool [T, K, Dv]
+    key_tiles,  # the key pool as a descriptor of tiles [1, 1, BLOCK_N, BLOCK_D], or None
+    value_tiles,  # the value pool as one of tiles [1, 1, BLOCK_N, BLOCK_DV], or None
     cu_seqlens_q,  # [N + 1]
     context_lens,  # [N]; without a pool not read
     block_table,  # [N, max_blocks]; without a pool not read
     sinks,  # [H] or None
     slopes,  # [H] or None
+    key_scales,  # [K] with pools of e4m3, else None
+    value_scales,  # [K] or None
     num_rows,
     num_requests,
     num_splits,
@@ -90,6 +136,8 @@ def _attention_kernel(
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     LOG2_E: tl.constexpr = 1.4426950408889634
+    # Whether scores are multiplied behind the maximum over them, which is then one product a row.
+    FOLDED: tl.constexpr = (SCALE > 0) and SOFTCAP == 0 and slopes is None
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
 
@@ -153,53 +201,92 @@ def _attention_kernel(
         if SPLIT:
             maximum = tl.where(split == 0, maximum, float("-inf"))
             total = tl.where(split == 0, total, 0.0)
+    scale = SCALE * LOG2_E
+    if key_scales is not None:
+        scale = scale * tl.load(key_scales + kv_head)
     if slopes is not None:
         slope = tl.load(slopes + head) * LOG2_E
     accumulator = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
-    for start in range(begin, end, BLOCK_N):
-        j = start + tl.arange(0, BLOCK_N)
-        read = (j >= key_begin) & (j < key_end)
-        if BLOCK_SIZE > 0:
-            entry = block_table + request.to(tl.int64) * table_stride + j // BLOCK_SIZE
-            block = tl.load(entry, mask=read, other=0).to(tl.int64)
-            slot = j % BLOCK_SIZE
-        else:
-            block = (row_begin + j).to(tl.int64)
-            slot = j * 0
-        key_offset = block * key_block_stride + key_head_offset + slot * key_slot_stride
-        k = tl.load(keys + key_offset[None, :] + d[:, None], read[None, :] & (d < KEY_SIZE)[:, None], 0.0)
-        score = widened_dot(q, k, tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32), WIDEN)
-        if SOFTCAP > 0:
-            # tanh(x) = 1 - 2 / (1 + exp(2x)) has the right limit where the exponential overflows to inf.
-            exponential = tl.exp2(score * (2 * LOG2_E * SCALE / SOFTCAP))
-            score = (SOFTCAP * LOG2_E) * (1.0 - 2.0 / (1.0 + exponential))
-        else:
-            score = score * (SCALE * LOG2_E)
-        if slopes is not None:
-            score += slope[:, None] * (j[None, :] - position[:, None]).to(tl.float32)
-        seen = read[None, :] & (j[None, :] <= position[:, None])
+
+    # Clear from where the last row's window and chunk begin up to the position of the first row, in whole iterations.
+    # The masked ones in front of these and behind them are walked first, in one loop, so that their code is there once.
+    clear_begin = begin
+    if (WINDOW > 0) | (CHUNK > 0):
+        clear_begin = key_begin
         if WINDOW > 0:
-            seen = seen & (j[None, :] > position[:, None] - WINDOW)
-        if CHUNK >= BLOCK_Q:
-            # The tile meets one boundary at most, and key_begin deals with the rows in front of it. To compare
-            # with a begin of every row costs registers: on sm_80 they spilled.
-            seen = seen & ((j >= last_chunk)[None, :] | (position < last_chunk)[:, None])
-        elif CHUNK > 0:
-            seen = seen & (j[None, :] >= (position // CHUNK * CHUNK)[:, None])
-        score = tl.where(seen, score, float("-inf"))
+            clear_begin = tl.maximum(clear_begin, key_end - WINDOW)
+        if CHUNK > 0:
+            clear_begin = tl.maximum(clear_begin, last_chunk)
+        clear_begin = (clear_begin + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        clear_begin = tl.minimum(tl.maximum(clear_begin, begin), end)
+    clear_end = (first_position + 1) // BLOCK_N * BLOCK_N
+    clear_end = tl.minimum(tl.maximum(clear_end, clear_begin), end)
+    steps_in_front = (clear_begin - begin + BLOCK_N - 1) // BLOCK_N
+    masked_steps = steps_in_front + (end - clear_end + BLOCK_N - 1) // BLOCK_N
+    for MASKED in tl.static_range(1, -1, -1):
+        steps = masked_steps if MASKED else (clear_end - clear_begin) // BLOCK_N
+        # Of the few masked iterations no load is begun early: the registers that this takes spilled in float32.
+        for step in tl.range(0, steps, num_stages=1 if MASKED else None):
+            if MASKED:
+                start = begin + step * BLOCK_N + tl.where(step < steps_in_front, 0, clear_end - clear_begin)
+            else:
+                start = clear_begin + step * BLOCK_N
+            j = start + tl.arange(0, BLOCK_N)
+            read = (j >= key_begin) & (j < key_end)
+            if BLOCK_SIZE == 0:
+                block = (row_begin + j).to(tl.int64)
+                slot = j * 0
+            else:
+                entries = block_table + request.to(tl.int64) * table_stride
+                block = _blocks(entries, start, read, BLOCK_SIZE, BLOCK_N, MASKED).to(tl.int64)
+                slot = j % BLOCK_SIZE
+            if key_tiles is None:
+                key_offset = block * key_block_stride + key_head_offset + slot * key_slot_stride
+                k = _elements(keys + key_offset, read, KEY_SIZE, BLOCK_D, MASKED)
+            else:
+                k = key_tiles.load([block.to(tl.int32), kv_head, start % BLOCK_SIZE, 0]).reshape([BLOCK_N, BLOCK_D])
+            score = widened_dot(q, tl.trans(k.to(q.dtype)), tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32), WIDEN)
+            if SOFTCAP > 0:
+                # tanh(x) = 1 - 2 / (1 + exp(2x)) has the right limit where the exponential overflows to inf.
+                exponential = tl.exp2(score * (scale * (2 / SOFTCAP)))
+                score = (SOFTCAP * LOG2_E) * (1.0 - 2.0 / (1.0 + exponential))
+            elif not FOLDED:
+                score = score * scale
+            if slopes is not None:
+                score += slope[:, None] * (j[None, :] - position[:, None]).to(tl.float32)
+            if MASKED:
+                seen = read[None, :] & (j[None, :] <= position[:, None])
+                if WINDOW > 0:
+                    seen = seen & (j[None, :] > position[:, None] - WINDOW)
+                if CHUNK >= BLOCK_Q:
+                    # The tile meets one boundary at most, and key_begin deals with the rows in front of it. To compare
+                    # with a begin of every row costs registers: on sm_80 they spilled.
+                    seen = seen & ((j >= last_chunk)[None, :] | (position < last_chunk)[:, None])
+                elif CHUNK > 0:
+                    seen = seen & (j[None, :] >= (position // CHUNK * CHUNK)[:, None])
+                score = tl.where(seen, score, float("-inf"))
 
-        new_maximum = tl.maximum(maximum, tl.reduce(score, 1, tl.standard._elementwise_max))
-        # A row that has seen no key yet has the maximum -inf, and -inf - -inf is NaN.
-        finite_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        correction = tl.exp2(maximum - finite_maximum)
-        weight = tl.exp2(score - finite_maximum[:, None])
-        total = total * correction + tl.reduce(weight, 1, tl.standard._sum_combine)
-        value_offset = block * value_block_stride + value_head_offset + slot * value_slot_stride
-        value_mask = read[:, None] & (dv < VALUE_SIZE)[None, :]
-        v = tl.load(values + value_offset[:, None] + dv[None, :], value_mask, 0.0)
-        accumulator = widened_dot(weight.to(v.dtype), v, accumulator * correction[:, None], WIDEN)
-        maximum = new_maximum
+            largest = tl.reduce(score, 1, tl.standard._elementwise_max)
+            new_maximum = tl.maximum(maximum, largest * scale if FOLDED else largest)
+            # A row that has seen no key yet has the maximum -inf, and -inf - -inf is NaN.
+            finite_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+            correction = tl.exp2(maximum - finite_maximum)
+            weight = tl.exp2((score * scale if FOLDED else score) - finite_maximum[:, None])
+            total = total * correction + tl.reduce(weight, 1, tl.standard._sum_combine)
+            if value_tiles is None:
+                value_offset = block * value_block_stride + value_head_offset + slot * value_slot_stride
+                v = _elements(values + value_offset, read, VALUE_SIZE, BLOCK_DV, MASKED).to(q.dtype)
+            else:
+                v = value_tiles.load([block.to(tl.int32), kv_head, start % BLOCK_SIZE, 0]).reshape([BLOCK_N, BLOCK_DV])
+                v = v.to(q.dtype)
+                if MASKED:
+                    # Slots behind the context hold anything, and no weight makes a NaN 0.
+                    v = tl.where(read[:, None], v, 0.0)
+            accumulator = widened_dot(weight.to(v.dtype), v, accumulator * correction[:, None], WIDEN)
+            maximum = new_maximum
 
+    if value_scales is not None:
+        accumulator *= tl.load(value_scales + kv_head)
     if SPLIT:
         if divided:
             place = tl.minimum(row_begin, request * BLOCK_Q) + row - row_begin
@@ -218,7 +305,8 @@ def _attention_kernel(
 def attend(
     query: Tensor,
     keys_and_values: tuple[Tensor, Tensor],
-    metadata_sinks_slopes: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
+    metadata: tuple[Tensor, Tensor, Tensor],
+    per_head: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
     strides: tuple[int, ...],
     kv_heads_and_block_size: tuple[int, ...],
     score: tuple[float, int, float, int],
@@ -227,16 +315,17 @@ def attend(
 ) -> Tensor:
     """Attend to what is written, and merge where keys are split. Returns [T, H, Dv].
 
-    keys_and_values: pools, or rows where the block size is 0; strides: of block, head and slot of both; score: scale,
+    keys_and_values: pools, or rows where the block size is 0; metadata: cu_seqlens_q, context_lens and block_table;
+    per_head: sinks, slopes, scales of keys and of values; strides: of block, head and slot of both; score: scale,
     window, softcap and chunk; whole: every program takes all keys.
     """
     keys, values = keys_and_values
     kv_heads, block_size = kv_heads_and_block_size
     (num_rows, heads, key_size), value_size = query.shape, values.shape[-1]
-    cu_seqlens_q, context_lens, block_table, sinks, slopes = metadata_sinks_slopes
+    cu_seqlens_q, context_lens, block_table = metadata
     num_requests, group = cu_seqlens_q.shape[0] - 1, heads // kv_heads
     assert all(tensor.stride(-1) == 1 for tensor in (query, keys, values)), "rows must be contiguous"
-    assert all(tensor is None or tensor.is_contiguous() for tensor in (sinks, slopes)), "heads must be contiguous"
+    assert all(tensor is None or tensor.is_contiguous() for tensor in per_head), "heads must be contiguous"
     tile = tile_config(
         num_rows=num_rows,
         num_requests=num_requests,
@@ -244,9 +333,11 @@ def attend(
         key_size=key_size,
         value_size=value_size,
         bytes_per_element=query.element_size(),
+        block_size=block_size,
+        bulk=bulk_copies(query.device) and aligned(keys) and aligned(values),
     )
     rows, (_, window, _, chunk) = tile.block_m // group, score
-    capacity = 0 if whole or not tile.splits else block_table.shape[-1] * block_size
+    capacity = 0 if whole else block_table.shape[-1] * block_size
     splits = split_config(
         num_rows=num_rows,
         num_requests=num_requests,
@@ -263,13 +354,30 @@ def attend(
     grid = (num_rows // rows + num_requests + 1, kv_heads, splits.count)
     # fmt: off
     on_device(_attention_kernel, query)[grid](
-        output, *(parts or (None, None, None)), query, keys, values, *metadata_sinks_slopes, num_rows, num_requests,
-        splits.count, splits.length, *query.stride()[:2], *strides, block_table.stride(0), *score, group, heads,
-        key_size, value_size, block_size, tile.block_m, tile.block_n, tile.block_d, tile.block_dv, widen, split,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
+        output, *(parts or (None, None, None)), query, keys, values, *_tiles(keys, values, tile),
+        *metadata, *per_head, num_rows, num_requests, splits.count, splits.length, *query.stride()[:2], *strides,
+        block_table.stride(0), *score, group, heads, key_size, value_size, block_size, tile.block_m, tile.block_n,
+        tile.block_d, tile.block_dv, widen, split, enable_fp_fusion=True, **tile.options(backend()),
     )
     # fmt: on
     if parts is not None:
         tile_sizes = (rows, tile.block_n)
         merge(output, parts, cu_seqlens_q, context_lens, splits.length, tile_sizes, window=window, chunk=chunk)
     return output
+
+
+def aligned(pool: Tensor) -> bool:
+    """Whether a descriptor can tell where its rows [..., D] lie: all at multiples of 16 bytes."""
+    return all(place % 16 == 0 for place in (pool.data_ptr(), *(n * pool.itemsize for n in pool.stride()[:-1])))
+
+
+def _tiles(keys: Tensor, values: Tensor, tile: TileConfig) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    """Of bulk copies, made on the host: the launch hands them over by value, so that a captured graph holds them and
+    nothing is allocated."""
+    if not tile.bulk:
+        return None, None
+    return _described(keys, [1, 1, tile.block_n, tile.block_d]), _described(values, [1, 1, tile.block_n, tile.block_dv])
+
+
+def _described(pool: Tensor, sizes: list[int]) -> TensorDescriptor:
+    return TensorDescriptor(pool, list(pool.shape), list(pool.stride()), sizes)

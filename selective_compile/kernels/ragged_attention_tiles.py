@@ -3,11 +3,16 @@
 | step | tile | keys of a request |
 |---|---|---|
 | two rows a request or fewer, as of decoding | low | split |
-| more, as of prefill and mixed steps | tall | split where the request's rows fit into one tile, else whole (1) |
+| more, as of prefill and mixed steps | tall | split where the request's rows fit into one tile, else whole |
 | of a batch-invariant engine | low | whole: how a step is split depends on the requests in it |
 | without a pool | by rows | whole: a request that fits into a tile has no more keys than rows |
 
-(1) In float32, and from head size 129 on, whole: the code for splits would spill registers.
+A tile's keys and values are read in one of two ways:
+
+| where | how | tall tiles |
+|---|---|---|
+| Hopper and Blackwell, 16 bits, head sizes up to 256, blocks of whole tiles | one bulk copy of a block's slots | 128 |
+| elsewhere | by the address of each row | 64; 32 from head size 129 on in float32, and from 257 on in 16 bits |
 
 A split is a run of `length` keys, the same number for all requests of a step, so that programs have as much to do as
 each other and a short request leaves its share empty instead of cutting it finer. Their number is reasoned from the two
@@ -42,7 +47,7 @@ MOST = 32
 class TileConfig:
     """Sizes of one compiled variant of the attention kernel; block_d, block_dv are the padded head sizes.
 
-    splits: whether keys may be split in it.
+    bulk: whether an iteration's keys are one bulk copy, and its values.
     """
 
     block_m: int
@@ -51,7 +56,14 @@ class TileConfig:
     block_dv: int
     num_warps: int
     num_stages: int
-    splits: bool
+    bulk: bool
+
+    def options(self, backend: str) -> dict[str, int]:
+        """Of a launch on "cuda" or "hip"."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        # As many as a thread can have, said so: by itself the assembler for CUDA spills a few to have room for one
+        # more block of threads beside the others.
+        return options | ({"maxnreg": 255} if backend == "cuda" else {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,33 +75,77 @@ class SplitConfig:
 
 
 def tile_config(
-    *, num_rows: int, num_requests: int, group: int, key_size: int, value_size: int, bytes_per_element: int
+    *,
+    num_rows: int,
+    num_requests: int,
+    group: int,
+    key_size: int,
+    value_size: int,
+    bytes_per_element: int,
+    block_size: int,
+    bulk: bool,
 ) -> TileConfig:
-    """Choose the tile from what the host knows: shapes, not lengths. Any choice is correct for any step."""
+    """Choose the tile from what the host knows: shapes, not lengths. Any choice is correct for any step.
+
+    Args:
+        block_size: 0 without a pool.
+        bulk: the device has `bulk_copies`, and the pools begin and go on at multiples of 16 bytes.
+    """
     # tl.dot needs 16 in every direction.
     block_d, block_dv = (max(16, triton.next_power_of_2(size)) for size in (key_size, value_size))
     # At two rows a request or fewer on average, most tiles hold one row: a tall tile would be mostly masked. So
     # it is in every step of a batch-invariant engine, which has a request for each row: it always has one BLOCK_N.
     low = num_rows <= 2 * num_requests
-    rows = 1 if low else 64 // group
-    block_m = max(16, triton.next_power_of_2(max(1, rows) * group))
-    # The largest tiles that compile without a register spill for every target and head sizes up to 256. A
-    # float32 product runs on the vector units and holds its operands in registers, hence its smaller ones.
     wide = bytes_per_element == 4
+    # float32 is multiplied by vector units, which read registers: it would be copied once more.
+    if bulk and not wide and max(block_d, block_dv) <= 256:
+        tile = _bulk_tile(group, block_d, block_dv, low=low)
+        if block_size > 0 and block_size % tile.block_n == 0:
+            return tile
+    largest = max(block_d, block_dv)
+    # The largest tiles that compile without a register spill for every target. A float32 product runs on the vector
+    # units and holds its operands in registers, hence its smaller ones.
+    short = largest > (128 if wide else 256)
+    block_m = _block_m(1 if low else (32 if short else 64) // group, group)
     block_n = 16 if wide else (64 if block_m == 16 else 32)
-    num_warps = 8 if block_m * block_dv >= 64 * 256 or (wide and block_m > 16) else 4
+    many = block_m * block_dv >= 64 * 256 or (wide and block_m > 16) or (short and not low) or (wide and largest > 256)
     # Two stages of key and value tiles fit into the 64 KiB of gfx942, the smallest shared memory of a target.
-    block_n = max(16, min(block_n, 32768 // ((block_d + block_dv) * bytes_per_element)))
+    fitting = 32768 // ((block_d + block_dv) * bytes_per_element)
+    block_n = max(16, min(block_n, 1 << fitting.bit_length() - 1))
     return TileConfig(
         block_m=block_m,
         block_n=block_n,
         block_d=block_d,
         block_dv=block_dv,
-        num_warps=num_warps,
-        num_stages=2,
-        # In tall tiles of float32 (sm_90, sm_100) and of head size 256 (sm_100) the code for splits spills registers.
-        splits=low or not (wide or max(block_d, block_dv) > 128),
+        num_warps=8 if many else 4,
+        # Of float32 beyond head size 256 a tile of 16 keys is 64 KiB, and two of them are more than sm_80 has.
+        num_stages=1 if wide and largest > 256 else 2,
+        bulk=False,
     )
+
+
+def _bulk_tile(group: int, block_d: int, block_dv: int, *, low: bool) -> TileConfig:
+    """For sm_90 and sm_100, which have 227 KiB of shared memory."""
+    # Two groups of four warps, with the 64 rows that an instruction of Hopper's matrix units has for each, and the 128
+    # of Blackwell's together.
+    block_m = _block_m(1 if low else 128 // group, group)
+    return TileConfig(
+        block_m=block_m,
+        # With 64 at head size 256, tall tiles spill registers on sm_90.
+        block_n=64 if max(block_d, block_dv) <= 128 else 32,
+        block_d=block_d,
+        block_dv=block_dv,
+        num_warps=4 if block_m < 128 else 8,
+        # Copies begin two iterations ahead, as far as they are from memory at 1 microsecond: an iteration of a tall
+        # tile is half of one. Each takes two stages, as Triton loads a block's number a stage in front of the block.
+        # Not measured on a GPU.
+        num_stages=5,
+        bulk=True,
+    )
+
+
+def _block_m(rows: int, group: int) -> int:
+    return max(16, triton.next_power_of_2(max(1, rows) * group))
 
 
 def split_config(
@@ -120,6 +176,20 @@ def most_keys(*, capacity: int, rows: int, window: int, chunk: int, block_n: int
     # The first iteration may begin up to block_n - 1 keys in front of the first key.
     seen = [each - 1 + rows + block_n - 1 for each in (window, chunk) if each > 0]
     return min([capacity, *seen])
+
+
+def backend() -> str:
+    """What Triton compiles for here; where there is no GPU, what the interpreter is told makes no difference."""
+    return "hip" if torch.version.hip else "cuda"
+
+
+@functools.cache
+def bulk_copies(device: torch.device) -> bool:
+    """Whether the device has units that copy a tile by a descriptor, and shared memory for `_bulk_tile`: Hopper and
+    Blackwell, but not its consumer parts (compute capability 12), which have 99 KiB."""
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 @functools.cache

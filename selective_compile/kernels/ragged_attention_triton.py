@@ -41,6 +41,8 @@ def ragged_attention(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     selection: Tensor | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
     *,
     batch_invariant: bool = False,
 ) -> Tensor:
@@ -49,13 +51,15 @@ def ragged_attention(
     batch_invariant: N is T, and a row's result is the same bits whatever the other rows and the block table's width.
 
     Raises:
-        ValueError: the pools are int8, which only the CPU's kernels read.
+        ValueError: the pools are int8, which only the CPU's kernels read, or float8_e4m3fn with a selection.
     """
     if key_pool.dtype is torch.int8:
         raise ValueError(f"the pools must be {query.dtype} for Triton's kernels, got torch.int8")
-    write(key, value, key_pool, value_pool, slot_mapping)
+    if selection is not None and key_scales is not None:
+        raise ValueError(f"the pools must be {query.dtype} for Triton's kernel with a selection, got {key_pool.dtype}")
+    write(key, value, key_pool, value_pool, slot_mapping, key_scales, value_scales)
     metadata = (cu_seqlens_q, context_lens, block_table)
-    options = (scale, window, softcap, chunk, sinks, slopes, selection)
+    options = (scale, window, softcap, chunk, sinks, slopes, selection, key_scales, value_scales)
     return _attend_to_pools(query, (key_pool, value_pool), metadata, *options, batch_invariant=batch_invariant)
 
 
@@ -103,6 +107,8 @@ def _attend_to_pools(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     selection: Tensor | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
     *,
     batch_invariant: bool,
 ) -> Tensor:
@@ -113,8 +119,8 @@ def _attend_to_pools(
         options = ((scale, softcap), sinks, slopes, selection)
         return selection_triton.ragged_selected_attention(query, key_pool, value_pool, metadata, *options)
     strides = (*key_pool.stride()[:3], *value_pool.stride()[:3])
-    tensors, sizes = (*metadata, sinks, slopes), key_pool.shape[1:3]
-    return attend(query, pools, tensors, strides, sizes, (scale, window, softcap, chunk), whole=batch_invariant)
+    per_head, score = (sinks, slopes, key_scales, value_scales), (scale, window, softcap, chunk)
+    return attend(query, pools, metadata, per_head, strides, key_pool.shape[1:3], score, whole=batch_invariant)
 
 
 def varlen_attention(
@@ -136,9 +142,9 @@ def varlen_attention(
         options = ((scale, softcap), sinks, slopes, selection)
         return selection_triton.varlen_selected_attention(query, key, value, cu_seqlens_q, *options)
     strides = (*key.stride()[:2], 0, *value.stride()[:2], 0)
-    tensors = (cu_seqlens_q, cu_seqlens_q, cu_seqlens_q, sinks, slopes)
+    tensors, per_head = (cu_seqlens_q, cu_seqlens_q, cu_seqlens_q), (sinks, slopes, None, None)
     score = (scale, window, softcap, chunk)
-    return attend(query, (key, value), tensors, strides, (key.shape[1], 0), score, whole=True)
+    return attend(query, (key, value), tensors, per_head, strides, (key.shape[1], 0), score, whole=True)
 
 
 def _check_unmasked(window: int, chunk: int) -> None:

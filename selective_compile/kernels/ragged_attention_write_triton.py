@@ -14,16 +14,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from selective_compile.kernels.fp8_triton import as_fp8
 from selective_compile.kernels.interpreter import on_device
 
 
-@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping", "key_scales", "value_scales"])
 def _write_kernel(
     key,  # [T, K, D]
     value,  # [T, K, Dv]
     key_pool,  # [num_blocks, K, BLOCK_SIZE, D]
     value_pool,  # [num_blocks, K, BLOCK_SIZE, Dv]
     slot_mapping,  # [T]
+    key_scales,  # [K] with pools of e4m3, else None
+    value_scales,  # [K] or None
     key_row_stride,
     key_head_stride,
     value_row_stride,
@@ -53,15 +56,27 @@ def _write_kernel(
     dv = tl.arange(0, BLOCK_DV)[None, :]
     key_mask = (head < KV_HEADS) & (d < KEY_SIZE)
     k = tl.load(key + row * key_row_stride + head * key_head_stride + d, key_mask)
+    if key_scales is not None:
+        k = as_fp8(k, tl.load(key_scales + head, head < KV_HEADS, 1.0))
     key_slot = key_pool + block * key_block_stride + offset * key_slot_stride
     tl.store(key_slot + head * key_pool_head_stride + d, k, key_mask)
     value_mask = (head < KV_HEADS) & (dv < VALUE_SIZE)
     v = tl.load(value + row * value_row_stride + head * value_head_stride + dv, value_mask)
+    if value_scales is not None:
+        v = as_fp8(v, tl.load(value_scales + head, head < KV_HEADS, 1.0))
     value_slot = value_pool + block * value_block_stride + offset * value_slot_stride
     tl.store(value_slot + head * value_pool_head_stride + dv, v, value_mask)
 
 
-def write(key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, slot_mapping: Tensor) -> None:
+def write(
+    key: Tensor,
+    value: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    slot_mapping: Tensor,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+) -> None:
     """Each row's keys [T, K, D] and values [T, K, Dv] into its slot of the pools; a slot of -1: nowhere."""
     assert key_pool.stride(-1) == value_pool.stride(-1) == key.stride(-1) == value.stride(-1) == 1
     num_rows, kv_heads, key_size = key.shape
@@ -70,9 +85,9 @@ def write(key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, slot
         return
     # fmt: off
     on_device(_write_kernel, key)[(num_rows,)](
-        key, value, key_pool, value_pool, slot_mapping, *key.stride()[:2], *value.stride()[:2],
-        *key_pool.stride()[:3], *value_pool.stride()[:3], kv_heads, key_size, value_size, key_pool.shape[2],
-        *(triton.next_power_of_2(size) for size in (kv_heads, key_size, value_size)),
+        key, value, key_pool, value_pool, slot_mapping, key_scales, value_scales, *key.stride()[:2],
+        *value.stride()[:2], *key_pool.stride()[:3], *value_pool.stride()[:3], kv_heads, key_size, value_size,
+        key_pool.shape[2], *(triton.next_power_of_2(size) for size in (kv_heads, key_size, value_size)),
         num_warps=4, enable_fp_fusion=True,
     )
     # fmt: on

@@ -47,6 +47,8 @@ def compile_ahead(kernel: Any, target: Target, types: dict[str, str], constants:
             signature[name] = "constexpr"
             continue
         signature[name] = types.get(name, "i32")
+        if signature[name].startswith("tensordesc"):
+            continue
         if not parameter.do_not_specialize and not parameter.do_not_specialize_on_alignment:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
@@ -54,24 +56,50 @@ def compile_ahead(kernel: Any, target: Target, types: dict[str, str], constants:
     return triton.compile(source, target=gpu, options=options | {"enable_fp_fusion": True})
 
 
-def spilled_bytes(compiled: Any, target: Target, folder: Path) -> int:
-    """Bytes of local memory a thread needs; Triton's own `n_spills` wants a driver."""
-    if target.backend == "hip":
-        # Scalar registers spilled into lanes of vector registers never reach memory and are not counted.
-        return int(re.search(r"\.private_segment_fixed_size:\s+(\d+)", compiled.asm["amdgcn"])[1])
-    binary = folder / "kernel.cubin"
-    binary.write_bytes(compiled.asm["cubin"])
-    tool = triton.knobs.nvidia.cuobjdump.path
-    usage = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
-    stack, local = re.search(r"STACK:(\d+).*LOCAL:(\d+)", usage).groups()
-    return int(stack) + int(local)
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What a thread has of registers and of local memory, and a block of shared memory, in bytes."""
+
+    registers: int
+    spilled: int
+    shared: int
+
+    @classmethod
+    def of(cls, compiled: Any, target: Target, folder: Path) -> Usage:
+        """Triton's own `n_regs` and `n_spills` want a driver."""
+        if target.backend == "hip":
+            # Scalar registers spilled into lanes of vector registers never reach memory and are not counted.
+            names, text = (r"\.vgpr_count:\s+", r"\.private_segment_fixed_size:\s+"), compiled.asm["amdgcn"]
+        else:
+            binary = folder / "kernel.cubin"
+            binary.write_bytes(compiled.asm["cubin"])
+            tool = triton.knobs.nvidia.cuobjdump.path
+            run = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True)
+            names, text = ("REG:", "STACK:", "LOCAL:"), run.stdout
+        registers, *local = (int(re.search(name + r"(\d+)", text)[1]) for name in names)
+        return cls(registers=registers, spilled=sum(local), shared=compiled.metadata.shared)
 
 
 def assert_ships(compiled: Any, target: Target, folder: Path) -> None:
-    """There is machine code, it fits into the target's shared memory and spills no register."""
+    """There is machine code, it fits into the target's shared memory and spills no register; prints what it takes."""
     assert len(compiled.asm["cubin" if target.backend == "cuda" else "hsaco"]) > 0
-    assert compiled.metadata.shared <= target.shared_memory
-    assert spilled_bytes(compiled, target, folder) == 0
+    usage = Usage.of(compiled, target, folder)
+    print(f"{target}: {usage}")
+    assert usage.shared <= target.shared_memory
+    assert usage.spilled == 0
+
+
+def innermost_loops(compiled: Any) -> list[str]:
+    """The loops without a loop in them, in order, as Triton's own language for GPUs has them."""
+    loops: list[str] = []
+    lines = compiled.asm["ttgir"].splitlines()
+    for n, line in enumerate(lines):
+        if "scf.for" in line:
+            indent = len(line) - len(line.lstrip())
+            end = next(m for m in range(n + 1, len(lines)) if lines[m].startswith(" " * indent + "}"))
+            body = "\n".join(lines[n : end + 1])
+            loops += [] if "scf.for" in body[len(line) :] else [body]
+    return loops
 
 
 class NoDevice:

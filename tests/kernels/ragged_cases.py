@@ -10,7 +10,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from selective_compile import int8_rows, reference
+from selective_compile import fp8_rows, int8_rows, reference
+
+SCALES = ("key_scales", "value_scales")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,18 +58,22 @@ class Inputs:
     chunk: int
     sinks: Tensor | None
     slopes: Tensor | None
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
 
     def ragged(self) -> tuple:
-        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+        arguments = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        # In front of the scales, no selection. Kernels that have no scales are given none.
+        return (*arguments[:-2], *(() if self.key_scales is None else (None, *arguments[-2:])))
 
     def varlen(self) -> tuple:
-        skipped = ("key_pool", "value_pool", "context_lens", "block_table", "slot_mapping")
+        skipped = ("key_pool", "value_pool", "context_lens", "block_table", "slot_mapping", *SCALES)
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in skipped)
 
     def to(self, dtype: torch.dtype) -> Inputs:
-        """A copy with its own pools; what is drawn in one dtype can be checked in another. Pools of int8 stay that."""
+        """A copy with its own pools; what is drawn in one dtype can be checked in another. Pools of 8 bits stay."""
         tensors = {name: getattr(self, name) for name in ("query", "key", "value", "key_pool", "value_pool")}
-        kinds = {name: torch.int8 if tensor.dtype == torch.int8 else dtype for name, tensor in tensors.items()}
+        kinds = {name: tensor.dtype if tensor.dtype.itemsize == 1 else dtype for name, tensor in tensors.items()}
         return dataclasses.replace(
             self, **{name: tensor.to(kinds[name], copy=True) for name, tensor in tensors.items()}
         )
@@ -76,6 +82,15 @@ class Inputs:
         """The same step with pools of int8 rows; what may not be read has NaN for its scale."""
         pools = {name: int8_rows.quantised(getattr(self, name)) for name in ("key_pool", "value_pool")}
         return dataclasses.replace(self, **pools)
+
+    def with_fp8_pools(self) -> Inputs:
+        """The same step with pools of e4m3; a scale for each head, with which the largest numbers are cut."""
+        generator = torch.Generator().manual_seed(7)
+        scales = {name: 0.005 + 0.02 * torch.rand(self.key.shape[1], generator=generator) for name in SCALES}
+        pools = {}
+        for name, given in zip(("key_pool", "value_pool"), scales.values(), strict=True):
+            pools[name] = fp8_rows.quantised(getattr(self, name).transpose(1, 2), given).transpose(1, 2).contiguous()
+        return dataclasses.replace(self, **pools, **scales)
 
 
 PREFILL = ((5, 0), (37, 0), (1, 0))

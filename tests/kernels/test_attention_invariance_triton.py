@@ -86,8 +86,10 @@ def test_a_row_has_the_same_bits_among_any_others(case: Case, dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group", (1, 4, 7, 32))
-def test_steps_of_any_size_have_one_tile(group: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("bulk", (False, True))
+def test_steps_of_any_size_have_one_tile(bulk: bool, group: int, dtype: torch.dtype) -> None:
     sizes = {"group": group, "key_size": 128, "value_size": 128, "bytes_per_element": dtype.itemsize}
+    sizes |= {"block_size": 64, "bulk": bulk}
     tiles = {choice.tile_config(num_rows=n, num_requests=n, **sizes) for n in (2, 3, 32, 33, 500, 8192)}
     assert len(tiles) == 1
     tiles.add(choice.tile_config(num_rows=32, num_requests=2, **sizes))

@@ -146,8 +146,7 @@ def test_steps_of_every_shape_share_two_compiled_kernels_and_their_merges(monkey
 SPLITS = {
     "decode": ("bf16", 128, 8, (), {}),
     "few_rows": ("bf16", 128, 512, (), {}),
-    "decode_float32": ("fp32", 128, 8, (), {}),
-    "decode_256": ("bf16", 256, 8, (), {}),
+    "few_rows_float32": ("fp32", 128, 512, (), {}),
     "everything": ("bf16", 128, 512, *FEATURES["everything"][:2]),
 }
 
@@ -162,7 +161,7 @@ def test_splits_compile_ahead_of_time_without_spills(target, name, tmp_path):
 
 
 @compiling
-@pytest.mark.parametrize("size", (80, 256))
+@pytest.mark.parametrize("size", (80, 512))
 @pytest.mark.parametrize("target", ahead.TARGETS, ids=str)
 def test_the_merge_compiles_ahead_of_time_without_spills(target, size, tmp_path):
     types = {"output": "*bf16", "cu_seqlens_q": "*i32", "context_lens": "*i32"}

@@ -69,13 +69,21 @@ def test_a_long_context_is_split_at_every_batch_size(requests: int) -> None:
     assert splits(num_requests=requests, num_rows=4000 + requests, keys=65536).length <= tiles.LONGEST
 
 
-@pytest.mark.parametrize("size", (64, 128, 256))
-@pytest.mark.parametrize("bytes_per_element", (2, 4))
-def test_keys_are_split_in_every_low_tile_and_in_tall_ones_that_have_registers(size: int, bytes_per_element: int):
-    sizes = {"group": 4, "key_size": size, "value_size": size, "bytes_per_element": bytes_per_element}
-    assert tiles.tile_config(num_rows=16, num_requests=8, **sizes).splits
-    tall = tiles.tile_config(num_rows=512, num_requests=8, **sizes).splits
-    assert tall == (bytes_per_element == 2 and size <= 128)
+@given(
+    rows=st.integers(1, 600),
+    group=st.integers(1, 130),
+    key_size=st.integers(1, 600),
+    value_size=st.integers(1, 600),
+    bytes_per_element=st.sampled_from((2, 4)),
+    block_size=st.sampled_from((0, 5, 16, 64, 128)),
+    bulk=st.booleans(),
+)
+def test_a_tile_holds_its_rows_in_powers_of_two(rows, group, **sizes) -> None:
+    tile = tiles.tile_config(num_rows=rows, num_requests=8, group=group, **sizes)
+    for size in (tile.block_m, tile.block_n, tile.block_d, tile.block_dv):
+        assert size >= 16 and size & (size - 1) == 0
+    assert tile.block_m >= group and tile.block_d >= sizes["key_size"] and tile.block_dv >= sizes["value_size"]
+    assert not tile.bulk or (sizes["block_size"] % tile.block_n == 0 and sizes["block_size"] > 0)
 
 
 def test_a_short_context_is_whole() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
 
-from tests.kernels.ragged_cases import CASES, COMBINATIONS, Case, exact_ragged, exact_varlen, make_inputs
+from tests.kernels.ragged_cases import CASES, COMBINATIONS, SCALES, Case, exact_ragged, exact_varlen, make_inputs
 
 triton = pytest.importorskip("triton")
 launcher = pytest.importorskip("selective_compile.kernels.ragged_attention_triton")
@@ -98,14 +99,18 @@ def test_the_cases_cover_both_tiles_and_several_tiles_of_one_request():
     assert max(rows_per_tile) > 2
 
 
-def config(rows: int, requests: int, group: int, size: int, width: int):
+def config(
+    rows: int, requests: int, group: int, size: int, width: int, *, value_size=None, block_size: int = 16, bulk=False
+):
     return attends.tile_config(
         num_rows=rows,
         num_requests=requests,
         group=group,
         key_size=size,
-        value_size=size,
+        value_size=value_size or size,
         bytes_per_element=width,
+        block_size=block_size,
+        bulk=bulk,
     )
 
 
@@ -158,7 +163,7 @@ def test_steps_of_every_shape_share_two_compiled_kernels(monkeypatch):
 
 TENSORS = ("output", "query", "keys", "values", "key", "value", "key_pool", "value_pool")
 METADATA = {"cu_seqlens_q": "*i32", "context_lens": "*i32", "block_table": "*i32", "slot_mapping": "*i64"}
-METADATA |= {"sinks": "*bf16", "slopes": "*fp32"}
+METADATA |= {"sinks": "*bf16", "slopes": "*fp32", "key_scales": "*fp32", "value_scales": "*fp32"}
 PARTS = ("sums", "maxima", "totals")
 
 
@@ -166,19 +171,31 @@ def types(element: str) -> dict[str, str]:
     return METADATA | dict.fromkeys(PARTS, "*fp32") | dict.fromkeys(TENSORS, "*" + element)
 
 
-def compile_attention(target, element: str, size: int, rows: int, *, given=(), split=False, **changes):
-    """The kernel as the launcher would ask for it: 8 requests, 4 query heads to each of 8 key/value heads.
+def compile_attention(
+    target, element: str, size: int, rows: int, *, given=(), split=False, group=4, value_size=None, fp8=False, **changes
+):
+    """The kernel as the launcher would ask for it: 8 requests, 8 key/value heads with a group of query heads each.
 
-    given: which of sinks and slopes there are; split: whether keys are split.
+    given: which of sinks and slopes there are; split: whether keys are split; value_size: where it is not that of keys;
+    fp8: whether the pools are that.
     """
-    tile = config(rows, 8, 4, size, 4 if element == "fp32" else 2)
-    constants = {"SCALE": 0.1, "WINDOW": 0, "SOFTCAP": 0.0, "CHUNK": 0, "GROUP": 4, "HEADS": 32, "BLOCK_SIZE": 16}
+    block_size = changes.get("BLOCK_SIZE", 64)
+    width, bulk = 4 if element == "fp32" else 2, target.arch in (90, 100)
+    value_size = value_size or size
+    tile = config(rows, 8, group, size, width, value_size=value_size, block_size=block_size, bulk=bulk)
+    constants = {"SCALE": 0.1, "WINDOW": 0, "SOFTCAP": 0.0, "CHUNK": 0, "GROUP": group, "HEADS": 8 * group}
     constants |= {name: None for name in ("sinks", "slopes") if name not in given}
-    constants |= {"KEY_SIZE": size, "VALUE_SIZE": size, "BLOCK_D": tile.block_d, "BLOCK_DV": tile.block_dv}
-    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "WIDEN": False, "SPLIT": split}
+    constants |= {"KEY_SIZE": size, "VALUE_SIZE": value_size, "BLOCK_D": tile.block_d, "BLOCK_DV": tile.block_dv}
+    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_SIZE": 64, "WIDEN": False, "SPLIT": split}
     constants |= {} if split else dict.fromkeys(PARTS)
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return compile_ahead(attends._attention_kernel, target, types(element), constants | changes, **options)
+    constants |= {} if tile.bulk else {"key_tiles": None, "value_tiles": None}
+    constants |= {} if fp8 else dict.fromkeys(SCALES)
+    stored = "fp8e4nv" if fp8 else element
+    kinds = types(element) | dict.fromkeys(("keys", "values"), "*" + stored)
+    for name, padded in (("key_tiles", tile.block_d), ("value_tiles", tile.block_dv)):
+        kinds[name] = f"tensordesc<{stored}[1, 1, {tile.block_n}, {padded}]>"
+    options = tile.options(target.backend)
+    return compile_ahead(attends._attention_kernel, target, kinds, constants | changes, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -188,12 +205,33 @@ def triton_cache(tmp_path_factory, monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [8, 512], ids=["decode", "prefill"])
-@pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize("element", ["bf16", "fp32"])
+@pytest.mark.parametrize(("element", "size"), [("bf16", 64), ("bf16", 128), ("fp32", 128)])
 @compiling
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_attention_compiles_ahead_of_time_without_spills(target, element, size, rows, tmp_path):
     assert_ships(compile_attention(target, element, size, rows), target, tmp_path)
+
+
+COMPARED = re.compile(r"arith\.cmpi .* : tensor<")
+
+
+@compiling
+@pytest.mark.parametrize("block_size", (16, 64))
+@pytest.mark.parametrize("target", [TARGETS[1], TARGETS[3]], ids=str)
+def test_keys_that_every_row_sees_are_compared_with_nothing(target, block_size):
+    """The loop over the others comes first; it has the comparisons of both ends of a window."""
+    compiled = compile_attention(target, "bf16", 64, 512, WINDOW=300, BLOCK_SIZE=block_size)
+    masked, clear = ahead.innermost_loops(compiled)
+    assert len(COMPARED.findall(masked)) >= 4
+    assert not COMPARED.search(clear)
+    assert len(re.findall(r"warp_group_dot |tt\.dot ", clear)) == 2
+    if target.arch == 90 and block_size == 64:
+        # Keys and values go from the pool into shared memory in a copy each, and from there into the matrix units.
+        assert len(re.findall("async_tma_copy_global_to_local", clear)) == 2
+        assert not re.findall(r"ttg\.local_(load|store|alloc).*x64x", clear)
+        assert "m64n64k16" in compiled.asm["ptx"]
+    elif target.arch == 90:
+        assert len(re.findall("async_copy_global_to_local", clear)) == 2
 
 
 @compiling
@@ -213,9 +251,12 @@ FEATURES = {
 }
 
 
+# One feature alone for those targets that spilled before others.
+COMPILED = [(target, name) for name in FEATURES for target in (TARGETS if "every" in name else TARGETS[::2])]
+
+
 @compiling
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize(("target", "feature"), COMPILED, ids=str)
 def test_features_compile_ahead_of_time(target, feature, tmp_path):
     given, constants, rows = FEATURES[feature]
     assert_ships(compile_attention(target, "bf16", 128, rows, given=given, **constants), target, tmp_path)
@@ -234,10 +275,32 @@ def test_features_in_float32_compile_ahead_of_time(target, tmp_path):
     assert_ships(compiled, target, tmp_path)
 
 
+# Head sizes from 32 to 576, and groups of more heads than a low tile has rows for, each for some of the targets: the
+# element, head size and rows, what else is given, and the targets.
+SIZES = {
+    "32": ("bf16", 32, 512, {"BLOCK_SIZE": 16}, (1, 3)),
+    "80": ("bf16", 80, 8, {"BLOCK_SIZE": 16}, (1, 3)),
+    "96": ("bf16", 96, 512, {"BLOCK_SIZE": 16, "split": True}, (0, 2)),
+    "192_and_128": ("bf16", 192, 512, {"value_size": 128, "split": True}, (0, 1, 2, 3)),
+    "256": ("bf16", 256, 512, {"split": True}, (0, 1, 2, 3)),
+    "256_small_blocks": ("bf16", 256, 512, {"BLOCK_SIZE": 16, "split": True}, (1, 2)),
+    "256_decode": ("bf16", 256, 8, {"split": True}, (0, 3)),
+    "256_float32": ("fp32", 256, 512, {"split": True}, (1, 3)),
+    "512": ("bf16", 512, 512, {"split": True}, (0, 2)),
+    "576_and_512": ("bf16", 576, 512, {"value_size": 512, "split": True}, (1, 3)),
+    "576_and_512_decode": ("bf16", 576, 8, {"value_size": 512, "group": 16, "split": True}, (0, 3)),
+    "group_of_32": ("bf16", 128, 8, {"group": 32, "split": True}, (0, 1)),
+    "group_of_71": ("bf16", 64, 8, {"group": 71, "split": True}, (2, 3)),
+    "group_of_32_float32": ("fp32", 128, 8, {"group": 32, "split": True}, (2,)),
+}
+SIZED = [(TARGETS[place], name) for name, variant in SIZES.items() for place in variant[-1]]
+
+
 @compiling
-@pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_head_size_256_compiles_ahead_of_time(target, tmp_path):
-    assert_ships(compile_attention(target, "bf16", 256, 512), target, tmp_path)
+@pytest.mark.parametrize(("target", "name"), SIZED, ids=str)
+def test_sizes_compile_ahead_of_time_without_spills(target, name, tmp_path):
+    element, size, rows, given, _ = SIZES[name]
+    assert_ships(compile_attention(target, element, size, rows, **given), target, tmp_path)
 
 
 @compiling
@@ -249,7 +312,7 @@ def test_attention_without_a_pool_compiles_ahead_of_time(target, tmp_path):
 @compiling
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_write_compiles_ahead_of_time(target, tmp_path):
-    constants = {"KV_HEADS": 8, "KEY_SIZE": 128, "VALUE_SIZE": 128, "BLOCK_SIZE": 16}
+    constants = dict.fromkeys(SCALES) | {"KV_HEADS": 8, "KEY_SIZE": 128, "VALUE_SIZE": 128, "BLOCK_SIZE": 16}
     constants |= {"BLOCK_K": 8, "BLOCK_D": 128, "BLOCK_DV": 128}
     compiled = compile_ahead(writes._write_kernel, target, types("bf16"), constants, num_warps=4)
     assert_ships(compiled, target, tmp_path)

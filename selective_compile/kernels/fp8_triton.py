@@ -1,0 +1,25 @@
+"""Numbers as e4m3, as Triton's kernels here write them: the bytes of `selective_compile.fp8_rows`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def as_fp8(x, scale):
+    """x / scale, rounded to nearest with ties to even, at most 448 in magnitude; NaN stays NaN.
+
+    In whole numbers, so that Triton's interpreter has the same bytes: its own conversion drops the carry of one bit
+    into the next.
+    """
+    y = x.to(tl.float32) / scale
+    magnitude = tl.minimum(tl.abs(y), 448.0)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    # The exponent and 3 bits behind the first one; that of e4m3 is 120 less.
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2**-6 multiples of 2**-9, which are the last bits of a sum with 1.5 * 2**14.
+    small = (magnitude + 24576.0).to(tl.int32, bitcast=True) & 15
+    sign = (y.to(tl.int32, bitcast=True) >> 24) & 0x80
+    byte = tl.where(y == y, tl.where(magnitude < 0.015625, small, normal) | sign, 0x7F)
+    return byte.to(tl.uint8).to(tl.float8e4nv, bitcast=True)

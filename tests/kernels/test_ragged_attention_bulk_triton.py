@@ -1,0 +1,119 @@
+"""Tiles read by bulk copies, as on Hopper and Blackwell: the numbers in Triton's interpreter, and what is compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.kernels.ragged_cases import CASES, Case, Inputs, exact_ragged, make_inputs
+from tests.kernels.test_ragged_attention_splits_triton import DRAFTS, split_into
+from tests.kernels.test_ragged_attention_triton import (
+    TOLERANCE,
+    Recorder,
+    compiling,
+    nan_filled_outputs,  # noqa: F401
+    triton_cache,  # noqa: F401
+)
+
+triton = pytest.importorskip("triton")
+launcher = pytest.importorskip("selective_compile.kernels.ragged_attention_triton")
+attends = pytest.importorskip("selective_compile.kernels.ragged_attention_attend_triton")
+tiles = pytest.importorskip("selective_compile.kernels.ragged_attention_tiles")
+ahead = pytest.importorskip("tests.kernels.ahead_of_time")
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
+
+NAMES = ("mixed", "decode", "only_padding", "no_request", "group_of_7", "window_over_blocks", "chunk_and_window")
+NAMES += ("narrow_values", "wide_values", "everything", "head_size_80")
+LONG = Case(name="long", requests=((70, 150), (1, 190), (130, 0)), block_size=128, query_heads=8)
+RUNS = [(dataclasses.replace(case, block_size=64), torch.bfloat16) for case in CASES if case.name in NAMES]
+RUNS += [(LONG, torch.float16), (dataclasses.replace(LONG, window=90, name="long_window"), torch.bfloat16)]
+
+
+@pytest.fixture
+def launches(monkeypatch) -> list:
+    """The device has bulk copies; whether each launch of the attention kernel made use of them."""
+    monkeypatch.setattr(attends, "bulk_copies", lambda device: True)
+    made, described = [], attends._tiles
+
+    def noted(*args):
+        found = described(*args)
+        made.append(all(each is not None for each in found))
+        return found
+
+    monkeypatch.setattr(attends, "_tiles", noted)
+    return made
+
+
+def check(inputs: Inputs) -> None:
+    expected, *_ = exact_ragged(inputs)
+    output = launcher.ragged_attention(*inputs.ragged())
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=TOLERANCE[output.dtype])
+
+
+@pytest.mark.parametrize(("case", "dtype"), RUNS, ids=str)
+def test_ragged_attention(case, dtype, launches, nan_filled_outputs):  # noqa: F811
+    """What no row sees holds NaN, slots behind the context in blocks that are read among it."""
+    check(make_inputs(case, dtype))
+    assert launches == [True]
+
+
+@pytest.mark.parametrize("case", [DRAFTS, dataclasses.replace(LONG, sinks=0.5, slopes=True)], ids=str)
+def test_splits(case, launches, nan_filled_outputs, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(attends, "split_config", split_into(1))
+    check(make_inputs(dataclasses.replace(case, block_size=64), torch.bfloat16))
+    assert launches == [True]
+
+
+def test_what_no_descriptor_can_tell_is_read_by_addresses(launches):
+    """Blocks of less than a tile, rows that are no multiple of 16 bytes, pools that begin at another address; float32,
+    which is not multiplied from where it would be copied to."""
+    case = Case(name="", requests=((3, 60), (1, 20)), block_size=64)
+    check(make_inputs(dataclasses.replace(case, block_size=32), torch.bfloat16))
+    check(make_inputs(dataclasses.replace(case, value_size=20), torch.bfloat16))
+    check(make_inputs(case, torch.float32))
+    inputs = make_inputs(case, torch.bfloat16)
+    pool = torch.cat([torch.zeros(1), inputs.key_pool.flatten()]).to(torch.bfloat16)[1:].view(inputs.key_pool.shape)
+    check(dataclasses.replace(inputs, key_pool=pool))
+    check(make_inputs(dataclasses.replace(case, key_size=264), torch.bfloat16))
+    assert launches == [False] * 5
+
+
+@pytest.mark.parametrize(("capability", "bulk"), (((8, 0), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)))
+def test_the_device_says_whether_it_has_bulk_copies(capability, bulk, monkeypatch):
+    tiles.bulk_copies.cache_clear()
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert tiles.bulk_copies(torch.device("cuda", 55)) is bulk
+    assert tiles.bulk_copies(torch.device("cpu")) is False
+    tiles.bulk_copies.cache_clear()
+
+
+@compiling
+def test_steps_of_every_shape_share_two_compiled_kernels(launches, monkeypatch):
+    """Descriptors of pools of any number of blocks among them; and none is made on the device, which would take memory
+    that somebody has to allocate."""
+    monkeypatch.setattr(triton.runtime.driver, "_active", ahead.NoDevice())
+    recorder = Recorder(lambda kernel, grid, args, rest: kernel.warmup(*args, grid=grid, **rest))
+    monkeypatch.setattr(attends, "on_device", recorder)
+    monkeypatch.setattr(launcher, "write", lambda *args: None)
+    for requests in (((3, 5), (1, 20)), ((64, 300),), ((1, 0),) * 16, ((1, 97), (0, 0), (8, 30))):
+        case = Case(name="", requests=requests, key_size=64, value_size=64, block_size=64)
+        launcher.ragged_attention(*make_inputs(case, torch.bfloat16).ragged())
+    assert launches == [True] * 4
+    compiled = {variant.hash: variant for variant in recorder.seen}
+    assert len(compiled) == 2
+    for variant in compiled.values():
+        assert "cp.async.bulk.tensor" in variant.asm["ptx"]
+        assert variant.metadata.global_scratch_size == 0
+
+
+def test_tall_tiles_are_large_enough_for_the_matrix_units() -> None:
+    """64 rows for each group of four warps on Hopper, 128 on Blackwell."""
+    sizes = SimpleNamespace(num_rows=512, num_requests=8, bytes_per_element=2, block_size=64, bulk=True)
+    for group in (1, 3, 4, 7, 8, 16, 64):
+        for size in (32, 80, 128, 192, 256):
+            tile = tiles.tile_config(group=group, key_size=size, value_size=size, **vars(sizes))
+            assert tile.bulk and tile.block_m == 128 and tile.num_warps == 8 and 64 % tile.block_n == 0

@@ -1,0 +1,28 @@
+"""Pools of e4m3 in place of the model's dtype: which, how many, with which scales."""
+
+from __future__ import annotations
+
+import torch
+
+from selective_compile.passes.fp8_pools import keep_as_fp8
+from selective_compile.passes.int8_pools import placeholders
+from selective_compile.step_program import captured_and_rewritten
+from tests.models import tiny
+
+
+def test_every_attention_gets_pools_of_e4m3_and_scales() -> None:
+    flat = captured_and_rewritten(tiny("gemma3_text"), {})[1].flat
+    assert flat is not None
+    before = dict(zip(placeholders(flat), flat.example_inputs, strict=True))
+    assert keep_as_fp8(flat) == 2
+    after = dict(zip(placeholders(flat), flat.example_inputs, strict=True))
+    added = [node for node in after if node not in before]
+    assert list(after)[-4:] == added and all(after[node].dtype == torch.float32 for node in added)
+    pools = [node for node, example in before.items() if after[node].dtype != example.dtype]
+    assert [after[node].dtype for node in pools] == [torch.float8_e4m3fn] * 4
+    assert all(after[node].shape == before[node].shape and after[node] is node.meta["val"] for node in pools)
+    calls = [node for node in flat.module.graph.nodes if "key_scales" in node.kwargs]
+    assert [node for call in calls for node in call.args[3:5]] == pools
+    assert [node for call in calls for node in (call.kwargs["key_scales"], call.kwargs["value_scales"])] == added
+    assert [node.meta["val"].shape for node in added] == [node.meta["val"].shape[1:2] for node in pools]
+    assert keep_as_fp8(flat) == 0
