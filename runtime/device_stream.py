@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from threading import Lock
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,40 +60,57 @@ class DeviceStream:
 
 
 class CudaStream(DeviceStream):
-    """Of a CUDA or ROCm device: kernels and copies queue up in its current stream, and the host goes on."""
+    """Of a CUDA or ROCm device: kernels and copies queue up in the thread's current stream, and the host goes on."""
 
     separate = True
     captures = True
+    _capturing: ClassVar[Lock] = Lock()  # one at a time in a process
 
     def __init__(self, device: torch.device) -> None:
         self._device = device  # kernels are launched on the thread's current one
         with torch.cuda.device(device):
             # Graphs take turns, so that they can share what they compute in.
             self._memory = torch.cuda.graph_pool_handle()
+            self._beside = torch.cuda.Stream()
+        self._last: torch.cuda.Stream | None = None
 
     def enqueue(self, work: Work) -> None:
-        with torch.cuda.device(self._device):
-            work()
+        self.call(work)
 
     def call(self, work: Callable[[], T]) -> T:
         with torch.cuda.device(self._device):
+            self._follow()
             return work()
 
+    def _follow(self) -> None:
+        """What comes now is behind what came before, in whatever stream that was."""
+        current = torch.cuda.current_stream()
+        if self._last is not None and self._last != current:
+            current.wait_stream(self._last)
+        self._last = current
+
     def capture(self, work: Work, keep: Sequence[Tensor]) -> Work:
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), self._capturing:
+            self._follow()
             torch.cuda.synchronize()
             kept = [tensor.clone() for tensor in keep]
-            before, beside = torch.cuda.current_stream(), torch.cuda.Stream()
-            beside.wait_stream(before)
-            with torch.cuda.stream(beside):
-                work()
-            before.wait_stream(beside)
-            for tensor, values in zip(keep, kept, strict=True):
-                tensor.copy_(values)
+            before = torch.cuda.current_stream()
+            self._beside.wait_stream(before)
+            try:
+                with torch.cuda.stream(self._beside):
+                    work()
+            finally:
+                before.wait_stream(self._beside)
+                for tensor, values in zip(keep, kept, strict=True):
+                    tensor.copy_(values)
             graph = torch.cuda.CUDAGraph()
-            # Other threads, of the user's, may allocate meanwhile.
-            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-                work()
+            try:
+                # Not the stream that torch has for captures, which is of the device that captured first. Other
+                # threads, of the user's, may allocate meanwhile.
+                with torch.cuda.graph(graph, pool=self._memory, stream=self._beside, capture_error_mode="thread_local"):
+                    work()
+            finally:
+                torch.cuda.set_stream(before)  # where torch fails to end a capture, it stays in its stream
         return graph.replay
 
     def peak_bytes(self, work: Work) -> int:
@@ -108,6 +126,7 @@ class CudaStream(DeviceStream):
 
     def mark(self) -> Work:
         with torch.cuda.device(self._device):
+            self._follow()
             event = torch.cuda.Event()
             event.record()
         return event.synchronize

@@ -12,6 +12,7 @@ from functools import partial
 from threading import Condition, Lock
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
@@ -87,7 +88,8 @@ class Engine:
         if config is not None and not isinstance(config, EngineConfig):
             raise ValueError(f"config must be an EngineConfig or None, got {config!r}")
         self.config = config if config is not None else EngineConfig()
-        parts = EngineParts.of(model, self.config, program, Engine, stream)
+        with torch.inference_mode(False):  # what is kept is to be written to within and without
+            parts = EngineParts.of(model, self.config, program, Engine, stream)
         self.longest = parts.longest
         self._runner, self._scheduler = parts.runner, parts.scheduler
         self._assembler, self._intake, self._recording = parts.assembler, parts.intake, parts.recording
@@ -250,16 +252,20 @@ class Engine:
         """
         with self._stepping, self._threads:
             with self._failure_ends_running_requests():
+                began = started = self._log.now()
                 landed = self._look_at_the_tokens_first()
                 self._drafting.propose()
-                started = self._log.now()
+                if landed or self._drafting.wanted:
+                    started = self._log.now()
                 step = self._schedule()
                 if step is not None:
                     self._copy(step.plan)
                     self._flights.add(self._launch(step, started))
                 landed += self._land(idle=step is None)
+                if not self._scheduler.has_work:  # or the last one would wait for whoever comes next
+                    landed += self._land(idle=True)
             for flight in landed:
-                self._observe(flight)
+                self._observe(flight, began)
         return step is not None or bool(landed)
 
     def cancel(self, request: Request) -> None:
@@ -272,7 +278,8 @@ class Engine:
                 request.finish("cancelled")
 
     def hand_out(self) -> None:
-        """Wait until the tokens of all steps so far are with their requests, as without `EngineConfig.overlap`."""
+        """Wait until the tokens of all steps so far are with their requests, as without `EngineConfig.overlap`; with
+        `EngineConfig.async_scheduling`, of all but the last one."""
         with self._guard:
             self._outbox.flush()
 
@@ -337,8 +344,11 @@ class Engine:
             if_idle: not if there are unfinished requests.
         """
         with self._stepping:
-            for flight in self._land(idle=True):
-                self._observe(flight)
+            began = self._log.now() if self._flights else 0.0
+            with self._failure_ends_running_requests():
+                landed = self._land(idle=True)
+            for flight in landed:
+                self._observe(flight, began)
             with self._guard:
                 if if_idle and self._requests:
                     return
@@ -362,7 +372,7 @@ class Engine:
 
     def _drop_computed(self) -> None:
         assert not self._flights, "their tokens must be known"
-        self._runner.forget_graphs()
+        self._runner.check_graphs()
         self._recording.dropped()
         self._scheduler.preempt_all()
 
@@ -407,6 +417,8 @@ class Engine:
     def _copy(self, plan: StepPlan) -> None:
         """Before the model runs: what it reads comes to the device, what it overwrites goes to the host."""
         if plan.copies:
+            if plan.num_host_copies:
+                self._flights.wait()  # or their time would be counted
             started = self._log.now()
             self._runner.copy(plan.copies)
             ended = self._log.now()
@@ -451,7 +463,7 @@ class Engine:
                 self._publish(partial(self._publisher.land, flight.step, outcomes))
             else:
                 self._publish(partial(self._publisher.publish, flight.step, flight.step.sample(flight.result)))
-            flight.ended = self._log.now()
+            flight.ended, flight.number = self._log.now(), self._log.steps - 1
             landed.append(flight)
         return landed
 
@@ -491,10 +503,11 @@ class Engine:
                 raise StepError(message) from error
             raise
 
-    def _observe(self, flight: Flight) -> None:
+    def _observe(self, flight: Flight, began: float) -> None:
+        """`began`: when the call did that the step has landed in."""
         plan, started, ended = flight.step.plan, flight.started, flight.ended
-        # Of steps that lie on the device together, the time that each adds.
-        seconds = ended - max(started, self._ended)
+        # Of steps that lie on the device together, the time that each adds; not that between two calls.
+        seconds = ended - max(started, began, self._ended)
         self._ended = ended
         with self._guard:
             self._recording.timed(started, ended)
@@ -502,7 +515,7 @@ class Engine:
             self._scheduler.pace.observe(plan, seconds)
             if self._log.has_ended:
                 self._outbox.flush()
-            observed = self._log.stepped(plan, started=started, seconds=seconds, predicted=predicted)
+            observed = self._log.stepped(plan, flight.number, started=started, seconds=seconds, predicted=predicted)
         self._tell(observed)
 
     def _tell(self, observed: Observed | None) -> None:

@@ -75,6 +75,7 @@ class EngineParts:
                 token_budget=config.token_budget,
                 block_size=config.block_size,
             )
+            runner.check_graphs()
         return cls(
             runner=runner,
             scheduler=scheduler,

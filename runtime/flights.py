@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -29,6 +30,7 @@ class Flight:
             in the host's memory, which are there once `wait` has returned.
         wait: returns when the step has been computed.
         ended: when its tokens were known.
+        number: of the step, once it has landed.
     """
 
     step: ScheduledStep
@@ -36,6 +38,7 @@ class Flight:
     result: Tensor
     wait: Callable[[], None]
     ended: float = 0.0
+    number: int = 0
 
     def tokens(self) -> list[Outcome]:
         """Where the device has chosen: the token of each request that has one, or why there is none."""
@@ -72,9 +75,19 @@ class Flights:
         """
         left = self.ahead if not idle and self._flying and self._flying[-1].step.chosen_for is not None else 0
         while len(self._flying) > left:
-            yield self._flying.popleft()
+            yield self._flying[0]
+            self._flying.popleft()  # not before it has landed
+
+    def wait(self) -> None:
+        """Until the device has done them all."""
+        for flight in self._flying:
+            flight.wait()
 
     def give_up(self) -> None:
+        """A step has failed: nobody gets anything of them, but what they read must not change until they are done."""
+        for flight in self._flying:
+            with suppress(RuntimeError, MemoryError):  # of the step that failed, or of one behind it
+                flight.wait()
         self._flying.clear()
 
     def sources(self, plan: StepPlan) -> array[int] | None:

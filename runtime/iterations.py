@@ -40,7 +40,7 @@ class Iterations:
         """Observe the engines, which nobody else may step, until `close`."""
         self._engines = engine.engines if isinstance(engine, RequestProcessor) else (engine,)
         self.overlaps = any(each.config.overlap for each in self._engines)
-        self._last: list[StepRecord | None] = [None for _ in self._engines]
+        self._records: list[list[StepRecord]] = [[] for _ in self._engines]
         self._observers: list[StepObserver] = [partial(self._observe, place) for place in range(len(self._engines))]
         others = len(self._engines) - 1
         self._others = ThreadPoolExecutor(others, "selective-compile-steps") if others else None
@@ -56,7 +56,7 @@ class Iterations:
         finally:
             for other in running:
                 other.result()
-        return [found for place in range(len(self._engines)) if (found := self._taken(place)) is not None]
+        return [found for place in range(len(self._engines)) for found in self._taken(place)]
 
     def close(self) -> None:
         for each, observer in zip(self._engines, self._observers, strict=True):
@@ -65,13 +65,14 @@ class Iterations:
             self._others.shutdown()
 
     def _observe(self, place: int, record: StepRecord) -> None:
-        self._last[place] = record
+        self._records[place].append(record)
 
-    def _taken(self, place: int) -> Iteration | None:
+    def _taken(self, place: int) -> list[Iteration]:
         engine = self._engines[place]
         engine.hand_out()
-        record, self._last[place] = self._last[place], None
-        if record is None:
-            return None
+        records, self._records[place] = self._records[place], []
         number = place if len(self._engines) > 1 else None
-        return Iteration(record=record, stats=engine.stats(), config=engine.config, engine=number)
+        if not records:
+            return []
+        stats = engine.stats()
+        return [Iteration(record=record, stats=stats, config=engine.config, engine=number) for record in records]

@@ -73,7 +73,8 @@ class ModelRunner:
         self._graphs: StepGraphs | None = None
         self._states: tuple[Tensor, ...] = ()
         if config.max_kv_tokens is None and not self.program.keeps_requests:
-            taken += self._peak_bytes(config)
+            # What graphs compute in is theirs alone.
+            taken += self._peak_bytes(config) * (1 + (self.stream.captures and config.cuda_graphs))
         positions = self.program.max_positions
         blocks = num_blocks(sites, config, max_positions=positions, device=device, reserved=taken)
         self.num_blocks = dict(zip(reaches_of(sites), blocks, strict=True))
@@ -177,6 +178,7 @@ class ModelRunner:
     def run(self, step: ScheduledStep) -> Tensor:
         """Compute the step's tokens, writing their keys and values into the pools; logits [R, V]."""
         assert isinstance(step.inputs, StepInputs), "the device chooses for captured steps"
+        self._chooser.next_turn()
         sources = self._chooser.stage_sources(step.sources)
         return self.stream.call(partial(self._compute, step.inputs, sources))
 
@@ -232,10 +234,11 @@ class ModelRunner:
         if self._graphs is not None:
             self._graphs.give_up()
 
-    def forget_graphs(self) -> None:
-        """The weights may lie elsewhere, and nothing is on its way."""
+    def check_graphs(self) -> None:
+        """Nothing is on its way, and the weights may lie elsewhere: then steps are captured anew."""
         if self._graphs is not None:
-            self._graphs.forget()
+            weights = self.program.weights.seen[0] if isinstance(self.program, StepProgram) else ()
+            self._graphs.check([tensor.data_ptr() for tensor in weights])
 
     def launch(self, step: ScheduledStep) -> tuple[Tensor, Work]:
         """As `run`, for a step whose tokens the device chooses: the host's memory that they come to, [>= R], and what

@@ -90,6 +90,7 @@ class Publisher:
             if not request.finished:
                 if not failed(outcome):
                     request.state.learn(outcome[0])
+                    self._drafting.observe(request.state, [outcome[0]])
                 answered.append((request, generated, outcome))
         self._answer(answered)
 

@@ -29,7 +29,8 @@ class SeenTokens:
     def marks(self) -> Tensor:
         """[slots + 1, V] booleans, the last row of nobody; memory is taken by the first who wants it."""
         if self._marks is None:
-            self._marks = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
+            with torch.inference_mode(False):  # it is written to outside of that, too
+                self._marks = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
         return self._marks
 
     @property

@@ -101,15 +101,18 @@ class StepGraphs:
             DeviceTables(table, slots=max_requests, max_blocks=width, device=device) for table in range(num_tables)
         ]
         self._graphs: dict[tuple[Size, bool, bool], Work] = {}
+        self._addresses: Sequence[int] = ()
 
     @property
     def captured(self) -> int:
         """How many graphs there are so far."""
         return len(self._graphs)
 
-    def forget(self) -> None:
-        """Capture anew: the weights lie elsewhere."""
-        self._graphs.clear()
+    def check(self, addresses: Sequence[int]) -> None:
+        """Capture anew where these, of the weights, are others than at the last call."""
+        if self._addresses != addresses:
+            self._graphs.clear()
+        self._addresses = addresses
 
     def give_up(self) -> None:
         """A step was not given to the device, or failed there: what of the block tables is there is not known."""

@@ -73,21 +73,23 @@ class StepLog:
         if self._observers:
             self._left.append(request)
 
-    def stepped(self, plan: StepPlan, *, started: float, seconds: float, predicted: float | None) -> Observed | None:
-        """The step with number `steps` - 1 took so long; None if nobody observes."""
+    def stepped(
+        self, plan: StepPlan, number: int, *, started: float, seconds: float, predicted: float | None
+    ) -> Observed | None:
+        """The step with that number took so long; None if nobody observes."""
         self.last_step_seconds = seconds
-        return self._observed(plan, started=started, seconds=seconds, predicted_seconds=predicted)
+        return self._observed(plan, number, started=started, seconds=seconds, predicted_seconds=predicted)
 
     def failed(self, error: str) -> Observed | None:
         """The step with number `steps` - 1 failed; None if nobody observes."""
-        return self._observed(StepPlan(shares=()), seconds=0.0, error=error)
+        return self._observed(StepPlan(shares=()), self.steps - 1, seconds=0.0, error=error)
 
-    def _observed(self, plan: StepPlan, **values: Any) -> Observed | None:
+    def _observed(self, plan: StepPlan, number: int, **values: Any) -> Observed | None:
         if not self._observers:
             return None
         ended = tuple(RequestEnd.of(request) for request in self._left)
         self._left.clear()
-        record = StepRecord.of_plan(plan, step=self.steps - 1, ended=ended, **values)
+        record = StepRecord.of_plan(plan, step=number, ended=ended, **values)
         return Observed(record=record, observers=self._observers)
 
     def _count_ends(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 from transformers import GenerationConfig, PreTrainedModel
@@ -93,6 +94,7 @@ class EnginePeer(PeerHere):
         clock = Clock(trace)
         handles: list[Request] = []
         moments: list[list[float]] = [[] for _ in trace.requests]
+        told = 0
         while clock.more_to_come or not all(handle.finished for handle in handles):
             for number, asked in clock.arrived():
                 handles.append(self._engine.submit(asked.prompt_ids, greedy_without_end(asked.new_tokens), number))
@@ -100,10 +102,11 @@ class EnginePeer(PeerHere):
                 clock.wait_for_next()
                 continue
             now = clock.now()
-            for share in self._records[-1].shares:
+            for share in chain.from_iterable(record.shares for record in self._records[told:]):
                 if share.samples:
                     assert isinstance(share.request_id, int)
                     moments[share.request_id].append(now - trace.requests[share.request_id].arrival)
+            told = len(self._records)  # a step's record may come with the next step's
         seconds = clock.now()
         tokens = [list(handle.result().tokens) for handle in handles]
         return PeerRun(seconds=seconds, tokens=tokens, moments=moments, records=list(self._records))

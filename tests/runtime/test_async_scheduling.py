@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from selective_compile import EngineConfig
 from selective_compile.runtime import Engine, Request, StepError
+from selective_compile.runtime.iterations import Iterations
 from tests.runtime.engine_checks import assert_nothing_left, check, expect, run_until_idle
 from tests.runtime.played_stream import PlayedStream
 from tests.runtime.simulated import SimulatedProgram, expected_tokens, simulated_engine
@@ -208,3 +211,121 @@ def test_a_cpu_can_do_it_too_and_does_not_by_itself() -> None:
     request = engine.submit([4, 5], max_new_tokens=3)
     engine.step()
     assert len(request.tokens) == 1
+
+
+def test_a_step_that_the_host_chooses_for_leaves_the_one_before_what_it_reads() -> None:
+    engine, _ = played(max_requests=4)
+    first, second = engine.submit([1, 2, 3], max_new_tokens=12), engine.submit([4, 5], max_new_tokens=12)
+    for _ in range(3):
+        engine.step()
+    first.cancel()  # the rows of the next step are others
+    third = engine.submit([9, 9, 9, 9], max_new_tokens=4, logprobs=True)
+    run_until_idle(engine)
+    expect(second)
+    expect(third)
+
+
+def test_an_interrupt_while_a_step_is_waited_for_leaves_nobody_waiting_for_ever() -> None:
+    engine, stream = played()
+    request = engine.submit([1, 2, 3], max_new_tokens=1)
+    engine.step()
+    run = stream._run
+
+    def interrupted(count: int) -> None:
+        stream._run = run  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    stream._run = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        engine.drop_computed()
+    assert request.finish_reason == "error"
+    again = engine.submit([1, 2, 3], max_new_tokens=3)
+    run_until_idle(engine)
+    expect(again)
+
+
+def test_nothing_is_left_on_the_device_when_the_last_request_has_ended() -> None:
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 0.001
+        return now[0]
+
+    seconds: list[float] = []
+    engine = simulated_engine(stream=PlayedStream(), clock=clock)
+    engine.add_observer(lambda record: seconds.append(record.seconds))
+    known = engine.submit([1, 2], max_new_tokens=8)
+    known.result()
+    engine.submit([1, 2], max_new_tokens=8, eos_token_id=known.tokens[3]).result()
+    assert not engine._flights
+    running = engine.submit([5, 6], max_new_tokens=8)
+    engine.step()
+    now[0] += 3600  # whoever calls takes a break
+    run_until_idle(engine)
+    expect(running)
+    assert max(seconds) < 1
+
+
+def test_steps_have_numbers_of_their_own_and_a_batch_manager_tells_of_each() -> None:
+    numbers: list[int] = []
+    engine, _ = played()
+    engine.add_observer(lambda record: numbers.append(record.step))
+    engine.submit([1, 2, 3], max_new_tokens=10)
+    engine.step()
+    engine.step()
+    engine.submit([4, 5], max_new_tokens=3, logprobs=True)  # the host chooses: two steps land in one call
+    iterations = Iterations(engine)
+    told = []
+    while engine._scheduler.has_work:
+        told += [iteration.record.step for iteration in iterations.run()]
+    iterations.close()
+    assert (
+        numbers == list(range(engine.stats().steps)) and told == numbers[-len(told) :] and len(told) >= len(numbers) - 2
+    )
+
+
+def test_drafts_that_do_not_pay_are_still_judged() -> None:
+    observed: list[int] = []
+    engine, _ = played()
+    engine.submit([1, 2, 1, 2, 1, 2], max_new_tokens=30, prompt_lookup_num_tokens=3)
+    observe = engine._drafting.observe
+    engine._drafting.observe = lambda state, tokens: (observed.extend(tokens), observe(state, tokens))[1]  # type: ignore
+    run_until_idle(engine)
+    assert len(observed) == 30
+
+
+@pytest.mark.parametrize("made_within", [True, False])
+def test_inference_mode_changes_nothing(made_within: bool) -> None:
+    with torch.inference_mode(made_within):
+        engine = simulated_engine(stream=PlayedStream(captures=True), program=SimulatedProgram(captured=True))
+    for within in (not made_within, made_within):
+        with torch.inference_mode(within):
+            request = engine.submit([1, 2, 3], max_new_tokens=4, repetition_penalty=1.2)
+            run_until_idle(engine)
+        expect(request)
+
+
+def test_failures_leave_memory_alone_that_the_device_still_reads() -> None:
+    moods = random.Random(5)
+    program = SimulatedProgram()
+    engine = simulated_engine(program, stream=PlayedStream(lambda: moods.choice((0, 0, 1))), max_requests=4)
+
+    def now_and_then() -> None:
+        if moods.random() < 0.05:
+            raise MemoryError("no more")
+
+    program.before_run = now_and_then
+    requests = []
+    for place in range(60):
+        kind = {"logprobs": True} if place % 5 == 0 else {}
+        prompt = [moods.randrange(3) for _ in range(moods.randint(1, 9))]
+        requests.append(engine.submit(prompt, max_new_tokens=moods.randint(1, 9), **kind))
+        for _ in range(3):
+            with suppress(StepError):
+                engine.step()
+    program.before_run = lambda: None
+    run_until_idle(engine)
+    ended = [request for request in requests if request.finish_reason == "length"]
+    assert 10 < len(ended) < 60
+    for request in ended:
+        expect(request)

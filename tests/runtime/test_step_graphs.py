@@ -92,6 +92,9 @@ def test_changed_weights_are_seen_and_a_failed_step_leaves_nothing_wrong() -> No
     wanted = fresh.submit(prompt, max_new_tokens=6)
     run_until_idle(fresh)
     assert request.tokens == wanted.tokens != before.tokens
+    captured = dict(engine._runner._graphs._graphs)  # type: ignore[union-attr]
+    engine.drop_computed(if_idle=True)
+    assert engine._runner._graphs._graphs == captured, "the weights lie where they lay"  # type: ignore[union-attr]
     failing = engine.submit(prompt, max_new_tokens=6)
     engine.step()
     engine.step()
