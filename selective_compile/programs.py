@@ -76,9 +76,9 @@ def _compiled(model: nn.Module, config: EngineConfig) -> Program:
 
 def keeps_latents(model: nn.Module, config: EngineConfig) -> bool:
     """For batch invariance only where the maps of latents are multiplied by a kernel of ours, and none are e4m3."""
-    own = device_of(model).type == "cpu" and config.implementation in ("auto", "cpu")
-    wanted = config.latents == "compressed" and config.kv_dtype != "fp8"
-    return wanted and (own or not config.batch_invariant)
+    if config.latents == "expanded" or config.kv_dtype == "fp8":
+        return False
+    return not config.batch_invariant or (device_of(model).type == "cpu" and config.implementation in ("auto", "cpu"))
 
 
 def check_kv_dtype(config: EngineConfig, proved: Proved) -> None:

@@ -129,9 +129,9 @@ def test_the_graph_is_compiled_for_so_many(monkeypatch: pytest.MonkeyPatch) -> N
     seen: list[int] = []
     inner = programs.prove
 
-    def prove(*arguments: Any) -> Any:
+    def prove(*arguments: Any, **options: Any) -> Any:
         seen.append(torch.get_num_threads())
-        return inner(*arguments)
+        return inner(*arguments, **options)
 
     monkeypatch.setattr(programs, "prove", prove)
     programs.compile_step_program(tiny("llama", num_hidden_layers=1), EngineConfig(threads=5, compile=False))
