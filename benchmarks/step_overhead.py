@@ -95,9 +95,9 @@ class _Clock:
         for name, owner, method in (
             (CHANGES, engine._runner, "weights_changed"),
             ("plan", engine._scheduler, "schedule"),
-            ("inputs", engine._assembler, "assemble"),
+            ("inputs", engine._steps._assembler, "assemble"),
             (RUN, engine._program, "_run"),
-            ("hand out", engine._publisher, "publish"),
+            ("hand out", engine._steps._publisher, "publish"),
         ):
             self._put_before(name, owner, method)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from threading import Condition, Lock
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import GenerationConfig
 
 from selective_compile.backend import Program
@@ -23,29 +22,20 @@ from selective_compile.runtime.background import BackgroundThread, weakly
 from selective_compile.runtime.device_stream import DeviceStream
 from selective_compile.runtime.drafting import Drafting
 from selective_compile.runtime.engine_parts import EngineParts
-from selective_compile.runtime.flights import Flight, chosen_on_device
 from selective_compile.runtime.generation_fields import FIELDS
 from selective_compile.runtime.outbox import Outbox
-from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.prompt import token_ids
-from selective_compile.runtime.publisher import Publisher
 from selective_compile.runtime.request import Request
 from selective_compile.runtime.request_state import RequestId
 from selective_compile.runtime.roster import Roster
 from selective_compile.runtime.samples import Asked
-from selective_compile.runtime.scheduled_step import ScheduledStep
 from selective_compile.runtime.scheduler import Scheduler
 from selective_compile.runtime.stats import EngineStats, StepObserver
 from selective_compile.runtime.step_lock import StepLock
-from selective_compile.runtime.step_log import Observed, StepLog
-
-TOO_LATE = "deadline must leave time for the tokens asked for, at the pace of the steps so far: it cannot be met"
+from selective_compile.runtime.step_log import StepLog
+from selective_compile.runtime.step_loop import StepError, StepLoop
 
 logger = logging.getLogger(__name__)
-
-
-class StepError(RuntimeError):
-    """A step failed. Its running requests have ended with "error"; the engine can go on."""
 
 
 class Engine:
@@ -92,8 +82,7 @@ class Engine:
             parts = EngineParts.of(model, self.config, program, Engine, stream)
         self.longest = parts.longest
         self._runner, self._scheduler = parts.runner, parts.scheduler
-        self._assembler, self._intake, self._recording = parts.assembler, parts.intake, parts.recording
-        self._flights = parts.flights
+        self._intake, self._recording = parts.intake, parts.recording
         self._program = self._runner.program
         self._log = StepLog(observers, clock)
         self._guard = Condition()  # notified when there is work
@@ -111,17 +100,14 @@ class Engine:
         forks = self._program.forks_requests and not recorded
         self._roster = Roster(self._scheduler, self._runner, drafting=self._drafting, log=self._log, forks=forks)
         self._requests = self._roster.requests
-        self._publisher = Publisher(
-            self._scheduler,
-            self._runner,
+        self._steps = StepLoop(
+            parts,
+            guard=self._guard,
             roster=self._roster,
             drafting=self._drafting,
             outbox=self._outbox,
             log=self._log,
-            recording=self._recording,
         )
-        self._weights_changed = False
-        self._ended = -math.inf  # the last step
         self._stepping = StepLock()
         self._threads = IntraOpThreads(self.config.threads)
         self._threads.warn()
@@ -251,22 +237,7 @@ class Engine:
                 none was running: then no step would get further, and they have ended too.
         """
         with self._stepping, self._threads:
-            with self._failure_ends_running_requests():
-                began = started = self._log.now()
-                landed = self._look_at_the_tokens_first()
-                self._drafting.propose()
-                if landed or self._drafting.wanted:
-                    started = self._log.now()
-                step = self._schedule()
-                if step is not None:
-                    self._copy(step.plan)
-                    self._flights.add(self._launch(step, started))
-                landed += self._land(idle=step is None)
-                if not self._scheduler.has_work:  # or the last one would wait for whoever comes next
-                    landed += self._land(idle=True)
-            for flight in landed:
-                self._observe(flight, began)
-        return step is not None or bool(landed)
+            return self._steps.step()
 
     def cancel(self, request: Request) -> None:
         """End a request with "cancelled" and free its blocks; without effect on one that has finished."""
@@ -344,15 +315,11 @@ class Engine:
             if_idle: not if there are unfinished requests.
         """
         with self._stepping:
-            began = self._log.now() if self._flights else 0.0
-            with self._failure_ends_running_requests():
-                landed = self._land(idle=True)
-            for flight in landed:
-                self._observe(flight, began)
+            self._steps.land()
             with self._guard:
                 if if_idle and self._requests:
                     return
-                self._drop_computed()
+                self._steps.drop_computed()
             self._runner.forget_weights()  # not under the guard: another engine may be making them
 
     def add_observer(self, observer: StepObserver) -> None:
@@ -369,158 +336,6 @@ class Engine:
             stats = self._log.stats(self._scheduler, graphs=self._program.graphs, kv_bytes=self._runner.kv_bytes)
             waiting = stats.waiting + self._requests.num_unforked
             return replace(stats, running=len(self._requests) - waiting, waiting=waiting)
-
-    def _drop_computed(self) -> None:
-        assert not self._flights, "their tokens must be known"
-        self._runner.check_graphs()
-        self._recording.dropped()
-        self._scheduler.preempt_all()
-
-    def _schedule(self) -> ScheduledStep | None:
-        with self._guard:
-            if not self._scheduler.has_work:
-                self._outbox.flush()
-                return None
-            if self._weights_changed:
-                self._weights_changed = False
-                self._drop_computed()
-            now = self._log.now()
-            plan = self._scheduler.schedule(now)
-            self._recording.planned(now, plan)
-            for state in plan.refused:
-                for request in (self._requests.of(state), *self._requests.take_unforked(state)):
-                    self._roster.forget(request)
-                    request.finish("error", TOO_LATE)
-            if not plan.shares:
-                return None
-            requests = self._requests.of_shares(plan.shares)
-            # Under the lock, since cancelling a request takes its blocks and its slot away.
-            sources = self._flights.sources(plan)
-            chosen_for = chosen_on_device(plan, requests) if self._flights.ahead else None
-            penalised = self._runner.penalised(chosen_for)
-            captured = self._runner.captured(plan, chosen_for, sources, penalised)
-            inputs = captured or self._runner.with_slots(self._assembler.assemble(plan))
-            for state in plan.admitted:
-                self._requests.of(state).start()
-            step = ScheduledStep(
-                plan=plan,
-                requests=requests,
-                inputs=inputs,
-                chosen_for=chosen_for,
-                sources=sources,
-                penalised=penalised,
-            )
-            if chosen_for is not None:
-                self._publisher.expect(step)
-            return step
-
-    def _copy(self, plan: StepPlan) -> None:
-        """Before the model runs: what it reads comes to the device, what it overwrites goes to the host."""
-        if plan.copies:
-            if plan.num_host_copies:
-                self._flights.wait()  # or their time would be counted
-            started = self._log.now()
-            self._runner.copy(plan.copies)
-            ended = self._log.now()
-            with self._guard:
-                if plan.num_host_copies:
-                    self._scheduler.pace.copies.observe(plan.num_host_copies, ended - started)
-                self._recording.copied(started, ended)
-
-    def _launch(self, step: ScheduledStep, started: float) -> Flight:
-        """Give it to the device; meanwhile the tokens of the step before are handed out, if that was left for now."""
-        with self._guard:
-            self._outbox.send()
-        if step.chosen_for is not None:
-            result, wait = self._runner.launch(step)
-            return Flight(step=step, started=started, result=result, wait=wait)
-        return Flight(step=step, started=started, result=self._run(step), wait=lambda: None)
-
-    def _run(self, step: ScheduledStep) -> Tensor:
-        """Logits [R, V]."""
-        try:
-            return self._runner.run(step)
-        finally:
-            if self._program.keeps_requests:  # also something of those who left while the step was on its way
-                with self._guard:
-                    for share in step.plan.shares:
-                        if share.state.finished:
-                            self._runner.forget(share.state)
-
-    def _look_at_the_tokens_first(self) -> list[Flight]:
-        """Where what is done next depends on them: land what is on the device."""
-        with self._guard:
-            changed = self._scheduler.has_work and self._runner.weights_changed()
-            self._weights_changed = self._weights_changed or changed
-        return self._land(idle=True) if self._weights_changed or self._drafting.wanted else []
-
-    def _land(self, *, idle: bool) -> list[Flight]:
-        """Publish the steps that nobody needs to be ahead of."""
-        landed = []
-        for flight in self._flights.due(idle=idle):
-            if flight.step.chosen_for is not None:
-                outcomes = flight.tokens()
-                self._publish(partial(self._publisher.land, flight.step, outcomes))
-            else:
-                self._publish(partial(self._publisher.publish, flight.step, flight.step.sample(flight.result)))
-            flight.ended, flight.number = self._log.now(), self._log.steps - 1
-            landed.append(flight)
-        return landed
-
-    def _publish(self, publish: Callable[[], None]) -> None:
-        with self._guard:
-            self._outbox.flush()
-            publish()
-            if not self._scheduler.has_work:
-                self._outbox.flush()
-
-    @contextmanager
-    def _failure_ends_running_requests(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            message = f"step {self._log.steps} failed: {type(error).__name__}: {error}"
-            with self._guard:
-                self._outbox.flush()
-                self._log.steps += 1
-                doomed = list(self._scheduler.running())
-                if not doomed and isinstance(error, Exception):  # or whoever waits for them would step for ever
-                    doomed = list(self._scheduler.waiting())
-                self._flights.give_up()
-                self._runner.give_up()
-                self._scheduler.settle()
-                for state in doomed:
-                    if state.finished:
-                        continue  # with another of its group
-                    for request in reversed(self._requests.group_of(state)):
-                        self._roster.leave(request)
-                        request.finish("error", message)
-                self._scheduler.forget()
-                self._recording.failed(doomed, passed_on=not isinstance(error, Exception))
-                observed = self._log.failed(message)
-            self._tell(observed)
-            if isinstance(error, Exception):
-                raise StepError(message) from error
-            raise
-
-    def _observe(self, flight: Flight, began: float) -> None:
-        """`began`: when the call did that the step has landed in."""
-        plan, started, ended = flight.step.plan, flight.started, flight.ended
-        # Of steps that lie on the device together, the time that each adds; not that between two calls.
-        seconds = ended - max(started, began, self._ended)
-        self._ended = ended
-        with self._guard:
-            self._recording.timed(started, ended)
-            predicted = self._scheduler.pace.steps.predict(plan.num_tokens)
-            self._scheduler.pace.observe(plan, seconds)
-            if self._log.has_ended:
-                self._outbox.flush()
-            observed = self._log.stepped(plan, flight.number, started=started, seconds=seconds, predicted=predicted)
-        self._tell(observed)
-
-    def _tell(self, observed: Observed | None) -> None:
-        for observer in observed.tell() if observed is not None else ():
-            self.remove_observer(observer)
 
     def _wake_readers(self) -> None:
         with self._guard:

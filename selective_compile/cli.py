@@ -25,7 +25,7 @@ from selective_compile.measuring import logit_error_command
 from selective_compile.options import EngineConfig
 from selective_compile.progress import ProgressBars
 from selective_compile.replaying import replay_command
-from selective_compile.runtime.engine import StepError
+from selective_compile.runtime import StepError
 from selective_compile.schedule_picture import check_path, write_schedule
 
 INTERRUPTED = 130

@@ -16,7 +16,7 @@ from selective_compile.backend import Program
 from selective_compile.call_sequence import CallSequence
 from selective_compile.compiled_step import CompiledStep, native_kernels_run
 from selective_compile.programs import compile_step_program
-from selective_compile.runtime.engine import StepError
+from selective_compile.runtime import StepError
 from tests.models import tiny
 from tests.oracle import generated_alone
 

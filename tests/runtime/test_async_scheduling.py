@@ -257,7 +257,7 @@ def test_nothing_is_left_on_the_device_when_the_last_request_has_ended() -> None
     known = engine.submit([1, 2], max_new_tokens=8)
     known.result()
     engine.submit([1, 2], max_new_tokens=8, eos_token_id=known.tokens[3]).result()
-    assert not engine._flights
+    assert not engine._steps._flights
     running = engine.submit([5, 6], max_new_tokens=8)
     engine.step()
     now[0] += 3600  # whoever calls takes a break

@@ -1,0 +1,250 @@
+"""The steps of an engine, one after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from threading import Condition
+
+from torch import Tensor
+
+from selective_compile.runtime.drafting import Drafting
+from selective_compile.runtime.engine_parts import EngineParts
+from selective_compile.runtime.flights import Flight, chosen_on_device
+from selective_compile.runtime.outbox import Outbox
+from selective_compile.runtime.plan import StepPlan
+from selective_compile.runtime.publisher import Publisher
+from selective_compile.runtime.roster import Roster
+from selective_compile.runtime.scheduled_step import ScheduledStep
+from selective_compile.runtime.step_log import Observed, StepLog
+
+TOO_LATE = "deadline must leave time for the tokens asked for, at the pace of the steps so far: it cannot be met"
+
+
+class StepError(RuntimeError):
+    """A step failed. Its running requests have ended with "error"; the engine can go on."""
+
+
+class StepLoop:
+    """Schedules a step, gives it to the device, and publishes what has come of it, or of the one before.
+
+    One thread at a time calls it; `guard`, which protects all state, is held in between, for moments.
+    """
+
+    def __init__(
+        self,
+        parts: EngineParts,
+        *,
+        guard: Condition,
+        roster: Roster,
+        drafting: Drafting,
+        outbox: Outbox,
+        log: StepLog,
+    ) -> None:
+        self._runner, self._scheduler = parts.runner, parts.scheduler
+        self._assembler, self._recording, self._flights = parts.assembler, parts.recording, parts.flights
+        self._keeps_requests = parts.runner.program.keeps_requests
+        self._guard = guard
+        self._roster = roster
+        self._requests = roster.requests
+        self._drafting = drafting
+        self._outbox = outbox
+        self._log = log
+        self._publisher = Publisher(
+            self._scheduler,
+            self._runner,
+            roster=roster,
+            drafting=drafting,
+            outbox=outbox,
+            log=log,
+            recording=self._recording,
+        )
+        self._weights_changed = False
+        self._ended = -math.inf  # the last step
+
+    def step(self) -> bool:
+        """See `Engine.step`."""
+        with self._failure_ends_running_requests():
+            began = started = self._log.now()
+            landed = self._look_at_the_tokens_first()
+            self._drafting.propose()
+            if landed or self._drafting.wanted:
+                started = self._log.now()
+            step = self._schedule()
+            if step is not None:
+                self._copy(step.plan)
+                self._flights.add(self._launch(step, started))
+            landed += self._land(idle=step is None)
+            if not self._scheduler.has_work:  # or the last one would wait for whoever comes next
+                landed += self._land(idle=True)
+        for flight in landed:
+            self._observe(flight, began)
+        return step is not None or bool(landed)
+
+    def land(self) -> None:
+        """Publish all steps that are on the device.
+
+        Raises:
+            StepError: one of them failed.
+        """
+        began = self._log.now() if self._flights else 0.0
+        with self._failure_ends_running_requests():
+            landed = self._land(idle=True)
+        for flight in landed:
+            self._observe(flight, began)
+
+    def drop_computed(self) -> None:
+        """Drop all keys and values, under the guard; no step is on the device."""
+        assert not self._flights, "their tokens must be known"
+        self._runner.check_graphs()
+        self._recording.dropped()
+        self._scheduler.preempt_all()
+
+    def _schedule(self) -> ScheduledStep | None:
+        with self._guard:
+            if not self._scheduler.has_work:
+                self._outbox.flush()
+                return None
+            if self._weights_changed:
+                self._weights_changed = False
+                self.drop_computed()
+            now = self._log.now()
+            plan = self._scheduler.schedule(now)
+            self._recording.planned(now, plan)
+            for state in plan.refused:
+                for request in (self._requests.of(state), *self._requests.take_unforked(state)):
+                    self._roster.forget(request)
+                    request.finish("error", TOO_LATE)
+            if not plan.shares:
+                return None
+            requests = self._requests.of_shares(plan.shares)
+            # Under the lock, since cancelling a request takes its blocks and its slot away.
+            sources = self._flights.sources(plan)
+            chosen_for = chosen_on_device(plan, requests) if self._flights.ahead else None
+            penalised = self._runner.penalised(chosen_for)
+            captured = self._runner.captured(plan, chosen_for, sources, penalised)
+            inputs = captured or self._runner.with_slots(self._assembler.assemble(plan))
+            for state in plan.admitted:
+                self._requests.of(state).start()
+            step = ScheduledStep(
+                plan=plan,
+                requests=requests,
+                inputs=inputs,
+                chosen_for=chosen_for,
+                sources=sources,
+                penalised=penalised,
+            )
+            if chosen_for is not None:
+                self._publisher.expect(step)
+            return step
+
+    def _copy(self, plan: StepPlan) -> None:
+        """Before the model runs: what it reads comes to the device, what it overwrites goes to the host."""
+        if plan.copies:
+            if plan.num_host_copies:
+                self._flights.wait()  # or their time would be counted
+            started = self._log.now()
+            self._runner.copy(plan.copies)
+            ended = self._log.now()
+            with self._guard:
+                if plan.num_host_copies:
+                    self._scheduler.pace.copies.observe(plan.num_host_copies, ended - started)
+                self._recording.copied(started, ended)
+
+    def _launch(self, step: ScheduledStep, started: float) -> Flight:
+        """Give it to the device; meanwhile the tokens of the step before are handed out, if that was left for now."""
+        with self._guard:
+            self._outbox.send()
+        if step.chosen_for is not None:
+            result, wait = self._runner.launch(step)
+            return Flight(step=step, started=started, result=result, wait=wait)
+        return Flight(step=step, started=started, result=self._run(step), wait=lambda: None)
+
+    def _run(self, step: ScheduledStep) -> Tensor:
+        """Logits [R, V]."""
+        try:
+            return self._runner.run(step)
+        finally:
+            if self._keeps_requests:  # also something of those who left while the step was on its way
+                with self._guard:
+                    for share in step.plan.shares:
+                        if share.state.finished:
+                            self._runner.forget(share.state)
+
+    def _look_at_the_tokens_first(self) -> list[Flight]:
+        """Where what is done next depends on them: land what is on the device."""
+        with self._guard:
+            changed = self._scheduler.has_work and self._runner.weights_changed()
+            self._weights_changed = self._weights_changed or changed
+        return self._land(idle=True) if self._weights_changed or self._drafting.wanted else []
+
+    def _land(self, *, idle: bool) -> list[Flight]:
+        """Publish the steps that nobody needs to be ahead of."""
+        landed = []
+        for flight in self._flights.due(idle=idle):
+            if flight.step.chosen_for is not None:
+                outcomes = flight.tokens()
+                self._publish(partial(self._publisher.land, flight.step, outcomes))
+            else:
+                self._publish(partial(self._publisher.publish, flight.step, flight.step.sample(flight.result)))
+            flight.ended, flight.number = self._log.now(), self._log.steps - 1
+            landed.append(flight)
+        return landed
+
+    def _publish(self, publish: Callable[[], None]) -> None:
+        with self._guard:
+            self._outbox.flush()
+            publish()
+            if not self._scheduler.has_work:
+                self._outbox.flush()
+
+    @contextmanager
+    def _failure_ends_running_requests(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            message = f"step {self._log.steps} failed: {type(error).__name__}: {error}"
+            with self._guard:
+                self._outbox.flush()
+                self._log.steps += 1
+                doomed = list(self._scheduler.running())
+                if not doomed and isinstance(error, Exception):  # or whoever waits for them would step for ever
+                    doomed = list(self._scheduler.waiting())
+                self._flights.give_up()
+                self._runner.give_up()
+                self._scheduler.settle()
+                for state in doomed:
+                    if state.finished:
+                        continue  # with another of its group
+                    for request in reversed(self._requests.group_of(state)):
+                        self._roster.leave(request)
+                        request.finish("error", message)
+                self._scheduler.forget()
+                self._recording.failed(doomed, passed_on=not isinstance(error, Exception))
+                observed = self._log.failed(message)
+            self._tell(observed)
+            if isinstance(error, Exception):
+                raise StepError(message) from error
+            raise
+
+    def _observe(self, flight: Flight, began: float) -> None:
+        """`began`: when the call did that the step has landed in."""
+        plan, started, ended = flight.step.plan, flight.started, flight.ended
+        # Of steps that lie on the device together, the time that each adds; not that between two calls.
+        seconds = ended - max(started, began, self._ended)
+        self._ended = ended
+        with self._guard:
+            self._recording.timed(started, ended)
+            predicted = self._scheduler.pace.steps.predict(plan.num_tokens)
+            self._scheduler.pace.observe(plan, seconds)
+            if self._log.has_ended:
+                self._outbox.flush()
+            observed = self._log.stepped(plan, flight.number, started=started, seconds=seconds, predicted=predicted)
+        self._tell(observed)
+
+    def _tell(self, observed: Observed | None) -> None:
+        for observer in observed.tell() if observed is not None else ():
+            with self._guard:
+                self._log.remove_observer(observer)
