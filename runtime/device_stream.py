@@ -36,6 +36,10 @@ class DeviceStream:
         """Between memory of the host, pinned, and of the device."""
         self.enqueue(lambda: _copy(target, source))
 
+    def send(self, values: Tensor, device: torch.device) -> Tensor:
+        """A copy on the device of values that must not change any more; it does not wait for the device."""
+        return values.to(device)
+
     def capture(self, work: Work, keep: Sequence[Tensor]) -> Work:
         """What does the same again, on the same memory, when it is enqueued.
 
@@ -81,6 +85,11 @@ class CudaStream(DeviceStream):
         with torch.cuda.device(self._device):
             self._follow()
             return work()
+
+    def send(self, values: Tensor, device: torch.device) -> Tensor:
+        # From memory that is not pinned, the copy would begin when all before it is done, and the host wait for that.
+        # torch keeps the pinned copy until it has been read.
+        return self.call(lambda: values.pin_memory().to(device, non_blocking=True))
 
     def _follow(self) -> None:
         """What comes now is behind what came before, in whatever stream that was."""

@@ -61,6 +61,6 @@ class SeenTokens:
         def send() -> None:
             if clear:
                 marks[slot].zero_()
-            marks[slot].index_fill_(0, places.to(marks.device), 1)
+            marks[slot].index_fill_(0, self._stream.send(places, marks.device), 1)
 
         self._stream.enqueue(send)

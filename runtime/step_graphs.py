@@ -185,9 +185,9 @@ class StepGraphs:
         places, values = table.changes(states, slots)
         # Requests that are new here bring whole tables, of which the graph has no room for all.
         if len(places) > most:
-            first, of = torch.from_numpy(places[:-most]), torch.from_numpy(values[:-most])
+            more = [torch.from_numpy(each[:-most]) for each in (places, values)]
             device = table.entries.device
-            self._stream.enqueue(lambda: table.change(first.to(device), of.to(device)))
+            self._stream.enqueue(lambda: table.change(*(self._stream.send(each, device) for each in more)))
         return places[-most:], values[-most:]
 
     def _captured(self, inputs: CapturedInputs) -> Work:

@@ -33,6 +33,7 @@ from selective_compile.kernels.interpreter import on_device
 from selective_compile.kernels.ragged_attention_attend_triton import attend
 from selective_compile.kernels.ragged_attention_merge_triton import first_key, merge, new_parts
 from selective_compile.kernels.ragged_attention_tiles import most_keys, processors, split_config
+from selective_compile.kernels.request_rows_triton import tile_rows
 
 # tl.dot needs 16 in every direction.
 LEAST = 16
@@ -82,20 +83,10 @@ def _latent_kernel(
     LOG2_E: tl.constexpr = 1.4426950408889634
     tile = tl.program_id(0)
 
-    low = num_requests * 0
-    high = num_requests
-    while low < high:
-        middle = (low + high + 1) // 2
-        starts_later = tl.load(cu_seqlens_q + middle) // BLOCK_Q + middle > tile
-        high = tl.where(starts_later, middle - 1, high)
-        low = tl.where(starts_later, low, middle)
-    request = low
-    real = request < num_requests
-    row_begin = tl.load(cu_seqlens_q + request)
-    row_end = tl.load(cu_seqlens_q + request + 1, mask=real, other=num_rows)
-    first_row = row_begin + (tile - row_begin // BLOCK_Q - request) * BLOCK_Q
+    request, row_begin, row_end, first_row = tile_rows(cu_seqlens_q, num_requests, num_rows, tile, BLOCK_Q)
     if first_row >= row_end:
         return
+    real = request < num_requests
     context = tl.load(context_lens + request, mask=real, other=0)
 
     m = tl.arange(0, BLOCK_M)

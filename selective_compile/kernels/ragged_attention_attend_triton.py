@@ -52,6 +52,7 @@ from selective_compile.kernels.ragged_attention_tiles import (
     split_config,
     tile_config,
 )
+from selective_compile.kernels.request_rows_triton import tile_rows
 
 
 @triton.jit
@@ -141,20 +142,10 @@ def _attention_kernel(
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
 
-    low = num_requests * 0
-    high = num_requests
-    while low < high:
-        middle = (low + high + 1) // 2
-        starts_later = tl.load(cu_seqlens_q + middle) // BLOCK_Q + middle > tile
-        high = tl.where(starts_later, middle - 1, high)
-        low = tl.where(starts_later, low, middle)
-    request = low
-    real = request < num_requests
-    row_begin = tl.load(cu_seqlens_q + request)
-    row_end = tl.load(cu_seqlens_q + request + 1, mask=real, other=num_rows)
-    first_row = row_begin + (tile - row_begin // BLOCK_Q - request) * BLOCK_Q
+    request, row_begin, row_end, first_row = tile_rows(cu_seqlens_q, num_requests, num_rows, tile, BLOCK_Q)
     if first_row >= row_end:
         return
+    real = request < num_requests
     if BLOCK_SIZE > 0:
         context = tl.load(context_lens + request, mask=real, other=0)
     else:

@@ -24,21 +24,9 @@ from torch import Tensor
 
 from selective_compile.kernels.dot_triton import widened_dot
 from selective_compile.kernels.interpreter import interpreted, on_device
+from selective_compile.kernels.request_rows_triton import request_of
 
 _NOTHING = -(2**63)
-
-
-@triton.jit
-def _request_of(cu_seqlens_q, num_requests, row):
-    """The last request that begins at or before the row; behind the last row of all, it is num_requests."""
-    low = num_requests * 0
-    high = num_requests
-    while low < high:
-        middle = (low + high + 1) // 2
-        starts_later = tl.load(cu_seqlens_q + middle) > row
-        high = tl.where(starts_later, middle - 1, high)
-        low = tl.where(starts_later, low, middle)
-    return low
 
 
 @triton.jit(
@@ -73,7 +61,7 @@ def _rank_kernel(
 ):
     row = tl.program_id(0)
     start = tl.program_id(1) * BLOCK_N
-    request = _request_of(cu_seqlens_q, num_requests, row)
+    request = request_of(cu_seqlens_q, num_requests, row, 0)
     if request >= num_requests:
         return
     row_begin = tl.load(cu_seqlens_q + request)
@@ -158,7 +146,7 @@ def _selected_kernel(
     LOG2_E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
-    request = _request_of(cu_seqlens_q, num_requests, row)
+    request = request_of(cu_seqlens_q, num_requests, row, 0)
     if request >= num_requests:
         return
     row_begin = tl.load(cu_seqlens_q + request)
