@@ -56,15 +56,19 @@ inline void pack_square(const Call& p, int64_t row, int64_t rows, int64_t first,
     for (int i = 0; i < W && i * 4 < left; ++i) std::memcpy(out + i * W * 4, &square[i], W * 4);
 }
 
-// Half of `low` and half of `high` in one vector, and back.
-inline Words joined(Words low, Words high) {
+// Half of `low` and half of `high` in one vector, and back.  Not by way of memory: AVX2 takes 8 times as long; and for
+// AVX-512, GCC makes two instructions and a constant of the shuffle: 1.6 times as long.
+template <int... I>
+inline Words joined(Words low, Words high, std::integer_sequence<int, I...>) {
 #if defined(__AVX512F__)
     return (Words)_mm512_mask_blend_epi32(0xff00, (__m512i)low, (__m512i)high);
+#elif defined(__clang__)
+    return __builtin_shufflevector(low, high, (I < W / 2 ? I : I + W)...);
 #else
-    std::memcpy(&high, &low, sizeof high / 2);
-    return high;
+    return __builtin_shuffle(low, high, (Words){(I < W / 2 ? I : I + W)...});
 #endif
 }
+inline Words joined(Words low, Words high) { return joined(low, high, std::make_integer_sequence<int, W>()); }
 
 inline void load_halves(const float* low, const float* high, Floats& both) {
     std::memcpy(&both, low, sizeof both / 2);
@@ -120,7 +124,7 @@ void multiply_tile(const char* x, int64_t panel_bytes, const char* weight, int64
     for (int64_t at = 0; at < words; ++at) {
         // A step reads a word of TILE rows, so this walks once through the next tile, as one stream. A prefetch row by row would
         // fill few cache sets where a row is a multiple of 4096 bytes: 1.25 times slower there at M = 16.
-        if (ahead) __builtin_prefetch(ahead + at * ahead_step);
+        if (ahead) __builtin_prefetch(ahead + at * ahead_step, 0, 2);
         step(broadcast);
     }
     if (odd) step([](const char* at) {

@@ -3,7 +3,7 @@
 //
 // Two kernels, both accumulating in float32:
 //
-//   dot        lanes run along K. A tile of weight rows is streamed once against up to eight rows of x; the tile's
+//   dot        lanes run along K. A tile of weight rows is streamed once, against a few rows of x at a time; the tile's
 //              accumulators are summed across their lanes together at the end.
 //   broadcast  lanes run along the rows of x, which are first transposed into panels [K][W] (a cost of M * K, paid once
 //              for all weights). One word of a weight at a time is broadcast straight from its row, so weights need no
@@ -17,12 +17,14 @@
 
 namespace {
 
+// `broadcast` took 1.0 to 1.4 times as long up to these, and less beyond (two threads of a Zen 4, K of 768 to 4864; with
+// W of 8, the same compiled for AVX2).
+template <class T, class Weight>
+constexpr int MAX_DOT_ROWS = T::size == 2 && Weight::size == 2 ? (W == 16 ? 18 : 16) : (W == 16 ? 12 : 8);
+
 template <class T, class Weight>
 void linear(const Call& p) {
-    constexpr int MOST = std::min(W, MAX_DOT_ROWS);
-    const bool sure = Weight::size != T::size || p.m <= SURE_DOT_ROWS || p.m * p.k * T::size <= MAX_DOT_BYTES;
-    if (p.m <= MOST && sure)
-        return dot<T, Weight>(p, std::make_integer_sequence<int, MOST>());
+    if (p.m <= MAX_DOT_ROWS<T, Weight>) return dot<T, Weight>(p, std::make_integer_sequence<int, MAX_PASS_ROWS<T, Weight>>());
     const int64_t passes = (p.m + MAX_X_ROWS - 1) / MAX_X_ROWS, rows = ((p.m + passes - 1) / passes + W - 1) / W * W;
     for (int64_t row = 0; row < p.m; row += MAX_PASSES * rows)
         broadcast_rows<T, Weight>(p, row, std::min(p.m, row + MAX_PASSES * rows), rows);

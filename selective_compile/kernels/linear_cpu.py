@@ -49,7 +49,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Sums are float32. What the kernel does not take (another dtype, a weight that is not row-major) goes
     through `torch.nn.functional.linear`, and so does what that is faster at. A row's result does not depend
-    on the other rows, except that few rows (at most eight) and more of them are summed in different orders.
+    on the other rows, except that few rows (at most eighteen) and more of them are summed in different orders.
 
     Raises:
         ValueError: the sizes or dtypes of x, weight and bias do not fit together.

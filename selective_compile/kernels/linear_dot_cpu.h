@@ -7,78 +7,123 @@
 
 namespace {
 
-// dot against broadcast, 1 thread of a Zen 5 core (48 KB of L1), time in units of a plain read of the weight:
-//   x of 12 KB and less   M = 3: 1.2 against 1.5-1.6   M = 5: 1.3 against 1.7   M = 8: 1.14 against 1.6 (bfloat16)
-//   x of 20 KB and more   M = 4: 1.3 against 1.7       M = 5: 1.4 against 1.7   M = 8: 1.6-2.4 against 1.6-1.9
-constexpr int MAX_DOT_ROWS = 8, SURE_DOT_ROWS = 5;
-constexpr int64_t MAX_DOT_BYTES = 16 * 1024;
-// How far ahead dot prefetches; 4, 16 and 32 KB were within 3 % of it. Without: 1.2 to 2 times slower from M = 4 on.
-constexpr int64_t PREFETCH_BYTES = 8 * 1024;
+// Sums that a tile keeps in registers, beside a word of each of its columns and one of x.
+constexpr int MAX_SUMS = W == 16 ? 24 : W;
+// Rows of x multiplied at once; of more, the weights of a tile are read again, from the cache. 8 rows by 2 columns took
+// 1.1 times as long as 4 by 4 twice: the first level of the cache gives a vector a cycle. But with words that have to be
+// made of int8 numbers each time, twice took 1.3 times as long.
+template <class T, class Weight>
+constexpr int MAX_PASS_ROWS = Weight::size < T::size ? std::min(W, 8) : W == 16 ? 6 : 4;
+// How far ahead weights are fetched, into the second level of the cache, which awaits more lines at a time than the
+// first: fetched into that, as before, M = 1 takes 1.2-1.5 times as long and M = 8 to 12 1.4-1.8 times (bfloat16, two
+// threads of a Zen 4). From 8 KB to 32 KB ahead were within 4 % of each other.
+constexpr int64_t PREFETCH_BYTES = 16 * 1024;
 
-template <class T>
-inline void store_one(const Part& p, int64_t row, int64_t column, float value) {
-    if (p.scales) value *= p.scales[column];
-    if (p.bias) value += T::widen(p.bias + column * T::size);
-    Floats lanes = {value};
-    char whole[W * 4];
-    T::store(whole, lanes);
-    std::memcpy(p.y + (row * p.n + column) * T::size, whole, T::size);
+// Columns of a tile: a power of two, since three took 1.1-1.2 times as long as two or four.
+constexpr int tile_columns(int rows) {
+    int columns = W;
+    while (columns * rows > MAX_SUMS) columns /= 2;
+    return columns;
 }
 
-// Weight rows n .. n + W / ROWS (those from `end` on repeat the last one) against ROWS rows of x.
+// `values` [ROWS][COLUMNS] to y[row ..][n ..], scaled, with the bias; of each row as many as there are columns.
+template <class T, int ROWS, int COLUMNS>
+inline void store_tile(const Part& p, int64_t row, int64_t n, int64_t columns, float* values) {
+    constexpr int COUNT = (ROWS * COLUMNS + W - 1) / W * W;
+    if (p.scales)
+        for (int c = 0; c < columns; ++c)
+            for (int r = 0; r < ROWS; ++r) values[r * COLUMNS + c] *= p.scales[n + c];
+    if (p.bias)
+        for (int c = 0; c < columns; ++c)
+            for (int r = 0; r < ROWS; ++r) values[r * COLUMNS + c] += T::widen(p.bias + (n + c) * T::size);
+    char narrow[COUNT * 4];
+    for (int i = 0; i < COUNT; i += W) T::store(narrow + i * T::size, (Floats)load((const char*)(values + i)));
+    for (int r = 0; r < ROWS; ++r) {
+        char* at = p.y + ((row + r) * p.n + n) * T::size;
+        const char* from = narrow + r * COLUMNS * T::size;
+        columns == COLUMNS ? std::memcpy(at, from, COLUMNS * T::size) : std::memcpy(at, from, columns * T::size);
+    }
+}
+
+// Of a tile's weights, the lines that one pass over them fetches: COLUMNS with every line of a row.
+struct Ahead {
+    const char* at;
+    int64_t column, step;  // bytes from one to the next, and from those of a line to those of the next
+};
+
+// Weight rows n .. n + COLUMNS (those from `end` on repeat the last one) against ROWS rows of x, the first one `row`.
 template <class T, class Weight, int ROWS>
-void dot_tile(const Call& p, const Part& part, int64_t n, int64_t end) {
-    constexpr int COLUMNS = W / ROWS;
+void dot_tile(const Call& p, const Part& part, int64_t row, int64_t n, int64_t end, Ahead ahead) {
+    constexpr int COLUMNS = tile_columns(ROWS), GROUPS = (ROWS * COLUMNS + W - 1) / W;
     constexpr int64_t NUMBERS = W * 4 / T::size, READ = NUMBERS * Weight::size;  // of a vector; bytes of its weight
     const int64_t bytes = p.k * T::size, weight_bytes = p.k * Weight::size;
     const char* weight[COLUMNS];
     for (int c = 0; c < COLUMNS; ++c) weight[c] = part.weight + std::min(n + c, end - 1) * weight_bytes;
-    const char* x = p.x;
-    // The rows of a tile are neighbours, so that tiles are read as one stream: prefetched so, it runs up to 1.3 times
-    // faster than with each row prefetched for itself.
-    const int64_t tile = COLUMNS * weight_bytes;
-    const char* ahead = part.weight + n * weight_bytes + (PREFETCH_BYTES + tile - 1) / tile * tile;
-    Floats sums[W] = {};
-    int64_t at = 0, read = 0;
-    for (; at + W * 4 <= bytes; at += W * 4, read += READ) {
-        Words vectors[ROWS];
+    const char* x = p.x + row * bytes;
+    Floats sums[GROUPS][W] = {};
+    const auto add = [&](const Words (&words)[COLUMNS], auto&& load_x) __attribute__((always_inline)) {
 #pragma GCC unroll 16
-        for (int r = 0; r < ROWS; ++r) vectors[r] = load(x + r * bytes + at);
+        for (int r = 0; r < ROWS; ++r) {
+            const Words vector = load_x(x + r * bytes);
 #pragma GCC unroll 16
-        for (int c = 0; c < COLUMNS; ++c) {
-            if (read % LINE == 0) __builtin_prefetch(ahead + read * COLUMNS + c * LINE);
-            const Words word = Weight::words(weight[c] + read);
-#pragma GCC unroll 16
-            for (int r = 0; r < ROWS; ++r)
-                sums[r * COLUMNS + c] = T::multiply_add(sums[r * COLUMNS + c], vectors[r], word);
-        }
-    }
-    if (at < bytes) {
-#pragma GCC unroll 16
-        for (int c = 0; c < COLUMNS; ++c) {
-            const Words word = Weight::words(weight[c] + read, (bytes - at) / T::size);
-#pragma GCC unroll 16
-            for (int r = 0; r < ROWS; ++r) {
-                Floats& sum = sums[r * COLUMNS + c];
-                sum = T::multiply_add(sum, load_part(x + r * bytes + at, bytes - at), word);
+            for (int c = 0; c < COLUMNS; ++c) {
+                Floats& sum = sums[(r * COLUMNS + c) / W][(r * COLUMNS + c) % W];
+                sum = T::multiply_add(sum, vector, words[c]);
             }
         }
+    };
+    int64_t at = 0, read = 0;
+    Words words[COLUMNS];
+    for (; at + W * 4 <= bytes; at += W * 4, read += READ) {
+        const bool next_line = read % LINE == 0;
+#pragma GCC unroll 16
+        for (int c = 0; c < COLUMNS; ++c) {
+            if (next_line) __builtin_prefetch(ahead.at + c * ahead.column, 0, 2);
+            words[c] = Weight::words(weight[c] + read);
+        }
+        if (next_line) ahead.at += ahead.step;
+        add(words, [&](const char* x) { return load(x + at); });
     }
-    const Floats total = sum_lanes(sums);
-    for (int r = 0; r < ROWS; ++r)
-        for (int c = 0; c < COLUMNS && n + c < end; ++c) store_one<T>(part, r, n + c, total[r * COLUMNS + c]);
+    if (at < bytes) {
+        for (int c = 0; c < COLUMNS; ++c) words[c] = Weight::words(weight[c] + read, (bytes - at) / T::size);
+        add(words, [&](const char* x) { return load_part(x + at, bytes - at); });
+    }
+    float total[GROUPS * W];
+#pragma GCC unroll 2
+    for (int g = 0; g < GROUPS; ++g) {
+        const Floats sum = sum_lanes(sums[g]);
+        std::memcpy(total + g * W, &sum, sizeof sum);
+    }
+    store_tile<T, ROWS, COLUMNS>(part, row, n, std::min<int64_t>(end - n, COLUMNS), total);
+}
+
+template <class T, class Weight>
+int64_t dot_passes(const Call& p) {
+    return (p.m + MAX_PASS_ROWS<T, Weight> - 1) / MAX_PASS_ROWS<T, Weight>;
 }
 
 template <class T, class Weight, int ROWS>
 void dot_range(const Call& p, const Part& part, int64_t begin, int64_t end) {
-    for (int64_t n = begin; n < end; n += W / ROWS) dot_tile<T, Weight, ROWS>(p, part, n, end);
+    constexpr int COLUMNS = tile_columns(ROWS);
+    // The rows of a tile are neighbours, so that tiles are fetched as one stream: prefetched so, it runs up to 1.3 times
+    // faster than with each row prefetched for itself. Each of the passes fetches its part of a tile to come.
+    const int64_t passes = dot_passes<T, Weight>(p), line = LINE / passes;
+    const int64_t row_bytes = p.k * Weight::size, tile = COLUMNS * row_bytes;
+    const int64_t ahead = (PREFETCH_BYTES + tile - 1) / tile * tile, part_of_tile = tile / passes;
+    for (int64_t n = begin; n < end; n += COLUMNS)
+        for (int64_t pass = 0; pass < passes; ++pass) {
+            const char* at = part.weight + n * row_bytes + ahead + pass * part_of_tile;
+            const int64_t row = std::min(pass * ROWS, p.m - ROWS);  // the last pass may do rows of the one before again
+            dot_tile<T, Weight, ROWS>(p, part, row, n, end, {at, line, line * COLUMNS});
+        }
 }
 
 template <class T, class Weight, int... R>
 void dot(const Call& p, std::integer_sequence<int, R...>) {
     using Range = void (*)(const Call&, const Part&, int64_t, int64_t);
     static constexpr Range ranges[] = {dot_range<T, Weight, R + 1>...};
-    const Range range = ranges[p.m - 1];
+    const int64_t passes = dot_passes<T, Weight>(p);
+    const Range range = ranges[(p.m + passes - 1) / passes - 1];
     const Tiles tiles(p, W);
     const int64_t units = tiles.count(), share = share_units(p, units), items = (units + share - 1) / share;
     const int64_t threads = team_size(p, items);

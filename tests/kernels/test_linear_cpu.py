@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tests.kernels.linear_cases import assert_near_float64, inputs
 pytestmark = pytest.mark.skipif(not linear_cpu.available(), reason=str(linear_cpu.unavailable_reason()))
 
 DTYPES = [torch.float32, torch.bfloat16]
-ROWS = (1, 2, 3, 5, 6, 8, 9, 16, 17, 24, 25, 33, 56, 65, 128, 129)
+ROWS = (1, 2, 3, 5, 6, 7, 8, 11, 12, 13, 16, 18, 19, 24, 25, 33, 56, 65, 128, 129)
 # (N, K): one; under every tile; no multiple of 12 or 16; rows of 4096 bytes; K cut into blocks at 128 rows.
 SIZES = ((1, 1), (5, 3), (16, 16), (13, 17), (97, 129), (31, 1024), (260, 770), (29, 4097), (25, 2048))
 
@@ -44,6 +45,23 @@ def test_odd_sizes(rows, dtype, threads):
 def test_more_rows_than_are_packed_at_once(dtype, threads):
     x, weight, bias = inputs(1100, 45, 300, dtype)
     assert_near_float64(linear(x, weight, bias), x, weight, bias)
+
+
+# v3: AVX2; v4: AVX-512 without bf16 products; the plain one: SSE2 and the fallbacks in portable C++.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "needs"), [("x86-64", "sse2"), ("x86-64-v3", "avx2"), ("x86-64-v4", "avx512bw")]
+)
+def test_every_instruction_set(architecture, needs, tmp_path, monkeypatch):
+    if needs not in native.processor().split():
+        pytest.skip(f"this processor has no {needs}")
+    flags = tuple(f"-march={architecture}" if flag == "-march=native" else flag for flag in native.FLAGS)
+    library = native.load(Path(linear_cpu.__file__).with_suffix(".cpp"), cache=tmp_path, flags=flags)
+    monkeypatch.setitem(linear_cpu._functions._functions, "selective_linear", library.selective_linear)
+    for (columns, depth), rows, dtype in product(SIZES[2:], (1, 3, 4, 5, 8, 10, 16, 20, 33), DTYPES):
+        x, weight, bias = inputs(rows, columns, depth, dtype)
+        # A bfloat16 product of other instruction sets is two, each rounded to float32.
+        assert_near_float64(linear(x, weight, bias), x, weight, bias)
 
 
 def test_more_threads_than_work():
@@ -132,7 +150,7 @@ def test_several_weights_give_what_each_gives_alone_to_the_bit(rows, dtype, thre
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "fewer"), [(8, (1, 2, 5)), (129, (9, 17, 64))])
+@pytest.mark.parametrize(("rows", "fewer"), [(8, (1, 2, 5, 7)), (129, (19, 33, 64))])
 def test_a_row_does_not_depend_on_the_rows_around_it_nor_on_the_threads(rows, fewer, dtype, threads):
     x, weight, bias = inputs(rows, 50, 500, dtype)
     every = linear(x, weight, bias)

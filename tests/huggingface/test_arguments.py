@@ -1,0 +1,169 @@
+"""What `generate` is given: which of several holds, what is inferred, what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import GenerationConfig, T5Config
+
+import selective_compile as sc
+from tests.huggingface.models import (
+    CONFIG,
+    EOS,
+    PAD,
+    Recorder,
+    assert_idle,
+    left_padded,
+    random_ids,
+    some_generated_token,
+    tiny,
+)
+
+
+@pytest.mark.parametrize("pad", [None, PAD, EOS])
+@pytest.mark.parametrize("eos", [[], [EOS], [EOS, 8]])
+def test_attention_mask_is_inferred_as_generate_does(model: Any, pad: int | None, eos: list[int]) -> None:
+    """From the padding id where there is one and it ends no sequence; else all is prompt."""
+    ids, _ = left_padded()
+    ids = ids.masked_fill(ids == PAD, PAD if pad is None else pad)
+    options = {"max_new_tokens": 5, "pad_token_id": pad, "eos_token_id": eos or None}
+    ours = sc.generate(model, ids, engine_config=CONFIG, **options)
+    assert torch.equal(ours, model.generate(ids, **options))
+    everything_is_prompt = sc.generate(model, ids, attention_mask=torch.ones_like(ids), engine_config=CONFIG, **options)
+    assert torch.equal(ours, everything_is_prompt) == (pad is None or pad in eos)
+
+
+def test_precedence_is_call_then_configuration_then_model(model: Any) -> None:
+    ids = random_ids(2, 6)
+    first = some_generated_token(model, ids)
+    model.generation_config = GenerationConfig(max_new_tokens=7, eos_token_id=first, pad_token_id=5)
+    of_call = GenerationConfig(max_new_tokens=4)
+    for arguments in (
+        {},
+        {"generation_config": of_call},
+        {"generation_config": of_call, "max_new_tokens": 3},
+        {"generation_config": GenerationConfig(pad_token_id=9)},
+        {"generation_config": GenerationConfig(max_length=8)},
+        {"eos_token_id": None},
+        {"eos_token_id": 198},
+        {"eos_token_id": None, "max_new_tokens": None, "max_length": 11},
+    ):
+        ours = sc.generate(model, ids, engine_config=CONFIG, **arguments)
+        assert torch.equal(ours, model.generate(ids, **arguments)), arguments
+    assert sc.generate(model, ids, of_call, engine_config=CONFIG).shape == (2, 10)
+
+
+def test_none_in_the_call_turns_off_what_the_model_sets(model: Any) -> None:
+    ids = random_ids(1, 6)
+    greedy = sc.generate(model, ids, max_new_tokens=12, engine_config=CONFIG)
+    model.generation_config = GenerationConfig(do_sample=True, top_k=1, repetition_penalty=1.5)
+    assert not torch.equal(sc.generate(model, ids, max_new_tokens=12, seed=3, engine_config=CONFIG), greedy)
+    options = {"repetition_penalty": None, "max_new_tokens": 12, "engine_config": CONFIG, "seed": 3}
+    assert torch.equal(sc.generate(model, ids, **options), greedy)
+    assert torch.equal(sc.generate(model, ids, do_sample=None, top_k=None, **options), greedy)
+    assert not torch.equal(sc.generate(model, ids, top_k=None, temperature=4.0, **options), greedy)
+
+
+def test_max_length_counts_padding_and_must_leave_room(model: Any) -> None:
+    ids, mask = left_padded()
+    for arguments in ({"max_length": 9}, {"max_length": 3}, {"max_length": 9.5}, {"max_new_tokens": 0}):
+        (name,) = arguments
+        with pytest.raises(ValueError, match=f"{name} must be an integer"):
+            sc.generate(model, ids, attention_mask=mask, engine_config=CONFIG, **arguments)
+
+
+def test_numbers_of_numpy_are_taken(model: Any) -> None:
+    ids, mask = left_padded()
+    for number in ({"num_beams": np.int64(2)}, {"num_beams": torch.tensor(2)}, {"min_length": np.int64(9)}):
+        arguments = {"attention_mask": mask, "max_new_tokens": np.int64(3), "pad_token_id": 0, **number}
+        found = sc.generate(model, ids, engine_config=CONFIG, **arguments)
+        plain = {name: int(each) if name != "attention_mask" else each for name, each in arguments.items()}
+        assert torch.equal(found, model.generate(ids, **plain))
+
+
+UNSUPPORTED: dict[str, Any] = {
+    "synced_gpus": True,
+    "custom_generate": "someone/something",
+    "trust_remote_code": True,
+    "assistant_tokenizer": "a tokenizer",
+    "past_key_values": "a cache",
+    "logprobs": True,
+    "max_new_token": 3,
+    "do_samples": False,
+    "cache_implementation": "paged",
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_an_unsupported_argument_is_refused_by_name(model: Any, name: str) -> None:
+    with pytest.raises(ValueError, match=f"'{name}'.*must be .*got .*; .*(leave it out|give it|drafts without)"):
+        sc.generate(model, random_ids(1, 6), engine_config=CONFIG, **{name: UNSUPPORTED[name]})
+    assert_idle(model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"inputs": torch.ones(3, dtype=torch.int64)}, r"input_ids must have shape \[B, S\], got \[3\]"),
+        ({"inputs": torch.ones(0, 3, dtype=torch.int64)}, r"input_ids must have shape \[B, S\]"),
+        ({"inputs": torch.ones(1, 3)}, "input_ids must be integers, got torch.float32"),
+        ({"inputs": [1, 2, 3]}, "input_ids must be a tensor .* or a list of prompts"),
+        ({"inputs": [torch.tensor(3)]}, "input_ids must be a tensor .* or a list of prompts"),
+        ({"inputs": "text"}, "input_ids must be a tensor .* or a list of prompts, got str text"),
+        ({"inputs": {"input_ids": [[1]]}}, "input_ids must be a tensor .* or a list of prompts, got dict"),
+        ({"inputs": []}, "input_ids must hold at least one prompt"),
+        ({"inputs": [[1], []]}, "at least one token id, got none"),
+        ({"inputs": [[1], [199]]}, "less than the vocabulary size 199, got 199"),
+        ({"inputs": [[1], ["a"]]}, "must be integers in one dimension"),
+        ({"inputs": torch.ones(1, 3).long(), "input_ids": torch.ones(1, 3).long()}, "got both"),
+        (
+            {"inputs": torch.ones(2, 3).long(), "attention_mask": torch.ones(2, 4)},
+            r"attention_mask must have the shape of input_ids, \[2, 3\], got \[2, 4\]",
+        ),
+        (
+            {"inputs": torch.ones(2, 3).long(), "attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])},
+            "attention_mask must leave .* got none in row 1",
+        ),
+        ({"inputs": [[1]], "attention_mask": torch.ones(1, 1)}, "attention_mask must be None for a list"),
+        (
+            {"inputs": [[1]], "generation_config": [None, None]},
+            "generation_config must be .*got 2 for 1 prompts",
+        ),
+        ({"inputs": torch.ones(1, 3).long(), "generation_config": [None]}, "generation_config must be one"),
+        ({"inputs": [[1]], "generation_config": {"top_k": 3}}, "must be a transformers.GenerationConfig"),
+        ({"inputs": [[1], [2]], "streamer": Recorder()}, "streamer must be None for a list of more than one prompt"),
+        ({"inputs": [[1], [2]], "seed": [1]}, "seed must be an integer or a list of 2"),
+        ({"inputs": [[1]], "eos_token_id": "a"}, "eos_token_id must be a token id"),
+        ({"inputs": [[1]], "seed": -1}, "seed must be an integer of at least 0"),
+        ({"inputs": [[1]], "seed": ["a"]}, "seed must be an integer of at least 0"),
+        ({"inputs": [[1]], "do_sample": True, "temperature": 0.0}, "temperature must be a number above 0"),
+        ({"inputs": [[1] * 10], "max_new_tokens": 504}, "max_new_tokens must be at most 503"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_bad_input_is_refused(model: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sc.generate(model, engine_config=CONFIG, **arguments)
+    assert_idle(model)
+
+
+def test_a_model_that_cannot_be_served_is_refused() -> None:
+    ids = random_ids(1, 6)
+    training = tiny().train()
+    with pytest.raises(ValueError, match="evaluation mode"):
+        sc.generate(training, ids, engine_config=CONFIG)
+    sc.generate(training.eval(), ids, max_new_tokens=2, engine_config=CONFIG)
+    with pytest.raises(ValueError, match="evaluation mode"):
+        sc.generate(training.train(), ids, engine_config=CONFIG)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match="autocast must be off"):
+        sc.generate(training.eval(), ids, engine_config=CONFIG)
+    with pytest.raises(ValueError, match="torch.nn.Module"):
+        sc.generate("gpt2", ids)
+    encoder_decoder = nn.Module()
+    encoder_decoder.config = T5Config()
+    with pytest.raises(ValueError, match="without an encoder"):
+        sc.generate(encoder_decoder.eval(), ids)

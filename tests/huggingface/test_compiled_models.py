@@ -1,0 +1,78 @@
+"""`torch.compile(model, backend="selective")` and `generate` together."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import selective_compile as sc
+from tests.huggingface.models import CONFIG, ROOT, left_padded, tiny
+from tests.oracle import MARGIN
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_generate_of_a_compiled_model_gives_the_same_tokens(family: str) -> None:
+    """Its graphs carry a Hugging Face cache: they run as they came."""
+    model = tiny(family)
+    ids, mask = left_padded()
+    before = model.generate(ids, attention_mask=mask, max_new_tokens=8)
+    model.compile(backend="selective", options={"inductor": False})
+    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=8), before)
+    assert torch.equal(sc.generate(model, ids, attention_mask=mask, max_new_tokens=8, engine_config=CONFIG), before)
+
+
+def test_generate_takes_a_compiled_model(model: Any) -> None:
+    ids, mask = left_padded()
+    fast = torch.compile(model, backend="selective", options={"inductor": False})
+    result = sc.generate(fast, ids, attention_mask=mask, max_new_tokens=4, engine_config=CONFIG)
+    assert torch.equal(result, model.generate(ids, attention_mask=mask, max_new_tokens=4))
+
+
+FRESH = """
+import sys
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+torch.manual_seed(0)
+model = LlamaForCausalLM(LlamaConfig(
+    vocab_size=199, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+    num_key_value_heads=2,
+)).eval()
+ids, mask = torch.arange(22).view(2, 11), torch.ones(2, 11, dtype=torch.int64)
+mask[0, :4] = 0
+assert "selective_compile" not in sys.modules
+fast = torch.compile(model, backend="selective", options={"inductor": False})
+with torch.no_grad():
+    difference = (fast(ids, attention_mask=mask).logits - model(ids, attention_mask=mask).logits)[mask.bool()]
+assert difference.abs().max() < MARGIN, difference
+from selective_compile import selective
+assert selective.reports[-1].ok, selective.reports[-1]
+"""
+
+
+@pytest.mark.slow
+def test_backend_by_name_in_a_fresh_process(tmp_path: Path) -> None:
+    """By its entry point; where the package is not installed, by a copy of what an install would write."""
+    environment = {**os.environ, "PYTHONPATH": ""}
+    if "selective" not in entry_points(group="torch_dynamo_backends").names:
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        info = tmp_path / f"selective_compile-{project['version']}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: selective-compile\nVersion: {project['version']}\n"
+        )
+        ((group, points),) = project["entry-points"].items()
+        lines = [f"{name} = {target}" for name, target in points.items()]
+        (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]))
+        environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{ROOT}"
+    code = FRESH.replace("MARGIN", repr(MARGIN))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
