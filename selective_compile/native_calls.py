@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from selective_compile import ops
 from selective_compile.call_values import Memory, NotFollowed, Pointer, Size, Storage, same
 from selective_compile.int8_rows import row_bytes
 from selective_compile.kernels import head_products_cpu, linear_cpu, ragged_attention_cpu
@@ -164,12 +165,13 @@ class _Run:
         return outputs
 
     def _ragged_attention(self, query: Memory, *arguments: Any, **named: Any) -> Memory:
-        found = dict(zip(_ATTENTION, (query, *arguments), strict=False)) | named
-        if found.pop("selection") is not None:
-            raise NotFollowed("attention to selected keys")
-        window, chunk = (found.pop(name) for name in ("window", "chunk"))
-        scale, softcap = (float(found.pop(name)) for name in ("scale", "softcap"))
-        per_head = [found.pop(name) for name in ("sinks", "slopes")]
+        given = dict(zip(_names_of(ops.ragged_attention), (query, *arguments), strict=False)) | named
+        found = {name: given.pop(name) for name in _TENSORS}
+        window, chunk = given.pop("window"), given.pop("chunk", 0)
+        scale, softcap = float(given.pop("scale")), float(given.pop("softcap"))
+        per_head = [given.pop(name, None) for name in ("sinks", "slopes")]
+        if others := [name for name, value in given.items() if value is not None]:
+            raise NotFollowed(f"attention with {', '.join(others)}")
         if any(each is not None and each.dtype is not torch.float32 for each in per_head):
             raise NotFollowed("sinks or slopes that are not float32")
         addresses = (0 if each is None else each.contiguous().data_ptr() for each in per_head)
@@ -201,10 +203,17 @@ class _Run:
         self.calls.append(Call(function=function, arguments=values, packed=True, checked=checked))
 
 
-_ATTENTION = (
-    *("query", "key", "value", "key_pool", "value_pool", "cu_seqlens_q", "context_lens", "block_table", "slot_mapping"),
-    *("scale", "window", "softcap", "chunk", "sinks", "slopes", "selection"),
+# What `ragged_attention_cpu.call_fields` takes.
+_TENSORS = (
+    *("query", "key", "value", "key_pool", "value_pool"),
+    *("cu_seqlens_q", "context_lens", "block_table", "slot_mapping"),
 )
+
+
+@functools.cache
+def _names_of(operator: torch._ops.OpOverload) -> tuple[str, ...]:
+    """Of its arguments, all of which generated code gives, those that have a default by their names."""
+    return tuple(each.name for each in operator._schema.arguments)
 
 
 class _Only:

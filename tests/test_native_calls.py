@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from selective_compile import ops
 from selective_compile.call_values import NotFollowed, Pointer, Size
 from selective_compile.kernels import linear_cpu
 from selective_compile.native_calls import THREADS, NativeCalls, native_calls
@@ -82,6 +83,27 @@ return (torch.ops.selective.linear.default(buf, weight, None), )"""
     kept = sequence([x, weight], ())
     sequence([x + 1, weight], ())
     assert torch.equal(kept, wanted), "a result stays as it is"
+
+
+ATTENTION = """pools = [empty_strided_cpu((3, 2, 16, 4), (128, 64, 4, 1), torch.float32) for _ in "kv"]
+lengths = [empty_strided_cpu((3, ), (1, ), torch.int32) for _ in "abcd"]
+rows_of = reinterpret_tensor(x, (rows, 2, 4), (8, 4, 1), 0)
+buf = torch.ops.selective.ragged_attention.default(
+    rows_of, rows_of, rows_of, *pools, *lengths[:2], reinterpret_tensor(lengths[2], (3, 1), (1, 1), 0), lengths[3],
+    0.5, 0, 0.0, {0})
+return (buf, )"""
+
+
+def test_arguments_of_attention_that_are_none_are_followed_and_others_are_not() -> None:
+    """Generated code gives every argument that has a default, however many an operator comes to have."""
+    schema = ops.ragged_attention._schema.arguments
+    defaults = {each.name: each.default_value for each in schema if each.has_default_value()}
+    assert {"chunk", "sinks", "slopes"} < set(defaults)
+    given = ", ".join(f"{name}={value}" for name, value in defaults.items())
+    assert len(calls_of(ATTENTION.format(given)).calls) == len(calls_of(ATTENTION.format("")).calls) == 1
+    for name in defaults.keys() - {"chunk", "sinks", "slopes"}:
+        with pytest.raises(NotFollowed, match=f"attention with {name}"):
+            calls_of(ATTENTION.format(f"{name}=weight"))
 
 
 @pytest.mark.parametrize(
