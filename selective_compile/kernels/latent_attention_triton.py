@@ -253,7 +253,7 @@ def _attend(
     splits = split_config(
         num_rows=num_rows,
         num_requests=num_requests,
-        kv_heads=blocks_of_heads,
+        parts=blocks_of_heads,
         keys=most_keys(capacity=capacity, rows=block_q, window=window, chunk=0, block_n=block_n),
         block_n=block_n,
         processors=processors(query.device),

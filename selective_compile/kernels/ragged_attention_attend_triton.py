@@ -1,7 +1,8 @@
 """The attention of a step in Triton, for CUDA and ROCm: prefill, decode and mixed steps in one launch.
 
 Legend
-    tile       work of one program of the attention kernel: BLOCK_Q rows of one request, one key/value head
+    tile       work of one program of the attention kernel: BLOCK_Q rows of one request, GROUP query heads of one
+               key/value head, all that it has or one of PARTS equal parts
     BLOCK_Q    rows of a tile, BLOCK_M // GROUP
     BLOCK_M    rows of the query matrix: row m is row m // GROUP of the tile and head m % GROUP of the group.
                Packing the heads that share a key/value head lets a decode row feed the matrix units too
@@ -124,6 +125,7 @@ def _attention_kernel(
     SOFTCAP: tl.constexpr,
     CHUNK: tl.constexpr,
     GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
     HEADS: tl.constexpr,
     KEY_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
@@ -140,7 +142,7 @@ def _attention_kernel(
     # Whether scores are multiplied behind the maximum over them, which is then one product a row.
     FOLDED: tl.constexpr = (SCALE > 0) and SOFTCAP == 0 and slopes is None
     tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(1) // PARTS
 
     request, row_begin, row_end, first_row = tile_rows(cu_seqlens_q, num_requests, num_rows, tile, BLOCK_Q)
     if first_row >= row_end:
@@ -153,7 +155,7 @@ def _attention_kernel(
 
     m = tl.arange(0, BLOCK_M)
     row = first_row + m // GROUP
-    head = kv_head * GROUP + m % GROUP
+    head = tl.program_id(1) * GROUP + m % GROUP
     row_mask = (m < BLOCK_Q * GROUP) & (row < row_end)
     position = context - row_end + row
     d = tl.arange(0, BLOCK_D)
@@ -327,33 +329,34 @@ def attend(
         block_size=block_size,
         bulk=bulk_copies(query.device) and aligned(keys) and aligned(values),
     )
-    rows, (_, window, _, chunk) = tile.block_m // group, score
+    rows, parts, (_, window, _, chunk) = tile.block_m // tile.heads, heads // tile.heads, score
     capacity = 0 if whole else block_table.shape[-1] * block_size
     splits = split_config(
         num_rows=num_rows,
         num_requests=num_requests,
-        kv_heads=kv_heads,
+        parts=parts,
         keys=most_keys(capacity=capacity, rows=rows, window=window, chunk=chunk, block_n=tile.block_n),
         block_n=tile.block_n,
         processors=processors(query.device),
     )
     output, split = query.new_empty(num_rows, heads, value_size), splits.count > 1
     places = min(num_rows, num_requests * rows)
-    parts = new_parts(query, value_size, places=places, splits=splits.count) if split else None
+    partial = new_parts(query, value_size, places=places, splits=splits.count) if split else None
     # The interpreter would multiply the bit patterns of bfloat16.
     widen = not query.is_cuda
-    grid = (num_rows // rows + num_requests + 1, kv_heads, splits.count)
+    grid = (num_rows // rows + num_requests + 1, parts, splits.count)
     # fmt: off
     on_device(_attention_kernel, query)[grid](
-        output, *(parts or (None, None, None)), query, keys, values, *_tiles(keys, values, tile),
+        output, *(partial or (None, None, None)), query, keys, values, *_tiles(keys, values, tile),
         *metadata, *per_head, num_rows, num_requests, splits.count, splits.length, *query.stride()[:2], *strides,
-        block_table.stride(0), *score, group, heads, key_size, value_size, block_size, tile.block_m, tile.block_n,
-        tile.block_d, tile.block_dv, widen, split, enable_fp_fusion=True, **tile.options(backend()),
+        block_table.stride(0), *score, tile.heads, group // tile.heads, heads, key_size, value_size, block_size,
+        tile.block_m, tile.block_n, tile.block_d, tile.block_dv, widen, split, enable_fp_fusion=True,
+        **tile.options(backend()),
     )
     # fmt: on
-    if parts is not None:
+    if partial is not None:
         tile_sizes = (rows, tile.block_n)
-        merge(output, parts, cu_seqlens_q, context_lens, splits.length, tile_sizes, window=window, chunk=chunk)
+        merge(output, partial, cu_seqlens_q, context_lens, splits.length, tile_sizes, window=window, chunk=chunk)
     return output
 
 

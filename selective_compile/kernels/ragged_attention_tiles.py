@@ -14,6 +14,8 @@ A tile's keys and values are read in one of two ways:
 | Hopper and Blackwell, 16 bits, head sizes up to 256, blocks of whole tiles | one bulk copy of a block's slots | 128 |
 | elsewhere | by the address of each row | 64; 32 from head size 129 on in float32, and from 257 on in 16 bits |
 
+A tile has the heads of a whole group, so that they read keys and values once; where it is 32 rows, at most so many.
+
 A split is a run of `length` keys, the same number for all requests of a step, so that programs have as much to do as
 each other and a short request leaves its share empty instead of cutting it finer. Their number is reasoned from the two
 things that a walk over all keys gets wrong, and not measured on a GPU:
@@ -41,15 +43,20 @@ LONGEST = 2048
 # Splits that are made on account of the length alone. It bounds the memory of partial results: with 32 heads of size
 # 128 they take 0.5 MiB for each request that decodes. Not measured on a GPU.
 MOST = 32
+# Rows of a tile with head sizes of which more would spill registers. A group of more heads is cut into parts, each of
+# which reads all keys again.
+SHORT_TILE = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class TileConfig:
     """Sizes of one compiled variant of the attention kernel; block_d, block_dv are the padded head sizes.
 
+    heads: query heads of a program: those of a group, or one of several equal parts of it.
     bulk: whether an iteration's keys are one bulk copy, and its values.
     """
 
+    heads: int
     block_m: int
     block_n: int
     block_d: int
@@ -103,16 +110,19 @@ def tile_config(
         if block_size > 0 and block_size % tile.block_n == 0:
             return tile
     largest = max(block_d, block_dv)
+    short = largest > (128 if wide else 256)
+    if short:
+        group = _part_of(group, SHORT_TILE)
     # The largest tiles that compile without a register spill for every target. A float32 product runs on the vector
     # units and holds its operands in registers, hence its smaller ones.
-    short = largest > (128 if wide else 256)
-    block_m = _block_m(1 if low else (32 if short else 64) // group, group)
+    block_m = _block_m(1 if low else (SHORT_TILE if short else 64) // group, group)
     block_n = 16 if wide else (64 if block_m == 16 else 32)
     many = block_m * block_dv >= 64 * 256 or (wide and block_m > 16) or (short and not low) or (wide and largest > 256)
     # Two stages of key and value tiles fit into the 64 KiB of gfx942, the smallest shared memory of a target.
     fitting = 32768 // ((block_d + block_dv) * bytes_per_element)
     block_n = max(16, min(block_n, 1 << fitting.bit_length() - 1))
     return TileConfig(
+        heads=group,
         block_m=block_m,
         block_n=block_n,
         block_d=block_d,
@@ -130,6 +140,7 @@ def _bulk_tile(group: int, block_d: int, block_dv: int, *, low: bool) -> TileCon
     # of Blackwell's together.
     block_m = _block_m(1 if low else 128 // group, group)
     return TileConfig(
+        heads=group,
         block_m=block_m,
         # With 64 at head size 256, tall tiles spill registers on sm_90.
         block_n=64 if max(block_d, block_dv) <= 128 else 32,
@@ -144,21 +155,27 @@ def _bulk_tile(group: int, block_d: int, block_dv: int, *, low: bool) -> TileCon
     )
 
 
+def _part_of(group: int, most: int) -> int:
+    """How many heads a part of a group has, if it is cut into equal parts of at most so many."""
+    return next(heads for heads in range(min(group, most), 0, -1) if group % heads == 0)
+
+
 def _block_m(rows: int, group: int) -> int:
     return max(16, triton.next_power_of_2(max(1, rows) * group))
 
 
 def split_config(
-    *, num_rows: int, num_requests: int, kv_heads: int, keys: int, block_n: int, processors: int
+    *, num_rows: int, num_requests: int, parts: int, keys: int, block_n: int, processors: int
 ) -> SplitConfig:
     """Choose how many programs share the keys of a request. Any choice is correct for any step.
 
     Args:
+        parts: of a tile's heads, each of which has a program.
         keys: an upper bound of those that a program walks over without splits (`most_keys`).
         processors: of the device (`processors`).
     """
     # Requests that fit into a tile have one each, and the empty ones none.
-    programs = max(1, min(num_rows, num_requests) * kv_heads)
+    programs = max(1, min(num_rows, num_requests) * parts)
     idle = triton.cdiv(PROGRAMS_PER_PROCESSOR * processors, programs)
     long = min(MOST, triton.cdiv(keys, LONGEST))
     count = max(1, min(max(idle, long), keys // SHORTEST))

@@ -36,6 +36,15 @@ RUNS = [(case, torch.float32) for case in CASES if case.name in NAMES]
 RUNS += [(case, dtype) for case in CASES if case.name in HALF_PRECISION for dtype in (torch.bfloat16, torch.float16)]
 # Rows of drafts, which a tile has several of: the first ones see none of the last split's keys.
 DRAFTS = Case(name="drafts", requests=((3, 200), (8, 57), (1, 130), (0, 40), (2, 14)), query_heads=2, kv_heads=1)
+# Groups of 40 and of 37 heads, which tiles of 32 rows have in two parts and head by head.
+PARTS = [
+    Case(
+        name=f"group_of_{group}", requests=((1, 70), (1, 9)), query_heads=2 * group, kv_heads=2, key_size=264, sinks=0.5
+    )
+    for group in (40, 37)
+]
+RUNS += [(case, dtype) for case in PARTS for dtype in (torch.bfloat16, torch.float32)]
+RUNS += [(dataclasses.replace(PARTS[0], requests=((6, 5), (1, 30)), slopes=True), torch.float32)]
 RUNS += [(DRAFTS, torch.bfloat16), (dataclasses.replace(DRAFTS, window=18, sinks=0.5), torch.float16)]
 
 

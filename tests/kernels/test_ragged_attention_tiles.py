@@ -17,7 +17,7 @@ PROCESSORS = (108, 132, 304)
 STEPS = {
     "num_rows": st.integers(0, 9000),
     "num_requests": st.integers(0, 1000),
-    "kv_heads": st.integers(1, 64),
+    "parts": st.integers(1, 64),
     "keys": st.integers(0, 2**20),
     "block_n": st.sampled_from((16, 32, 64)),
     "processors": st.sampled_from((1, *PROCESSORS)),
@@ -27,7 +27,7 @@ STEPS = {
 def splits(**sizes: int):
     """Of a step that decodes, if not told otherwise."""
     requests = sizes.get("num_requests", 1)
-    defaults = {"num_rows": requests, "num_requests": requests, "kv_heads": 8, "block_n": 64, "processors": 132}
+    defaults = {"num_rows": requests, "num_requests": requests, "parts": 8, "block_n": 64, "processors": 132}
     return tiles.split_config(**(defaults | sizes))
 
 
@@ -38,26 +38,26 @@ def test_the_splits_hold_all_keys_and_are_none_too_many(**sizes: int) -> None:
     assert found.count * found.length >= sizes["keys"]
     assert found.length % sizes["block_n"] == 0
     assert found.count == 1 or found.length >= tiles.SHORTEST
-    programs = max(1, min(sizes["num_rows"], sizes["num_requests"]) * sizes["kv_heads"])
+    programs = max(1, min(sizes["num_rows"], sizes["num_requests"]) * sizes["parts"])
     filled = tiles.PROGRAMS_PER_PROCESSOR * sizes["processors"]
     assert found.count <= tiles.MOST or (found.count - 1) * programs < filled
 
 
-@given(**STEPS, more=st.integers(1, 5000), name=st.sampled_from(("keys", "processors", "num_requests", "kv_heads")))
+@given(**STEPS, more=st.integers(1, 5000), name=st.sampled_from(("keys", "processors", "num_requests", "parts")))
 def test_more_keys_or_processors_make_no_fewer_splits_and_more_programs_no_more(more, name, **sizes: int) -> None:
     before, after = splits(**sizes).count, splits(**(sizes | {name: sizes[name] + more})).count
     assert before <= after if name in ("keys", "processors") else before >= after
 
 
 @pytest.mark.parametrize("processors", PROCESSORS)
-@pytest.mark.parametrize("kv_heads", (1, 2, 8, 32))
-def test_no_processor_is_idle_at_a_long_context_in_any_batch(kv_heads: int, processors: int) -> None:
+@pytest.mark.parametrize("parts", (1, 2, 8, 32))
+def test_no_processor_is_idle_at_a_long_context_in_any_batch(parts: int, processors: int) -> None:
     for requests in range(1, 129):
         for keys in (4096, 8192, 32768, 131072):
-            found = splits(num_requests=requests, kv_heads=kv_heads, keys=keys, processors=processors)
+            found = splits(num_requests=requests, parts=parts, keys=keys, processors=processors)
             # In a step whose keys suffice for programs of the shortest split.
-            filled = min(processors, requests * kv_heads * (keys // tiles.SHORTEST))
-            assert requests * kv_heads * found.count >= filled
+            filled = min(processors, requests * parts * (keys // tiles.SHORTEST))
+            assert requests * parts * found.count >= filled
 
 
 @pytest.mark.parametrize("requests", (1, 11, 12, 13, 16, 17, 32, 64, 256, 1024))
@@ -82,7 +82,12 @@ def test_a_tile_holds_its_rows_in_powers_of_two(rows, group, **sizes) -> None:
     tile = tiles.tile_config(num_rows=rows, num_requests=8, group=group, **sizes)
     for size in (tile.block_m, tile.block_n, tile.block_d, tile.block_dv):
         assert size >= 16 and size & (size - 1) == 0
-    assert tile.block_m >= group and tile.block_d >= sizes["key_size"] and tile.block_dv >= sizes["value_size"]
+    assert (
+        group % tile.heads == 0
+        and tile.block_m >= tile.heads
+        and tile.block_d >= sizes["key_size"]
+        and tile.block_dv >= sizes["value_size"]
+    )
     assert not tile.bulk or (sizes["block_size"] % tile.block_n == 0 and sizes["block_size"] > 0)
 
 

@@ -183,7 +183,8 @@ def compile_attention(
     width, bulk = 4 if element == "fp32" else 2, target.arch in (90, 100)
     value_size = value_size or size
     tile = config(rows, 8, group, size, width, value_size=value_size, block_size=block_size, bulk=bulk)
-    constants = {"SCALE": 0.1, "WINDOW": 0, "SOFTCAP": 0.0, "CHUNK": 0, "GROUP": group, "HEADS": 8 * group}
+    constants = {"SCALE": 0.1, "WINDOW": 0, "SOFTCAP": 0.0, "CHUNK": 0, "GROUP": tile.heads, "HEADS": 8 * group}
+    constants |= {"PARTS": group // tile.heads}
     constants |= {name: None for name in ("sinks", "slopes") if name not in given}
     constants |= {"KEY_SIZE": size, "VALUE_SIZE": value_size, "BLOCK_D": tile.block_d, "BLOCK_DV": tile.block_dv}
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_SIZE": 64, "WIDEN": False, "SPLIT": split}
@@ -289,6 +290,9 @@ SIZES = {
     "512": ("bf16", 512, 512, {"split": True}, (0, 2)),
     "576_and_512": ("bf16", 576, 512, {"value_size": 512, "split": True}, (1, 3)),
     "576_and_512_decode": ("bf16", 576, 8, {"value_size": 512, "group": 16, "split": True}, (0, 3)),
+    "576_and_512_group_of_128": ("bf16", 576, 8, {"value_size": 512, "group": 128, "split": True}, (0, 1, 2, 3)),
+    "320_group_of_71": ("fp16", 320, 512, {"group": 71, "split": True}, (1, 3)),
+    "512_group_of_64_float32": ("fp32", 512, 512, {"group": 64, "split": True}, (0, 2)),
     "group_of_32": ("bf16", 128, 8, {"group": 32, "split": True}, (0, 1)),
     "group_of_71": ("bf16", 64, 8, {"group": 71, "split": True}, (2, 3)),
     "group_of_32_float32": ("fp32", 128, 8, {"group": 32, "split": True}, (2,)),
