@@ -19,7 +19,7 @@ from selective_compile.step import StepInputs
 # Tensors of length 0 or 1 are specialised by torch's tracer; two of everything keeps one graph for every
 # step.
 SMALLEST = 2
-# The CPU's kernel for linear layers sums up to 16 rows in another order than more; the GPU's takes any number alike.
+# The CPU's kernel for linear layers sums up to 18 rows in another order than more; the GPU's takes any number alike.
 SMALLEST_INVARIANT = 32
 
 

@@ -37,7 +37,7 @@ class DeviceStream:
         self.enqueue(lambda: _copy(target, source))
 
     def send(self, values: Tensor, device: torch.device) -> Tensor:
-        """A copy on the device of values that must not change any more; it does not wait for the device."""
+        """On the device, values that must not change any more: maybe no copy. Nothing waits for it."""
         return values.to(device)
 
     def capture(self, work: Work, keep: Sequence[Tensor]) -> Work:

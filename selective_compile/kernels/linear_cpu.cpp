@@ -17,7 +17,7 @@
 
 namespace {
 
-// `broadcast` took 1.0 to 1.4 times as long up to these, and less beyond (two threads of a Zen 4, K of 768 to 4864; with
+// `broadcast` took 1.0 to 1.4 times as long up to these, and less beyond (two threads of a Zen 4, K of 768 to 14336; with
 // W of 8, the same compiled for AVX2).
 template <class T, class Weight>
 constexpr int MAX_DOT_ROWS = T::size == 2 && Weight::size == 2 ? (W == 16 ? 18 : 16) : (W == 16 ? 12 : 8);

@@ -14,6 +14,7 @@ from torch.library import opcheck
 from selective_compile import ops, reference
 from selective_compile.kernels import linear_cpu, native
 from selective_compile.kernels.linear_cpu import linear
+from selective_compile.runtime.batch import SMALLEST_INVARIANT
 from tests.kernels.linear_cases import assert_near_float64, inputs
 
 pytestmark = pytest.mark.skipif(not linear_cpu.available(), reason=str(linear_cpu.unavailable_reason()))
@@ -107,6 +108,18 @@ def test_layouts(rows, dtype):
     assert_near_float64(linear(x, weight[4:20], bias[4:20]), x, weight[4:20], bias[4:20])
     moved = torch.empty(weight.numel() + 1, dtype=dtype)[1:].view_as(weight).copy_(weight)
     assert_near_float64(linear(x, moved, bias), x, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_order_of_sums_changes_once_and_before_batches_are_invariant(dtype):
+    """Also where several passes over a weight take the rows, and the last does rows of the one before again."""
+    x, weight, bias = inputs(SMALLEST_INVARIANT + 9, 1000, 500, dtype)
+    alone, many = torch.cat([linear(row[None], weight, bias) for row in x]), linear(x, weight, bias)
+    results = [(rows, linear(x[-rows:], weight, bias)) for rows in range(1, len(x) + 1)]
+    # Which rounding to bfloat16 may hide.
+    few = next((rows - 1 for rows, result in results if not torch.equal(result, alone[-rows:])), SMALLEST_INVARIANT - 1)
+    assert 8 <= few < SMALLEST_INVARIANT
+    assert all(torch.equal(result, many[-rows:]) for rows, result in results[few:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -22,7 +22,7 @@ def meant(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 17, 33, 129])
+@pytest.mark.parametrize("rows", [1, 2, 5, 7, 8, 9, 12, 13, 17, 33, 129])
 def test_odd_sizes(rows, dtype):
     for columns, depth in ((1, 1), (5, 3), (13, 17), (97, 129), (31, 1024), (260, 770), (29, 4097)):
         x, weight, bias = inputs(rows, columns, depth, dtype)
