@@ -24,7 +24,8 @@ constexpr int MAX_DOT_ROWS = T::size == 2 && Weight::size == 2 ? (W == 16 ? 18 :
 
 template <class T, class Weight>
 void linear(const Call& p) {
-    if (p.m <= MAX_DOT_ROWS<T, Weight>) return dot<T, Weight>(p, std::make_integer_sequence<int, MAX_PASS_ROWS<T, Weight>>());
+    if (p.m <= MAX_DOT_ROWS<T, Weight>)
+        return dot<T, Weight>(p, std::make_integer_sequence<int, MAX_PASS_ROWS<T, Weight>>());
     const int64_t passes = (p.m + MAX_X_ROWS - 1) / MAX_X_ROWS, rows = ((p.m + passes - 1) / passes + W - 1) / W * W;
     for (int64_t row = 0; row < p.m; row += MAX_PASSES * rows)
         broadcast_rows<T, Weight>(p, row, std::min(p.m, row + MAX_PASSES * rows), rows);

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,15 +11,17 @@ from torch import nn
 from torch.library import opcheck
 
 from selective_compile import ops, reference
+from selective_compile.int8_ops import as_int8
 from selective_compile.kernels import linear_cpu, native
 from selective_compile.kernels.linear_cpu import linear
 from selective_compile.runtime.batch import SMALLEST_INVARIANT
+from tests.kernels.instruction_sets import ARCHITECTURES, built_for, runs
 from tests.kernels.linear_cases import assert_near_float64, inputs
 
 pytestmark = pytest.mark.skipif(not linear_cpu.available(), reason=str(linear_cpu.unavailable_reason()))
 
 DTYPES = [torch.float32, torch.bfloat16]
-ROWS = (1, 2, 3, 5, 6, 7, 8, 11, 12, 13, 16, 18, 19, 24, 25, 33, 56, 65, 128, 129)
+ROWS = (1, 2, 3, 5, 6, 7, 8, 9, 11, 12, 13, 16, 17, 18, 19, 24, 25, 33, 56, 65, 128, 129)
 # (N, K): one; under every tile; no multiple of 12 or 16; rows of 4096 bytes; K cut into blocks at 128 rows.
 SIZES = ((1, 1), (5, 3), (16, 16), (13, 17), (97, 129), (31, 1024), (260, 770), (29, 4097), (25, 2048))
 
@@ -48,21 +49,19 @@ def test_more_rows_than_are_packed_at_once(dtype, threads):
     assert_near_float64(linear(x, weight, bias), x, weight, bias)
 
 
-# v3: AVX2; v4: AVX-512 without bf16 products; the plain one: SSE2 and the fallbacks in portable C++.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("architecture", "needs"), [("x86-64", "sse2"), ("x86-64-v3", "avx2"), ("x86-64-v4", "avx512bw")]
-)
-def test_every_instruction_set(architecture, needs, tmp_path, monkeypatch):
-    if needs not in native.processor().split():
-        pytest.skip(f"this processor has no {needs}")
-    flags = tuple(f"-march={architecture}" if flag == "-march=native" else flag for flag in native.FLAGS)
-    library = native.load(Path(linear_cpu.__file__).with_suffix(".cpp"), cache=tmp_path, flags=flags)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_instruction_set(architecture, tmp_path, monkeypatch):
+    if not runs(architecture):
+        pytest.skip(f"this processor is no {architecture}")
+    library = built_for(architecture, linear_cpu.__file__, tmp_path)
     monkeypatch.setitem(linear_cpu._functions._functions, "selective_linear", library.selective_linear)
-    for (columns, depth), rows, dtype in product(SIZES[2:], (1, 3, 4, 5, 8, 10, 16, 20, 33), DTYPES):
+    for (columns, depth), rows, dtype in product(SIZES[2:], (1, 3, 4, 5, 8, 10, 12, 16, 18, 20, 33), DTYPES):
         x, weight, bias = inputs(rows, columns, depth, dtype)
-        # A bfloat16 product of other instruction sets is two, each rounded to float32.
         assert_near_float64(linear(x, weight, bias), x, weight, bias)
+        numbers, scales = as_int8(weight)
+        (result,) = linear_cpu.linears_int8(x, [numbers], [scales], [bias])
+        assert_near_float64(result, x, numbers.double() * scales.double()[:, None], bias)
 
 
 def test_more_threads_than_work():

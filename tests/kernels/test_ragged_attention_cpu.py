@@ -8,7 +8,6 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from selective_compile.kernels import native
 from selective_compile.kernels import ragged_attention_cpu as launcher
+from tests.kernels.instruction_sets import ARCHITECTURES, built_for, runs
 from tests.kernels.ragged_cases import (
     CASES,
     COMBINATIONS,
@@ -59,10 +58,6 @@ RUNS = [(case, dtype) for case in (*CASES, *LARGER) for dtype in TOLERANCE]
 KV_DTYPES = ("auto", "int8")
 
 
-# v3: AVX2; v4: AVX-512 without bf16 products; the plain one: SSE2 and the fallbacks in portable C++.
-ARCHITECTURES = {"x86-64": "sse2", "x86-64-v3": "avx2", "x86-64-v4": "avx512bw"}
-
-
 @pytest.fixture(params=(1, 2), ids=("one_thread", "two_threads"))
 def threads(request):
     with running_on(request.param):
@@ -82,14 +77,9 @@ def running_on(threads: int) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def other_kernels(tmp_path_factory):
     """Of each instruction set that this processor has besides its own, by name."""
-    processor, cache = native.processor().split(), tmp_path_factory.mktemp("kernels")
-    built = {}
-    for architecture, needs in ARCHITECTURES.items():
-        if needs in processor:
-            flags = tuple(f"-march={architecture}" if flag == "-march=native" else flag for flag in native.FLAGS)
-            source = Path(launcher.__file__).with_suffix(".cpp")
-            built[architecture] = native.load(source, cache=cache, flags=flags).selective_attention
-    return built
+    cache = tmp_path_factory.mktemp("kernels")
+    built = {each: built_for(each, launcher.__file__, cache) for each in ARCHITECTURES if runs(each)}
+    return {architecture: library.selective_attention for architecture, library in built.items()}
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from selective_compile.kernels import native
 from selective_compile.kernels import state_cpu as launcher
+from tests.kernels.instruction_sets import ARCHITECTURES, built_for, runs
 from tests.kernels.state_cases import CASES, OPS, SIZES, Call, StateCase, any_case, exact, exact_step, make_call
 
 pytestmark = pytest.mark.skipif(not launcher.available(), reason=str(launcher.unavailable_reason()))
@@ -89,15 +88,12 @@ def test_any_step(op, data):
     check(make_call(data.draw(any_case(op)), data.draw(st.sampled_from(list(TOLERANCE))), data.draw(st.integers(0, 9))))
 
 
-# v3: AVX2; v4: AVX-512 without bf16 products; the plain one: SSE2 and the fallbacks in portable C++.
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ("x86-64", "x86-64-v3", "x86-64-v4"))
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_instruction_set(architecture, tmp_path, monkeypatch, nan_filled_outputs):
-    needs = {"x86-64": "sse2", "x86-64-v3": "avx2", "x86-64-v4": "avx512bw"}[architecture]
-    if needs not in native.processor().split():
-        pytest.skip(f"this processor has no {needs}")
-    flags = tuple(f"-march={architecture}" if flag == "-march=native" else flag for flag in native.FLAGS)
-    library = native.load(Path(launcher.__file__).with_suffix(".cpp"), cache=tmp_path, flags=flags)
+    if not runs(architecture):
+        pytest.skip(f"this processor is no {architecture}")
+    library = built_for(architecture, launcher.__file__, tmp_path)
     monkeypatch.setitem(launcher._functions._functions, "selective_state", library.selective_state)
     for case, dtype in RUNS:
         check(make_call(case, dtype), exact_step(case, dtype))
