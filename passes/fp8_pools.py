@@ -2,7 +2,8 @@
 
 Before::  ragged_attention(query, key, value, key_pool_0, value_pool_0, ...)       key_pool_0 [blocks, K, block_size, D]
 After::   ragged_attention(..., key_scales=key_pool_0_scales, value_scales=value_pool_0_scales)
-          key_pool_0 float8_e4m3fn; key_pool_0_scales [K] float32, a placeholder behind all others, and so on
+          key_pool_0 float8_e4m3fn; key_pool_0_scales [K] float32, a placeholder behind all others, and so on;
+          attention to latents has key_scales [1] alone
 
 Precondition: the flat graph is paged, and `EngineConfig.kv_dtype` is "fp8"; it changes results, so that it is no part
 of the pipeline.  Declines: pools that are e4m3 already.  What is no attention's key or value stays as it is, as in
@@ -16,7 +17,7 @@ from torch import fx
 
 from selective_compile import fp8_rows
 from selective_compile.passes.flatten import FlatGraph
-from selective_compile.passes.int8_pools import placeholders
+from selective_compile.passes.int8_pools import placeholders, pools_of
 
 
 def keep_as_fp8(flat: FlatGraph) -> int:
@@ -24,13 +25,11 @@ def keep_as_fp8(flat: FlatGraph) -> int:
     places = {node: place for place, node in enumerate(placeholders(flat))}
     changed = 0
     for node in flat.module.graph.nodes:
-        if node.target is torch.ops.selective.ragged_attention.default:
-            pools = node.args[3:5]
-            if pools[0].meta["val"].dtype == fp8_rows.DTYPE:
-                continue
+        pools = pools_of(node)
+        if any(pool.meta["val"].dtype != fp8_rows.DTYPE for pool in pools):
             changed += 1
             scales = [narrowed(flat, pool, places[pool]) for pool in pools]
-            node.kwargs = {**node.kwargs, **dict(zip(("key_scales", "value_scales"), scales, strict=True))}
+            node.kwargs = {**node.kwargs, **dict(zip(("key_scales", "value_scales"), scales, strict=False))}
     if changed:
         flat.module.graph.lint()
         flat.module.recompile()

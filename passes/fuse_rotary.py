@@ -8,7 +8,7 @@ Precondition: the queries and the keys of a call are projections (or something e
 alike, by the same tables (`rotation`), half-split or interleaved, over the whole head or a part of it; a norm over the
 head (`head_norm`) may come before that, with one epsilon.  Declines, and leaves the call as it is: whatever is read
 otherwise; another norm, or something else that is computed of a projection first, since its own kernel would stay and
-no launch be saved; pools that are not of the model's dtype; and inputs whose rows are not contiguous.  It is for the
+no launch be saved; pools of int8; and inputs whose rows are not contiguous.  It is for the
 Triton kernels, so the caller asks for it: on a CPU the native path stays as it is.
 
 What it saves in each layer, in launches on a GPU: the one or two kernels that Inductor makes of norm and rotation, two
@@ -64,7 +64,7 @@ def rotates_its_own(flat: FlatGraph, node: fx.Node, tables: Tables) -> bool:
     """Put the fused operator in the place of an attention, if that can be."""
     ends: list[Any] = list(node.args[:2])
     pools: list[Any] = list(node.args[3:5])
-    if any(pool.meta["val"].dtype != ends[0].meta["val"].dtype for pool in pools):
+    if any(pool.meta["val"].dtype == torch.int8 for pool in pools):
         return False
     query, key = (heads_of(flat, end) for end in ends)
     if query is None or key is None or tables.shared(query.rotation) != tables.shared(key.rotation):

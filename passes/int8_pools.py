@@ -10,6 +10,8 @@ of a sparse indexer, which decide what is attended to, and the states of recurre
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import fx
 
@@ -28,16 +30,20 @@ def keep_as_int8(flat: FlatGraph) -> int:
     places = {node: place for place, node in enumerate(placeholders(flat))}
     changed = 0
     for node in flat.module.graph.nodes:
-        if node.target in POOLS:
-            pools = node.args[POOLS[node.target]]
-            for pool in pools:
-                example = flat.example_inputs[places[pool]]
-                if example.dtype != torch.int8:
-                    with flat.symbols.mode:
-                        kept = example.new_empty([*example.shape[:3], row_bytes(example.shape[3])], dtype=torch.int8)
-                    flat.example_inputs[places[pool]] = pool.meta["val"] = kept
-                    changed += pool is pools[0]
+        pools = pools_of(node)
+        for pool in pools:
+            example = flat.example_inputs[places[pool]]
+            if example.dtype != torch.int8:
+                with flat.symbols.mode:
+                    kept = example.new_empty([*example.shape[:3], row_bytes(example.shape[3])], dtype=torch.int8)
+                flat.example_inputs[places[pool]] = pool.meta["val"] = kept
+                changed += pool is pools[0]
     return changed
+
+
+def pools_of(node: fx.Node) -> Sequence[fx.Node]:
+    """Of keys and of values, or of latents alone; none if the node is no attention to pools."""
+    return node.args[POOLS[node.target]] if node.target in POOLS else ()  # type: ignore[return-value]
 
 
 def placeholders(flat: FlatGraph) -> list[fx.Node]:

@@ -39,7 +39,7 @@ def measure_scales(
         ids: [T] int64 of the step's tokens, for which there is room in the pools.
         num_tables: block tables of a request.
     """
-    kept = [pool for pair in pools for pool in pair if pool.dtype == fp8_rows.DTYPE]
+    kept = [pool for pair in pools for pool in pair if pool.dtype == fp8_rows.DTYPE and pool.shape[-1]]
     for _ in range(MOST_STEPS):
         run(_inputs(ids, num_tables), pools)
         found = [fp8_rows.scales_for(pool, old) for pool, old in zip(kept, scales, strict=True)]

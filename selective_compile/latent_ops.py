@@ -8,7 +8,9 @@ The first is `selective::ragged_attention` with one key/value head whose values 
 and read once. The shapes are those of `selective_compile.ops`, with K 1, but for
 
     key           [T, 1, D]
-    key_pool      [num_blocks, 1, block_size, D], changed in place; query's dtype, or int8 with rows of row_bytes(D)
+    key_pool      [num_blocks, 1, block_size, D], changed in place; query's dtype, int8 with rows of
+                  row_bytes(D), which the CPU's kernel alone reads, or float8_e4m3fn
+    key_scales    [1] float32 with a pool of float8_e4m3fn, else None
     value_size    at least 1 and at most D
     result        [T, H, value_size], query's dtype; rows past cu_seqlens_q[N] are 0
 
@@ -28,13 +30,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selective_compile import reference
+from selective_compile import fp8_rows, reference
 from selective_compile.int8_rows import row_bytes
 from selective_compile.ops import (
     check_per_head,
     check_rows,
+    check_scales,
     check_selection,
     implementation_on,
+    reference_stands_in,
     refuse_gradients,
     register,
     require,
@@ -56,6 +60,8 @@ def _kernel(device_type: str) -> Callable[..., Tensor]:
 
 def _run_latent_attention(query: Tensor, *args: Any) -> Tensor:
     refuse_gradients(query, *args)
+    if reference_stands_in(args[1]):
+        return reference.latent_attention(query, *args)
     return _kernel(query.device.type)(query, *args)
 
 
@@ -108,6 +114,7 @@ def _fake_latent_attention(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     selection: Tensor | None = None,
+    key_scales: Tensor | None = None,
 ) -> Tensor:
     check_rows(query, key, key)
     check_per_head(query, sinks, slopes)
@@ -116,8 +123,9 @@ def _fake_latent_attention(
     size = row_bytes(key.shape[2]) if key_pool.dtype == torch.int8 else key.shape[2]
     fits = key_pool.dim() == 4 and key_pool.shape[1] == 1 and key_pool.shape[3] == size
     require(fits, f"key_pool must be [num_blocks, 1, block_size, {size}], got {list(key_pool.shape)}")
-    known = key_pool.dtype in (query.dtype, torch.int8)
-    require(known, f"key_pool must be {query.dtype} or torch.int8, got {key_pool.dtype}")
+    check_scales(key_pool, key_scales=key_scales)
+    known = key_pool.dtype in (query.dtype, torch.int8, fp8_rows.DTYPE)
+    require(known, f"key_pool must be {query.dtype}, torch.int8 or {fp8_rows.DTYPE}, got {key_pool.dtype}")
     inside = 1 <= value_size <= key.shape[2]
     require(inside, f"value_size must be at least 1 and at most {key.shape[2]}, got {value_size}")
     return query.new_empty(query.shape[0], query.shape[1], value_size)
@@ -126,7 +134,7 @@ def _fake_latent_attention(
 latent_attention = register(
     "latent_attention(Tensor query, Tensor key, Tensor(a!) key_pool, Tensor cu_seqlens_q, Tensor context_lens, "
     "Tensor block_table, Tensor slot_mapping, int value_size, float scale, int window, float softcap, int chunk=0, "
-    "Tensor? sinks=None, Tensor? slopes=None, Tensor? selection=None) -> Tensor",
+    "Tensor? sinks=None, Tensor? slopes=None, Tensor? selection=None, Tensor? key_scales=None) -> Tensor",
     _run_latent_attention,
     _fake_latent_attention,
 )

@@ -183,10 +183,14 @@ def _module(resolved: str) -> ModuleType:
 
 def _run_ragged_attention(query: Tensor, *args: Any) -> Tensor:
     refuse_gradients(query, *args)
-    kernel = _kernel("ragged_attention", *_forced.get(), query.device.type)
-    if args[2].dtype is fp8_rows.DTYPE and query.device.type == "cpu" and _forced.get()[0] != "triton":
-        kernel = reference.ragged_attention
-    return kernel(query, *args)
+    if reference_stands_in(args[2]):
+        return reference.ragged_attention(query, *args)
+    return _kernel("ragged_attention", *_forced.get(), query.device.type)(query, *args)
+
+
+def reference_stands_in(pool: Tensor) -> bool:
+    """Whether no kernel but an interpreted one reads such a pool on its device."""
+    return pool.dtype is fp8_rows.DTYPE and pool.device.type == "cpu" and _forced.get()[0] != "triton"
 
 
 def _run_varlen_attention(query: Tensor, *args: Any) -> Tensor:
@@ -235,7 +239,7 @@ def fake_ragged_attention(
     check_rows(query, key, value)
     check_per_head(query, sinks, slopes)
     check_selection(query, selection, window, chunk)
-    _check_scales(key_pool, key_scales, value_scales)
+    check_scales(key_pool, key_scales=key_scales, value_scales=value_scales)
     for name, pool, rows in (("key_pool", key_pool, key), ("value_pool", value_pool, value)):
         stored = key_pool.dtype if key_pool.dtype in (torch.int8, fp8_rows.DTYPE) else query.dtype
         size = row_bytes(rows.shape[2]) if stored == torch.int8 else rows.shape[2]
@@ -286,8 +290,8 @@ def check_per_head(query: Tensor, sinks: Tensor | None, slopes: Tensor | None) -
         require(slopes.dtype == torch.float32, f"slopes must be torch.float32, got {slopes.dtype}")
 
 
-def _check_scales(key_pool: Tensor, key_scales: Tensor | None, value_scales: Tensor | None) -> None:
-    for name, scales in (("key_scales", key_scales), ("value_scales", value_scales)):
+def check_scales(key_pool: Tensor, **given: Tensor | None) -> None:
+    for name, scales in given.items():
         if key_pool.dtype != fp8_rows.DTYPE:
             require(scales is None, f"{name} must be None with pools of {key_pool.dtype}")
         elif scales is None or scales.shape != (key_pool.shape[1],) or scales.dtype != torch.float32:

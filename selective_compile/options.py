@@ -66,8 +66,7 @@ class EngineConfig(_NamedOptions):
         latents: of a model whose keys and values are linear maps of a few numbers for each token, as DeepSeek-V3's:
             "compressed" keeps those numbers alone, and multiplies queries and results by the maps instead; "expanded"
             keeps keys and values, many times as much to hold and to read. A query and a key are then less to multiply,
-            which pays for long prompts with short outputs. Always so with `kv_dtype` "fp8", and on a GPU with
-            `batch_invariant`.
+            which pays for long prompts with short outputs. Always so on a GPU with `batch_invariant`.
         block_reuse: a request starts from the blocks of its leading tokens that another one left computed.
         scheduler_policy: "max_utilization" admits what fits now and preempts when blocks run short;
             "guaranteed_no_evict" admits only what can run to its end whatever the others generate.

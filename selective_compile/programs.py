@@ -75,8 +75,8 @@ def _compiled(model: nn.Module, config: EngineConfig) -> Program:
 
 
 def keeps_latents(model: nn.Module, config: EngineConfig) -> bool:
-    """For batch invariance only where the maps of latents are multiplied by a kernel of ours, and none are e4m3."""
-    if config.latents == "expanded" or config.kv_dtype == "fp8":
+    """For batch invariance only where the maps of latents are multiplied by a kernel of ours."""
+    if config.latents == "expanded":
         return False
     return not config.batch_invariant or (device_of(model).type == "cpu" and config.implementation in ("auto", "cpu"))
 
@@ -94,15 +94,13 @@ def check_kv_dtype(config: EngineConfig, proved: Proved) -> None:
     if config.kv_dtype == "int8" and flat.device.type != "cpu":
         raise ValueError(f"kv_dtype must be 'auto' or 'fp8' but on a CPU, got 'int8' on {flat.device}")
     if config.kv_dtype == "fp8":
-        check_fp8(flat.device, selections=len(flat.selections))
+        check_fp8(flat.device)
 
 
-def check_fp8(device: torch.device, *, selections: int) -> None:
-    """Raises ValueError for a GPU that has no numbers of e4m3, and one on which keys are selected."""
+def check_fp8(device: torch.device) -> None:
+    """Raises ValueError for a GPU that has no numbers of e4m3."""
     if device.type == "cpu":
         return
-    if selections:
-        raise ValueError(f"kv_dtype must be 'auto' for a model with sparse attention on {device}, got 'fp8'")
     capability = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
     if not torch.version.hip and capability < (8, 9):
         raise ValueError(

@@ -126,12 +126,19 @@ def latent_attention(
     block_table: Tensor,
     slot_mapping: Tensor,
     value_size: int,
-    *score: Any,
-    **options: Any,
+    scale: float,
+    window: int,
+    softcap: float,
+    chunk: int = 0,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    selection: Tensor | None = None,
+    key_scales: Tensor | None = None,
 ) -> Tensor:
     """`selective::latent_attention`: attention whose values are its keys, cut off. Returns [T, H, value_size]."""
     pools, metadata = (key_pool, key_pool), (cu_seqlens_q, context_lens, block_table, slot_mapping)
-    return ragged_attention(query, key, key, *pools, *metadata, *score, **options)[..., :value_size].contiguous()
+    options: Any = (scale, window, softcap, chunk, sinks, slopes, selection, key_scales, key_scales)
+    return ragged_attention(query, key, key, *pools, *metadata, *options)[..., :value_size].contiguous()
 
 
 def head_products(x: Tensor, weight: Tensor, transposed: bool) -> Tensor:

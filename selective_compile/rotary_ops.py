@@ -24,7 +24,7 @@ Shapes and dtypes (T rows, H query heads, K key/value heads, D and Dv head sizes
     cos, sin                  [T, rotated], or both [T, rotated / 2]: a number for each pair; of a floating dtype
     query_weight, key_weight  [D] of a floating dtype, or None: no weight
     eps                       None: no norm
-    key_pool, value_pool      as of `selective::ragged_attention`, but of query's dtype alone
+    key_pool, value_pool      as of `selective::ragged_attention`, but not int8
     result                    [T, H, Dv]
 """
 
@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selective_compile import reference
+from selective_compile import fp8_rows, reference
 from selective_compile.ops import (
     attention_kernel,
     fake_ragged_attention,
@@ -93,7 +93,8 @@ def _fake_rotary_attention(
     for name, weight in (("query_weight", query_weight), ("key_weight", key_weight)):
         fits = weight is None or (weight.shape == (size,) and weight.is_floating_point())
         require(fits, f"{name} must be [{size}] of a floating dtype")
-    require(key_pool.dtype == query.dtype, f"key_pool must be {query.dtype}, got {key_pool.dtype}")
+    known = key_pool.dtype in (query.dtype, fp8_rows.DTYPE)
+    require(known, f"key_pool must be {query.dtype} or {fp8_rows.DTYPE}, got {key_pool.dtype}")
     return fake_ragged_attention(query, key, value, key_pool, value_pool, *args)
 
 
@@ -102,7 +103,7 @@ rotary_attention = register(
     "Tensor? key_weight, float? eps, float weight_offset, int first, int rotated, bool interleaved, "
     "Tensor(a!) key_pool, Tensor(b!) value_pool, Tensor cu_seqlens_q, Tensor context_lens, Tensor block_table, "
     "Tensor slot_mapping, float scale, int window, float softcap, int chunk=0, Tensor? sinks=None, "
-    "Tensor? slopes=None, Tensor? selection=None) -> Tensor",
+    "Tensor? slopes=None, Tensor? selection=None, Tensor? key_scales=None, Tensor? value_scales=None) -> Tensor",
     _run_rotary_attention,
     _fake_rotary_attention,
 )

@@ -198,8 +198,8 @@ class StepProgram:
         self.rewritten = rewritten
         kept = [call_site(call, config.kv_dtype) for call in flat.calls]
         self.call_sites = (*kept, *map(index_site, flat.selections))
-        # Of keys and values in turn, for each call that keeps them as e4m3.
-        heads = [site.num_kv_heads for site in kept if site.fp8 for _ in range(2)]
+        # Of keys and values in turn, for each call that keeps them as e4m3; latents are keys alone.
+        heads = [site.num_kv_heads for site in kept if site.fp8 for size in site.pool_rows if size]
         self.kv_scales = tuple(torch.ones(count, device=flat.device) for count in heads)
         self.state_sites = tuple(
             StateSite(name=call.name, shape=call.state_shape, dtype=call.state_dtype, device=flat.device)

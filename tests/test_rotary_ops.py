@@ -37,7 +37,7 @@ def test_the_schema_declares_what_is_changed_in_place() -> None:
     arguments = rotary_attention._schema.arguments
     written = [argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write]
     assert written == ["key_pool", "value_pool"]
-    others = torch.ops.selective.ragged_attention.default._schema.arguments[3:-2]  # but scales, which go with e4m3
+    others = torch.ops.selective.ragged_attention.default._schema.arguments[3:]
     assert [(each.name, each.type, each.default_value) for each in arguments[12:]] == [
         (each.name, each.type, each.default_value) for each in others
     ]
@@ -95,7 +95,9 @@ def test_a_part_that_is_not_in_the_head_is_refused_when_traced(first: int, rotat
 def test_pools_of_another_dtype_are_refused_when_traced() -> None:
     arguments = traced_arguments()
     arguments[12] = torch.empty(4, 2, 8, 20, dtype=torch.int8, device="meta")
-    with pytest.raises(ValueError, match=re.escape("key_pool must be torch.float32, got torch.int8")):
+    with pytest.raises(
+        ValueError, match=re.escape("key_pool must be torch.float32 or torch.float8_e4m3fn, got torch.int8")
+    ):
         rotary_attention(*arguments)
 
 

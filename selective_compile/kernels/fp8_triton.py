@@ -23,3 +23,11 @@ def as_fp8(x, scale):
     sign = (y.to(tl.int32, bitcast=True) >> 24) & 0x80
     byte = tl.where(y == y, tl.where(magnitude < 0.015625, small, normal) | sign, 0x7F)
     return byte.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def as_kept(x, scales, head, head_mask):
+    """x as a pool keeps it: with scales [K] of the heads that it is of, as e4m3; without, as it is."""
+    if scales is not None:
+        x = as_fp8(x, tl.load(scales + head, head_mask, 1.0))
+    return x

@@ -41,7 +41,9 @@ LEAST = 16
 
 @triton.jit(
     do_not_specialize=["num_rows", "num_requests", "table_stride", "num_splits", "split_length"],
-    do_not_specialize_on_alignment=["cu_seqlens_q", "context_lens", "block_table", "sinks", "selection"],
+    do_not_specialize_on_alignment=[
+        *("cu_seqlens_q", "context_lens", "block_table", "sinks", "selection", "key_scales")
+    ],
 )
 def _latent_kernel(
     output,  # [T, H, VALUE_SIZE] contiguous
@@ -55,6 +57,7 @@ def _latent_kernel(
     block_table,  # [N, max_blocks]
     sinks,  # [H] or None
     selection,  # [T, COUNT] or None; BLOCK_Q is 1 then
+    key_scales,  # [1] with a pool of e4m3, else None
     num_rows,
     num_requests,
     num_splits,
@@ -130,6 +133,9 @@ def _latent_kernel(
         if SPLIT:
             maximum = tl.where(split == 0, maximum, float("-inf"))
             total = tl.where(split == 0, total, 0.0)
+    scale = SCALE * LOG2_E
+    if key_scales is not None:
+        scale = scale * tl.load(key_scales)
     accumulator = tl.full([BLOCK_M, BLOCK_R], 0.0, tl.float32)
     for start in range(begin, end, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
@@ -139,15 +145,16 @@ def _latent_kernel(
         entry = block_table + request.to(tl.int64) * table_stride + j // BLOCK_SIZE
         offset = tl.load(entry, mask=read, other=0).to(tl.int64) * block_stride + j % BLOCK_SIZE * slot_stride
         latent = tl.load(rows + offset[:, None] + r[None, :], read[:, None] & (r < VALUE_SIZE)[None, :], 0.0)
+        latent = latent.to(q.dtype)
         score = widened_dot(q, tl.trans(latent), tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32), WIDEN)
         if REST_SIZE > 0:
             mask = read[None, :] & (e < REST_SIZE)[:, None]
             rest = tl.load(rows + offset[None, :] + VALUE_SIZE + e[:, None], mask, 0.0)
-            score = widened_dot(q_rest, rest, score, WIDEN)
+            score = widened_dot(q_rest, rest.to(q.dtype), score, WIDEN)
         seen = read[None, :] & (j[None, :] <= position[:, None])
         if WINDOW > 0:
             seen = seen & (j[None, :] > position[:, None] - WINDOW)
-        score = tl.where(seen, score * (SCALE * LOG2_E), float("-inf"))
+        score = tl.where(seen, score * scale, float("-inf"))
 
         new_maximum = tl.maximum(maximum, tl.reduce(score, 1, tl.standard._elementwise_max))
         # A row that has seen no key yet has the maximum -inf, and -inf - -inf is NaN.
@@ -158,6 +165,8 @@ def _latent_kernel(
         accumulator = widened_dot(weight.to(latent.dtype), latent, accumulator * correction[:, None], WIDEN)
         maximum = new_maximum
 
+    if key_scales is not None:
+        accumulator *= tl.load(key_scales)
     value_mask = row_mask[:, None] & (r < VALUE_SIZE)[None, :]
     if SPLIT:
         if divided:
@@ -201,27 +210,30 @@ def latent_attention(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     selection: Tensor | None = None,
+    key_scales: Tensor | None = None,
 ) -> Tensor:
     """`selective::latent_attention`: one launch writes into the pool, others attend. Returns [T, H, value_size].
 
     Raises:
-        ValueError: the pool does not have the query's dtype.
+        ValueError: the pool is int8, which only the CPU's kernel reads.
     """
-    if key_pool.dtype is not query.dtype:
-        raise ValueError(f"the pool must be {query.dtype} for Triton's kernels, got {key_pool.dtype}")
-    selection_triton.write_keys(key, key_pool, slot_mapping)
+    if key_pool.dtype is torch.int8:
+        raise ValueError(f"the pool must be {query.dtype} for Triton's kernels, got torch.int8")
+    selection_triton.write_keys(key, key_pool, slot_mapping, key_scales)
     if selection is not None and (window or chunk):
         raise ValueError(f"window and chunk must be 0 with a selection, got {window} and {chunk}")
     metadata = (cu_seqlens_q, context_lens, block_table)
     if not softcap and not chunk and slopes is None:
-        return _attend(query, key_pool, (*metadata, sinks, selection), value_size, scale, window)
+        return _attend(query, key_pool, metadata, (sinks, selection, key_scales), value_size, scale, window)
     copies = query.shape[1] // _group(query.shape[1])
     keys, values = (pool.expand(-1, copies, -1, -1) for pool in (key_pool, key_pool[..., :value_size]))
+    scales = None if key_scales is None else key_scales.repeat(copies)
+    per_head = (sinks, slopes, scales, scales)
     if selection is not None:
-        options = ((scale, softcap), sinks, slopes, selection)
+        options = ((scale, softcap), per_head, selection)
         return selection_triton.ragged_selected_attention(query, keys, values, metadata, *options)
     strides, sizes = (*keys.stride()[:3], *values.stride()[:3]), (copies, key_pool.shape[2])
-    per_head, score = (sinks, slopes, None, None), (scale, window, softcap, chunk)
+    score = (scale, window, softcap, chunk)
     return attend(query, (keys, values), metadata, per_head, strides, sizes, score, whole=True)
 
 
@@ -233,13 +245,14 @@ def _group(heads: int) -> int:
 def _attend(
     query: Tensor,
     pool: Tensor,
-    metadata_sinks_selection: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
+    metadata: tuple[Tensor, Tensor, Tensor],
+    given: tuple[Tensor | None, Tensor | None, Tensor | None],
     value_size: int,
     scale: float,
     window: int,
 ) -> Tensor:
     (num_rows, heads, size), block_size = query.shape, pool.shape[2]
-    *metadata, sinks, selection = metadata_sinks_selection
+    sinks, selection, key_scales = given
     cu_seqlens_q, context_lens, block_table = metadata
     num_requests = context_lens.shape[0]
     assert query.stride(-1) == pool.stride(-1) == 1, "rows must be contiguous"
@@ -265,10 +278,10 @@ def _attend(
     grid = (num_rows // block_q + num_requests + 1, blocks_of_heads, splits.count)
     # fmt: off
     on_device(_latent_kernel, query)[grid](
-        output, *(parts or (None, None, None)), query, pool, *metadata, sinks, selection, num_rows, num_requests,
-        splits.count, splits.length, *query.stride()[:2], pool.stride(0), pool.stride(2), block_table.stride(0), scale,
-        window, 0 if selection is None else selection.shape[1], heads, value_size, size - value_size, block_size,
-        block_q, block_h, block_n, block_r, block_e,
+        output, *(parts or (None, None, None)), query, pool, *metadata, sinks, selection, key_scales,
+        num_rows, num_requests, splits.count, splits.length, *query.stride()[:2], pool.stride(0), pool.stride(2),
+        block_table.stride(0), scale, window, 0 if selection is None else selection.shape[1], heads,
+        value_size, size - value_size, block_size, block_q, block_h, block_n, block_r, block_e,
         # The interpreter would multiply the bit patterns of bfloat16.
         not query.is_cuda, split, num_warps=num_warps, num_stages=2, enable_fp_fusion=True,
     )

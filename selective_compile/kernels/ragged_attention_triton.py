@@ -13,8 +13,6 @@ Which steps have which tile, and how many splits, is the table of `ragged_attent
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -51,16 +49,15 @@ def ragged_attention(
     batch_invariant: N is T, and a row's result is the same bits whatever the other rows and the block table's width.
 
     Raises:
-        ValueError: the pools are int8, which only the CPU's kernels read, or float8_e4m3fn with a selection.
+        ValueError: the pools are int8, which only the CPU's kernels read.
     """
     if key_pool.dtype is torch.int8:
         raise ValueError(f"the pools must be {query.dtype} for Triton's kernels, got torch.int8")
-    if selection is not None and key_scales is not None:
-        raise ValueError(f"the pools must be {query.dtype} for Triton's kernel with a selection, got {key_pool.dtype}")
-    write(key, value, key_pool, value_pool, slot_mapping, key_scales, value_scales)
+    scales = (key_scales, value_scales)
+    write(key, value, key_pool, value_pool, slot_mapping, *scales)
     metadata = (cu_seqlens_q, context_lens, block_table)
-    options = (scale, window, softcap, chunk, sinks, slopes, selection, key_scales, value_scales)
-    return _attend_to_pools(query, (key_pool, value_pool), metadata, *options, batch_invariant=batch_invariant)
+    pools, score, per_head = (key_pool, value_pool), (scale, window, softcap, chunk), (sinks, slopes, *scales)
+    return _attend_to_pools(query, pools, metadata, score, per_head, selection, batch_invariant=batch_invariant)
 
 
 def rotary_attention(
@@ -82,24 +79,6 @@ def rotary_attention(
     context_lens: Tensor,
     block_table: Tensor,
     slot_mapping: Tensor,
-    *options: Any,
-    batch_invariant: bool = False,
-) -> Tensor:
-    """`selective::rotary_attention`: one launch norms, rotates and writes into the pools, others attend. [T, H, Dv].
-
-    options: from scale on, as of `ragged_attention`.
-    """
-    weights, rotation = (query_weight, key_weight), (eps, weight_offset, first, rotated, interleaved)
-    pools = (key_pool, value_pool)
-    query = rotate_and_write(query, key, value, (cos, sin), weights, rotation, pools, slot_mapping)
-    metadata = (cu_seqlens_q, context_lens, block_table)
-    return _attend_to_pools(query, pools, metadata, *options, batch_invariant=batch_invariant)
-
-
-def _attend_to_pools(
-    query: Tensor,
-    pools: tuple[Tensor, Tensor],
-    metadata: tuple[Tensor, Tensor, Tensor],
     scale: float,
     window: int,
     softcap: float,
@@ -110,16 +89,35 @@ def _attend_to_pools(
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
     *,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """`selective::rotary_attention`: one launch norms, rotates and writes into the pools, others attend. [T, H, Dv]."""
+    weights, rotation = (query_weight, key_weight), (eps, weight_offset, first, rotated, interleaved)
+    pools, scales = (key_pool, value_pool), (key_scales, value_scales)
+    query = rotate_and_write(query, key, value, (cos, sin), weights, rotation, pools, scales, slot_mapping)
+    metadata = (cu_seqlens_q, context_lens, block_table)
+    score, per_head = (scale, window, softcap, chunk), (sinks, slopes, *scales)
+    return _attend_to_pools(query, pools, metadata, score, per_head, selection, batch_invariant=batch_invariant)
+
+
+def _attend_to_pools(
+    query: Tensor,
+    pools: tuple[Tensor, Tensor],
+    metadata: tuple[Tensor, Tensor, Tensor],
+    score: tuple[float, int, float, int],
+    per_head: selection_triton.PerHead,
+    selection: Tensor | None,
+    *,
     batch_invariant: bool,
 ) -> Tensor:
     """Attend to what is in the key and the value pool. [T, H, Dv]."""
     key_pool, value_pool = pools
     if selection is not None:
+        scale, window, softcap, chunk = score
         _check_unmasked(window, chunk)
-        options = ((scale, softcap), sinks, slopes, selection)
+        options = ((scale, softcap), per_head, selection)
         return selection_triton.ragged_selected_attention(query, key_pool, value_pool, metadata, *options)
     strides = (*key_pool.stride()[:3], *value_pool.stride()[:3])
-    per_head, score = (sinks, slopes, key_scales, value_scales), (scale, window, softcap, chunk)
     return attend(query, pools, metadata, per_head, strides, key_pool.shape[1:3], score, whole=batch_invariant)
 
 

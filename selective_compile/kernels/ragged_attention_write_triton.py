@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selective_compile.kernels.fp8_triton import as_fp8
+from selective_compile.kernels.fp8_triton import as_kept
 from selective_compile.kernels.interpreter import on_device
 
 
@@ -56,14 +56,12 @@ def _write_kernel(
     dv = tl.arange(0, BLOCK_DV)[None, :]
     key_mask = (head < KV_HEADS) & (d < KEY_SIZE)
     k = tl.load(key + row * key_row_stride + head * key_head_stride + d, key_mask)
-    if key_scales is not None:
-        k = as_fp8(k, tl.load(key_scales + head, head < KV_HEADS, 1.0))
+    k = as_kept(k, key_scales, head, head < KV_HEADS)
     key_slot = key_pool + block * key_block_stride + offset * key_slot_stride
     tl.store(key_slot + head * key_pool_head_stride + d, k, key_mask)
     value_mask = (head < KV_HEADS) & (dv < VALUE_SIZE)
     v = tl.load(value + row * value_row_stride + head * value_head_stride + dv, value_mask)
-    if value_scales is not None:
-        v = as_fp8(v, tl.load(value_scales + head, head < KV_HEADS, 1.0))
+    v = as_kept(v, value_scales, head, head < KV_HEADS)
     value_slot = value_pool + block * value_block_stride + offset * value_slot_stride
     tl.store(value_slot + head * value_pool_head_stride + dv, v, value_mask)
 

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from selective_compile.kernels.fp8_triton import as_kept
 from selective_compile.kernels.interpreter import on_device
 
 # Elements of a part: for 128 threads, one load of 16 bytes each in 16 bits. Not measured on a GPU.
@@ -75,7 +76,7 @@ def _rotated(
     return tl.where(inside[None, :], x * c[None, :] + y * s[None, :], x)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping", "key_scales", "value_scales"])
 def _rotate_kernel(
     output,  # [T, H, D] contiguous
     query,  # [T, H, D]
@@ -87,6 +88,8 @@ def _rotate_kernel(
     key_weight,  # [D] or None
     key_pool,  # [num_blocks, K, BLOCK_SIZE, D]
     value_pool,  # [num_blocks, K, BLOCK_SIZE, Dv]
+    key_scales,  # [K] with pools of e4m3, else None
+    value_scales,  # [K] or None
     slot_mapping,  # [T]
     query_row_stride,
     query_head_stride,
@@ -152,11 +155,14 @@ def _rotate_kernel(
     key_mask = head_mask[:, None] & (d < KEY_SIZE)[None, :]
     key_slot = key_pool + block * key_block_stride + offset * key_slot_stride
     key_offset = head[:, None] * key_pool_head_stride + d[None, :]
-    tl.store(key_slot + key_offset, k.to(key_pool.dtype.element_ty), key_mask)
+    # What is kept as e4m3 is rounded to the key's own dtype first, as where no launch does both.
+    k = as_kept(k.to(key.dtype.element_ty), key_scales, head[:, None], head_mask[:, None])
+    tl.store(key_slot + key_offset, k, key_mask)
     dv = tl.arange(0, BLOCK_DV)
     value_mask = head_mask[:, None] & (dv < VALUE_SIZE)[None, :]
     value_row = value + row * value_row_stride
     v = tl.load(value_row + head[:, None] * value_head_stride + dv[None, :], value_mask)
+    v = as_kept(v, value_scales, head[:, None], head_mask[:, None])
     value_slot = value_pool + block * value_block_stride + offset * value_slot_stride
     tl.store(value_slot + head[:, None] * value_pool_head_stride + dv[None, :], v, value_mask)
 
@@ -169,11 +175,13 @@ def rotate_and_write(
     weights: tuple[Tensor | None, Tensor | None],
     rotation: tuple[float | None, float, int, int, bool],
     pools: tuple[Tensor, Tensor],
+    scales: tuple[Tensor | None, Tensor | None],
     slot_mapping: Tensor,
 ) -> Tensor:
     """Each row's keys and values into its slot of the pools, a slot of -1: nowhere; the queries. [T, H, D] contiguous.
 
-    tables: cos and sin; weights: of query and key; rotation: eps, weight_offset, first, rotated, interleaved.
+    tables: cos and sin; weights: of query and key; rotation: eps, weight_offset, first, rotated, interleaved; scales:
+    of pools of e4m3.
     """
     rows = (query, key, value, *tables, *pools)
     assert all(tensor.stride(-1) == 1 for tensor in rows), "rows must be contiguous"
@@ -189,7 +197,7 @@ def rotate_and_write(
     wide = tables[0].shape[1] == rotation[3]
     # fmt: off
     on_device(_rotate_kernel, query)[grid](
-        output, query, key, value, *tables, *weights, *pools, slot_mapping,
+        output, query, key, value, *tables, *weights, *pools, *scales, slot_mapping,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], tables[0].stride(0), tables[1].stride(0),
         *pools[0].stride()[:3], *pools[1].stride()[:3], *rotation, wide, heads, kv_heads, key_size, value_size,
         pools[0].shape[2], block_h, block_d, block_dv, num_warps=4, enable_fp_fusion=True,

@@ -23,10 +23,13 @@ import triton.language as tl
 from torch import Tensor
 
 from selective_compile.kernels.dot_triton import widened_dot
+from selective_compile.kernels.fp8_triton import as_kept
 from selective_compile.kernels.interpreter import interpreted, on_device
 from selective_compile.kernels.request_rows_triton import request_of
 
 _NOTHING = -(2**63)
+# Sinks and slopes [H], and of pools of e4m3 the scales of keys and of values [K].
+PerHead = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 @triton.jit(
@@ -106,7 +109,9 @@ def _rank_kernel(
 
 @triton.jit(
     do_not_specialize=["num_requests", "table_stride"],
-    do_not_specialize_on_alignment=["cu_seqlens_q", "context_lens", "block_table", "selection", "sinks", "slopes"],
+    do_not_specialize_on_alignment=[
+        *("cu_seqlens_q", "context_lens", "block_table", "selection", "sinks", "slopes", "key_scales", "value_scales")
+    ],
 )
 def _selected_kernel(
     output,  # [T, H, Dv] contiguous, zeros
@@ -119,6 +124,8 @@ def _selected_kernel(
     block_table,  # [N, max_blocks]; without a pool not read
     sinks,  # [H] or None
     slopes,  # [H] or None
+    key_scales,  # [K] with pools of e4m3, else None
+    value_scales,  # [K] or None
     num_requests,
     query_row_stride,
     query_head_stride,
@@ -170,6 +177,9 @@ def _selected_kernel(
         total = tl.full([BLOCK_H], 1.0, tl.float32)
     if slopes is not None:
         slope = tl.load(slopes + head, h < GROUP, 0.0) * LOG2_E
+    scale = SCALE * LOG2_E
+    if key_scales is not None:
+        scale = scale * tl.load(key_scales + kv_head)
     accumulator = tl.full([BLOCK_H, BLOCK_DV], 0.0, tl.float32)
     # The selected positions come first: no row has more of them than it has keys.
     for start in range(0, tl.minimum(position + 1, COUNT), BLOCK_N):
@@ -185,13 +195,13 @@ def _selected_kernel(
             slot = j * 0
         key_offset = block * key_block_stride + kv_head.to(tl.int64) * key_head_stride + slot * key_slot_stride
         k = tl.load(keys + key_offset[None, :] + d[:, None], seen[None, :] & (d < KEY_SIZE)[:, None], 0.0)
-        score = widened_dot(q, k, tl.full([BLOCK_H, BLOCK_N], 0.0, tl.float32), WIDEN)
+        score = widened_dot(q, k.to(q.dtype), tl.full([BLOCK_H, BLOCK_N], 0.0, tl.float32), WIDEN)
         if SOFTCAP > 0:
             # tanh(x) = 1 - 2 / (1 + exp(2x)) has the right limit where the exponential overflows to inf.
-            exponential = tl.exp2(score * (2 * LOG2_E * SCALE / SOFTCAP))
+            exponential = tl.exp2(score * (scale * (2 / SOFTCAP)))
             score = (SOFTCAP * LOG2_E) * (1.0 - 2.0 / (1.0 + exponential))
         else:
-            score = score * (SCALE * LOG2_E)
+            score = score * scale
         if slopes is not None:
             score += slope[:, None] * (j - position)[None, :].to(tl.float32)
         score = tl.where(seen[None, :], score, float("-inf"))
@@ -203,9 +213,11 @@ def _selected_kernel(
         total = total * correction + tl.reduce(weight, 1, tl.standard._sum_combine)
         value_offset = block * value_block_stride + kv_head.to(tl.int64) * value_head_stride + slot * value_slot_stride
         value_mask = seen[:, None] & (dv < VALUE_SIZE)[None, :]
-        v = tl.load(values + value_offset[:, None] + dv[None, :], value_mask, 0.0)
+        v = tl.load(values + value_offset[:, None] + dv[None, :], value_mask, 0.0).to(q.dtype)
         accumulator = widened_dot(weight.to(v.dtype), v, accumulator * correction[:, None], WIDEN)
         maximum = new_maximum
+    if value_scales is not None:
+        accumulator *= tl.load(value_scales + kv_head)
     result = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]
     output_offset = (row.to(tl.int64) * HEADS + head) * VALUE_SIZE
     output_mask = (h < GROUP)[:, None] & (dv < VALUE_SIZE)[None, :]
@@ -277,14 +289,13 @@ def ragged_selected_attention(
     value_pool: Tensor,
     metadata: tuple[Tensor, Tensor, Tensor],
     score: tuple[float, float],
-    sinks: Tensor | None,
-    slopes: Tensor | None,
+    per_head: PerHead,
     selection: Tensor,
 ) -> Tensor:
     """`selective::ragged_attention` with a selection, once the pools are written. Returns [T, H, Dv]."""
     strides = (*key_pool.stride()[:3], *value_pool.stride()[:3])
     sizes = (key_pool.shape[1], key_pool.shape[2])
-    return _attend(query, (key_pool, value_pool), metadata, strides, sizes, score, (sinks, slopes), selection)
+    return _attend(query, (key_pool, value_pool), metadata, strides, sizes, score, per_head, selection)
 
 
 def varlen_selected_attention(
@@ -299,7 +310,8 @@ def varlen_selected_attention(
 ) -> Tensor:
     """`selective::varlen_attention` with a selection. Returns [T, H, Dv]."""
     strides, metadata = (*key.stride()[:2], 0, *value.stride()[:2], 0), (cu_seqlens_q,) * 3
-    return _attend(query, (key, value), metadata, strides, (key.shape[1], 0), score, (sinks, slopes), selection)
+    per_head = (sinks, slopes, None, None)
+    return _attend(query, (key, value), metadata, strides, (key.shape[1], 0), score, per_head, selection)
 
 
 def _attend(
@@ -309,7 +321,7 @@ def _attend(
     strides: tuple[int, ...],
     kv_heads_and_block_size: tuple[int, int],
     score: tuple[float, float],
-    per_head: tuple[Tensor | None, Tensor | None],
+    per_head: PerHead,
     selection: Tensor,
 ) -> Tensor:
     keys, values = keys_and_values
@@ -344,11 +356,12 @@ def block_sizes(group: int, size: int, bytes_per_element: int) -> tuple[int, int
     return block_h, 16 if wide or block_d > 128 else 32, block_d, 8 if wide else 4
 
 
-@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping", "key_scales"])
 def _write_kernel(
     key,  # [T, K, D]
     key_pool,  # [num_blocks, K, BLOCK_SIZE, D]
     slot_mapping,  # [T]
+    key_scales,  # [K] with a pool of e4m3, else None
     key_row_stride,
     key_head_stride,
     key_block_stride,
@@ -367,12 +380,15 @@ def _write_kernel(
     head = tl.arange(0, BLOCK_K)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
     mask = (head < KV_HEADS) & (d < KEY_SIZE)
-    k = tl.load(key + row * key_row_stride + head * key_head_stride + d, mask)
+    k = as_kept(
+        tl.load(key + row * key_row_stride + head * key_head_stride + d, mask), key_scales, head, head < KV_HEADS
+    )
     to = key_pool + (slot // BLOCK_SIZE) * key_block_stride + (slot % BLOCK_SIZE) * key_slot_stride
     tl.store(to + head * key_pool_head_stride + d, k, mask)
 
 
-def write_keys(key: Tensor, key_pool: Tensor, slot_mapping: Tensor) -> None:
+def write_keys(key: Tensor, key_pool: Tensor, slot_mapping: Tensor, key_scales: Tensor | None = None) -> None:
+    """Each row's keys [T, K, D] into its slot of the pool; a slot of -1: nowhere."""
     assert key_pool.stride(-1) == key.stride(-1) == 1
     num_rows, kv_heads, size = key.shape
     if num_rows == 0:
@@ -380,7 +396,8 @@ def write_keys(key: Tensor, key_pool: Tensor, slot_mapping: Tensor) -> None:
     kernel: Any = _write_kernel if key.is_cuda else interpreted(_write_kernel)
     # fmt: off
     kernel[(num_rows,)](
-        key, key_pool, slot_mapping, *key.stride()[:2], *key_pool.stride()[:3], kv_heads, size, key_pool.shape[2],
-        triton.next_power_of_2(kv_heads), triton.next_power_of_2(size), num_warps=4, enable_fp_fusion=True,
+        key, key_pool, slot_mapping, key_scales, *key.stride()[:2], *key_pool.stride()[:3], kv_heads, size,
+        key_pool.shape[2], triton.next_power_of_2(kv_heads), triton.next_power_of_2(size),
+        num_warps=4, enable_fp_fusion=True,
     )
     # fmt: on

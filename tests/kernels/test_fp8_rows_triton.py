@@ -8,8 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from selective_compile import fp8_rows
-from tests.kernels.ragged_cases import CASES, COMBINATIONS, Case, cases, exact_ragged, make_inputs
+from selective_compile import fp8_rows, reference
+from tests.kernels.ragged_cases import CASES, COMBINATIONS, MIXED, Case, Inputs, cases, exact_ragged, make_inputs
+from tests.kernels.rotary_cases import TURNS, Turn, rotary
+from tests.kernels.selection_cases import FEWER, Selecting, drawn, selected
 from tests.kernels.test_ragged_attention_splits_triton import DRAFTS, split_into
 from tests.kernels.test_ragged_attention_triton import (
     TOLERANCE,
@@ -37,8 +39,7 @@ def check(case: Case, dtype: torch.dtype) -> None:
     expected, *pools = exact_ragged(inputs)
     output = launcher.ragged_attention(*inputs.ragged())
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=TOLERANCE[dtype])
-    for pool, exact in zip((inputs.key_pool, inputs.value_pool), pools, strict=True):
-        assert pool.dtype == fp8_rows.DTYPE and torch.equal(pool.view(torch.uint8), exact.view(torch.uint8))
+    assert_same_pools(inputs, dataclasses.replace(inputs, key_pool=pools[0], value_pool=pools[1]))
 
 
 @pytest.mark.parametrize(("case", "dtype"), RUNS, ids=str)
@@ -97,9 +98,28 @@ def test_the_write_compiles_ahead_of_time_without_spills(target, tmp_path):
     ahead.assert_ships(compiled, target, tmp_path)
 
 
-def test_a_selection_is_refused() -> None:
-    inputs = make_inputs(Case(name="", requests=((3, 5),)), torch.float32).with_fp8_pools()
-    arguments = list(inputs.ragged())
-    arguments[15] = torch.zeros(3, 4, dtype=torch.int32)
-    with pytest.raises(ValueError, match="the pools must be torch.float32 for Triton's kernel with a selection, got"):
-        launcher.ragged_attention(*arguments)
+@pytest.mark.parametrize("step", FEWER, ids=str)
+def test_attention_to_selected_keys(step: Selecting, nan_filled_outputs: None) -> None:  # noqa: F811
+    inputs, _ = drawn(step, torch.float32)
+    selection = selected(inputs, step.count, pool=True)
+    own = inputs.with_fp8_pools()
+    theirs = own.to(torch.float32)
+    expected = reference.ragged_attention(*theirs.ragged()[:15], selection, own.key_scales, own.value_scales)
+    found = launcher.ragged_attention(*own.ragged()[:15], selection, own.key_scales, own.value_scales)
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[torch.float32])
+    assert_same_pools(own, theirs)
+
+
+@pytest.mark.parametrize("turn", (TURNS[0], TURNS[4], TURNS[7]), ids=str)
+def test_rotary_attention(turn: Turn, nan_filled_outputs: None) -> None:  # noqa: F811
+    own = make_inputs(Case(name="", requests=MIXED, padding_rows=3), torch.float32).with_fp8_pools()
+    theirs = own.to(torch.float32)
+    expected = reference.rotary_attention(*rotary(theirs, turn))
+    found = launcher.rotary_attention(*rotary(own, turn))
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[torch.float32])
+    assert_same_pools(own, theirs)
+
+
+def assert_same_pools(found: Inputs, expected: Inputs) -> None:
+    for pool, exact in ((found.key_pool, expected.key_pool), (found.value_pool, expected.value_pool)):
+        assert pool.dtype == fp8_rows.DTYPE and torch.equal(pool.view(torch.uint8), exact.view(torch.uint8))

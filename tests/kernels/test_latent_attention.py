@@ -49,20 +49,20 @@ LONG = (case("long_decode", ((1, 2100), (1, 700)), 3, 24), case("long", ((1, 250
 HALF = ("sinks", "as_large_as_deepseek")
 
 
-def arguments(inputs: Inputs, value_size: int | None = None) -> tuple[Any, ...]:
+def arguments(inputs: Inputs, value_size: int | None = None, selection: Tensor | None = None) -> tuple[Any, ...]:
     metadata = (inputs.cu_seqlens_q, inputs.context_lens, inputs.block_table, inputs.slot_mapping)
     score = (inputs.scale, inputs.window, inputs.softcap, inputs.chunk, inputs.sinks, inputs.slopes)
     size = VALUES[inputs.key.shape[2]] if value_size is None else value_size
-    return (inputs.query, inputs.key, inputs.key_pool, *metadata, size, *score)
+    return (inputs.query, inputs.key, inputs.key_pool, *metadata, size, *score, selection, inputs.key_scales)
 
 
 def check(implementation: str, inputs: Inputs, selection: Tensor | None = None) -> None:
     """Results, and that written rows are copies and all others as before."""
     wide = inputs.to(torch.float64)
-    expected = reference.latent_attention(*arguments(wide), selection=selection)
+    expected = reference.latent_attention(*arguments(wide, selection=selection))
     own = dataclasses.replace(inputs, key_pool=inputs.key_pool.clone())
     with forced_implementation(implementation):  # type: ignore[arg-type]
-        output = latent_ops.latent_attention(*arguments(own), selection=selection)
+        output = latent_ops.latent_attention(*arguments(own, selection=selection))
     assert (output.dtype, output.shape) == (inputs.query.dtype, expected.shape)
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=TOLERANCE[output.dtype])
     torch.testing.assert_close(own.key_pool.double(), wide.key_pool.double(), rtol=0, atol=0, equal_nan=True)
@@ -108,9 +108,11 @@ def test_on_a_cpu(each: Case, dtype: torch.dtype, int8: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
 @pytest.mark.parametrize(("each", "dtype"), runs(*CASES), ids=str)
-def test_in_tritons_interpreter(each: Case, dtype: torch.dtype) -> None:
-    check("triton", make_inputs(each, dtype))
+def test_in_tritons_interpreter(each: Case, dtype: torch.dtype, fp8: bool) -> None:
+    inputs = make_inputs(each, dtype)
+    check("triton", inputs.with_fp8_pools() if fp8 else inputs)
 
 
 @pytest.mark.parametrize("implementation", ["cpu", "triton"])
@@ -123,14 +125,16 @@ def test_selected_keys(implementation: str) -> None:
         selection[row, : len(chosen)] = chosen
     check(implementation, inputs, selection)
     check(implementation, dataclasses.replace(inputs, softcap=2.0), selection)
-    if implementation == "cpu":
-        check(implementation, inputs.with_int8_pools(), selection)
+    narrow = inputs.with_int8_pools() if implementation == "cpu" else inputs.with_fp8_pools()
+    check(implementation, narrow, selection)
+    check(implementation, dataclasses.replace(narrow, softcap=2.0), selection)
 
 
 def test_keys_are_split_and_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latents, "split_config", lambda **sizes: tiles.SplitConfig(count=9, length=16))
     for each in (case("", DECODE, 20, 40, sinks=0.5), case("", ((3, 90), (1, 130), (5, 3)), 4, 24, window=60)):
         check("triton", make_inputs(each, torch.float32))
+        check("triton", make_inputs(each, torch.float32).with_fp8_pools())
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -140,7 +144,9 @@ def test_what_does_not_fit_is_refused() -> None:
         (fit, 21, "value_size must be at least 1 and at most 20, got 21"),
         (two, 16, "key must have one head, got 2"),
         (dataclasses.replace(fit, key_pool=fit.key_pool[..., :16]), 16, "key_pool must be .*, 20., got"),
-        (dataclasses.replace(fit, key_pool=fit.key_pool.double()), 16, "key_pool must be torch.float32 or torch.int8"),
+        (dataclasses.replace(fit, key_pool=fit.key_pool.double()), 16, "key_pool must be torch.float32, torch.int8 or"),
+        (dataclasses.replace(fit.with_fp8_pools(), key_scales=None), 16, "key_scales must be .1. torch.float32, got"),
+        (dataclasses.replace(fit, key_scales=torch.ones(1)), 16, "key_scales must be None with pools of torch.float32"),
     ):
         with pytest.raises(ValueError, match=message):
             latent_ops._fake_latent_attention(*arguments(inputs, size))
@@ -156,7 +162,13 @@ VARIANTS = {
     "window_and_sinks": ("fp16", {"WINDOW": 128, "sinks": "*bf16", "SPLIT": False}),
     "selection": ("bf16", {"COUNT": 2048, "selection": "*i32", "SPLIT": False}),
     "float32": ("fp32", {}),
+    "fp8": ("bf16", {"rows": "*fp8e4nv", "key_scales": "*fp32"}),
+    "fp8_selection": (
+        "bf16",
+        {"rows": "*fp8e4nv", "key_scales": "*fp32", "COUNT": 2048, "selection": "*i32", "SPLIT": False},
+    ),
 }
+OPTIONAL = ("sinks", "selection", "key_scales")
 
 
 @pytest.fixture
@@ -171,17 +183,19 @@ def triton_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 def test_it_compiles_ahead_of_time_without_spills(target: Any, name: str, tmp_path: Any, triton_cache: None) -> None:
     """For 128 heads, a latent of 512 numbers and 64 more."""
     element, changes = VARIANTS[name]
+    if "fp8" in name and target == TARGETS[0]:
+        pytest.skip("no numbers of e4m3 below compute capability 8.9")
     wide = element == "fp32"
     block_q, block_h, block_n, warps = latents.tile_sizes(128, 4 if wide else 2, rocm=target.backend == "hip")
     types = dict.fromkeys(("output", "query", "rows"), "*" + element)
     types |= dict.fromkeys(("sums", "maxima", "totals"), "*fp32")
     types |= dict.fromkeys(("cu_seqlens_q", "context_lens", "block_table"), "*i32")
-    types |= {name: changes[name] for name in ("sinks", "selection") if name in changes}
+    types |= {name: changes[name] for name in ("rows", *OPTIONAL) if name in changes}
     constants = {"SCALE": 0.1, "WINDOW": 0, "COUNT": 0, "HEADS": 128, "VALUE_SIZE": 512, "REST_SIZE": 64}
     constants |= {"BLOCK_Q": block_q, "BLOCK_H": block_h, "BLOCK_N": block_n, "BLOCK_R": 512, "BLOCK_E": 64}
     constants |= {"BLOCK_SIZE": 32, "WIDEN": False, "SPLIT": True} | changes
     constants = {name: value for name, value in constants.items() if name not in types}
-    constants |= {name: None for name in ("sinks", "selection") if name not in changes}
+    constants |= {name: None for name in OPTIONAL if name not in changes}
     constants |= {} if constants["SPLIT"] else dict.fromkeys(("sums", "maxima", "totals"))
     compiled = ahead.compile_ahead(latents._latent_kernel, target, types, constants, num_warps=warps, num_stages=2)
     ahead.assert_ships(compiled, target, tmp_path)
@@ -205,7 +219,13 @@ def test_the_merge_of_so_large_values_compiles_ahead_of_time(target: Any, tmp_pa
 @pytest.mark.parametrize("each", [*CASES, *LONG], ids=str)
 def test_on_a_gpu(each: Case, dtype: torch.dtype) -> None:
     inputs = make_inputs(each, dtype)
+    check_on_a_gpu(inputs)
+    if torch.cuda.get_device_capability() >= (8, 9):
+        check_on_a_gpu(inputs.with_fp8_pools())
+
+
+def check_on_a_gpu(inputs: Inputs) -> None:
     expected = reference.latent_attention(*arguments(inputs.to(torch.float64)))
     on_gpu = [value.cuda() if isinstance(value, Tensor) else value for value in arguments(inputs)]
     output = latent_ops.latent_attention(*on_gpu)
-    torch.testing.assert_close(output.cpu().double(), expected, rtol=0, atol=TOLERANCE[dtype])
+    torch.testing.assert_close(output.cpu().double(), expected, rtol=0, atol=TOLERANCE[output.dtype])

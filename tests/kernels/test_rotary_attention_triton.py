@@ -83,7 +83,7 @@ def test_the_queries_are_the_references(nan_filled_outputs: None) -> None:
     slots = torch.tensor([5, -1, 0, 11, 7, -1, 2])
     tables, weights = tuple(torch.randn(2, 7, 10).unbind()), tuple(torch.randn(2, 24).unbind())
     rotation = (1e-6, 0.5, 14, 10, True)
-    found = writes.rotate_and_write(query, key, value, tables, weights, rotation, pools, slots)
+    found = writes.rotate_and_write(query, key, value, tables, weights, rotation, pools, (None, None), slots)
     queries, keys = reference.rotated_heads(query, key, *tables, *weights, *rotation)
     torch.testing.assert_close(found, queries)
     for row, slot in enumerate(slots.tolist()):
@@ -99,7 +99,9 @@ def test_elements_that_are_not_rotated_may_be_infinite() -> None:
     query[0, 1, 12] = torch.inf
     pools, tables = tuple(torch.zeros(1, 4, 4, 16) for _ in "kv"), tuple(torch.randn(2, 2, 8).unbind())
     rotation = (None, 0.0, 0, 8, False)
-    found = writes.rotate_and_write(query, query, query, tables, (None, None), rotation, pools, torch.tensor([0, 1]))
+    found = writes.rotate_and_write(
+        query, query, query, tables, (None, None), rotation, pools, (None, None), torch.tensor([0, 1])
+    )
     torch.testing.assert_close(found, reference.rotated_heads(query, query, *tables, None, None, *rotation)[0])
     assert not found.isnan().any()
 
@@ -112,7 +114,9 @@ def test_a_row_is_the_same_bits_whatever_rows_are_with_it() -> None:
         pools = tuple(torch.zeros(9, 2, 16, 16) for _ in "kv")
         query, key, value, *tables = (tensor[rows] for tensor in arguments[:5])
         slots = inputs.slot_mapping[rows]
-        return writes.rotate_and_write(query, key, value, tables, arguments[5:7], arguments[7:12], pools, slots)
+        return writes.rotate_and_write(
+            query, key, value, tables, arguments[5:7], arguments[7:12], pools, (None, None), slots
+        )
 
     every = rotated(slice(None))
     assert all(torch.equal(rotated(slice(row, row + 1))[0], every[row]) for row in range(9))
@@ -123,20 +127,34 @@ POINTERS = ("output", "query", "key", "value", "cos", "sin", "query_weight", "ke
 
 @pytest.mark.skipif(not isinstance(writes._rotate_kernel, triton.JITFunction), reason="TRITON_INTERPRET is set")
 @pytest.mark.parametrize(
-    ("element", "size", "norm"),
-    (("bf16", 128, False), ("bf16", 128, True), ("fp32", 128, True), ("fp16", 80, False), ("bf16", 256, True)),
+    ("element", "size", "norm", "fp8"),
+    (
+        ("bf16", 128, False, False),
+        ("bf16", 128, True, False),
+        ("fp32", 128, True, False),
+        ("fp16", 80, False, False),
+        ("bf16", 256, True, False),
+        ("bf16", 128, True, True),
+    ),
     ids=str,
 )
 @pytest.mark.parametrize("target", ahead.TARGETS, ids=str)
-def test_it_ships(target: Any, element: str, size: int, norm: bool, tmp_path: Any) -> None:
+def test_it_ships(target: Any, element: str, size: int, norm: bool, fp8: bool, tmp_path: Any) -> None:
     """With 32 query heads to 8 of keys, as the launcher would ask for it; interleaved with the norm, else by halves."""
+    if fp8 and target == ahead.TARGETS[0]:
+        pytest.skip("no numbers of e4m3 below compute capability 8.9")
     block_d = triton.next_power_of_2(size)
     constants = {"EPS": 1e-6 if norm else None, "WEIGHT_OFFSET": 0.0, "FIRST": 0, "ROTATED": size}
     constants |= {"INTERLEAVED": norm, "WIDE": not norm, "HEADS": 32, "KV_HEADS": 8, "BLOCK_SIZE": 16}
     constants |= {"KEY_SIZE": size, "VALUE_SIZE": size, "BLOCK_D": block_d, "BLOCK_DV": block_d}
     constants |= {"BLOCK_H": writes.PART // block_d}
     constants |= {} if norm else {"query_weight": None, "key_weight": None}
+    scales = dict.fromkeys(("key_scales", "value_scales"))
     types = dict.fromkeys(POINTERS, f"*{element}") | {"slot_mapping": "*i64"}
+    if fp8:
+        types |= dict.fromkeys(("key_pool", "value_pool"), "*fp8e4nv") | dict.fromkeys(scales, "*fp32")
+    else:
+        constants |= scales
     compiled = ahead.compile_ahead(writes._rotate_kernel, target, types, constants, num_warps=4)
     ahead.assert_ships(compiled, target, tmp_path)
 
@@ -166,7 +184,7 @@ def test_steps_of_every_shape_share_one_compiled_kernel(monkeypatch: pytest.Monk
         tables, slots = tuple(torch.zeros(2, rows, 64).unbind()), torch.zeros(rows + 1, dtype=torch.int64)
         for chosen in (slots[:-1], slots[1:]):
             rotation = (None, 0.0, 0, 64, False)
-            writes.rotate_and_write(query, key, value, tables, (None, None), rotation, pools, chosen)
+            writes.rotate_and_write(query, key, value, tables, (None, None), rotation, pools, (None, None), chosen)
     assert len(found) == 1
 
 

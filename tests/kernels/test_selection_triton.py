@@ -79,18 +79,25 @@ SIZES = {"KEY_SIZE": 128, "BLOCK_SIZE": 16, "SCALE": 0.1, "WIDEN": False}
 ADDRESSES = {"cu_seqlens_q": "*i32", "context_lens": "*i32", "block_table": "*i32", "slot_mapping": "*i64"}
 
 
-def compile_for(target: object, kernel: object, dtype: str, **constants: Any) -> object:
+def compile_for(target: object, kernel: object, dtype: str, *, fp8: bool = False, **constants: Any) -> object:
     pools = dict.fromkeys(("output", "query", "key", "keys", "values", "key_pool"), f"*{dtype}")
-    types = {**ADDRESSES, **pools, "ranks": "*i64", "weights": "*fp32", "selection": "*i32", "sinks": "*fp32"}
+    if fp8:
+        pools |= dict.fromkeys(("keys", "values", "key_pool"), "*fp8e4nv")
+    types = {**ADDRESSES, **pools, "ranks": "*i64", "weights": "*fp32", "selection": "*i32"}
+    types |= dict.fromkeys(("sinks", "slopes", "key_scales", "value_scales"), "*fp32")
     warps = int(constants.pop("WARPS", 4))
-    return ahead.compile_ahead(kernel, target, types | {"slopes": "*fp32"}, constants, num_warps=warps)
+    return ahead.compile_ahead(kernel, target, types, constants, num_warps=warps)
 
 
 @pytest.mark.skipif(not isinstance(launcher._rank_kernel, triton.JITFunction), reason="TRITON_INTERPRET is set")
-@pytest.mark.parametrize("dtype", ("bf16", "fp32"))
+@pytest.mark.parametrize(("dtype", "fp8"), (("bf16", False), ("fp32", False), ("bf16", True)))
 @pytest.mark.parametrize("target", ahead.TARGETS, ids=str)
-def test_it_ships(target: object, dtype: str, tmp_path: object) -> None:
+def test_it_ships(target: object, dtype: str, fp8: bool, tmp_path: object) -> None:
     """For the sizes that DeepSeek-V3.2 has: 64 heads of 128 in the indexer, keys of 192 and values of 128."""
+    if fp8 and target == ahead.TARGETS[0]:
+        pytest.skip("no numbers of e4m3 below compute capability 8.9")
+    key_scales: dict[str, None] = {} if fp8 else {"key_scales": None}
+    scales = {} if fp8 else key_scales | {"value_scales": None}
     names, size = ("BLOCK_H", "BLOCK_N", "BLOCK_D", "WARPS"), 4 if dtype == "fp32" else 2
     blocks = dict(zip(names, launcher.block_sizes(64, 128, size), strict=True))
     ranks = compile_for(target, launcher._rank_kernel, dtype, **SIZES, **blocks, GROUP=64, KV_HEADS=1)
@@ -98,7 +105,9 @@ def test_it_ships(target: object, dtype: str, tmp_path: object) -> None:
     blocks = dict(zip(names, launcher.block_sizes(1, 192, size), strict=True))
     sizes = {**SIZES, **blocks, "KEY_SIZE": 192, "VALUE_SIZE": 128, "BLOCK_DV": 128, "GROUP": 1, "HEADS": 128}
     sizes |= {"COUNT": 2048, "SOFTCAP": 0.0}
-    attends = compile_for(target, launcher._selected_kernel, dtype, **sizes, sinks=None, slopes=None)
+    attends = compile_for(target, launcher._selected_kernel, dtype, fp8=fp8, **sizes, sinks=None, slopes=None, **scales)
     ahead.assert_ships(attends, target, tmp_path)
     writes = {"KV_HEADS": 1, "KEY_SIZE": 128, "BLOCK_SIZE": 16, "BLOCK_K": 1, "BLOCK_D": 128}
-    ahead.assert_ships(compile_for(target, launcher._write_kernel, dtype, **writes), target, tmp_path)
+    ahead.assert_ships(
+        compile_for(target, launcher._write_kernel, dtype, fp8=fp8, **writes, **key_scales), target, tmp_path
+    )

@@ -26,3 +26,14 @@ def test_every_attention_gets_pools_of_e4m3_and_scales() -> None:
     assert [node for call in calls for node in (call.kwargs["key_scales"], call.kwargs["value_scales"])] == added
     assert [node.meta["val"].shape for node in added] == [node.meta["val"].shape[1:2] for node in pools]
     assert keep_as_fp8(flat) == 0
+
+
+def test_latents_have_one_scale() -> None:
+    flat = captured_and_rewritten(tiny("deepseek_v3"), {})[1].flat
+    assert flat is not None
+    assert keep_as_fp8(flat) == len(flat.calls) > 0
+    for node in flat.module.graph.nodes:
+        if node.target is torch.ops.selective.latent_attention.default:
+            assert node.args[2].meta["val"].dtype == torch.float8_e4m3fn and set(node.kwargs) == {"key_scales"}
+            assert node.kwargs["key_scales"].meta["val"].shape == (1,)
+    assert keep_as_fp8(flat) == 0

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from selective_compile import ops
 from selective_compile.passes.flatten import FlatGraph, flatten
+from selective_compile.passes.fp8_pools import keep_as_fp8
 from selective_compile.passes.fuse_rotary import fuse_rotary
 from selective_compile.passes.int8_pools import keep_as_int8
 from tests.passes.graphs import analysed, sample
@@ -358,9 +359,16 @@ def test_equal_tables_are_one() -> None:
     assert [targets(flat).count(f"aten.{name}.default") for name in ("cos", "sin")] == [1, 1]
 
 
-def test_pools_of_another_dtype_are_left_alone() -> None:
+def test_pools_of_int8_are_left_alone() -> None:
     flat = flat_of(attending(by_halves), FREQUENCIES)
     assert keep_as_int8(flat) == 1 and fuse_rotary(flat) == 0
+
+
+def test_pools_of_e4m3_keep_their_scales() -> None:
+    flat = flat_of(attending(by_halves), FREQUENCIES)
+    assert keep_as_fp8(flat) == 1 and fuse_rotary(flat) == 1
+    (call,) = (node for node in flat.module.graph.nodes if node.target is torch.ops.selective.rotary_attention.default)
+    assert set(call.kwargs) >= {"key_scales", "value_scales"} and None not in call.kwargs.values()
 
 
 def test_a_padded_call_is_left_alone() -> None:

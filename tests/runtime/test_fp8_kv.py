@@ -12,6 +12,7 @@ from transformers import DynamicCache
 import selective_compile as sc
 from selective_compile import fp8_rows, fp8_scales, programs, tiny_model
 from selective_compile.backend import Program, compile_step_program
+from selective_compile.coverage.random_model import random_model, vocabulary_of
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.kv_cache import allocate_pools
 from selective_compile.runtime.logit_error import logit_error, prompt_logits
@@ -22,14 +23,17 @@ PROMPT = [(13 * place + 7) % 97 for place in range(37)]
 
 
 class Rounding(DynamicCache):
-    """Hands the model its keys and values [1, K, S, D] as e4m3 would keep them, with a program's scales."""
+    """Hands the model its keys and values [1, K, S, D] as e4m3 would keep them, with a program's scales.
 
-    def __init__(self, scales: tuple[Tensor, ...], **options: Any) -> None:
+    DeepSeek-V3 keeps its latents as keys of one head, and what goes with them as values; they have one scale.
+    """
+
+    def __init__(self, scales: tuple[Tensor, ...], *, sites: int, **options: Any) -> None:
         super().__init__(**options)
-        self.scales = scales
+        self.scales = [scales[i * len(scales) // sites : (i + 1) * len(scales) // sites] for i in range(sites)]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        keys, values = self.scales[2 * layer_idx : 2 * layer_idx + 2]
+        keys, values = self.scales[layer_idx][0], self.scales[layer_idx][-1]
         return super().update(rounded(key_states, keys), rounded(value_states, values), layer_idx, *args, **kwargs)
 
 
@@ -40,7 +44,7 @@ def rounded(rows: Tensor, scales: Tensor) -> Tensor:
 
 @torch.no_grad()
 def rounding_logits(model: Any, tokens: list[int], program: Program) -> Tensor:
-    cache = Rounding(program.kv_scales, config=model.config)
+    cache = Rounding(program.kv_scales, sites=len(program.call_sites), config=model.config)
     return model(torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits[0].float()
 
 
@@ -57,7 +61,7 @@ def apart(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).square().mean().sqrt())
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "deepseek_v3"])
 def test_logits_are_those_of_the_model_with_rounded_keys_and_values(family: str) -> None:
     """In one piece and in chunks; the bar is what rounding itself does."""
     model = tiny(family, attention="eager", initializer_range=0.2)
@@ -136,27 +140,47 @@ def test_what_cannot_keep_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch)
     for capability, message in (((8, 0), "of compute capability 8.0, got 'fp8', which takes 8.9"), ((8, 9), None)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         if message is None:
-            programs.check_fp8(gpu, selections=0)
+            programs.check_fp8(gpu)
         else:
             with pytest.raises(ValueError, match=message):
-                programs.check_fp8(gpu, selections=0)
-    with pytest.raises(ValueError, match="kv_dtype must be 'auto' for a model with sparse attention on cuda:0"):
-        programs.check_fp8(gpu, selections=1)
+                programs.check_fp8(gpu)
 
 
-def test_through_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latents_are_kept_as_e4m3_and_not_expanded() -> None:
+    program = compile_step_program(tiny("deepseek_v3"), CONFIG)
+    kept = {"auto": compile_step_program(tiny("deepseek_v3"), configured(kv_dtype="auto")), "fp8": program}
+    numbers = {name: sum(site.bytes_per_token for site in each.call_sites) for name, each in kept.items()}
+    assert numbers["auto"] == 4 * numbers["fp8"]
+    assert [scales.shape for scales in program.kv_scales] == [(1,)] * len(program.call_sites)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_through_triton(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In its interpreter, which takes long for the step that scales are measured in: here for a short one."""
     monkeypatch.setattr(fp8_scales, "TOKENS", 20)
-    check_same(implementation="triton")
+    check_same(family, implementation="triton")
+
+
+def test_selected_keys_through_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an indexer selects by is kept as it is."""
+    monkeypatch.setattr(fp8_scales, "TOKENS", 20)
+    model: Any = random_model("deepseek_v32")
+    prompt = [place % vocabulary_of(model) for place in PROMPT[:20]]
+    configs = (configured(implementation="triton"), CONFIG)
+    programs = [compile_step_program(model, config) for config in configs]
+    assert [site.fp8 for site in programs[0].call_sites] == [True] * 2 + [False] * 2
+    engines = [sc.Engine(model, config, program=each) for config, each in zip(configs, programs, strict=True)]
+    found, plain = (prompt_logits(engine, prompt) for engine in engines)
+    assert apart(found, plain) < 0.1 * apart(plain, exact_logits(model, prompt))
 
 
 @pytest.mark.slow
 def test_through_inductor() -> None:
-    check_same(compile=True)
+    check_same("llama", compile=True)
 
 
-def check_same(**changes: Any) -> None:
+def check_same(family: str, **changes: Any) -> None:
     """The logits of the same graph in the reference, without Inductor."""
-    model = tiny("llama", num_hidden_layers=1, initializer_range=0.2)
+    model = tiny(family, num_hidden_layers=1, initializer_range=0.2)
     found, plain = (prompt_logits(sc.Engine(model, config), PROMPT) for config in (configured(**changes), CONFIG))
     assert apart(found, plain) < 0.1 * apart(plain, exact_logits(model, PROMPT))
