@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import ClassVar, TypeVar
@@ -11,6 +12,8 @@ from torch import Tensor
 
 Work = Callable[[], None]
 T = TypeVar("T")
+# Of what else goes on in a process, as its garbage, little comes in each of so many times.
+TRIES = 3
 
 
 class DeviceStream:
@@ -57,6 +60,21 @@ class DeviceStream:
         """Memory of its own that the device takes for work while it is done; 0 where that is the host's, which others
         use, too: then it is not done."""
         return 0
+
+    def seconds(self, work: Work) -> tuple[float, float]:
+        """From when the host begins, how long it takes to give work to the device, and how long until that has done it;
+        of several times the shortest, after one that compiles."""
+        self.enqueue(work)
+        tries = [self._timed(work) for _ in range(TRIES)]
+        return min(given for given, _ in tries), min(done for _, done in tries)
+
+    def _timed(self, work: Work) -> tuple[float, float]:
+        self.mark()()
+        began = time.perf_counter()
+        self.enqueue(work)
+        given = time.perf_counter()
+        self.mark()()
+        return given - began, time.perf_counter() - began
 
     def mark(self) -> Work:
         """What waits until all that has been enqueued is done."""
@@ -125,13 +143,15 @@ class CudaStream(DeviceStream):
     def peak_bytes(self, work: Work) -> int:
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.empty_cache()  # or the work would be given what lies there
+            # What torch takes from the device it keeps until it is told to, so that this tells the peak, and the user's
+            # own statistics of peaks are left alone.
+            before = torch.cuda.memory_reserved()
             work()
             torch.cuda.synchronize()
-            peak = torch.cuda.max_memory_allocated() - before
+            taken = torch.cuda.memory_reserved() - before
             torch.cuda.empty_cache()  # or what the work has left would not count as free
-            return peak
+            return taken
 
     def mark(self) -> Work:
         with torch.cuda.device(self._device):

@@ -1,0 +1,142 @@
+"""What `CudaStream` asks of `torch.cuda`, without a device: which work happens after which other work, by the rules of
+streams and events alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.runtime.played_stream import Tape
+
+
+class Recorded:
+    """A stream: the work that is certain to be done before what comes into it next."""
+
+    def __init__(self, cuda: RecordedCuda | None = None) -> None:
+        self.done: set[str] = set()
+
+    def wait_stream(self, other: Recorded) -> None:
+        self.done |= other.done
+
+
+class RecordedCuda:
+    """In the place of `torch.cuda`: work is done at once, and noted with all that was certain to be done before.
+
+    Attributes:
+        current: the thread's stream.
+        before: for each work, what happens before it.
+        reserved: bytes that torch has taken from the device.
+        captures: what `torch.cuda.graph` was given.
+        kept: tensors that captures leave alone, as all that a device captures without computing it; played, it is
+            computed.
+    """
+
+    def __init__(self) -> None:
+        self.current = self.default = Recorded()
+        self.before: dict[str, set[str]] = {}
+        self.reserved = 0
+        self.captures: list[dict[str, Any]] = []
+        self.kept: list[Tensor] = []
+        self._host = Recorded()  # what it has waited for, and so happens before all that it does next
+        self._streams = [self.current]
+        self._copies: list[tuple[str, Tensor, Tensor]] = []
+        self.namespace = SimpleNamespace(cuda=self)
+
+    def work(self, name: str, act: Callable[[], object] = lambda: None) -> Callable[[], None]:
+        """What leaves a note of itself in the stream that it comes into."""
+
+        def noted() -> None:
+            self.current.wait_stream(self._host)
+            self.before[name] = set(self.current.done)
+            self.current.done.add(name)
+            act()
+
+        return noted
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Of memory that must not change before the host has waited for this."""
+        name = f"copy {len(self.before)}"
+        self.work(name, lambda: target.copy_(source))()
+        self._copies.append((name, source, source.clone()))
+
+    def rewritten(self) -> list[str]:
+        """Copies whose source has changed since, of those that the host has not waited for before it looked."""
+        return [name for name, source, values in self._copies if not torch.equal(source, values)]
+
+    # What is asked of torch.cuda.
+
+    @contextmanager
+    def device(self, device: object) -> Iterator[None]:
+        yield
+
+    def graph_pool_handle(self) -> str:
+        return "the pool of this stream's graphs"
+
+    def Stream(self) -> Recorded:
+        self._streams.append(Recorded())
+        return self._streams[-1]
+
+    def Event(self) -> RecordedEvent:
+        return RecordedEvent(self)
+
+    def CUDAGraph(self) -> SimpleNamespace:
+        return SimpleNamespace(replay=None)
+
+    def current_stream(self) -> Recorded:
+        return self.current
+
+    def set_stream(self, stream: Recorded) -> None:
+        self.current = stream
+
+    @contextmanager
+    def stream(self, stream: Recorded) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def graph(self, graph: SimpleNamespace, *, stream: Recorded, **given: Any) -> Iterator[None]:
+        """Where the work raises, the stream stays that of the capture, as it may with torch."""
+        self.synchronize()
+        self.captures.append(given)
+        before, self.current, tape = self.current, stream, Tape()
+        values = [tensor.clone() for tensor in self.kept]
+        with tape:
+            yield
+        self.current = before
+        for tensor, value in zip(self.kept, values, strict=True):
+            tensor.copy_(value)
+        graph.replay = self.work(f"replay {len(self.captures)}", tape)
+
+    def synchronize(self) -> None:
+        for stream in self._streams:
+            self.waited(stream.done)
+
+    def memory_reserved(self) -> int:
+        return self.reserved
+
+    def empty_cache(self) -> None:
+        self.reserved = 0
+
+    def waited(self, done: set[str]) -> None:
+        assert not [name for name in self.rewritten() if name in done], "memory changed before it was read"
+        self._copies = [each for each in self._copies if each[0] not in done]
+        self._host.done |= done
+
+
+class RecordedEvent:
+    def __init__(self, cuda: RecordedCuda) -> None:
+        self._cuda = cuda
+
+    def record(self) -> None:
+        self._done = set(self._cuda.current.done)
+
+    def synchronize(self) -> None:
+        self._cuda.waited(self._done)

@@ -1,0 +1,207 @@
+"""The order in which a CUDA device is told to do things, by the rules of its streams and events: `recorded_cuda`."""
+
+from __future__ import annotations
+
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from selective_compile import Engine, EngineConfig
+from selective_compile.backend import compile_step_program
+from selective_compile.runtime import device_stream
+from selective_compile.runtime.device_stream import CudaStream, DeviceStream
+from tests.models import tiny
+from tests.oracle import assert_same_tokens
+from tests.runtime.recorded_cuda import RecordedCuda
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> RecordedCuda:
+    recorded = RecordedCuda()
+    monkeypatch.setattr(device_stream, "torch", recorded.namespace)
+    monkeypatch.setattr(device_stream, "_copy", recorded.copy)
+    return recorded
+
+
+def test_work_of_two_threads_is_done_in_the_order_in_which_it_came(cuda: RecordedCuda) -> None:
+    stream = CudaStream(CPU)
+    stream.enqueue(cuda.work("first"))
+    with cuda.stream(cuda.Stream()):
+        stream.enqueue(cuda.work("of another thread"))
+    stream.call(cuda.work("last"))
+    assert cuda.before["of another thread"] == {"first"}
+    assert cuda.before["last"] == {"first", "of another thread"}
+
+
+def test_the_host_waits_for_what_came_before_the_mark_and_for_nothing_after(cuda: RecordedCuda) -> None:
+    stream = CudaStream(CPU)
+    stream.enqueue(cuda.work("step"))
+    tokens, seen = torch.arange(3), torch.zeros(3, dtype=torch.int64)
+    stream.copy(seen, tokens)
+    with cuda.stream(cuda.Stream()):  # of another thread
+        wait = stream.mark()
+        stream.enqueue(cuda.work("next step"))
+        wait()
+    with cuda.stream(cuda.Stream()):  # which waits for no stream, but comes after what the host has waited for
+        cuda.work("then")()
+    assert cuda.before["then"] == {"step", "copy 1"} and seen.tolist() == [0, 1, 2]
+
+
+def test_memory_that_changes_before_the_host_has_waited_is_told_of(cuda: RecordedCuda) -> None:
+    stream = CudaStream(CPU)
+    pinned = torch.arange(3)
+    stream.copy(torch.zeros(3, dtype=torch.int64), pinned)
+    wait = stream.mark()
+    pinned[0] = 5
+    with pytest.raises(AssertionError, match="changed before it was read"):
+        wait()
+
+
+def test_values_are_sent_from_pinned_memory_and_without_waiting(cuda: RecordedCuda) -> None:
+    stream, steps = CudaStream(CPU), []
+    stream.enqueue(cuda.work("step"))
+
+    def to(device: object, *, non_blocking: bool) -> str:
+        assert non_blocking
+        steps.append("to")
+        cuda.work("sent")()
+        return "sent"
+
+    def pin_memory() -> SimpleNamespace:
+        steps.append("pin")
+        return SimpleNamespace(to=to)
+
+    values: Any = SimpleNamespace(pin_memory=pin_memory)
+    with cuda.stream(cuda.Stream()):
+        assert stream.send(values, CPU) == "sent"  # type: ignore[comparison-overlap]
+    assert steps == ["pin", "to"] and cuda.before["sent"] == {"step"}
+
+
+def test_work_is_tried_and_captured_behind_all_that_was_there(cuda: RecordedCuda) -> None:
+    stream = CudaStream(CPU)
+    with cuda.stream(cuda.Stream()):
+        stream.enqueue(cuda.work("step"))  # of another thread
+    last, count = torch.tensor([7]), 0
+    cuda.kept = [last]
+
+    def work() -> None:
+        nonlocal count
+        count += 1
+        cuda.work(f"work {count}")()
+        last.add_(1)
+
+    thread = cuda.current
+    replay = stream.capture(work, [last])
+    assert "step" in cuda.before["work 1"], "the work is tried while another step may run"
+    assert "work 1" in cuda.before["work 2"], "it is captured before what it compiles is there"
+    assert last.tolist() == [7], "something is left of the first time"
+    assert cuda.current is thread
+    stream.enqueue(cuda.work("between"))
+    stream.enqueue(replay)
+    assert {"step", "work 1", "between"} <= cuda.before["replay 1"] and last.tolist() == [8]
+    stream.capture(work, [last])
+    # Graphs of one pool may share what they compute in, as they take turns in one stream.
+    assert [given["pool"] for given in cuda.captures] == 2 * [cuda.graph_pool_handle()]
+    # Other threads allocate meanwhile.
+    assert all(given["capture_error_mode"] == "thread_local" for given in cuda.captures)
+
+
+@pytest.mark.parametrize("fails", [1, 2])
+def test_what_cannot_be_captured_leaves_all_as_it_was(cuda: RecordedCuda, fails: int) -> None:
+    stream = CudaStream(CPU)
+    last, thread, count = torch.tensor([7]), cuda.current, 0
+
+    def work() -> None:
+        nonlocal count
+        count += 1
+        if count == fails:
+            raise RuntimeError("operation not permitted")
+        cuda.work("tried")()
+        last.add_(1)
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        stream.capture(work, [last])
+    assert last.tolist() == [7] and cuda.current is thread
+    count = fails
+    assert stream.capture(work, [last]) is not None, "the next one finds the device free"
+
+
+def test_memory_is_measured_by_what_is_taken_from_the_device(cuda: RecordedCuda) -> None:
+    cuda.reserved = 500  # of another's, kept for later
+
+    def work() -> None:
+        cuda.reserved += 30
+
+    assert CudaStream(CPU).peak_bytes(work) == 30
+    assert cuda.reserved == 0, "what the work has left counts as free"
+    assert not hasattr(cuda, "reset_peak_memory_stats"), "the user's statistics are left alone"
+
+
+def test_time_is_that_of_the_host_and_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first time compiles; of others the shortest counts, of each of the two."""
+    now, given, done = 0.0, [50.0, 3.0, 2.0, 4.0], [60.0, 5.0, 9.0, 6.0]
+
+    class Slow(DeviceStream):
+        def mark(self) -> Any:
+            def wait() -> None:
+                nonlocal now
+                now = max(now, ends)
+
+            return wait
+
+    ends, stream = 0.0, Slow()
+    monkeypatch.setattr(device_stream.time, "perf_counter", lambda: now)
+
+    def work() -> None:
+        nonlocal now, ends
+        ends = now + done.pop(0)
+        now += given.pop(0)
+
+    assert stream.seconds(work) == (2.0, 5.0) and not given
+
+
+@pytest.fixture(scope="module")
+def served() -> Any:
+    model = tiny("llama")
+    return model, compile_step_program(model, EngineConfig(compile=False))
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_an_engine_writes_over_no_memory_that_the_device_still_reads(
+    cuda: RecordedCuda, served: Any, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, program = served
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)  # which takes a device
+    config = EngineConfig(
+        compile=False, block_size=4, max_kv_tokens=400, max_requests=3, token_budget=24, cuda_graphs=graphs
+    )
+    engine = Engine(model, config, program=program, stream=CudaStream(CPU))
+    chosen = engine._runner._chooser.last
+    cuda.kept = [chosen]
+    copy = cuda.copy
+
+    def of_the_host(target: torch.Tensor, source: torch.Tensor) -> None:
+        if source.untyped_storage().data_ptr() == chosen.untyped_storage().data_ptr():
+            cuda.work(f"tokens {len(cuda.before)}", lambda: target.copy_(source))()
+        else:
+            copy(target, source)
+
+    monkeypatch.setattr(device_stream, "_copy", of_the_host)
+    draw, requests = Random(2), []
+    for place in range(6):
+        prompt = [draw.randrange(model.config.vocab_size) for _ in range(draw.randint(1, 20))]
+        requests.append(engine.submit(prompt, max_new_tokens=draw.randint(2, 9), do_sample=place == 3))
+        for _ in range(draw.randint(0, 3)):
+            engine.step()
+    while engine.step():
+        pass
+    for request in requests:
+        if not request.params.do_sample:
+            assert_same_tokens(model, request.prompt_ids, request.tokens)
+    assert any(name.startswith("copy") for name in cuda.before)
+    assert bool(cuda.captures) == graphs
