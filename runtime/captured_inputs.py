@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,35 +12,28 @@ from torch import Tensor
 
 from selective_compile.runtime.device_draw import FIELDS
 from selective_compile.runtime.device_stream import DeviceStream
+from selective_compile.runtime.graph_sizes import Size
 from selective_compile.runtime.step_layout import aligned
-
-
-class Size(NamedTuple):
-    """Of a graph: how many tokens and requests it computes, of which as many as there are too many are nobody's."""
-
-    tokens: int
-    requests: int
-
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def shapes(size: Size, num_tables: int) -> Shapes:
     """What a step reads; of each block table, as many changes as there are tokens."""
-    tokens, requests, tables = (size.tokens,), (size.requests,), range(num_tables)
+    tokens, requests, rows, tables = (size.tokens,), (size.requests,), (size.rows,), range(num_tables)
     return {
         "input_ids": (tokens, torch.int64),
         "sources": (tokens, torch.int64),
         "positions": (tokens, torch.int64),
         "slots": (requests, torch.int64),
-        "logit_rows": (requests, torch.int64),
-        "penalised": (requests, torch.int64),
+        "logit_rows": (rows, torch.int64),
+        "penalised": (rows, torch.int64),
         "cu_seqlens_q": ((size.requests + 1,), torch.int32),
         "context_lens": (requests, torch.int32),
         **{f"slot_mapping_{table}": (tokens, torch.int64) for table in tables},
         **{f"places_{table}": (tokens, torch.int64) for table in tables},
         **{f"values_{table}": (tokens, torch.int32) for table in tables},
-        "choices": ((FIELDS, size.requests), torch.float64),
+        "choices": ((FIELDS, size.rows), torch.float64),
     }
 
 

@@ -70,11 +70,7 @@ class EngineParts:
         longest = min(pool_tokens, runner.program.max_positions or pool_tokens)
         flights = Flights(ahead=_steps_ahead(runner, config))
         if flights.ahead and runner.stream.captures and config.cuda_graphs and not config.batch_invariant:
-            runner.capture_steps(
-                max_blocks=-(-longest // config.block_size),
-                token_budget=config.token_budget,
-                block_size=config.block_size,
-            )
+            runner.capture_steps(config, max_blocks=-(-longest // config.block_size))
             runner.check_graphs()
         return cls(
             runner=runner,

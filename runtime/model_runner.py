@@ -17,16 +17,17 @@ from selective_compile.options import EngineConfig
 from selective_compile.runtime.device_chooser import DeviceChooser
 from selective_compile.runtime.device_draw import FIELDS, penalises
 from selective_compile.runtime.device_stream import DeviceStream, Work, stream_of
+from selective_compile.runtime.empty_steps import empty_step, largest_step
+from selective_compile.runtime.graph_sizes import decode_sizes, graph_sizes, mixed_sizes, worth_capturing
 from selective_compile.runtime.host_tier import BlockCopy, Copy
 from selective_compile.runtime.invariance import check_invariance
 from selective_compile.runtime.kv_cache import allocate_pools, bytes_per_block, num_blocks, reaches_of
-from selective_compile.runtime.largest_step import largest_step
 from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.request import Request
 from selective_compile.runtime.request_state import RequestState
 from selective_compile.runtime.scheduled_step import ScheduledStep
 from selective_compile.runtime.state_slots import StateSlots, allocate_states, num_slots
-from selective_compile.runtime.step_graphs import CapturedInputs, StepGraphs, sizes_up_to
+from selective_compile.runtime.step_graphs import CapturedInputs, StepGraphs
 from selective_compile.sequential_program import SequentialProgram
 from selective_compile.step import StepInputs
 
@@ -61,7 +62,7 @@ class ModelRunner:
         self.max_requests = num_slots(states, config, device=device)
         taken = self.max_requests * sum(site.num_bytes for site in states)
         self.stream = stream if stream is not None else stream_of(device)
-        rows = sizes_up_to(self.max_requests)[-1]
+        rows = decode_sizes(self.max_requests, invariant=config.batch_invariant)[-1]
         self._chooser = DeviceChooser(
             self.stream,
             device,
@@ -182,21 +183,31 @@ class ModelRunner:
         sources = self._chooser.stage_sources(step.sources)
         return self.stream.call(partial(self._compute, step.inputs, sources))
 
-    def capture_steps(self, *, max_blocks: int, token_budget: int, block_size: int) -> None:
-        """From now on `captured` has inputs, for steps of few tokens."""
+    def capture_steps(self, config: EngineConfig, *, max_blocks: int) -> None:
+        """From now on `captured` has inputs, for steps of as few tokens as the device would wait for the host with."""
+        mixed = worth_capturing(mixed_sizes(config.token_budget), self._seconds_of)
         self._graphs = StepGraphs(
             partial(self._compute, sources=None),
             self._chooser,
             self._slots,
+            graph_sizes(self.max_requests, mixed),
             stream=self.stream,
             device=self.program.device,
             max_requests=self.max_requests,
             max_blocks=max_blocks,
-            token_budget=token_budget,
-            block_size=block_size,
+            block_size=config.block_size,
             num_tables=len(self.num_blocks),
             has_states=bool(self._states),
         )
+
+    def _seconds_of(self, tokens: int) -> tuple[float, float]:
+        """Of a step that is launched kernel by kernel: until the host, and until the device is through."""
+        inputs = self._empty_step(tokens, self.max_requests)
+        return self.stream.seconds(partial(self._choose, inputs, None, None, self.max_requests))
+
+    def _empty_step(self, tokens: int, requests: int) -> StepInputs:
+        num_tables, device = len(self.num_blocks), self.program.device
+        return empty_step(tokens, requests, rows=self.max_requests, num_tables=num_tables, device=device)
 
     @property
     def num_captured(self) -> int:

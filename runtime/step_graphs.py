@@ -22,11 +22,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from selective_compile.runtime.batch import token_ids
-from selective_compile.runtime.captured_inputs import CapturedMemory, Size
+from selective_compile.runtime.captured_inputs import CapturedMemory
 from selective_compile.runtime.device_chooser import TURNS, DeviceChooser
 from selective_compile.runtime.device_draw import choices
 from selective_compile.runtime.device_stream import DeviceStream, Work
 from selective_compile.runtime.device_tables import DeviceTables
+from selective_compile.runtime.graph_sizes import GraphSizes, Size
 from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.request import Request
 from selective_compile.runtime.request_state import RequestState
@@ -37,17 +38,6 @@ logger = logging.getLogger(__name__)
 
 Compute = Callable[[StepInputs], Tensor]
 Ints = NDArray[np.int64]
-# Requests of steps in which all decode; between two sizes at most so many empty ones are computed. A tensor of length 1
-# would be specialised to a graph of its own.
-FIRST_SIZES, STEP_OF_SIZES = (2, 4, 8), 16
-# Tokens of other steps. Of more tokens the kernels take long enough for the host to launch them one by one.
-MIXED_SIZES = (64, 128, 256, 512)
-
-
-def sizes_up_to(max_requests: int) -> tuple[int, ...]:
-    """Numbers of requests that have a graph; the last is at least `max_requests`."""
-    every = (*FIRST_SIZES, *range(STEP_OF_SIZES, max_requests + STEP_OF_SIZES, STEP_OF_SIZES))
-    return every[: next(place for place, size in enumerate(every) if size >= max_requests) + 1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +63,12 @@ class StepGraphs:
         compute: Compute,
         chooser: DeviceChooser,
         slots: StateSlots,
+        sizes: GraphSizes,
         *,
         stream: DeviceStream,
         device: torch.device,
         max_requests: int,
         max_blocks: int,
-        token_budget: int,
         block_size: int,
         num_tables: int,
         has_states: bool,
@@ -91,10 +81,8 @@ class StepGraphs:
         """
         self._compute, self._chooser, self._slots, self._stream = compute, chooser, slots, stream
         self._block_size, self._has_states, self._nobody = block_size, has_states, max_requests
-        decode = sizes_up_to(max_requests)
-        self._decode = [Size(count, count) for count in decode]
-        self._mixed = [Size(tokens, decode[-1]) for tokens in MIXED_SIZES if tokens <= token_budget]
-        every = [*self._decode, *self._mixed]
+        self._sizes = sizes
+        every = [*sizes.decode, *sizes.mixed]
         self._memory = CapturedMemory(stream, every, num_tables=num_tables, device=device, turns=TURNS)
         width = max(2, max_blocks)
         self._tables = [
@@ -130,7 +118,7 @@ class StepGraphs:
 
         For when the step is planned, and none of its requests can leave. The step before the last has ended.
         """
-        size = None if chosen_for is None else self._size_of(plan)
+        size = None if chosen_for is None else self._sizes.fitting(plan.num_tokens, len(plan.shares))
         if size is None or chosen_for is None:
             return None
         host: Any = self._memory.next(size).host
@@ -172,11 +160,6 @@ class StepGraphs:
         self._memory.send(inputs.size)
         self._stream.enqueue(self._graphs[key])
         self._stream.copy(to[: inputs.count], self._chooser.last[: inputs.count])
-
-    def _size_of(self, plan: StepPlan) -> Size | None:
-        decodes = plan.num_tokens == len(plan.shares)
-        sizes = self._decode if decodes else self._mixed
-        return next((size for size in sizes if size.tokens >= plan.num_tokens), None)
 
     def _changes(
         self, table: DeviceTables, states: Sequence[RequestState], slots: Sequence[int], most: int

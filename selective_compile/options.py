@@ -83,7 +83,8 @@ class EngineConfig(_NamedOptions):
             what comes of that is dropped; tokens come one call of `Engine.step` later, and are the same. None: on a
             GPU, but not with `record`, whose log tells of one step after another.
         cuda_graphs: on a GPU, with `async_scheduling`, steps in which every request computes one token, and others of
-            at most 512 tokens, are captured when they first come, for so many requests or tokens and up, and replayed
+            so few tokens that the device would wait for the host, which is measured when the engine is made, are
+            captured when they first come, or by `Engine.warm_up`, for so many requests or tokens and up, and replayed
             from then on. False: each is launched kernel by kernel.
         dtype: the dtype that the model must have; None: whatever it has. The engine never converts weights.
         weights: "model": as the model has them. "int8", on a CPU: linear layers read int8 numbers with a scale for each

@@ -24,6 +24,8 @@ class PlayedStream(DeviceStream):
         captures: what is captured is done again by calling it; by the operators that were seen: `TapedStream`.
         waits: how often the host has waited.
         replayed: how often captured work was enqueued.
+        launching: how long it takes the host, on the clock of `seconds`, to give work to the device.
+        busy: how long the device has computed on that clock; whoever plays what computes adds to it.
     """
 
     separate = True
@@ -33,6 +35,8 @@ class PlayedStream(DeviceStream):
         self.captures = captures
         self.waits = 0
         self.replayed = 0
+        self.launching = 1.0
+        self.busy = 0.0
         self._queue: deque[Work] = deque()
         self._done = 0
 
@@ -48,6 +52,11 @@ class PlayedStream(DeviceStream):
     def call(self, work: Callable[[], T]) -> T:
         self._run(len(self._queue))
         return work()
+
+    def seconds(self, work: Work) -> tuple[float, float]:
+        before = self.busy
+        self.call(work)
+        return self.launching, max(self.launching, self.busy - before)
 
     def capture(self, work: Work, keep: Sequence[Tensor]) -> Work:
         self._run(len(self._queue))

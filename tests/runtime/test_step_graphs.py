@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from selective_compile import Engine, EngineConfig
 from selective_compile.backend import compile_step_program
-from selective_compile.runtime.step_graphs import sizes_up_to
+from selective_compile.step import StepInputs
 from tests.models import VOCABULARY, tiny
 from tests.oracle import assert_same_tokens
-from tests.runtime.engine_checks import run_until_idle
-from tests.runtime.played_stream import TapedStream
+from tests.runtime.engine_checks import expect, run_until_idle
+from tests.runtime.played_stream import PlayedStream, TapedStream
+from tests.runtime.simulated import SimulatedProgram, simulated_engine
 
 
 def tiny_mamba2() -> Any:
@@ -25,11 +27,6 @@ def tiny_mamba2() -> Any:
     model: Any = AutoModelForCausalLM.from_config(config).eval()
     model.generation_config.eos_token_id = None
     return model
-
-
-def test_sizes() -> None:
-    assert sizes_up_to(1) == (2,) and sizes_up_to(8) == (2, 4, 8) and sizes_up_to(9) == (2, 4, 8, 16)
-    assert sizes_up_to(64) == (2, 4, 8, 16, 32, 48, 64) and sizes_up_to(65)[-1] == 80
 
 
 def submit_some(engine: Engine, seed: int, count: int, vocabulary: int) -> list[Any]:
@@ -138,6 +135,32 @@ def test_a_step_that_is_captured_reads_no_number_of_the_host() -> None:
 
     with pytest.raises(AssertionError, match="reads a number"):
         stream.capture(reads, [])
+
+
+class Timed(SimulatedProgram):
+    """The device takes a millisecond for a step and a tenth of one for each token."""
+
+    def __init__(self, stream: PlayedStream) -> None:
+        super().__init__(captured=True)
+        self.stream = stream
+
+    def __call__(self, inputs: StepInputs, *pools: Any) -> Tensor:
+        self.stream.busy += 1.0 + 0.1 * len(inputs.input_ids)
+        return super().__call__(inputs, *pools)
+
+
+@pytest.mark.parametrize(("launching", "replayed"), [(1.0, False), (8.0, True)])
+def test_mixed_steps_are_captured_if_the_device_would_wait_for_the_host(launching: float, replayed: bool) -> None:
+    stream = PlayedStream(captures=True)
+    stream.launching = launching
+    engine = simulated_engine(Timed(stream), stream=stream, token_budget=64, max_requests=4)
+    request = engine.submit(list(range(40)), max_new_tokens=1)
+    run_until_idle(engine)
+    expect(request)
+    assert stream.replayed == replayed
+    # 12 ms are more than what 64 tokens take, 7.4 ms; 1.5 ms less than 16 tokens do.
+    sizes = engine._runner._graphs._sizes.mixed  # type: ignore[union-attr]
+    assert [size.tokens for size in sizes if size.requests == 4] == ([16, 32, 48, 64] if replayed else [])
 
 
 @pytest.mark.gpu
