@@ -69,7 +69,7 @@ class EngineParts:
         pool_tokens = scheduler.blocks.most_tokens or LONGEST
         longest = min(pool_tokens, runner.program.max_positions or pool_tokens)
         flights = Flights(ahead=_steps_ahead(runner, config))
-        if flights.ahead and runner.stream.captures and config.cuda_graphs and not config.batch_invariant:
+        if flights.ahead and runner.stream.captures and config.cuda_graphs:
             runner.capture_steps(config, max_blocks=-(-longest // config.block_size))
             runner.check_graphs()
         return cls(

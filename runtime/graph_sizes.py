@@ -71,8 +71,7 @@ def graph_sizes(max_requests: int, mixed: Sequence[int], *, invariant: bool = Fa
     decode = [Size(count, count, count) for count in decode_sizes(max_requests, invariant=invariant)]
     most = decode[-1].rows
     if invariant:
-        tokens = sorted({max(SMALLEST_INVARIANT, count) for count in mixed})
-        every = [Size(count, count, most) for count in tokens]
+        every = [Size(count, count, most) for count in mixed]
     else:
         # As many requests as can be, and as can be with tall tiles.
         pairs = [(count, requests) for count in mixed for requests in ((count - 1) // LOW, count)]
@@ -82,22 +81,25 @@ def graph_sizes(max_requests: int, mixed: Sequence[int], *, invariant: bool = Fa
 
 def decode_sizes(max_requests: int, *, invariant: bool = False) -> tuple[int, ...]:
     """Numbers of requests that have a graph; the last is at least `max_requests`."""
-    # A tensor of length 1 would be specialised to a graph of its own.
-    least = SMALLEST_INVARIANT if invariant else SMALLEST
-    most = max(least, max_requests)
+    most = max(_least(invariant), max_requests)
     every = (*FIRST_SIZES, *range(STEP_OF_SIZES, most + STEP_OF_SIZES, STEP_OF_SIZES))
     last = next(place for place, size in enumerate(every) if size >= most)
-    return tuple(size for size in every[: last + 1] if size >= least)
+    return tuple(size for size in every[: last + 1] if size >= _least(invariant))
 
 
-def mixed_sizes(token_budget: int) -> tuple[int, ...]:
+def mixed_sizes(token_budget: int, *, invariant: bool = False) -> tuple[int, ...]:
     """Numbers of tokens that may have a graph; the last is the budget."""
-    most = max(SMALLEST, token_budget)
+    most = max(_least(invariant), token_budget)
     found, size = [], TILE
     while size < most:
         found.append(size)
         size += max(TILE, (1 << size.bit_length() - 1) // PARTS)
-    return (*found, most)
+    return tuple(size for size in (*found, most) if size >= _least(invariant))
+
+
+def _least(invariant: bool) -> int:
+    """Tokens and requests of any step; a tensor of length 1 would be specialised to a graph of its own."""
+    return SMALLEST_INVARIANT if invariant else SMALLEST
 
 
 def worth_capturing(sizes: Sequence[int], seconds: Callable[[int], tuple[float, float]]) -> Sequence[int]:

@@ -185,12 +185,14 @@ class ModelRunner:
 
     def capture_steps(self, config: EngineConfig, *, max_blocks: int) -> None:
         """From now on `captured` has inputs, for steps of as few tokens as the device would wait for the host with."""
-        mixed = worth_capturing(mixed_sizes(config.token_budget), self._seconds_of)
+        invariant = config.batch_invariant and bool(self.program.call_sites)
+        every = mixed_sizes(config.token_budget, invariant=invariant)
+        mixed = worth_capturing(every, partial(self._seconds_of, invariant=invariant))
         self._graphs = StepGraphs(
             partial(self._compute, sources=None),
             self._chooser,
             self._slots,
-            graph_sizes(self.max_requests, mixed),
+            graph_sizes(self.max_requests, mixed, invariant=invariant),
             stream=self.stream,
             device=self.program.device,
             max_requests=self.max_requests,
@@ -200,9 +202,9 @@ class ModelRunner:
             has_states=bool(self._states),
         )
 
-    def _seconds_of(self, tokens: int) -> tuple[float, float]:
+    def _seconds_of(self, tokens: int, *, invariant: bool) -> tuple[float, float]:
         """Of a step that is launched kernel by kernel: until the host, and until the device is through."""
-        inputs = self._empty_step(tokens, self.max_requests)
+        inputs = self._empty_step(tokens, tokens if invariant else self.max_requests)
         return self.stream.seconds(partial(self._choose, inputs, None, None, self.max_requests))
 
     def _empty_step(self, tokens: int, requests: int) -> StepInputs:

@@ -129,11 +129,9 @@ class StepGraphs:
             "input_ids": np.frombuffer(token_ids(plan.shares), dtype=np.int64).clip(min=0),
             "sources": () if sources is None else sources,
             "positions": rows.positions,
-            "slots": slots,
             "logit_rows": rows.sampled,
             "penalised": () if penalised is None else penalised,
-            "cu_seqlens_q": np.concatenate([[0], rows.ends]),
-            "context_lens": rows.starts + rows.counts,
+            **(rows.each_a_request(slots) if self._sizes.invariant else rows.of_requests(slots)),
         }
         # What is nobody's: rows of no request, requests without rows.
         nobodys = {"sources": -1, "slots": self._nobody, "penalised": self._nobody, "cu_seqlens_q": rows.ends[-1]}
@@ -225,6 +223,16 @@ class _Rows:
         self.ends: Ints = np.cumsum(self.counts)
         self.sampled: Ints = self.ends[[share.samples for share in plan.shares]] - 1
         self.positions: Ints = np.arange(self.ends[-1]) + self._of_rows(self.starts - self.ends + self.counts)
+
+    def of_requests(self, slots: Sequence[int]) -> dict[str, Any]:
+        """What attention is to know of the requests in these slots."""
+        ends = np.concatenate([[0], self.ends])
+        return {"slots": slots, "cu_seqlens_q": ends, "context_lens": self.starts + self.counts}
+
+    def each_a_request(self, slots: Sequence[int]) -> dict[str, Any]:
+        """The same where each row is a request of its own, as `BatchAssembler` has it for batch invariance."""
+        ends, tables = np.arange(self.ends[-1] + 1), np.array(slots, dtype=np.int64)
+        return {"slots": self._of_rows(tables), "cu_seqlens_q": ends, "context_lens": self.positions + 1}
 
     def slot_mapping(self, place: int, block_size: int) -> Ints:
         """[T], of the requests' tables at that place."""

@@ -20,7 +20,7 @@ REQUESTS = st.integers(1, 300)
 
 
 def sizes_for(max_requests: int, budget: int, *, invariant: bool = False) -> GraphSizes:
-    return graph_sizes(max_requests, mixed_sizes(budget), invariant=invariant)
+    return graph_sizes(max_requests, mixed_sizes(budget, invariant=invariant), invariant=invariant)
 
 
 def test_numbers_of_requests() -> None:
@@ -32,6 +32,7 @@ def test_numbers_of_requests() -> None:
 def test_numbers_of_tokens() -> None:
     assert mixed_sizes(1) == (2,) and mixed_sizes(24) == (16, 24)
     assert mixed_sizes(300) == (*range(16, 257, 16), 288, 300)
+    assert mixed_sizes(9, invariant=True) == (32,) and mixed_sizes(50, invariant=True) == (32, 48, 50)
     assert len(mixed_sizes(512)) == 24 and len(mixed_sizes(8192)) == 56
 
 

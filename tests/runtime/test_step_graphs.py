@@ -45,13 +45,22 @@ def submit_some(engine: Engine, seed: int, count: int, vocabulary: int) -> list[
     return requests
 
 
-@pytest.mark.parametrize(("family", "budget"), [("llama", 24), ("gemma2", 64), ("mamba2", 64)])
-def test_the_tokens_are_those_of_steps_that_are_not_captured(family: str, budget: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "budget", "invariant"),
+    [("llama", 24, False), ("gemma2", 64, False), ("mamba2", 64, False), ("llama", 24, True), ("gemma2", 64, True)],
+)
+def test_the_tokens_are_those_of_steps_that_are_not_captured(family: str, budget: int, invariant: bool) -> None:
     model = tiny_mamba2() if family == "mamba2" else tiny(family)
     moods = random.Random(1)
     stream = TapedStream(lambda: moods.choice((0, 0, 1, 9)), captures=True)
     config = EngineConfig(
-        compile=False, block_size=4, max_kv_tokens=4 * 40, max_requests=5, token_budget=budget, block_reuse=False
+        compile=False,
+        block_size=4,
+        max_kv_tokens=4 * 40,
+        max_requests=5,
+        token_budget=budget,
+        block_reuse=False,
+        batch_invariant=invariant,
     )
     program = compile_step_program(model, config)
     engine = Engine(model, config, program=program, stream=stream)
@@ -135,6 +144,34 @@ def test_a_step_that_is_captured_reads_no_number_of_the_host() -> None:
 
     with pytest.raises(AssertionError, match="reads a number"):
         stream.capture(reads, [])
+
+
+class EachARequest(SimulatedProgram):
+    """Of a batch-invariant engine, whose rows are requests and whose steps never have few rows."""
+
+    def __call__(self, inputs: StepInputs, *pools: Any) -> Tensor:
+        tokens = int(inputs.cu_seqlens_q[-1])
+        assert inputs.cu_seqlens_q.diff().tolist() == [1] * tokens + [0] * (len(inputs.context_lens) - tokens)
+        assert len(inputs.input_ids) == len(inputs.context_lens) >= 32
+        return super().__call__(inputs, *pools)
+
+
+@pytest.mark.parametrize("budget", [9, 70])
+def test_in_steps_of_a_batch_invariant_engine_each_row_is_a_request(budget: int) -> None:
+    moods, stream = random.Random(2), PlayedStream(captures=True)
+    program = EachARequest(captured=True)
+    engine = simulated_engine(
+        program, stream=stream, token_budget=budget, max_requests=5, block_size=2, batch_invariant=True
+    )
+    requests = []
+    for _ in range(12):
+        prompt = [moods.randrange(3) for _ in range(moods.randint(1, 30))]
+        requests.append(engine.submit(prompt, max_new_tokens=moods.randint(1, 6)))
+        engine.step()
+    run_until_idle(engine)
+    for request in requests:
+        expect(request)
+    assert stream.replayed == engine.stats().steps, "each of them is a graph"
 
 
 class Timed(SimulatedProgram):
