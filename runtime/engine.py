@@ -12,12 +12,14 @@ from threading import Condition, Lock
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import nn
 from transformers import GenerationConfig
 
 from selective_compile.backend import Program
 from selective_compile.cores import IntraOpThreads
 from selective_compile.options import EngineConfig
+from selective_compile.progress import ProgressBars, silent
 from selective_compile.runtime.background import BackgroundThread, weakly
 from selective_compile.runtime.device_stream import DeviceStream
 from selective_compile.runtime.drafting import Drafting
@@ -239,6 +241,24 @@ class Engine:
         with self._stepping, self._threads:
             return self._steps.step()
 
+    def warm_up(self, *, progress: bool = True) -> None:
+        """Before requests come, compile what compiles when it first runs, and capture all steps that are replayed as
+        graphs (`EngineStats.captured_max`), so that no request waits for that.
+
+        Steps of nobody's tokens: no request, block or prefix is left of them. Weights that are put elsewhere in memory
+        are another reason to call it. What runs one request after another is not run.
+
+        Args:
+            progress: show a bar on standard error, if that is a terminal.
+
+        Raises:
+            RuntimeError: a step calls this.
+            StepError: steps were on the device, and one of them failed.
+        """
+        stages = ProgressBars(Console(stderr=True)) if progress else silent
+        with self._stepping, self._threads, torch.inference_mode(False):
+            self._steps.warm_up(stages, max_blocks=-(-self.longest // self.config.block_size))
+
     def cancel(self, request: Request) -> None:
         """End a request with "cancelled" and free its blocks; without effect on one that has finished."""
         with self._guard:
@@ -333,7 +353,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         with self._guard:
-            stats = self._log.stats(self._scheduler, graphs=self._program.graphs, kv_bytes=self._runner.kv_bytes)
+            graphs = self._program.graphs, *self._runner.captured_graphs
+            stats = self._log.stats(self._scheduler, graphs=graphs, kv_bytes=self._runner.kv_bytes)
             waiting = stats.waiting + self._requests.num_unforked
             return replace(stats, running=len(self._requests) - waiting, waiting=waiting)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +21,8 @@ from selective_compile.runtime.kv_cache import LONGEST
 from selective_compile.runtime.model_runner import ModelRunner
 from selective_compile.runtime.recording import Recording, recording_of
 from selective_compile.runtime.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from selective_compile.runtime.engine import Engine
@@ -72,6 +75,7 @@ class EngineParts:
         if flights.ahead and runner.stream.captures and config.cuda_graphs:
             runner.capture_steps(config, max_blocks=-(-longest // config.block_size))
             runner.check_graphs()
+            logger.info("steps are captured as %d graphs at most", runner.captured_graphs[1])
         return cls(
             runner=runner,
             scheduler=scheduler,
@@ -139,8 +143,7 @@ def _assembler(runner: ModelRunner, config: EngineConfig, longest: int, *, turns
         max_blocks=-(-longest // config.block_size),
         device=runner.program.device,
         num_tables=len(runner.num_blocks),
-        # A program that runs one request after another computes nothing else with it.
-        batch_invariant=config.batch_invariant and bool(runner.program.call_sites),
+        batch_invariant=runner.invariant,
         stream=runner.stream,
         turns=turns,
     )

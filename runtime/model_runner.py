@@ -7,13 +7,14 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
+from itertools import groupby, product
 
 import torch
 from torch import Tensor, nn
 
 from selective_compile.backend import Program, StepProgram, compile_step_program
 from selective_compile.options import EngineConfig
+from selective_compile.runtime.batch import SMALLEST_INVARIANT
 from selective_compile.runtime.device_chooser import DeviceChooser
 from selective_compile.runtime.device_draw import FIELDS, penalises
 from selective_compile.runtime.device_stream import DeviceStream, Work, stream_of
@@ -32,6 +33,8 @@ from selective_compile.sequential_program import SequentialProgram
 from selective_compile.step import StepInputs
 
 logger = logging.getLogger(__name__)
+# Of two requests: as in decoding, and more than a few for each.
+WARM_TOKENS = (2, 33)
 
 
 class ModelRunner:
@@ -59,10 +62,12 @@ class ModelRunner:
         if config.batch_invariant:
             check_invariance(self.program)
         sites, states, device = self.program.call_sites, self.program.state_sites, self.program.device
+        # A program that runs one request after another computes nothing else with it.
+        self.invariant = config.batch_invariant and bool(sites)
         self.max_requests = num_slots(states, config, device=device)
         taken = self.max_requests * sum(site.num_bytes for site in states)
         self.stream = stream if stream is not None else stream_of(device)
-        rows = decode_sizes(self.max_requests, invariant=config.batch_invariant)[-1]
+        rows = decode_sizes(self.max_requests, invariant=self.invariant)[-1]
         self._chooser = DeviceChooser(
             self.stream,
             device,
@@ -185,14 +190,12 @@ class ModelRunner:
 
     def capture_steps(self, config: EngineConfig, *, max_blocks: int) -> None:
         """From now on `captured` has inputs, for steps of as few tokens as the device would wait for the host with."""
-        invariant = config.batch_invariant and bool(self.program.call_sites)
-        every = mixed_sizes(config.token_budget, invariant=invariant)
-        mixed = worth_capturing(every, partial(self._seconds_of, invariant=invariant))
+        mixed = worth_capturing(mixed_sizes(config.token_budget, invariant=self.invariant), self._seconds_of)
         self._graphs = StepGraphs(
             partial(self._compute, sources=None),
             self._chooser,
             self._slots,
-            graph_sizes(self.max_requests, mixed, invariant=invariant),
+            graph_sizes(self.max_requests, mixed, invariant=self.invariant),
             stream=self.stream,
             device=self.program.device,
             max_requests=self.max_requests,
@@ -202,19 +205,32 @@ class ModelRunner:
             has_states=bool(self._states),
         )
 
-    def _seconds_of(self, tokens: int, *, invariant: bool) -> tuple[float, float]:
+    def to_warm_up(self, *, max_blocks: int) -> list[Work]:
+        """What compiles, and captures, all that steps can need, of nobody's tokens; nothing else is on the device then.
+
+        Kernels are compiled for few and for many tokens a request, and for short and for long block tables. What
+        computes one request after another is left to those who come.
+        """
+        shapes = () if self.program.keeps_requests else product(WARM_TOKENS, (2, max(2, max_blocks)))
+        steps = [self._empty_step(tokens, 2, width=width) for tokens, width in shapes]
+        works: list[Work] = [partial(self.stream.enqueue, partial(self._choose, step, None, None, 0)) for step in steps]
+        return works + ([] if self._graphs is None else self._graphs.missing())
+
+    def _seconds_of(self, tokens: int) -> tuple[float, float]:
         """Of a step that is launched kernel by kernel: until the host, and until the device is through."""
-        inputs = self._empty_step(tokens, tokens if invariant else self.max_requests)
+        inputs = self._empty_step(tokens, self.max_requests)
         return self.stream.seconds(partial(self._choose, inputs, None, None, self.max_requests))
 
-    def _empty_step(self, tokens: int, requests: int) -> StepInputs:
-        num_tables, device = len(self.num_blocks), self.program.device
-        return empty_step(tokens, requests, rows=self.max_requests, num_tables=num_tables, device=device)
+    def _empty_step(self, tokens: int, requests: int, *, width: int = 2) -> StepInputs:
+        if self.invariant:  # each row is a request
+            tokens = requests = max(SMALLEST_INVARIANT, tokens)
+        num_tables, device, rows = len(self.num_blocks), self.program.device, self.max_requests
+        return empty_step(tokens, requests, rows=rows, num_tables=num_tables, device=device, width=width)
 
     @property
-    def num_captured(self) -> int:
-        """How many steps have been captured."""
-        return 0 if self._graphs is None else self._graphs.captured
+    def captured_graphs(self) -> tuple[int, int]:
+        """How many steps have been captured, and how many can be."""
+        return (0, 0) if self._graphs is None else (self._graphs.captured, len(self._graphs.kinds))
 
     def penalised(self, chosen_for: Sequence[tuple[Request, int]] | None) -> list[int] | None:
         """For each of these requests where its tokens so far are marked, which is brought up to date; None: nobody has

@@ -32,6 +32,8 @@ class EngineStats:
         tokens_generated: tokens that requests have received.
         ended: how many requests ended, by how.
         graphs: compiled graphs, known before the first step.
+        captured, captured_max: graphs that steps have been captured as, by their size and how tokens are chosen, and
+            the most that there can be, known before the first step.
         last_step_seconds: None before the first step.
     """
 
@@ -54,6 +56,8 @@ class EngineStats:
     tokens_generated: int
     ended: Mapping[FinishReason, int]
     graphs: int
+    captured: int
+    captured_max: int
     last_step_seconds: float | None
 
 

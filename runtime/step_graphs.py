@@ -1,9 +1,9 @@
 """Steps as graphs that the device replays without the host's help.
 
-One graph for each of `sizes`, which a step fills up with tokens and requests that are nobody's, others where tokens are
-drawn, and others where there is a repetition penalty. A graph holds the whole step: the changes of the block tables,
-the ids that the last step has chosen, the model, and the choice. Nothing of it depends on a number that the host knows:
-lengths, tables and ids are read from memory that stays where it is.
+One graph for each of `graph_sizes`, which a step fills up with tokens and requests that are nobody's, another where
+tokens are drawn, and another where there is a repetition penalty. A graph holds the whole step: the changes of the
+block tables, the ids that the last step has chosen, the model, and the choice. Nothing of it depends on a number that
+the host knows: lengths, tables and ids are read from memory that stays where it is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,23 +40,32 @@ Compute = Callable[[StepInputs], Tensor]
 Ints = NDArray[np.int64]
 
 
+# Whether tokens are drawn, and whether there is a repetition penalty, for which they go the way of those drawn.
+CHOICES = ((False, False), (True, False), (True, True))
+
+
+class Kind(NamedTuple):
+    """What tells a graph from others."""
+
+    size: Size
+    drawn: bool
+    penalised: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class CapturedInputs:
     """A step whose inputs lie where its graph reads them; the device chooses `count` tokens."""
 
-    size: Size
+    kind: Kind
     count: int
-    drawn: bool
-    penalised: bool
-
-    @property
-    def graph(self) -> tuple[Size, bool, bool]:
-        """What tells its graph from others."""
-        return self.size, self.drawn, self.penalised
 
 
 class StepGraphs:
-    """Captures a graph when a step first needs it, and replays it from then on."""
+    """Captures a graph when a step first needs it, or before, and replays it from then on.
+
+    Attributes:
+        kinds: of all graphs that there can be.
+    """
 
     def __init__(
         self,
@@ -82,19 +91,24 @@ class StepGraphs:
         self._compute, self._chooser, self._slots, self._stream = compute, chooser, slots, stream
         self._block_size, self._has_states, self._nobody = block_size, has_states, max_requests
         self._sizes = sizes
-        every = [*sizes.decode, *sizes.mixed]
+        every = list(dict.fromkeys((*sizes.decode, *sizes.mixed)))
         self._memory = CapturedMemory(stream, every, num_tables=num_tables, device=device, turns=TURNS)
         width = max(2, max_blocks)
         self._tables = [
             DeviceTables(table, slots=max_requests, max_blocks=width, device=device) for table in range(num_tables)
         ]
-        self._graphs: dict[tuple[Size, bool, bool], Work] = {}
+        self.kinds = [Kind(size, *choice) for size in every for choice in CHOICES]
+        self._graphs: dict[Kind, Work] = {}
         self._addresses: Sequence[int] = ()
 
     @property
     def captured(self) -> int:
         """How many graphs there are so far."""
         return len(self._graphs)
+
+    def missing(self) -> list[Work]:
+        """What captures the graphs that no step has needed yet; nothing else is on the device then."""
+        return [partial(self._capture, kind) for kind in self.kinds if kind not in self._graphs]
 
     def check(self, addresses: Sequence[int]) -> None:
         """Capture anew where these, of the weights, are others than at the last call."""
@@ -146,17 +160,15 @@ class StepGraphs:
         host["choices"][:] = 0.0  # of a token of the largest logit
         if drawn is not None:
             host["choices"][:, : len(chosen_for)] = drawn
-        return CapturedInputs(
-            size=size, count=len(chosen_for), drawn=drawn is not None, penalised=penalised is not None
-        )
+        kind = Kind(size, drawn is not None, penalised is not None)
+        return CapturedInputs(kind=kind, count=len(chosen_for))
 
     def launch(self, inputs: CapturedInputs, to: Tensor) -> None:
         """Give the step to the device; its tokens come to the host's memory `to` [>= count]."""
-        key = inputs.graph
-        if key not in self._graphs:
-            self._graphs[key] = self._captured(inputs)
-        self._memory.send(inputs.size)
-        self._stream.enqueue(self._graphs[key])
+        if inputs.kind not in self._graphs:
+            self._capture(inputs.kind)
+        self._memory.send(inputs.kind.size)
+        self._stream.enqueue(self._graphs[inputs.kind])
         self._stream.copy(to[: inputs.count], self._chooser.last[: inputs.count])
 
     def _changes(
@@ -171,17 +183,17 @@ class StepGraphs:
             self._stream.enqueue(lambda: table.change(*(self._stream.send(each, device) for each in more)))
         return places[-most:], values[-most:]
 
-    def _captured(self, inputs: CapturedInputs) -> Work:
+    def _capture(self, kind: Kind) -> None:
         """The graph of a step; only that of nobody has been computed then."""
-        views = self._memory.on_device(inputs.size)
+        views = self._memory.on_device(kind.size)
         self._stream.enqueue(lambda: self._clear(views))
-        step = partial(self._step, inputs, views)
+        step = partial(self._step, kind, views)
         try:
-            return self._stream.capture(step, keep=[self._chooser.last])
+            self._graphs[kind] = self._stream.capture(step, keep=[self._chooser.last])
         except RuntimeError as error:  # of what may be in a model, and of whose kernels, there is no end
-            size = inputs.size
-            logger.warning("steps of %d tokens are not captured, but launched one by one: %s", size.tokens, error)
-            return step
+            tokens = kind.size.tokens
+            logger.warning("steps of %d tokens are not captured, but launched one by one: %s", tokens, error)
+            self._graphs[kind] = step
 
     def _clear(self, views: Any) -> None:
         """Of no request."""
@@ -192,7 +204,7 @@ class StepGraphs:
         for place, table in enumerate(self._tables):
             views[f"places_{place}"].fill_(table.nobody)
 
-    def _step(self, kind: CapturedInputs, views: Any) -> None:
+    def _step(self, kind: Kind, views: Any) -> None:
         tables = []
         for place, table in enumerate(self._tables):
             table.change(views[f"places_{place}"], views[f"values_{place}"])

@@ -96,8 +96,9 @@ class StepLog:
         self._ended.update(request.finish_reason for request in self._unsettled if request.finish_reason is not None)
         self._unsettled = [request for request in self._unsettled if request.finish_reason is None]
 
-    def stats(self, scheduler: Scheduler, *, graphs: int, kv_bytes: int) -> EngineStats:
-        """The engine at this moment."""
+    def stats(self, scheduler: Scheduler, *, graphs: tuple[int, int, int], kv_bytes: int) -> EngineStats:
+        """The engine at this moment; `graphs`: compiled ones, captured ones, and how many of these there can be."""
+        compiled, captured, captured_max = graphs
         self._count_ends()
         pool = scheduler.pool
         return EngineStats(
@@ -119,6 +120,8 @@ class StepLog:
             tokens_computed=self.tokens_computed,
             tokens_generated=self.tokens_generated,
             ended=dict(self._ended),
-            graphs=graphs,
+            graphs=compiled,
+            captured=captured,
+            captured_max=captured_max,
             last_step_seconds=self.last_step_seconds,
         )

@@ -10,6 +10,7 @@ from threading import Condition
 
 from torch import Tensor
 
+from selective_compile.progress import Stages
 from selective_compile.runtime.drafting import Drafting
 from selective_compile.runtime.engine_parts import EngineParts
 from selective_compile.runtime.flights import Flight, chosen_on_device
@@ -94,6 +95,18 @@ class StepLoop:
             landed = self._land(idle=True)
         for flight in landed:
             self._observe(flight, began)
+
+    def warm_up(self, stages: Stages, *, max_blocks: int) -> None:
+        """Compile and capture what steps can need, of requests with as many blocks."""
+        self.land()
+        with self._guard:
+            if self._runner.weights_changed():
+                self.drop_computed()
+        works = self._runner.to_warm_up(max_blocks=max_blocks)
+        with stages("compiling and capturing steps", len(works)) as advance:
+            for work in works:
+                work()
+                advance(1)
 
     def drop_computed(self) -> None:
         """Drop all keys and values, under the guard; no step is on the device."""

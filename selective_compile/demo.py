@@ -243,6 +243,7 @@ def through_engine(prepared: Prepared, requests: Sequence[DemoRequest], stages: 
 
 
 def warm_up(engine: Engine, checkpoint: Checkpoint, request: DemoRequest) -> None:
+    engine.warm_up()
     config = checkpoint.greedy(min(request.max_new_tokens, WARM_UP_TOKENS))
     engine.submit(request.prompt_ids, config, "warm-up").result()
     engine.drop_computed()

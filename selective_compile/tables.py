@@ -90,6 +90,8 @@ def demo_summary(prepared: Prepared, outcome: Outcome) -> str:
     work = f"{stats.steps} steps, {stats.tokens_computed} tokens computed, {stats.preemptions} preemptions"
     same = f"{counts['equal']} of {len(outcome.comparisons)} requests got the same tokens as from generate"
     lines = [f"engine: {work}", same]
+    if stats.captured_max:
+        lines.insert(1, f"{stats.captured_max} kinds of steps captured before the first, to be replayed")
     if counts["near tie"]:
         lines.append(f"{counts['near tie']} differ from where on two logits are as good as equal")
     if counts["different"]:

@@ -54,6 +54,7 @@ LAYERS = (
         "entries",
         "shared_cores",
         "cores",
+        "progress",
     ),
     ("passes",),
     ("whole_functions", "live_settings"),
@@ -101,7 +102,6 @@ LAYERS = (
     ("generation_ledger",),
     (
         "checkpoints",
-        "progress",
         "tables",
         "schedule_picture",
         "generating",

@@ -78,6 +78,7 @@ class EnginePeer(PeerHere):
         )
         program = compile_step_program(model, config)
         self._engine = Engine(model, config, program=program, observers=[self._records.append])
+        self._engine.warm_up(progress=False)
         self._about = {
             "attention": f"selective::ragged_attention ({config.implementation})",
             **precision(model),

@@ -23,6 +23,7 @@ class PlayedStream(DeviceStream):
         eager: asked after each `enqueue` how many of the works that are left the device does now.
         captures: what is captured is done again by calling it; by the operators that were seen: `TapedStream`.
         waits: how often the host has waited.
+        captured: how often work was captured.
         replayed: how often captured work was enqueued.
         launching: how long it takes the host, on the clock of `seconds`, to give work to the device.
         busy: how long the device has computed on that clock; whoever plays what computes adds to it.
@@ -34,7 +35,7 @@ class PlayedStream(DeviceStream):
         self.eager = eager
         self.captures = captures
         self.waits = 0
-        self.replayed = 0
+        self.captured = self.replayed = 0
         self.launching = 1.0
         self.busy = 0.0
         self._queue: deque[Work] = deque()
@@ -59,6 +60,7 @@ class PlayedStream(DeviceStream):
         return self.launching, max(self.launching, self.busy - before)
 
     def capture(self, work: Work, keep: Sequence[Tensor]) -> Work:
+        self.captured += 1
         self._run(len(self._queue))
         kept = [tensor.clone() for tensor in keep]
         replay = self._recorded(work)

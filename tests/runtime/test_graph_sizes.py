@@ -33,6 +33,7 @@ def test_numbers_of_tokens() -> None:
     assert mixed_sizes(1) == (2,) and mixed_sizes(24) == (16, 24)
     assert mixed_sizes(300) == (*range(16, 257, 16), 288, 300)
     assert mixed_sizes(9, invariant=True) == (32,) and mixed_sizes(50, invariant=True) == (32, 48, 50)
+    assert len({*sizes_for(64, 512).decode, *sizes_for(64, 512).mixed}) == 35
     assert len(mixed_sizes(512)) == 24 and len(mixed_sizes(8192)) == 56
 
 
@@ -57,8 +58,7 @@ def test_every_step_within_the_budget_has_a_graph(
     if invariant:
         assert found.requests == found.tokens >= 32, "each row is a request, and no step has few rows"
     else:
-        assert found.requests == found.rows
-        assert found in sizes.decode or found.tokens > found.requests or found.tokens == 2
+        assert found.requests == found.rows <= found.tokens
 
 
 @given(max_requests=REQUESTS, budget=BUDGETS, data=st.data())

@@ -75,11 +75,11 @@ def test_the_tokens_are_those_of_steps_that_are_not_captured(family: str, budget
         else:
             assert_same_tokens(model, request.prompt_ids, request.tokens)
     assert stream.replayed > 10
-    captured = engine._runner.num_captured
+    captured = engine.stats().captured
     again = submit_some(engine, 3, 8, vocabulary)
     run_until_idle(engine)
     assert [request.tokens for request in again] == [request.tokens for request in found]
-    assert engine._runner.num_captured == captured, "no new graphs after the first time"
+    assert engine.stats().captured == captured, "no new graphs after the first time"
 
 
 def test_changed_weights_are_seen_and_a_failed_step_leaves_nothing_wrong() -> None:
@@ -211,7 +211,7 @@ def test_on_a_gpu(family: str) -> None:
     for request in found:
         if not request.params.do_sample:
             assert_same_tokens(alone, request.prompt_ids, request.tokens)
-    assert engine._runner.num_captured > 0
+    assert engine.stats().captured > 0
 
 
 @pytest.mark.gpu
