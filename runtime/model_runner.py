@@ -213,7 +213,12 @@ class ModelRunner:
         """
         shapes = () if self.program.keeps_requests else product(WARM_TOKENS, (2, max(2, max_blocks)))
         steps = [self._empty_step(tokens, 2, width=width) for tokens, width in shapes]
-        works: list[Work] = [partial(self.stream.enqueue, partial(self._choose, step, None, None, 0)) for step in steps]
+        runs = [partial(self._choose, step, None, None, 0) for step in steps]
+        if steps and self.stream.separate:  # or the host chooses
+            rows = torch.zeros(FIELDS, 2, dtype=torch.float64, device=self.program.device)
+            nobody = torch.full((2,), self._chooser.seen.nobody, device=self.program.device)
+            runs += [partial(self._choose, steps[0], None, rows, 2, slots) for slots in (None, nobody)]
+        works: list[Work] = [partial(self.stream.enqueue, run) for run in runs]
         return works + ([] if self._graphs is None else self._graphs.missing())
 
     def _seconds_of(self, tokens: int) -> tuple[float, float]:
