@@ -78,7 +78,7 @@ def test_values_are_sent_from_pinned_memory_and_without_waiting(cuda: RecordedCu
 
     values: Any = SimpleNamespace(pin_memory=pin_memory)
     with cuda.stream(cuda.Stream()):
-        assert stream.send(values, CPU) == "sent"  # type: ignore[comparison-overlap]
+        assert stream.send(values, CPU) == "sent"
     assert steps == ["pin", "to"] and cuda.before["sent"] == {"step"}
 
 
@@ -109,6 +109,16 @@ def test_work_is_tried_and_captured_behind_all_that_was_there(cuda: RecordedCuda
     assert [given["pool"] for given in cuda.captures] == 2 * [cuda.graph_pool_handle()]
     # Other threads allocate meanwhile.
     assert all(given["capture_error_mode"] == "thread_local" for given in cuda.captures)
+
+
+def test_what_is_kept_is_read_before_the_work_and_written_back_after_it(cuda: RecordedCuda) -> None:
+    kept: Any = SimpleNamespace(clone=cuda.work("read"), copy_=lambda values: cuda.work("written back")())
+    stream, names = CudaStream(CPU), iter(("tried", "captured"))
+    replay = stream.capture(lambda: cuda.work(next(names))(), [kept])
+    assert "read" in cuda.before["tried"] and "tried" in cuda.before["written back"]
+    assert "written back" in cuda.before["captured"]
+    stream.enqueue(replay)
+    assert "written back" in cuda.before["replay 1"]
 
 
 @pytest.mark.parametrize("fails", [1, 2])
