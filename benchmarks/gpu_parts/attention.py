@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from benchmarks.gpu_parts import ceilings
 from benchmarks.gpu_parts.floors import LARGE_KV, share, spread
 from benchmarks.gpu_parts.jobs import Context
+from benchmarks.gpu_parts.measures import LONG_PREFILL
 from benchmarks.gpu_parts.ragged_step import (
     TINY,
     AttentionShape,
@@ -62,7 +63,7 @@ def decode(context: Context) -> None:
         counts = step.kv_bytes >= LARGE_KV or context.tiny
         if counts:
             large.append(found)
-        figures = {"microseconds": 1e6 * seconds, "kv_bytes": step.kv_bytes, "share_of_copy": found, "large": counts}
+        figures = {"microseconds": 1e6 * seconds, "kv_bytes": step.kv_bytes, "share_of_copy": found, "counts": counts}
         text = f"{1e6 * seconds:9.1f} us  {found:6.1%} of copy bandwidth{'' if counts else '  (below 64 MB)'}"
         context.tell(context.job.row(name, figures=figures, text=text))
 
@@ -79,7 +80,13 @@ def prefill(context: Context) -> None:
     def measure(name: str, step: RaggedStep) -> None:
         seconds = timer.seconds(step, context.repeats)
         rate, found = step.flops / seconds, share(step.flops, seconds, best.flops_per_second)
-        figures = {"microseconds": 1e6 * seconds, "flops_per_second": rate, "share_of_product": found}
+        counts = step.rows >= LONG_PREFILL or context.tiny
+        figures = {
+            "microseconds": 1e6 * seconds,
+            "flops_per_second": rate,
+            "share_of_product": found,
+            "counts": counts,
+        }
         text = f"{1e6 * seconds:9.1f} us  {rate / 1e12:6.0f} TFLOP/s, {found:.1%} of product"
         context.tell(context.job.row(name, figures=figures, text=text))
 

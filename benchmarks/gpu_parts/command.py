@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.gpu_parts.floors import Ceilings
 from benchmarks.gpu_parts.isolated import Worker
 from benchmarks.gpu_parts.jobs import SECONDS, WEIGHTS, Allowance, Job, perform
+from benchmarks.gpu_parts.measures import HEADER, Measure, measures, without_found
 from benchmarks.gpu_parts.rows import FAILURES, Row, reason, store
 from selective_compile.bench.machine import machine, versions
 
@@ -30,12 +31,14 @@ class Found:
         if not dry_run:
             self._about["machine"] = machine()
         self._rows: list[Row] = []
+        self._shown: list[Row] = []
         self._complete = False
         self._keep()
 
     def tell(self, row: Row) -> None:
-        self._rows.append(row.without_figures() if self._dry_run else row)
-        print(self._rows[-1].line, flush=True)
+        self._rows.append(row)
+        self._shown.append(row.without_figures() if self._dry_run else row)
+        print(self._shown[-1].line, flush=True)
         self._keep()
 
     def complete(self) -> None:
@@ -51,15 +54,24 @@ class Found:
     @property
     def ceilings(self) -> Ceilings | None:
         """None: they are not known, or this is a dry run."""
-        known = {name: value for row in self._rows if row.part == "ceilings" for name, value in row.figures.items()}
+        known = {name: value for row in self._shown if row.part == "ceilings" for name, value in row.figures.items()}
         if not set(Ceilings._fields) <= set(known):
             return None
         return Ceilings(*(known[name] for name in Ceilings._fields))
 
+    @property
+    def measures(self) -> tuple[Measure, ...]:
+        found = measures(self._rows)
+        return tuple(without_found(measure) for measure in found) if self._dry_run else found
+
     def _keep(self) -> None:
-        rows = [asdict(row) for row in self._rows]
-        failed = [f"{row.part}: {row.name}" for row in self.failures]
-        store(self._path, {**self._about, "complete": self._complete, "failed": failed, "rows": rows})
+        known = {
+            "complete": self._complete,
+            "failed": [f"{row.part}: {row.name}" for row in self.failures],
+            "measures": [{**asdict(measure), "reached": measure.reached} for measure in self.measures],
+            "rows": [asdict(row) for row in self._shown],
+        }
+        store(self._path, {**self._about, **known})
 
 
 def measure(arguments: argparse.Namespace) -> int:
@@ -74,6 +86,7 @@ def measure(arguments: argparse.Namespace) -> int:
         else:
             _one_after_another(jobs, found, [_caches(Path(caches), part) for part, _ in _names(arguments, parts)])
     found.complete()
+    print("", HEADER, *(measure.line for measure in found.measures), "", sep="\n")
     for row in found.failures:
         print(f"failed: {row.part}: {row.name}: {row.text}")
     return 1 if found.failures else 0

@@ -67,7 +67,7 @@ class Job:
         return cls(**values)
 
     def row(self, name: str, **values: Any) -> Row:
-        return Row(part=self.part, name=name, ours=self.ours, **values)
+        return Row(part=self.part, job=self.name, name=name, ours=self.ours, **values)
 
 
 class Context:

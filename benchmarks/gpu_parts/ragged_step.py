@@ -53,6 +53,10 @@ class RaggedStep:
         return self.shape.head_size**-0.5
 
     @property
+    def rows(self) -> int:
+        return self.query.shape[0]
+
+    @property
     def kv_bytes(self) -> int:
         """That a step must read at least."""
         tokens = sum(context for _, context in self.requests)

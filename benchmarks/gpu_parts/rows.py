@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ class Row:
     """One line of the table.
 
     Attributes:
+        job: of the part, whose row it is.
         ours: it is this project's, and not a peer's: its failure is one of the run.
         figures: by name, with the unit in it; None: not known, and `text` says why.
         text: for people, the figures in short, or why there are none.
@@ -29,6 +30,7 @@ class Row:
 
     part: str
     name: str
+    job: str = ""
     state: State = "measured"
     ours: bool = True
     figures: Mapping[str, Any] = field(default_factory=dict)
@@ -47,7 +49,7 @@ class Row:
         if self.state != "measured":
             return self
         names = sorted(self.figures)
-        return Row(part=self.part, name=self.name, ours=self.ours, figures={"names": names}, text="ran")
+        return replace(self, figures={"names": names}, text="ran")
 
 
 def reason(error: BaseException) -> str:

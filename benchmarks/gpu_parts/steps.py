@@ -68,6 +68,7 @@ def row(context: Context, name: str, found: Decoded, busy: float | None, floor: 
         "mean_context": sum(found.contexts) / len(found.contexts),
         "idle": idle,
         "idle_between_runs": between,
+        "counts": True,
     }
     shown = ["unknown" if part is None else f"{part:.1%}" for part in (idle, between)]
     text = f"{1e6 * found.wall:9.0f} us  {floor / found.wall:6.1%} of speed at the floor of {1e6 * floor:.0f} us"

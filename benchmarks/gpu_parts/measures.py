@@ -1,0 +1,188 @@
+"""What the run is to show: eight measures, each with a bar and a goal, and what was found of it.
+
+A worst of several cells is blank if one of them failed: it may be the worst. What did not fit the device's memory is
+named beside the figure.  Figures of engines whose tokens were found wrong do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from benchmarks.gpu_parts.rows import Row
+
+MODEL = "llama-3.1-8b"  # of which the measures are
+TRACE_CEILING = 13_500.0  # output tokens a second
+TOKENS = "tokens"  # the job that compares tokens
+LONG_PREFILL = 4096
+
+
+class Value(NamedTuple):
+    """A figure and what it is of; or None, and why there is none."""
+
+    found: float | None
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """One line of the table.
+
+    Attributes:
+        unit: "": a share; "x": so many times another's; "s": seconds.
+        less: the smaller the better.
+        why: what the figure is of, or why there is none.
+    """
+
+    name: str
+    bar: float
+    goal: float
+    unit: Literal["", "x", "s"] = ""
+    less: bool = False
+    found: float | None = None
+    why: str = "not measured"
+
+    @property
+    def reached(self) -> Literal["goal", "bar", "neither", "unknown"]:
+        if self.found is None:
+            return "unknown"
+        return "goal" if self._reaches(self.goal) else "bar" if self._reaches(self.bar) else "neither"
+
+    @property
+    def line(self) -> str:
+        shown = [f"{value:.3g}{self.unit}" for value in (self.bar, self.goal)]
+        found = "" if self.found is None else f"{self.found:.3g}{self.unit}"
+        return f"{self.name:54} {shown[0]:>6} {shown[1]:>6} {found:>7} {self.reached:8} {self.why}"
+
+    def _reaches(self, wanted: float) -> bool:
+        assert self.found is not None
+        return self.found <= wanted if self.less else self.found >= wanted
+
+
+HEADER = f"{'measure':54} {'bar':>6} {'goal':>6} {'found':>7} {'reached':8} of what, or why not"
+
+
+def measures(rows: Sequence[Row]) -> tuple[Measure, ...]:
+    """All of them, by the rows so far."""
+    return tuple(replace(measure, **value(rows)._asdict()) for measure, value in MEASURES)
+
+
+def without_found(measure: Measure) -> Measure:
+    """Of a dry run, which gives no figures."""
+    return replace(measure, found=None, why="a dry run gives no figures")
+
+
+def decode_share(rows: Sequence[Row]) -> Value:
+    return _of_cells(_of(rows, "attention", "decode"), "share_of_copy", min)
+
+
+def decode_spread(rows: Sequence[Row]) -> Value:
+    return _of_cells(_of(rows, "attention", "decode"), "share_of_copy", lambda shares: min(shares) / max(shares))
+
+
+def prefill_share(rows: Sequence[Row]) -> Value:
+    return _of_cells(_of(rows, "attention", "prefill"), "share_of_product", min)
+
+
+def step_share(rows: Sequence[Row]) -> Value:
+    return _wrong_tokens(rows) or _of_cells(_of(rows, "steps", MODEL), "share_of_floor", min)
+
+
+def idle(rows: Sequence[Row]) -> Value:
+    return _wrong_tokens(rows) or _of_cells(_of(rows, "steps", MODEL), "idle", max)
+
+
+def trace_share(rows: Sequence[Row]) -> Value:
+    if (wrong := _wrong_tokens(rows)) is not None:
+        return wrong
+    if (row := _served(rows, "engine", sample=False)) is None:
+        return Value(None, _why_none(_of(rows, "trace", "engine")))
+    figures = row.figures
+    return Value(figures["output_tokens_per_second"] / TRACE_CEILING, _asked(row))
+
+
+def over(peer: str) -> Callable[[Sequence[Row]], Value]:
+    """The engine's tokens a second over a peer's, of the same requests: of the trace, or of the sample."""
+
+    def ratio(rows: Sequence[Row]) -> Value:
+        if (wrong := _wrong_tokens(rows)) is not None:
+            return wrong
+        for sample in (False, True):
+            ours, theirs = (_served(rows, name, sample=sample) for name in ("engine", peer))
+            if ours is not None and theirs is not None:
+                assert _asked(ours) == _asked(theirs), "both must have served the same"
+                rates = [row.figures["output_tokens_per_second"] for row in (ours, theirs)]
+                return Value(rates[0] / rates[1], f"{theirs.figures['attention']} attention; {_asked(theirs)}")
+        return Value(None, _why_none([row for name in (peer, "engine") for row in _of(rows, "trace", name)]))
+
+    return ratio
+
+
+def first_token(start: str) -> Callable[[Sequence[Row]], Value]:
+    """Seconds of a cold or a warm start."""
+
+    def seconds(rows: Sequence[Row]) -> Value:
+        of_start = [row for row in _of(rows, "start", "start") if row.name == f"{MODEL}, {start} start"]
+        for row in of_start:
+            if row.state == "measured":
+                return Value(row.figures["seconds"], "weights made on the device, not loaded")
+        return Value(None, _why_none(of_start or _of(rows, "start", "start")))
+
+    return seconds
+
+
+MEASURES: tuple[tuple[Measure, Callable[[Sequence[Row]], Value]], ...] = (
+    (Measure(name="decode attention: KV bytes over copy, worst, >= 64 MB", bar=0.75, goal=0.90), decode_share),
+    (Measure(name="decode attention: worst over best of these", bar=0.75, goal=0.85), decode_spread),
+    (Measure(name="causal prefill 4k-16k, share of the product's rate", bar=0.50, goal=0.75), prefill_share),
+    (Measure(name="decode step of the 8B: floor over it, worst of N", bar=0.70, goal=0.90), step_share),
+    (Measure(name="whole trace on the 8B: tokens/s over 13,500", bar=0.55, goal=0.80), trace_share),
+    (Measure(name="the same over generate_batch", bar=3, goal=10, unit="x"), over("generate_batch")),
+    (Measure(name="the same over padded generate", bar=4, goal=8, unit="x"), over("generate")),
+    (Measure(name="GPU idle in decode steps of the 8B, worst of N", bar=0.02, goal=0.005, less=True), idle),
+    (Measure(name="cold start to the first token", bar=90, goal=30, unit="s", less=True), first_token("cold")),
+    (Measure(name="warm start to the first token", bar=10, goal=3, unit="s", less=True), first_token("warm")),
+)
+
+
+def _of(rows: Sequence[Row], part: str, job: str) -> list[Row]:
+    return [row for row in rows if (row.part, row.job) == (part, job)]
+
+
+def _of_cells(rows: Sequence[Row], figure: str, worst: Callable[[list[float]], float]) -> Value:
+    """The worst of the cells that count; rows without the figure are those of cells that have none, or of no cell."""
+    cells = [row for row in rows if row.state == "measured" and row.figures.get("counts")]
+    known = [row.figures[figure] for row in cells if row.figures[figure] is not None]
+    lost = [row for row in rows if row.state == "failed"]
+    lost += [replace(row, text=f"{figure} is not known") for row in cells if row.figures[figure] is None]
+    if not known:
+        return Value(None, _why_none(lost or rows))
+    if lost:
+        others = f"{worst(known):.3g} of {len(known)} others"
+        return Value(None, f"{lost[0].name}: {lost[0].text}; {others}")
+    left_out = [row.name for row in rows if row.state == "skipped"]
+    without = f", without {'; '.join(left_out)}" if left_out else ""
+    return Value(worst(known), f"{len(known)} cells{without}")
+
+
+def _why_none(rows: Sequence[Row]) -> str:
+    said = [f"{row.name}: {row.text}" for row in rows if row.state != "measured"]
+    return said[0] if said else "not measured"
+
+
+def _wrong_tokens(rows: Sequence[Row]) -> Value | None:
+    wrong = [row for row in _of(rows, "steps", TOKENS) if row.state == "failed"]
+    return Value(None, f"{wrong[0].name}: {wrong[0].text}") if wrong else None
+
+
+def _served(rows: Sequence[Row], job: str, *, sample: bool) -> Row | None:
+    found = [row for row in _of(rows, "trace", job) if row.figures.get("is_sample") is sample]
+    return found[-1] if found else None
+
+
+def _asked(row: Row) -> str:
+    """What was served, in words."""
+    figures = row.figures
+    what = "a sample, all prompts with an eighth of the outputs" if figures["is_sample"] else "the trace"
+    return f"{what}: {figures['requests']} requests, {figures['output_tokens']} tokens"

@@ -1,0 +1,120 @@
+"""The table at the end of the GPU benchmark: what each measure is of, and why it is blank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu_parts.measures import HEADER, Measure, measures, without_found
+from benchmarks.gpu_parts.rows import Row
+
+
+def row(part: str, job: str, name: str, state: Any = "measured", text: str = "", **figures: Any) -> Row:
+    return Row(part=part, job=job, name=name, state=state, text=text, figures=figures)
+
+
+def decode(name: str, share: float, *, counts: bool = True) -> Row:
+    return row("attention", "decode", name, share_of_copy=share, counts=counts)
+
+
+def step(requests: int, share: float, idle: float | None) -> Row:
+    name = f"llama-3.1-8b, {requests} requests"
+    return row("steps", "llama-3.1-8b", name, share_of_floor=share, idle=idle, counts=True)
+
+
+def served(job: str, rate: float, *, sample: bool) -> Row:
+    figures = {"output_tokens_per_second": rate, "is_sample": sample, "attention": f"{job} sdpa"}
+    figures |= {"requests": 256, "output_tokens": 18_000 if sample else 144_000}
+    return row("trace", job, f"{job}, {'a sample' if sample else 'the trace'}", **figures)
+
+
+WHOLE = [
+    decode("decode 1 x 512", 0.2, counts=False),
+    decode("decode 8 x 4096", 0.8),
+    decode("decode 32 x 4096", 0.9),
+    row("attention", "decode", "decode, 64 MB of keys and values or more", worst=0.8, worst_over_best=0.89, cells=2),
+    row("attention", "fp8", "fp8 decode 32 x 4096", share_of_copy=0.1, counts=True),
+    row("attention", "prefill", "prefill 1024", share_of_product=0.1, counts=False),
+    row("attention", "prefill", "prefill 4096", share_of_product=0.6, counts=True),
+    row("attention", "prefill", "prefill 8192", share_of_product=0.8, counts=True),
+    row("start", "start", "llama-3.1-8b, cold start", seconds=40.0),
+    row("start", "start", "llama-3.1-8b, warm start", seconds=12.0),
+    row("steps", "tokens", "qwen3-0.6b: tokens"),
+    step(1, 0.8, 0.001),
+    step(8, 0.95, 0.004),
+    row("steps", "llama-3.2-1b", "llama-3.2-1b, 1 requests", share_of_floor=0.3, idle=0.5, counts=True),
+    served("engine", 8000.0, sample=True),
+    served("engine", 10_800.0, sample=False),
+    served("generate_batch", 2000.0, sample=True),
+    served("generate", 2500.0, sample=True),
+    served("generate", 1800.0, sample=False),
+]
+
+
+def found(rows: list[Row]) -> dict[str, Measure]:
+    return {measure.name: measure for measure in measures(rows)}
+
+
+def of(rows: list[Row], part: str) -> Measure:
+    (measure,) = [measure for name, measure in found(rows).items() if part in name]
+    return measure
+
+
+def test_each_measure_is_of_what_it_says() -> None:
+    values = [(measure.found, measure.reached) for measure in measures(WHOLE)]
+    assert values == [
+        (0.8, "bar"),
+        (pytest.approx(0.8 / 0.9), "goal"),
+        (0.6, "bar"),
+        (0.8, "bar"),
+        (pytest.approx(0.8), "goal"),
+        (4.0, "bar"),
+        (6.0, "bar"),
+        (0.004, "goal"),
+        (40.0, "bar"),
+        (12.0, "neither"),
+    ]
+
+
+def test_a_ratio_is_of_the_same_requests_and_says_of_which() -> None:
+    assert of(WHOLE, "generate_batch").why.startswith("generate_batch sdpa attention; a sample")
+    assert "18000 tokens" in of(WHOLE, "generate_batch").why and "the trace: 256" in of(WHOLE, "padded").why
+    without = [each for each in WHOLE if each.name != "engine, the trace"]
+    assert of(without, "padded").found == pytest.approx(8000 / 2500) and of(without, "tokens/s").found is None
+
+
+def test_without_rows_all_are_blank() -> None:
+    assert {(measure.found, measure.reached, measure.why) for measure in measures([])} == {
+        (None, "unknown", "not measured")
+    }
+
+
+def test_a_cell_that_failed_may_be_the_worst() -> None:
+    lost = row("attention", "decode", "decode 256 x 32768", "failed", "got NaN")
+    measure = of([*WHOLE, lost], "KV bytes")
+    assert measure.found is None and measure.why == "decode 256 x 32768: got NaN; 0.8 of 2 others"
+    skipped = row("attention", "decode", "decode 256 x 32768", "skipped", "needs 34 GB")
+    assert of([*WHOLE, skipped], "KV bytes").why == "2 cells, without decode 256 x 32768"
+    idle = of([*WHOLE, step(32, 0.9, None)], "idle")
+    assert idle.found is None and idle.why == "llama-3.1-8b, 32 requests: idle is not known; 0.004 of 2 others"
+
+
+def test_wrong_tokens_leave_no_figure_of_an_engine() -> None:
+    wrong = row("steps", "tokens", "qwen3-0.6b: tokens", "failed", "3 of 480 are wrong")
+    rows = [wrong if each.job == "tokens" else each for each in WHOLE]
+    blank = [measure for measure in measures(rows) if measure.found is None]
+    assert len(blank) == 5 and {measure.why for measure in blank} == {"qwen3-0.6b: tokens: 3 of 480 are wrong"}
+
+
+def test_a_job_that_ended_says_why_there_is_nothing() -> None:
+    ended = row("trace", "engine", "engine", "failed", "ended with status -11: it said nothing")
+    rows = [each for each in WHOLE if each.job != "engine"]
+    assert of([*rows, ended], "tokens/s").why == "engine: ended with status -11: it said nothing"
+    assert of([*rows, ended], "padded").why == "engine: ended with status -11: it said nothing"
+
+
+def test_a_line_is_as_wide_as_its_header_and_a_dry_run_shows_nothing() -> None:
+    for measure in measures(WHOLE):
+        assert measure.line.index(measure.why) == HEADER.index("of what")
+        assert without_found(measure).found is None and without_found(measure).bar == measure.bar
