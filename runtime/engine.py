@@ -289,6 +289,16 @@ class Engine:
             yield self
 
     @property
+    def captured_step(self) -> Callable[[], None] | None:
+        """The last step alone, if the device replayed a graph for it: a call replays that once more, without what the
+        host does for a step. None: it was launched one by one, or there was none.
+
+        To time it. It computes with the tokens that the step itself chose, and writes over what that wrote, so that
+        the running requests' tokens are of no use from then on.
+        """
+        return self._runner.captured_step
+
+    @property
     def counts_padding(self) -> bool:
         """Whether padding between tokens would count to the model itself, as it does not here: in a window, say."""
         return self._program.counts_padding

@@ -77,6 +77,7 @@ class ModelRunner:
             vocab_size=self.program.vocab_size,
         )
         self._graphs: StepGraphs | None = None
+        self._launched: CapturedInputs | None = None  # the last step, if it was a captured one
         self._states: tuple[Tensor, ...] = ()
         if config.max_kv_tokens is None and not self.program.keeps_requests:
             # What graphs compute in is theirs alone.
@@ -185,6 +186,7 @@ class ModelRunner:
         """Compute the step's tokens, writing their keys and values into the pools; logits [R, V]."""
         assert isinstance(step.inputs, StepInputs), "the device chooses for captured steps"
         self._chooser.next_turn()
+        self._launched = None
         sources = self._chooser.stage_sources(step.sources)
         return self.stream.call(partial(self._compute, step.inputs, sources))
 
@@ -237,6 +239,12 @@ class ModelRunner:
         """How many steps have been captured, and how many can be."""
         return (0, 0) if self._graphs is None else (self._graphs.captured, len(self._graphs.kinds))
 
+    @property
+    def captured_step(self) -> Work | None:
+        """See `Engine.captured_step`."""
+        graphs, launched = self._graphs, self._launched
+        return None if graphs is None or launched is None else graphs.graph(launched)
+
     def penalised(self, chosen_for: Sequence[tuple[Request, int]] | None) -> list[int] | None:
         """For each of these requests where its tokens so far are marked, which is brought up to date; None: nobody has
         a repetition penalty. For when the step is planned, and before it is expected."""
@@ -279,6 +287,7 @@ class ModelRunner:
         waits for them. The one before the last must have been waited for."""
         assert step.chosen_for is not None
         self._chooser.next_turn()
+        self._launched = step.inputs if isinstance(step.inputs, CapturedInputs) else None
         if self._graphs is not None and isinstance(step.inputs, CapturedInputs):
             self._graphs.launch(step.inputs, self._chooser.arriving)
         else:

@@ -110,6 +110,11 @@ class StepGraphs:
         """What captures the graphs that no step has needed yet; nothing else is on the device then."""
         return [partial(self._capture, kind) for kind in self.kinds if kind not in self._graphs]
 
+    def graph(self, inputs: CapturedInputs) -> Work | None:
+        """What replays the graph of a step; None: it is not captured, or could not be."""
+        work = self._graphs.get(inputs.kind)
+        return None if isinstance(work, partial) else work  # a step that is launched one by one
+
     def check(self, addresses: Sequence[int]) -> None:
         """Capture anew where these, of the weights, are others than at the last call."""
         if self._addresses != addresses:

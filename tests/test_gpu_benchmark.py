@@ -285,6 +285,23 @@ def test_the_span_of_a_step_is_that_of_the_models_run(monkeypatch: pytest.Monkey
     assert found.contexts == (12,) and "run" not in vars(Engine._runner)
 
 
+def test_a_graph_alone_is_replayed_back_to_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    replays: list[int] = []
+
+    class Event(HostEvent):
+        def record(self) -> None:
+            self.moment = 7.0 * len(replays)
+
+    engine: Any = SimpleNamespace(captured_step=lambda: replays.append(1))
+    assert decoding.replayed(engine, 3) is None and not replays, "no device"
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert decoding.replayed(engine, 3) == pytest.approx(7.0) and len(replays) == 4, "the first is not timed"
+    engine.captured_step = None
+    assert decoding.replayed(engine, 3) is None
+
+
 def test_a_file_is_whole_at_any_time(tmp_path: Path) -> None:
     found = command.Found(tmp_path / "found.json", dry_run=False, quick=True)
     found.tell(Row(part="ceilings", name="copy", figures={"bytes_per_second": 2.0}))

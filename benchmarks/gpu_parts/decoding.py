@@ -87,6 +87,24 @@ class Spans:
         return timed
 
 
+def replayed(engine: Engine, count: int) -> float | None:
+    """Seconds of the last step's graph alone, of so many back to back; None: no device, or the step was no graph.
+
+    The requests' tokens are of no use from then on, and as fast to compute as others.
+    """
+    if not torch.cuda.is_available() or (replay := engine.captured_step) is None:
+        return None
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    replay()  # the host is ahead of the device when the clock starts
+    before.record()
+    for _ in range(count):
+        replay()
+    after.record()
+    torch.cuda.synchronize()
+    return before.elapsed_time(after) / 1e3 / count
+
+
 def busy_per_step(engine: Engine, steps: int) -> float | None:
     """Seconds of a step in which a kernel or a copy ran on the device, by torch's profiler; None: it saw none."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:

@@ -1,4 +1,6 @@
-"""Whole decode steps of each model through the engine, next to the least time for them.
+"""Whole decode steps of each model through the engine, next to the least time for them and to their graph alone.
+
+over_replay: a step's time beside that of its captured graph, replayed back to back with the inputs of the last step.
 
 idle_between_runs: the part of a step's time on the host that lies outside of the events around the model's run.
 idle: the part in which no kernel and no copy ran on the device: the busy seconds of a few steps under torch's profiler,
@@ -13,7 +15,7 @@ from random import Random
 from transformers import PreTrainedModel
 
 from benchmarks.gpu_parts import ceilings
-from benchmarks.gpu_parts.decoding import Decoded, busy_per_step, decoded
+from benchmarks.gpu_parts.decoding import Decoded, busy_per_step, decoded, replayed
 from benchmarks.gpu_parts.floors import idle_share
 from benchmarks.gpu_parts.jobs import Context
 from benchmarks.gpu_parts.models import random_model, step_work
@@ -52,18 +54,21 @@ def run(context: Context) -> None:
             _settle(engine, records)
             found = decoded(engine, records, 2 if context.tiny else TIMED)
             busy = None if context.tiny else busy_per_step(engine, PROFILED)
-            context.tell(row(context, name, found, busy, work.floor_seconds(found.contexts, best)))
+            alone = replayed(engine, TIMED)
+            context.tell(row(context, name, found, busy, alone, work.floor_seconds(found.contexts, best)))
         except FAILURES as error:
             context.fail(name, reason(error))
 
 
-def row(context: Context, name: str, found: Decoded, busy: float | None, floor: float) -> Row:
+def row(context: Context, name: str, found: Decoded, busy: float | None, alone: float | None, floor: float) -> Row:
     idle = None if busy is None else idle_share(busy, found.wall)
     between = None if found.span is None else idle_share(found.span, found.wall)
     figures = {
         "microseconds": 1e6 * found.wall,
         "floor_microseconds": 1e6 * floor,
         "share_of_floor": floor / found.wall,
+        "replay_microseconds": None if alone is None else 1e6 * alone,
+        "over_replay_microseconds": None if alone is None else 1e6 * (found.wall - alone),
         "tokens_per_second": len(found.contexts) / found.wall,
         "mean_context": sum(found.contexts) / len(found.contexts),
         "idle": idle,
@@ -72,7 +77,8 @@ def row(context: Context, name: str, found: Decoded, busy: float | None, floor: 
     }
     shown = ["unknown" if part is None else f"{part:.1%}" for part in (idle, between)]
     text = f"{1e6 * found.wall:9.0f} us  {floor / found.wall:6.1%} of speed at the floor of {1e6 * floor:.0f} us"
-    return context.job.row(name, figures=figures, text=f"{text}; idle {shown[0]}, between runs {shown[1]}")
+    over = "no graph" if alone is None else f"{1e6 * (found.wall - alone):.0f} us over its graph alone"
+    return context.job.row(name, figures=figures, text=f"{text}; {over}; idle {shown[0]}, between runs {shown[1]}")
 
 
 def make_engine(context: Context, model: PreTrainedModel, most: int, records: list[StepRecord]) -> Engine:

@@ -133,6 +133,26 @@ def test_what_cannot_be_captured_is_launched_and_told_of(caplog: pytest.LogCaptu
         run_until_idle(engine)
     assert_same_tokens(model, [3, 4, 5], request.tokens)
     assert "not captured" in caplog.text and "not permitted" in caplog.text
+    assert engine.captured_step is None
+
+
+def test_the_last_step_alone_is_its_graph_and_none_where_it_has_none() -> None:
+    model = tiny("llama")
+    stream = TapedStream(captures=True)
+    engine = Engine(model, EngineConfig(compile=False, max_kv_tokens=400), stream=stream)
+    assert engine.captured_step is None
+    request = engine.submit([3, 4, 5], max_new_tokens=8)
+    for _ in range(5):
+        engine.step()
+    again = engine.captured_step
+    assert again is not None
+    replayed, told = stream.replayed, list(request.tokens)
+    stream.enqueue(again)
+    assert stream.replayed == replayed + 1 and request.tokens == told, "it is a graph, and nobody is told of it"
+    run_until_idle(engine)
+    engine.submit([3, 4, 5], max_new_tokens=2, logprobs=True)  # the host chooses
+    run_until_idle(engine)
+    assert engine.captured_step is None
 
 
 def test_a_step_that_is_captured_reads_no_number_of_the_host() -> None:
