@@ -95,7 +95,7 @@ def measure(arguments: argparse.Namespace) -> int:
 def _names(arguments: argparse.Namespace, parts: list[str]) -> list[tuple[str, str]]:
     models = TINY_MODELS if arguments.dry_run else QUICK_MODELS if arguments.quick else tuple(WEIGHTS["steps"])
     every = [(part, name) for part in parts for name in WEIGHTS[part]]
-    return [(part, name) for part, name in every if part != "steps" or name in models]
+    return [(part, name) for part, name in every if part != "steps" or name in ("tokens", *models)]
 
 
 def _jobs(arguments: argparse.Namespace, found: Found, parts: list[str], seconds: float) -> Iterator[Job]:

@@ -24,8 +24,14 @@ WEIGHTS = {
     "ceilings": {"ceilings": 1},
     "attention": {"decode": 4, "prefill": 2, "mixed": 1, "varlen_attn": 2, "flex_attention": 3},
     "start": {"start": 1},
-    "steps": {"llama-3.1-8b": 5, "llama-3.2-1b": 2, "qwen3-0.6b": 2, "qwen3-moe-small": 3},
+    "steps": {"tokens": 2, "llama-3.1-8b": 5, "llama-3.2-1b": 2, "qwen3-0.6b": 2, "qwen3-moe-small": 3},
     "trace": {"engine": 4, "generate_batch": 3, "generate": 3},
+}
+# Of jobs that have one of their own; the others have that of their part.
+MODULES = {
+    ("attention", "varlen_attn"): "attention_peers",
+    ("attention", "flex_attention"): "attention_peers",
+    ("steps", "tokens"): "tokens",
 }
 PEERS = ("varlen_attn", "flex_attention", "generate_batch", "generate")
 
@@ -95,7 +101,7 @@ class Context:
 
 def perform(job: Job, tell: Callable[[Row], None]) -> None:
     """Run the job in this process."""
-    module = {"attention": "attention_peers" if not job.ours else "attention"}.get(job.part, job.part)
+    module = MODULES.get((job.part, job.name), job.part)
     importlib.import_module(f"benchmarks.gpu_parts.{module}").run(Context(job, tell))
 
 

@@ -14,7 +14,7 @@ from benchmarks.gpu_parts.rows import Row
 
 MODEL = "llama-3.1-8b"  # of which the measures are
 TRACE_CEILING = 13_500.0  # output tokens a second
-TOKENS = "tokens"  # the job that compares tokens
+TOKENS = "tokens"  # the job that compares them in float32
 LONG_PREFILL = 4096
 
 

@@ -96,16 +96,32 @@ TINY = {
 TINY_EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
 
 
-def random_model(name: str, device: torch.device, *, tiny: bool) -> PreTrainedModel:
-    """In bfloat16 on the device, without a copy on the host; `tiny`: in float32, for a dry run."""
-    shape = dict(SHAPES[name])
+def random_model(
+    name: str, device: torch.device, *, tiny: bool, layers: int | None = None, dtype: torch.dtype = torch.bfloat16
+) -> PreTrainedModel:
+    """On the device, without a copy on the host; `tiny`: small, in float32, for a dry run; `layers`: only so many."""
+    shape = dict(SHAPES[name]) | ({"num_hidden_layers": layers} if layers else {})
     if tiny:
         shape |= TINY | (TINY_EXPERTS if "num_experts" in shape else {})
     config = AutoConfig.for_model(**shape, **ENDLESS)
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if tiny else torch.bfloat16)
-    return model.to(device).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if tiny else dtype)
+    model = model.to(device).eval()
+    _enliven(model)
+    return model
+
+
+@torch.no_grad()
+def _enliven(model: PreTrainedModel) -> None:
+    """So that greedy tokens go by the context, at any width. As initialised, a model says one token again and again,
+    right or wrong: its layers drown what it reads, or add nothing to it, and where the head is the embedding, a token
+    is the likeliest to follow itself."""
+    model.get_input_embeddings().weight.normal_()
+    for matrix in (parameter for parameter in model.base_model.layers.parameters() if parameter.ndim > 1):
+        matrix.normal_(std=matrix.shape[-1] ** -0.5)
+    norm = model.base_model.norm.weight
+    norm.copy_(torch.randint(2, norm.shape, device=norm.device) * 2 - 1)
 
 
 def step_work(model: PreTrainedModel) -> StepWork:

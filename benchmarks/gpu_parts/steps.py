@@ -14,7 +14,7 @@ from random import Random
 
 from transformers import PreTrainedModel
 
-from benchmarks.gpu_parts import ceilings
+from benchmarks.gpu_parts import ceilings, tokens
 from benchmarks.gpu_parts.decoding import Decoded, busy_per_step, decoded, replayed
 from benchmarks.gpu_parts.floors import idle_share
 from benchmarks.gpu_parts.jobs import Context
@@ -42,6 +42,7 @@ def run(context: Context) -> None:
         return
     records: list[StepRecord] = []
     engine = make_engine(context, model, max(counts), records)
+    tokens.compare(context, f"{context.job.name}: tokens", model, engine)
     running = 0
     for count in counts:
         name = f"{context.job.name}, {count} requests"
@@ -86,7 +87,7 @@ def make_engine(context: Context, model: PreTrainedModel, most: int, records: li
     config = EngineConfig(
         token_budget=context.job.token_budget,
         max_requests=most,
-        max_kv_tokens=most * sum(_tokens(context)),
+        max_kv_tokens=max(most * sum(_tokens(context)), tokens.room()),
         block_reuse=False,
         compile=not context.tiny,
     )

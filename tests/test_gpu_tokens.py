@@ -1,0 +1,78 @@
+"""The GPU benchmark's look at an engine's tokens: right ones pass, and those of a step that went wrong do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu_parts import tokens
+from benchmarks.gpu_parts.jobs import Context, Job
+from benchmarks.gpu_parts.models import random_model
+from benchmarks.gpu_parts.rows import Row
+from selective_compile.options import EngineConfig
+from selective_compile.runtime.device_chooser import DeviceChooser
+from selective_compile.runtime.engine import Engine
+from tests.runtime.played_stream import TapedStream
+
+CPU = torch.device("cpu")
+
+
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> Row:
+    """The row of a small model in float32 whose steps are captured."""
+    monkeypatch.setattr(tokens, "REQUESTS", 5)
+    monkeypatch.setattr(tokens, "GENERATED", 12)
+    monkeypatch.setattr(tokens, "LENGTHS", (3, 40))
+    model = random_model("qwen3-0.6b", CPU, tiny=True)
+    config = EngineConfig(compile=False, max_requests=5, max_kv_tokens=tokens.room(), block_size=16)
+    engine = Engine(model, config, stream=TapedStream(captures=True))
+    rows: list[Row] = []
+    context = Context(Job(part="steps", name="tokens", seconds=60.0, ceilings=None, tiny=True), rows.append)
+    tokens.compare(context, "some tokens", model, engine)
+    (row,) = rows
+    return row
+
+
+def test_tokens_of_captured_steps_are_those_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = looked_at(monkeypatch)
+    assert row.state == "measured" and row.figures["tokens"] == 60 and row.figures["worst_behind"] < 1e-4
+    assert row.figures["captured"] > 10
+
+
+def test_a_step_that_reads_a_token_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a graph does whose memory of the last tokens is not that which they are written to."""
+    monkeypatch.setattr(DeviceChooser, "input_ids", lambda self, known, sources: known.clone())
+    row = looked_at(monkeypatch)
+    assert row.state == "failed" and "of 60 are 0.001 spreads behind" in row.text and row.ours
+
+
+def test_a_row_that_lies_in_the_wrong_slot_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from selective_compile.runtime import step_graphs
+
+    right = step_graphs._Rows.slot_mapping
+
+    def wrong(self: Any, place: int, block_size: int) -> Any:
+        found = right(self, place, block_size)
+        return found // block_size * block_size + (found + 1) % block_size
+
+    monkeypatch.setattr(step_graphs._Rows, "slot_mapping", wrong)
+    assert looked_at(monkeypatch).state == "failed"
+
+
+def test_nan_is_no_token_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "behind_best", lambda model, prompt, found: torch.full((12,), torch.nan))
+    assert looked_at(monkeypatch).state == "failed"
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-0.6b"], ids=["untied", "tied"])
+def test_tokens_of_random_models_go_by_the_context(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model(name, CPU, tiny=True)
+    engine = Engine(model, EngineConfig(compile=False, max_kv_tokens=400))
+    request = engine.submit([3, 4, 5, 6], max_new_tokens=20)
+    while engine.step():
+        pass
+    assert len(set(request.tokens)) > 4, "of 128, and it may come round to where it was"
+    monkeypatch.setattr(tokens, "GENERATED", 20)
+    assert tokens.behind_best(model, [3, 4, 5, 6], request.tokens).max() < 1e-4
+    assert (tokens.behind_best(model, [3, 4, 6, 5], request.tokens) > 1e-3).any()
