@@ -18,7 +18,7 @@ from pathlib import Path
 
 PARTS = ("ceilings", "attention", "start", "steps", "trace")
 # Of a machine where nothing of this project was installed: what the engine imports at once.
-IMPORTED = ("torch", "triton", "transformers", "numpy", "sympy", "prometheus_client", "rich")
+IMPORTED = ("torch", "triton", "transformers", "numpy", "sympy")
 
 
 def main() -> None:

@@ -12,17 +12,22 @@ again. `logit_error` measures what options that change results do to them. `batc
 callbacks, `request_processor` several engines behind one `submit`.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from selective_compile.runtime.batch_manager import BatchManager, InferenceRequest
 from selective_compile.runtime.engine import Engine
 from selective_compile.runtime.generation import GenerationParams
 from selective_compile.runtime.logit_error import LogitError, logit_error
-from selective_compile.runtime.metrics import EngineMetrics
 from selective_compile.runtime.records import TopLogprobs
 from selective_compile.runtime.request import FinishReason, Request, RequestResult, RequestTiming
 from selective_compile.runtime.request_processor import RequestProcessor
 from selective_compile.runtime.stats import EngineStats, RequestEnd, StepObserver, StepRecord, StepShare
 from selective_compile.runtime.step_loop import StepError
 from selective_compile.runtime.trace_file import TraceFile
+
+if TYPE_CHECKING:
+    from selective_compile.runtime.metrics import EngineMetrics
 
 __all__ = [
     "BatchManager",
@@ -46,3 +51,10 @@ __all__ = [
     "TraceFile",
     "logit_error",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: it alone needs prometheus_client, which an uninstalled checkout may be without.
+    if name == "EngineMetrics":
+        return importlib.import_module("selective_compile.runtime.metrics").EngineMetrics
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,7 +19,7 @@ import torch
 import torch.nn.attention.varlen
 from torch import Tensor
 
-from benchmarks.gpu_parts import attention_peers, command, decoding, isolated
+from benchmarks.gpu_parts import attention_peers, command, decoding, isolated, tokens
 from benchmarks.gpu_parts.command import measure
 from benchmarks.gpu_parts.isolated import Worker
 from benchmarks.gpu_parts.jobs import ROOT, WEIGHTS, Job
@@ -68,8 +68,10 @@ def test_steps_and_the_trace(tmp_path: Path) -> None:
     status, found = dry_run(tmp_path / "found.json", "steps", "trace")
     assert status == 0 and not found["failed"] and not list(numbers(found))
     names = [row["name"] for row in found["rows"] if row["state"] == "measured"]
+    of_models = ("tokens", "1 requests", "2 requests")
     assert names == [
-        *(f"{model}, {count} requests" for model in command.TINY_MODELS for count in (1, 2)),
+        f"{tokens.MODEL}, {tokens.LAYERS} layers, float32: tokens",
+        *(f"{model}{':' if what == 'tokens' else ','} {what}" for model in command.TINY_MODELS for what in of_models),
         *(f"{peer}, {what}" for peer in WEIGHTS["trace"] for what in ("a sample", "the trace")),
     ]
 
@@ -93,6 +95,28 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry-run"])
     with pytest.raises(SystemExit, match="must be installed, and are not: sympy"):
         runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+def test_it_needs_nothing_but_torch_triton_and_transformers() -> None:
+    """With what these bring: prometheus_client, rich and others of ours are not there."""
+    code = """
+import sys
+for name in ("prometheus_client", "rich", "matplotlib", "llguidance", "psutil", "PIL"):
+    sys.modules[name] = None
+import benchmarks.gpu_parts.command, benchmarks.gpu_parts.first_token, benchmarks.gpu_parts.worker
+for part in ("attention", "attention_peers", "ceilings", "start", "steps", "tokens", "trace"):
+    __import__(f"benchmarks.gpu_parts.{part}")
+import selective_compile.bench.transformers_peers
+from selective_compile import runtime
+try:
+    runtime.EngineMetrics
+except ImportError as error:
+    assert "prometheus_client" in str(error), error
+else:
+    raise AssertionError("without prometheus_client there can be no metrics")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_failure_is_named_and_the_exit_status_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
