@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import runpy
@@ -19,7 +20,7 @@ import torch
 import torch.nn.attention.varlen
 from torch import Tensor
 
-from benchmarks.gpu_parts import attention_peers, command, decoding, isolated, tokens
+from benchmarks.gpu_parts import attention_peers, command, decoding, isolated, timing, tokens
 from benchmarks.gpu_parts.command import measure
 from benchmarks.gpu_parts.isolated import Worker
 from benchmarks.gpu_parts.jobs import ROOT, WEIGHTS, Job
@@ -307,6 +308,52 @@ def test_the_span_of_a_step_is_that_of_the_models_run(monkeypatch: pytest.Monkey
     found = decoding.decoded(Engine(), records, 3)  # type: ignore[arg-type]
     assert found.span is not None and 0.01 <= found.span <= found.wall - 0.02
     assert found.contexts == (12,) and "run" not in vars(Engine._runner)
+
+
+class CountedEvent:
+    """Knows how many calls there were when it was recorded, and of them which were to the cache."""
+
+    calls: list[str] = []
+    captures = True
+
+    def __init__(self, *, enable_timing: bool, external: bool = False) -> None:
+        assert enable_timing
+        if external and not self.captures:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    def record(self) -> None:
+        self.moment = len(self.calls)
+
+    def elapsed_time(self, other: CountedEvent) -> float:
+        between = self.calls[self.moment : other.moment]
+        assert between == ["call"], "the cache is overwritten outside of the events"
+        return 5.0
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_kernels_are_timed_in_a_graph_or_else_between_events(captures: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    replays: list[int] = []
+    monkeypatch.setattr(CountedEvent, "calls", calls)
+    monkeypatch.setattr(CountedEvent, "captures", captures)
+    monkeypatch.setattr(torch.cuda, "Event", CountedEvent)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: replays.append(1)))
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **how: contextlib.nullcontext())
+    for name in ("synchronize", "current_stream", "set_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *which: None)
+    timer = timing.Timer(CPU)
+    assert timer.seconds(lambda: None, 2) >= 0 and timer.how == "host"
+    timer._flush = SimpleNamespace(zero_=lambda: calls.append("flush"))  # type: ignore[assignment]
+    assert timer.seconds(lambda: calls.append("call"), 4) == 5e-3
+    assert calls == ["call"] * 2 + ["flush", "call"] * 4
+    assert (timer.how, len(replays)) == (("graph", 2) if captures else ("events", 0))
+
+
+def test_idle_is_of_one_window_by_one_clock() -> None:
+    found = decoding.idle_of([(100.0, 140.0), (130.0, 150.0), (160.0, 200.0)], wall=200e-6)
+    assert found is not None and found.share == pytest.approx(0.1)
+    assert found.by_host == pytest.approx(0.55) and found.resolution == pytest.approx(0.03)
+    assert decoding.idle_of([], 1.0) is None
 
 
 def test_a_graph_alone_is_replayed_back_to_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,7 @@ def decode(context: Context) -> None:
         if counts:
             large.append(found)
         figures = {"microseconds": 1e6 * seconds, "kv_bytes": step.kv_bytes, "share_of_copy": found, "counts": counts}
+        figures["timed_by"] = timer.how
         text = f"{1e6 * seconds:9.1f} us  {found:6.1%} of copy bandwidth{'' if counts else '  (below 64 MB)'}"
         context.tell(context.job.row(name, figures=figures, text=text))
 
@@ -86,6 +87,7 @@ def prefill(context: Context) -> None:
             "flops_per_second": rate,
             "share_of_product": found,
             "counts": counts,
+            "timed_by": timer.how,
         }
         text = f"{1e6 * seconds:9.1f} us  {rate / 1e12:6.0f} TFLOP/s, {found:.1%} of product"
         context.tell(context.job.row(name, figures=figures, text=text))

@@ -43,8 +43,10 @@ def run(context: Context) -> None:
             return
         made = make(step)
         check(step, made.as_rows(made.call()))
-        theirs, ours = (timer.seconds(call, context.repeats) for call in (made.call, step))
+        theirs, how = timer.seconds(made.call, context.repeats), timer.how
+        ours = timer.seconds(step, context.repeats)
         figures = {"microseconds": 1e6 * theirs, "ours_microseconds": 1e6 * ours, "theirs_over_ours": theirs / ours}
+        figures |= {"timed_by": how, "ours_timed_by": timer.how}
         text = f"{1e6 * theirs:9.1f} us  {theirs / ours:5.2f} of ours ({made.how})"
         context.tell(context.job.row(name, figures=figures, text=text))
 

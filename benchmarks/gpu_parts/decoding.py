@@ -12,7 +12,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu_parts.floors import busy_seconds
+from benchmarks.gpu_parts.floors import busy_seconds, idle_share
 from selective_compile.runtime.engine import Engine
 from selective_compile.runtime.stats import StepRecord
 
@@ -105,15 +105,51 @@ def replayed(engine: Engine, count: int) -> float | None:
     return before.elapsed_time(after) / 1e3 / count
 
 
-def busy_per_step(engine: Engine, steps: int) -> float | None:
-    """Seconds of a step in which a kernel or a copy ran on the device, by torch's profiler; None: it saw none."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+@dataclass(frozen=True, kw_only=True)
+class Idle:
+    """The part of a window of steps in which no kernel and no copy ran, by torch's profiler.
+
+    Attributes:
+        share: of the time from the start of the first kernel to the end of the last, which the profiler stamps: 1 -
+            busy / window, both by one clock.
+        by_host: of the host's time for the window, from one synchronisation to another. It has the first step's
+            planning in it, behind which the device has nothing to do.
+        resolution: what a microsecond behind each kernel is of the window. So much is put between two kernels of a
+            graph by the profiler alone; a share that is not above it cannot be told from 0.
+    """
+
+    share: float
+    by_host: float
+    resolution: float
+
+
+def idle_in(engine: Engine, steps: int) -> Idle | None:
+    """Of so many steps of their own; None: the profiler saw nothing of the device."""
+    activities = [ProfilerActivity.CUDA] if torch.cuda.is_available() else [ProfilerActivity.CPU]
+    with profile(activities=activities) as seen:
+        _synchronize()  # what was enqueued before is not in the window
+        began = time.perf_counter()
         for _ in range(steps):
             engine.step()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        _synchronize()
+        wall = time.perf_counter() - began
     on_device = [event for event in seen.events() if event.device_type == DeviceType.CUDA]
     # An annotation spans the kernels that it names, and what is between them.
     on_device = [event for event in on_device if not event.is_user_annotation]
-    spans = [(event.time_range.start, event.time_range.end) for event in on_device]
-    return busy_seconds(spans) / steps / 1e6 if spans else None
+    return idle_of([(event.time_range.start, event.time_range.end) for event in on_device], wall)
+
+
+def idle_of(spans: list[tuple[float, float]], wall: float) -> Idle | None:
+    """From what ran on the device, (start, end) in microseconds, and the host's seconds."""
+    if not spans:
+        return None
+    window = max(end for _, end in spans) - min(start for start, _ in spans)
+    busy = busy_seconds(spans)
+    return Idle(
+        share=idle_share(busy, window), by_host=idle_share(busy / 1e6, wall), resolution=min(1.0, len(spans) / window)
+    )
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -3,8 +3,8 @@
 over_replay: a step's time beside that of its captured graph, replayed back to back with the inputs of the last step.
 
 idle_between_runs: the part of a step's time on the host that lies outside of the events around the model's run.
-idle: the part in which no kernel and no copy ran on the device: the busy seconds of a few steps under torch's profiler,
-over the wall seconds of the steps before them, which it does not slow down.
+idle: the part in which no kernel and no copy ran on the device, of a window of steps under torch's profiler
+(`decoding.Idle`, which says how fine that is).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from random import Random
 from transformers import PreTrainedModel
 
 from benchmarks.gpu_parts import ceilings, tokens
-from benchmarks.gpu_parts.decoding import Decoded, busy_per_step, decoded, replayed
+from benchmarks.gpu_parts.decoding import Decoded, Idle, decoded, idle_in, replayed
 from benchmarks.gpu_parts.floors import idle_share
 from benchmarks.gpu_parts.jobs import Context
 from benchmarks.gpu_parts.models import random_model, step_work
@@ -29,7 +29,7 @@ from selective_compile.runtime.stats import StepRecord
 # The second is enough for the steps of all counts, and those in which prompts are computed.
 PROMPT, GENERATED = 1024, 512
 TINY_PROMPT, TINY_GENERATED = 12, 64
-WARM, TIMED, PROFILED = 6, 30, 4
+WARM, TIMED, PROFILED = 6, 30, 12
 SPARE = 4e9  # for activations, and what compiling tries
 
 
@@ -54,15 +54,14 @@ def run(context: Context) -> None:
             running = count
             _settle(engine, records)
             found = decoded(engine, records, 2 if context.tiny else TIMED)
-            busy = None if context.tiny else busy_per_step(engine, PROFILED)
+            idle = idle_in(engine, 2 if context.tiny else PROFILED)
             alone = replayed(engine, TIMED)
-            context.tell(row(context, name, found, busy, alone, work.floor_seconds(found.contexts, best)))
+            context.tell(row(context, name, found, idle, alone, work.floor_seconds(found.contexts, best)))
         except FAILURES as error:
             context.fail(name, reason(error))
 
 
-def row(context: Context, name: str, found: Decoded, busy: float | None, alone: float | None, floor: float) -> Row:
-    idle = None if busy is None else idle_share(busy, found.wall)
+def row(context: Context, name: str, found: Decoded, idle: Idle | None, alone: float | None, floor: float) -> Row:
     between = None if found.span is None else idle_share(found.span, found.wall)
     figures = {
         "microseconds": 1e6 * found.wall,
@@ -72,14 +71,19 @@ def row(context: Context, name: str, found: Decoded, busy: float | None, alone: 
         "over_replay_microseconds": None if alone is None else 1e6 * (found.wall - alone),
         "tokens_per_second": len(found.contexts) / found.wall,
         "mean_context": sum(found.contexts) / len(found.contexts),
-        "idle": idle,
+        "idle": None if idle is None else idle.share,
+        "idle_by_host": None if idle is None else idle.by_host,
+        "idle_resolution": None if idle is None else idle.resolution,
         "idle_between_runs": between,
         "counts": True,
     }
-    shown = ["unknown" if part is None else f"{part:.1%}" for part in (idle, between)]
+    parts = (None, None, between) if idle is None else (idle.share, idle.resolution, between)
+    shown = ["unknown" if part is None else f"{part:.2%}" for part in parts]
     text = f"{1e6 * found.wall:9.0f} us  {floor / found.wall:6.1%} of speed at the floor of {1e6 * floor:.0f} us"
     over = "no graph" if alone is None else f"{1e6 * (found.wall - alone):.0f} us over its graph alone"
-    return context.job.row(name, figures=figures, text=f"{text}; {over}; idle {shown[0]}, between runs {shown[1]}")
+    return context.job.row(
+        name, figures=figures, text=f"{text}; {over}; idle {shown[0]} (to {shown[1]}), between runs {shown[2]}"
+    )
 
 
 def make_engine(context: Context, model: PreTrainedModel, most: int, records: list[StepRecord]) -> Engine:
