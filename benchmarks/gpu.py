@@ -41,7 +41,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="in this order; default: all")
     parser.add_argument("--json", type=Path, help="write what is known to this file, after every line")
-    parser.add_argument("--minutes", type=float, help="for all parts; default: 7.5, with --quick 3")
+    parser.add_argument("--minutes", type=float, help="for all parts; default: 7.25, with --quick 3")
     parser.add_argument("--requests", type=int, help="of the trace; default: 256, with --quick 32")
     parser.add_argument("--token-budget", type=int, default=8192, help="of the engine and generate_batch; 8192")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cells, and smaller models")

@@ -57,6 +57,8 @@ def test_kernels_and_their_peers(tmp_path: Path) -> None:
     names = {row["name"]: row for row in found["rows"]}
     assert {"copy", "bf16 product", "decode 1 x 40", "decode 3 x 40", "prefill 24"} <= set(names)
     assert "share_of_copy" in names["decode 3 x 40"]["figures"]["names"]
+    others = {"fp8 decode 3 x 40", "latent decode 3 x 40, 16 heads", "rotary, prefill 24", "top-k, top-p, 3 x 300"}
+    assert {names[name]["state"] for name in others} == {"measured"}
     assert names["mixed: 24 rows and 3 x 40"]["figures"]["names"] == ["microseconds", "over_sum"]
     assert names["flex_attention, prefill 24"]["state"] == "measured"
     # What torch does not have on a CPU is named, and the others have gone on.
@@ -128,7 +130,7 @@ def test_a_failure_is_named_and_the_exit_status_tells(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(command, "perform", perform)
     status, found = dry_run(tmp_path / "found.json", "attention")
-    assert status == 1 and found["failed"] == ["attention: prefill"] and len(found["rows"]) == 5
+    assert status == 1 and found["failed"] == ["attention: prefill"] and len(found["rows"]) == len(WEIGHTS["attention"])
     assert found["rows"][1]["text"] == "RuntimeError: misaligned address"
 
 

@@ -16,6 +16,7 @@ from benchmarks.gpu_parts.floors import (
     share,
     spread,
 )
+from benchmarks.gpu_parts.isolated import GRACE
 from benchmarks.gpu_parts.jobs import SECONDS, WEIGHTS, Allowance
 from benchmarks.gpu_parts.models import SHAPES, random_model, step_work
 
@@ -70,7 +71,7 @@ def test_a_part_hands_on_the_time_that_it_did_not_need() -> None:
 
 
 def test_all_time_together_is_under_eight_minutes() -> None:
-    assert sum(SECONDS.values()) <= 7.5 * 60 and set(SECONDS) == set(WEIGHTS)
+    assert sum(SECONDS.values()) + 2 * GRACE <= 7.5 * 60 and set(SECONDS) == set(WEIGHTS)
 
 
 @pytest.mark.parametrize(("name", "billions"), [("llama-3.1-8b", 8.03), ("llama-3.2-1b", 1.236), ("qwen3-0.6b", 0.596)])

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
+import torch
+
 from benchmarks.gpu_parts import ceilings
 from benchmarks.gpu_parts.floors import LARGE_KV, share, spread
 from benchmarks.gpu_parts.jobs import Context
@@ -113,25 +115,42 @@ def mixed(context: Context) -> None:
         context.tell(context.job.row(f"mixed: {length} rows and {batch} x {past}", figures=figures, text=text))
 
 
-def each(context: Context, cells: Iterable[tuple[str, Requests]], measure: Callable[[str, RaggedStep], None]) -> None:
+Make = Callable[[Requests, AttentionShape, torch.device], RaggedStep]
+
+
+def each(
+    context: Context,
+    cells: Iterable[tuple[str, Requests]],
+    measure: Callable[[str, RaggedStep], None],
+    *,
+    shape: AttentionShape | None = None,
+    make: Make = make_step,
+) -> None:
     """Make, check and measure one cell after another; one that fails or does not fit is named, and the next goes on."""
+    shape = TINY if context.tiny else shape or AttentionShape()
     for name, requests in cells:
         if context.seconds_left < 0:
             context.fail(name, "no time was left")
             continue
         try:
-            _cell(context, name, requests, measure)
+            _cell(context, name, requests, measure, shape, make)
         except FAILURES as error:
             context.fail(name, reason(error))
 
 
-def _cell(context: Context, name: str, requests: Requests, measure: Callable[[str, RaggedStep], None]) -> None:
-    shape = TINY if context.tiny else AttentionShape()
+def _cell(
+    context: Context,
+    name: str,
+    requests: Requests,
+    measure: Callable[[str, RaggedStep], None],
+    shape: AttentionShape,
+    make: Make,
+) -> None:
     needed, free = bytes_needed(requests, shape) + SPARE * (not context.tiny), free_bytes(context.device)
     if needed > free:
         context.skip(name, f"needs {needed / 1e9:.0f} GB, {free / 1e9:.0f} GB are free")
         return
-    step = make_step(requests, shape, context.device)
+    step = make(requests, shape, context.device)
     with nan_filled_outputs():
         output = step()
     check(step, output)

@@ -78,7 +78,7 @@ def measure(arguments: argparse.Namespace) -> int:
     """The exit status."""
     found = Found(arguments.json, dry_run=arguments.dry_run, quick=arguments.quick)
     parts = [part for part in SECONDS if part in arguments.parts]
-    minutes = arguments.minutes or (3 if arguments.quick else 7.5)
+    minutes = arguments.minutes or (3 if arguments.quick else sum(SECONDS.values()) / 60)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches:
         jobs = _jobs(arguments, found, parts, 60 * minutes)
         if arguments.dry_run:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from benchmarks.gpu_parts.floors import attention_flops, kv_bytes
-from selective_compile import ops, reference
+from selective_compile import fp8_rows, ops, reference
 
 # Of a row's error over the row, both as lengths of vectors: probabilities and results are rounded once each.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -47,6 +47,8 @@ class RaggedStep:
     context_lens: Tensor
     block_table: Tensor
     slot_mapping: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
 
     @property
     def scale(self) -> float:
@@ -60,7 +62,7 @@ class RaggedStep:
     def kv_bytes(self) -> int:
         """That a step must read at least."""
         tokens = sum(context for _, context in self.requests)
-        return kv_bytes(tokens, self.shape.kv_heads, self.shape.head_size, self.shape.dtype.itemsize)
+        return kv_bytes(tokens, self.shape.kv_heads, self.shape.head_size, self.key_pool.dtype.itemsize)
 
     @property
     def flops(self) -> int:
@@ -84,6 +86,8 @@ class RaggedStep:
                 self.scale,
                 0,
                 0.0,
+                key_scales=self.key_scales,
+                value_scales=self.value_scales,
             )
         return result
 
@@ -139,10 +143,23 @@ def make_step(requests: Sequence[tuple[int, int]], shape: AttentionShape, device
     )
 
 
-def worst_error(step: RaggedStep, output: Tensor) -> float:
+def in_eight_bits(step: RaggedStep) -> RaggedStep:
+    """The same with keys and values kept as e4m3, by scales [K] that leave room for numbers twice as large."""
+    found = []
+    for pool in (step.key_pool, step.value_pool):
+        largest = pool.nan_to_num().abs().amax((0, 2, 3)).float()
+        scales = torch.exp2(torch.ceil(torch.log2(2 * largest / fp8_rows.LARGEST)))
+        found.append((fp8_rows.quantised(pool.transpose(1, 2), scales).transpose(1, 2).contiguous(), scales))
+    (key_pool, key_scales), (value_pool, value_scales) = found
+    scaled = {"key_scales": key_scales, "value_scales": value_scales}
+    return replace(step, key_pool=key_pool, value_pool=value_pool, **scaled)
+
+
+def worst_error(step: RaggedStep, output: Tensor, written: float = 0.0) -> float:
     """The largest error of a row over the row, of some rows of some requests, by the float32 reference.
 
-    The pools must have the step's keys and values by now.
+    The pools must have the step's keys and values by now, of which the kernel may have rounded an element so much
+    differently, as a part of it.
 
     Raises:
         ValueError: something of the output is NaN, or a key or value is not where it belongs.
@@ -150,19 +167,22 @@ def worst_error(step: RaggedStep, output: Tensor) -> float:
     if bool(output.isnan().any()):
         raise ValueError("every element of the result must be written, got NaN")
     blocks, offsets = step.slot_mapping // step.shape.block_size, step.slot_mapping % step.shape.block_size
-    for pool, rows in ((step.key_pool, step.key), (step.value_pool, step.value)):
-        if not torch.equal(pool[blocks, :, offsets], rows):
+    kept = ((step.key_pool, step.key, step.key_scales), (step.value_pool, step.value, step.value_scales))
+    for pool, rows, scales in kept:
+        wanted = rows if scales is None else fp8_rows.quantised(rows, scales)
+        there = _bits(pool)[blocks, :, offsets].view(pool.dtype)
+        if not torch.allclose(there.float(), wanted.float(), rtol=written, atol=written / 8):
             raise ValueError("keys and values must be written to their slots, got others there")
     return max(_error(step, output, *window) for window in _windows(step))
 
 
-def check(step: RaggedStep, output: Tensor) -> float:
+def check(step: RaggedStep, output: Tensor, written: float = 0.0) -> float:
     """`worst_error`.
 
     Raises:
         ValueError: it is larger than rounding explains.
     """
-    error = worst_error(step, output)
+    error = worst_error(step, output, written)
     if not error <= (most := TOLERANCE[step.shape.dtype]):
         raise ValueError(f"the error of a row must be at most {most} of the row, got {error:.3g}")
     return error
@@ -214,9 +234,10 @@ def _error(step: RaggedStep, output: Tensor, n: int, first: int, last: int) -> f
     begin = sum(count for count, _ in step.requests[:n])
     where, count = slice(begin + first, begin + last), last - first
     blocks = step.block_table[n, : _blocks(context, step.shape)].long()
+    pools = ((step.key_pool, step.key_scales), (step.value_pool, step.value_scales))
     exact = reference.ragged_attention(
         *(tensor[where].float() for tensor in (step.query, step.key, step.value)),
-        *(pool[blocks].float() for pool in (step.key_pool, step.value_pool)),
+        *(_as_numbers(_bits(pool)[blocks].view(pool.dtype), scales) for pool, scales in pools),
         torch.tensor([0, count]),
         torch.tensor([context]),
         torch.arange(len(blocks), device=output.device)[None],
@@ -225,5 +246,18 @@ def _error(step: RaggedStep, output: Tensor, n: int, first: int, last: int) -> f
         0,
         0.0,
     )
+    exact = exact[..., : output.shape[-1]]  # of latents the first numbers of a key are its value
     errors = (output[where].float() - exact).norm(dim=-1) / exact.norm(dim=-1)
     return float(errors.max())
+
+
+def _bits(pool: Tensor) -> Tensor:
+    """Of 8 bits as integers, which every torch indexes on every device."""
+    return pool.view(torch.uint8) if pool.dtype == fp8_rows.DTYPE else pool
+
+
+def _as_numbers(blocks: Tensor, scales: Tensor | None) -> Tensor:
+    """[blocks, K, slots, D] float32 of what is kept."""
+    if scales is None:
+        return blocks.float()
+    return fp8_rows.dequantised(blocks.transpose(1, 2), scales, torch.float32).transpose(1, 2)

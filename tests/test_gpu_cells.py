@@ -1,0 +1,73 @@
+"""Checks of the GPU benchmark's other cells: what a kernel gets right passes, and what it does not, does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.gpu_parts import choice, kept_otherwise, rotary
+from benchmarks.gpu_parts.ragged_step import TINY, AttentionShape, check, in_eight_bits, make_step, nan_filled_outputs
+from selective_compile import reference
+from selective_compile.kernels import choose_triton
+
+CPU = torch.device("cpu")
+STEP = ((3, 40), (1, 33))
+
+
+def test_keys_and_values_in_eight_bits() -> None:
+    step = in_eight_bits(make_step(STEP, TINY, CPU))
+    with nan_filled_outputs():
+        right = step()
+    assert check(step, right) < 1e-5 and step.kv_bytes == 73 * 2 * TINY.kv_heads * TINY.head_size
+    with pytest.raises(ValueError, match="error of a row must be at most"):
+        check(step, 1.1 * right)
+    assert step.key_scales is not None
+    with pytest.raises(ValueError, match="written to their slots"):
+        check(replace(step, key_scales=2 * step.key_scales), right)
+    step.key_pool[step.slot_mapping[2] // TINY.block_size] = 0.0
+    with pytest.raises(ValueError, match="written to their slots"):
+        check(step, right)
+
+
+def test_latents() -> None:
+    step = kept_otherwise.make_latents(STEP, replace(TINY, head_size=18), CPU)
+    with nan_filled_outputs():
+        right = step()
+    assert right.shape == (4, TINY.heads, 16) and check(step, right) < 1e-5
+    assert step.kv_bytes == 73 * 18 * 4 and step.flops == 2 * (40 + 39 + 38 + 33) * TINY.heads * (18 + 16)
+    with pytest.raises(ValueError, match="error of a row must be at most"):
+        check(step, right.flip(1))
+
+
+def test_sizes_of_deepseek() -> None:
+    shape = AttentionShape(heads=128, kv_heads=1, head_size=kept_otherwise.LATENT + kept_otherwise.REST)
+    step = kept_otherwise.make_latents(((1, 3),), shape, CPU)
+    assert step.value_size == 512 and step.kv_bytes == 3 * 576 * 2
+
+
+def test_rotation_in_the_launch_that_writes() -> None:
+    step = make_step(STEP, TINY, CPU)
+    tables = rotary.angles(step)
+    query, key = reference.rotated_heads(step.query, step.key, *tables, *rotary.plain(step))
+    as_models_do = rotary.rotate(step.query, step.key, *tables)
+    torch.testing.assert_close(as_models_do, (query, key))
+    with nan_filled_outputs():
+        right = rotary.fused(step, tables)()
+    assert check(replace(step, query=query, key=key), right, 1e-5) < 1e-5
+    with pytest.raises(ValueError, match="written to their slots"):
+        check(step, right, 1e-5)
+    beside = rotary.apart(rotary.rotate)(step, tables)()
+    torch.testing.assert_close(beside, right)
+
+
+def test_tokens_that_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    logits, fields = 3 * torch.randn(5, 200), choice.drawn(5, CPU)
+    choice.check(logits, None)
+    choice.check(logits, fields)
+    right = choose_triton.choose
+    monkeypatch.setattr(choose_triton, "choose", lambda *what, **rest: right(*what, **rest).flip(0))
+    with pytest.raises(ValueError, match="tokens must be those of the definition"):
+        choice.check(logits, fields)
