@@ -20,13 +20,14 @@ import torch
 import torch.nn.attention.varlen
 from torch import Tensor
 
-from benchmarks.gpu_parts import attention_peers, command, decoding, isolated, timing, tokens
+from benchmarks.gpu_parts import attention_peers, command, decoding, isolated, timing, tokens, trace
 from benchmarks.gpu_parts.command import measure
 from benchmarks.gpu_parts.isolated import Worker
-from benchmarks.gpu_parts.jobs import ROOT, WEIGHTS, Job
+from benchmarks.gpu_parts.jobs import ROOT, WEIGHTS, Context, Job
 from benchmarks.gpu_parts.ragged_step import TINY, check, make_step, nan_filled_outputs, worst_error
 from benchmarks.gpu_parts.rows import Row
 from selective_compile import reference
+from selective_compile.bench.trace import Trace
 
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
 CPU = torch.device("cpu")
@@ -373,6 +374,32 @@ def test_a_graph_alone_is_replayed_back_to_back(monkeypatch: pytest.MonkeyPatch)
     assert decoding.replayed(engine, 3) == pytest.approx(7.0) and len(replays) == 4, "the first is not timed"
     engine.captured_step = None
     assert decoding.replayed(engine, 3) is None
+
+
+@pytest.mark.parametrize(("slow", "served"), [(0.0, 2), (30.0, 1), (1000.0, 1)])
+def test_the_sample_counts_when_all_is_captured(slow: float, served: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that takes so many seconds for a sample, with 60 of them left; the first time twice as many."""
+    asked: list[Trace] = []
+
+    def peer(context: Any, model: Any, whole: Trace) -> Any:
+        def seconds(of: Trace) -> float:
+            asked.append(of)
+            return 2 * slow + 0.1 if len(asked) == 2 else slow + 0.1
+
+        return (lambda: "none"), seconds
+
+    monkeypatch.setitem(trace.PEERS, "generate", peer)
+    monkeypatch.setattr(
+        trace, "random_model", lambda *what, **how: SimpleNamespace(config=SimpleNamespace(vocab_size=9))
+    )
+    rows: list[Row] = []
+    trace.run(Context(a_job(part="trace", name="generate", requests=4), rows.append))
+    sample = rows[0]
+    assert sample.figures["served"] == served and asked[1:][:served] == [asked[1]] * served
+    assert sample.figures["seconds"] == (slow + 0.1 if served == 2 else 2 * slow + 0.1)
+    assert [row.state for row in rows] == ["measured", "measured" if served == 2 else "skipped"]
+    prompts = [[one.prompt_ids for one in each.requests] for each in asked[1:]]
+    assert prompts == [prompts[0]] * len(prompts), "the sample has the prompts of the trace"
 
 
 def test_a_file_is_whole_at_any_time(tmp_path: Path) -> None:

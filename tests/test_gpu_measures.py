@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,6 +53,10 @@ WHOLE = [
 ]
 
 
+def replace_tokens(of: Row) -> Row:
+    return replace(of, figures={**of.figures, "output_tokens": 1})
+
+
 def found(rows: list[Row]) -> dict[str, Measure]:
     return {measure.name: measure for measure in measures(rows)}
 
@@ -80,6 +85,8 @@ def test_each_measure_is_of_what_it_says() -> None:
 def test_a_ratio_is_of_the_same_requests_and_says_of_which() -> None:
     assert of(WHOLE, "generate_batch").why.startswith("generate_batch sdpa attention; a sample")
     assert "18000 tokens" in of(WHOLE, "generate_batch").why and "the trace: 256" in of(WHOLE, "padded").why
+    other = [each if each.job != "generate" else replace_tokens(each) for each in WHOLE]
+    assert of(other, "padded").found is None, "of other requests"
     without = [each for each in WHOLE if each.name != "engine, the trace"]
     assert of(without, "padded").found == pytest.approx(8000 / 2500) and of(without, "tokens/s").found is None
 
