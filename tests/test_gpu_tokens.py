@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu_parts import tokens
+from benchmarks.gpu_parts import steps, tokens
 from benchmarks.gpu_parts.jobs import Context, Job
 from benchmarks.gpu_parts.models import random_model
 from benchmarks.gpu_parts.rows import Row
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.device_chooser import DeviceChooser
 from selective_compile.runtime.engine import Engine
+from selective_compile.runtime.stats import StepRecord
 from tests.runtime.played_stream import TapedStream
 
 CPU = torch.device("cpu")
@@ -63,6 +64,22 @@ def test_a_row_that_lies_in_the_wrong_slot_is_found(monkeypatch: pytest.MonkeyPa
 def test_nan_is_no_token_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "behind_best", lambda model, prompt, found: torch.full((12,), torch.nan))
     assert looked_at(monkeypatch).state == "failed"
+
+
+def test_steps_are_timed_when_all_prompts_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others decode already, and what is known of a step comes when the next one has been given to the device."""
+    records: list[StepRecord] = []
+    model = random_model("llama-3.1-8b", CPU, tiny=True)
+    config = EngineConfig(compile=False, max_requests=8, max_kv_tokens=2000, token_budget=16)
+    engine = Engine(model, config, observers=[records.append], stream=TapedStream(captures=True))
+    for count in (1, 4):
+        more = [engine.submit(range(40), max_new_tokens=100) for _ in range(count)]
+        steps.settle(engine, more)
+        records.clear()
+        for _ in range(3):
+            engine.step()
+        assert len(records) == 3 and not any(share.is_prefill for record in records for share in record.shares)
+    assert len(records[-1].shares) == 5
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-0.6b"], ids=["untied", "tied"])

@@ -24,6 +24,7 @@ from benchmarks.gpu_parts.timing import free_bytes
 from selective_compile.bench.peers import greedy_without_end
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.engine import Engine
+from selective_compile.runtime.request import Request
 from selective_compile.runtime.stats import StepRecord
 
 # The second is enough for the steps of all counts, and those in which prompts are computed.
@@ -50,9 +51,9 @@ def run(context: Context) -> None:
             context.fail(name, "no time was left")
             continue
         try:
-            _start(context, engine, count - running)
+            more = _start(context, engine, count - running)
             running = count
-            _settle(engine, records)
+            settle(engine, more)
             found = decoded(engine, records, 2 if context.tiny else TIMED)
             idle = idle_in(engine, 2 if context.tiny else PROFILED)
             alone = replayed(engine, TIMED)
@@ -114,16 +115,16 @@ def _tokens(context: Context) -> tuple[int, int]:
     return (TINY_PROMPT, TINY_GENERATED) if context.tiny else (PROMPT, GENERATED)
 
 
-def _start(context: Context, engine: Engine, count: int) -> None:
+def _start(context: Context, engine: Engine, count: int) -> list[Request]:
     """So many more requests, of random tokens, that go on to the end of the job."""
     draw, (prompt, generated) = Random(count), _tokens(context)
-    for _ in range(count):
-        engine.submit(draw.choices(range(engine.vocab_size), k=prompt), greedy_without_end(generated))
+    words, config = range(engine.vocab_size), greedy_without_end(generated)
+    return [engine.submit(draw.choices(words, k=prompt), config) for _ in range(count)]
 
 
-def _settle(engine: Engine, records: list[StepRecord]) -> None:
+def settle(engine: Engine, requests: list[Request]) -> None:
     """Until all prompts are computed, and some steps on."""
-    while engine.step() and (not records or any(share.is_prefill for share in records[-1].shares)):
-        pass  # the first record may come a step later
+    while not all(request.tokens for request in requests) and engine.step():
+        pass
     for _ in range(WARM):
         engine.step()
