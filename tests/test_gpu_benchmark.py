@@ -24,6 +24,7 @@ from benchmarks.gpu_parts import attention_peers, command, decoding, isolated, t
 from benchmarks.gpu_parts.command import measure
 from benchmarks.gpu_parts.isolated import Worker
 from benchmarks.gpu_parts.jobs import ROOT, WEIGHTS, Context, Job
+from benchmarks.gpu_parts.measures import Measure, without_found
 from benchmarks.gpu_parts.ragged_step import TINY, check, make_step, nan_filled_outputs, worst_error
 from benchmarks.gpu_parts.rows import Row
 from selective_compile import reference
@@ -51,9 +52,10 @@ def numbers(value: Any) -> Iterator[float]:
         yield value
 
 
-def test_kernels_and_their_peers(tmp_path: Path) -> None:
+def test_kernels_and_their_peers(tmp_path: Path, measured: set[str]) -> None:
     status, found = dry_run(tmp_path / "found.json", "ceilings", "attention")
     assert status == 0 and found["dry_run"] and found["complete"] and not list(numbers(found))
+    assert len(measured) == 3, measured
     assert len(found["measures"]) == 10 and {each["reached"] for each in found["measures"]} == {"unknown"}
     names = {row["name"]: row for row in found["rows"]}
     assert {"copy", "bf16 product", "decode 1 x 40", "decode 3 x 40", "prefill 24"} <= set(names)
@@ -67,9 +69,23 @@ def test_kernels_and_their_peers(tmp_path: Path) -> None:
     assert refused and not any(row["ours"] for row in refused) and found["failed"] == []
 
 
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """Measures that had a figure before the dry run took it away."""
+    names: set[str] = set()
+
+    def hidden(measure: Measure) -> Measure:
+        names.update([measure.name] if measure.found is not None else [])
+        return without_found(measure)
+
+    monkeypatch.setattr(command, "without_found", hidden)
+    yield names
+
+
 @pytest.mark.slow
-def test_steps_and_the_trace(tmp_path: Path) -> None:
+def test_steps_and_the_trace(tmp_path: Path, measured: set[str]) -> None:
     status, found = dry_run(tmp_path / "found.json", "steps", "trace")
+    assert len(measured) == 4, measured
     assert status == 0 and not found["failed"] and not list(numbers(found))
     names = [row["name"] for row in found["rows"] if row["state"] == "measured"]
     of_models = ("tokens", "1 requests", "2 requests")
@@ -81,9 +97,10 @@ def test_steps_and_the_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_start_is_a_process_of_its_own(tmp_path: Path) -> None:
+def test_a_start_is_a_process_of_its_own(tmp_path: Path, measured: set[str]) -> None:
     status, found = dry_run(tmp_path / "found.json", "start")
     assert status == 0 and [row["figures"]["names"] for row in found["rows"]] == [["seconds", "stamps"]]
+    assert measured == {"cold start to the first token"}
 
 
 def test_without_a_device_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

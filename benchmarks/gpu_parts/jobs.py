@@ -37,7 +37,7 @@ WEIGHTS = {
         "flex_attention": 6,
     },
     "start": {"start": 1},
-    "steps": {"tokens": 2, "llama-3.1-8b": 5, "llama-3.2-1b": 2, "qwen3-0.6b": 2, "qwen3-moe-small": 3},
+    "steps": {"tokens": 3, "llama-3.1-8b": 5, "llama-3.2-1b": 2, "qwen3-0.6b": 2, "qwen3-moe-small": 3},
     "trace": {"engine": 4, "generate_batch": 3, "generate": 3},
 }
 # Of jobs that have one of their own; the others have that of their part.
