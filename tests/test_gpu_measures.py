@@ -107,11 +107,13 @@ def test_a_cell_that_failed_may_be_the_worst() -> None:
     assert idle.found is None and idle.why == "llama-3.1-8b, 32 requests: idle is not known; 0.004 of 2 others"
 
 
-def test_wrong_tokens_leave_no_figure_of_an_engine() -> None:
-    wrong = row("steps", "tokens", "qwen3-0.6b: tokens", "failed", "3 of 480 are wrong")
-    rows = [wrong if each.job == "tokens" else each for each in WHOLE]
-    blank = [measure for measure in measures(rows) if measure.found is None]
-    assert len(blank) == 5 and {measure.why for measure in blank} == {"qwen3-0.6b: tokens: 3 of 480 are wrong"}
+@pytest.mark.parametrize(("job", "name"), [("tokens", "qwen3-0.6b: tokens"), ("llama-3.1-8b", "llama-3.1-8b: tokens")])
+def test_wrong_tokens_leave_no_figure_of_an_engine(job: str, name: str) -> None:
+    wrong = row("steps", job, name, "failed", "3 of 480 are wrong")
+    blank = [measure for measure in measures([*WHOLE, wrong]) if measure.found is None]
+    assert len(blank) == 5 and {measure.why for measure in blank} == {f"{name}: 3 of 480 are wrong"}
+    other = row("steps", "llama-3.2-1b", "llama-3.2-1b: tokens", "failed", "3 of 480 are wrong")
+    assert all(measure.found is not None for measure in measures([*WHOLE, other]))
 
 
 def test_a_job_that_ended_says_why_there_is_nothing() -> None:

@@ -171,7 +171,8 @@ def _why_none(rows: Sequence[Row]) -> str:
 
 
 def _wrong_tokens(rows: Sequence[Row]) -> Value | None:
-    wrong = [row for row in _of(rows, "steps", TOKENS) if row.state == "failed"]
+    looked_at = [*_of(rows, "steps", TOKENS), *_of(rows, "steps", MODEL)]
+    wrong = [row for row in looked_at if row.state == "failed" and (row.job == TOKENS or row.name.endswith(": tokens"))]
     return Value(None, f"{wrong[0].name}: {wrong[0].text}") if wrong else None
 
 
