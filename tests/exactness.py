@@ -34,9 +34,9 @@ def logits_in_chunks(program: StepProgram, prompts: Sequence[Sequence[int]], chu
     width = -(-max(map(len, prompts)) // BLOCK)
     blocks = torch.randperm(width * len(prompts), generator=torch.Generator().manual_seed(0)).view(len(prompts), width)
     pools = [
-        (
-            torch.full((blocks.numel(), site.num_kv_heads, BLOCK, site.key_head_size), torch.nan, dtype=site.dtype),
-            torch.full((blocks.numel(), site.num_kv_heads, BLOCK, site.value_head_size), torch.nan, dtype=site.dtype),
+        tuple(
+            torch.full((blocks.numel(), site.num_kv_heads, BLOCK, size), torch.nan, dtype=site.pool_dtype)
+            for size in site.pool_rows
         )
         for site in program.call_sites
     ]
