@@ -7,6 +7,7 @@ import logging
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,3 +96,22 @@ def test_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for server in ("readers", "batch manager"):
         assert all(found[server][way]["tokens_per_second"] > 0 for way in ("off", "on"))
         assert found[server]["ratio"] > 0
+
+
+def test_gpu_registers() -> None:
+    """What tests have printed becomes a line for each configuration and a column for each target."""
+    table = runpy.run_path(str(BENCHMARKS / "gpu_registers.py"))["Table"]()
+    test = "tests/kernels/test_merge_triton.py::test_it_compiles_ahead_of_time_without_spills"
+    for parameters, said in (
+        ("90-80", "90: Usage(registers=40, spilled=0, shared=2048)"),
+        ("80-80", "sought\n80: Usage(registers=56, spilled=4, shared=0)\n"),
+        ("90-512", "90: Usage(registers=48, spilled=0, shared=500)"),
+        ("other", "80 registers"),
+    ):
+        table.pytest_runtest_logreport(SimpleNamespace(when="call", nodeid=f"{test}[{parameters}]", capstdout=said))
+    assert str(table).splitlines() == [
+        "| configuration | 80 | 90 |",
+        "| --- | --- | --- |",
+        "| `merge` 80 | 56, 0, spills 4 | 40, 2 |",
+        "| `merge` 512 |  | 48, 0 |",
+    ]
