@@ -8,7 +8,8 @@ Legend
     weight    exp(score - top), top being the largest score: the probability but for a factor. float32, sums float64
     edge      the least key that top-p leaves. Of the tokens that have it, which are as likely as one another, the
               first `gone` go
-    BLOCK     scores that are looked at at once
+    BLOCK     scores that are looked at at once. Counts and sums are kept for each place in it and added up behind the
+              walk over the row: added up at each step, threads would wait for each other all the time
 
 Of a row, 512 KB for 128,000 scores, memory is read once and then the cache. To sort the rows in place of that would
 move each score and its token through memory for each digit of its bits. The speed has not been measured on a GPU.
@@ -48,6 +49,11 @@ def _keys(score):
 
 
 @triton.jit
+def _sum(each):
+    return tl.reduce(each, 0, tl.standard._sum_combine)
+
+
+@triton.jit
 def _key_at(found, digit, shift):
     """The key that a search tries: a digit of two bits behind those that are found."""
     return (found + (digit << shift) - 2147483648).to(tl.int32)
@@ -59,32 +65,31 @@ def _top_k(logits, marks, penalty, scale, vocabulary, top_k, BLOCK: tl.constexpr
     found = tl.full([], 0, tl.int64)
     for search in range(SEARCHES):
         shift = 30 - 2 * search
-        first = tl.full([], 0, tl.int32)
-        second = tl.full([], 0, tl.int32)
-        third = tl.full([], 0, tl.int32)
+        first = tl.full([BLOCK], 0, tl.int32)
+        second = tl.full([BLOCK], 0, tl.int32)
+        third = tl.full([BLOCK], 0, tl.int32)
         for start in range(0, vocabulary, BLOCK):
             j = start + tl.arange(0, BLOCK)
             key = _keys(_scores(logits, marks, penalty, scale, j, vocabulary))
             key = tl.where(j < vocabulary, key, -2147483648)
-            first += tl.reduce((key >= _key_at(found, 1, shift)).to(tl.int32), 0, tl.standard._sum_combine)
-            second += tl.reduce((key >= _key_at(found, 2, shift)).to(tl.int32), 0, tl.standard._sum_combine)
-            third += tl.reduce((key >= _key_at(found, 3, shift)).to(tl.int32), 0, tl.standard._sum_combine)
-        digit = (first >= top_k).to(tl.int64) + (second >= top_k).to(tl.int64) + (third >= top_k).to(tl.int64)
-        found += digit << shift
+            first += (key >= _key_at(found, 1, shift)).to(tl.int32)
+            second += (key >= _key_at(found, 2, shift)).to(tl.int32)
+            third += (key >= _key_at(found, 3, shift)).to(tl.int32)
+        one, two, three = _sum(first) >= top_k, _sum(second) >= top_k, _sum(third) >= top_k
+        found += (one.to(tl.int64) + two.to(tl.int64) + three.to(tl.int64)) << shift
     return _key_at(found, 0, 0)
 
 
 @triton.jit
 def _sum_below(logits, marks, penalty, scale, vocabulary, top, kept, below, BLOCK: tl.constexpr):
     """The weights of what is kept and has a key below."""
-    total = tl.full([], 0.0, tl.float64)
+    total = tl.full([BLOCK], 0.0, tl.float64)
     for start in range(0, vocabulary, BLOCK):
         j = start + tl.arange(0, BLOCK)
         score = _scores(logits, marks, penalty, scale, j, vocabulary)
         key = _keys(score)
-        weight = tl.where((key >= kept) & (key < below), tl.exp(score - top), 0.0)
-        total += tl.reduce(weight.to(tl.float64), 0, tl.standard._sum_combine)
-    return total
+        total += tl.where((key >= kept) & (key < below), tl.exp(score - top), 0.0).to(tl.float64)
+    return _sum(total)
 
 
 @triton.jit
@@ -95,22 +100,23 @@ def _top_p(logits, marks, penalty, scale, vocabulary, top, kept, limit, BLOCK: t
     below = tl.full([], 0.0, tl.float64)
     for search in range(SEARCHES):
         shift = 30 - 2 * search
-        first = tl.full([], 0.0, tl.float64)
-        second = tl.full([], 0.0, tl.float64)
-        third = tl.full([], 0.0, tl.float64)
+        first = tl.full([BLOCK], 0.0, tl.float64)
+        second = tl.full([BLOCK], 0.0, tl.float64)
+        third = tl.full([BLOCK], 0.0, tl.float64)
         for start in range(0, vocabulary, BLOCK):
             j = start + tl.arange(0, BLOCK)
             score = _scores(logits, marks, penalty, scale, j, vocabulary)
             key = _keys(score)
             weight = tl.where(key >= kept, tl.exp(score - top), 0.0).to(tl.float64)
-            first += tl.reduce(tl.where(key < _key_at(found, 1, shift), weight, 0.0), 0, tl.standard._sum_combine)
-            second += tl.reduce(tl.where(key < _key_at(found, 2, shift), weight, 0.0), 0, tl.standard._sum_combine)
-            third += tl.reduce(tl.where(key < _key_at(found, 3, shift), weight, 0.0), 0, tl.standard._sum_combine)
+            first += tl.where(key < _key_at(found, 1, shift), weight, 0.0)
+            second += tl.where(key < _key_at(found, 2, shift), weight, 0.0)
+            third += tl.where(key < _key_at(found, 3, shift), weight, 0.0)
+        shares = _sum(first), _sum(second), _sum(third)
         # In float32, as transformers compares.
-        one = (first / total).to(tl.float32) <= limit
-        two = (second / total).to(tl.float32) <= limit
-        three = (third / total).to(tl.float32) <= limit
-        below = tl.where(three, third, tl.where(two, second, tl.where(one, first, below)))
+        one = (shares[0] / total).to(tl.float32) <= limit
+        two = (shares[1] / total).to(tl.float32) <= limit
+        three = (shares[2] / total).to(tl.float32) <= limit
+        below = tl.where(three, shares[2], tl.where(two, shares[1], tl.where(one, shares[0], below)))
         found += (one.to(tl.int64) + two.to(tl.int64) + three.to(tl.int64)) << shift
     largest = _keys(top)
     edge = tl.minimum(_key_at(found, 0, 0), largest)
@@ -187,21 +193,23 @@ def _choose_kernel(
     scale = tl.where(greedy, 1.0, temperature)
 
     # A NaN is the largest of all, as `argmax` has it.
-    top = tl.full([], float("-inf"), tl.float32)
-    chosen = tl.full([], 0, tl.int32)
-    first_nan = tl.full([], NEVER, tl.int32)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    place = tl.full([BLOCK], NEVER, tl.int32)
+    first_nan = tl.full([BLOCK], NEVER, tl.int32)
     for start in range(0, vocabulary, BLOCK):
         j = start + tl.arange(0, BLOCK)
         score = _scores(logits, marks, penalty, scale, j, vocabulary)
         none = score != score
-        first_nan = tl.minimum(first_nan, tl.reduce(tl.where(none, j, NEVER), 0, tl.standard._elementwise_min))
-        score = tl.where(none, float("-inf"), score)
-        best = tl.reduce(score, 0, tl.standard._elementwise_max)
-        place = tl.reduce(tl.where(score == best, j, NEVER), 0, tl.standard._elementwise_min)
-        chosen = tl.where(best > top, place, chosen)
-        top = tl.maximum(top, best)
-    is_nan = first_nan < NEVER
-    chosen = tl.where(is_nan, first_nan, chosen)
+        first_nan = tl.where(none, tl.minimum(first_nan, j), first_nan)
+        better = score > best
+        place = tl.where(better, j, place)
+        best = tl.where(better, score, best)
+    top = tl.reduce(best, 0, tl.standard._elementwise_max)
+    chosen = tl.reduce(tl.where(best == top, place, NEVER), 0, tl.standard._elementwise_min)
+    chosen = tl.where(chosen == NEVER, 0, chosen)  # no score is above -inf
+    nan = tl.reduce(first_nan, 0, tl.standard._elementwise_min)
+    is_nan = nan < NEVER
+    chosen = tl.where(is_nan, nan, chosen)
     if temperature != 0:
         chosen = tl.where(is_nan | (top == float("inf")) | (top == float("-inf")), NO_TOKEN, chosen)
         if chosen != NO_TOKEN:

@@ -6,12 +6,13 @@ compiled beside it. Here one kernel is interpreted when it is called, and the sa
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 from typing import Any
 
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
 from triton.runtime.jit import JITFunction
 
 
@@ -24,6 +25,8 @@ def interpreted(kernel: Any) -> Any:
     """
     if isinstance(kernel, InterpretedFunction):
         return kernel
+    # Whether sums of 32 bits overflow takes half of the interpreter's time to find out, and GPUs do not ask either.
+    interpreter_builder.options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
     # Only what the kernel names: kernels of one module see each other, and need not be interpreted together.
     module, names = kernel.fn.__globals__, kernel.fn.__code__.co_names
     scope = {name: module[name] for name in names if name in module}

@@ -6,7 +6,7 @@ Legend
     BLOCK_M    rows of the query matrix, BLOCK_Q * BLOCK_H: row m is row m // BLOCK_H of the tile, head m % BLOCK_H
     BLOCK_N    keys of one iteration, BLOCK_SIZE slots of a block; any relation between them is allowed
     BLOCK_R, BLOCK_E  the latent and the rest, padded to powers of two
-    split, sums, maxima, totals, SPLIT, and the grid: as in `ragged_attention_attend_triton`
+    split, sums, maxima, totals, SPLIT, PDL, and the grid: as in `ragged_attention_attend_triton`
 
 A latent is loaded once for both products, and the rest of the row is a product of its own: as one vector, 576 numbers
 would be padded to 1024. All heads read the same rows, so that a tile is as many of them as its registers have room for,
@@ -26,30 +26,34 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from selective_compile.kernels import selection_triton
+from selective_compile.kernels.dependent_launch import begins_early, launch_options
 from selective_compile.kernels.dot_triton import widened_dot
 from selective_compile.kernels.interpreter import on_device
 from selective_compile.kernels.ragged_attention_attend_triton import attend
-from selective_compile.kernels.ragged_attention_merge_triton import first_key, merge, new_parts
+from selective_compile.kernels.ragged_attention_merge_triton import merge, new_parts
 from selective_compile.kernels.ragged_attention_tiles import most_keys, processors, split_config
 from selective_compile.kernels.request_rows_triton import tile_rows
+from selective_compile.kernels.split_plan_triton import first_key, plan
 
 # tl.dot needs 16 in every direction.
 LEAST = 16
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "num_requests", "table_stride", "num_splits", "split_length"],
+    do_not_specialize=["num_rows", "num_requests", "table_stride", "num_pieces"],
     do_not_specialize_on_alignment=[
         *("cu_seqlens_q", "context_lens", "block_table", "sinks", "selection", "key_scales")
     ],
 )
 def _latent_kernel(
     output,  # [T, H, VALUE_SIZE] contiguous
-    sums,  # [places, H, num_splits, VALUE_SIZE] float32; without splits None
-    maxima,  # [places, H, num_splits] float32; without splits None
-    totals,  # [places, H, num_splits] float32; without splits None
+    pieces,  # [5, num_pieces] int32 of `SplitPlan`; without splits None
+    sums,  # [places, H, BLOCK_Q, VALUE_SIZE] float32; without splits None
+    maxima,  # [places, H, BLOCK_Q] float32; without splits None
+    totals,  # [places, H, BLOCK_Q] float32; without splits None
     query,  # [T, H, VALUE_SIZE + REST_SIZE]
     rows,  # [num_blocks, 1, BLOCK_SIZE, VALUE_SIZE + REST_SIZE]
     cu_seqlens_q,  # [N + 1]
@@ -60,8 +64,7 @@ def _latent_kernel(
     key_scales,  # [1] with a pool of e4m3, else None
     num_rows,
     num_requests,
-    num_splits,
-    split_length,
+    num_pieces,
     query_row_stride,
     query_head_stride,
     block_stride,
@@ -81,14 +84,24 @@ def _latent_kernel(
     BLOCK_E: tl.constexpr,
     WIDEN: tl.constexpr,
     SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     BLOCK_M: tl.constexpr = BLOCK_Q * BLOCK_H
     LOG2_E: tl.constexpr = 1.4426950408889634
-    tile = tl.program_id(0)
-
-    request, row_begin, row_end, first_row = tile_rows(cu_seqlens_q, num_requests, num_rows, tile, BLOCK_Q)
-    if first_row >= row_end:
-        return
+    if PDL:
+        gdc_wait()
+    if SPLIT:
+        piece = pieces + tl.program_id(0)
+        request = tl.load(piece)
+        if request < 0:
+            return
+        row_end = tl.load(cu_seqlens_q + request + 1, mask=request < num_requests, other=num_rows)
+        first_row = tl.load(piece + num_pieces)
+    else:
+        tile = tl.program_id(0)
+        request, _, row_end, first_row = tile_rows(cu_seqlens_q, num_requests, num_rows, tile, BLOCK_Q)
+        if first_row >= row_end:
+            return
     real = request < num_requests
     context = tl.load(context_lens + request, mask=real, other=0)
 
@@ -114,14 +127,15 @@ def _latent_kernel(
         # The selected positions come first: no row has more of them than it has keys.
         end = tl.minimum(key_end, COUNT)
     if SPLIT:
-        split = tl.program_id(2)
-        divided = (row_end - row_begin <= BLOCK_Q) & (key_end - begin > split_length)
-        length = tl.where(divided, split_length, tl.maximum(key_end - begin, 1))
-        begin += split * length
-        end = tl.minimum(end, begin + length)
-        # A request without keys has one split all the same, which writes the result of its rows.
+        split = tl.load(piece + 2 * num_pieces)
+        split_keys = tl.load(piece + 3 * num_pieces)
+        divided = key_end - begin > split_keys
+        begin += split * split_keys
+        end = tl.minimum(end, begin + split_keys)
+        # A tile without keys has one split all the same, which writes the result of its rows.
         if (begin >= end) & (split > 0):
             return
+        place = tl.load(piece + 4 * num_pieces)
 
     if sinks is None:
         maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -170,8 +184,7 @@ def _latent_kernel(
     value_mask = row_mask[:, None] & (r < VALUE_SIZE)[None, :]
     if SPLIT:
         if divided:
-            place = tl.minimum(row_begin, request * BLOCK_Q) + row - row_begin
-            part = (place * HEADS + head) * num_splits + split
+            part = (place * HEADS + head) * BLOCK_Q + row - first_row
             tl.store(maxima + part, maximum, row_mask)
             tl.store(totals + part, total, row_mask)
             tl.store(sums + part.to(tl.int64)[:, None] * VALUE_SIZE + r[None, :], accumulator, value_mask)
@@ -262,31 +275,28 @@ def _attend(
     if selection is not None:
         block_q, block_h, selection = 1, block_q * block_h, selection.contiguous()
     blocks_of_heads = triton.cdiv(heads, block_h)
-    capacity = 0 if selection is not None else block_table.shape[-1] * block_size
-    splits = split_config(
-        num_rows=num_rows,
-        num_requests=num_requests,
-        parts=blocks_of_heads,
-        keys=most_keys(capacity=capacity, rows=block_q, window=window, chunk=0, block_n=block_n),
-        block_n=block_n,
-        processors=processors(query.device),
-    )
-    output, split = query.new_empty(num_rows, heads, value_size), splits.count > 1
-    places = min(num_rows, num_requests * block_q)
-    parts = new_parts(query, value_size, places=places, splits=splits.count) if split else None
+    keys = most_keys(rows=block_q, window=window, chunk=0, block_n=block_n)
+    splits = split_config(parts=blocks_of_heads, keys=keys, warps=num_warps, processors=processors(query.device))
+    output, split = query.new_empty(num_rows, heads, value_size), None
+    num_pieces = num_rows // block_q + num_requests + 1
+    if selection is None and splits.slots:
+        lengths, tile = (cu_seqlens_q, context_lens), (block_q, block_n)
+        split = plan(*lengths, splits, num_rows=num_rows, rows_and_keys=tile, window=window, chunk=0)
+        parts, num_pieces = new_parts(query, value_size, places=split.places, rows=block_q), split.pieces.shape[1]
     block_r, block_e = (max(LEAST, triton.next_power_of_2(each)) for each in (value_size, size - value_size))
-    grid = (num_rows // block_q + num_requests + 1, blocks_of_heads, splits.count)
+    early = begins_early(query.device)
     # fmt: off
-    on_device(_latent_kernel, query)[grid](
-        output, *(parts or (None, None, None)), query, pool, *metadata, sinks, selection, key_scales,
-        num_rows, num_requests, splits.count, splits.length, *query.stride()[:2], pool.stride(0), pool.stride(2),
-        block_table.stride(0), scale, window, 0 if selection is None else selection.shape[1], heads,
-        value_size, size - value_size, block_size, block_q, block_h, block_n, block_r, block_e,
+    on_device(_latent_kernel, query)[(num_pieces, blocks_of_heads)](
+        output, *((None,) * 4 if split is None else (split.pieces, *parts)), query, pool, *metadata,
+        sinks, selection, key_scales, num_rows, num_requests, num_pieces, *query.stride()[:2],
+        pool.stride(0), pool.stride(2), block_table.stride(0), scale, window,
+        0 if selection is None else selection.shape[1], heads, value_size, size - value_size, block_size,
+        block_q, block_h, block_n, block_r, block_e,
         # The interpreter would multiply the bit patterns of bfloat16.
-        not query.is_cuda, split, num_warps=num_warps, num_stages=2, enable_fp_fusion=True,
+        not query.is_cuda, split is not None, early, num_warps=num_warps, num_stages=2, enable_fp_fusion=True,
+        **launch_options(early),
     )
     # fmt: on
-    if parts is not None:
-        tile = (block_q, block_n)
-        merge(output, parts, cu_seqlens_q, context_lens, splits.length, tile, window=window, chunk=0)
+    if split is not None:
+        merge(output, parts, split.divided, lengths, tile, window=window, chunk=0)
     return output

@@ -11,17 +11,17 @@ Legend
     masked     another one: where a window or a chunk begins, and at the end
     BLOCK_SIZE 0: no pool, the keys are the request's own rows of this step (varlen_attention)
     sinks, slopes None: the code that reads them is not compiled
-    split      a run of split_length keys, counted from the iteration of the first key that the tile sees. Of a
-               request that fits into one tile, each program takes one; the first takes all keys of other requests
+    PDL        whether it begins before the kernel in front of it has ended: `dependent_launch`
+    piece, split  a program's share of a tile's keys, and how they are cut: `split_plan_triton`
     SPLIT      False: every program takes all keys, and what belongs to splits is not compiled
     sums, maxima, totals  what a split came to, for `ragged_attention_merge_triton`, which has their legend. A
-               request whose keys fit into one split needs no merge: its program writes the result
+               tile whose keys fit into one split needs no merge: its program writes the result
 
-The grid is an upper bound that depends on T and N only, never on lengths, which stay on the device: request
-n gets the tiles from cu_seqlens_q[n] // BLOCK_Q + n up to those of request n + 1. They are enough, and at
-most one too many, because floor(b / q) - floor(a / q) + 1 >= ceil((b - a) / q). A program finds its request
-by bisection. The padding rows behind the last request are a request N of context 0, whose result is 0. The number
-of splits is chosen by shapes too (`ragged_attention_tiles`); programs of splits that a request does not need end.
+The grid is an upper bound that depends on T and N only, never on lengths, which stay on the device; programs
+behind the last piece end. Without splits, request n gets the tiles from cu_seqlens_q[n] // BLOCK_Q + n up to those of
+request n + 1. They are enough, and at most one too many, because floor(b / q) - floor(a / q) + 1 >= ceil((b - a) / q),
+and a program finds its request by bisection. The padding rows behind the last request are a request N of context 0,
+whose result is 0.
 
 The scores are kept in base 2 (the scale times log2(e)): exp2 is what the hardware has.
 
@@ -39,11 +39,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from selective_compile.kernels.dependent_launch import begins_early, launch_options
 from selective_compile.kernels.dot_triton import widened_dot
 from selective_compile.kernels.interpreter import on_device
-from selective_compile.kernels.ragged_attention_merge_triton import first_key, merge, new_parts
+from selective_compile.kernels.ragged_attention_merge_triton import merge, new_parts
 from selective_compile.kernels.ragged_attention_tiles import (
     TileConfig,
     backend,
@@ -54,6 +56,7 @@ from selective_compile.kernels.ragged_attention_tiles import (
     tile_config,
 )
 from selective_compile.kernels.request_rows_triton import tile_rows
+from selective_compile.kernels.split_plan_triton import first_key, plan
 
 
 @triton.jit
@@ -85,16 +88,17 @@ def _elements(pointers, wanted, SIZE: tl.constexpr, PADDED: tl.constexpr, MASKED
 # What changes from step to step must not change the compiled kernel: N and T are not specialised on 1 and
 # on multiples of 16, nor are the metadata tensors on their alignment (they may be slices of one buffer).
 @triton.jit(
-    do_not_specialize=["num_rows", "num_requests", "table_stride", "num_splits", "split_length"],
+    do_not_specialize=["num_rows", "num_requests", "table_stride", "num_pieces"],
     do_not_specialize_on_alignment=[
         *("cu_seqlens_q", "context_lens", "block_table", "sinks", "slopes", "key_scales", "value_scales")
     ],
 )
 def _attention_kernel(
     output,  # [T, H, Dv] contiguous
-    sums,  # [places, H, num_splits, Dv] float32; without splits None
-    maxima,  # [places, H, num_splits] float32; without splits None
-    totals,  # [places, H, num_splits] float32; without splits None
+    pieces,  # [5, num_pieces] int32 of `SplitPlan`; without splits None
+    sums,  # [places, H, BLOCK_Q, Dv] float32; without splits None
+    maxima,  # [places, H, BLOCK_Q] float32; without splits None
+    totals,  # [places, H, BLOCK_Q] float32; without splits None
     query,  # [T, H, D]
     keys,  # [num_blocks, K, BLOCK_SIZE, D]; without a pool [T, K, D]
     values,  # [num_blocks, K, BLOCK_SIZE, Dv]; without a pool [T, K, Dv]
@@ -109,8 +113,7 @@ def _attention_kernel(
     value_scales,  # [K] or None
     num_rows,
     num_requests,
-    num_splits,
-    split_length,
+    num_pieces,
     query_row_stride,
     query_head_stride,
     key_block_stride,
@@ -136,17 +139,28 @@ def _attention_kernel(
     BLOCK_DV: tl.constexpr,
     WIDEN: tl.constexpr,
     SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     LOG2_E: tl.constexpr = 1.4426950408889634
     # Whether scores are multiplied behind the maximum over them, which is then one product a row.
     FOLDED: tl.constexpr = (SCALE > 0) and SOFTCAP == 0 and slopes is None
-    tile = tl.program_id(0)
     kv_head = tl.program_id(1) // PARTS
 
-    request, row_begin, row_end, first_row = tile_rows(cu_seqlens_q, num_requests, num_rows, tile, BLOCK_Q)
-    if first_row >= row_end:
-        return
+    if PDL:
+        gdc_wait()
+    if SPLIT:
+        piece = pieces + tl.program_id(0)
+        request = tl.load(piece)
+        if request < 0:
+            return
+        row_end = tl.load(cu_seqlens_q + request + 1, mask=request < num_requests, other=num_rows)
+        first_row = tl.load(piece + num_pieces)
+    else:
+        tile = tl.program_id(0)
+        request, row_begin, row_end, first_row = tile_rows(cu_seqlens_q, num_requests, num_rows, tile, BLOCK_Q)
+        if first_row >= row_end:
+            return
     real = request < num_requests
     if BLOCK_SIZE > 0:
         context = tl.load(context_lens + request, mask=real, other=0)
@@ -173,14 +187,15 @@ def _attention_kernel(
     begin = key_begin // BLOCK_N * BLOCK_N
     end = key_end
     if SPLIT:
-        split = tl.program_id(2)
-        divided = (row_end - row_begin <= BLOCK_Q) & (key_end - begin > split_length)
-        length = tl.where(divided, split_length, tl.maximum(key_end - begin, 1))
-        begin += split * length
-        end = tl.minimum(end, begin + length)
-        # A request without keys has one split all the same, which writes the result of its rows.
+        split = tl.load(piece + 2 * num_pieces)
+        split_keys = tl.load(piece + 3 * num_pieces)
+        divided = key_end - begin > split_keys
+        begin += split * split_keys
+        end = tl.minimum(end, begin + split_keys)
+        # A tile without keys has one split all the same, which writes the result of its rows.
         if (begin >= end) & (split > 0):
             return
+        place = tl.load(piece + 4 * num_pieces)
 
     key_head_offset = kv_head.to(tl.int64) * key_head_stride
     value_head_offset = kv_head.to(tl.int64) * value_head_stride
@@ -282,8 +297,7 @@ def _attention_kernel(
         accumulator *= tl.load(value_scales + kv_head)
     if SPLIT:
         if divided:
-            place = tl.minimum(row_begin, request * BLOCK_Q) + row - row_begin
-            part = (place * HEADS + head) * num_splits + split
+            part = (place * HEADS + head) * BLOCK_Q + row - first_row
             tl.store(maxima + part, maximum, row_mask)
             tl.store(totals + part, total, row_mask)
             sum_mask = row_mask[:, None] & (dv < VALUE_SIZE)[None, :]
@@ -330,33 +344,26 @@ def attend(
         bulk=bulk_copies(query.device) and aligned(keys) and aligned(values),
     )
     rows, parts, (_, window, _, chunk) = tile.block_m // tile.heads, heads // tile.heads, score
-    capacity = 0 if whole else block_table.shape[-1] * block_size
-    splits = split_config(
-        num_rows=num_rows,
-        num_requests=num_requests,
-        parts=parts,
-        keys=most_keys(capacity=capacity, rows=rows, window=window, chunk=chunk, block_n=tile.block_n),
-        block_n=tile.block_n,
-        processors=processors(query.device),
-    )
-    output, split = query.new_empty(num_rows, heads, value_size), splits.count > 1
-    places = min(num_rows, num_requests * rows)
-    partial = new_parts(query, value_size, places=places, splits=splits.count) if split else None
+    keys_of_a_tile = most_keys(rows=rows, window=window, chunk=chunk, block_n=tile.block_n)
+    splits = split_config(parts=parts, keys=keys_of_a_tile, warps=tile.num_warps, processors=processors(query.device))
+    output, split, num_pieces = query.new_empty(num_rows, heads, value_size), None, num_rows // rows + num_requests + 1
+    if not whole and splits.slots:
+        lengths, sizes = (cu_seqlens_q, context_lens), (rows, tile.block_n)
+        split = plan(*lengths, splits, num_rows=num_rows, rows_and_keys=sizes, window=window, chunk=chunk)
+        partial, num_pieces = new_parts(query, value_size, places=split.places, rows=rows), split.pieces.shape[1]
     # The interpreter would multiply the bit patterns of bfloat16.
-    widen = not query.is_cuda
-    grid = (num_rows // rows + num_requests + 1, parts, splits.count)
+    widen, early = not query.is_cuda, begins_early(query.device)
     # fmt: off
-    on_device(_attention_kernel, query)[grid](
-        output, *(partial or (None, None, None)), query, keys, values, *_tiles(keys, values, tile),
-        *metadata, *per_head, num_rows, num_requests, splits.count, splits.length, *query.stride()[:2], *strides,
-        block_table.stride(0), *score, tile.heads, group // tile.heads, heads, key_size, value_size, block_size,
-        tile.block_m, tile.block_n, tile.block_d, tile.block_dv, widen, split, enable_fp_fusion=True,
-        **tile.options(backend()),
+    on_device(_attention_kernel, query)[(num_pieces, parts)](
+        output, *((None,) * 4 if split is None else (split.pieces, *partial)), query, keys, values,
+        *_tiles(keys, values, tile), *metadata, *per_head, num_rows, num_requests, num_pieces, *query.stride()[:2],
+        *strides, block_table.stride(0), *score, tile.heads, group // tile.heads, heads, key_size, value_size,
+        block_size, tile.block_m, tile.block_n, tile.block_d, tile.block_dv, widen, split is not None, early,
+        enable_fp_fusion=True, **tile.options(backend()), **launch_options(early),
     )
     # fmt: on
-    if partial is not None:
-        tile_sizes = (rows, tile.block_n)
-        merge(output, partial, cu_seqlens_q, context_lens, splits.length, tile_sizes, window=window, chunk=chunk)
+    if split is not None:
+        merge(output, partial, split.divided, lengths, sizes, window=window, chunk=chunk)
     return output
 
 

@@ -3,7 +3,7 @@
 | step | tile | keys of a request |
 |---|---|---|
 | two rows a request or fewer, as of decoding | low | split |
-| more, as of prefill and mixed steps | tall | split where the request's rows fit into one tile, else whole |
+| more, as of prefill and mixed steps | tall | split |
 | of a batch-invariant engine | low | whole: how a step is split depends on the requests in it |
 | without a pool | by rows | whole: a request that fits into a tile has no more keys than rows |
 
@@ -16,13 +16,10 @@ A tile's keys and values are read in one of two ways:
 
 A tile has the heads of a whole group, so that they read keys and values once; where it is 32 rows, at most so many.
 
-A split is a run of `length` keys, the same number for all requests of a step, so that programs have as much to do as
-each other and a short request leaves its share empty instead of cutting it finer. Their number is reasoned from the two
-things that a walk over all keys gets wrong, and not measured on a GPU:
-
-- few requests leave processors idle, so there are enough splits that every processor has `PROGRAMS_PER_PROCESSOR`;
-- one long request among many short ones is walked long after the others are done, however many they are, so no
-  split is longer than `LONGEST` keys, up to `MOST` splits: a long context is split at every batch size.
+How keys are split is found on the device, by the lengths of the requests as they are (`split_plan_triton`). The host
+says into how many pieces at least all keys of a step are cut, `slots`, by which alone a split's length follows: where
+there are few requests, every processor has its share of them, and where there are many, a request of more keys than
+others is cut at every batch size, so that it is not walked long after the others are done.
 """
 
 from __future__ import annotations
@@ -33,16 +30,16 @@ from dataclasses import dataclass
 import torch
 import triton
 
-# A program waits for its keys most of the time, and a processor has room for more than one. Not measured on a GPU.
-PROGRAMS_PER_PROCESSOR = 2
-# Keys of a split. Below the shortest, the launch of the merge costs about what the shorter walk saves; at the longest,
-# writing and reading the partial results of four query heads is 0.4 % of reading their keys and values of 16 bits.
-# Not measured on a GPU.
+# Pieces for each processor, by a program's warps. Of four, a processor has room for two or more at once, which wait for
+# their keys most of the time; the last ones to end leave processors idle, for an eighth of a step at most if they are
+# eight. Tiles of eight are of many rows, as of prompts, which give processors enough to do by themselves, and their
+# partial results are large: with 32 heads of size 128, two pieces take 35 MB on 132 processors, and eight of low tiles
+# 17 MB. Not measured on a GPU.
+PIECES = {4: 8, 8: 2}
+# Keys of a split, at least. Below that the launch of the merge costs about what the shorter walk saves; writing and
+# reading the partial results of four query heads is 3 % of reading their keys and values of 16 bits. Not measured on a
+# GPU.
 SHORTEST = 256
-LONGEST = 2048
-# Splits that are made on account of the length alone. It bounds the memory of partial results: with 32 heads of size
-# 128 they take 0.5 MiB for each request that decodes. Not measured on a GPU.
-MOST = 32
 # Rows of a tile with head sizes of which more would spill registers. A group of more heads is cut into parts, each of
 # which reads all keys again.
 SHORT_TILE = 32
@@ -75,10 +72,10 @@ class TileConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitConfig:
-    """`count` programs share the keys of a request, `length` each, which is a multiple of the tile's block_n."""
+    """Keys are shared among `slots` pieces or a few more, of `shortest` keys at least; 0: they are not split."""
 
-    count: int
-    length: int
+    slots: int
+    shortest: int
 
 
 def tile_config(
@@ -164,35 +161,28 @@ def _block_m(rows: int, group: int) -> int:
     return max(16, triton.next_power_of_2(max(1, rows) * group))
 
 
-def split_config(
-    *, num_rows: int, num_requests: int, parts: int, keys: int, block_n: int, processors: int
-) -> SplitConfig:
-    """Choose how many programs share the keys of a request. Any choice is correct for any step.
+def split_config(*, parts: int, keys: int | None, warps: int, processors: int) -> SplitConfig:
+    """Choose into how many pieces a step is cut. Any choice is correct for any step.
 
     Args:
         parts: of a tile's heads, each of which has a program.
-        keys: an upper bound of those that a program walks over without splits (`most_keys`).
+        keys: an upper bound of those that a program walks over without splits (`most_keys`), if there is one.
+        warps: of a program.
         processors: of the device (`processors`).
     """
-    # Requests that fit into a tile have one each, and the empty ones none.
-    programs = max(1, min(num_rows, num_requests) * parts)
-    idle = triton.cdiv(PROGRAMS_PER_PROCESSOR * processors, programs)
-    long = min(MOST, triton.cdiv(keys, LONGEST))
-    count = max(1, min(max(idle, long), keys // SHORTEST))
-    # Rounded up, so that the last splits may be empty; the programs of those end at once.
-    return SplitConfig(count=count, length=max(1, triton.cdiv(triton.cdiv(keys, count), block_n)) * block_n)
+    if keys is not None and keys <= SHORTEST:
+        return SplitConfig(slots=0, shortest=SHORTEST)
+    return SplitConfig(slots=triton.cdiv(PIECES[warps] * processors, parts), shortest=SHORTEST)
 
 
-def most_keys(*, capacity: int, rows: int, window: int, chunk: int, block_n: int) -> int:
+def most_keys(*, rows: int, window: int, chunk: int, block_n: int) -> int | None:
     """An upper bound of the keys that the rows of one tile see between them, from the first key's iteration on.
 
     Args:
-        capacity: keys that the block table has room for.
         rows: of a tile.
     """
     # The first iteration may begin up to block_n - 1 keys in front of the first key.
-    seen = [each - 1 + rows + block_n - 1 for each in (window, chunk) if each > 0]
-    return min([capacity, *seen])
+    return min((each - 1 + rows + block_n - 1 for each in (window, chunk) if each > 0), default=None)
 
 
 def backend() -> str:

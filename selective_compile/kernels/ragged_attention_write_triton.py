@@ -4,6 +4,7 @@ Legend
     row        a token of the step, one program each
     BLOCK_K    key/value heads, padded to a power of two; BLOCK_D, BLOCK_DV likewise the head sizes
     BLOCK_SIZE slots of a block
+    PDL        whether it begins before the kernel in front of it has ended: `dependent_launch`
 
 What is written is read by the launch behind it. The speed has not been measured on a GPU.
 """
@@ -13,7 +14,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
+from selective_compile.kernels.dependent_launch import begins_early, launch_options
 from selective_compile.kernels.fp8_triton import as_kept
 from selective_compile.kernels.interpreter import on_device
 
@@ -44,9 +47,12 @@ def _write_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + row)
+    if PDL:
+        gdc_wait()
     if slot < 0:
         return
     block = slot // BLOCK_SIZE
@@ -81,11 +87,12 @@ def write(
     value_size = value.shape[-1]
     if num_rows == 0:
         return
+    early = begins_early(key.device)
     # fmt: off
     on_device(_write_kernel, key)[(num_rows,)](
         key, value, key_pool, value_pool, slot_mapping, key_scales, value_scales, *key.stride()[:2],
         *value.stride()[:2], *key_pool.stride()[:3], *value_pool.stride()[:3], kv_heads, key_size, value_size,
         key_pool.shape[2], *(triton.next_power_of_2(size) for size in (kv_heads, key_size, value_size)),
-        num_warps=4, enable_fp_fusion=True,
+        early, num_warps=4, enable_fp_fusion=True, **launch_options(early),
     )
     # fmt: on

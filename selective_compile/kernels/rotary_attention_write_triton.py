@@ -8,6 +8,7 @@ Legend
     FIRST, ROTATED  the elements of a head that are rotated: from FIRST on, ROTATED many
     INTERLEAVED     neighbours are partners; otherwise elements half of ROTATED apart are
     WIDE       the tables have a column for each rotated element; otherwise one for each pair of partners
+    PDL        whether it begins before the kernel in front of it has ended: `dependent_launch`
     EPS        None: the heads are not normed, and what belongs to it is not compiled
 
 An element's partner is read a second time rather than moved between threads: its line has just been read. Everything is
@@ -21,7 +22,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
+from selective_compile.kernels.dependent_launch import begins_early, launch_options
 from selective_compile.kernels.fp8_triton import as_kept
 from selective_compile.kernels.interpreter import on_device
 
@@ -119,8 +122,12 @@ def _rotate_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + row)
+    if PDL:
+        gdc_wait()
     part = tl.program_id(1)
     QUERY_PARTS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     d = tl.arange(0, BLOCK_D)
@@ -139,7 +146,6 @@ def _rotate_kernel(
         q_mask = head_mask[:, None] & (d < KEY_SIZE)[None, :]
         tl.store(output + q_offset, q.to(output.dtype.element_ty), q_mask)
         return
-    slot = tl.load(slot_mapping + row)
     if slot < 0:
         return
     block = slot // BLOCK_SIZE
@@ -195,12 +201,14 @@ def rotate_and_write(
     block_h = min(max(1, PART // max(block_d, block_dv)), triton.next_power_of_2(max(heads, kv_heads)))
     grid = (num_rows, triton.cdiv(heads, block_h) + triton.cdiv(kv_heads, block_h))
     wide = tables[0].shape[1] == rotation[3]
+    early = begins_early(query.device)
     # fmt: off
     on_device(_rotate_kernel, query)[grid](
         output, query, key, value, *tables, *weights, *pools, *scales, slot_mapping,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], tables[0].stride(0), tables[1].stride(0),
         *pools[0].stride()[:3], *pools[1].stride()[:3], *rotation, wide, heads, kv_heads, key_size, value_size,
-        pools[0].shape[2], block_h, block_d, block_dv, num_warps=4, enable_fp_fusion=True,
+        pools[0].shape[2], block_h, block_d, block_dv, early, num_warps=4, enable_fp_fusion=True,
+        **launch_options(early),
     )
     # fmt: on
     return output

@@ -15,16 +15,16 @@ The ranks are sorted by torch (`topk`), whose choice among them is certain, beca
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
+from selective_compile.kernels.dependent_launch import begins_early, launch_options
 from selective_compile.kernels.dot_triton import widened_dot
 from selective_compile.kernels.fp8_triton import as_kept
-from selective_compile.kernels.interpreter import interpreted, on_device
+from selective_compile.kernels.interpreter import on_device
 from selective_compile.kernels.request_rows_triton import request_of
 
 _NOTHING = -(2**63)
@@ -372,9 +372,12 @@ def _write_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + row)
+    if PDL:
+        gdc_wait()
     if slot < 0:
         return
     head = tl.arange(0, BLOCK_K)[:, None]
@@ -393,11 +396,11 @@ def write_keys(key: Tensor, key_pool: Tensor, slot_mapping: Tensor, key_scales: 
     num_rows, kv_heads, size = key.shape
     if num_rows == 0:
         return
-    kernel: Any = _write_kernel if key.is_cuda else interpreted(_write_kernel)
+    early = begins_early(key.device)
     # fmt: off
-    kernel[(num_rows,)](
+    on_device(_write_kernel, key)[(num_rows,)](
         key, key_pool, slot_mapping, key_scales, *key.stride()[:2], *key_pool.stride()[:3], kv_heads, size,
         key_pool.shape[2], triton.next_power_of_2(kv_heads), triton.next_power_of_2(size),
-        num_warps=4, enable_fp_fusion=True,
+        early, num_warps=4, enable_fp_fusion=True, **launch_options(early),
     )
     # fmt: on

@@ -21,6 +21,11 @@ class Target:
     warp_size: int
     shared_memory: int
 
+    @property
+    def early(self) -> bool:
+        """Whether kernels that have a parameter ``PDL`` begin before those in front of them have ended."""
+        return self.arch in (90, 100)
+
     def __str__(self) -> str:
         return str(self.arch)
 
@@ -41,6 +46,9 @@ def compile_ahead(kernel: Any, target: Target, types: dict[str, str], constants:
     types: of the parameters that are not int32 numbers.
     """
     signature, attributes = {}, {}
+    if any(parameter.name == "PDL" for parameter in kernel.params):
+        constants = constants | {"PDL": target.early}
+        options |= {"launch_pdl": True} if target.early else {}
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
         if name in constants:
@@ -85,8 +93,17 @@ def assert_ships(compiled: Any, target: Target, folder: Path) -> None:
     assert len(compiled.asm["cubin" if target.backend == "cuda" else "hsaco"]) > 0
     usage = Usage.of(compiled, target, folder)
     print(f"{target}: {usage}")
+    assert_waits(compiled)
     assert usage.shared <= target.shared_memory
     assert usage.spilled == 0
+
+
+def assert_waits(compiled: Any) -> None:
+    """A kernel that begins early writes nothing, and no program of it returns, before it has waited."""
+    early = getattr(compiled.metadata, "launch_pdl", False)
+    before, waits, _ = compiled.asm.get("ptx", "").partition("griddepcontrol.wait")
+    assert bool(waits) is early
+    assert not waits or not re.search(r"\b(st|red|atom)\.global|\bret;", before)
 
 
 def innermost_loops(compiled: Any) -> list[str]:

@@ -131,7 +131,7 @@ def test_selected_keys(implementation: str) -> None:
 
 
 def test_keys_are_split_and_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latents, "split_config", lambda **sizes: tiles.SplitConfig(count=9, length=16))
+    monkeypatch.setattr(latents, "split_config", lambda **sizes: tiles.SplitConfig(slots=24, shortest=16))
     for each in (case("", DECODE, 20, 40, sinks=0.5), case("", ((3, 90), (1, 130), (5, 3)), 4, 24, window=60)):
         check("triton", make_inputs(each, torch.float32))
         check("triton", make_inputs(each, torch.float32).with_fp8_pools())
@@ -189,14 +189,14 @@ def test_it_compiles_ahead_of_time_without_spills(target: Any, name: str, tmp_pa
     block_q, block_h, block_n, warps = latents.tile_sizes(128, 4 if wide else 2, rocm=target.backend == "hip")
     types = dict.fromkeys(("output", "query", "rows"), "*" + element)
     types |= dict.fromkeys(("sums", "maxima", "totals"), "*fp32")
-    types |= dict.fromkeys(("cu_seqlens_q", "context_lens", "block_table"), "*i32")
+    types |= dict.fromkeys(("pieces", "cu_seqlens_q", "context_lens", "block_table"), "*i32")
     types |= {name: changes[name] for name in ("rows", *OPTIONAL) if name in changes}
     constants = {"SCALE": 0.1, "WINDOW": 0, "COUNT": 0, "HEADS": 128, "VALUE_SIZE": 512, "REST_SIZE": 64}
     constants |= {"BLOCK_Q": block_q, "BLOCK_H": block_h, "BLOCK_N": block_n, "BLOCK_R": 512, "BLOCK_E": 64}
     constants |= {"BLOCK_SIZE": 32, "WIDEN": False, "SPLIT": True} | changes
     constants = {name: value for name, value in constants.items() if name not in types}
     constants |= {name: None for name in OPTIONAL if name not in changes}
-    constants |= {} if constants["SPLIT"] else dict.fromkeys(("sums", "maxima", "totals"))
+    constants |= {} if constants["SPLIT"] else dict.fromkeys(("pieces", "sums", "maxima", "totals"))
     compiled = ahead.compile_ahead(latents._latent_kernel, target, types, constants, num_warps=warps, num_stages=2)
     ahead.assert_ships(compiled, target, tmp_path)
 
@@ -205,7 +205,7 @@ def test_it_compiles_ahead_of_time_without_spills(target: Any, name: str, tmp_pa
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_the_merge_of_so_large_values_compiles_ahead_of_time(target: Any, tmp_path: Any, triton_cache: None) -> None:
     merges = pytest.importorskip("selective_compile.kernels.ragged_attention_merge_triton")
-    types = {"output": "*bf16", "cu_seqlens_q": "*i32", "context_lens": "*i32"}
+    types = {"output": "*bf16"} | dict.fromkeys(("cu_seqlens_q", "context_lens", "divided"), "*i32")
     types |= dict.fromkeys(("sums", "maxima", "totals"), "*fp32")
     constants = {"WINDOW": 0, "CHUNK": 0, "HEADS": 128, "VALUE_SIZE": 512, "BLOCK_Q": 1, "BLOCK_N": 32}
     constants |= {"BLOCK_S": merges.BLOCK_S, "BLOCK_DV": 512}

@@ -25,6 +25,7 @@ launcher = pytest.importorskip("selective_compile.kernels.ragged_attention_trito
 attends = pytest.importorskip("selective_compile.kernels.ragged_attention_attend_triton")
 merges = pytest.importorskip("selective_compile.kernels.ragged_attention_merge_triton")
 writes = pytest.importorskip("selective_compile.kernels.ragged_attention_write_triton")
+plans = pytest.importorskip("selective_compile.kernels.split_plan_triton")
 tiles = pytest.importorskip("selective_compile.kernels.ragged_attention_tiles")
 ahead = pytest.importorskip("tests.kernels.ahead_of_time")
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
@@ -48,14 +49,9 @@ RUNS += [(dataclasses.replace(PARTS[0], requests=((6, 5), (1, 30)), slopes=True)
 RUNS += [(DRAFTS, torch.bfloat16), (dataclasses.replace(DRAFTS, window=18, sinks=0.5), torch.float16)]
 
 
-def split_into(length: int):
-    """In place of the choice: splits of so many keys, or as few as a tile's iteration has."""
-
-    def chosen(*, keys: int, block_n: int, **sizes: int):
-        size = triton.cdiv(length, block_n) * block_n
-        return tiles.SplitConfig(count=max(1, triton.cdiv(keys, size)), length=size)
-
-    return chosen
+def split_into(length: int, slots: int = 24):
+    """In place of the choice: splits of so many keys, or of an iteration's, as far as there are slots for them."""
+    return lambda **sizes: tiles.SplitConfig(slots=slots, shortest=length)
 
 
 @pytest.mark.parametrize(("case", "dtype"), RUNS, ids=str)
@@ -70,13 +66,13 @@ def test_shortest_splits(case, dtype, nan_filled_outputs, monkeypatch):  # noqa:
 
 
 @settings(max_examples=5, deadline=None)
-@given(case=cases(), count=st.integers(2, 5), length=st.integers(1, 100))
-def test_the_number_of_splits_changes_nothing(case: Case, count: int, length: int) -> None:
+@given(case=cases(), slots=st.integers(1, 30), length=st.integers(1, 100))
+def test_the_number_of_splits_changes_nothing(case: Case, slots: int, length: int) -> None:
     few = tuple((rows % 6, past) for rows, past in case.requests)
     inputs = make_inputs(dataclasses.replace(case, requests=few), torch.float32)
     whole = launcher.ragged_attention(*inputs.ragged(), batch_invariant=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attends, "split_config", split_into(length))
+        patch.setattr(attends, "split_config", split_into(length, slots))
         split = launcher.ragged_attention(*inputs.ragged())
     torch.testing.assert_close(split, whole, rtol=0, atol=2e-5)
 
@@ -90,20 +86,38 @@ def test_more_splits_than_are_merged_at_once(nan_filled_outputs, monkeypatch):  
     torch.testing.assert_close(output.double(), exact_ragged(inputs)[0], rtol=0, atol=2e-5)
 
 
+def test_rows_of_many_tiles_are_split(nan_filled_outputs, monkeypatch):  # noqa: F811
+    """The first tiles see fewer keys than the last, and use fewer splits, or one alone."""
+    monkeypatch.setattr(attends, "split_config", split_into(16))
+    for each in (
+        Case(name="", requests=((40, 30), (1, 90), (25, 0)), query_heads=2, kv_heads=1, padding_rows=3),
+        Case(name="", requests=((40, 130),), query_heads=2, kv_heads=1, window=50, sinks=0.5),
+    ):
+        inputs = make_inputs(each, torch.float32)
+        output = launcher.ragged_attention(*inputs.ragged())
+        torch.testing.assert_close(output.double(), exact_ragged(inputs)[0], rtol=0, atol=2e-5)
+
+
 def test_the_choice_splits_a_long_context_by_itself(nan_filled_outputs, monkeypatch):  # noqa: F811
     """And a wide block table, of which short requests use little."""
-    monkeypatch.setattr(attends, "processors", lambda device: 4)
+    monkeypatch.setattr(attends, "processors", lambda device: 1)
     inputs = make_inputs(Case(name="", requests=((1, 1100), (1, 3), (0, 9)), query_heads=2, kv_heads=1), torch.float32)
-    seen = recorded(lambda: launcher.ragged_attention(*inputs.ragged()))
-    assert [grid[2:] for grid in seen] == [(), (4,), ()]
+    divided = []
+
+    def noted(output, parts, *rest, **options):
+        divided.append(int((~parts[1][:, 0, 0].isnan()).sum()))
+        merges.merge(output, parts, *rest, **options)
+
+    monkeypatch.setattr(attends, "merge", noted)
     output = launcher.ragged_attention(*inputs.ragged())
     torch.testing.assert_close(output.double(), exact_ragged(inputs)[0], rtol=0, atol=2e-5)
+    assert divided == [5]  # of 256 keys at least
 
 
 def recorded(run, launch=lambda kernel, grid, args, options: grid) -> list:
     recorder = Recorder(launch)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (attends, writes, merges):
+        for module in (attends, writes, merges, plans):
             patch.setattr(module, "on_device", recorder)
         run()
     return recorder.seen
@@ -116,26 +130,28 @@ def with_wide_table(inputs, blocks: int):
 
 
 def test_the_grid_does_not_depend_on_lengths():
-    """Only on T, N and the width of the block table."""
+    """Nor on the width of the block table: on T and N alone."""
     seen = []
     for requests in (((40, 0), (1, 3), (1, 90)), ((1, 0), (1, 3), (40, 9))):
-        inputs = with_wide_table(make_inputs(Case(name="", requests=requests), torch.bfloat16), 300)
-        seen.append(recorded(lambda inputs=inputs: launcher.ragged_attention(*inputs.ragged())))
-    assert len(seen[0]) == 3 and seen[0][1][2] > 1
-    assert seen[0] == seen[1]
+        for blocks in (30, 9000):
+            inputs = with_wide_table(make_inputs(Case(name="", requests=requests), torch.bfloat16), blocks)
+            seen.append(recorded(lambda inputs=inputs: launcher.ragged_attention(*inputs.ragged())))
+    assert len(seen[0]) == 4
+    assert all(each == seen[0] for each in seen)
 
 
 def test_a_batch_invariant_step_is_whole_at_any_width():
     inputs = make_inputs(Case(name="", requests=DECODE), torch.float32)
+    seen = []
     for blocks in (20, 9000):
         wide = with_wide_table(inputs, blocks).ragged()
-        seen = recorded(lambda wide=wide: launcher.ragged_attention(*wide, batch_invariant=True))
-        assert [grid[2:] for grid in seen] == [(), (1,)]
+        seen.append(recorded(lambda wide=wide: launcher.ragged_attention(*wide, batch_invariant=True)))
+    assert seen[0] == seen[1] and len(seen[0]) == 2  # neither a plan nor a merge
 
 
 @compiling
 def test_steps_of_every_shape_share_two_compiled_kernels_and_their_merges(monkeypatch):
-    """The number and length of splits may not cause a recompile."""
+    """Low and tall tiles: what is known of the lengths, and how many pieces there are, may not cause a recompile."""
     monkeypatch.setattr(triton.runtime.driver, "_active", ahead.NoDevice())
     monkeypatch.setattr(attends, "processors", lambda device: 132)
     compiled = set()
@@ -148,8 +164,8 @@ def test_steps_of_every_shape_share_two_compiled_kernels_and_their_merges(monkey
         inputs = with_wide_table(make_inputs(case, torch.bfloat16), blocks)
         compiled |= set(recorded(lambda inputs=inputs: launcher.ragged_attention(*inputs.ragged()), launch))
     kinds = [kernel for kernel, _ in compiled]
-    counts = [kinds.count(each) for each in (attends._attention_kernel, merges._merge_kernel, writes._write_kernel)]
-    assert counts == [2, 2, 1]
+    kernels = (attends._attention_kernel, merges._merge_kernel, plans._plan_kernel, writes._write_kernel)
+    assert [kinds.count(each) for each in kernels] == [2, 2, 2, 1]
 
 
 SPLITS = {
@@ -173,7 +189,7 @@ def test_splits_compile_ahead_of_time_without_spills(target, name, tmp_path):
 @pytest.mark.parametrize("size", (80, 512))
 @pytest.mark.parametrize("target", ahead.TARGETS, ids=str)
 def test_the_merge_compiles_ahead_of_time_without_spills(target, size, tmp_path):
-    types = {"output": "*bf16", "cu_seqlens_q": "*i32", "context_lens": "*i32"}
+    types = {"output": "*bf16"} | dict.fromkeys(("cu_seqlens_q", "context_lens", "divided"), "*i32")
     types |= dict.fromkeys(("sums", "maxima", "totals"), "*fp32")
     constants = {"WINDOW": 128, "CHUNK": 8192, "HEADS": 32, "VALUE_SIZE": size, "BLOCK_Q": 4, "BLOCK_N": 64}
     constants |= {"BLOCK_S": merges.BLOCK_S, "BLOCK_DV": triton.next_power_of_2(size)}

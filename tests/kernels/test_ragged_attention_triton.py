@@ -164,11 +164,11 @@ def test_steps_of_every_shape_share_two_compiled_kernels(monkeypatch):
 TENSORS = ("output", "query", "keys", "values", "key", "value", "key_pool", "value_pool")
 METADATA = {"cu_seqlens_q": "*i32", "context_lens": "*i32", "block_table": "*i32", "slot_mapping": "*i64"}
 METADATA |= {"sinks": "*bf16", "slopes": "*fp32", "key_scales": "*fp32", "value_scales": "*fp32"}
-PARTS = ("sums", "maxima", "totals")
+PARTS = ("pieces", "sums", "maxima", "totals")
 
 
 def types(element: str) -> dict[str, str]:
-    return METADATA | dict.fromkeys(PARTS, "*fp32") | dict.fromkeys(TENSORS, "*" + element)
+    return METADATA | dict.fromkeys(PARTS, "*fp32") | {"pieces": "*i32"} | dict.fromkeys(TENSORS, "*" + element)
 
 
 def compile_attention(

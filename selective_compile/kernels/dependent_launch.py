@@ -1,0 +1,28 @@
+"""Programmatic dependent launch: a kernel is set up, and begins, while the one in front of it in the stream still runs.
+
+Kernels here that have a parameter ``PDL`` do what depends on a step's lengths alone, which nothing in a step changes,
+and then wait (``gdc_wait``) until all kernels in front of them are complete and what these wrote can be read. Every
+program waits before it returns, so that a kernel that is complete says the same of all in front of it. None gives the
+next one leave to begin before it ends (CUDA C++ Programming Guide, "Programmatic Dependent Launch").
+
+It hides the time between two kernels, about a microsecond for each. Not measured on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+
+@functools.cache
+def begins_early(device: torch.device) -> bool:
+    """Whether a launch can ask for it: from Hopper on (compute capability 9.0)."""
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launch_options(early: bool) -> dict[str, bool]:
+    """Of a launch of a kernel with that ``PDL``; what is not CUDA has no such option."""
+    return {"launch_pdl": True} if early else {}

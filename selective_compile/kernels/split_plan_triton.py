@@ -1,0 +1,220 @@
+"""How a step's attention is cut into pieces on the device, in Triton: which rows and which keys a program has.
+
+Legend
+    tile       BLOCK_Q rows of one request at most. The rows behind those of all requests are of one more, without keys
+    keys       of a request: from the iteration of the first key that its first row sees, to its last one
+    length     keys that a split may have: those that all tiles walk over, shared among `slots`, but `shortest` at
+               least; a multiple of BLOCK_N, as splits begin at iterations
+    splits     of every tile of a request: keys / length, rounded up, as equal as iterations allow. A tile that sees
+               fewer keys than the last one of its request may use fewer
+    divided    a request of more than one split
+    piece      a split of a tile; they are counted request by request, tile by tile
+    place      pieces of divided requests alone, counted likewise
+
+The launch in front of the attention finds all pieces, a program each, in two walks over the lengths, LANES requests at
+once. Nothing is sent from the host, and the launches depend on T and N only, so that they can be part of a captured
+graph; but pieces fit the lengths as they are, not as long as they could be: they are about as much work as each other,
+few requests make enough of them for all processors, and a long request among short ones is cut as finely as it takes.
+It is the scheduling of FlashInfer (MLSys 2025, section 3.3), on the device. It is a launch of its own because what a
+program loads is known to be the same for all its threads: found by the attention itself, it took registers of every
+thread, and tall tiles spilled.
+
+There are at most tiles + slots pieces, because x rounded up is less than x + 1 and keys / length come to slots at most
+over all tiles; at most 2 * slots places, because it is less than 2x above 1; and at most slots divided tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+from selective_compile.kernels.dependent_launch import begins_early, launch_options
+from selective_compile.kernels.interpreter import on_device
+from selective_compile.kernels.ragged_attention_tiles import SplitConfig
+
+# Lengths that a program of four warps looks at at once. Not measured on a GPU.
+LANES = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitPlan:
+    """What a step's launches are told. Of each piece and each divided tile, the rows of a tensor are
+
+    pieces   [5, pieces] int32: its request, the first row of its tile, its number in the tile, keys of each of the
+             tile's splits, and its place; a request of -1: there is no such piece
+    divided  [4, tiles] int32: its request, its first row, keys of each of its splits, and the place of the first one
+    """
+
+    pieces: Tensor
+    divided: Tensor
+    places: int  # at most
+
+
+@triton.jit
+def first_key(first_position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """The first key that any row of a tile sees, by the position of its first row."""
+    begin = first_position * 0
+    if WINDOW > 0:
+        begin = tl.maximum(begin, first_position - WINDOW + 1)
+    if CHUNK > 0:
+        begin = tl.maximum(begin, first_position // CHUNK * CHUNK)
+    return begin
+
+
+@triton.jit
+def _tiles_and_keys(
+    cu_seqlens_q,
+    context_lens,
+    num_requests,
+    num_rows,
+    request,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Of requests, of which some may be behind the last one: these have no tiles. And the first row of each."""
+    real = request < num_requests
+    begin = tl.load(cu_seqlens_q + request, request <= num_requests, num_rows)
+    end = tl.load(cu_seqlens_q + request + 1, real, num_rows)
+    rows = end - begin
+    context = tl.load(context_lens + request, real, 0)
+    keys = context - first_key(context - rows, WINDOW, CHUNK) // BLOCK_N * BLOCK_N
+    return (rows + BLOCK_Q - 1) // BLOCK_Q, keys, begin
+
+
+@triton.jit
+def _longest_split(
+    cu_seqlens_q,
+    context_lens,
+    num_requests,
+    num_rows,
+    slots,
+    shortest,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """The `length` of a step."""
+    walked = tl.cast(num_rows * 0, tl.int64)
+    for start in range(0, num_requests, LANES):
+        request = start + tl.arange(0, LANES)
+        # fmt: off
+        tiles, keys, _ = _tiles_and_keys(
+            cu_seqlens_q, context_lens, num_requests, num_rows, request, WINDOW, CHUNK, BLOCK_Q, BLOCK_N,
+        )
+        # fmt: on
+        walked += tl.reduce(tiles.to(tl.int64) * keys, 0, tl.standard._sum_combine)
+    length = tl.maximum((walked + slots - 1) // slots, shortest).to(tl.int32)
+    return (length + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+
+
+@triton.jit(
+    do_not_specialize=["num_pieces", "num_divided", "num_requests", "num_rows", "slots", "shortest"],
+    do_not_specialize_on_alignment=["cu_seqlens_q", "context_lens"],
+)
+def _plan_kernel(
+    pieces,  # [5, num_pieces] int32
+    divided,  # [4, num_divided] int32
+    cu_seqlens_q,  # [N + 1]
+    context_lens,  # [N]
+    num_pieces,
+    num_divided,
+    num_requests,
+    num_rows,
+    slots,
+    shortest,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LANES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_wait()
+    number = tl.program_id(0)
+    # fmt: off
+    length = _longest_split(
+        cu_seqlens_q, context_lens, num_requests, num_rows, slots, shortest, WINDOW, CHUNK, BLOCK_Q, BLOCK_N, LANES,
+    )
+    # fmt: on
+    request = number * 0
+    counted = number * 0  # pieces of all requests that were walked over
+    before = number * 0  # those of requests in front of the one that is looked for
+    place = number * 0
+    tiles_before = number * 0  # of divided requests
+    all_divided = number * 0  # tiles, of the whole step
+    for start in range(0, num_requests + 1, LANES):
+        each = start + tl.arange(0, LANES)
+        # fmt: off
+        tiles, keys, _ = _tiles_and_keys(
+            cu_seqlens_q, context_lens, num_requests, num_rows, each, WINDOW, CHUNK, BLOCK_Q, BLOCK_N,
+        )
+        # fmt: on
+        splits = tl.maximum((keys + length - 1) // length, 1)
+        theirs = tiles * splits
+        in_front = counted + tl.associative_scan(theirs, 0, tl.standard._sum_combine) <= number
+        several = splits > 1
+        request += tl.reduce(in_front.to(tl.int32), 0, tl.standard._sum_combine)
+        before += tl.reduce(tl.where(in_front, theirs, 0), 0, tl.standard._sum_combine)
+        place += tl.reduce(tl.where(in_front & several, theirs, 0), 0, tl.standard._sum_combine)
+        tiles_before += tl.reduce(tl.where(in_front & several, tiles, 0), 0, tl.standard._sum_combine)
+        all_divided += tl.reduce(tl.where(several, tiles, 0), 0, tl.standard._sum_combine)
+        counted += tl.reduce(theirs, 0, tl.standard._sum_combine)
+    # fmt: off
+    _, keys, first_row = _tiles_and_keys(
+        cu_seqlens_q, context_lens, num_requests, num_rows, request, WINDOW, CHUNK, BLOCK_Q, BLOCK_N,
+    )
+    # fmt: on
+    splits = tl.maximum((keys + length - 1) // length, 1)
+    split_keys = ((keys + splits - 1) // splits + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    tile = (number - before) // splits
+    split = (number - before) % splits
+    first_row += tile * BLOCK_Q
+    place += number - before
+    real = number < num_pieces
+    tl.store(pieces + number, tl.where(request > num_requests, -1, request), real)
+    tl.store(pieces + num_pieces + number, first_row, real)
+    tl.store(pieces + 2 * num_pieces + number, split, real)
+    tl.store(pieces + 3 * num_pieces + number, split_keys, real)
+    tl.store(pieces + 4 * num_pieces + number, place, real)
+    first = (splits > 1) & (split == 0) & (request <= num_requests)
+    tl.store(divided + tiles_before + tile, request, first)
+    tl.store(divided + num_divided + tiles_before + tile, first_row, first)
+    tl.store(divided + 2 * num_divided + tiles_before + tile, split_keys, first)
+    tl.store(divided + 3 * num_divided + tiles_before + tile, place, first)
+    tl.store(divided + number, -1, (number >= all_divided) & (number < num_divided))
+
+
+def plan(
+    cu_seqlens_q: Tensor,
+    context_lens: Tensor,
+    splits: SplitConfig,
+    *,
+    num_rows: int,
+    rows_and_keys: tuple[int, int],
+    window: int,
+    chunk: int,
+) -> SplitPlan:
+    """Cut a step of T rows into pieces. rows_and_keys: of a tile, BLOCK_Q and BLOCK_N."""
+    num_requests, block_q = context_lens.shape[0], rows_and_keys[0]
+    # No tile is without a row, and each request has one at most that is not full; the rows of nobody are one more.
+    tiles = min(num_rows, (num_rows + (num_requests + 1) * (block_q - 1)) // block_q)
+    sizes = tiles + splits.slots, min(tiles, splits.slots)
+    told = [cu_seqlens_q.new_empty(fields, size, dtype=torch.int32) for fields, size in zip((5, 4), sizes, strict=True)]
+    early = begins_early(cu_seqlens_q.device)
+    # fmt: off
+    on_device(_plan_kernel, cu_seqlens_q)[(sizes[0],)](
+        *told, cu_seqlens_q, context_lens, *sizes, num_requests, num_rows, splits.slots, splits.shortest, window, chunk,
+        *rows_and_keys, LANES, early, num_warps=4, **launch_options(early),
+    )
+    # fmt: on
+    return SplitPlan(pieces=told[0], divided=told[1], places=min(2 * splits.slots, sizes[0]))
