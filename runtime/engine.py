@@ -12,14 +12,13 @@ from threading import Condition, Lock
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import nn
 from transformers import GenerationConfig
 
 from selective_compile.backend import Program
 from selective_compile.cores import IntraOpThreads
 from selective_compile.options import EngineConfig
-from selective_compile.progress import ProgressBars, silent
+from selective_compile.progress import on_stderr, silent
 from selective_compile.runtime.background import BackgroundThread, weakly
 from selective_compile.runtime.device_stream import DeviceStream
 from selective_compile.runtime.drafting import Drafting
@@ -255,7 +254,7 @@ class Engine:
             RuntimeError: a step calls this.
             StepError: steps were on the device, and one of them failed.
         """
-        stages = ProgressBars(Console(stderr=True)) if progress else silent
+        stages = on_stderr() if progress else silent
         with self._stepping, self._threads, torch.inference_mode(False):
             self._steps.warm_up(stages, max_blocks=-(-self.longest // self.config.block_size))
 

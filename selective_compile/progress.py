@@ -49,3 +49,10 @@ class ProgressBars:
         with Progress(*columns, console=self._console, transient=True, disable=hidden) as progress:
             job = progress.add_task(description, total=total)
             yield lambda amount: progress.advance(job, amount)
+
+
+def on_stderr() -> Stages:
+    """Bars on standard error, if that is a terminal."""
+    from rich.console import Console
+
+    return ProgressBars(Console(stderr=True))

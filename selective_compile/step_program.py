@@ -21,6 +21,7 @@ from selective_compile.first_steps import may_be_followed, run_first_steps
 from selective_compile.fp8_scales import BLOCK, SLOTS, measure_scales, spread_ids
 from selective_compile.int8_rows import row_bytes
 from selective_compile.int8_weights import Int8Weights
+from selective_compile.kernels.one_step import one_step
 from selective_compile.live_settings import NOTHING, LiveSettings, Read
 from selective_compile.ops import forced_implementation
 from selective_compile.options import EngineConfig, KvDtype
@@ -300,7 +301,8 @@ class StepProgram:
         recording = torch.is_grad_enabled()
         torch.set_grad_enabled(False)  # with a `no_grad` around it, a step of a small model takes 10 microseconds more
         try:
-            with forced_implementation(self.config.implementation, batch_invariant=self.config.batch_invariant):
+            config = self.config
+            with one_step(), forced_implementation(config.implementation, batch_invariant=config.batch_invariant):
                 logits = self._run(arguments, len(tensors), seen)
         finally:
             torch.set_grad_enabled(recording)

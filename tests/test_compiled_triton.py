@@ -72,7 +72,7 @@ def logits(program: StepProgram, monkeypatch: pytest.MonkeyPatch) -> tuple[list[
         ("llama", "auto", "rotary_attention", 2, 1e-4),
         ("qwen3", "auto", "rotary_attention", 1, 1e-4),
         ("deepseek_v3", "auto", "latent_attention", 1, 1e-4),
-        ("llama", "fp8", "ragged_attention", 1, 5e-2),
+        ("llama", "fp8", "rotary_attention", 1, 5e-2),
     ],
 )
 def test_logits_are_those_of_the_graph_and_no_pool_is_copied(

@@ -11,13 +11,13 @@ Legend
     piece      a split of a tile; they are counted request by request, tile by tile
     place      pieces of divided requests alone, counted likewise
 
-The launch in front of the attention finds all pieces, a program each, in two walks over the lengths, LANES requests at
-once. Nothing is sent from the host, and the launches depend on T and N only, so that they can be part of a captured
-graph; but pieces fit the lengths as they are, not as long as they could be: they are about as much work as each other,
-few requests make enough of them for all processors, and a long request among short ones is cut as finely as it takes.
-It is the scheduling of FlashInfer (MLSys 2025, section 3.3), on the device. It is a launch of its own because what a
-program loads is known to be the same for all its threads: found by the attention itself, it took registers of every
-thread, and tall tiles spilled.
+A launch in front of a step's first attention finds all pieces, a program each, in two walks over the lengths, LANES
+requests at once. Nothing is sent from the host, and the launches depend on T and N only, so that they can be part of a
+captured graph; but pieces fit the lengths as they are, not as long as they could be: they are about as much work as
+each other, few requests make enough of them for all processors, and a long request among short ones is cut as finely
+as it takes. It is the scheduling of FlashInfer (MLSys 2025, section 3.3), on the device. It is a launch of its own for
+all layers that are alike, and because what a program loads is known to be the same for all its threads: found by the
+attention itself, it took registers of every thread, and tall tiles spilled.
 
 There are at most tiles + slots pieces, because x rounded up is less than x + 1 and keys / length come to slots at most
 over all tiles; at most 2 * slots places, because it is less than 2x above 1; and at most slots divided tiles.
@@ -35,6 +35,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from selective_compile.kernels.dependent_launch import begins_early, launch_options
 from selective_compile.kernels.interpreter import on_device
+from selective_compile.kernels.one_step import once
 from selective_compile.kernels.ragged_attention_tiles import SplitConfig
 
 # Lengths that a program of four warps looks at at once. Not measured on a GPU.
@@ -204,7 +205,22 @@ def plan(
     window: int,
     chunk: int,
 ) -> SplitPlan:
-    """Cut a step of T rows into pieces. rows_and_keys: of a tile, BLOCK_Q and BLOCK_N."""
+    """Cut a step of T rows into pieces, once for all layers that are alike. rows_and_keys: of a tile, BLOCK_Q and
+    BLOCK_N."""
+    sizes = (splits, num_rows, rows_and_keys, window, chunk)
+    key = (cu_seqlens_q.data_ptr(), context_lens.data_ptr(), len(context_lens), *sizes)
+    return once(key, lambda: _plan(cu_seqlens_q, context_lens, *sizes))
+
+
+def _plan(
+    cu_seqlens_q: Tensor,
+    context_lens: Tensor,
+    splits: SplitConfig,
+    num_rows: int,
+    rows_and_keys: tuple[int, int],
+    window: int,
+    chunk: int,
+) -> SplitPlan:
     num_requests, block_q = context_lens.shape[0], rows_and_keys[0]
     # No tile is without a row, and each request has one at most that is not full; the rows of nobody are one more.
     tiles = min(num_rows, (num_rows + (num_requests + 1) * (block_q - 1)) // block_q)

@@ -10,6 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from selective_compile.kernels.one_step import one_step
+
 pytest.importorskip("triton")
 tiles_of = pytest.importorskip("selective_compile.kernels.ragged_attention_tiles")
 plans = pytest.importorskip("selective_compile.kernels.split_plan_triton")
@@ -145,6 +147,23 @@ def test_more_requests_than_are_walked_over_at_once() -> None:
     step = Step(requests=((0, 5),) * 270 + ((1, 3), (2, 400)), padding=1, block_q=2, slots=9)
     check(step)
     assert {each[0] for each in step.pieces()} == {270, 271, 272} and len(step.pieces()) > 8
+
+
+def test_layers_of_one_step_have_one_plan() -> None:
+    bounds, contexts = (torch.tensor(each, dtype=torch.int32) for each in ([0, 1, 4], [9, 70]))
+    splits = tiles_of.SplitConfig(slots=3, shortest=16)
+
+    def planned(**changes: Any) -> Any:
+        sizes = {"num_rows": 4, "rows_and_keys": (4, 16), "window": 0, "chunk": 0} | changes
+        return plans.plan(bounds, contexts, splits, **sizes)
+
+    with one_step():
+        first, windowed = planned(), planned(window=20)
+        assert planned() is first and planned(window=20) is windowed is not first
+    with one_step():
+        contexts += 40
+        assert planned().pieces.tolist() != first.pieces.tolist()
+    assert planned() is not planned()
 
 
 @pytest.mark.parametrize("requests", (1, 8, 12, 13, 40, 64, 256))

@@ -83,14 +83,16 @@ def test_random_batches_give_the_same_bits_in_the_interpreter(
 
 @pytest.mark.parametrize("invariant", (True, False), ids=("invariant", "ordinary"))
 def test_keys_are_split_but_for_a_batch_invariant_engine(invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How many splits there are would depend on the other requests."""
+    """How many splits there are would depend on the other requests. Both layers of a step have one plan."""
     attends = pytest.importorskip("selective_compile.kernels.ragged_attention_attend_triton")
-    planned, plan = [], attends.plan
-    monkeypatch.setattr(attends, "plan", lambda *args, **sizes: planned.append(sizes) or plan(*args, **sizes))
+    plans = pytest.importorskip("selective_compile.kernels.split_plan_triton")
+    asked, plan, found, find = [], attends.plan, [], plans._plan
+    monkeypatch.setattr(attends, "plan", lambda *args, **sizes: asked.append(sizes) or plan(*args, **sizes))
+    monkeypatch.setattr(plans, "_plan", lambda *args: found.append(args) or find(*args))
     config = replace(INTERPRETED, batch_invariant=invariant)
-    model, program = compiled("llama", torch.float32, config, num_hidden_layers=1)
+    model, program = compiled("llama", torch.float32, config, num_hidden_layers=2)
     sc.Engine(model, config, program=program).submit(PROMPT, max_new_tokens=2).result()
-    assert bool(planned) is not invariant
+    assert len(asked) == 2 * len(found) and bool(asked) is not invariant
 
 
 def test_a_program_that_splits_keys_is_refused_for_a_batch_invariant_engine() -> None:
