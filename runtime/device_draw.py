@@ -51,9 +51,9 @@ def choose(logits: Tensor, rows: Tensor | None, seen: Tensor | None = None) -> T
         rows: [FIELDS, R] float64, as `choices` has them.
         seen: [R, V] booleans, the tokens that a repetition penalty is for; None: nobody has one.
     """
-    scores = logits.float()
     if rows is None:
-        return scores.argmax(dim=-1)
+        return logits.argmax(dim=-1)  # as they are: no copy of all of them is made
+    scores = logits.float()
     temperature, limit, min_p, top_k, fraction, penalty = (row[:, None] for row in rows)
     if seen is not None:
         # As `RepetitionPenaltyLogitsProcessor`.
