@@ -103,8 +103,8 @@ class StepGraphs:
 
     @property
     def captured(self) -> int:
-        """How many graphs there are so far."""
-        return len(self._graphs)
+        """How many graphs there are so far, but for steps that could not be captured."""
+        return sum(not isinstance(work, partial) for work in self._graphs.values())
 
     def missing(self) -> list[Work]:
         """What captures the graphs that no step has needed yet; nothing else is on the device then."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Protocol
@@ -53,6 +54,8 @@ class ProgressBars:
 
 def on_stderr() -> Stages:
     """Bars on standard error, if that is a terminal."""
+    if not sys.stderr.isatty():
+        return silent
     from rich.console import Console
 
     return ProgressBars(Console(stderr=True))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_parts.measures import HEADER, Measure, measures, without_found
+from benchmarks.gpu_parts.measures import HEADER, Measure, measures, of_less, without_found
 from benchmarks.gpu_parts.rows import Row
 
 
@@ -19,9 +19,9 @@ def decode(name: str, share: float, *, counts: bool = True) -> Row:
     return row("attention", "decode", name, share_of_copy=share, counts=counts)
 
 
-def step(requests: int, share: float, idle: float | None) -> Row:
+def step(requests: int, share: float, idle: float | None, resolution: float = 0.001) -> Row:
     name = f"llama-3.1-8b, {requests} requests"
-    return row("steps", "llama-3.1-8b", name, share_of_floor=share, idle=idle, counts=True)
+    return row("steps", "llama-3.1-8b", name, share_of_floor=share, idle=idle, idle_resolution=resolution, counts=True)
 
 
 def served(job: str, rate: float, *, sample: bool) -> Row:
@@ -42,6 +42,7 @@ WHOLE = [
     row("start", "start", "llama-3.1-8b, cold start", seconds=40.0),
     row("start", "start", "llama-3.1-8b, warm start", seconds=12.0),
     row("steps", "tokens", "qwen3-0.6b: tokens"),
+    row("steps", "llama-3.1-8b", "llama-3.1-8b: tokens"),
     step(1, 0.8, 0.001),
     step(8, 0.95, 0.004),
     row("steps", "llama-3.2-1b", "llama-3.2-1b, 1 requests", share_of_floor=0.3, idle=0.5, counts=True),
@@ -114,6 +115,32 @@ def test_wrong_tokens_leave_no_figure_of_an_engine(job: str, name: str) -> None:
     assert len(blank) == 5 and {measure.why for measure in blank} == {f"{name}: 3 of 480 are wrong"}
     other = row("steps", "llama-3.2-1b", "llama-3.2-1b: tokens", "failed", "3 of 480 are wrong")
     assert all(measure.found is not None for measure in measures([*WHOLE, other]))
+
+
+def test_figures_of_an_engine_whose_tokens_nobody_compared_are_blank() -> None:
+    for job, why in (("tokens", "steps of tokens did not run"), ("llama-3.1-8b", "steps of llama-3.1-8b did not run")):
+        rows = [each for each in WHOLE if each.part != "steps" or each.job != job]
+        blank = [measure for measure in measures(rows) if measure.found is None]
+        assert len(blank) == 5 and {measure.why for measure in blank} == {why}
+    killed = row("steps", "llama-3.1-8b", "llama-3.1-8b", "failed", "ended with status -9: it said nothing")
+    rows = [killed, *(each for each in WHOLE if each.part != "steps" or each.job != "llama-3.1-8b")]
+    assert of(rows, "tokens/s").found is None and "status -9" in of(rows, "tokens/s").why
+
+
+def test_idle_that_cannot_be_told_from_0_is_no_figure_beyond_the_bar() -> None:
+    def idle(seen: float, resolution: float) -> Measure:
+        kept = [each for each in WHOLE if "requests" not in each.name or each.part != "steps"]
+        return of([*kept, step(1, 0.9, seen, resolution)], "idle")
+
+    assert idle(0.03, 0.08).found is None and idle(0.03, 0.08).reached == "unknown"
+    assert (idle(0.001, 0.01).found, idle(0.001, 0.01).reached) == (0.01, "bar"), "so much it may be"
+    assert (idle(0.2, 0.08).found, idle(0.2, 0.08).reached) == (0.2, "neither")
+
+
+def test_a_quick_run_reaches_no_bar() -> None:
+    for measure in measures(WHOLE):
+        less = of_less(measure)
+        assert (less.found, less.reached) == (measure.found, "unknown") and less.why.startswith("a quick run: ")
 
 
 def test_a_job_that_ended_says_why_there_is_nothing() -> None:

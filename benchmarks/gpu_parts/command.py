@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.gpu_parts.floors import Ceilings
 from benchmarks.gpu_parts.isolated import Worker
 from benchmarks.gpu_parts.jobs import SECONDS, WEIGHTS, Allowance, Job, perform
-from benchmarks.gpu_parts.measures import HEADER, Measure, measures, without_found
+from benchmarks.gpu_parts.measures import HEADER, Measure, measures, of_less, without_found
 from benchmarks.gpu_parts.rows import FAILURES, Row, reason, store
 from selective_compile.bench.machine import machine, versions
 
@@ -62,7 +62,8 @@ class Found:
     @property
     def measures(self) -> tuple[Measure, ...]:
         found = measures(self._rows)
-        return tuple(without_found(measure) for measure in found) if self._dry_run else found
+        less = without_found if self._dry_run else of_less if self._about["quick"] else None
+        return found if less is None else tuple(map(less, found))
 
     def _keep(self) -> None:
         known = {

@@ -16,6 +16,8 @@ from benchmarks.gpu_parts.floors import busy_seconds, idle_share
 from selective_compile.runtime.engine import Engine
 from selective_compile.runtime.stats import StepRecord
 
+LAST = 5  # enough for a median, and so few that contexts are not much shorter than behind them
+
 
 @dataclass(frozen=True, kw_only=True)
 class Decoded:
@@ -23,12 +25,14 @@ class Decoded:
 
     Attributes:
         wall: of a step on the host: from one step's start to the next one's.
+        last_wall: of the last `LAST` of them.
         span: on the device, by events recorded when the model's run is called and when the call has returned: what lies
             between the spans is planning, sampling and handing out. None: no device, or the run was not found.
         contexts: tokens in the context of each request, in the middle one of the steps.
     """
 
     wall: float
+    last_wall: float
     span: float | None
     contexts: tuple[int, ...]
 
@@ -46,6 +50,7 @@ def decoded(engine: Engine, records: list[StepRecord], steps: int) -> Decoded:
     middle = records[len(records) // 2]
     return Decoded(
         wall=statistics.median(walls),
+        last_wall=statistics.median(walls[-LAST:]),
         span=spans.median(),
         contexts=tuple(share.start + share.tokens for share in middle.shares),
     )

@@ -1,7 +1,7 @@
 """What the run is to show: eight measures, each with a bar and a goal, and what was found of it.
 
 A worst of several cells is blank if one of them failed: it may be the worst. What did not fit the device's memory is
-named beside the figure.  Figures of engines whose tokens were found wrong do not count.
+named beside the figure.  Figures of engines count only if their tokens were compared, and found right.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ MODEL = "llama-3.1-8b"  # of which the measures are
 TRACE_CEILING = 13_500.0  # output tokens a second
 TOKENS = "tokens"  # the job that compares them in float32
 LONG_PREFILL = 4096
+IDLE_BAR = 0.02
 
 
 class Value(NamedTuple):
@@ -42,10 +43,11 @@ class Measure:
     less: bool = False
     found: float | None = None
     why: str = "not measured"
+    whole: bool = True  # of all that the bar is for; False: of a quick run
 
     @property
     def reached(self) -> Literal["goal", "bar", "neither", "unknown"]:
-        if self.found is None:
+        if self.found is None or not self.whole:
             return "unknown"
         return "goal" if self._reaches(self.goal) else "bar" if self._reaches(self.bar) else "neither"
 
@@ -73,6 +75,11 @@ def without_found(measure: Measure) -> Measure:
     return replace(measure, found=None, why="a dry run gives no figures")
 
 
+def of_less(measure: Measure) -> Measure:
+    """Of a quick run, which looks at fewer cells and requests than the bar is for."""
+    return replace(measure, whole=False, why=f"a quick run: {measure.why}")
+
+
 def decode_share(rows: Sequence[Row]) -> Value:
     return _of_cells(_of(rows, "attention", "decode"), "share_of_copy", min)
 
@@ -86,16 +93,24 @@ def prefill_share(rows: Sequence[Row]) -> Value:
 
 
 def step_share(rows: Sequence[Row]) -> Value:
-    return _wrong_tokens(rows) or _of_cells(_of(rows, "steps", MODEL), "share_of_floor", min)
+    return _without_tokens(rows) or _of_cells(_of(rows, "steps", MODEL), "share_of_floor", min)
 
 
 def idle(rows: Sequence[Row]) -> Value:
-    return _wrong_tokens(rows) or _of_cells(_of(rows, "steps", MODEL), "idle", max)
+    """The worst cell's, or as much as the profiler could not have told from 0; blank if that is more than the bar."""
+    steps = _of(rows, "steps", MODEL)
+    worst, finest = (_of_cells(steps, figure, max) for figure in ("idle", "idle_resolution"))
+    blank = _without_tokens(rows)
+    if blank is not None or worst.found is None or finest.found is None:
+        return blank or worst
+    if worst.found <= finest.found > IDLE_BAR:
+        return Value(None, f"{worst.found:.3g} was seen, which cannot be told from 0: {finest.found:.3g} cannot")
+    return Value(max(worst.found, finest.found), f"{worst.why}; {finest.found:.3g} cannot be told from 0")
 
 
 def trace_share(rows: Sequence[Row]) -> Value:
-    if (wrong := _wrong_tokens(rows)) is not None:
-        return wrong
+    if (blank := _without_tokens(rows)) is not None:
+        return blank
     if (row := _served(rows, "engine", sample=False)) is None:
         return Value(None, _why_none(_of(rows, "trace", "engine")))
     figures = row.figures
@@ -106,8 +121,8 @@ def over(peer: str) -> Callable[[Sequence[Row]], Value]:
     """The engine's tokens a second over a peer's, of the same requests: of the trace, or of the sample."""
 
     def ratio(rows: Sequence[Row]) -> Value:
-        if (wrong := _wrong_tokens(rows)) is not None:
-            return wrong
+        if (blank := _without_tokens(rows)) is not None:
+            return blank
         for sample in (False, True):
             ours, theirs = (_served(rows, name, sample=sample) for name in ("engine", peer))
             if ours is not None and theirs is not None and _asked(ours) == _asked(theirs):
@@ -139,7 +154,7 @@ MEASURES: tuple[tuple[Measure, Callable[[Sequence[Row]], Value]], ...] = (
     (Measure(name="whole trace on the 8B: tokens/s over 13,500", bar=0.55, goal=0.80), trace_share),
     (Measure(name="the same over generate_batch", bar=3, goal=10, unit="x"), over("generate_batch")),
     (Measure(name="the same over padded generate", bar=4, goal=8, unit="x"), over("generate")),
-    (Measure(name="GPU idle in decode steps of the 8B, worst of N", bar=0.02, goal=0.005, less=True), idle),
+    (Measure(name="GPU idle in decode steps of the 8B, worst of N", bar=IDLE_BAR, goal=0.005, less=True), idle),
     (Measure(name="cold start to the first token", bar=90, goal=30, unit="s", less=True), first_token("cold")),
     (Measure(name="warm start to the first token", bar=10, goal=3, unit="s", less=True), first_token("warm")),
 )
@@ -170,10 +185,17 @@ def _why_none(rows: Sequence[Row]) -> str:
     return said[0] if said else "not measured"
 
 
-def _wrong_tokens(rows: Sequence[Row]) -> Value | None:
-    looked_at = [*_of(rows, "steps", TOKENS), *_of(rows, "steps", MODEL)]
-    wrong = [row for row in looked_at if row.state == "failed" and (row.job == TOKENS or row.name.endswith(": tokens"))]
-    return Value(None, f"{wrong[0].name}: {wrong[0].text}") if wrong else None
+def _without_tokens(rows: Sequence[Row]) -> Value | None:
+    """Why no figure of an engine counts: its tokens are wrong, or nobody compared them, in float32 and of the 8B."""
+    for job in (TOKENS, MODEL):
+        of_job = _of(rows, "steps", job)
+        compared = [row for row in of_job if row.name.endswith(": tokens")]
+        if any(row.state == "measured" for row in compared) and all(row.state == "measured" for row in compared):
+            continue
+        failed = [row for row in (*compared, *of_job) if row.state == "failed"]
+        said = f"{failed[0].name}: {failed[0].text}" if failed else f"steps of {job} did not run"
+        return Value(None, said if any(rows) else "not measured")
+    return None
 
 
 def _served(rows: Sequence[Row], job: str, *, sample: bool) -> Row | None:

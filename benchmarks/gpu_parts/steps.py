@@ -1,6 +1,7 @@
 """Whole decode steps of each model through the engine, next to the least time for them and to their graph alone.
 
-over_replay: a step's time beside that of its captured graph, replayed back to back with the inputs of the last step.
+over_replay: what the last of the timed steps took beside their captured graph, replayed back to back right behind them
+with the inputs of the very last: contexts are two tokens longer then.
 
 idle_between_runs: the part of a step's time on the host that lies outside of the events around the model's run.
 idle: the part in which no kernel and no copy ran on the device, of a window of steps under torch's profiler
@@ -58,8 +59,8 @@ def run(context: Context) -> None:
             running = count
             settle(engine, more)
             found = decoded(engine, records, 2 if context.tiny else TIMED)
-            idle = idle_in(engine, 2 if context.tiny else PROFILED)
             alone = replayed(engine, TIMED)
+            idle = idle_in(engine, 2 if context.tiny else PROFILED)
             context.tell(row(context, name, found, idle, alone, work.floor_seconds(found.contexts, best)))
         except FAILURES as error:
             context.fail(name, reason(error))
@@ -72,7 +73,7 @@ def row(context: Context, name: str, found: Decoded, idle: Idle | None, alone: f
         "floor_microseconds": 1e6 * floor,
         "share_of_floor": floor / found.wall,
         "replay_microseconds": None if alone is None else 1e6 * alone,
-        "over_replay_microseconds": None if alone is None else 1e6 * (found.wall - alone),
+        "over_replay_microseconds": None if alone is None else 1e6 * (found.last_wall - alone),
         "tokens_per_second": len(found.contexts) / found.wall,
         "mean_context": sum(found.contexts) / len(found.contexts),
         "idle": None if idle is None else idle.share,
@@ -84,7 +85,7 @@ def row(context: Context, name: str, found: Decoded, idle: Idle | None, alone: f
     parts = (None, None, between) if idle is None else (idle.share, idle.resolution, between)
     shown = ["unknown" if part is None else f"{part:.2%}" for part in parts]
     text = f"{1e6 * found.wall:9.0f} us  {floor / found.wall:6.1%} of speed at the floor of {1e6 * floor:.0f} us"
-    over = "no graph" if alone is None else f"{1e6 * (found.wall - alone):.0f} us over its graph alone"
+    over = "no graph" if alone is None else f"{1e6 * (found.last_wall - alone):.0f} us over its graph alone"
     return context.job.row(
         name, figures=figures, text=f"{text}; {over}; idle {shown[0]} (to {shown[1]}), between runs {shown[2]}"
     )

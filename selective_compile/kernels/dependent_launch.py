@@ -1,9 +1,8 @@
 """Programmatic dependent launch: a kernel is set up, and begins, while the one in front of it in the stream still runs.
 
-Kernels here that have a parameter ``PDL`` do what depends on a step's lengths alone, which nothing in a step changes,
-and then wait (``gdc_wait``) until all kernels in front of them are complete and what these wrote can be read. Every
-program waits before it returns, so that a kernel that is complete says the same of all in front of it. None gives the
-next one leave to begin before it ends (CUDA C++ Programming Guide, "Programmatic Dependent Launch").
+Kernels here that have a parameter ``PDL`` first wait (``gdc_wait``) until all kernels in front of them are complete and
+what these wrote can be read. Every program does, so that a kernel that is complete says the same of all in front of it.
+None gives the next one leave to begin before it ends (CUDA C++ Programming Guide, "Programmatic Dependent Launch").
 
 It hides the time between two kernels, about a microsecond for each. Not measured on a GPU.
 """

@@ -13,7 +13,7 @@ def as_fp8(x, scale):
     In whole numbers, so that Triton's interpreter has the same bytes: its own conversion drops the carry of one bit
     into the next.
     """
-    y = x.to(tl.float32) / scale
+    y = tl.div_rn(x.to(tl.float32), scale)
     magnitude = tl.minimum(tl.abs(y), 448.0)
     bits = magnitude.to(tl.int32, bitcast=True)
     # The exponent and 3 bits behind the first one; that of e4m3 is 120 less.

@@ -7,8 +7,8 @@
                        them (`ragged_attention_attend_triton`), and where keys are split another, which merges what
                        the splits came to (`ragged_attention_merge_triton`)
 
-Which steps have which tile, and how many splits, is the table of `ragged_attention_tiles`. With a selection of keys,
-`selection_triton` attends. None of it has been timed on a GPU.
+Which steps have which tile is the table of `ragged_attention_tiles`, and how their keys are split is found on the
+device (`split_plan_triton`). With a selection of keys, `selection_triton` attends. None of it has been timed on a GPU.
 """
 
 from __future__ import annotations

@@ -49,10 +49,10 @@ def _write_kernel(
     BLOCK_DV: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping + row)
     if PDL:
         gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + row)
     if slot < 0:
         return
     block = slot // BLOCK_SIZE

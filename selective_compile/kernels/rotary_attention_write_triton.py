@@ -124,10 +124,9 @@ def _rotate_kernel(
     BLOCK_DV: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping + row)
     if PDL:
         gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     QUERY_PARTS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     d = tl.arange(0, BLOCK_D)
@@ -146,6 +145,7 @@ def _rotate_kernel(
         q_mask = head_mask[:, None] & (d < KEY_SIZE)[None, :]
         tl.store(output + q_offset, q.to(output.dtype.element_ty), q_mask)
         return
+    slot = tl.load(slot_mapping + row)
     if slot < 0:
         return
     block = slot // BLOCK_SIZE

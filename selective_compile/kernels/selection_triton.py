@@ -374,10 +374,10 @@ def _write_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping + row)
     if PDL:
         gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + row)
     if slot < 0:
         return
     head = tl.arange(0, BLOCK_K)[:, None]

@@ -4,7 +4,8 @@ Legend
     tile       BLOCK_Q rows of one request at most. The rows behind those of all requests are of one more, without keys
     keys       of a request: from the iteration of the first key that its first row sees, to its last one
     length     keys that a split may have: those that all tiles walk over, shared among `slots`, but `shortest` at
-               least; a multiple of BLOCK_N, as splits begin at iterations
+               least; a multiple of BLOCK_N, as splits begin at iterations. Each tile counts as if it saw all keys of
+               its request: of prompts twice as many as there are, so that they are cut into fewer pieces
     splits     of every tile of a request: keys / length, rounded up, as equal as iterations allow. A tile that sees
                fewer keys than the last one of its request may use fewer
     divided    a request of more than one split
@@ -13,8 +14,8 @@ Legend
 
 A launch in front of a step's first attention finds all pieces, a program each, in two walks over the lengths, LANES
 requests at once. Nothing is sent from the host, and the launches depend on T and N only, so that they can be part of a
-captured graph; but pieces fit the lengths as they are, not as long as they could be: they are about as much work as
-each other, few requests make enough of them for all processors, and a long request among short ones is cut as finely
+captured graph; but pieces fit the lengths as they are, not as long as they could be: none has more keys than its share
+of all, few requests make enough of them for all processors, and a long request among short ones is cut as finely
 as it takes. It is the scheduling of FlashInfer (MLSys 2025, section 3.3), on the device. It is a launch of its own for
 all layers that are alike, and because what a program loads is known to be the same for all its threads: found by the
 attention itself, it took registers of every thread, and tall tiles spilled.
@@ -113,7 +114,8 @@ def _longest_split(
         )
         # fmt: on
         walked += tl.reduce(tiles.to(tl.int64) * keys, 0, tl.standard._sum_combine)
-    length = tl.maximum((walked + slots - 1) // slots, shortest).to(tl.int32)
+    LONGEST: tl.constexpr = 1 << 30
+    length = tl.minimum(tl.maximum((walked + slots - 1) // slots, shortest), LONGEST).to(tl.int32)
     return (length + BLOCK_N - 1) // BLOCK_N * BLOCK_N
 
 
@@ -187,11 +189,12 @@ def _plan_kernel(
     tl.store(pieces + 2 * num_pieces + number, split, real)
     tl.store(pieces + 3 * num_pieces + number, split_keys, real)
     tl.store(pieces + 4 * num_pieces + number, place, real)
-    first = (splits > 1) & (split == 0) & (request <= num_requests)
-    tl.store(divided + tiles_before + tile, request, first)
-    tl.store(divided + num_divided + tiles_before + tile, first_row, first)
-    tl.store(divided + 2 * num_divided + tiles_before + tile, split_keys, first)
-    tl.store(divided + 3 * num_divided + tiles_before + tile, place, first)
+    place_of_tile = tiles_before + tile
+    first = (splits > 1) & (split == 0) & (request <= num_requests) & (place_of_tile < num_divided)
+    tl.store(divided + place_of_tile, request, first)
+    tl.store(divided + num_divided + place_of_tile, first_row, first)
+    tl.store(divided + 2 * num_divided + place_of_tile, split_keys, first)
+    tl.store(divided + 3 * num_divided + place_of_tile, place, first)
     tl.store(divided + number, -1, (number >= all_divided) & (number < num_divided))
 
 

@@ -99,11 +99,11 @@ def assert_ships(compiled: Any, target: Target, folder: Path) -> None:
 
 
 def assert_waits(compiled: Any) -> None:
-    """A kernel that begins early writes nothing, and no program of it returns, before it has waited."""
+    """A kernel that begins early reads and writes nothing, and no program of it returns, before it has waited."""
     early = getattr(compiled.metadata, "launch_pdl", False)
     before, waits, _ = compiled.asm.get("ptx", "").partition("griddepcontrol.wait")
     assert bool(waits) is early
-    assert not waits or not re.search(r"\b(st|red|atom)\.global|\bret;", before)
+    assert not waits or not re.search(r"\b(ld|st|red|atom)\.global|\bret;", before)
 
 
 def innermost_loops(compiled: Any) -> list[str]:

@@ -150,20 +150,28 @@ def test_more_requests_than_are_walked_over_at_once() -> None:
 
 
 def test_layers_of_one_step_have_one_plan() -> None:
-    bounds, contexts = (torch.tensor(each, dtype=torch.int32) for each in ([0, 1, 4], [9, 70]))
-    splits = tiles_of.SplitConfig(slots=3, shortest=16)
-
-    def planned(**changes: Any) -> Any:
+    def planned(*, slots: int = 3, shortest: int = 16, bounds: Any = None, contexts: Any = None, **changes: Any) -> Any:
         sizes = {"num_rows": 4, "rows_and_keys": (4, 16), "window": 0, "chunk": 0} | changes
-        return plans.plan(bounds, contexts, splits, **sizes)
+        lengths = (bounds_of if bounds is None else bounds, contexts_of if contexts is None else contexts)
+        return plans.plan(*lengths, tiles_of.SplitConfig(slots=slots, shortest=shortest), **sizes)
 
+    bounds_of, contexts_of = (torch.tensor(each, dtype=torch.int32) for each in ([0, 1, 4], [9, 70]))
+    others: list[dict[str, Any]] = [{"window": 20}, {"chunk": 20}, {"rows_and_keys": (2, 16)}, {"num_rows": 5}]
+    others += [{"rows_and_keys": (4, 32)}, {"slots": 4}, {"shortest": 32}]
+    others += [{"bounds": bounds_of.clone()}, {"contexts": contexts_of.clone()}]
+    others += [{"bounds": bounds_of[:2], "contexts": contexts_of[:1]}]
     with one_step():
-        first, windowed = planned(), planned(window=20)
-        assert planned() is first and planned(window=20) is windowed is not first
+        found = [planned(), *(planned(**changes) for changes in others)]
+        assert len({id(each) for each in found}) == len(found)
+        assert all(planned(**changes) is each for changes, each in zip([{}, *others], found, strict=True))
     with one_step():
-        contexts += 40
-        assert planned().pieces.tolist() != first.pieces.tolist()
+        contexts_of += 40
+        assert planned().pieces.tolist() != found[0].pieces.tolist()
     assert planned() is not planned()
+
+
+def test_more_keys_than_32_bits_can_count() -> None:
+    check(Step(requests=((70, 61_500_000),), block_n=64, slots=1))
 
 
 @pytest.mark.parametrize("requests", (1, 8, 12, 13, 40, 64, 256))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import random
+import sys
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch._dynamo.utils import counters
 
 from selective_compile import Engine, EngineConfig
 from selective_compile.backend import compile_step_program
+from selective_compile.progress import on_stderr, silent
 from selective_compile.runtime import engine as engine_module
 from tests.models import tiny
 from tests.oracle import assert_same_tokens
@@ -108,6 +111,36 @@ def test_nothing_is_left_of_it() -> None:
     assert all(not pool.any() for pair in fresh._runner._pools for pool in pair) and any(p.any() for p in pools)
 
 
+@pytest.mark.parametrize("max_requests", (1, 3))
+def test_nobody_is_marked_for_what_nobody_has_said(max_requests: int) -> None:
+    """In every slot sits a request with a repetition penalty: warm-up, captures and padded rows mark nothing in it."""
+    stream = TapedStream(captures=True)
+    config = EngineConfig(
+        compile=False,
+        block_size=4,
+        max_kv_tokens=400,
+        max_requests=max_requests,
+        token_budget=32,
+        async_scheduling=True,
+    )
+    engine = Engine(tiny("llama"), config, stream=stream)
+    requests = [engine.submit([90 + n, 91 + n], max_new_tokens=6, repetition_penalty=1.3) for n in range(max_requests)]
+
+    def check_marks() -> None:
+        engine.hand_out()
+        stream.call(lambda: None)
+        said = [{*request.prompt_ids, *request.tokens} for request in requests]
+        for row in engine._runner._chooser.seen.marks[:max_requests]:
+            marked = set(row.nonzero().flatten().tolist())
+            assert marked and any(marked <= words for words in said)
+
+    engine.step()
+    engine.warm_up()
+    check_marks()
+    run_until_idle(engine)
+    check_marks()
+
+
 def test_weights_that_have_moved_are_captured_anew() -> None:
     model, stream = tiny("llama"), TapedStream(captures=True)
     config = EngineConfig(compile=False, block_size=4, max_kv_tokens=400, max_requests=2, token_budget=8)
@@ -142,19 +175,22 @@ def test_after_it_an_engine_on_a_cpu_compiles_nothing() -> None:
 def test_a_bar_is_shown_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
 
-    class Bars:
-        def __init__(self, console: Any) -> None:
-            told.append(console.stderr)
+    def bars(description: str, total: int | None = None) -> Any:
+        told.append(total)
+        return engine_module.silent(description, total)
 
-        def __call__(self, description: str, total: int | None = None) -> Any:
-            told.append(total)
-            return engine_module.silent(description, total)
-
-    monkeypatch.setattr(engine_module, "ProgressBars", Bars)
+    monkeypatch.setattr(engine_module, "on_stderr", lambda: bars)
     stream = PlayedStream(captures=True)
     engine = simulated_engine(SimulatedProgram(captured=True), stream=stream, max_requests=2, token_budget=9)
     engine.warm_up(progress=False)
     assert told == []
     engine.warm_up()
-    stderr, total = told
-    assert stderr and total == 6, "the steps that are compiled run again; no graph is missing"
+    assert told == [6], "the steps that are compiled run again; no graph is missing"
+
+
+def test_no_bar_is_made_where_nobody_would_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is what draws it imported."""
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert on_stderr() is silent
