@@ -29,7 +29,8 @@ def keep_as_fp8(flat: FlatGraph) -> int:
         if any(pool.meta["val"].dtype != fp8_rows.DTYPE for pool in pools):
             changed += 1
             scales = [narrowed(flat, pool, places[pool]) for pool in pools]
-            node.kwargs = {**node.kwargs, **dict(zip(("key_scales", "value_scales"), scales, strict=False))}
+            names = ("key_scales", "value_scales")[: len(pools)]
+            node.kwargs = {**node.kwargs, **dict(zip(names, scales, strict=True))}
     if changed:
         flat.module.graph.lint()
         flat.module.recompile()

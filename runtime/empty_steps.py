@@ -14,20 +14,18 @@ def largest_step(config: EngineConfig, *, max_requests: int, num_tables: int, de
     return empty_step(config.token_budget, max_requests, rows=max_requests, num_tables=num_tables, device=device)
 
 
-def empty_step(
-    tokens: int, requests: int, *, rows: int, num_tables: int, device: torch.device, width: int = 2
-) -> StepInputs:
+def empty_step(tokens: int, requests: int, *, rows: int, num_tables: int, device: torch.device) -> StepInputs:
     """Of so many tokens, requests and rows of logits, at least two of each.
 
     Args:
-        num_tables: block tables of a request, each with `width` entries.
+        num_tables: block tables of a request.
     """
     tokens, requests, rows = max(2, tokens), max(2, requests), max(2, rows)
 
     def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    table = zeros(requests, width, dtype=torch.int32)
+    table = zeros(requests, 2, dtype=torch.int32)
     nowhere = zeros(tokens, dtype=torch.int64) - 1
     return StepInputs(
         input_ids=zeros(tokens, dtype=torch.int64),

@@ -256,7 +256,7 @@ class Engine:
         """
         stages = on_stderr() if progress else silent
         with self._stepping, self._threads, torch.inference_mode(False):
-            self._steps.warm_up(stages, max_blocks=-(-self.longest // self.config.block_size))
+            self._steps.warm_up(stages)
 
     def cancel(self, request: Request) -> None:
         """End a request with "cancelled" and free its blocks; without effect on one that has finished."""

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import groupby, product
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -207,14 +207,13 @@ class ModelRunner:
             has_states=bool(self._states),
         )
 
-    def to_warm_up(self, *, max_blocks: int) -> list[Work]:
+    def to_warm_up(self) -> list[Work]:
         """What compiles, and captures, all that steps can need, of nobody's tokens; nothing else is on the device then.
 
-        Kernels are compiled for few and for many tokens a request, and for short and for long block tables. What
-        computes one request after another is left to those who come.
+        Kernels are compiled for few and for many tokens a request. What computes one request after another is left to
+        those who come.
         """
-        shapes = () if self.program.keeps_requests else product(WARM_TOKENS, (2, max(2, max_blocks)))
-        steps = [self._empty_step(tokens, 2, width=width) for tokens, width in shapes]
+        steps = [self._empty_step(tokens, 2) for tokens in (() if self.program.keeps_requests else WARM_TOKENS)]
         runs = [partial(self._choose, step, None, None, 0) for step in steps]
         if steps and self.stream.separate:  # or the host chooses
             rows = torch.zeros(FIELDS, 2, dtype=torch.float64, device=self.program.device)
@@ -228,11 +227,11 @@ class ModelRunner:
         inputs = self._empty_step(tokens, self.max_requests)
         return self.stream.seconds(partial(self._choose, inputs, None, None, self.max_requests))
 
-    def _empty_step(self, tokens: int, requests: int, *, width: int = 2) -> StepInputs:
+    def _empty_step(self, tokens: int, requests: int) -> StepInputs:
         if self.invariant:  # each row is a request
             tokens = requests = max(SMALLEST_INVARIANT, tokens)
         num_tables, device, rows = len(self.num_blocks), self.program.device, self.max_requests
-        return empty_step(tokens, requests, rows=rows, num_tables=num_tables, device=device, width=width)
+        return empty_step(tokens, requests, rows=rows, num_tables=num_tables, device=device)
 
     @property
     def captured_graphs(self) -> tuple[int, int]:

@@ -96,13 +96,13 @@ class StepLoop:
         for flight in landed:
             self._observe(flight, began)
 
-    def warm_up(self, stages: Stages, *, max_blocks: int) -> None:
-        """Compile and capture what steps can need, of requests with as many blocks."""
+    def warm_up(self, stages: Stages) -> None:
+        """Compile and capture what steps can need."""
         self.land()
         with self._guard:
             if self._runner.weights_changed():
                 self.drop_computed()
-        works = self._runner.to_warm_up(max_blocks=max_blocks)
+        works = self._runner.to_warm_up()
         with stages("compiling and capturing steps", len(works)) as advance:
             for work in works:
                 work()

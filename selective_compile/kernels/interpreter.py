@@ -25,7 +25,7 @@ def interpreted(kernel: Any) -> Any:
     """
     if isinstance(kernel, InterpretedFunction):
         return kernel
-    # Whether sums of 32 bits overflow takes half of the interpreter's time to find out, and GPUs do not ask either.
+    # Whether sums of 32 bits overflow takes a third of the interpreter's time to find out, and GPUs do not ask either.
     interpreter_builder.options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
     # Only what the kernel names: kernels of one module see each other, and need not be interpreted together.
     module, names = kernel.fn.__globals__, kernel.fn.__code__.co_names

@@ -32,11 +32,12 @@ from selective_compile.kernels import selection_triton
 from selective_compile.kernels.dependent_launch import begins_early, launch_options
 from selective_compile.kernels.dot_triton import widened_dot
 from selective_compile.kernels.interpreter import on_device
+from selective_compile.kernels.key_write_triton import write_keys
 from selective_compile.kernels.ragged_attention_attend_triton import attend
 from selective_compile.kernels.ragged_attention_merge_triton import merge, new_parts
 from selective_compile.kernels.ragged_attention_tiles import most_keys, processors, split_config
 from selective_compile.kernels.request_rows_triton import tile_rows
-from selective_compile.kernels.split_plan_triton import first_key, plan
+from selective_compile.kernels.split_plan_triton import first_key, piece_keys, piece_rows, plan
 
 # tl.dot needs 16 in every direction.
 LEAST = 16
@@ -90,18 +91,13 @@ def _latent_kernel(
     LOG2_E: tl.constexpr = 1.4426950408889634
     if PDL:
         gdc_wait()
+    number = tl.program_id(0)
     if SPLIT:
-        piece = pieces + tl.program_id(0)
-        request = tl.load(piece)
-        if request < 0:
-            return
-        row_end = tl.load(cu_seqlens_q + request + 1, mask=request < num_requests, other=num_rows)
-        first_row = tl.load(piece + num_pieces)
+        request, row_end, first_row = piece_rows(pieces, num_pieces, cu_seqlens_q, num_requests, num_rows, number)
     else:
-        tile = tl.program_id(0)
-        request, _, row_end, first_row = tile_rows(cu_seqlens_q, num_requests, num_rows, tile, BLOCK_Q)
-        if first_row >= row_end:
-            return
+        request, _, row_end, first_row = tile_rows(cu_seqlens_q, num_requests, num_rows, number, BLOCK_Q)
+    if first_row >= row_end:
+        return
     real = request < num_requests
     context = tl.load(context_lens + request, mask=real, other=0)
 
@@ -127,15 +123,9 @@ def _latent_kernel(
         # The selected positions come first: no row has more of them than it has keys.
         end = tl.minimum(key_end, COUNT)
     if SPLIT:
-        split = tl.load(piece + 2 * num_pieces)
-        split_keys = tl.load(piece + 3 * num_pieces)
-        divided = key_end - begin > split_keys
-        begin += split * split_keys
-        end = tl.minimum(end, begin + split_keys)
-        # A tile without keys has one split all the same, which writes the result of its rows.
+        begin, end, split, place, divided = piece_keys(pieces, num_pieces, number, begin, end)
         if (begin >= end) & (split > 0):
             return
-        place = tl.load(piece + 4 * num_pieces)
 
     if sinks is None:
         maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -232,7 +222,7 @@ def latent_attention(
     """
     if key_pool.dtype is torch.int8:
         raise ValueError(f"the pool must be {query.dtype} for Triton's kernels, got torch.int8")
-    selection_triton.write_keys(key, key_pool, slot_mapping, key_scales)
+    write_keys(key, key_pool, slot_mapping, key_scales)
     if selection is not None and (window or chunk):
         raise ValueError(f"window and chunk must be 0 with a selection, got {window} and {chunk}")
     metadata = (cu_seqlens_q, context_lens, block_table)

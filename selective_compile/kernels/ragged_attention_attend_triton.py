@@ -56,7 +56,7 @@ from selective_compile.kernels.ragged_attention_tiles import (
     tile_config,
 )
 from selective_compile.kernels.request_rows_triton import tile_rows
-from selective_compile.kernels.split_plan_triton import first_key, plan
+from selective_compile.kernels.split_plan_triton import first_key, piece_keys, piece_rows, plan
 
 
 @triton.jit
@@ -149,18 +149,13 @@ def _attention_kernel(
 
     if PDL:
         gdc_wait()
+    number = tl.program_id(0)
     if SPLIT:
-        piece = pieces + tl.program_id(0)
-        request = tl.load(piece)
-        if request < 0:
-            return
-        row_end = tl.load(cu_seqlens_q + request + 1, mask=request < num_requests, other=num_rows)
-        first_row = tl.load(piece + num_pieces)
+        request, row_end, first_row = piece_rows(pieces, num_pieces, cu_seqlens_q, num_requests, num_rows, number)
     else:
-        tile = tl.program_id(0)
-        request, row_begin, row_end, first_row = tile_rows(cu_seqlens_q, num_requests, num_rows, tile, BLOCK_Q)
-        if first_row >= row_end:
-            return
+        request, row_begin, row_end, first_row = tile_rows(cu_seqlens_q, num_requests, num_rows, number, BLOCK_Q)
+    if first_row >= row_end:
+        return
     real = request < num_requests
     if BLOCK_SIZE > 0:
         context = tl.load(context_lens + request, mask=real, other=0)
@@ -187,15 +182,9 @@ def _attention_kernel(
     begin = key_begin // BLOCK_N * BLOCK_N
     end = key_end
     if SPLIT:
-        split = tl.load(piece + 2 * num_pieces)
-        split_keys = tl.load(piece + 3 * num_pieces)
-        divided = key_end - begin > split_keys
-        begin += split * split_keys
-        end = tl.minimum(end, begin + split_keys)
-        # A tile without keys has one split all the same, which writes the result of its rows.
+        begin, end, split, place, divided = piece_keys(pieces, num_pieces, number, begin, end)
         if (begin >= end) & (split > 0):
             return
-        place = tl.load(piece + 4 * num_pieces)
 
     key_head_offset = kv_head.to(tl.int64) * key_head_stride
     value_head_offset = kv_head.to(tl.int64) * value_head_stride

@@ -69,6 +69,27 @@ def first_key(first_position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def piece_rows(pieces, num_pieces, cu_seqlens_q, num_requests, num_rows, number):
+    """The request of a piece, the end of its rows, and the first row of its tile, which of no piece is not in front."""
+    request = tl.load(pieces + number)
+    there = request >= 0
+    end = tl.load(cu_seqlens_q + request + 1, there & (request < num_requests), tl.where(there, num_rows, 0))
+    return request, end, tl.load(pieces + num_pieces + number)
+
+
+@triton.jit
+def piece_keys(pieces, num_pieces, number, begin, end):
+    """Of the keys that a tile sees those of a piece, its number in the tile and its place, and whether others have some
+    of the tile's keys. A tile without keys has a piece number 0 all the same, which writes the result of its rows."""
+    split = tl.load(pieces + 2 * num_pieces + number)
+    each_has = tl.load(pieces + 3 * num_pieces + number)
+    place = tl.load(pieces + 4 * num_pieces + number)
+    several = end - begin > each_has
+    begin += split * each_has
+    return begin, tl.minimum(end, begin + each_has), split, place, several
+
+
+@triton.jit
 def _tiles_and_keys(
     cu_seqlens_q,
     context_lens,

@@ -22,6 +22,7 @@ from tests.kernels.selection_cases import (
 triton = pytest.importorskip("triton")
 attention = pytest.importorskip("selective_compile.kernels.ragged_attention_triton")
 launcher = pytest.importorskip("selective_compile.kernels.selection_triton")
+writes = pytest.importorskip("selective_compile.kernels.key_write_triton")
 ahead = pytest.importorskip("tests.kernels.ahead_of_time")
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
 RUNS = [(step, torch.float32) for step in FEWER] + [(FEWER[0], torch.bfloat16)]
@@ -107,7 +108,7 @@ def test_it_ships(target: object, dtype: str, fp8: bool, tmp_path: object) -> No
     sizes |= {"COUNT": 2048, "SOFTCAP": 0.0}
     attends = compile_for(target, launcher._selected_kernel, dtype, fp8=fp8, **sizes, sinks=None, slopes=None, **scales)
     ahead.assert_ships(attends, target, tmp_path)
-    writes = {"KV_HEADS": 1, "KEY_SIZE": 128, "BLOCK_SIZE": 16, "BLOCK_K": 1, "BLOCK_D": 128}
+    sizes = {"KV_HEADS": 1, "KEY_SIZE": 128, "BLOCK_SIZE": 16, "BLOCK_K": 1, "BLOCK_D": 128}
     ahead.assert_ships(
-        compile_for(target, launcher._write_kernel, dtype, fp8=fp8, **writes, **key_scales), target, tmp_path
+        compile_for(target, writes._write_kernel, dtype, fp8=fp8, **sizes, **key_scales), target, tmp_path
     )
