@@ -15,18 +15,17 @@ from typing import Any
 
 import sympy
 import torch
-import torch.fx.traceback as fx_traceback
 from torch import fx
 from torch._decomp import get_decompositions
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp.autocast_mode import _enter_autocast
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from selective_compile.passes.axes import Sizes, is_symbolic
 from selective_compile.passes.functional import make_functional
 from selective_compile.passes.lengths import bounds_requests, longest_request
+from selective_compile.passes.retrace import retraced
 from selective_compile.passes.traced_graph import (
     Input,
     Place,
@@ -205,19 +204,12 @@ def bounding(symbols: Symbols) -> list[Any]:
 def retrace(module: fx.GraphModule, symbols: Symbols, fakes: Sequence[Any]) -> fx.GraphModule:
     """``module`` traced once more to ATen with ``fakes``, keeping stack traces and composite operators."""
 
-    def run(*arguments: Any) -> Any:
-        with fx_traceback.preserve_node_meta():
-            return fx.Interpreter(module).run(*arguments)
-
-    with symbols.mode, torch.no_grad():
-        try:
-            return make_fx(run, SPELT_OUT, tracing_mode="real", pre_dispatch=True)(*fakes)
-        except RuntimeError as error:  # an operator finds that symbolic sizes do not fit
-            reason = f"it cannot be traced with symbolic sizes: {str(error).strip().splitlines()[0]}"
-            refusal = Refusal(
-                node="graph", operator="trace", reason=reason, source_line="source line unknown", module=""
-            )
-            raise RefusedError([refusal]) from error
+    try:
+        return retraced(module, fakes, SPELT_OUT, symbols.mode)
+    except RuntimeError as error:  # an operator finds that symbolic sizes do not fit
+        reason = f"it cannot be traced with symbolic sizes: {str(error).strip().splitlines()[0]}"
+        refusal = Refusal(node="graph", operator="trace", reason=reason, source_line="source line unknown", module="")
+        raise RefusedError([refusal]) from error
 
 
 def fake_input(symbols: Symbols, names: dict[str, str], node: fx.Node, place: Place) -> Any:

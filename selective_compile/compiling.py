@@ -22,7 +22,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.exc import InvalidCxxCompiler
 
 from selective_compile.isolated_op import isolated_rows
+from selective_compile.layered import Layered
 from selective_compile.passes.flatten import FlatGraph
+from selective_compile.passes.layer_cut import cut
 
 aten = torch.ops.aten
 logger = logging.getLogger(__name__)
@@ -39,14 +41,35 @@ SURE = frozenset(
 )
 
 
-def compiled(flat: FlatGraph, *, inductor: bool, inputs_are_checked: bool = False) -> Callable[..., Any]:
+def compiled(
+    flat: FlatGraph, *, inductor: bool, inputs_are_checked: bool = False, layers_once: bool = False
+) -> Callable[..., Any]:
     """A function of the flat graph's inputs that returns the tuple of its outputs.
 
     Args:
         inputs_are_checked: the caller sees to it that inputs have the sizes and strides of the example inputs.
+        layers_once: layers that are alike are compiled once and called one after the other, which takes the host a
+            little longer in each step.
     """
     if not inductor or not can_compile(flat.device):
         return flat.module.forward
+    pieces = cut(flat) if layers_once else None
+    if pieces is None:
+        run = through_inductor(flat, flat.module, flat.example_inputs, inputs_are_checked=inputs_are_checked)
+    else:
+        run = Layered(
+            flat,
+            pieces,
+            lambda part, given: through_inductor(flat, part.module, given, inputs_are_checked=inputs_are_checked),
+        )
+    give_back_memory()
+    return run
+
+
+def through_inductor(
+    flat: FlatGraph, module: fx.GraphModule, examples: Sequence[Any], *, inputs_are_checked: bool
+) -> Callable[..., Any]:
+    """``module``, which is that of a flat graph or a part of it, compiled."""
     passes: dict[str, Any] = {}
     if inputs_are_checked and config.post_grad_custom_post_pass is None:  # or it is the user's
         passes["post_grad_custom_post_pass"] = UncheckedStrides()
@@ -57,9 +80,7 @@ def compiled(flat: FlatGraph, *, inductor: bool, inputs_are_checked: bool = Fals
         settings["cpp.simdlen"] = pick_vec_isa().bit_width()
     # A context of our own: the caller may be inside Dynamo's, whose fake tensors must not meet ours.
     with config.patch(**passes, **settings), tracing(TracingContext(flat.symbols.mode)), torch.no_grad():
-        run = compile_fx(flat.module, list(flat.example_inputs))
-    give_back_memory()
-    return run  # type: ignore[return-value]
+        return compile_fx(module, list(examples))  # type: ignore[return-value]
 
 
 def give_back_memory() -> None:

@@ -221,7 +221,6 @@ class StepProgram:
         self.int8_weights.of(*self.weights.seen)  # at once: the memory for keys and values is what is left then
         self.config = config
         self._row: tuple[Tensor | None, Tensor | None] = None, None  # ids [T] and the same [1, T]
-        run = compiled(flat, inductor=config.compile, inputs_are_checked=True)
         own = config.compile and config.implementation in ("auto", "cpu") and flat.device.type == "cpu"
         # The reference stands in for attention over e4m3.
         native = (
@@ -231,6 +230,8 @@ class StepProgram:
             and may_be_followed(flat.module.graph)
             and native_kernels_run()
         )
+        # What follows native calls looks for them in the code of one graph.
+        run = compiled(flat, inductor=config.compile, inputs_are_checked=True, layers_once=not native)
         self._run = CompiledStep(run, flat.example_inputs, native=native)
         if native:
             shapes = [(site.num_kv_heads, site.pool_rows, site.pool_dtype) for site in self.call_sites]

@@ -115,3 +115,11 @@ def test_gpu_registers() -> None:
         "| `merge` 80 | 56, 0, spills 4 | 40, 2 |",
         "| `merge` 512 |  | 48, 0 |",
     ]
+
+
+def test_startup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = run("startup", tmp_path, monkeypatch, "--quick")["rows"]
+    assert [(row["each"], row["start"]) for row in rows] == [
+        (each, s) for each in (False, True) for s in ("cold", "warm")
+    ]
+    assert all(0 < row["capture"][0] < row["all"][0] and row["passes"][0] > 0 for row in rows)

@@ -69,6 +69,8 @@ LAYERS = (
         "first_steps",
         "fp8_scales",
         "compiling",
+        "layered",
+        "layers_once",
         "isolated_cache",
         "isolated_program",
         "isolation",

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
 
 from selective_compile.passes.attention import recognise_attention
 from selective_compile.passes.flatten import FlatGraph, flatten
@@ -18,7 +19,7 @@ from selective_compile.passes.mask_proof import prove_masks
 from selective_compile.passes.normalise import SPELT_OUT, Symbols, bounding, narrowings, tidy
 from selective_compile.passes.selections import recognise_selections
 from selective_compile.passes.token_axes import mark_token_axes
-from selective_compile.passes.traced_graph import Input, Place, Refusal, RefusedError, TracedGraph
+from selective_compile.passes.traced_graph import Input, Place, Refusal, RefusedError, TracedGraph, module_path
 
 WIDTH = 8
 # The token inputs a function may name as parameters: trailing sizes and dtype.
@@ -140,3 +141,22 @@ def flat_arguments(flat: FlatGraph, requests: list[list[Tensor]], lengths: Seque
         arguments.append(torch.cat([torch.arange(length) for length in lengths]))
     arguments.append(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32))
     return arguments  # type: ignore[return-value]
+
+
+def written(graph: fx.Graph, inputs: Sequence[Input]) -> list[tuple[Any, ...]]:
+    """Each node's operator, arguments, results and module, whatever the nodes are called; ``inputs`` come first."""
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    sources = [given.source for given in inputs]
+    names = dict(zip(placeholders, [*sources, *(node.name for node in placeholders[len(sources) :])], strict=True))
+    lines: list[tuple[Any, ...]] = []
+    for node in graph.nodes:
+        if node.op != "placeholder":
+            arguments = fx.node.map_arg((node.args, node.kwargs), lambda given: names[given])
+            values = [as_written(value) for value in tree_leaves(node.meta.get("val"))]
+            names[node] = f"node {len(lines)}"
+            lines.append((node.op, str(node.target), repr(arguments), values, module_path(node)))
+    return lines
+
+
+def as_written(value: Any) -> str:
+    return str((value.shape, value.stride(), value.dtype)) if isinstance(value, Tensor) else str(value)

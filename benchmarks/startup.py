@@ -1,0 +1,114 @@
+"""What a start takes before the first step: capture, passes, compiling; layers that are alike once, or each by itself.
+
+    python benchmarks/startup.py --json benchmarks/results/startup.json
+
+A Llama of 8, 32 and 64 layers of tiny width, so that weights and their arithmetic take no time, and the graph that an
+engine on a GPU compiles; each start is a process of its own, the first with nothing in Inductor's cache (cold), the
+second with what that one left (warm).  Seconds of the processor and of the clock, without importing.
+
+Prediction before the first run: each layer by itself takes 0.8 s for capture and passes and 1 s for compiling; once, a
+tenth of that beyond the first few layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from selective_compile import compiling, layers_once, step_program
+from selective_compile.bench.arguments import benchmark_parser, keep, parsed
+from selective_compile.bench.serving import random_llama
+from selective_compile.bench.settings import LlamaShape
+from selective_compile.options import EngineConfig
+from selective_compile.passes import retrace
+from selective_compile.programs import compile_step_program
+
+LAYERS, QUICK = (8, 32, 64), (7,)
+CALLED = {"capture": "capture", "rewrite": "passes", "compiled": "compiling"}
+PARTS = (*CALLED.values(), "all")
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--start", type=int, help=argparse.SUPPRESS)  # of so many layers, in this very process
+    parser.add_argument("--each", action="store_true", help=argparse.SUPPRESS)
+    arguments = parsed(parser)
+    if arguments.start:
+        print(json.dumps(started(arguments.start, each=arguments.each, inductor=arguments.compile)))
+        return
+    print(f"{'layers':>6} {'alike':>6} {'start':>5}" + "".join(f"{part:>16}" for part in PARTS))
+    rows = []
+    for layers in QUICK if arguments.quick else LAYERS:
+        for each in (False, True):
+            with tempfile.TemporaryDirectory() as folder:
+                for start in ("cold", "warm"):
+                    found = in_process(layers, each, folder, arguments)
+                    rows.append({"layers": layers, "each": each, "start": start, **found})
+                    times = "".join(f"{cpu:8.1f}{clock:8.1f}" for cpu, clock in (found[part] for part in PARTS))
+                    print(f"{layers:6} {'each' if each else 'once':>6} {start:>5}{times}", flush=True)
+    print("Seconds of the processor and of the clock.")
+    keep(arguments.json, {"rows": rows})
+
+
+def in_process(layers: int, each: bool, folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, str(Path(__file__)), "--start", str(layers), *(["--each"] if each else [])]
+    command += ["--threads", str(arguments.threads)] if arguments.threads else []
+    command += [] if arguments.compile else ["--no-compile"]
+    # Else each process would try what vectors the compiler knows.
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_VEC_ISA_OK": "1"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def started(layers: int, *, each: bool, inductor: bool) -> dict[str, tuple[float, float]]:
+    """Seconds of the processor and of the clock, by part."""
+    model = random_llama(LlamaShape(hidden=64, layers=layers, heads=4, kv_heads=2, mlp=128, vocabulary=256))
+    config = EngineConfig(implementation="triton", compile=inductor)
+    if each:
+        layers_once.KNOWN = False
+        retrace.repeats = lambda *_: []
+        compiling.cut = lambda *_: None
+    with watched(step_program) as found:
+        found["all"] = timed(lambda: compile_step_program(model, config))[1]
+    return found
+
+
+@contextmanager
+def watched(module: Any) -> Iterator[dict[str, tuple[float, float]]]:
+    """Fills with what the parts take, which ``module`` calls by these names."""
+    found: dict[str, tuple[float, float]] = {}
+
+    def watch(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            result, found[part] = timed(lambda: function(*args, **options))
+            return result
+
+        return call
+
+    before = {name: getattr(module, name) for name in CALLED}
+    for name, part in CALLED.items():
+        setattr(module, name, watch(part, before[name]))
+    try:
+        yield found
+    finally:
+        for name, function in before.items():
+            setattr(module, name, function)
+
+
+def timed(function: Callable[[], Any]) -> tuple[Any, tuple[float, float]]:
+    cpu, clock = time.process_time(), time.perf_counter()
+    result = function()
+    return result, (time.process_time() - cpu, time.perf_counter() - clock)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""A flat graph cut into what comes before its layers, one layer, and what comes behind them.
+
+Before::  embedding; layer 0; layer 1; ...; layer 31; head
+After::   first: embedding and norm; layer, to be called 31 times; last: the rest of layer 31 and the head
+
+So the layers are compiled once.  Cuts lie in front of a product of matrices, which is a kernel of its own in any case,
+where the fewest values cross: no fusion is lost.  Declines where fewer than a few pieces of the graph are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from selective_compile.passes.batch_dependence import PRODUCTS
+from selective_compile.passes.flatten import FlatGraph
+from selective_compile.passes.repeats import Kinds, Repeat, alike_from, is_left_by_last, repeats
+from selective_compile.passes.retrace import as_traced, kind_of, results_of
+
+FEWEST = 4  # pieces
+Call = tuple[list[fx.Node], list[fx.Node]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A graph of its own: ``inputs`` and ``outputs`` are the nodes of the whole graph that its own stand for."""
+
+    module: fx.GraphModule
+    inputs: list[fx.Node]
+    outputs: list[fx.Node]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCut:
+    """``calls``: of each layer, what it reads and what others read of it, in the order of ``layer``'s."""
+
+    first: Part
+    layer: Part
+    last: Part
+    calls: list[Call]
+
+
+def cut(flat: FlatGraph) -> LayerCut | None:
+    graph = flat.module.graph
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    kinds: Kinds = dict(zip(placeholders, map(kind_of, flat.example_inputs), strict=True))
+    found = max(repeats(graph, kinds), key=lambda repeat: repeat.saved, default=None)
+    pieces = in_front_of_product(found, kinds) if found is not None else []
+    calls = calls_of(pieces)
+    while len(pieces) >= FEWEST and not are_alike(calls, kinds):  # the first one may read what is laid out otherwise
+        pieces = pieces[1:]
+        calls = calls_of(pieces)
+    if len(pieces) < FEWEST:
+        return None
+    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    before, behind = nodes[: nodes.index(pieces[0][0])], nodes[nodes.index(pieces[-1][-1]) + 1 :]
+    results: Any = next(iter(reversed(graph.nodes))).args[0]
+    given, left = calls[0]
+    return LayerCut(
+        first=part(flat, before, read_behind(before)),
+        layer=part(flat, pieces[0], left, given),
+        last=part(flat, behind, results),
+        calls=calls,
+    )
+
+
+def in_front_of_product(repeat: Repeat, kinds: Kinds) -> list[list[fx.Node]]:
+    """The same pieces, cut where the fewest values cross; none where they are not alike then."""
+    nodes, length = [node for piece in repeat.pieces for node in piece], len(repeat.pieces[0])
+    places = [place for place in range(length) if is_kernel(nodes[place])]
+    if not places:
+        return []
+    place = min(places, key=lambda place: len(read_behind(nodes[place : place + length])))
+    moved = nodes[place : len(nodes) - (length - place) % length]
+    found = alike_from([moved[i : i + length] for i in range(0, len(moved), length)], kinds)
+    results = [[as_traced(node) for node in piece] for piece in found.pieces]
+    return found.pieces if all(each == results[0] for each in results) and is_left_by_last(found) else []
+
+
+def are_alike(calls: Sequence[Call], kinds: Kinds) -> bool:
+    """Whether what they are given is of the same sizes, strides and dtypes."""
+    given = [[kinds[node] if node in kinds else results_of(node) for node in inputs] for inputs, _ in calls]
+    return all(each == given[0] for each in given)
+
+
+def is_kernel(node: fx.Node) -> bool:
+    """Whether Inductor fuses nothing with it."""
+    name = getattr(node.target, "__name__", "").partition(".")[0]
+    return name in PRODUCTS or getattr(node.target, "namespace", "") == "selective"
+
+
+def read_behind(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """What of ``nodes`` is read by others."""
+    own = set(nodes)
+    return [node for node in nodes if any(user not in own for user in node.users)]
+
+
+def calls_of(pieces: Sequence[list[fx.Node]]) -> list[Call]:
+    from_outside = []
+    for piece in pieces:
+        inside = set(piece)
+        from_outside.append([given for node in piece for given in arguments(node) if given not in inside])
+    # What all read in the same way is one input of the layer, however often it is read.
+    slots = list(dict.fromkeys(zip(*from_outside, strict=True)))
+    read = {node for piece in pieces for node in read_behind(piece)}
+    left = [place for place, same in enumerate(zip(*pieces, strict=True)) if not read.isdisjoint(same)]
+    return [([slot[i] for slot in slots], [piece[place] for place in left]) for i, piece in enumerate(pieces)]
+
+
+def arguments(node: fx.Node) -> list[fx.Node]:
+    """Every argument that is a node, as often as it is one."""
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def part(
+    flat: FlatGraph, nodes: Iterable[fx.Node], outputs: Sequence[fx.Node], inputs: Sequence[fx.Node] | None = None
+) -> Part:
+    """``nodes`` as a graph of their own, from ``inputs``, by default all that they read of others."""
+    inside = list(nodes)
+    if inputs is None:
+        read = [given for node in inside for given in arguments(node)] + list(outputs)
+        inputs = list(dict.fromkeys(given for given in read if given not in set(inside)))
+    graph = fx.Graph()
+    copies = {given: graph.placeholder(given.name) for given in inputs}
+    for node in inside:
+        copies[node] = graph.node_copy(node, lambda given: copies[given])
+    graph.output(tuple(copies[node] for node in outputs))
+    return Part(module=fx.GraphModule(flat.module, graph), inputs=list(inputs), outputs=list(outputs))

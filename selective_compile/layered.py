@@ -1,0 +1,59 @@
+"""A flat graph whose layers are alike as three compiled pieces, of which one runs for each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from selective_compile.passes.flatten import FlatGraph
+from selective_compile.passes.layer_cut import LayerCut, Part
+
+Run = Callable[..., Any]
+
+
+class Layered:
+    """Callable on the inputs of the graph that was cut; returns the tuple of its outputs.
+
+    Values lie in a list, each at a place of its own, and leave it with the last piece that reads them.
+    """
+
+    def __init__(self, flat: FlatGraph, pieces: LayerCut, compiled: Callable[[Part, list[Any]], Run]) -> None:
+        """
+        Args:
+            compiled: makes a part callable; it is given examples of its inputs.
+        """
+        placeholders = [node for node in flat.module.graph.nodes if node.op == "placeholder"]
+        examples = dict(zip(placeholders, flat.example_inputs, strict=True))
+        first, layer, last = (
+            compiled(part, [examples[node] if node in examples else node.meta["val"] for node in part.inputs])
+            for part in (pieces.first, pieces.layer, pieces.last)
+        )
+        calls = [(first, pieces.first.inputs, pieces.first.outputs)]
+        calls += [(layer, given, left) for given, left in pieces.calls]
+        calls.append((last, pieces.last.inputs, []))
+        places = {node: place for place, node in enumerate(placeholders)}
+        for _, _, left in calls:
+            for node in left:
+                places.setdefault(node, len(places))
+        self._num_values = len(places) - len(placeholders)
+        latest = {node: i for i, (_, given, _) in enumerate(calls) for node in given if node not in examples}
+        self._calls = [
+            (
+                run,
+                [places[node] for node in given],
+                [places[node] for node in left],
+                [places[node] for node in given if latest.get(node) == i],
+            )
+            for i, (run, given, left) in enumerate(calls)
+        ]
+
+    def __call__(self, *arguments: Any) -> Any:
+        values = [*arguments, *(None for _ in range(self._num_values))]
+        results: Any = ()
+        for run, given, left, done in self._calls:
+            results = run(*[values[place] for place in given])
+            for place in done:
+                values[place] = None  # its memory is for the next one to use
+            for place, result in zip(left, results, strict=False):  # the last one leaves nothing to others
+                values[place] = result
+        return results

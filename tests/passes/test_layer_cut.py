@@ -1,0 +1,107 @@
+"""A graph cut into layers: these are found, cuts lie where nothing is lost, and the parts give what the whole does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from selective_compile.capture import ATTENTION_MASK, capture
+from selective_compile.compiled_step import CompiledStep
+from selective_compile.layered import Layered
+from selective_compile.passes import rewrite
+from selective_compile.passes.flatten import FlatGraph
+from selective_compile.passes.fuse_rotary import fuse_rotary
+from selective_compile.passes.layer_cut import cut
+from tests.decoders import Decoder
+from tests.exactness import logits_in_chunks, step_program
+from tests.models import VOCABULARY, tiny
+
+PROMPTS = [[(13 * place + 7 * n) % VOCABULARY for place in range(length)] for n, length in enumerate((7, 3, 11))]
+SMALL = {"hidden_size": 32, "intermediate_size": 48}
+TURNS = {"num_hidden_layers": 14, "layer_types": ["sliding_attention", "full_attention"] * 7}
+
+
+def flat_graph(model: nn.Module) -> FlatGraph:
+    captured = capture(model)
+    flat = rewrite(captured.module, captured.examples, paged=True, ones=ATTENTION_MASK).flat
+    assert flat is not None
+    return flat
+
+
+def in_layers(flat: FlatGraph) -> Layered:
+    pieces = cut(flat)
+    assert pieces is not None
+    return Layered(flat, pieces, lambda part, _: part.module.forward)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "least"),
+    [
+        ("llama", {"num_hidden_layers": 9, **SMALL}, 7),
+        ("gpt2", {"n_layer": 8}, 6),
+        ("gemma2", {**TURNS, **SMALL}, 5),
+        ("deepseek_v3", {"num_hidden_layers": 8}, 6),
+    ],
+)
+def test_logits_are_those_of_the_whole_graph(family: str, changes: Any, least: int) -> None:
+    program = step_program(tiny(family, **changes))
+    expected = logits_in_chunks(program, PROMPTS, 4)
+    pieces = cut(program._flat)
+    assert pieces is not None and len(pieces.calls) >= least
+    called: list[int] = []
+
+    def counted(part: Any, examples: list[Any]) -> Any:
+        assert len(examples) == len(part.inputs)
+        return lambda *given: (called.append(len(given)), part.module.forward(*given))[1]
+
+    program._run = CompiledStep(Layered(program._flat, pieces, counted), program._flat.example_inputs, native=False)
+    found = logits_in_chunks(program, PROMPTS, 4)
+    assert len(called) == 3 * (len(pieces.calls) + 2)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("rotary", (False, True))
+def test_two_values_cross_in_front_of_a_product(rotary: bool) -> None:
+    """What is normed, and what it will be added to: Inductor would have put both into memory anyhow."""
+    flat = flat_graph(tiny("llama", num_hidden_layers=8, **SMALL))
+    if rotary:
+        assert fuse_rotary(flat) == 8
+    pieces = cut(flat)
+    assert pieces is not None and len(pieces.layer.outputs) == 2
+    first = next(node for node in pieces.layer.module.graph.nodes if node.op == "call_function")
+    assert "linear" in str(first.target)
+    assert {node.target for part in (pieces.first, pieces.last) for node in part.outputs}.isdisjoint({"placeholder"})
+
+
+def test_every_weight_is_read_by_one_call() -> None:
+    flat = flat_graph(tiny("qwen3", num_hidden_layers=8, **SMALL))
+    pieces = cut(flat)
+    assert pieces is not None
+    weights = [node for node in flat.module.graph.nodes if node.op == "placeholder"][: len(flat.weights)]
+    given = [pieces.first.inputs, *(inputs for inputs, _ in pieces.calls), pieces.last.inputs]
+    for weight in weights:
+        assert sum(weight in inputs for inputs in given) == 1
+
+
+@pytest.mark.parametrize("layers", (1, 4))
+def test_few_layers_are_not_cut(layers: int) -> None:
+    assert cut(flat_graph(Decoder(layers=layers))) is None
+
+
+def test_layers_that_all_differ_are_not_cut() -> None:
+    assert cut(flat_graph(tiny("gpt2", n_layer=7, scale_attn_by_inverse_layer_idx=True))) is None
+
+
+def test_a_value_leaves_with_the_last_call_that_reads_it() -> None:
+    """Else the memory of every layer's result would be held to the end of the step."""
+    flat = flat_graph(tiny("llama", num_hidden_layers=8, **SMALL))
+    layered = in_layers(flat)
+    read: set[int] = set()
+    for _, given, left, done in reversed(layered._calls):
+        own = {place for place in given if place >= len(flat.example_inputs)}
+        assert set(done) == own - read and not set(done) & set(left)
+        read |= own
+    assert all(isinstance(example, (Tensor, torch.SymInt)) for example in flat.example_inputs)

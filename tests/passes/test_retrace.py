@@ -1,0 +1,108 @@
+"""A graph of which a few layers are traced and the others copied is that of which all are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from selective_compile.capture import ATTENTION_MASK, capture
+from selective_compile.passes import Rewrite, rewrite
+from selective_compile.passes import retrace as tracing
+from selective_compile.passes.normalise import SPELT_OUT, Symbols
+from tests.decoders import Decoder
+from tests.models import tiny
+from tests.passes.graphs import written
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48}
+# A pattern of layers that comes several times, and is broken off.
+TURNS = {"num_hidden_layers": 14, "layer_types": [*["sliding_attention", "full_attention"] * 7]}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: tiny("llama", num_hidden_layers=10, **SMALL),
+    "gpt2": lambda: tiny("gpt2", n_layer=9),
+    "gemma2": lambda: tiny("gemma2", **TURNS, **SMALL),
+    "decoder": lambda: Decoder(layers=9),
+}
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many nodes went through each trace."""
+    sizes: list[int] = []
+    whole = tracing.traced
+
+    def counted(module: fx.GraphModule, *others: Any) -> Any:
+        sizes.append(len(module.graph.nodes))
+        return whole(module, *others)
+
+    monkeypatch.setattr(tracing, "traced", counted)
+    return sizes
+
+
+def rewritten(model: nn.Module) -> Rewrite:
+    captured = capture(model)
+    return rewrite(captured.module, captured.examples, paged=True, ones=ATTENTION_MASK)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_that_were_copied_are_those_that_would_be_traced(
+    name: str, traced: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = MODELS[name]()
+    found, few = rewritten(model), list(traced)
+    traced.clear()
+    monkeypatch.setattr(tracing, "repeats", lambda *_: [])
+    expected = rewritten(model)
+    assert len(few) == len(traced) == 2
+    assert all(less < 0.8 * whole for less, whole in zip(few, traced, strict=True))
+    assert found.flat is not None and expected.flat is not None
+    assert written(found.flat.module.graph, found.flat.weights) == written(
+        expected.flat.module.graph, expected.flat.weights
+    )
+    assert [call.name for call in found.traced.calls] == [call.name for call in expected.traced.calls]
+    assert found.traced.conditions == expected.traced.conditions
+
+
+def both_ways(function: Callable[..., Any], count: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """``function`` of a ``[S, 4]`` tensor and ``count`` weights, traced in parts and as a whole."""
+    graph, symbols = fx.Graph(), Symbols()
+    given = [fx.Proxy(graph.placeholder(name)) for name in ("x", *(f"w{i}" for i in range(count)))]
+    graph.output((function(given[0], given[1:]).node,))
+    with symbols.mode:
+        fakes = [torch.empty(symbols.size("token", 12), 4), *(torch.empty(4) for _ in range(count))]
+    arguments: Any = (fx.GraphModule(nn.Module(), graph), fakes, SPELT_OUT, symbols.mode)
+    return tracing.retraced(*arguments), tracing.traced(*arguments)[0]
+
+
+def plain(x: Any, weights: list[Any]) -> Any:
+    for weight in weights:
+        y = (x * weight).relu() + weight
+        x = x + (y * 2).tanh() * (y - 1).sigmoid() - y.exp() * 0.5
+    return x
+
+
+def one_sees_more(x: Any, weights: list[Any]) -> Any:
+    first = x
+    for number, weight in enumerate(weights):
+        x = plain(x, [weight])
+        x = x + first if number == 5 else x
+    return x
+
+
+def sizes_differ(x: Any, weights: list[Any]) -> Any:
+    """Each layer leaves one token out: traced alike they are not."""
+    for weight in weights:
+        x = plain(x, [weight])[1:]
+    return x
+
+
+@pytest.mark.parametrize(("function", "times"), [(plain, 1), (one_sees_more, 1), (sizes_differ, 2)])
+def test_what_is_not_traced_alike_is_traced_whole(function: Callable[..., Any], times: int, traced: list[int]) -> None:
+    found, expected = both_ways(function, 18)
+    assert len(traced) == times + 1
+    assert written(found.graph, ()) == written(expected.graph, ())
+    arguments = [torch.randn(30, 4), *torch.randn(18, 4).unbind()]
+    assert torch.equal(found(*arguments)[0], expected(*arguments)[0])
