@@ -15,7 +15,7 @@ from torch._dynamo.comptime import comptime
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._guards import TracingContext
 
-from selective_compile.layers_once import NotAlikeError, marked, repeated_classes, written_out
+from selective_compile.layers_once import NotAlikeError, marked, written_out
 from selective_compile.live_settings import Read, names_read, read_of_modules
 from selective_compile.module_state import unchanged
 from selective_compile.passes.lengths import CAPTURE_TOKENS, bounds_requests, longest_request
@@ -63,12 +63,11 @@ def capture(model: nn.Module, functions: Mapping[Place, Recognised] | None = Non
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if model.training:
         raise ValueError("model must be in evaluation mode, got training mode; call model.eval()")
-    layers = repeated_classes(model)
-    if layers:
+    layers_marked = marked(model)
+    if layers_marked is not model:
         try:
-            with marked(layers):
-                captured = traced(model, functions or {})
-            return replace(captured, module=written_out(captured.module, model, captured.read))
+            captured = traced(layers_marked, functions or {})
+            return replace(captured, module=written_out(captured.module, captured.examples, model, captured.read))
         except RefusedError as error:
             if not all(refusal.operator == UNTRACEABLE for refusal in error.refusals):
                 raise
@@ -78,7 +77,7 @@ def capture(model: nn.Module, functions: Mapping[Place, Recognised] | None = Non
 
 
 def traced(model: nn.Module, functions: Mapping[Place, Recognised]) -> Captured:
-    """As `capture`, with whatever is marked in the model."""
+    """As `capture`, of a model whose layers may be marked."""
     found: list[Captured] = []
 
     def keep(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:

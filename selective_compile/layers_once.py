@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from types import FunctionType, MethodType
@@ -19,7 +18,7 @@ from selective_compile.passes.traced_graph import module_path
 
 FEWEST = 4  # layers of a kind, for fewer it does not pay
 STACK = "nn_module_stack"
-# As of torch 2.12: before, marked regions are traced each for itself all the same.
+# In releases of torch without it marked regions are traced each for itself all the same.
 KNOWN = find_spec("torch._dynamo.variables.invoke_subgraph") is not None
 
 
@@ -27,47 +26,59 @@ class NotAlikeError(Exception):
     """Dynamo took a layer for another that it is not like, or what it did is not understood."""
 
 
-def repeated_classes(model: nn.Module) -> dict[type[nn.Module], int]:
-    """Of modules in lists, those of which there are several: a model's layers, not the experts in one; and how many."""
-    found: Counter[type[nn.Module]] = Counter()
-    stack = [model] if KNOWN else []
-    while stack:
-        for child in stack.pop().children():
-            counted = Counter(map(type, child)) if isinstance(child, nn.ModuleList) else Counter()
-            layers = {kind: count for kind, count in counted.items() if count >= FEWEST and has_own_forward(kind)}
-            found.update(layers)
-            stack += [child] if not layers else []
-    return dict(found)
+def marked(model: nn.Module) -> nn.Module:
+    """``model`` for Dynamo, with marks on modules in lists of which there are several of a class: a model's layers, not
+    the experts in one.  The model itself if there are none, or it would make no difference.
+
+    Whatever has a mark is a copy, and so is what it is in: another thread may run the model meanwhile, or one of its
+    classes.  Parameters, buffers, hooks and all modules below are the model's own.
+    """
+    counted = Counter(map(type, model)) if isinstance(model, nn.ModuleList) else Counter()
+    several = {
+        kind: with_mark(kind, count) for kind, count in counted.items() if count >= FEWEST and can_be_marked(kind)
+    }
+    children: dict[str, Any] = {}
+    for name, child in model._modules.items():
+        if child is None or (several and (type(child) not in several or FORWARD in vars(child))):
+            children[name] = child
+        else:
+            children[name] = copy_as(several[type(child)], child) if several else marked(child)
+    if all(children[name] is child for name, child in model._modules.items()):
+        return model
+    result = copy_as(type(model), model)
+    vars(result)["_modules"] = children
+    return result
 
 
-def has_own_forward(kind: type[nn.Module]) -> bool:
-    return isinstance(getattr(kind, FORWARD), FunctionType) and kind.forward is not nn.ModuleList.forward
+def can_be_marked(kind: type[nn.Module]) -> bool:
+    return KNOWN and isinstance(getattr(kind, FORWARD), FunctionType)
 
 
-@contextmanager
-def marked(classes: dict[type[nn.Module], int]) -> Iterator[None]:
-    """Meanwhile Dynamo sees that calls of these modules may be the same ones over again; else they run as they did."""
-    own = {kind: vars(kind).get(FORWARD) for kind in classes}
-    before = {kind: kind.forward for kind in classes}
-    try:
-        for kind, count in classes.items():
-            kind.forward = torch.compiler.nested_compile_region(before[kind], max_reuse_entries=count)
-        yield
-    finally:
-        for kind, forward in own.items():
-            if forward is not None:
-                kind.forward = forward
-            elif FORWARD in vars(kind):
-                del kind.forward
+def with_mark(kind: type[nn.Module], count: int) -> type[nn.Module]:
+    """A class of the same methods, of whose forward Dynamo sees that its calls may be the same ones over again."""
+    called = torch.compiler.nested_compile_region(kind.forward, max_reuse_entries=count)
+    return type(kind.__name__, (kind,), {FORWARD: called, "__module__": kind.__module__})
 
 
-def written_out(module: fx.GraphModule, model: nn.Module, read: Read) -> fx.GraphModule:
+def copy_as(kind: type[nn.Module], module: nn.Module) -> nn.Module:
+    """Another module of the same attributes."""
+    result = object.__new__(kind)
+    vars(result).update(vars(module))
+    return result
+
+
+def written_out(module: fx.GraphModule, examples: Sequence[Any], model: nn.Module, read: Read) -> fx.GraphModule:
     """Dynamo's graph with each layer's own operators in the place of its call.
 
+    Args:
+        examples: what the graph was called with.
+
     Raises:
-        NotAlikeError: a layer is not like the one whose operators stand for it, by all that the trace has ``read``.
+        NotAlikeError: a layer is not like the one whose operators stand for it, by all that the trace has ``read``, or
+            its call is not given its own weights in the place of those.
     """
     graph = fx.Graph()
+    given = dict(zip((node for node in module.graph.nodes if node.op == "placeholder"), examples, strict=True))
     copies: dict[fx.Node, Any] = {}
     first: dict[fx.GraphModule, fx.Node] = {}
     for node in module.graph.nodes:
@@ -75,8 +86,10 @@ def written_out(module: fx.GraphModule, model: nn.Module, read: Read) -> fx.Grap
             continue
         if node.target is invoke_subgraph:
             body = getattr(module, node.args[0].target)
-            check_alike(model, first.setdefault(body, node), node, read)
-            results = write_out(graph, body, first[body], node, [copies[given] for given in node.args[2:]])
+            layers = layers_of(model, first.setdefault(body, node), node)
+            check_settings(*layers, read.of_modules, module_path(first[body]))
+            check_given(*layers, first[body], node, given)
+            results = write_out(graph, body, first[body], node, [copies[read] for read in node.args[2:]])
             copies |= {user: results[user.args[1]] for user in node.users}
         elif node not in copies:
             copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -109,21 +122,44 @@ def path_in(path: str, first: fx.Node, call: fx.Node) -> str:
     return new + path.removeprefix(old)
 
 
-def check_alike(model: nn.Module, first: fx.Node, call: fx.Node, read: Read) -> None:
+def layers_of(model: nn.Module, first: fx.Node, call: fx.Node) -> tuple[nn.Module, nn.Module]:
+    try:
+        return model.get_submodule(module_path(first)), model.get_submodule(module_path(call))
+    except AttributeError as error:
+        raise NotAlikeError(f"Dynamo has another name for a layer: {error}") from error
+
+
+def check_settings(first: nn.Module, other: nn.Module, read: Mapping[str, frozenset[str]], path: str) -> None:
     """Dynamo compares what it guards; hooks, for one, it does not."""
-    for one, other in zip(first.args[2:], call.args[2:], strict=True):
-        if like(one) != like(other):
-            raise NotAlikeError(f"{call.name} is given {like(other)} for {like(one)}")
-    paths = [module_path(node) for node in (first, call)]
-    layers = [dict(model.get_submodule(path).named_modules()) for path in paths]
-    if layers[0].keys() != layers[1].keys():
-        raise NotAlikeError(f"{paths[0]} and {paths[1]} have other modules")
-    if paths[0] not in read.of_modules:
-        raise NotAlikeError(f"{paths[0]} has another name to Dynamo")
+    layers = [dict(layer.named_modules()) for layer in (first, other)]
+    if layers[0].keys() != layers[1].keys() or path not in read:
+        raise NotAlikeError(f"a layer has other modules than {path}, or that has another name to Dynamo")
     for name, one in layers[0].items():
-        names = read.of_modules.get(f"{paths[0]}.{name}".removesuffix("."), frozenset())
+        names = read.get(f"{path}.{name}".removesuffix("."), frozenset())
         if settings(one, names) != settings(layers[1][name], names):
-            raise NotAlikeError(f"{name or 'the layer itself'} of {paths[0]} and of {paths[1]} are set otherwise")
+            raise NotAlikeError(f"{name or 'the layer itself'} is set otherwise in another layer than {path}")
+
+
+def check_given(
+    first: nn.Module, other: nn.Module, traced_as: fx.Node, call: fx.Node, examples: Mapping[fx.Node, Any]
+) -> None:
+    """A tensor of the first layer must have become that of the other one, and any other input must be the same."""
+    own, others = (dict(tensors_of(layer)) for layer in (first, other))
+    pairs: Any = zip(traced_as.args[2:], call.args[2:], strict=True)
+    for one, another in pairs:
+        if like(one) != like(another):
+            raise NotAlikeError(f"{call.name} is given {like(another)} for {like(one)}")
+        if not isinstance(examples.get(one), torch.Tensor):
+            continue  # it was computed, or is a size
+        names = [name for name, tensor in own.items() if tensor is examples[one]]
+        wanted = [others.get(name) for name in names] or [examples[one]]
+        if any(tensor is not examples.get(another) for tensor in wanted):
+            raise NotAlikeError(f"{call.name} is given {another} for {one}")
+
+
+def tensors_of(layer: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from layer.named_parameters(remove_duplicate=False)
+    yield from layer.named_buffers(remove_duplicate=False)
 
 
 def like(given: Any) -> tuple[Any, ...]:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 
 from selective_compile import layers_once
 from selective_compile.capture import Captured, capture, traced
-from selective_compile.layers_once import KNOWN, NotAlikeError, repeated_classes, written_out
+from selective_compile.layers_once import KNOWN, NotAlikeError, marked, written_out
 from selective_compile.passes.normalise import source_name
 from tests.models import tiny
 
@@ -72,12 +73,20 @@ def test_the_graph_is_that_of_all_layers(
     assert found.read.code >= expected.read.code
 
 
-def test_classes_have_their_own_forwards_again() -> None:
+def test_nothing_of_the_model_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may run in another thread, as may others of its classes."""
     model = MODELS["llama"]()
-    (kind,) = repeated_classes(model)
-    before = vars(kind)["forward"]
+    places = [vars(owner) for module in model.modules() for owner in (module, type(module))]
+    before = [dict(place) for place in places]
+    children = [dict(module._modules) for module in model.modules()]
+
+    def looked_at(*arguments: Any) -> Captured:
+        assert [dict(place) for place in places] == before
+        assert [dict(module._modules) for module in model.modules()] == children
+        return traced(*arguments)
+
+    monkeypatch.setattr("selective_compile.capture.traced", looked_at)
     capture(model)
-    assert vars(kind)["forward"] is before
 
 
 class Inner(nn.Module):
@@ -121,16 +130,37 @@ class Stack(nn.Module):
         return x
 
 
+def with_marks(model: nn.Module) -> list[str]:
+    before = {path: type(module) for path, module in model.named_modules()}
+    return [path for path, module in marked(model).named_modules() if type(module) is not before[path]]
+
+
 def test_only_layers_of_which_there_are_several_are_marked() -> None:
-    assert repeated_classes(Stack().eval()) == {Layer: 5}
-    assert repeated_classes(Stack(count=3).eval()) == {}
-    mixture = nn.ModuleList(Mixture() for _ in range(4))
-    assert repeated_classes(nn.Sequential(mixture)) == {Mixture: 4}
+    assert with_marks(Stack()) == [f"layers.{i}" for i in range(5)]
+    few = Stack(count=3)
+    assert marked(few) is few
+    mixture = nn.Sequential(nn.ModuleList(Mixture() for _ in range(4)))
+    assert with_marks(mixture) == [f"0.{i}" for i in range(4)]
 
 
-def test_an_inherited_forward_is_inherited_again(written_outs: list[int]) -> None:
+def test_parameters_are_the_model_s_own() -> None:
+    model = Stack()
+    ours, theirs = dict(marked(model).named_parameters()), dict(model.named_parameters())
+    assert ours.keys() == theirs.keys() and all(ours[name] is theirs[name] for name in theirs)
+
+
+def test_a_layer_that_inherits_its_forward_is_marked(written_outs: list[int]) -> None:
     capture(Stack(Derived).eval())
-    assert written_outs == [1] and "forward" not in vars(Derived)
+    assert written_outs == [1]
+
+
+def test_a_layer_with_a_forward_of_its_own_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Stack().eval()
+    model.layers[2].forward = lambda x: x * 5  # type: ignore[method-assign]
+    assert with_marks(model) == ["layers.0", "layers.1", "layers.3", "layers.4"]
+    found = shown(capture(model))
+    monkeypatch.setattr(layers_once, "KNOWN", False)
+    assert found == shown(capture(model))
 
 
 def scaled(layer: Layer) -> None:
@@ -172,13 +202,23 @@ def test_what_is_not_read_may_differ(written_outs: list[int]) -> None:
     assert written_outs == [1]
 
 
+def test_a_call_on_the_weights_of_another_layer_is_found() -> None:
+    """As Dynamo of torch 2.13 makes it where a layer's forward is an attribute of the layer."""
+    model = Stack().eval()
+    captured = traced(marked(model), {})
+    calls = [node for node in captured.module.graph.nodes if node.target is invoke_subgraph]
+    weights = [[given for given in call.args[2:] if "weight" in given.name] for call in calls]
+    calls[3].replace_input_with(weights[3][0], weights[2][0])
+    with pytest.raises(NotAlikeError, match="is given"):
+        written_out(captured.module, captured.examples, model, captured.read)
+
+
 @pytest.mark.parametrize("change", [scaled, another_activation, no_bias, another_forward])
 def test_what_dynamo_might_miss_is_looked_at(change: Callable[[Layer], None]) -> None:
     """Its graph of layers that were alike, and then are not."""
     model = Stack().eval()
-    with layers_once.marked(repeated_classes(model)):
-        captured = traced(model, {})
-    written_out(captured.module, model, captured.read)
+    captured = traced(marked(model), {})
+    written_out(captured.module, captured.examples, model, captured.read)
     change(model.layers[3])  # type: ignore[arg-type]
     with pytest.raises(NotAlikeError):
-        written_out(captured.module, model, captured.read)
+        written_out(captured.module, captured.examples, model, captured.read)
