@@ -102,8 +102,8 @@ def latent_attention(
     """
     stored = row_bytes(value_size) if key_pool.dtype is torch.int8 else value_size
     pools, metadata = (key_pool, key_pool[..., :stored]), (cu_seqlens_q, context_lens, block_table, slot_mapping)
-    score: Any = (scale, window, softcap, chunk, sinks, slopes, selection)
-    return ragged_attention(query, key, key[..., :value_size], *pools, *metadata, *score, prefix=prefix)
+    score: Any = (scale, window, softcap, chunk, sinks, slopes, selection, None, None, prefix)
+    return ragged_attention(query, key, key[..., :value_size], *pools, *metadata, *score)
 
 
 def varlen_attention(
