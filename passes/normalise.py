@@ -36,6 +36,7 @@ from selective_compile.passes.traced_graph import (
     module_path,
     source_line,
 )
+from selective_compile.passes.vmapped import interpreter_of
 
 aten = torch.ops.aten
 SOURCE = "selective_source"
@@ -207,7 +208,7 @@ def retrace(module: fx.GraphModule, symbols: Symbols, fakes: Sequence[Any]) -> f
 
     def run(*arguments: Any) -> Any:
         with fx_traceback.preserve_node_meta():
-            return fx.Interpreter(module).run(*arguments)
+            return interpreter_of(module).run(*arguments)
 
     with symbols.mode, torch.no_grad():
         try:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, LlamaModel
+from transformers.masking_utils import create_causal_mask
 
 from tests.models import tiny
 
@@ -22,6 +23,36 @@ class PrefixModel(LlamaModel):
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         mask = prefix_mask(input_ids, attention_mask, seen, self.prefix)
         return super().forward(input_ids, attention_mask=mask, past_key_values=past_key_values, **kwargs)
+
+
+class PrefixByFunction(PrefixModel):
+    """The same by what transformers offers for it, a function of indices."""
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        position_ids: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        embeds, prefix = self.embed_tokens(input_ids), self.prefix
+        mask = create_causal_mask(
+            self.config,
+            embeds,
+            attention_mask,
+            past_key_values,
+            position_ids,
+            or_mask_function=lambda batch, head, query, key: key < prefix,
+        )
+        return LlamaModel.forward(
+            self,
+            input_ids,
+            attention_mask=mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
 
 
 def prefix_mask(ids: Tensor, attention_mask: Tensor | None, seen: int, prefix: int) -> Tensor:

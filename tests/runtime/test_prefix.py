@@ -14,7 +14,7 @@ import selective_compile as sc
 from selective_compile.backend import Program, compile_step_program
 from tests.decoders import Decoder
 from tests.oracle import generated_alone
-from tests.prefix_models import PrefixModel, prefix_model
+from tests.prefix_models import PrefixByFunction, PrefixModel, prefix_model
 
 PREFIX, BLOCK = 10, 4
 
@@ -73,6 +73,7 @@ def test_tokens_are_those_of_hugging_face(
     engine = sc.Engine(model, given, program=program)
     options = {"prompt_lookup_num_tokens": drafted} if drafted else {}
     wanted = [START[:shared] + own for shared, own in prompts]
+    wanted += reversed(wanted)
     requests = []
     for prompt in wanted:
         requests.append(engine.submit(prompt, max_new_tokens=tokens, **options))
@@ -81,8 +82,8 @@ def test_tokens_are_those_of_hugging_face(
             engine._scheduler.check()
     while engine.step():
         engine._scheduler.check()
-    for prompt, request in zip(wanted, requests, strict=True):
-        assert request.tokens == generated_alone(model, prompt, tokens), (prompt, tokens)
+    alone = [generated_alone(model, prompt, tokens) for prompt in wanted[: len(prompts)]]
+    assert [request.tokens for request in requests] == [*alone, *reversed(alone)]
     assert engine.stats().blocks_used == 0
 
 
@@ -96,6 +97,17 @@ def test_requests_give_way_and_go_on_as_they_were(model: Any, program: Program) 
     assert engine.stats().preemptions > 0
     for prompt, request in zip(prompts, requests, strict=True):
         assert request.tokens == generated_alone(model, prompt, 20)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_prefix_by_a_function_of_indices(attention: str) -> None:
+    model = prefix_model(PREFIX, attention=attention)
+    model.model.__class__ = PrefixByFunction
+    engine = sc.Engine(model, config(fallback="refuse"))
+    prompts = [[7 * n % 199 for n in range(length)] for length in (1, 6, 10, 25)]
+    requests = [engine.submit(prompt, max_new_tokens=12) for prompt in prompts]
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert list(request.result().tokens) == generated_alone(model, prompt, 12)
 
 
 @pytest.mark.parametrize(
@@ -115,11 +127,15 @@ def test_blocks_are_shared_from_the_end_of_the_prefix_on(
     model: Any, program: Program, first: list[int], second: list[int], reused: int
 ) -> None:
     engine = sc.Engine(model, config(), program=program)
-    for prompt in (first, second):
+    found = []
+    for prompt in (first, second, second):
         before = engine.stats().tokens_reused
         tokens = list(engine.submit(prompt, max_new_tokens=8).result().tokens)
+        # The second time, too: all of its blocks are then those that go together.
         assert tokens == generated_alone(model, prompt, 8)
-    assert engine.stats().tokens_reused - before == reused
+        found.append(engine.stats().tokens_reused - before)
+    whole = (len(second) - 1) // BLOCK * BLOCK
+    assert found == [0, reused, whole if len(second) >= PREFIX else 0]
 
 
 @pytest.mark.parametrize("length", [2, PREFIX - 1, PREFIX, PREFIX + 5])
