@@ -138,6 +138,16 @@ def test_blocks_are_shared_from_the_end_of_the_prefix_on(
     assert found == [0, reused, whole if len(second) >= PREFIX else 0]
 
 
+def test_blocks_of_what_was_generated_in_the_prefix_are_not_those_of_a_prompt(model: Any, program: Program) -> None:
+    """The first tokens did not see what came behind them."""
+    engine = sc.Engine(model, config(), program=program)
+    generated = list(engine.submit(START[:3], max_new_tokens=14).result().tokens)
+    prompt = [*START[:3], *generated, 0]
+    request = engine.submit(prompt, max_new_tokens=8)
+    assert list(request.result().tokens) == generated_alone(model, prompt, 8)
+    assert engine.stats().tokens_reused == 0
+
+
 @pytest.mark.parametrize("length", [2, PREFIX - 1, PREFIX, PREFIX + 5])
 def test_beams_and_samples(model: Any, program: Program, length: int) -> None:
     prompt = [5 * n % 199 for n in range(length)]
