@@ -77,6 +77,11 @@ class FlatGraph:
         return size.node.expr if hasattr(size, "node") else sympy.Integer(size)
 
     @property
+    def prefix(self) -> int:
+        """How many of a request's first positions are seen by tokens in front of them, by any call; 0: none."""
+        return max((call.family.prefix for call in self.calls if call.family is not None), default=0)
+
+    @property
     def device(self) -> torch.device:
         return self.tokens[0].node.meta["val"].device
 
@@ -246,6 +251,8 @@ class Flattener:
         assert call.family is not None
         if call.family.chunk:
             others["chunk"] = call.family.chunk
+        if call.family.prefix:
+            others["prefix"] = call.family.prefix
         if call.family.slopes:
             name = f"slopes_{index}"
             slopes = torch.tensor(call.family.slopes, dtype=torch.float32, device=call.output.meta["val"].device)

@@ -10,14 +10,17 @@ is evaluated on probes (`mask_probes`) and must equal a family on every one of t
   pairs of positions drawn at random, so that every distance and every key is looked at;
 * if some distance is hidden, on positions that close in on the smallest such distance, which is the window;
 * if a token does not see the one before it, around multiples of its position, which is the chunk;
+* if a token sees a later one, on positions that close in on the first one that is hidden from those in front of it,
+  which is the end of the prefix;
 * if tables are read by slices of rows, as a triangle in a buffer is, every pair of positions that they have rows for;
 * if it reads which keys were selected (`selections`), each of these twice, with all keys selected and with random ones:
   it must hide those that are not selected and do nothing else.
 
-Only real queries (padding input not 0) need to agree.  Families: causal, within a window, within chunks, both, and with
-a linear bias for each head.  Refused with its source line: what depends on token content, on a weight, on a look-up in
-a table, on two paddings, or equals no family.  A proof from tables bounds requests by their rows, and one from buffers
-of the model holds as long as these stay (``traced.proved_from``).
+Only real queries (padding input not 0) need to agree.  Families: causal, within a window, within chunks, both, or with
+a prefix, whose tokens all queries see, and with a linear bias for each head.  Refused with its source line: what
+depends on token content, on a weight, on a look-up in a table, on two paddings, or equals no family.  A proof from
+tables bounds requests by their rows, and one from buffers of the model holds as long as these stay
+(``traced.proved_from``).
 """
 
 from __future__ import annotations
@@ -80,7 +83,7 @@ def prove_masks(traced: TracedGraph) -> int:
 def require_whole(call: Masked, family: MaskFamily) -> None:
     """A query's selected keys are among all those in front of it, so all of these must be there to attend to."""
     node = call.masks[0].node if call.masks else call.output
-    if family.window or family.chunk or (family.slopes and isinstance(call, KeySelection)):
+    if family.window or family.chunk or family.prefix or (family.slopes and isinstance(call, KeySelection)):
         raise Unproved(node, f"what is selected among and what is attended to must be all keys, got {family}")
 
 
@@ -120,11 +123,16 @@ def prove(traced: TracedGraph, call: Masked, reads: MaskReads) -> MaskFamily:
         multiples = [chunk * k for k in CHUNKS_PROBED]
         probes.append(far_probe(traced, call, reads, within(reads, far_positions(multiples))))
     window = close_in(traced, call, reads, probes, chunk)
-    if not all(agrees(probe, window, chunk) for probe in probes):
+    prefix = prefix_of(traced, call, reads, probes)
+    if not all(agrees(probe, window, chunk, prefix) for probe in probes):
         node = made_at(traced, call.masks[0].node) if call.masks else call.output
-        tried = "causal, windows and chunks were tried"
+        tried = "causal, windows, chunks and prefixes were tried"
         raise Unproved(node, f"no mask family reproduces it ({tried}); {first_difference(probes)}")
-    return MaskFamily(window=window, padding=reads.padding, chunk=chunk, slopes=slopes_of(call, probes))
+    slopes = slopes_of(call, probes)
+    found = MaskFamily(window=window, padding=reads.padding, chunk=chunk, prefix=prefix, slopes=slopes)
+    if prefix and (window or chunk):
+        raise Unproved(made_at(traced, call.masks[0].node), f"no kernel has a prefix beside windows or chunks: {found}")
+    return found
 
 
 def chunk_of(probes: list[Probe]) -> int:
@@ -194,6 +202,32 @@ def close_in(traced: TracedGraph, call: Masked, reads: MaskReads, probes: list[P
         found.append(seen_and_hidden(probes[-1], chunk))
 
 
+def prefix_of(traced: TracedGraph, call: Masked, reads: MaskReads, probes: list[Probe]) -> int:
+    """The first position that the mask hides from those in front of it, 0 if it hides all such or none; adds the probes
+    that it takes."""
+    found = [seen_and_hidden_behind(probe) for probe in probes]
+    while True:
+        seen, hidden = max(last for last, _ in found), min(first for _, first in found)
+        if seen == 0 or hidden == NOWHERE or hidden <= seen + 1:
+            break
+        probes.append(far_probe(traced, call, reads, within(reads, far_positions([(seen + hidden) // 2]))))
+        found.append(seen_and_hidden_behind(probes[-1]))
+    if seen == 0 or hidden == NOWHERE:
+        return 0
+    probes.append(far_probe(traced, call, reads, within(reads, far_positions([hidden]))))
+    return hidden
+
+
+def seen_and_hidden_behind(probe: Probe) -> tuple[int, int]:
+    """The last position that a real token in front of it sees, 0 if none does, and the first that is hidden from one,
+    `NOWHERE` if none is; of real tokens."""
+    behind = probe.real_queries[:, :, None] & ~probe.hidden_keys[:, None, :] & (probe.distance < 0)
+    keys = probe.positions[:, None, :].expand_as(behind)
+    seen = keys.masked_fill(~(behind & probe.allowed), 0).max()
+    hidden = keys[behind & ~probe.allowed]
+    return int(seen), int(hidden.min()) if len(hidden) else NOWHERE
+
+
 def seen_and_hidden(probe: Probe, chunk: int) -> tuple[int, int]:
     """The largest distance back that is seen, 0 if none, and the smallest that is hidden, `NOWHERE` if none is; of
     real tokens in a chunk."""
@@ -211,10 +245,11 @@ def same_chunk(probe: Probe, chunk: int) -> torch.Tensor:
     return number[:, :, None] == number[:, None, :]
 
 
-def agrees(probe: Probe, window: int, chunk: int) -> bool:
+def agrees(probe: Probe, window: int, chunk: int, prefix: int) -> bool:
     distance = probe.distance
-    family = (distance >= 0) & ((distance < window) if window else True) & ~probe.hidden_keys[:, None, :]
-    family &= same_chunk(probe, chunk)
+    family = (distance >= 0) & ((distance < window) if window else True) & same_chunk(probe, chunk)
+    family |= (probe.positions < prefix)[:, None, :]
+    family &= ~probe.hidden_keys[:, None, :]
     return not bool(((probe.allowed != family) & probe.real_queries[:, :, None]).any())
 
 

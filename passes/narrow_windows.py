@@ -5,7 +5,7 @@ After::   causal, window 1024           window 1024                 chunks of 51
 
 Precondition: the masks are proved, and `EngineConfig.max_attention_window` says 1024.
 Declines: an attention whose window, or chunk, is as small already.  Refuses one to selected keys, among which there may
-be none of the last ones.
+be none of the last ones, and one with a prefix, which no kernel has beside a window.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ def narrow_windows(traced: TracedGraph, window: int) -> int:
             continue
         if call.selection is not None:
             traced.refuse(call.output, f"its keys are selected among all, so that it cannot be narrowed to {window}")
+            continue
+        if family.prefix:
+            traced.refuse(call.output, f"all tokens see its prefix, so that it cannot be narrowed to {window}")
             continue
         call.family = replace(family, window=window, narrowed=True)
         narrowed += 1

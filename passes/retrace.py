@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._pytree import tree_leaves
 
 from selective_compile.passes.repeats import KEPT, Repeat, alike_from, repeats, spelled
+from selective_compile.passes.vmapped import interpreter_of
 
 COPIED = KEPT - 2  # the piece before the last that is kept is what those between are copies of
 # What a copy has from the piece that it stands for, not from the one that it is a copy of.
@@ -55,24 +56,26 @@ def traced(
 ) -> tuple[fx.GraphModule, dict[str, fx.Node]]:
     """And of each of its nodes, by name, the node of ``module`` that it was made for."""
     sources: dict[str, fx.Node] = {}
+    interpreter = interpreter_of(module)
+    run_node = interpreter.run_node
 
-    class Noting(fx.Interpreter):
-        def run_node(self, n: fx.Node) -> Any:
-            mode = get_proxy_mode()
-            assert mode is not None
-            graph: fx.Graph = mode.tracer.graph
-            last = next(iter(reversed(graph.nodes)), None)
-            result = super().run_node(n)
-            for made in reversed(graph.nodes):
-                if made is last:
-                    break
-                sources[made.name] = n
-            return result
+    def noted(node: fx.Node) -> Any:
+        tracing = get_proxy_mode()
+        assert tracing is not None
+        graph: fx.Graph = tracing.tracer.graph
+        last = next(iter(reversed(graph.nodes)), None)
+        result = run_node(node)
+        for made in reversed(graph.nodes):
+            if made is last:
+                break
+            sources[made.name] = node
+        return result
 
     def run(*arguments: Any) -> Any:
         with fx_traceback.preserve_node_meta():
-            return Noting(module).run(*arguments)
+            return interpreter.run(*arguments)
 
+    interpreter.run_node = noted  # type: ignore[assignment, method-assign]
     with mode, torch.no_grad():
         return make_fx(run, dict(decompositions), tracing_mode="real", pre_dispatch=True)(*fakes), sources
 

@@ -92,6 +92,7 @@ class MaskFamily:
     Attributes:
         window: keys of the last ``window`` positions.
         chunk: keys of the query's own chunk, where every ``chunk`` positions are one.
+        prefix: keys of the first ``prefix`` positions are seen by queries in front of them too.
         slopes: for each query head, what is added to a score per position that the key is behind (ALiBi), negated.
         padding: the [B, S] graph input whose zeros hide keys.
         narrowed: the window is not the model's, but was asked for.
@@ -100,6 +101,7 @@ class MaskFamily:
     window: int
     padding: fx.Node | None
     chunk: int = 0
+    prefix: int = 0
     slopes: tuple[float, ...] = ()
     narrowed: bool = False
 
@@ -108,6 +110,7 @@ class MaskFamily:
             "causal",
             f"window {self.window}{' by max_attention_window' if self.narrowed else ''}" if self.window else "",
             f"chunks of {self.chunk}" if self.chunk else "",
+            f"prefix {self.prefix}" if self.prefix else "",
             f"a linear bias for each of {len(self.slopes)} heads" if self.slopes else "",
             "keys hidden by the attention mask" if self.padding is not None else "",
         ]

@@ -303,6 +303,11 @@ class Engine:
         return self._program.counts_padding
 
     @property
+    def prefix(self) -> int:
+        """How many of a request's first tokens see one another."""
+        return self._program.prefix
+
+    @property
     def vocab_size(self) -> int:
         return self._program.vocab_size
 

@@ -11,7 +11,10 @@ from selective_compile.runtime.request_state import BlockTable, RequestState
 
 
 def count_found(state: RequestState, groups: Sequence[BlockGroup], block_size: int) -> int:
-    """How many full blocks of leading tokens, of which the last is none, every group has, as far as it wants them."""
+    """How many full blocks of leading tokens, of which the last is none, every group has, as far as it wants them; of a
+    prefix all or none."""
+    if not state.shares_blocks:
+        return 0
     count = (len(state.tokens) - 1) // block_size
     if state.rows_from is not None:
         count = min(count, state.rows_from // block_size)
@@ -23,7 +26,7 @@ def count_found(state: RequestState, groups: Sequence[BlockGroup], block_size: i
             first = group.first_kept(count * block_size)
             # Without a block, no number of blocks that reaches past it would do.
             count = first + group.pool.count_known(names[first:count])
-    return count
+    return count if count * block_size >= state.prefix else 0
 
 
 @dataclass(kw_only=True)

@@ -16,7 +16,7 @@ from selective_compile.options import EngineConfig
 from selective_compile.runtime.assistants import Assistants
 from selective_compile.runtime.block_names import extend_names
 from selective_compile.runtime.early_layers import EarlyLayers
-from selective_compile.runtime.generation import GenerationParams, Served, samples_asked
+from selective_compile.runtime.generation import GenerationParams, Served, merged, samples_asked
 from selective_compile.runtime.grammar import Grammars
 from selective_compile.runtime.prompt import check_length, check_terms, token_ids
 from selective_compile.runtime.request_state import RequestId, RequestState, Terms
@@ -37,6 +37,7 @@ class Submission:
         shown: what stands for the prompt where others than the model look at it; None: the prompt does.
         id_offset: what is added to the ids of generated tokens where the model looks at them.
         cut_up_to: of requests of at most so many tokens the prompt may be computed in parts; None: of all.
+        prefix: of any prompt, so many first tokens may not.
     """
 
     prompt: array[int]
@@ -44,6 +45,7 @@ class Submission:
     block_names: list[bytes]
     deadline: float | None
     cut_up_to: int | None
+    prefix: int
     shown: array[int] | None = None
     id_offset: int = 0
 
@@ -60,6 +62,7 @@ class Submission:
             terms=self.terms,
             block_names=list(self.block_names),
             whole=self.is_whole(params.max_new_tokens),
+            prefix=self.prefix,
             shown=self.shown,
             id_offset=self.id_offset,
         )
@@ -110,15 +113,18 @@ class Intake:
         prompt = token_ids(prompt_ids, known if shown is not None else min(known, self._program.vocab_size))
         checked = check_terms(arrival=arrival, deadline=deadline, **terms)
         names: list[bytes] = []
-        if self._reuses_blocks:  # made here: in a step, they would keep all other requests waiting
+        prefix = self._program.prefix
+        # Made here: in a step, they would keep all other requests waiting.
+        if self._reuses_blocks and len(prompt) >= prefix:
             size = self._config.block_size
-            extend_names(names, prompt, checked.cache_salt, len(prompt) // size, size)
+            extend_names(names, prompt, checked.cache_salt, len(prompt) // size, size, prefix=prefix)
         return Submission(
             prompt=prompt,
             terms=checked,
             block_names=names,
             deadline=deadline,
             cut_up_to=self._program.cut_up_to,
+            prefix=prefix,
             shown=None if shown is None else token_ids(shown, self._program.vocab_size, least=0),
             id_offset=id_offset,
         )
@@ -158,6 +164,19 @@ class Intake:
                 f"a prompt must have at most EngineConfig.token_budget = {self._config.token_budget} tokens, if it and "
                 f"what it generates are more than {submission.cut_up_to}: it is not known that modules which run for "
                 f"one request after another ({modules}) may be given longer ones in parts; got {len(submission.prompt)}"
+            )
+        together = min(submission.prefix, len(submission.prompt))
+        if together > self._config.token_budget:
+            raise ValueError(
+                f"EngineConfig.token_budget must be at least {together} for a prompt of {len(submission.prompt)}: the "
+                f"first {submission.prefix} tokens see one another and are computed in one step; got "
+                f"{self._config.token_budget}"
+            )
+        asked = merged(config, options, served.config)
+        if len(submission.prompt) < submission.prefix and asked["use_cache"] is False:
+            raise ValueError(
+                f"use_cache must not be False for a prompt of {len(submission.prompt)} tokens: the first "
+                f"{submission.prefix} see one another, and those that are generated would be seen as well"
             )
         if params.keeps_prompt and not self._program.gives_every_row:
             name = "prompt_logprobs" if params.prompt_logprobs else "prompt_logits"

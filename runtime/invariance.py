@@ -38,6 +38,7 @@ def check_invariance(program: Program) -> None:
     """
     if isinstance(program, StepProgram):
         _check_no_states(program)
+        _check_no_prefix(program)
         _check_compiled_for_it(program)
         _check_products(program)
         _check_kernels(program)
@@ -49,6 +50,14 @@ def _check_no_states(program: StepProgram) -> None:
         raise ValueError(
             f"batch_invariant must be False for recurrences and for modules that run for one request after another, "
             f"whose sums depend on how a prompt is chunked: {names}"
+        )
+
+
+def _check_no_prefix(program: StepProgram) -> None:
+    if program.prefix:
+        raise ValueError(
+            f"batch_invariant must be False for a model whose first {program.prefix} tokens see one another: each row "
+            "attends as a request of its own there, which ends with it"
         )
 
 

@@ -128,6 +128,7 @@ class FileRecording(Recording):
             terms=terms,
             rows_from=state.rows_from,
             whole=state.whole,
+            prefix=state.prefix,
             options=told,
             untold=untold,
         )

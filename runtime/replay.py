@@ -152,6 +152,7 @@ class _ScheduleAgain:
             max_new_tokens=event["max_new_tokens"],
             terms=terms_of(event),
             whole=event.get("whole", False),
+            prefix=event.get("prefix", 0),
         )
         state.rows_from = event.get("rows_from")
         self._states[state.number] = state

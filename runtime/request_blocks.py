@@ -122,7 +122,7 @@ class RequestBlocks:
         Of those that it shares, the one that it writes to next is copied.
         """
         start = state.computed
-        if self.reuse and state.kept + self._named_together <= start // self.block_size:
+        if self._names(state) and state.kept + self._named_together <= start // self.block_size:
             self._keep(state, start // self.block_size)  # before those that no token sees any more go
         for group, table in zip(self.groups, state.tables, strict=True):
             if not group.cover(table, start, end):
@@ -218,7 +218,7 @@ class RequestBlocks:
         Those that a request fills token by token need not be told of: `cover` shares them, some blocks later, and
         `release` the last ones.
         """
-        if self.reuse and state.kept < end // self.block_size:
+        if self._names(state) and state.kept < end // self.block_size:
             self._keep(state, end // self.block_size)
 
     def release(self, state: RequestState) -> None:
@@ -230,6 +230,9 @@ class RequestBlocks:
         state.tables = ()
         state.kept = 0
         state.shares_last = False
+
+    def _names(self, state: RequestState) -> bool:
+        return self.reuse and state.shares_blocks
 
     def _keep(self, state: RequestState, count: int) -> None:
         names = block_names(state, count, self.block_size)

@@ -75,6 +75,7 @@ class RequestState:
         "id_offset",
         "kept",
         "number",
+        "prefix",
         "prompt_length",
         "request_id",
         "reused",
@@ -99,6 +100,7 @@ class RequestState:
         terms: Terms | None = None,
         block_names: list[bytes] | None = None,
         whole: bool = False,
+        prefix: int = 0,
         shown: array[int] | None = None,
         id_offset: int = 0,
     ) -> None:
@@ -128,6 +130,9 @@ class RequestState:
         # Its prompt is computed in one step and what is generated token by token, after a preemption too: in the calls
         # that `generate` makes, for a model of which it is not known that it may be called otherwise.
         self.whole = whole
+        # So many of its first positions see one another. Their keys and values are what they were when the prompt was
+        # computed, up to there in one step; what is generated in front of it is computed token by token.
+        self.prefix = prefix
         self.width = 1  # how many there will be of it once its prompt is computed: `Scheduler.fork`
         self.shares_last = False  # in one of its tables: it has to get a block of its own before it writes
         # Those that are only served all together, this one included: the beams of a search.
@@ -182,6 +187,25 @@ class RequestState:
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def least_at_once(self) -> int:
+        """Tokens that its next share has at least."""
+        if self.computed:
+            return 1
+        return self.prompt_length if self.whole else max(1, min(self.prefix, self.prompt_length))
+
+    @property
+    def most_at_once(self) -> int:
+        """Tokens that its next share has at most."""
+        if self.computed == 0:
+            return self.prompt_length if self.whole or self.prompt_length < self.prefix else self.pending
+        return 1 if self.whole or self.computed < self.prefix else self.pending
+
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether what its full blocks hold depends on nothing but what they are named by."""
+        return self.prompt_length >= self.prefix
 
     @property
     def awaits_its_last(self) -> bool:

@@ -394,14 +394,18 @@ class Scheduler:
         if not pending or state.awaits_its_last:
             return True  # until the others of its group are as far, or it ends
         in_prefill = pending > 1 or start < state.prompt_length
-        num_tokens = self._most_at_once(state, pending, draft) if in_prefill else 1
+        num_tokens = 1
+        if in_prefill:
+            num_tokens = max(state.least_at_once, min(state.most_at_once, draft.budget, draft.prefill))
         if num_tokens > draft.budget:
             return True  # until there is room for all of it
         if self.order == "fair":
             self._charge_generated(state)
         if not self._make_room(state, start + num_tokens, draft):
             return False
-        drafted = self._room_for_draft(state, start + num_tokens, most_drafted) if state.draft else 0
+        # In front of the end of a prefix the last token would see what was drafted.
+        drafts = bool(state.draft) and start + 1 >= state.prefix
+        drafted = self._room_for_draft(state, start + num_tokens, most_drafted) if drafts else 0
         if in_prefill:
             draft.prefill = max(0, draft.prefill - num_tokens)
         elif state.group is None:
@@ -413,11 +417,6 @@ class Scheduler:
         if num_tokens > 1:
             self.blocks.filled(state, start + num_tokens)
         return True
-
-    def _most_at_once(self, state: RequestState, pending: int, draft: Draft) -> int:
-        if state.whole:
-            return state.prompt_length if state.computed == 0 else 1
-        return min(pending, draft.budget, draft.prefill)
 
     def _room_for_draft(self, state: RequestState, end: int, most: int) -> int:
         """How much of a request's draft can be computed, with the blocks for it taken; nobody is preempted for it."""
@@ -449,7 +448,7 @@ class Scheduler:
     def _admit(self, draft: Draft) -> RequestState | None:
         """Start the request that waits first, if there is memory for it; nobody overtakes it."""
         state = self._waiting.first()
-        if state is None or (state.whole and state.prompt_length > draft.budget):
+        if state is None or state.least_at_once > draft.budget:
             return None
         if self._places + sum(member.width for member in state.members) > self.max_requests:
             return None

@@ -90,6 +90,11 @@ def _served(
             "attention_mask must have its ones side by side in each row of a model with windows or recurrent layers, "
             "got zeros between them"
         )
+    if engine.prefix and prompts.mask is not None and not bool(prompts.mask.all()):
+        raise ValueError(
+            f"attention_mask must be all ones for a model whose first {engine.prefix} tokens see one another, as "
+            "generate counts padding among them, got zeros: prompts of different lengths may come as lists"
+        )
     requests: list[Request] = []
     try:
         for row, numbers in _samples(prompts, engine.config.max_requests):

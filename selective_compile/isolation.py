@@ -23,8 +23,9 @@ from selective_compile.options import EngineConfig, Fallback
 from selective_compile.passes import Refusal, RefusedError, Rewrite
 from selective_compile.passes.recurrence_match import Recognised
 from selective_compile.passes.traced_graph import module_path
+from selective_compile.prefix_trial import not_as_computed, prefix_refusal
 from selective_compile.skeleton import Results, others_in, results_of_modules, skeleton, stand_in
-from selective_compile.step_program import captured_and_rewritten, proved
+from selective_compile.step_program import StepProgram, captured_and_rewritten, proved
 from selective_compile.whole_functions import Place
 from selective_compile.whole_modules import ModulesOf
 
@@ -86,7 +87,8 @@ def prove(model: nn.Module, fallback: Fallback, max_window: int | None = None, *
         if isinstance(model, nn.Module) and (hooks := hook_refusals(model)):
             raise RefusedError(hooks)  # not to be isolated: trials of a part would call them too
         found = ragged(model, fallback, max_window, latents=latents)
-        departure = one_token_refusal(model, found.isolated) or handed_refusal(model)
+        departure = one_token_refusal(model, found.isolated, prefix=prefix_of(found)) or handed_refusal(model)
+        departure = departure or goes_on_otherwise(model, found)
         if departure is not None:  # not for isolated modules: `generate` has it in every step, and they see more tokens
             raise RefusedError([departure])
         return found
@@ -97,6 +99,21 @@ def prove(model: nn.Module, fallback: Fallback, max_window: int | None = None, *
             f"max_attention_window must be None for a model in which not every attention is ragged, got "
             f"{max_window}: {error}"
         ) from error
+
+
+def prefix_of(found: Proved) -> int:
+    flat = found.rewritten.flat
+    return 0 if flat is None else flat.prefix
+
+
+def goes_on_otherwise(model: nn.Module, found: Proved) -> Refusal | None:
+    """What to say of a model that has a prefix, if that is not known to be computed as `generate` would."""
+    if not prefix_of(found):
+        return None
+    if isolated := found.rewritten.traced.isolated:
+        return not_as_computed(model, f"no module may run by itself in a model with a prefix: {isolated[0].module}")
+    program = StepProgram(model, found.rewritten, EngineConfig(compile=False), max_positions=None)
+    return prefix_refusal(model, program)
 
 
 def ragged(model: nn.Module, fallback: Fallback, max_window: int | None, *, latents: bool) -> Proved:

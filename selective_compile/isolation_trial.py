@@ -6,6 +6,7 @@ is not proved from a graph.  A model for which it is not so is found here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -73,11 +74,13 @@ def logits_alone(model: nn.Module, prompt: Tensor) -> Tensor:
         return call(*arguments)[0]
 
 
-def in_steps(program: StepProgram, prompts: list[Tensor]) -> list[Tensor]:
-    """Logits ``[length, V]`` of each prompt, all of them advancing together."""
+def in_steps(
+    program: StepProgram, prompts: list[Tensor], steps: Sequence[tuple[int, ...]] = STEPS, block: int = BLOCK
+) -> list[Tensor]:
+    """Logits ``[length, V]`` of each prompt, all of them advancing together by ``steps``; each has a ``block``."""
     pools = [
         tuple(
-            torch.zeros(len(prompts), site.num_kv_heads, BLOCK, size, dtype=site.pool_dtype, device=site.device)
+            torch.zeros(len(prompts), site.num_kv_heads, block, size, dtype=site.pool_dtype, device=site.device)
             for size in site.pool_rows
         )
         for site in program.call_sites
@@ -89,8 +92,8 @@ def in_steps(program: StepProgram, prompts: list[Tensor]) -> list[Tensor]:
     tables = len(reaches(site.reach for site in program.call_sites)) or 1
     done = [0] * len(prompts)
     found: list[list[Tensor]] = [[] for _ in prompts]
-    for counts in STEPS:
-        inputs = step_inputs(prompts, done, counts)
+    for counts in steps:
+        inputs = step_inputs(prompts, done, counts, block)
         inputs = replace(inputs, other_tables=((inputs.block_table, inputs.slot_mapping),) * (tables - 1))
         logits = program(inputs, pools, states)  # type: ignore[arg-type]
         for rows, part in zip(found, logits.split([*counts, len(logits) - sum(counts)]), strict=False):
@@ -99,10 +102,10 @@ def in_steps(program: StepProgram, prompts: list[Tensor]) -> list[Tensor]:
     return [torch.cat(rows) for rows in found]
 
 
-def step_inputs(prompts: list[Tensor], done: list[int], counts: tuple[int, ...]) -> StepInputs:
+def step_inputs(prompts: list[Tensor], done: list[int], counts: tuple[int, ...], block: int) -> StepInputs:
     device = prompts[0].device
     places = [torch.arange(start, start + count) for start, count in zip(done, counts, strict=True)]
-    slots = [number * BLOCK + place for number, place in enumerate(places)]
+    slots = [number * block + place for number, place in enumerate(places)]
     ends = torch.tensor([0, *counts]).cumsum(0)
     inputs = StepInputs(
         input_ids=torch.cat([prompt[s : s + n] for prompt, s, n in zip(prompts, done, counts, strict=True)]),

@@ -34,6 +34,7 @@ from selective_compile import fp8_rows, reference
 from selective_compile.int8_rows import row_bytes
 from selective_compile.ops import (
     check_per_head,
+    check_prefix,
     check_rows,
     check_scales,
     check_selection,
@@ -115,10 +116,12 @@ def _fake_latent_attention(
     slopes: Tensor | None = None,
     selection: Tensor | None = None,
     key_scales: Tensor | None = None,
+    prefix: int = 0,
 ) -> Tensor:
     check_rows(query, key, key)
     check_per_head(query, sinks, slopes)
     check_selection(query, selection, window, chunk)
+    check_prefix(prefix, window, chunk, selection)
     require(key.shape[1] == 1, f"key must have one head, got {key.shape[1]}")
     size = row_bytes(key.shape[2]) if key_pool.dtype == torch.int8 else key.shape[2]
     fits = key_pool.dim() == 4 and key_pool.shape[1] == 1 and key_pool.shape[3] == size
@@ -134,7 +137,8 @@ def _fake_latent_attention(
 latent_attention = register(
     "latent_attention(Tensor query, Tensor key, Tensor(a!) key_pool, Tensor cu_seqlens_q, Tensor context_lens, "
     "Tensor block_table, Tensor slot_mapping, int value_size, float scale, int window, float softcap, int chunk=0, "
-    "Tensor? sinks=None, Tensor? slopes=None, Tensor? selection=None, Tensor? key_scales=None) -> Tensor",
+    "Tensor? sinks=None, Tensor? slopes=None, Tensor? selection=None, Tensor? key_scales=None, "
+    "int prefix=0) -> Tensor",
     _run_latent_attention,
     _fake_latent_attention,
 )

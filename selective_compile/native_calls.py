@@ -167,7 +167,7 @@ class _Run:
     def _ragged_attention(self, query: Memory, *arguments: Any, **named: Any) -> Memory:
         given = dict(zip(_names_of(ops.ragged_attention), (query, *arguments), strict=False)) | named
         found = {name: given.pop(name) for name in _TENSORS}
-        window, chunk = given.pop("window"), given.pop("chunk", 0)
+        limits = (given.pop("window"), given.pop("chunk", 0), given.pop("prefix", 0))
         scale, softcap = float(given.pop("scale")), float(given.pop("softcap"))
         per_head = [given.pop(name, None) for name in ("sinks", "slopes")]
         if others := [name for name, value in given.items() if value is not None]:
@@ -176,7 +176,7 @@ class _Run:
             raise NotFollowed("sinks or slopes that are not float32")
         addresses = (0 if each is None else each.contiguous().data_ptr() for each in per_head)
         output = query.new_empty((*query.shape[:2], found["value"].shape[2]))
-        score = (window, chunk, *addresses, scale, softcap)
+        score = (*limits, *addresses, scale, softcap)
         fields = ragged_attention_cpu.call_fields(output, **found, score=score, threads=THREADS)
         self._pack(ragged_attention_cpu.address_of("selective_attention"), fields, checked=True)
         return output

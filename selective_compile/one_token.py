@@ -30,17 +30,21 @@ Pair = tuple[Tensor, Tensor]  # of a token by itself, of it among others
 
 
 @torch.no_grad()
-def one_token_refusal(model: nn.Module, isolated: Collection[str] = ()) -> Refusal | None:
+def one_token_refusal(model: nn.Module, isolated: Collection[str] = (), *, prefix: int = 0) -> Refusal | None:
     """What to say of ``model`` if its logits of a token that it is given by itself are others, or those of a call after
     another; None if the same.
 
     Args:
         isolated: paths of modules of which each request has its own, with what calls leave in them.
+        prefix: so many first tokens see one another, so that one by itself is another: then only calls after another
+            are tried here, and `prefix_refusal` tries the others.
     """
     ids = torch.randint(0, TOKEN_IDS, (TOKENS,), generator=torch.Generator().manual_seed(0)).to(device_of(model))
     with unchanged(model):
         if departs(pairs(lambda: called_again(model, ids, isolated))):
             return refusal(model, "", "tokens once it was called", "when it is called first", "state of earlier calls")
+        if prefix:
+            return None
         if departs(pairs(lambda: [(logits(model, two[:1])[0], logits(model, two)[0]) for two in ids.split(2)[:-1]])):
             return refusal(model, departing_module(model, ids[:2]), "a prompt of one token")
         if departs_in_generate(model, ids):

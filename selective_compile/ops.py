@@ -35,6 +35,8 @@ the last dimension of every tensor is contiguous):
     selection     [T, count] int32, or None: a row sees only these positions of its request, up to its own; each at
                   most once, and -1 behind them. With window 0 and chunk 0 only (`selective_compile.selection_ops`)
     key_scales    [K] float32, above 0, with pools of float8_e4m3fn, else None; value_scales likewise
+    prefix        > 0: a row also sees the positions j < prefix that are behind it, as far as its request has them in
+                  this step: j < context_lens[n]. With window 0, chunk 0 and no selection only
     result        [T, H, Dv], query's dtype; rows past cu_seqlens_q[N] are 0
 
 and of linear: x [..., K], weight [N, K], bias [N] or None, result [..., N], all of x's dtype; linears takes lists of
@@ -235,10 +237,12 @@ def fake_ragged_attention(
     selection: Tensor | None = None,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
+    prefix: int = 0,
 ) -> Tensor:
     check_rows(query, key, value)
     check_per_head(query, sinks, slopes)
     check_selection(query, selection, window, chunk)
+    check_prefix(prefix, window, chunk, selection)
     check_scales(key_pool, key_scales=key_scales, value_scales=value_scales)
     for name, pool, rows in (("key_pool", key_pool, key), ("value_pool", value_pool, value)):
         stored = key_pool.dtype if key_pool.dtype in (torch.int8, fp8_rows.DTYPE) else query.dtype
@@ -261,10 +265,12 @@ def _fake_varlen_attention(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     selection: Tensor | None = None,
+    prefix: int = 0,
 ) -> Tensor:
     check_rows(query, key, value)
     check_per_head(query, sinks, slopes)
     check_selection(query, selection, window, chunk)
+    check_prefix(prefix, window, chunk, selection)
     return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
 
 
@@ -308,6 +314,15 @@ def check_selection(query: Tensor, selection: Tensor | None, window: int, chunk:
     require(not window and not chunk, f"window and chunk must be 0 with a selection, got {window} and {chunk}")
 
 
+def check_prefix(prefix: int, window: int, chunk: int, selection: Tensor | None) -> None:
+    """No kernel has the keys of a prefix beside those of a window or a chunk, or of a selection."""
+    if not prefix:
+        return
+    require(prefix > 0, f"prefix must be at least 0, got {prefix}")
+    require(selection is None, f"selection must be None with a prefix, got one beside a prefix of {prefix}")
+    require(not window and not chunk, f"window and chunk must be 0 with a prefix, got {window} and {chunk}")
+
+
 def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     require(weight.dim() == 2, f"weight must be [N, K], got {list(weight.shape)}")
     torch._check(x.shape[-1] == weight.shape[1])
@@ -346,14 +361,14 @@ ragged_attention = register(
     "ragged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) key_pool, Tensor(b!) value_pool, "
     "Tensor cu_seqlens_q, Tensor context_lens, Tensor block_table, Tensor slot_mapping, "
     "float scale, int window, float softcap, int chunk=0, Tensor? sinks=None, Tensor? slopes=None, "
-    "Tensor? selection=None, Tensor? key_scales=None, Tensor? value_scales=None) -> Tensor",
+    "Tensor? selection=None, Tensor? key_scales=None, Tensor? value_scales=None, int prefix=0) -> Tensor",
     _run_ragged_attention,
     fake_ragged_attention,
 )
 varlen_attention = register(
     "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, "
     "float scale, int window, float softcap, int chunk=0, Tensor? sinks=None, Tensor? slopes=None, "
-    "Tensor? selection=None) -> Tensor",
+    "Tensor? selection=None, int prefix=0) -> Tensor",
     _run_varlen_attention,
     _fake_varlen_attention,
 )

@@ -45,8 +45,8 @@ class PaddedProgram:
     """Called with Dynamo's graph inputs in Dynamo's order; returns Dynamo's graph outputs.
 
     Some calls run Dynamo's own graph, uncompiled: a length that the trace does not hold for, a mask of other numbers
-    than 0 and 1, a window or a bias by distance over rows with holes, chunks or recurrences over rows that padding
-    shifts, fewer than two real tokens, and other values in the buffers that masks were proved from.
+    than 0 and 1, a window or a bias by distance over rows with holes, chunks, a prefix or recurrences over rows that
+    padding shifts, fewer than two real tokens, and other values in the buffers that masks were proved from.
     """
 
     def __init__(self, rewritten: Rewrite, module: fx.GraphModule, options: BackendOptions) -> None:
@@ -67,9 +67,10 @@ class PaddedProgram:
         self._mask = next((given.index for given in rewritten.traced.tokens() if given.node in padding), None)
         families = [call.family for call in flat.calls if call.family is not None]
         self._by_distance = any(family.window or family.slopes for family in families)
-        # What the first column of a row must be a multiple of.  A recurrence goes over padding as over any token, so
-        # that there must be none in front.
-        self._aligned = {family.chunk for family in families if family.chunk} | ({NEVER} if flat.recurrences else set())
+        # What the first column of a row must be a multiple of.  A recurrence goes over padding as over any token, and
+        # padding takes places of a prefix, so that there must be none in front.
+        self._aligned = {family.chunk for family in families if family.chunk}
+        self._aligned |= {NEVER} if flat.recurrences or flat.prefix else set()
         self._run = compiled(flat, inductor=options.inductor)
 
     def __call__(self, *arguments: Any) -> Any:

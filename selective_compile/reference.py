@@ -34,6 +34,7 @@ def ragged_attention(
     selection: Tensor | None = None,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
+    prefix: int = 0,
 ) -> Tensor:
     """`selective::ragged_attention`: write this step's keys and values, then attend. Returns [T, H, Dv]."""
     written, block_size = slot_mapping >= 0, key_pool.shape[2]
@@ -51,7 +52,8 @@ def ragged_attention(
         keys = _as_rows(key_pool[blocks, :, offsets], query, key_scales)
         values = _as_rows(value_pool[blocks, :, offsets], value, value_scales)
         chosen = None if selection is None else selection[rows]
-        attended = _attend(query[rows], keys, values, positions, scale, window, softcap, chunk, sinks, slopes, chosen)
+        options = (scale, window, softcap, chunk, sinks, slopes, chosen, prefix)
+        attended = _attend(query[rows], keys, values, positions, *options)
         output[rows] = attended.to(query.dtype)
     return output
 
@@ -104,6 +106,7 @@ def varlen_attention(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     selection: Tensor | None = None,
+    prefix: int = 0,
 ) -> Tensor:
     """`selective::varlen_attention`: each request attends to its own rows alone. Returns [T, H, Dv]."""
     output = query.new_zeros(*query.shape[:2], value.shape[-1])
@@ -112,7 +115,8 @@ def varlen_attention(
         positions = torch.arange(end - begin, device=query.device)
         q, k, v = (tensor[begin:end] for tensor in (query, key, value))
         chosen = None if selection is None else selection[begin:end]
-        attended = _attend(q, k, v, positions, scale, window, softcap, chunk, sinks, slopes, chosen)
+        options = (scale, window, softcap, chunk, sinks, slopes, chosen, prefix)
+        attended = _attend(q, k, v, positions, *options)
         output[begin:end] = attended.to(query.dtype)
     return output
 
@@ -134,10 +138,11 @@ def latent_attention(
     slopes: Tensor | None = None,
     selection: Tensor | None = None,
     key_scales: Tensor | None = None,
+    prefix: int = 0,
 ) -> Tensor:
     """`selective::latent_attention`: attention whose values are its keys, cut off. Returns [T, H, value_size]."""
     pools, metadata = (key_pool, key_pool), (cu_seqlens_q, context_lens, block_table, slot_mapping)
-    options: Any = (scale, window, softcap, chunk, sinks, slopes, selection, key_scales, key_scales)
+    options: Any = (scale, window, softcap, chunk, sinks, slopes, selection, key_scales, key_scales, prefix)
     return ragged_attention(query, key, key, *pools, *metadata, *options)[..., :value_size].contiguous()
 
 
@@ -208,6 +213,7 @@ def _attend(
     sinks: Tensor | None,
     slopes: Tensor | None,
     selection: Tensor | None,
+    prefix: int,
 ) -> Tensor:
     """Attention of a request's last positions [q, H, D] to its keys [c, K, D] at `positions`, c >= q: [q, H, Dv]."""
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -218,7 +224,7 @@ def _attend(
         score = softcap * torch.tanh(score / softcap)
     if slopes is not None:
         score = score + slopes.to(wide).reshape(per_head) * (j - i)
-    hidden = j > i
+    hidden = (j > i) & (j >= prefix)
     if window > 0:
         hidden |= i - j >= window
     if chunk > 0:

@@ -54,6 +54,7 @@ class SequentialProgram:
     forks_requests = True
     gives_every_row = False
     cut_up_to = None
+    prefix = 0
     pauses = False
     rewinds = False  # nor are there rows for more than a request's last token
     call_sites: tuple[Any, ...] = ()

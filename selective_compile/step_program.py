@@ -171,6 +171,9 @@ class StepProgram:
     ``keeps_requests``: whether it keeps more of a request than its blocks, so that no other can go on from those;
     ``forks_requests``: whether a request can go on from all that is kept of another by `go_on_from`;
     ``cut_up_to``: prompts of requests of at most so many tokens may be computed in parts, None for all;
+    ``prefix``: so many first positions of a request see one another: those of its prompt are computed in one step, and
+    what is generated there token by token, without drafts; requests share blocks only if their prompts reach as far and
+    begin with the same tokens up to there;
     ``pauses``: whether a request can be computed again, from its prompt and what it has generated;
     ``num_ids``: ids of a prompt are less than this, as many as the model knows of the vocabulary, and those beside
     it that only a prompt can have;
@@ -215,7 +218,8 @@ class StepProgram:
         self.weights = LiveWeights(model, flat, read)
         self.weights_version: Callable[[], object] = self.weights.version
         families = [call.family for call in flat.calls if call.family is not None]
-        self.counts_padding = any(family.window or family.chunk for family in families)
+        self.prefix = flat.prefix
+        self.counts_padding = any(family.window or family.chunk or family.prefix for family in families)
         self._flat = flat
         self.int8_weights = Int8Weights(flat.quantised)
         self.int8_weights.of(*self.weights.seen)  # at once: the memory for keys and values is what is left then

@@ -74,6 +74,11 @@ def chunk_mask(ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     return tril_mask(ids, attention_mask) & (chunks[:, None] == chunks)
 
 
+def prefix_mask(ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    kept = tril_mask(ids, None) | (torch.arange(ids.shape[1]) < 5)
+    return kept if attention_mask is None else kept & (attention_mask != 0)[:, None, None, :]
+
+
 def bias_by_distance(ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     places, slopes = torch.arange(ids.shape[1]), torch.tensor([1.0, 0.5, 0.25, 0.125])
     return additive_mask(ids, attention_mask) - slopes[:, None, None] * (places[:, None] - places)
@@ -91,6 +96,7 @@ class Convolution(nn.Module):
 COUNTING_COLUMNS: dict[str, Any] = {
     "window": lambda: Decoder(layers=1, mask=window_mask(5)),
     "chunks": lambda: Decoder(layers=1, mask=chunk_mask),
+    "prefix": lambda: Decoder(layers=2, mask=prefix_mask),
     "bias by distance": lambda: Decoder(layers=1, attend=by_matmul, mask=bias_by_distance),
     "convolution": lambda: Decoder(layers=1, mix=Convolution()),
 }

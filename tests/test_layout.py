@@ -79,6 +79,7 @@ LAYERS = (
         "isolation_trial",
         "module_program",
         "one_token",
+        "prefix_trial",
         "padded_program",
         "programs",
         "sequential_program",

@@ -98,10 +98,11 @@ def test_arguments_of_attention_that_are_none_are_followed_and_others_are_not() 
     """Generated code gives every argument that has a default, however many an operator comes to have."""
     schema = ops.ragged_attention._schema.arguments
     defaults = {each.name: each.default_value for each in schema if each.has_default_value()}
-    assert {"chunk", "sinks", "slopes"} < set(defaults)
+    followed = {"chunk", "sinks", "slopes", "prefix"}
+    assert followed < set(defaults)
     given = ", ".join(f"{name}={value}" for name, value in defaults.items())
     assert len(calls_of(ATTENTION.format(given)).calls) == len(calls_of(ATTENTION.format("")).calls) == 1
-    for name in defaults.keys() - {"chunk", "sinks", "slopes"}:
+    for name in defaults.keys() - followed:
         with pytest.raises(NotFollowed, match=f"attention with {name}"):
             calls_of(ATTENTION.format(f"{name}=weight"))
 

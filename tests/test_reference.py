@@ -105,6 +105,42 @@ def test_steps_over_a_pool_equal_attention_over_the_whole_history(
     assert int(key_pool.isfinite().all(-1).sum()) == int(value_pool.isfinite().all(-1).sum()) == written
 
 
+@pytest.mark.parametrize("prefix", [1, 2, 6, 9, 40])
+@pytest.mark.parametrize(("with_sinks", "with_slopes"), PER_HEAD)
+def test_a_prefix_is_seen_by_all_rows_as_far_as_it_is_there(prefix, with_sinks, with_slopes):
+    """A request of 11 tokens in steps of 7, 1 and 3, by a softmax over a whole matrix with what is hidden written out;
+    in one step it is the same as without a pool."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(11, heads, 4, generator=generator) for heads in (6, 2, 2))
+    sinks = torch.randn(6, generator=generator) if with_sinks else None
+    slopes = torch.rand(6, generator=generator) if with_slopes else None
+    there = torch.tensor([7] * 7 + [8] + [11] * 3)[:, None]
+
+    def expected(there: Tensor) -> Tensor:
+        i, j = torch.arange(11)[:, None], torch.arange(11)
+        score = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(3, 1)) * 0.3
+        score = score + (0 if slopes is None else slopes[:, None, None] * (j - i))
+        seen = ((j <= i) | (j < prefix)) & (j < there)
+        weight = score.exp() * seen
+        total = weight.sum(-1, keepdim=True) + (0 if sinks is None else sinks.exp()[:, None, None])
+        return torch.einsum("hqk,khd->qhd", weight / total, value.repeat_interleave(3, 1))
+
+    pools = [torch.full((3, 2, 4, 4), math.nan) for _ in range(2)]
+    table = torch.tensor([[2, 0, 1]], dtype=torch.int32)
+    slots = table[0, torch.arange(11) // 4].long() * 4 + torch.arange(11) % 4
+    options = (0.3, 0, 0.0, 0, sinks, slopes, None)
+    rows = []
+    for begin, end in ((0, 7), (7, 8), (8, 11)):
+        new = (tensor[begin:end] for tensor in (query, key, value))
+        lengths = one_request(end - begin), torch.tensor([end], dtype=torch.int32)
+        rows.append(
+            reference.ragged_attention(*new, *pools, *lengths, table, slots[begin:end], *options, prefix=prefix)
+        )
+    torch.testing.assert_close(torch.cat(rows), expected(there), rtol=1e-5, atol=1e-5)
+    whole = reference.varlen_attention(query, key, value, one_request(11), *options, prefix)
+    torch.testing.assert_close(whole, expected(torch.tensor(11)), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(("window", "chunk"), [(2, 0), (0, 4), (2, 4), (1, 3)])
 def test_what_no_row_sees_is_not_read(window, chunk):
     """A row at position 5 does not see the block of the positions 0 to 3 by a window of 2, nor by a chunk of 4."""

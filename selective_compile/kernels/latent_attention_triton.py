@@ -14,8 +14,8 @@ in decoding as in prefill; the others' programs find the rows in the second-leve
 
 With a selection of keys, a tile is one row, and its keys are those selected for it; they are not split.
 
-With ALiBi, softcap or chunks, which no model with latents has so far, the kernels for ordinary keys and values attend,
-the heads of each tile to a copy of the one key/value head that takes no memory.
+With ALiBi, softcap, chunks or a prefix, which no model with latents has so far, the kernels for ordinary keys and
+values attend, the heads of each tile to a copy of the one key/value head that takes no memory.
 
 None of it has been timed on a GPU.
 """
@@ -214,6 +214,7 @@ def latent_attention(
     slopes: Tensor | None = None,
     selection: Tensor | None = None,
     key_scales: Tensor | None = None,
+    prefix: int = 0,
 ) -> Tensor:
     """`selective::latent_attention`: one launch writes into the pool, others attend. Returns [T, H, value_size].
 
@@ -225,8 +226,10 @@ def latent_attention(
     write_keys(key, key_pool, slot_mapping, key_scales)
     if selection is not None and (window or chunk):
         raise ValueError(f"window and chunk must be 0 with a selection, got {window} and {chunk}")
+    if selection is not None and prefix:
+        raise ValueError(f"prefix must be 0 with a selection, got {prefix}")
     metadata = (cu_seqlens_q, context_lens, block_table)
-    if not softcap and not chunk and slopes is None:
+    if not softcap and not chunk and not prefix and slopes is None:
         return _attend(query, key_pool, metadata, (sinks, selection, key_scales), value_size, scale, window)
     copies = query.shape[1] // _group(query.shape[1])
     keys, values = (pool.expand(-1, copies, -1, -1) for pool in (key_pool, key_pool[..., :value_size]))
@@ -236,7 +239,7 @@ def latent_attention(
         options = ((scale, softcap), per_head, selection)
         return selection_triton.ragged_selected_attention(query, keys, values, metadata, *options)
     strides, sizes = (*keys.stride()[:3], *values.stride()[:3]), (copies, key_pool.shape[2])
-    score = (scale, window, softcap, chunk)
+    score = (scale, window, softcap, chunk, prefix)
     return attend(query, (keys, values), metadata, per_head, strides, sizes, score, whole=True)
 
 

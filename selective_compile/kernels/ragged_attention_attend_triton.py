@@ -9,6 +9,7 @@ Legend
     BLOCK_N    keys of one iteration; any relation to BLOCK_SIZE, the slots of a block, is allowed
     clear      an iteration whose keys are seen by every row of the tile, all of them. Nothing is compared there
     masked     another one: where a window or a chunk begins, and at the end
+    PREFIX     keys in front of it are seen by every row; what a tile sees ends there if it ends no later
     BLOCK_SIZE 0: no pool, the keys are the request's own rows of this step (varlen_attention)
     sinks, slopes None: the code that reads them is not compiled
     PDL        whether it begins before the kernel in front of it has ended: `dependent_launch`
@@ -56,7 +57,7 @@ from selective_compile.kernels.ragged_attention_tiles import (
     tile_config,
 )
 from selective_compile.kernels.request_rows_triton import tile_rows
-from selective_compile.kernels.split_plan_triton import first_key, piece_keys, piece_rows, plan
+from selective_compile.kernels.split_plan_triton import first_key, last_key, piece_keys, piece_rows, plan
 
 
 @triton.jit
@@ -127,6 +128,7 @@ def _attention_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     CHUNK: tl.constexpr,
+    PREFIX: tl.constexpr,
     GROUP: tl.constexpr,
     PARTS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -174,7 +176,7 @@ def _attention_kernel(
 
     # Keys outside [key_begin, key_end) are seen by no row of the tile. They are not read: slots behind the
     # context hold anything, and blocks in front of what the first row sees may belong to another request.
-    key_end = context - row_end + tl.minimum(first_row + BLOCK_Q, row_end)
+    key_end = last_key(context - row_end + tl.minimum(first_row + BLOCK_Q, row_end), context, PREFIX)
     first_position = context - row_end + first_row
     key_begin = first_key(first_position, WINDOW, CHUNK)
     if CHUNK > 0:
@@ -205,7 +207,8 @@ def _attention_kernel(
         slope = tl.load(slopes + head) * LOG2_E
     accumulator = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
 
-    # Clear from where the last row's window and chunk begin up to the position of the first row, in whole iterations.
+    # Clear from where the last row's window and chunk begin up to the position of the first row, or the end of the
+    # prefix, in whole iterations.
     # The masked ones in front of these and behind them are walked first, in one loop, so that their code is there once.
     clear_begin = begin
     if (WINDOW > 0) | (CHUNK > 0):
@@ -216,7 +219,7 @@ def _attention_kernel(
             clear_begin = tl.maximum(clear_begin, last_chunk)
         clear_begin = (clear_begin + BLOCK_N - 1) // BLOCK_N * BLOCK_N
         clear_begin = tl.minimum(tl.maximum(clear_begin, begin), end)
-    clear_end = (first_position + 1) // BLOCK_N * BLOCK_N
+    clear_end = last_key(first_position + 1, context, PREFIX) // BLOCK_N * BLOCK_N
     clear_end = tl.minimum(tl.maximum(clear_end, clear_begin), end)
     steps_in_front = (clear_begin - begin + BLOCK_N - 1) // BLOCK_N
     masked_steps = steps_in_front + (end - clear_end + BLOCK_N - 1) // BLOCK_N
@@ -253,6 +256,8 @@ def _attention_kernel(
                 score += slope[:, None] * (j[None, :] - position[:, None]).to(tl.float32)
             if MASKED:
                 seen = read[None, :] & (j[None, :] <= position[:, None])
+                if PREFIX > 0:
+                    seen = seen | (read & (j < PREFIX))[None, :]
                 if WINDOW > 0:
                     seen = seen & (j[None, :] > position[:, None] - WINDOW)
                 if CHUNK >= BLOCK_Q:
@@ -305,7 +310,7 @@ def attend(
     per_head: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
     strides: tuple[int, ...],
     kv_heads_and_block_size: tuple[int, ...],
-    score: tuple[float, int, float, int],
+    score: tuple[float, int, float, int, int],
     *,
     whole: bool,
 ) -> Tensor:
@@ -313,7 +318,7 @@ def attend(
 
     keys_and_values: pools, or rows where the block size is 0; metadata: cu_seqlens_q, context_lens and block_table;
     per_head: sinks, slopes, scales of keys and of values; strides: of block, head and slot of both; score: scale,
-    window, softcap and chunk; whole: every program takes all keys.
+    window, softcap, chunk and prefix; whole: every program takes all keys.
     """
     keys, values = keys_and_values
     kv_heads, block_size = kv_heads_and_block_size
@@ -332,7 +337,9 @@ def attend(
         block_size=block_size,
         bulk=bulk_copies(query.device) and aligned(keys) and aligned(values),
     )
-    rows, parts, (_, window, _, chunk) = tile.block_m // tile.heads, heads // tile.heads, score
+    rows, parts, (_, window, _, chunk, prefix) = tile.block_m // tile.heads, heads // tile.heads, score
+    if prefix and (window or chunk):
+        raise ValueError(f"window and chunk must be 0 with a prefix, got {window} and {chunk}")
     keys_of_a_tile = most_keys(rows=rows, window=window, chunk=chunk, block_n=tile.block_n)
     splits = split_config(parts=parts, keys=keys_of_a_tile, warps=tile.num_warps, processors=processors(query.device))
     output, split, num_pieces = query.new_empty(num_rows, heads, value_size), None, num_rows // rows + num_requests + 1
@@ -352,7 +359,7 @@ def attend(
     )
     # fmt: on
     if split is not None:
-        merge(output, partial, split.divided, lengths, sizes, window=window, chunk=chunk)
+        merge(output, partial, split.divided, lengths, sizes, window=window, chunk=chunk, prefix=prefix)
     return output
 
 

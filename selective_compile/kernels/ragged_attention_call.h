@@ -22,7 +22,7 @@ struct Call {
   int64_t requests, block_size, num_blocks, max_blocks, table_stride;
   int64_t query_row, query_head, key_row, key_head, value_row, value_head;
   int64_t key_block, key_block_head, key_slot, value_block, value_block_head, value_slot;
-  int64_t window, chunk;
+  int64_t window, chunk, prefix;
   const float *sinks, *slopes;  // [query_heads], or null
   double scale, softcap;
 };

@@ -20,7 +20,7 @@ from selective_compile.kernels import native
 _functions = native.Functions(__file__)
 available, unavailable_reason, address_of = _functions.available, _functions.unavailable_reason, _functions.address
 
-_pack = struct.Struct("=40q2d").pack
+_pack = struct.Struct("=41q2d").pack
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 REFUSALS = {
     1: "cu_seqlens_q must start at 0, never fall, and end at or below the number of rows",
@@ -47,6 +47,9 @@ def ragged_attention(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     selection: Tensor | None = None,
+    key_scales: None = None,
+    value_scales: None = None,
+    prefix: int = 0,
 ) -> Tensor:
     """`selective::ragged_attention` (shapes: `selective_compile.ops`). Returns [T, H, Dv].
 
@@ -56,16 +59,17 @@ def ragged_attention(
         NativeBuildError: the kernel cannot be built here.
     """
     if selection is not None:
-        refuse_reach(window, chunk)
+        refuse_reach(window, chunk, prefix)
         tensors = (query, key, value, key_pool, value_pool, cu_seqlens_q, context_lens, block_table, slot_mapping)
         return _selection().ragged_selected_attention(*tensors, scale, softcap, sinks, slopes, selection)
+    refuse_limits(prefix, window, chunk)
     check_rows(query, key, value)
     check_metadata(cu_seqlens_q, context_lens, block_table, slot_mapping, rows=query.shape[0])
     sinks, slopes = per_head(sinks, query.shape[1], "sinks"), per_head(slopes, query.shape[1], "slopes")
     check_pools(key, value, key_pool, value_pool)
     tensors = (query, key, value, key_pool, value_pool, cu_seqlens_q, context_lens, block_table, slot_mapping)
     output = query.new_empty((*query.shape[:2], value.shape[2]))
-    _launch(call_fields(output, *tensors, (window, chunk, address(sinks), address(slopes), scale, softcap)))
+    _launch(call_fields(output, *tensors, (window, chunk, prefix, address(sinks), address(slopes), scale, softcap)))
     return output
 
 
@@ -78,8 +82,15 @@ def latent_attention(
     block_table: Tensor,
     slot_mapping: Tensor,
     value_size: int,
-    *score: Any,
-    **options: Any,
+    scale: float,
+    window: int,
+    softcap: float,
+    chunk: int = 0,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    selection: Tensor | None = None,
+    key_scales: None = None,
+    prefix: int = 0,
 ) -> Tensor:
     """`selective::latent_attention` (shapes: `selective_compile.latent_ops`). Returns [T, H, value_size].
 
@@ -91,7 +102,8 @@ def latent_attention(
     """
     stored = row_bytes(value_size) if key_pool.dtype is torch.int8 else value_size
     pools, metadata = (key_pool, key_pool[..., :stored]), (cu_seqlens_q, context_lens, block_table, slot_mapping)
-    return ragged_attention(query, key, key[..., :value_size], *pools, *metadata, *score, **options)
+    score: Any = (scale, window, softcap, chunk, sinks, slopes, selection, None, None, prefix)
+    return ragged_attention(query, key, key[..., :value_size], *pools, *metadata, *score)
 
 
 def varlen_attention(
@@ -106,6 +118,7 @@ def varlen_attention(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     selection: Tensor | None = None,
+    prefix: int = 0,
 ) -> Tensor:
     """`selective::varlen_attention` (shapes: `selective_compile.ops`). Returns [T, H, Dv].
 
@@ -116,9 +129,10 @@ def varlen_attention(
         NativeBuildError: the kernel cannot be built here.
     """
     if selection is not None:
-        refuse_reach(window, chunk)
+        refuse_reach(window, chunk, prefix)
         tensors = (query, key, value, cu_seqlens_q)
         return _selection().varlen_selected_attention(*tensors, scale, softcap, sinks, slopes, selection)
+    refuse_limits(prefix, window, chunk)
     check_rows(query, key, value)
     if not (cu_seqlens_q.dtype is torch.int32 and cu_seqlens_q.is_contiguous()):
         raise ValueError(f"cu_seqlens_q must be contiguous int32, got {cu_seqlens_q.dtype}")
@@ -133,7 +147,7 @@ def varlen_attention(
         False,
         (cu_seqlens_q.numel() - 1, 0, 0, 0, 0),
         (0, key_head, key_row, 0, value_head, value_row),
-        (window, chunk, address(sinks), address(slopes), scale, softcap),
+        (window, chunk, prefix, address(sinks), address(slopes), scale, softcap),
         torch.get_num_threads(),
     )
     _launch(fields)
@@ -147,10 +161,18 @@ def _selection() -> ModuleType:
     return selection_cpu
 
 
-def refuse_reach(window: int, chunk: int) -> None:
-    """Raise ValueError unless both are 0, as they must be with a selection."""
+def refuse_reach(window: int, chunk: int, prefix: int = 0) -> None:
+    """Raise ValueError unless all are 0, as they must be with a selection."""
     if window or chunk:
         raise ValueError(f"window and chunk must be 0 with a selection, got {window} and {chunk}")
+    if prefix:
+        raise ValueError(f"prefix must be 0 with a selection, got {prefix}")
+
+
+def refuse_limits(prefix: int, window: int, chunk: int) -> None:
+    """Raise ValueError if there is a prefix and a window or chunk, which no kernel has at once."""
+    if prefix and (window or chunk):
+        raise ValueError(f"window and chunk must be 0 with a prefix, got {window} and {chunk}")
 
 
 def call_fields(
@@ -164,13 +186,13 @@ def call_fields(
     context_lens: Any,
     block_table: Any,
     slot_mapping: Any,
-    score: tuple[int, int, Any, Any, float, float],
+    score: tuple[int, int, int, Any, Any, float, float],
     threads: Any = None,
 ) -> tuple[Any, ...]:
     """The arguments of the kernel, of tensors or of what stands for them (`selective_compile.call_values`).
 
     Args:
-        score: window, chunk, the addresses of sinks and slopes or 0, scale and softcap.
+        score: window, chunk, prefix, the addresses of sinks and slopes or 0, scale and softcap.
     """
     num_blocks, _, block_size, _ = key_pool.shape
     key_block, key_head, key_slot, _ = key_pool.stride()

@@ -13,7 +13,7 @@ namespace {
 
 template <typename T, typename S> class FewKernel : public Layout<T, S> {
   using Base = Layout<T, S>;
-  using Base::call_, Base::depth_, Base::width_, Base::PAIRS, Base::INT8, Base::first_seen, Base::position,
+  using Base::call_, Base::depth_, Base::width_, Base::PAIRS, Base::INT8, Base::first_seen, Base::last_seen, Base::position,
       Base::slope, Base::query_vector, Base::locate, Base::read_scales, Base::base2, Base::state_of, Base::of_head,
       Base::value_row_size;
 
@@ -33,11 +33,12 @@ template <typename T, typename S> class FewKernel : public Layout<T, S> {
     for (int64_t k = 0; k < item.heads; ++k) read_query(of_head(item, k), queries + k * vectors * depth_);
     alignas(64) float factor[W], slopes[W];
     Scales scales;
-    alignas(64) int32_t bounds[2][W];
+    alignas(64) int32_t bounds[3][W];  // the first and the last position that a vector sees, and its own
     for (int64_t m = 0; m < vectors; ++m) {
       int64_t at = position(item.request, item.vector + m);
       bounds[0][m] = int32_t(first_seen(at));
-      bounds[1][m] = int32_t(at);
+      bounds[1][m] = int32_t(last_seen(item.request, at));
+      bounds[2][m] = int32_t(at);
     }
     const S *keys[2][FEW_KEYS], *values[2][FEW_KEYS];
     // Tiles start at multiples of FEW_KEYS; what lies before the first or behind the last key is never located.
@@ -174,7 +175,7 @@ template <typename T, typename S> class FewKernel : public Layout<T, S> {
         vf product = load(score);
         if constexpr (INT8) product = product * load(scales.keys + i);
         vf biased = base2(product);
-        if constexpr (SLOPED) biased += slopes[m] * __builtin_convertvector(at - bounds[1][m], vf);
+        if constexpr (SLOPED) biased += slopes[m] * __builtin_convertvector(at - bounds[2][m], vf);
         vf kept = select((at >= first) & (at <= last), biased, splat(-INFINITY));
         store(score, kept);
         best = larger(kept, best);

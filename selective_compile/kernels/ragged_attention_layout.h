@@ -28,11 +28,15 @@ template <typename T, typename S> class Layout {
 
   int64_t rows(int64_t n) const { return call_.cu_seqlens_q[n + 1] - call_.cu_seqlens_q[n]; }
   int64_t context(int64_t n) const { return call_.context_lens ? call_.context_lens[n] : rows(n); }
-  // The first key that a row at `position` sees; the last one is its own.
+  // The first key that a row at `position` sees.
   int64_t first_seen(int64_t position) const {
     int64_t in_window = call_.window > 0 ? position - call_.window + 1 : 0;
     int64_t in_chunk = call_.chunk > 0 ? position / call_.chunk * call_.chunk : 0;
     return std::max<int64_t>({0, in_window, in_chunk});
+  }
+  // The last one: its own, or one of the prefix behind it, as far as there are any yet.
+  int64_t last_seen(int64_t n, int64_t position) const {
+    return std::max(position, std::min(call_.prefix, context(n)) - 1);
   }
   int64_t position(int64_t n, int64_t vector) const { return context(n) - rows(n) + vector / group_; }
   int64_t head_of(const Item& item, int64_t m) const { return item.head * group_ + (item.vector + m) % group_; }

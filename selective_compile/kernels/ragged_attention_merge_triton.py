@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from selective_compile.kernels.dependent_launch import begins_early, launch_options
 from selective_compile.kernels.interpreter import on_device
-from selective_compile.kernels.split_plan_triton import first_key
+from selective_compile.kernels.split_plan_triton import first_key, last_key
 
 # Twice as many spill a register for sm_80. Not measured on a GPU.
 BLOCK_S = 8
@@ -46,6 +46,7 @@ def _merge_kernel(
     num_divided,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
+    PREFIX: tl.constexpr,
     HEADS: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -66,9 +67,10 @@ def _merge_kernel(
     place = tl.load(tile + 3 * num_divided)
     row_end = tl.load(cu_seqlens_q + request + 1)
     last_row = tl.minimum(first_row + BLOCK_Q, row_end)
-    before = tl.load(context_lens + request) - row_end  # a row's position is so much more than its number
+    context = tl.load(context_lens + request)
+    before = context - row_end  # a row's position is so much more than its number
     begin = first_key(before + first_row, WINDOW, CHUNK) // BLOCK_N * BLOCK_N
-    used = (before + last_row - begin + split_keys - 1) // split_keys
+    used = (last_key(before + last_row, context, PREFIX) - begin + split_keys - 1) // split_keys
     if used <= 1:
         return
     dv = tl.arange(0, BLOCK_DV)
@@ -114,6 +116,7 @@ def merge(
     *,
     window: int,
     chunk: int,
+    prefix: int = 0,
 ) -> None:
     """Write the rows [T, H, Dv] of the tiles that more than one split was used for.
 
@@ -125,7 +128,7 @@ def merge(
         return
     # fmt: off
     on_device(_merge_kernel, output)[(num_divided, heads)](
-        output, *parts, divided, *lengths, num_divided, window, chunk, heads, value_size, *rows_and_keys, BLOCK_S,
-        block_dv, early, num_warps=4, enable_fp_fusion=True, **launch_options(early),
+        output, *parts, divided, *lengths, num_divided, window, chunk, prefix, heads, value_size, *rows_and_keys,
+        BLOCK_S, block_dv, early, num_warps=4, enable_fp_fusion=True, **launch_options(early),
     )
     # fmt: on

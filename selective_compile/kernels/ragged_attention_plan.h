@@ -15,7 +15,7 @@ namespace {
 template <typename T, typename S> class Plan : public Layout<T, S> {
  protected:
   using Base = Layout<T, S>;
-  using Base::call_, Base::group_, Base::rows, Base::context, Base::first_seen, Base::position, Base::partial_size,
+  using Base::call_, Base::group_, Base::rows, Base::context, Base::first_seen, Base::last_seen, Base::position, Base::partial_size,
       Base::tensor, Base::pool;
 
  public:
@@ -89,7 +89,7 @@ template <typename T, typename S> class Plan : public Layout<T, S> {
   }
 
   void plan_tile(int64_t n, int64_t head, int64_t heads, int64_t vector, int64_t vectors, int64_t split) {
-    int64_t first = first_seen(position(n, vector)), last = position(n, vector + vectors - 1);
+    int64_t first = first_seen(position(n, vector)), last = last_seen(n, position(n, vector + vectors - 1));
     work_ += (last - first + 1) * (call_.size + call_.value_size) * vectors * heads;
     // Splits start at multiples of `split`, wherever the window starts, so that they are the same in every step.
     int64_t parts = last / split - first / split + 1, id = -1;

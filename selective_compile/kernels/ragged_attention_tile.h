@@ -13,14 +13,14 @@ namespace {
 
 template <typename T, typename S> class TileKernel : public Layout<T, S> {
   using Base = Layout<T, S>;
-  using Base::call_, Base::width_, Base::PAIRS, Base::INT8, Base::first_seen, Base::position, Base::slope,
+  using Base::call_, Base::width_, Base::PAIRS, Base::INT8, Base::first_seen, Base::last_seen, Base::position, Base::slope,
       Base::query_vector, Base::locate, Base::read_scales, Base::base2, Base::value_row_size;
 
  public:
   using Base::Base;
 
   int64_t scratch(int64_t lanes) const {
-    return lanes * words() + TILE_KEYS * (lanes + words() + width_ + 2) + 4 * lanes;
+    return lanes * words() + TILE_KEYS * (lanes + words() + width_ + 2) + 5 * lanes;
   }
 
   void attend(const Item& item, State state, float* memory) const {
@@ -32,7 +32,8 @@ template <typename T, typename S> class TileKernel : public Layout<T, S> {
     tile.factor = tile.values + TILE_KEYS * width_;
     tile.first = reinterpret_cast<int32_t*>(tile.factor + tile.lanes);
     tile.last = tile.first + tile.lanes;
-    tile.slopes = reinterpret_cast<float*>(tile.last + tile.lanes);
+    tile.own = tile.last + tile.lanes;
+    tile.slopes = reinterpret_cast<float*>(tile.own + tile.lanes);
     tile.key_scales = tile.slopes + tile.lanes;
     tile.value_scales = tile.key_scales + TILE_KEYS;
     tile.keys = tile.value_scales + TILE_KEYS;
@@ -40,7 +41,8 @@ template <typename T, typename S> class TileKernel : public Layout<T, S> {
     for (int64_t m = 0; m < tile.lanes; ++m) {
       int64_t vector = std::min<int64_t>(m, item.vectors - 1), at = position(item.request, item.vector + vector);
       tile.first[m] = int32_t(first_seen(at));
-      tile.last[m] = int32_t(at);
+      tile.last[m] = int32_t(last_seen(item.request, at));
+      tile.own[m] = int32_t(at);
       if (call_.slopes) tile.slopes[m] = slope(item, vector);
     }
     const int64_t last = item.last_key + 1;
@@ -69,7 +71,7 @@ template <typename T, typename S> class TileKernel : public Layout<T, S> {
     float* values;      // [TILE_KEYS][Dvp]; pairs: [TILE_KEYS / 2][Dvp]
     float* scores;      // [TILE_KEYS][lanes], later the weights; pairs: [TILE_KEYS / 2][lanes]
     float* factor;      // [lanes]
-    int32_t *first, *last;  // [lanes] positions that a vector sees
+    int32_t *first, *last, *own;  // [lanes] positions that a vector sees, and its own
     float* slopes;      // [lanes]
     float *key_scales, *value_scales;  // [TILE_KEYS], of int8
     int64_t lanes;
@@ -186,13 +188,14 @@ template <typename T, typename S> class TileKernel : public Layout<T, S> {
       float* scores = tile.scores + lane;
       vi first = read<vi>(tile.first + lane), last = read<vi>(tile.last + lane);
       vf largest_score = load(state.largest + lane), top = largest_score, slopes{};
-      if constexpr (SLOPED) slopes = load(tile.slopes + lane);
+      vi own{};
+      if constexpr (SLOPED) slopes = load(tile.slopes + lane), own = read<vi>(tile.own + lane);
       for (int64_t i = 0; i < count; ++i) {
         vi at = splat(int32_t(begin + i));
         vf product = load(scores + i * tile.lanes);
         if constexpr (INT8) product = product * tile.key_scales[i];
         vf biased = base2(product);
-        if constexpr (SLOPED) biased += slopes * __builtin_convertvector(at - last, vf);
+        if constexpr (SLOPED) biased += slopes * __builtin_convertvector(at - own, vf);
         vf score = select((at >= first) & (at <= last), biased, splat(-INFINITY));
         store(scores + i * tile.lanes, score);
         top = larger(score, top);

@@ -41,6 +41,7 @@ def ragged_attention(
     selection: Tensor | None = None,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
+    prefix: int = 0,
     *,
     batch_invariant: bool = False,
 ) -> Tensor:
@@ -56,7 +57,7 @@ def ragged_attention(
     scales = (key_scales, value_scales)
     write(key, value, key_pool, value_pool, slot_mapping, *scales)
     metadata = (cu_seqlens_q, context_lens, block_table)
-    pools, score, per_head = (key_pool, value_pool), (scale, window, softcap, chunk), (sinks, slopes, *scales)
+    pools, score, per_head = (key_pool, value_pool), (scale, window, softcap, chunk, prefix), (sinks, slopes, *scales)
     return _attend_to_pools(query, pools, metadata, score, per_head, selection, batch_invariant=batch_invariant)
 
 
@@ -88,6 +89,7 @@ def rotary_attention(
     selection: Tensor | None = None,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
+    prefix: int = 0,
     *,
     batch_invariant: bool = False,
 ) -> Tensor:
@@ -96,7 +98,7 @@ def rotary_attention(
     pools, scales = (key_pool, value_pool), (key_scales, value_scales)
     query = rotate_and_write(query, key, value, (cos, sin), weights, rotation, pools, scales, slot_mapping)
     metadata = (cu_seqlens_q, context_lens, block_table)
-    score, per_head = (scale, window, softcap, chunk), (sinks, slopes, *scales)
+    score, per_head = (scale, window, softcap, chunk, prefix), (sinks, slopes, *scales)
     return _attend_to_pools(query, pools, metadata, score, per_head, selection, batch_invariant=batch_invariant)
 
 
@@ -104,7 +106,7 @@ def _attend_to_pools(
     query: Tensor,
     pools: tuple[Tensor, Tensor],
     metadata: tuple[Tensor, Tensor, Tensor],
-    score: tuple[float, int, float, int],
+    score: tuple[float, int, float, int, int],
     per_head: selection_triton.PerHead,
     selection: Tensor | None,
     *,
@@ -113,8 +115,8 @@ def _attend_to_pools(
     """Attend to what is in the key and the value pool. [T, H, Dv]."""
     key_pool, value_pool = pools
     if selection is not None:
-        scale, window, softcap, chunk = score
-        _check_unmasked(window, chunk)
+        scale, window, softcap, chunk, prefix = score
+        _check_unmasked(window, chunk, prefix)
         options = ((scale, softcap), per_head, selection)
         return selection_triton.ragged_selected_attention(query, key_pool, value_pool, metadata, *options)
     strides = (*key_pool.stride()[:3], *value_pool.stride()[:3])
@@ -133,19 +135,22 @@ def varlen_attention(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     selection: Tensor | None = None,
+    prefix: int = 0,
 ) -> Tensor:
     """`selective::varlen_attention`: the rows of `key` and `value` are read where they are. [T, H, Dv]."""
     if selection is not None:
-        _check_unmasked(window, chunk)
+        _check_unmasked(window, chunk, prefix)
         options = ((scale, softcap), sinks, slopes, selection)
         return selection_triton.varlen_selected_attention(query, key, value, cu_seqlens_q, *options)
     strides = (*key.stride()[:2], 0, *value.stride()[:2], 0)
     tensors, per_head = (cu_seqlens_q, cu_seqlens_q, cu_seqlens_q), (sinks, slopes, None, None)
-    score = (scale, window, softcap, chunk)
+    score = (scale, window, softcap, chunk, prefix)
     return attend(query, (key, value), tensors, per_head, strides, (key.shape[1], 0), score, whole=True)
 
 
-def _check_unmasked(window: int, chunk: int) -> None:
+def _check_unmasked(window: int, chunk: int, prefix: int) -> None:
     """Selected keys are among all keys in front of a row."""
     if window or chunk:
         raise ValueError(f"window and chunk must be 0 with a selection, got {window} and {chunk}")
+    if prefix:
+        raise ValueError(f"prefix must be 0 with a selection, got {prefix}")

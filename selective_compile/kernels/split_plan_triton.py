@@ -69,6 +69,15 @@ def first_key(first_position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def last_key(end_of_rows, context, PREFIX: tl.constexpr):
+    """The end of the keys that any row of a tile sees, by that of its rows: behind it there may be more of a prefix."""
+    end = end_of_rows
+    if PREFIX > 0:
+        end = tl.maximum(end, tl.minimum(context, PREFIX))
+    return end
+
+
+@triton.jit
 def piece_rows(pieces, num_pieces, cu_seqlens_q, num_requests, num_rows, number):
     """The request of a piece, the end of its rows, and the first row of its tile, which of no piece is not in front."""
     request = tl.load(pieces + number)

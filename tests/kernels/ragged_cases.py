@@ -29,6 +29,7 @@ class Case:
     window: int = 0
     softcap: float = 0.0
     chunk: int = 0
+    prefix: int = 0
     sinks: float | None = None  # about where the sinks lie; the scores lie around 0
     slopes: bool = False
     scale: float = 0.3
@@ -60,15 +61,18 @@ class Inputs:
     slopes: Tensor | None
     key_scales: Tensor | None = None
     value_scales: Tensor | None = None
+    prefix: int = 0
 
     def ragged(self) -> tuple:
         arguments = [getattr(self, field.name) for field in dataclasses.fields(self)]
-        # In front of the scales, no selection. Kernels that have no scales are given none.
-        return (*arguments[:-2], *(() if self.key_scales is None else (None, *arguments[-2:])))
+        # In front of the scales, no selection. Kernels that have no scales are given none, unless a prefix follows.
+        others = (None, *arguments[-3:]) if self.prefix else (None, *arguments[-3:-1])
+        return (*arguments[:-3], *(() if self.key_scales is None and not self.prefix else others))
 
     def varlen(self) -> tuple:
-        skipped = ("key_pool", "value_pool", "context_lens", "block_table", "slot_mapping", *SCALES)
-        return tuple(getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in skipped)
+        skipped = ("key_pool", "value_pool", "context_lens", "block_table", "slot_mapping", *SCALES, "prefix")
+        given = tuple(getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in skipped)
+        return (*given, None, self.prefix) if self.prefix else given
 
     def to(self, dtype: torch.dtype) -> Inputs:
         """A copy with its own pools; what is drawn in one dtype can be checked in another. Pools of 8 bits stay."""
@@ -131,6 +135,10 @@ CASES = (
     Case(name="slopes", requests=MIXED, slopes=True, padding_rows=1),
     Case(name="slopes_of_7_heads", requests=CHUNK, slopes=True, query_heads=14, block_size=8),
     Case(name="everything", requests=MIXED, chunk=24, window=17, softcap=3.0, sinks=0.0, slopes=True),
+    Case(name="prefix", requests=MIXED, prefix=19, padding_rows=2),
+    Case(name="prefix_of_2", requests=CHUNK, prefix=2, block_size=8),
+    Case(name="prefix_longer_than_most", requests=((5, 0), (37, 0), (1, 30), (3, 62), (0, 9)), prefix=64, block_size=5),
+    Case(name="prefix_and_all_that_goes_with_it", requests=MIXED, prefix=33, softcap=3.0, sinks=0.5, slopes=True),
     Case(name="head_size_64", requests=MIXED, key_size=64, value_size=64, strided=True),
     Case(name="head_size_80", requests=CHUNK, key_size=80, value_size=80),
     Case(name="head_size_128", requests=DECODE, key_size=128, value_size=128, scale=0.09),
@@ -149,20 +157,28 @@ COMBINATIONS = tuple(
 )
 
 
+# What goes with a prefix, which windows and chunks do not.
+WITH_PREFIX = tuple(
+    dataclasses.replace(case, name=f"prefix_{case.name}", prefix=27)
+    for case in COMBINATIONS
+    if not case.window and not case.chunk
+)
+
+
 def cases() -> st.SearchStrategy[Case]:
     """Steps of any requests, sizes and features, small enough for a hundred of them."""
     heads = st.sampled_from(((4, 2), (3, 3), (14, 2), (5, 1), (20, 1)))
     sizes = st.sampled_from((5, 8, 16, 24, 64))
+    limits = st.builds(dict, window=st.just(0) | st.integers(1, 70), chunk=st.just(0) | st.integers(1, 70))
     return st.builds(
-        lambda heads, **fields: Case(name="drawn", query_heads=heads[0], kv_heads=heads[1], **fields),
+        lambda heads, limits, **fields: Case(name="drawn", query_heads=heads[0], kv_heads=heads[1], **limits, **fields),
         heads=heads,
+        limits=limits | st.builds(dict, prefix=st.integers(1, 200)),
         requests=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 150)), max_size=4).map(tuple),
         key_size=sizes,
         value_size=sizes,
         block_size=st.sampled_from((5, 8, 16, 32)),
-        window=st.just(0) | st.integers(1, 70),
         softcap=st.just(0.0) | st.floats(0.5, 20.0),
-        chunk=st.just(0) | st.integers(1, 70),
         sinks=st.none() | st.floats(-150.0, 150.0),
         slopes=st.booleans(),
         padding_rows=st.integers(0, 2),
@@ -212,6 +228,7 @@ def make_inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
         window=case.window,
         softcap=case.softcap,
         chunk=case.chunk,
+        prefix=case.prefix,
         sinks=None if case.sinks is None else case.sinks + torch.randn(case.query_heads, generator=generator),
         # As of models with ALiBi: from 1, next to nothing but the row itself, to 1 / 256.
         slopes=2 ** (-8 * torch.rand(case.query_heads, generator=generator)) if case.slopes else None,

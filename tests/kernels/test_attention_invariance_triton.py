@@ -22,9 +22,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def few_rows() -> st.SearchStrategy[Case]:
-    """The interpreter takes a millisecond for a step of a row's keys."""
+    """The interpreter takes a millisecond for a step of a row's keys. Batch-invariant engines refuse a prefix."""
     return cases().map(
-        lambda case: dataclasses.replace(case, requests=tuple((rows % 6, past % 70) for rows, past in case.requests))
+        lambda case: dataclasses.replace(
+            case, prefix=0, requests=tuple((rows % 6, past % 70) for rows, past in case.requests)
+        )
     )
 
 

@@ -30,6 +30,7 @@ ahead = pytest.importorskip("tests.kernels.ahead_of_time")
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
 
 NAMES = ("mixed", "decode", "only_padding", "window_over_blocks", "softcap", "slopes", "wide_values", "everything")
+NAMES += ("prefix", "prefix_and_all_that_goes_with_it")
 RUNS = [(case, dtype) for case in CASES if case.name in NAMES for dtype in (torch.float32, torch.bfloat16)]
 RUNS += [(case, torch.float16) for case in COMBINATIONS if case.name in ("no_feature", "window_sinks")]
 

@@ -42,6 +42,7 @@ CASES = (
     case("sinks", MIXED, 5, 24, sinks=0.5, padding_rows=1),
     case("softcap_and_slopes", CHUNK, 24, 24, softcap=2.0, slopes=True),
     case("chunks", MIXED, 4, 24, chunk=24, window=17),
+    case("prefix", MIXED, 4, 24, prefix=35, sinks=0.5),
     case("no_request", (), 4, 24, padding_rows=2),
 )
 VALUES = {20: 16, 24: 16, 40: 32, 72: 64, 576: 512}
@@ -53,7 +54,17 @@ def arguments(inputs: Inputs, value_size: int | None = None, selection: Tensor |
     metadata = (inputs.cu_seqlens_q, inputs.context_lens, inputs.block_table, inputs.slot_mapping)
     score = (inputs.scale, inputs.window, inputs.softcap, inputs.chunk, inputs.sinks, inputs.slopes)
     size = VALUES[inputs.key.shape[2]] if value_size is None else value_size
-    return (inputs.query, inputs.key, inputs.key_pool, *metadata, size, *score, selection, inputs.key_scales)
+    return (
+        inputs.query,
+        inputs.key,
+        inputs.key_pool,
+        *metadata,
+        size,
+        *score,
+        selection,
+        inputs.key_scales,
+        inputs.prefix,
+    )
 
 
 def check(implementation: str, inputs: Inputs, selection: Tensor | None = None) -> None:
@@ -207,7 +218,7 @@ def test_the_merge_of_so_large_values_compiles_ahead_of_time(target: Any, tmp_pa
     merges = pytest.importorskip("selective_compile.kernels.ragged_attention_merge_triton")
     types = {"output": "*bf16"} | dict.fromkeys(("cu_seqlens_q", "context_lens", "divided"), "*i32")
     types |= dict.fromkeys(("sums", "maxima", "totals"), "*fp32")
-    constants = {"WINDOW": 0, "CHUNK": 0, "HEADS": 128, "VALUE_SIZE": 512, "BLOCK_Q": 1, "BLOCK_N": 32}
+    constants = {"WINDOW": 0, "CHUNK": 0, "PREFIX": 0, "HEADS": 128, "VALUE_SIZE": 512, "BLOCK_Q": 1, "BLOCK_N": 32}
     constants |= {"BLOCK_S": merges.BLOCK_S, "BLOCK_DV": 512}
     compiled = ahead.compile_ahead(merges._merge_kernel, target, types, constants, num_warps=4)
     ahead.assert_ships(compiled, target, tmp_path)

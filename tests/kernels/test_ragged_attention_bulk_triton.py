@@ -26,7 +26,7 @@ ahead = pytest.importorskip("tests.kernels.ahead_of_time")
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
 
 NAMES = ("mixed", "decode", "only_padding", "no_request", "group_of_7", "window_over_blocks", "chunk_and_window")
-NAMES += ("narrow_values", "wide_values", "everything", "head_size_80")
+NAMES += ("narrow_values", "wide_values", "everything", "head_size_80", "prefix", "prefix_and_all_that_goes_with_it")
 LONG = Case(name="long", requests=((70, 150), (1, 190), (130, 0)), block_size=128, query_heads=8)
 RUNS = [(dataclasses.replace(case, block_size=64), torch.bfloat16) for case in CASES if case.name in NAMES]
 RUNS += [(LONG, torch.float16), (dataclasses.replace(LONG, window=90, name="long_window"), torch.bfloat16)]

@@ -20,6 +20,7 @@ from tests.kernels.instruction_sets import ARCHITECTURES, built_for, runs
 from tests.kernels.ragged_cases import (
     CASES,
     COMBINATIONS,
+    WITH_PREFIX,
     Case,
     Inputs,
     cases,
@@ -49,12 +50,14 @@ LARGER = (
     Case(name="long_decode_with_sinks", requests=((1, 2999), (3, 1300)), sinks=5.0, query_heads=10),
     Case(name="long_decode_with_slopes", requests=((1, 2999), (3, 1300)), slopes=True, query_heads=10),
     Case(name="long_chunk_of_everything", requests=((40, 4100),), chunk=4096, window=2100, sinks=3.0, slopes=True),
+    Case(name="long_prefix", requests=((9, 1600), (1, 990), (700, 0)), prefix=2000, key_size=32, value_size=32),
+    Case(name="many_tiles_with_a_prefix", requests=((301, 17), (97, 0)), query_heads=6, prefix=130, slopes=True),
     Case(name="many_tiles_chunked", requests=((301, 17), (97, 0)), query_heads=6, chunk=50, slopes=True, sinks=0.0),
     Case(
         name="group_of_71_with_sinks", requests=((1, 120), (3, 90)), query_heads=71, kv_heads=1, sinks=0.0, slopes=True
     ),
 )
-RUNS = [(case, dtype) for case in (*CASES, *LARGER) for dtype in TOLERANCE]
+RUNS = [(case, dtype) for case in (*CASES, *LARGER, *WITH_PREFIX) for dtype in TOLERANCE]
 KV_DTYPES = ("auto", "int8")
 
 

@@ -31,7 +31,7 @@ ahead = pytest.importorskip("tests.kernels.ahead_of_time")
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
 
 NAMES = ("decode", "only_padding", "no_request", "window_over_blocks", "chunk_of_two_blocks", "chunk_and_window")
-NAMES += ("sinks_far_above_the_scores", "wide_values", "everything", "strided")
+NAMES += ("sinks_far_above_the_scores", "wide_values", "everything", "strided", "prefix", "prefix_longer_than_most")
 HALF_PRECISION = ("decode",)
 RUNS = [(case, torch.float32) for case in CASES if case.name in NAMES]
 RUNS += [(case, dtype) for case in CASES if case.name in HALF_PRECISION for dtype in (torch.bfloat16, torch.float16)]
@@ -47,6 +47,8 @@ PARTS = [
 RUNS += [(case, dtype) for case in PARTS for dtype in (torch.bfloat16, torch.float32)]
 RUNS += [(dataclasses.replace(PARTS[0], requests=((6, 5), (1, 30)), slopes=True), torch.float32)]
 RUNS += [(DRAFTS, torch.bfloat16), (dataclasses.replace(DRAFTS, window=18, sinks=0.5), torch.float16)]
+# Of whose rows the first ones see keys of the prefix behind them, in other splits, and the request with 57 tokens none.
+RUNS += [(dataclasses.replace(DRAFTS, prefix=63, block_size=8), torch.float32)]
 
 
 def split_into(length: int, slots: int = 24):
@@ -191,7 +193,15 @@ def test_splits_compile_ahead_of_time_without_spills(target, name, tmp_path):
 def test_the_merge_compiles_ahead_of_time_without_spills(target, size, tmp_path):
     types = {"output": "*bf16"} | dict.fromkeys(("cu_seqlens_q", "context_lens", "divided"), "*i32")
     types |= dict.fromkeys(("sums", "maxima", "totals"), "*fp32")
-    constants = {"WINDOW": 128, "CHUNK": 8192, "HEADS": 32, "VALUE_SIZE": size, "BLOCK_Q": 4, "BLOCK_N": 64}
+    constants = {
+        "WINDOW": 128,
+        "CHUNK": 8192,
+        "PREFIX": 300,
+        "HEADS": 32,
+        "VALUE_SIZE": size,
+        "BLOCK_Q": 4,
+        "BLOCK_N": 64,
+    }
     constants |= {"BLOCK_S": merges.BLOCK_S, "BLOCK_DV": triton.next_power_of_2(size)}
     compiled = ahead.compile_ahead(merges._merge_kernel, target, types, constants, num_warps=4)
     ahead.assert_ships(compiled, target, tmp_path)

@@ -8,7 +8,16 @@ import re
 import pytest
 import torch
 
-from tests.kernels.ragged_cases import CASES, COMBINATIONS, SCALES, Case, exact_ragged, exact_varlen, make_inputs
+from tests.kernels.ragged_cases import (
+    CASES,
+    COMBINATIONS,
+    SCALES,
+    WITH_PREFIX,
+    Case,
+    exact_ragged,
+    exact_varlen,
+    make_inputs,
+)
 
 triton = pytest.importorskip("triton")
 launcher = pytest.importorskip("selective_compile.kernels.ragged_attention_triton")
@@ -23,8 +32,8 @@ compiling = pytest.mark.skipif(
 
 # Several roundings of a weight and of the result, on values of order 1.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-HALF_PRECISION = ("mixed", "window_and_softcap", "wide_values", "head_size_80", "strided", "everything")
-RUNS = [(case, torch.float32) for case in CASES]
+HALF_PRECISION = ("mixed", "window_and_softcap", "wide_values", "head_size_80", "strided", "everything", "prefix")
+RUNS = [(case, torch.float32) for case in (*CASES, *WITH_PREFIX)]
 RUNS += [(case, dtype) for case in CASES if case.name in HALF_PRECISION for dtype in (torch.bfloat16, torch.float16)]
 
 
@@ -183,8 +192,8 @@ def compile_attention(
     width, bulk = 4 if element == "fp32" else 2, target.arch in (90, 100)
     value_size = value_size or size
     tile = config(rows, 8, group, size, width, value_size=value_size, block_size=block_size, bulk=bulk)
-    constants = {"SCALE": 0.1, "WINDOW": 0, "SOFTCAP": 0.0, "CHUNK": 0, "GROUP": tile.heads, "HEADS": 8 * group}
-    constants |= {"PARTS": group // tile.heads}
+    constants = {"SCALE": 0.1, "WINDOW": 0, "SOFTCAP": 0.0, "CHUNK": 0, "PREFIX": 0}
+    constants |= {"GROUP": tile.heads, "HEADS": 8 * group, "PARTS": group // tile.heads}
     constants |= {name: None for name in ("sinks", "slopes") if name not in given}
     constants |= {"KEY_SIZE": size, "VALUE_SIZE": value_size, "BLOCK_D": tile.block_d, "BLOCK_DV": tile.block_dv}
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_SIZE": 64, "WIDEN": False, "SPLIT": split}
@@ -236,6 +245,14 @@ def test_keys_that_every_row_sees_are_compared_with_nothing(target, block_size):
 
 
 @compiling
+@pytest.mark.parametrize("target", [TARGETS[1], TARGETS[3]], ids=str)
+def test_most_keys_of_a_prefix_are_compared_with_nothing_either(target):
+    compiled = compile_attention(target, "bf16", 64, 512, PREFIX=300)
+    masked, clear = ahead.innermost_loops(compiled)
+    assert COMPARED.search(masked) and not COMPARED.search(clear)
+
+
+@compiling
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_window_softcap_and_padded_head_size_compile_ahead_of_time(target, tmp_path):
     compiled = compile_attention(target, "fp16", 80, 512, WINDOW=100, SOFTCAP=50.0)
@@ -247,6 +264,7 @@ FEATURES = {
     "chunk": ((), {"CHUNK": 8192}, 512),
     "sinks_and_window": (("sinks",), {"WINDOW": 128}, 512),
     "slopes": (("slopes",), {}, 512),
+    "everything_with_a_prefix": (("sinks", "slopes"), {"PREFIX": 300, "SOFTCAP": 30.0}, 512),
     "everything_decode": (("sinks", "slopes"), {"CHUNK": 8192, "WINDOW": 128, "SOFTCAP": 30.0}, 8),
     "everything": (("sinks", "slopes"), {"CHUNK": 8192, "WINDOW": 128, "SOFTCAP": 30.0}, 512),
 }

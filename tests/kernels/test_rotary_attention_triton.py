@@ -23,6 +23,7 @@ STEPS = (
     Case(name="odd_heads", requests=CHUNK, query_heads=5, kv_heads=1, key_size=24, value_size=40, block_size=5),
     Case(name="strided", requests=DECODE, query_heads=14, kv_heads=2, strided=True, padding_rows=2),
     Case(name="options", requests=MIXED, window=17, softcap=3.0, sinks=0.0, slopes=True),
+    Case(name="prefix", requests=MIXED, prefix=19, sinks=0.0),
     Case(name="only_padding", requests=((0, 0), (0, 9)), padding_rows=2),
     Case(name="nothing", requests=()),
     Case(name="one_row", requests=((1, 4),)),

@@ -93,6 +93,31 @@ def test_chunks_are_proved(name: str) -> None:
     assert ragged_error(function, lengths=(5, 1, 29, 3)) < 1e-5
 
 
+PREFIXES = {
+    "prefix": (keeping(lambda i, j, s: (j <= i) | (j < 4)), 4),
+    "prefix of 2": (keeping(lambda i, j, s: (j <= i) | (j == 1)), 2),
+    "prefix beyond the dense probes": (keeping(lambda i, j, s: (j <= i) | (j < 700)), 700),
+    "prefix by division": (keeping(lambda i, j, s: (j <= i) | (j // 7 < 100)), 700),
+    "prefix by a root": (keeping(lambda i, j, s: (j <= i) | (j.float().sqrt() < 27)), 729),
+    "prefix beyond the triangle": (keeping(lambda i, j, s: (j <= i) | (j * j < 25_000_000)), 5000),
+    "prefix of both": (keeping(lambda i, j, s: (j <= i) | ((j < 6) & (i < 6))), 6),
+    "prefix with slopes": (
+        adding(lambda i, j, s: torch.zeros(s, s).masked_fill((j > i) & (j >= 9), -math.inf) + (j - i) * 0.25),
+        9,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PREFIXES)
+def test_prefixes_are_proved(name: str) -> None:
+    function, prefix = PREFIXES[name]
+    (call,) = analysed(function).calls
+    assert call.family is not None
+    assert (call.family.prefix, call.family.window, call.family.chunk) == (prefix, 0, 0)
+    assert str(call.family).startswith(f"causal, prefix {prefix}")
+    assert ragged_error(function, lengths=(5, 1, 29, 3)) < 1e-5
+
+
 def test_slopes_are_those_of_the_heads() -> None:
     slopes = torch.tensor([0.5, 0.25, 0.001, 3.0])
     function = adding(lambda i, j, s: torch.full((s, s), -math.inf).triu(1) + (j - i) * slopes[:, None, None])
@@ -117,8 +142,19 @@ REFUSED: dict[str, Callable[..., Any]] = {
     "upper triangle": keeping(lambda i, j, s: j >= i),
     "a row dropped": keeping(lambda i, j, s: (j <= i) & ((i != 7) | (j == i))),
     "a row dropped far away": keeping(lambda i, j, s: (j <= i) & ((i != 3333) | (j == i))),
-    "prefix": keeping(lambda i, j, s: (j <= i) | (j < 4)),
     "prefix of half the length": keeping(lambda i, j, s: (j <= i) | (j < s // 2)),
+    "prefix but for the last": keeping(lambda i, j, s: (j <= i) | ((j < 30) & (j < s - 1))),
+    "prefix for even tokens": keeping(lambda i, j, s: (j <= i) | ((j < 8) & (i % 2 == 0))),
+    "prefix for one token less": keeping(lambda i, j, s: (j <= i) | ((j < 900) & (i != 313))),
+    "prefix for one token less far away": keeping(lambda i, j, s: (j <= i) | ((j < 90_000) & (i != 3333))),
+    "prefix with a hole": keeping(lambda i, j, s: (j <= i) | ((j < 900) & (j != 313))),
+    "prefix from 3": keeping(lambda i, j, s: (j <= i) | ((j < 9) & (i >= 3))),
+    "prefix and a window": keeping(lambda i, j, s: ((j <= i) & (i - j < 50)) | (j < 4)),
+    "prefix and chunks": keeping(lambda i, j, s: ((j <= i) & (i // 50 == j // 50)) | (j < 4)),
+    "prefix without distances": adding(
+        lambda i, j, s: torch.zeros(s, s).masked_fill((j > i) & (j >= 9), -math.inf) - (i - j).abs() * 0.25
+    ),
+    "everything": keeping(lambda i, j, s: (j <= i) | (i < j)),
     "last row sees all": keeping(lambda i, j, s: (j <= i) | (i == s - 1)),
     "chunks that grow": keeping(lambda i, j, s: (j <= i) & ((i // 777 == j // 777) | (i > 5000))),
     "chunks from 3": keeping(lambda i, j, s: (j <= i) & ((i + 3) // 777 == (j + 3) // 777)),
@@ -161,6 +197,11 @@ def test_refusal_says_which_token_sees_which() -> None:
     assert "the token at position 7 does not see the one at 0" in reason
 
 
+def test_refusal_of_a_prefix_beside_a_window_says_so() -> None:
+    (reason,) = reasons(REFUSED["prefix and a window"])
+    assert "no kernel has a prefix beside windows or chunks: causal, window 50, prefix 4" in reason
+
+
 def padding(keep: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return weigh(scores_of(q, k).masked_fill(~(below(q.shape[1]) & keep(mask)), -1e30).softmax(-1), v)
@@ -182,6 +223,20 @@ def test_input_that_hides_keys_is_found(name: str) -> None:
     traced = analysed(PADDINGS[name])
     (call,) = traced.calls
     assert call.family is not None and call.family.padding is traced.tokens()[-1].node
+
+
+def prefix_of_four(first: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        kept = (below(q.shape[1]) | first(mask)) & (mask != 0)[:, None, None, :]
+        return weigh(scores_of(q, k).masked_fill(~kept, -1e30).softmax(-1), v)
+
+    return attend
+
+
+def test_a_prefix_that_counts_padding_is_proved_and_one_that_does_not_is_refused() -> None:
+    (call,) = analysed(prefix_of_four(lambda mask: torch.arange(mask.shape[1]) < 4)).calls
+    assert str(call.family) == "causal, prefix 4, keys hidden by the attention mask"
+    assert reasons(prefix_of_four(lambda mask: (mask.cumsum(1) <= 4)[:, None, None, :]))
 
 
 def added_padding(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

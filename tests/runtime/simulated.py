@@ -45,6 +45,7 @@ class SimulatedProgram:
     rewinds = True
     gives_every_row = True
     cut_up_to: int | None = None
+    prefix = 0
     pauses = True
 
     def __init__(self, max_positions: int | None = None, *, captured: bool = False) -> None:

@@ -156,6 +156,15 @@ def test_a_name_is_that_of_all_tokens_up_to_the_end_of_the_block() -> None:
     assert len({*two, *block_names(RequestState("c", 2, [3, 4], max_new_tokens=1), 1, 2)}) == 3
 
 
+def test_the_names_of_blocks_in_a_prefix_are_those_of_all_its_tokens() -> None:
+    def names(*prompt: int, prefix: int = 3) -> list[bytes]:
+        return block_names(RequestState("a", 0, prompt, max_new_tokens=1, prefix=prefix), len(prompt) // 2, 2)
+
+    assert names(1, 2, 3, 4)[0] == names(1, 2, 3, 5)[0] != names(1, 2, 4, 4)[0]
+    assert names(1, 2, 3, 4)[1] != names(1, 2, 3, 5)[1]
+    assert names(1, 2, 3, 4)[0] != names(1, 2, 3, 4, prefix=0)[0] == names(1, 2, 4, 4, prefix=0)[0]
+
+
 # Through the engine
 
 

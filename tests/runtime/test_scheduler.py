@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from typing import Any, get_args
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from selective_compile.options import Batching
 from selective_compile.runtime.block_pool import BlockPool
-from selective_compile.runtime.plan import StepPlan
+from selective_compile.runtime.plan import Share, StepPlan
 from selective_compile.runtime.request_state import RequestState
 from selective_compile.runtime.scheduler import Scheduler
 
@@ -181,6 +182,46 @@ def test_whole_requests_are_computed_as_generate_would(batching: Batching, seed:
             scheduler.advance(share, 1 if share.samples else None)
             if share.state.computed == share.state.final_length:
                 scheduler.remove(share.state)
+        scheduler.check()
+    assert all(state.finished for state in states)
+
+
+@pytest.mark.parametrize("batching", get_args(Batching))
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6), prefix=st.integers(2, 9), reuse=st.booleans())
+def test_tokens_of_a_prefix_are_computed_as_generate_would(
+    batching: Batching, seed: int, prefix: int, reuse: bool
+) -> None:
+    """Those of the prompt in one step, and further ones each in its own, after a preemption again; those behind it in
+    any company. Blocks are found only of requests whose whole prefixes are alike."""
+    source = random.Random(seed)
+    options: dict[str, Any] = {"batching": batching, "block_reuse": reuse}
+    scheduler = Scheduler(BlockPool(11), token_budget=9, max_requests=4, block_size=2, **options)
+    prompts = [[source.randint(0, 1)] * source.randint(1, 4) + [2] * source.randint(0, 9) for n in range(12)]
+    states = [RequestState(n, n, prompt, max_new_tokens=9, prefix=prefix) for n, prompt in enumerate(prompts)]
+    waiting, known = list(states), set()
+    for _ in range(600):
+        if waiting and source.random() < 0.5:
+            scheduler.add(waiting.pop(0))
+        for state in scheduler.running():
+            if state.pending == 1:
+                state.propose(array("q", [1, 1]))
+        for state, start, count, samples, drafted in scheduler.schedule().shares:
+            in_front = min(prefix, state.prompt_length)
+            if start == 0:
+                assert count == state.prompt_length if state.prompt_length < prefix else count >= prefix
+            elif start < prefix:
+                assert start >= state.prompt_length and count - drafted == 1 and (not drafted or start == prefix - 1)
+            if start and start < state.prompt_length and state.reused:
+                assert tuple(state.tokens[:in_front]) in known and start >= prefix
+            known.add(tuple(state.tokens[:in_front]))
+            share = Share(state, start, count, samples, drafted)
+            if drafted:
+                scheduler.verified(share, [1])
+            else:
+                scheduler.advance(share, 1 if samples else None)
+            if state.computed >= state.final_length:
+                scheduler.remove(state)
         scheduler.check()
     assert all(state.finished for state in states)
 

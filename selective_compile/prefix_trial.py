@@ -1,0 +1,66 @@
+"""Whether `generate` goes on behind a prefix as the engine does: a trial, as a graph is of all tokens at once.
+
+Of a model whose first tokens see later ones, a token that is generated among these is seen by those behind it alone:
+the others were computed before it was there.  So it is with a cache; a model that computes all its tokens anew in each
+step lets them see it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from selective_compile.capture import device_of
+from selective_compile.isolation_trial import in_steps
+from selective_compile.module_state import unchanged
+from selective_compile.one_token import TOKEN_IDS, Pair, by_generate, departs, pairs
+from selective_compile.passes import Refusal
+from selective_compile.sequential_program import why_not_run
+from selective_compile.step_program import StepProgram
+
+GENERATED = 3
+
+
+@torch.no_grad()
+def prefix_refusal(model: nn.Module, program: StepProgram) -> Refusal | None:
+    """What to say of ``model`` if `generate` gives other logits than its ``program``, of prompts of one token, of some
+    that end within the prefix and of one that ends behind it; None if it gives the same."""
+    seen = f"the first {program.prefix} tokens see one another"
+    if reason := why_not_run(model):
+        return not_as_computed(
+            model, f"{seen}, and it is not known how the model goes on from a prompt that is shorter: {reason}"
+        )
+    longest = program.prefix + 1
+    ids = torch.randint(0, TOKEN_IDS, (longest + GENERATED,), generator=torch.Generator().manual_seed(0))
+    ids = ids.to(device_of(model))
+    with unchanged(model):
+        for prompt in sorted({1, max(1, program.prefix // 2), program.prefix, longest}):
+            counts = [prompt] + [1] * GENERATED
+            if departs(pairs(lambda counts=counts: both(model, program, ids, counts))):  # type: ignore[misc]
+                return not_as_computed(
+                    model, f"{seen}, and generate goes on otherwise than with a cache, from {prompt} of them"
+                )
+    return None
+
+
+def both(model: nn.Module, program: StepProgram, ids: Tensor, counts: list[int]) -> list[Pair]:
+    """Logits of the last token of each step of so many tokens, by `generate` and by the program, of two requests alike:
+    a step has two tokens at least."""
+    tokens = ids[: sum(counts)]
+    ours = in_steps(program, [tokens, tokens], [(count, count) for count in counts], len(tokens))[0]
+    ends = [end - 1 for end in accumulate(counts)]
+    return list(zip(by_generate(model, tokens, counts), ours[ends], strict=True))
+
+
+def not_as_computed(model: nn.Module, reason: str) -> Refusal:
+    forward = inspect.unwrap(type(model).forward).__code__
+    return Refusal(
+        node="tokens",
+        operator="prefix",
+        reason=reason,
+        source_line=f"{forward.co_filename}:{forward.co_firstlineno}  def {forward.co_name}",
+        module="",
+    )

@@ -1,0 +1,71 @@
+"""Models of which the first tokens of a request see one another, as those of a prefix LM do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM, LlamaModel
+from transformers.masking_utils import create_causal_mask
+
+from tests.models import tiny
+
+
+class PrefixModel(LlamaModel):
+    """Its first `prefix` positions are seen by all."""
+
+    prefix = 0
+
+    def forward(
+        self, input_ids: Any = None, attention_mask: Any = None, past_key_values: Any = None, **kwargs: Any
+    ) -> Any:
+        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        mask = prefix_mask(input_ids, attention_mask, seen, self.prefix)
+        return super().forward(input_ids, attention_mask=mask, past_key_values=past_key_values, **kwargs)
+
+
+class PrefixByFunction(PrefixModel):
+    """The same by what transformers offers for it, a function of indices."""
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        position_ids: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        embeds, prefix = self.embed_tokens(input_ids), self.prefix
+        mask = create_causal_mask(
+            self.config,
+            embeds,
+            attention_mask,
+            past_key_values,
+            position_ids,
+            or_mask_function=lambda batch, head, query, key: key < prefix,
+        )
+        return LlamaModel.forward(
+            self,
+            input_ids,
+            attention_mask=mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+
+
+def prefix_mask(ids: Tensor, attention_mask: Tensor | None, seen: int, prefix: int) -> Tensor:
+    """[B or 1, 1, S, seen + S] booleans."""
+    places = torch.arange(seen + ids.shape[1])
+    kept = ((places <= places[seen:, None]) | (places < prefix))[None, None]
+    return kept if attention_mask is None else kept & (attention_mask != 0)[:, None, None, :]
+
+
+def prefix_model(prefix: int, **changes: Any) -> Any:
+    """A tiny Llama whose first `prefix` positions are seen by all."""
+    model = tiny("llama", **changes)
+    assert isinstance(model, LlamaForCausalLM)
+    model.model.__class__ = PrefixModel
+    model.model.prefix = prefix  # type: ignore[assignment]
+    return model
