@@ -106,16 +106,13 @@ def add_input(flat: FlatGraph, nodes: Sequence[fx.Node], weights: dict[fx.Node, 
 
 
 def follow_strides(flat: FlatGraph, parts: Sequence[fx.Node]) -> None:
-    """Parts have the strides of the whole; so may what is computed of them, and a view becomes a reshape for it."""
+    """Parts have the strides of the whole, and so may what is computed of them, as later passes read."""
     others = set(parts)
     for node in flat.module.graph.nodes:
         if node.op != "call_function" or node in parts or others.isdisjoint(node.all_input_nodes):
             continue
-        if node.target is aten.view.default:
-            node.target = aten.reshape.default
-        before = node.meta.get("val")
         value = value_of(flat, node)
-        if strides(value) != strides(before):
+        if strides(value) != strides(node.meta.get("val")):
             node.meta["val"] = value
             others.add(node)
 

@@ -57,6 +57,7 @@ class JoinedWeights:
         """
         made = self._made  # looked at once: another thread may put others in its place
         if made is None or made.seen is not seen:
+            made = None  # which would keep memory that weights have left while they are joined anew
             made = self._made_of(tensors, seen)
         return made.operands
 

@@ -96,8 +96,9 @@ class EngineConfig(_NamedOptions):
             weights are moved for it, when the engine is made, to lie one behind the other; parameters stay the objects
             that they are, with their names, values, shapes and strides, and nothing is held twice. A weight whose
             memory something else in this process holds, as a view, stays where it is, and so does its layer; but what
-            takes hold of it otherwise, as another process, is left with memory that the model does not use. A weight
-            that is given other memory later (`p.data = ...`) is copied from there. False: all stay where they are.
+            has hold of it otherwise, as another process or a graph that was captured of the model, is left with memory
+            that the model does not use. A weight that is given other memory later (`p.data = ...`) is copied from
+            there. False: all stay where they are.
         implementation: of the custom operators; "auto" takes the best there is for the device.
         threads: how many threads of a CPU each operation of a step uses, whatever the thread that calls it has set for
             itself; the graph is compiled for as many. None: as torch says, but no more than this process has cores by

@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from selective_compile.backend import compile_step_program
 from selective_compile.joined_weights import JoinedWeights
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.engine import Engine
+from selective_compile.runtime.step_loop import StepLoop
 from selective_compile.step_program import StepProgram
 from selective_compile.tensor_state import states
 from tests.models import tiny
@@ -92,6 +94,24 @@ def test_memory_that_weights_leave_is_free_before_the_next_are_joined(monkeypatc
     monkeypatch.setattr(joined_weights, "put_in_order", noted)
     joined_weights.joined(groups, again=False)
     assert free == [0, 2, 4]
+
+
+def test_memory_that_all_weights_have_left_is_free_before_they_are_joined_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [nn.Parameter(torch.randn(4, 8)) for _ in range(4)]
+    joined = JoinedWeights([(0, 1), (2, 3)])
+    old = [weakref.ref(operand) for operand in joined.of(weights, states(weights))]
+    for weight in weights:
+        weight.data = torch.randn(4, 8)
+    alive: list[int] = []
+    put = joined_weights.put_in_order
+
+    def noted(group: Any) -> None:
+        alive.append(sum(operand() is not None for operand in old))
+        put(group)
+
+    monkeypatch.setattr(joined_weights, "put_in_order", noted)
+    joined.of(weights, states(weights))
+    assert alive == [0, 0]
 
 
 def holders(storage: torch.UntypedStorage) -> int:
@@ -168,8 +188,11 @@ def test_a_change_is_seen_by_the_next_step(captured: bool) -> None:
     assert stream is None or stream.replayed > 3 * len(CHANGES)
 
 
-def test_prefixes_of_before_are_dropped_once_and_no_more() -> None:
+def test_prefixes_of_before_are_dropped_once_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Joining anew gives weights other addresses, which is no change of theirs."""
+    drops: list[StepLoop] = []
+    drop = StepLoop.drop_computed
+    monkeypatch.setattr(StepLoop, "drop_computed", lambda loop: (drops.append(loop), drop(loop)))
     model: Any = tiny("llama", num_hidden_layers=1)
     engine = Engine(model, CONFIG, program=joined_program(model))
     long = PROMPT * 4
@@ -179,7 +202,7 @@ def test_prefixes_of_before_are_dropped_once_and_no_more() -> None:
     assert tokens_of(engine, long) == generated_alone(model, long, 8)
     assert engine.stats().tokens_reused == reused
     assert tokens_of(engine, long) == generated_alone(model, long, 8)
-    assert engine.stats().tokens_reused > reused
+    assert engine.stats().tokens_reused > reused and len(drops) == 1
 
 
 def test_what_was_given_shares_no_memory_any_more_and_the_old_is_free() -> None:

@@ -77,7 +77,7 @@ def test_biases_go_along_and_those_without_stay_apart() -> None:
     assert sorted(flat.joined) == [(0, 1), (2, 3, 4), (5, 6)]
 
 
-def test_a_view_over_tokens_and_columns_becomes_a_reshape() -> None:
+def test_a_view_over_tokens_and_columns_is_made_of_the_part() -> None:
     def flattened(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         whole = F.linear(x, a).view(x.shape[0], x.shape[1] * 8).view(x.shape[0], x.shape[1], 8)
         return whole + F.linear(x, b)
