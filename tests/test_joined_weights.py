@@ -325,6 +325,18 @@ def test_inductor_compiles_it() -> None:
     assert tokens_of(engine) == generated_alone(model, PROMPT, 8)
 
 
+def test_the_triton_kernels_read_parts_of_the_product() -> None:
+    """In their interpreter, which rotates queries and keys in the launch that writes them."""
+    pytest.importorskip("triton")
+    model: Any = tiny("llama", num_hidden_layers=1)
+    config = EngineConfig(compile=False, max_kv_tokens=512, block_size=4, implementation="triton")
+    program = joined_program(model, config)
+    assert {record.name: record.count for record in program.rewritten.records}["fuse rotary"] == 1
+    engine = Engine(model, config, program=program)
+    tokens = engine.submit(PROMPT, max_new_tokens=3, do_sample=False).result().tokens
+    assert_generated_alone(model, PROMPT, tokens)
+
+
 def test_a_program_serves_only_engines_that_want_it_so() -> None:
     model = tiny("llama", num_hidden_layers=1)
     program = joined_program(model)
