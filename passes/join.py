@@ -4,10 +4,10 @@ Before::  query = aten.linear(x, wq, bq); key = aten.linear(x, wk, bk)
 After::   query, key = aten.split_with_sizes(aten.linear(x, w, b), [N of wq, N of wk], -1)
 
 The joined weight and bias are inputs behind all others, `FlatGraph.joined` says of which weights; the model's own lie
-in them (`joined_weights`).  Precondition: each weight is read by one layer alone, and either all have biases or none.
-It takes what is left to the library: on a CPU, and of a batch-invariant engine, layers have gone to kernels of ours by
-now (`lower`), of which the CPU's reads several weights where they lie (`merge`).  Declines for weights of a class of
-their own, and for those whose memory somebody else holds.
+in them (`joined_weights`).  Precondition: each weight is read by one layer alone, either all have biases or none, and
+the results of each begin at an aligned address in a row.  It takes what is left to the library: on a CPU, and of a
+batch-invariant engine, layers have gone to kernels of ours by now (`lower`), of which the CPU's reads several weights
+where they lie (`merge`).  Declines for weights of a class of their own, and for those whose memory somebody else holds.
 
 What it saves is launches, two in a layer's attention and one in its MLP, and that small products, as of keys, fill
 little of a device by themselves; it is not measured.

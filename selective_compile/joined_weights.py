@@ -48,12 +48,16 @@ class JoinedWeights:
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:
         self._groups = tuple(map(tuple, groups))
         self._made: Made | None = None
+        self._again = False
 
     def of(self, tensors: Sequence[Any], seen: States) -> tuple[Tensor, ...]:
         """For each group, one tensor over those of the ``tensors`` in it, which are joined where they lie apart.
 
         Args:
             seen: the states of all ``tensors``; the same object as before where nothing has changed.
+
+        Raises:
+            ValueError: a weight has become one of a class of its own, or two have become one.
         """
         made = self._made  # looked at once: another thread may put others in its place
         if made is None or made.seen is not seen:
@@ -66,9 +70,9 @@ class JoinedWeights:
         weights = tuple(weight for group in groups for weight in group)
         with self._joining:
             if self._made is None or self._made.states != states(weights):
-                again = self._made is not None
                 self._made = None  # or memory that weights have left would be held until all are joined
-                operands = joined(groups, again=again)
+                operands = joined(groups, again=self._again)
+                self._again = True
                 self._made = Made(operands=operands, weights=weights, states=states(weights), seen=seen)
             self._made = replace(self._made, seen=seen)
             return self._made
@@ -99,6 +103,15 @@ def joined(groups: Sequence[Sequence[Tensor]], *, again: bool) -> tuple[Tensor, 
 
 
 def put_in_order(group: Sequence[Tensor]) -> None:
+    """
+    Raises:
+        ValueError: see `JoinedWeights.of`.
+    """
+    if not all(map(is_of_no_class, group)) or len(set(map(id, group))) < len(group):
+        raise ValueError(
+            "weights that were joined when the model was compiled must stay plain tensors, each another one "
+            "(join_weights=False joins none)"
+        )
     shape = (sum(weight.shape[0] for weight in group), *group[0].shape[1:])
     buffer = torch.empty(shape, dtype=group[0].dtype, device=group[0].device)
     for weight, part in zip(group, buffer.split([weight.shape[0] for weight in group]), strict=True):
@@ -131,9 +144,13 @@ def can_be_joined(group: Sequence[Any]) -> bool:
 
 
 def is_plain(weight: Any) -> bool:
-    """A tensor of no class of its own, whose elements lie in order, and whose versions are counted."""
-    plain = type(weight) in (Tensor, nn.Parameter) and weight.layout is torch.strided
+    """Of no class of its own, with elements that lie in order and versions that are counted."""
+    plain = is_of_no_class(weight) and weight.layout is torch.strided
     return plain and weight.is_contiguous() and not weight.is_inference() and weight.numel() > 0
+
+
+def is_of_no_class(weight: Any) -> bool:
+    return type(weight) in (Tensor, nn.Parameter)
 
 
 def is_held_alone(weight: Tensor) -> bool:

@@ -229,6 +229,24 @@ def test_an_engine_that_looks_later_knows_that_values_are_others() -> None:
     assert all(weight._version > version for weight, version in zip(weights, versions, strict=True))
 
 
+class Own(nn.Parameter):
+    """A class that may do something else with a product."""
+
+
+@pytest.mark.parametrize("other", [lambda weights: weights[0], lambda weights: Own(torch.randn(4, 8))])
+def test_what_cannot_be_joined_any_more_is_refused_and_moves_nothing(other: Any) -> None:
+    weights = [nn.Parameter(torch.randn(4, 8)) for _ in range(2)]
+    joined = JoinedWeights([(0, 1)])
+    joined.of(weights, states(weights))
+    now = [weights[0], other(weights)]
+    addresses = [weight.data_ptr() for weight in now]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="must stay plain tensors, each another one"):
+            joined.of(now, states(now))
+    assert [weight.data_ptr() for weight in now] == addresses
+    assert torch.equal(joined.of(weights, states(weights))[0], torch.cat([w.detach() for w in weights]))
+
+
 def test_two_programs_over_a_model_agree_where_its_weights_lie() -> None:
     model: Any = tiny("llama", num_hidden_layers=1)
     engines = [Engine(model, CONFIG, program=joined_program(model)) for _ in range(2)]
