@@ -70,6 +70,7 @@ class FlatGraph:
     outputs: tuple[Axes | int | sympy.Expr, ...]  # what each output is in the [B, S] graph
     proved_from: tuple[Input, ...] = ()  # buffers that a proof read; most leave the graph with the masks they made
     quantised: tuple[int, ...] = ()  # of ``weights``: behind all placeholders, int8 numbers and scales for each
+    joined: tuple[tuple[int, ...], ...] = ()  # of ``weights``: behind those, a tensor over each group
 
     @staticmethod
     def sizes_expression(size: Any) -> sympy.Expr:

@@ -5,13 +5,14 @@ After::   query, key = selective.linears(x, [wq, wk], [bq, bk])
 
 The weights stay where the model has them: nothing is joined, so no copy takes memory or misses an update.  What is
 saved is a call's own time, and the packing of x, which is done once; the results are the same to the bit.  Runs after
-`lower`, since only the kernel that it chooses takes several weights; declines on a GPU, whose kernel does not.
+`lower`, since only the kernel that it chooses takes several weights; declines on a GPU, whose kernel does not (`join`).
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import fx
@@ -26,15 +27,20 @@ def merge(flat: FlatGraph) -> int:
     if flat.device.type != "cpu":
         return 0
     graph = flat.module.graph
-    readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-    for node in graph.nodes:
-        if node.target is ops.linear.default and given(node.args[1]) and given(node.args[2]):
-            readers[node.args[0]].append(node)
-    merged = [layers for layers in readers.values() if len(layers) > 1]
+    merged = readers_of_same_rows(graph, ops.linear.default)
     for layers in merged:
         become_one(graph, layers)
     flat.module.recompile()
     return sum(map(len, merged))
+
+
+def readers_of_same_rows(graph: fx.Graph, target: Any) -> list[list[fx.Node]]:
+    """Calls of ``target`` on the same rows, where several have weights and biases that are inputs."""
+    readers: dict[Any, list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if node.target is target and all(map(given, node.args[1:])):
+            readers[node.args[0]].append(node)
+    return [layers for layers in readers.values() if len(layers) > 1]
 
 
 def given(operand: fx.node.Argument) -> bool:

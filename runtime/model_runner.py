@@ -276,7 +276,9 @@ class ModelRunner:
             self._graphs.give_up()
 
     def check_graphs(self) -> None:
-        """Nothing is on its way, and the weights may lie elsewhere: then steps are captured anew."""
+        """Nothing is on its way, and the weights may lie elsewhere: then they are joined, and steps captured, anew."""
+        if isinstance(self.program, StepProgram) and self.program.gather_weights():
+            self._weights_version = self.program.weights_version()  # of the same values
         if self._graphs is not None:
             weights = self.program.weights.seen[0] if isinstance(self.program, StepProgram) else ()
             self._graphs.check([tensor.data_ptr() for tensor in weights])
@@ -339,7 +341,7 @@ def _host_slots(program: Program, config: EngineConfig, size: int) -> int:
 def _check_compiled_for(program: Program, config: EngineConfig) -> None:
     """Refuse a program that was compiled for another window, other pools or other weights: all are in its graph."""
     if isinstance(program, StepProgram):
-        for name in ("max_attention_window", "kv_dtype", "latents", "weights"):
+        for name in ("max_attention_window", "kv_dtype", "latents", "weights", "join_weights"):
             wanted, got = getattr(program.config, name), getattr(config, name)
             if wanted != got:
                 raise ValueError(f"{name} must be that which the program was compiled for, {wanted!r}, got {got!r}")

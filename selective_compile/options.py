@@ -92,6 +92,13 @@ class EngineConfig(_NamedOptions):
             step reads. Tokens are then not those of `generate`; the log says how far the weights are off. What is no
             linear layer, as experts in one tensor or embeddings, stays as it is, and so do linear layers of modules
             that run by themselves: a warning names what does. Refused for a model that runs whole.
+        join_weights: on a GPU, linear layers that read the same rows, as query, key and value, are one product. Their
+            weights are moved for it, when the engine is made, to lie one behind the other; parameters stay the objects
+            that they are, with their names, values, shapes and strides, and nothing is held twice. A weight whose
+            memory something else in this process holds, as a view, stays where it is, and so does its layer; but what
+            has hold of it otherwise, as another process or a graph that was captured of the model, is left with memory
+            that the model does not use. A weight that is given other memory later (`p.data = ...`) is copied from
+            there. False: all stay where they are.
         implementation: of the custom operators; "auto" takes the best there is for the device.
         threads: how many threads of a CPU each operation of a step uses, whatever the thread that calls it has set for
             itself; the graph is compiled for as many. None: as torch says, but no more than this process has cores by
@@ -131,6 +138,7 @@ class EngineConfig(_NamedOptions):
     cuda_graphs: bool = True
     dtype: torch.dtype | None = None
     weights: Weights = "model"
+    join_weights: bool = True
     implementation: Implementation = "auto"
     threads: int | None = None
     seed: int = 0
@@ -164,6 +172,7 @@ class EngineConfig(_NamedOptions):
             _require_bool("async_scheduling", self.async_scheduling)
         if self.async_scheduling and self.record is not None:
             raise ValueError("async_scheduling must be None or False with record, got True")
+        _require_bool("join_weights", self.join_weights)
         _require_bool("block_reuse", self.block_reuse)
         _require_integer("host_kv_bytes", self.host_kv_bytes, at_least=0)
         if self.host_kv_bytes and not self.block_reuse:

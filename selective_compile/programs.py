@@ -19,6 +19,7 @@ from selective_compile.passes import Refusal, RefusedError
 from selective_compile.passes.fp8_pools import keep_as_fp8
 from selective_compile.passes.fuse_rotary import fuse_rotary
 from selective_compile.passes.int8_pools import keep_as_int8
+from selective_compile.passes.join import join
 from selective_compile.passes.lower import lower
 from selective_compile.passes.position_limit import position_limit
 from selective_compile.passes.quantise import quantise
@@ -127,6 +128,8 @@ def step_program(model: nn.Module, config: EngineConfig, proved: Proved) -> Step
         rewritten.timed("keep as int8", lambda: keep_as_int8(flat))
     if config.kv_dtype == "fp8":
         rewritten.timed("keep as fp8", lambda: keep_as_fp8(flat))
+    if config.join_weights and config.weights == "model":  # what rotates is found behind it, and not what it joins
+        rewritten.timed("join", lambda: join(flat))
     if runs_triton(config, flat.device):  # behind what changes pools, of which it takes those of the model's dtype
         rewritten.timed("fuse rotary", lambda: fuse_rotary(flat))
     for call in rewritten.traced.calls:

@@ -21,6 +21,7 @@ from selective_compile.first_steps import may_be_followed, run_first_steps
 from selective_compile.fp8_scales import BLOCK, SLOTS, measure_scales, spread_ids
 from selective_compile.int8_rows import row_bytes
 from selective_compile.int8_weights import Int8Weights
+from selective_compile.joined_weights import JoinedWeights
 from selective_compile.kernels.one_step import one_step
 from selective_compile.live_settings import NOTHING, LiveSettings, Read
 from selective_compile.ops import forced_implementation
@@ -223,6 +224,8 @@ class StepProgram:
         self._flat = flat
         self.int8_weights = Int8Weights(flat.quantised)
         self.int8_weights.of(*self.weights.seen)  # at once: the memory for keys and values is what is left then
+        self.joined_weights = JoinedWeights(flat.joined)
+        self.gather_weights()
         self.config = config
         self._row: tuple[Tensor | None, Tensor | None] = None, None  # ids [T] and the same [1, T]
         own = config.compile and config.implementation in ("auto", "cpu") and flat.device.type == "cpu"
@@ -253,6 +256,17 @@ class StepProgram:
     def forget_weights(self) -> None:
         """Make anew, in the next step, what is kept of the weights' values: int8 numbers, if there are any."""
         self.int8_weights.drop()
+
+    def gather_weights(self) -> bool:
+        """Join the weights that one product is to read where they lie apart; for when no step is on its way.
+
+        Returns whether any were moved: their version is another then, their values are the same.
+        """
+        if not self._flat.joined:
+            return False
+        version = self.weights.seen[1]
+        self.joined_weights.of(*self.weights.seen)
+        return self.weights.version() != version
 
     def measure_kv_scales(self) -> None:
         """Find the scales of keys and values that are kept as e4m3, before a request comes; see `fp8_scales`."""
@@ -303,6 +317,8 @@ class StepProgram:
         if self._flat.quantised:
             arguments += self.int8_weights.of(tensors, seen)
         arguments += self.kv_scales
+        if self._flat.joined:
+            arguments += self.joined_weights.of(tensors, seen)
         recording = torch.is_grad_enabled()
         torch.set_grad_enabled(False)  # with a `no_grad` around it, a step of a small model takes 10 microseconds more
         try:

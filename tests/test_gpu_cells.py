@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks.gpu_parts import choice, kept_otherwise, rotary
+from benchmarks.gpu_parts import choice, joined, kept_otherwise, rotary
 from benchmarks.gpu_parts.ragged_step import TINY, AttentionShape, check, in_eight_bits, make_step, nan_filled_outputs
 from selective_compile import reference
 from selective_compile.kernels import choose_triton
@@ -60,6 +61,26 @@ def test_rotation_in_the_launch_that_writes() -> None:
         check(step, right, 1e-5)
     beside = rotary.apart(rotary.rotate)(step, tables)()
     torch.testing.assert_close(beside, right)
+
+
+def test_joined_products() -> None:
+    torch.manual_seed(0)
+    x, whole = joined.operands(3, 64, 32, CPU)
+    parts = whole.split([16, 8, 8])
+    joined.check(joined.joined(x, whole), joined.apart(x, parts))
+    assert joined.apart(x, parts)()[1].shape == (3, 8)
+    for wrong in (parts[::-1], [*parts[:2], parts[2] * torch.nan]):
+        with pytest.raises(ValueError, match="the error of joined products must be at most"):
+            joined.check(joined.joined(x, whole), joined.apart(x, wrong))
+
+
+def test_shapes_of_joined_products() -> None:
+    """Of the 8B."""
+    context = SimpleNamespace(tiny=False, quick=False)
+    found = {name: (count, depth, sizes) for name, count, depth, sizes in joined.cells(context)}  # type: ignore[arg-type]
+    assert len(found) == 2 * len(joined.ROWS)
+    assert found["query, key and value joined, 8 rows"] == (8, 4096, (4096, 1024, 1024))
+    assert found["gate and up joined, 256 rows"] == (256, 4096, (14_336, 14_336))
 
 
 def test_tokens_that_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

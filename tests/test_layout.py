@@ -51,6 +51,7 @@ LAYERS = (
         "module_state",
         "proved_tensors",
         "tensor_state",
+        "joined_weights",
         "entries",
         "shared_cores",
         "cores",

@@ -1,0 +1,176 @@
+"""Weights that lie one behind the other, so that one product reads several: the model's own, of which no copy is kept.
+
+Joining moves weights: each keeps its identity, values, shape and strides, and lies in a part of one buffer from then
+on.  What else holds their memory would not see that, so that `can_be_joined` lets weights stay where they are if
+anything in this process does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from threading import Lock
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from selective_compile.tensor_state import States, states
+
+logger = logging.getLogger(__name__)
+# Bytes: of addresses that are a multiple of it libraries and compiled code read and write more at once.
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """What the groups were joined to, and the ``states`` of their weights then.
+
+    ``seen``: the states of all the graph's tensors when the weights were last found to have those.  ``weights`` are
+    held so that nothing else can get the identity of one.
+    """
+
+    operands: tuple[Tensor, ...]
+    weights: tuple[Tensor, ...]
+    states: States
+    seen: States
+
+
+class JoinedWeights:
+    """A tensor ``[sum N, ...]`` over each of the ``groups`` of a graph's weights ``[N, ...]``, given by their places.
+
+    Programs over one model do not fight for where its weights lie: what lies in order stays.
+    """
+
+    _joining: ClassVar[Lock] = Lock()  # one at a time in a process: several programs may be of one model
+
+    def __init__(self, groups: Sequence[Sequence[int]]) -> None:
+        self._groups = tuple(map(tuple, groups))
+        self._made: Made | None = None
+        self._again = False
+
+    def of(self, tensors: Sequence[Any], seen: States) -> tuple[Tensor, ...]:
+        """For each group, one tensor over those of the ``tensors`` in it, which are joined where they lie apart.
+
+        Args:
+            seen: the states of all ``tensors``; the same object as before where nothing has changed.
+
+        Raises:
+            ValueError: a weight has become one of a class of its own, or two have become one.
+        """
+        made = self._made  # looked at once: another thread may put others in its place
+        if made is None or made.seen is not seen:
+            made = None  # which would keep memory that weights have left while they are joined anew
+            made = self._made_of(tensors, seen)
+        return made.operands
+
+    def _made_of(self, tensors: Sequence[Any], seen: States) -> Made:
+        groups = [[tensors[place] for place in group] for group in self._groups]
+        weights = tuple(weight for group in groups for weight in group)
+        with self._joining:
+            if self._made is None or self._made.states != states(weights):
+                self._made = None  # or memory that weights have left would be held until all are joined
+                operands = joined(groups, again=self._again)
+                self._again = True
+                self._made = Made(operands=operands, weights=weights, states=states(weights), seen=seen)
+            self._made = replace(self._made, seen=seen)
+            return self._made
+
+
+@torch.no_grad()
+def joined(groups: Sequence[Sequence[Tensor]], *, again: bool) -> tuple[Tensor, ...]:
+    """One tensor over each group; memory that weights leave is free before the next group is joined.
+
+    Args:
+        again: they were joined before.
+    """
+    apart = [group for group in groups if not lie_in_order(group)]
+    if apart:
+        wait_for(apart[0][0].device)  # what is on its way there reads the memory that they leave
+    for group in apart:
+        put_in_order(group)
+        for weight in group if again else ():
+            # New memory may have an address that an engine knows from before, while the values are others.
+            if not weight.is_inference():
+                torch.autograd.graph.increment_version(weight)
+    if apart:
+        wait_for(apart[0][0].device)  # whatever stream reads them next
+        size = sum(weight.nbytes for group in apart for weight in group) / 1e6
+        logger.info("%d weights of %.0f MB were moved to lie one behind the other", sum(map(len, apart)), size)
+        give_back_memory(apart[0][0].device)
+    return tuple(map(over, groups))
+
+
+def put_in_order(group: Sequence[Tensor]) -> None:
+    """
+    Raises:
+        ValueError: see `JoinedWeights.of`.
+    """
+    if not all(map(is_of_no_class, group)) or len(set(map(id, group))) < len(group):
+        raise ValueError(
+            "weights that were joined when the model was compiled must stay plain tensors, each another one "
+            "(join_weights=False joins none)"
+        )
+    shape = (sum(weight.shape[0] for weight in group), *group[0].shape[1:])
+    buffer = torch.empty(shape, dtype=group[0].dtype, device=group[0].device)
+    for weight, part in zip(group, buffer.split([weight.shape[0] for weight in group]), strict=True):
+        part.copy_(weight)
+        weight.data = part
+
+
+def over(group: Sequence[Tensor]) -> Tensor:
+    """``[sum N, ...]`` of weights ``[N, ...]`` in order."""
+    shape = (sum(weight.shape[0] for weight in group), *group[0].shape[1:])
+    return group[0].detach().as_strided(shape, group[0].stride())
+
+
+def lie_in_order(group: Sequence[Tensor]) -> bool:
+    """Whether each begins where the one before ends, in one storage."""
+    storage = group[0].untyped_storage().data_ptr()
+    ends = [weight.data_ptr() + weight.nbytes for weight in group]
+    return all(weight.untyped_storage().data_ptr() == storage for weight in group) and all(
+        weight.data_ptr() == end for weight, end in zip(group[1:], ends, strict=False)
+    )
+
+
+def can_be_joined(group: Sequence[Any]) -> bool:
+    """Whether they can be one tensor, and either are already or have memory that nobody else here knows of."""
+    if not all(map(is_plain, group)) or len({(w.dtype, w.device, w.shape[1:]) for w in group}) > 1:
+        return False
+    if lie_in_order(group):
+        return bool(group[0].data_ptr() % ALIGNMENT == 0)
+    return all(map(is_held_alone, group))
+
+
+def is_plain(weight: Any) -> bool:
+    """Of no class of its own, with elements that lie in order and versions that are counted."""
+    plain = is_of_no_class(weight) and weight.layout is torch.strided
+    return plain and weight.is_contiguous() and not weight.is_inference() and weight.numel() > 0
+
+
+def is_of_no_class(weight: Any) -> bool:
+    return type(weight) in (Tensor, nn.Parameter)
+
+
+def is_held_alone(weight: Tensor) -> bool:
+    """Whether its memory is that of no other tensor: no view, no part of what was one for many, no `state_dict`."""
+    if weight.untyped_storage().nbytes() != weight.nbytes or (weight.device.type == "cpu" and weight.is_shared()):
+        return False  # on a GPU every tensor counts as shared
+    return holders(weight) == holders(torch.empty(1))
+
+
+def holders(tensor: Tensor) -> int:
+    """Of its memory, with how many there always are: to be compared with that of a new tensor."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def wait_for(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def give_back_memory(device: torch.device) -> None:
+    """What weights have left is in pieces that the next one may not fit in, and does not count as free."""
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
