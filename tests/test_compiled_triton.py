@@ -22,6 +22,7 @@ import selective_compile as sc
 from selective_compile import ops
 from selective_compile.backend import compile_step_program
 from selective_compile.compiled_step import CompiledStep
+from selective_compile.layered import Layered
 from selective_compile.step_program import StepProgram
 from tests.exactness import logits_in_chunks
 from tests.kernels.ragged_cases import Case, make_inputs
@@ -73,6 +74,7 @@ def logits(program: StepProgram, monkeypatch: pytest.MonkeyPatch) -> tuple[list[
         ("qwen3", "auto", "rotary_attention", 1, 1e-4),
         ("deepseek_v3", "auto", "latent_attention", 1, 1e-4),
         ("llama", "fp8", "rotary_attention", 1, 5e-2),
+        ("llama", "auto", "rotary_attention", 8, 1e-4),
     ],
 )
 def test_logits_are_those_of_the_graph_and_no_pool_is_copied(
@@ -82,6 +84,7 @@ def test_logits_are_those_of_the_graph_and_no_pool_is_copied(
     monkeypatch.setattr(StepProgram, "measure_kv_scales", lambda self: None)  # they stay 1: it takes 512 tokens
     model = tiny(family, num_hidden_layers=layers, initializer_range=0.2)
     program: Any = compile_step_program(model, replace(CONFIG, kv_dtype=kv_dtype))
+    assert isinstance(program._run._run, Layered) == (layers == 8)
     found, calls = logits(program, monkeypatch)
     assert calls == [operator] * layers * STEPS
     program._run = CompiledStep(program._flat.module.forward, program._flat.example_inputs, native=False)

@@ -13,10 +13,13 @@ from torch import Tensor, nn
 import selective_compile as sc
 from selective_compile import passes, programs
 from selective_compile.backend import compile_step_program
+from selective_compile.compiled_step import CompiledStep
 from selective_compile.coverage.random_model import random_model, vocabulary_of
 from selective_compile.joined_weights import JoinedWeights
+from selective_compile.layered import Layered
 from selective_compile.passes.flatten import FlatGraph, flatten
 from selective_compile.passes.join import join
+from selective_compile.passes.layer_cut import cut
 from selective_compile.step_program import StepProgram
 from selective_compile.tensor_state import states
 from tests.exactness import TOLERANCE, engine_error
@@ -221,6 +224,18 @@ def test_logits_are_the_models_and_rotations_are_still_found(
     model = tiny(family, **shallow(family))
     program = compile_step_program(model, CONFIG)
     assert isinstance(program, StepProgram) and counts(program) == count
+    assert engine_error(model, vocabulary=VOCABULARY, lengths=(1, 2, 23, 7), chunk=5, program=program) < TOLERANCE
+
+
+def test_layers_that_are_compiled_once_read_their_own_joined_weights(left_to_the_library: None) -> None:
+    """All that a GPU's graph goes through, but for the compiler."""
+    model = tiny("llama", num_hidden_layers=8, hidden_size=32, intermediate_size=48)
+    program: Any = compile_step_program(model, CONFIG)
+    assert counts(program) == (40, 8)
+    flat, pieces = program._flat, cut(program._flat)
+    assert pieces is not None and len(pieces.calls) >= 6
+    layered = Layered(flat, pieces, lambda part, _: part.module.forward)
+    program._run = CompiledStep(layered, flat.example_inputs, native=False)
     assert engine_error(model, vocabulary=VOCABULARY, lengths=(1, 2, 23, 7), chunk=5, program=program) < TOLERANCE
 
 
