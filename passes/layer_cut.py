@@ -58,10 +58,14 @@ def cut(flat: FlatGraph) -> LayerCut | None:
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     before, behind = nodes[: nodes.index(pieces[0][0])], nodes[nodes.index(pieces[-1][-1]) + 1 :]
     results: Any = next(iter(reversed(graph.nodes))).args[0]
-    given, left = calls[0]
+    # The first one may be given one value in two places where the others are given two.
+    typical = next((i for i, (given, _) in enumerate(calls) if len(set(given)) == len(given)), None)
+    if typical is None:
+        return None
+    given, left = calls[typical]
     return LayerCut(
         first=part(flat, before, read_behind(before)),
-        layer=part(flat, pieces[0], left, given),
+        layer=part(flat, pieces[typical], left, given),
         last=part(flat, behind, results),
         calls=calls,
     )

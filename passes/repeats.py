@@ -153,11 +153,9 @@ def in_same_place(
     """Whether ``after`` is to a piece what ``before`` is to the one in front of it; ``inputs`` fills with both."""
     if after in places:
         own, place = places[after]
-        if own == piece:
-            return places.get(before) == (piece - 1, place)
-        # What the first one begins with stands before them all.
-        comes_in = before not in places and before.op != "placeholder" if piece == 1 else places.get(before)
-        return own == piece - 1 and comes_in in (True, (piece - 2, place))
+        if own == piece - 1 and piece == 1:  # what the first one begins with stands before them all
+            return before not in places and before.op != "placeholder"
+        return own >= piece - 1 and places.get(before) == (own - 1, place)
     if after.op == "placeholder":
         return inputs.setdefault(before, after) is after and kinds.get(before, before) == kinds.get(after, after)
     return after is before

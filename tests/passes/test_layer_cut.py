@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from selective_compile.capture import ATTENTION_MASK, capture
 from selective_compile.compiled_step import CompiledStep
@@ -15,6 +18,7 @@ from selective_compile.passes import rewrite
 from selective_compile.passes.flatten import FlatGraph
 from selective_compile.passes.fuse_rotary import fuse_rotary
 from selective_compile.passes.layer_cut import cut
+from selective_compile.passes.normalise import Symbols
 from tests.decoders import Decoder
 from tests.exactness import logits_in_chunks, step_program
 from tests.models import VOCABULARY, tiny
@@ -61,6 +65,40 @@ def test_logits_are_those_of_the_whole_graph(family: str, changes: Any, least: i
     found = logits_in_chunks(program, PROMPTS, 4)
     assert len(called) == 3 * (len(pieces.calls) + 2)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+def parallel(value: Tensor, weights: list[Tensor]) -> Tensor:
+    """The first layer is given one value where the others are given two."""
+    total = hidden = value.relu()
+    for weight in weights:
+        mixed = (hidden @ weight).tanh() * 2 - hidden.sigmoid()
+        total = (total + mixed) * 0.5 + (mixed * 3).cos() - (total * 2).sin()
+        hidden = (total * 4).sigmoid() + mixed.exp() * 0.1
+    return total + hidden
+
+
+def shared_weight(value: Tensor, weights: list[Tensor]) -> Tensor:
+    """Two layers in a row have one weight where the others have two."""
+    for number in range(0, len(weights) - 1, 2):
+        other = weights[number if number < 6 else number + 1]
+        mixed = (value @ weights[number]).tanh() * 2 - (value @ other).sigmoid()
+        value = (value + mixed) * 0.5 + (mixed * 3).cos() - (value * 2).sin()
+        value = (value * 4).sigmoid() + mixed.exp() * 0.1
+    return value
+
+
+@pytest.mark.parametrize("function", (parallel, shared_weight))
+def test_values_that_are_one_for_some_layers_alone(function: Callable[..., Tensor]) -> None:
+    symbols = Symbols()
+    with symbols.mode:
+        fakes = [torch.empty(symbols.size("token", 12), 4), *(torch.empty(4, 4) for _ in range(40))]
+        module = make_fx(lambda value, *weights: (function(value, list(weights)),), tracing_mode="real")(*fakes)
+    flat: Any = SimpleNamespace(module=module, example_inputs=fakes)
+    arguments = [torch.randn(7, 4), *torch.randn(40, 4, 4).unbind()]
+    pieces = cut(flat)
+    assert pieces is not None
+    layered = Layered(flat, pieces, lambda part, _: part.module.forward)
+    assert torch.equal(layered(*arguments)[0], module(*arguments)[0])
 
 
 @pytest.mark.parametrize("rotary", (False, True))
