@@ -48,20 +48,15 @@ def cut(flat: FlatGraph) -> LayerCut | None:
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     kinds: Kinds = dict(zip(placeholders, map(kind_of, flat.example_inputs), strict=True))
     found = max(repeats(graph, kinds), key=lambda repeat: repeat.saved, default=None)
-    pieces = in_front_of_product(found, kinds) if found is not None else []
+    pieces = called_alike(in_front_of_product(found, kinds), kinds) if found is not None else []
     calls = calls_of(pieces)
-    while len(pieces) >= FEWEST and not are_alike(calls, kinds):  # the first one may read what is laid out otherwise
-        pieces = pieces[1:]
-        calls = calls_of(pieces)
-    if len(pieces) < FEWEST:
+    # The first one may be given one value in two places where the others are given two.
+    typical = next((i for i, (given, _) in enumerate(calls) if len(set(given)) == len(given)), None)
+    if len(pieces) < FEWEST or typical is None:
         return None
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     before, behind = nodes[: nodes.index(pieces[0][0])], nodes[nodes.index(pieces[-1][-1]) + 1 :]
     results: Any = next(iter(reversed(graph.nodes))).args[0]
-    # The first one may be given one value in two places where the others are given two.
-    typical = next((i for i, (given, _) in enumerate(calls) if len(set(given)) == len(given)), None)
-    if typical is None:
-        return None
     given, left = calls[typical]
     return LayerCut(
         first=part(flat, before, read_behind(before)),
@@ -84,10 +79,14 @@ def in_front_of_product(repeat: Repeat, kinds: Kinds) -> list[list[fx.Node]]:
     return found.pieces if all(each == results[0] for each in results) and is_left_by_last(found) else []
 
 
-def are_alike(calls: Sequence[Call], kinds: Kinds) -> bool:
-    """Whether what they are given is of the same sizes, strides and dtypes."""
-    given = [[kinds[node] if node in kinds else results_of(node) for node in inputs] for inputs, _ in calls]
-    return all(each == given[0] for each in given)
+def called_alike(pieces: list[list[fx.Node]], kinds: Kinds) -> list[list[fx.Node]]:
+    """Without the first ones, as long as these are given what has other sizes, strides or dtypes."""
+    while pieces:
+        given = [[kinds.get(node) or results_of(node) for node in inputs] for inputs, _ in calls_of(pieces)]
+        if all(each == given[0] for each in given):
+            break
+        pieces = pieces[1:]
+    return pieces
 
 
 def is_kernel(node: fx.Node) -> bool:

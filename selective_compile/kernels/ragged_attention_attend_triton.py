@@ -336,6 +336,7 @@ def attend(
         bytes_per_element=query.element_size(),
         block_size=block_size,
         bulk=bulk_copies(query.device) and aligned(keys) and aligned(values),
+        slopes=per_head[1] is not None,
     )
     rows, parts, (_, window, _, chunk, prefix) = tile.block_m // tile.heads, heads // tile.heads, score
     if prefix and (window or chunk):

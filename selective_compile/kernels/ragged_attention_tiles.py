@@ -88,12 +88,14 @@ def tile_config(
     bytes_per_element: int,
     block_size: int,
     bulk: bool,
+    slopes: bool = False,
 ) -> TileConfig:
     """Choose the tile from what the host knows: shapes, not lengths. Any choice is correct for any step.
 
     Args:
         block_size: 0 without a pool.
         bulk: the device has `bulk_copies`, and the pools begin and go on at multiples of 16 bytes.
+        slopes: a bias is added to each score, whose distances take registers.
     """
     # tl.dot needs 16 in every direction.
     block_d, block_dv = (max(16, triton.next_power_of_2(size)) for size in (key_size, value_size))
@@ -107,7 +109,7 @@ def tile_config(
         if block_size > 0 and block_size % tile.block_n == 0:
             return tile
     largest = max(block_d, block_dv)
-    short = largest > (128 if wide else 256)
+    short = largest > (128 if wide or slopes else 256)
     if short:
         group = _part_of(group, SHORT_TILE)
     # The largest tiles that compile without a register spill for every target. A float32 product runs on the vector

@@ -23,6 +23,7 @@ VARIANTS = {
     "128_slopes": ("bf16", 128, 512, ("slopes",), {}, (3,)),
     "256": ("bf16", 256, 512, (), {}, (1, 2)),
     "256_decode": ("bf16", 256, 8, (), {}, (2,)),
+    "256_slopes": ("bf16", 256, 512, ("slopes",), {}, (1, 3)),
     "256_window_and_softcap": ("bf16", 256, 512, (), {"WINDOW": 4096, "SOFTCAP": 50.0}, (3,)),
 }
 COMPILED = [(ahead.TARGETS[place], name) for name, variant in VARIANTS.items() for place in variant[-1]]

@@ -109,7 +109,7 @@ def test_the_cases_cover_both_tiles_and_several_tiles_of_one_request():
 
 
 def config(
-    rows: int, requests: int, group: int, size: int, width: int, *, value_size=None, block_size: int = 16, bulk=False
+    rows: int, requests: int, group: int, size: int, width: int, *, value_size=None, block_size: int = 16, **others
 ):
     return attends.tile_config(
         num_rows=rows,
@@ -119,7 +119,7 @@ def config(
         value_size=value_size or size,
         bytes_per_element=width,
         block_size=block_size,
-        bulk=bulk,
+        **{"bulk": False, **others},
     )
 
 
@@ -191,7 +191,8 @@ def compile_attention(
     block_size = changes.get("BLOCK_SIZE", 64)
     width, bulk = 4 if element == "fp32" else 2, target.arch in (90, 100)
     value_size = value_size or size
-    tile = config(rows, 8, group, size, width, value_size=value_size, block_size=block_size, bulk=bulk)
+    others = {"bulk": bulk, "slopes": "slopes" in given}
+    tile = config(rows, 8, group, size, width, value_size=value_size, block_size=block_size, **others)
     constants = {"SCALE": 0.1, "WINDOW": 0, "SOFTCAP": 0.0, "CHUNK": 0, "PREFIX": 0}
     constants |= {"GROUP": tile.heads, "HEADS": 8 * group, "PARTS": group // tile.heads}
     constants |= {name: None for name in ("sinks", "slopes") if name not in given}
@@ -260,13 +261,14 @@ def test_window_softcap_and_padded_head_size_compile_ahead_of_time(target, tmp_p
 
 
 # As in llama4, gpt_oss, bloom and mpt, and all at once: names of tensors given, changed constants, rows.
+EVERYTHING = {"CHUNK": 8192, "WINDOW": 128, "SOFTCAP": 30.0}
 FEATURES = {
     "chunk": ((), {"CHUNK": 8192}, 512),
     "sinks_and_window": (("sinks",), {"WINDOW": 128}, 512),
     "slopes": (("slopes",), {}, 512),
     "everything_with_a_prefix": (("sinks", "slopes"), {"PREFIX": 300, "SOFTCAP": 30.0}, 512),
-    "everything_decode": (("sinks", "slopes"), {"CHUNK": 8192, "WINDOW": 128, "SOFTCAP": 30.0}, 8),
-    "everything": (("sinks", "slopes"), {"CHUNK": 8192, "WINDOW": 128, "SOFTCAP": 30.0}, 512),
+    "everything_decode": (("sinks", "slopes"), EVERYTHING, 8),
+    "everything": (("sinks", "slopes"), EVERYTHING, 512),
 }
 
 
@@ -302,6 +304,7 @@ SIZES = {
     "96": ("bf16", 96, 512, {"BLOCK_SIZE": 16, "split": True}, (0, 2)),
     "192_and_128": ("bf16", 192, 512, {"value_size": 128, "split": True}, (0, 1, 2, 3)),
     "256": ("bf16", 256, 512, {"split": True}, (0, 1, 2, 3)),
+    "256_everything": ("bf16", 256, 512, {"given": ("sinks", "slopes"), "split": True, **EVERYTHING}, (0, 2, 3)),
     "256_small_blocks": ("bf16", 256, 512, {"BLOCK_SIZE": 16, "split": True}, (1, 2)),
     "256_decode": ("bf16", 256, 8, {"split": True}, (0, 3)),
     "256_float32": ("fp32", 256, 512, {"split": True}, (1, 3)),
