@@ -22,7 +22,6 @@ SMALL = {"hidden_size": 32, "intermediate_size": 48}
 TURNS = {"num_hidden_layers": 14, "layer_types": [*["sliding_attention", "full_attention"] * 7]}
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: tiny("llama", num_hidden_layers=10, **SMALL),
-    "gpt2": lambda: tiny("gpt2", n_layer=9),
     "gemma2": lambda: tiny("gemma2", **TURNS, **SMALL),
     "decoder": lambda: Decoder(layers=9),
 }
