@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from selective_compile import compiling, layers_once, step_program
+from selective_compile import compiling, step_program
 from selective_compile.bench.arguments import benchmark_parser, keep, parsed
 from selective_compile.bench.serving import random_llama
 from selective_compile.bench.settings import LlamaShape
@@ -74,7 +74,6 @@ def started(layers: int, *, each: bool, inductor: bool) -> dict[str, tuple[float
     model = random_llama(LlamaShape(hidden=64, layers=layers, heads=4, kv_heads=2, mlp=128, vocabulary=256))
     config = EngineConfig(implementation="triton", compile=inductor)
     if each:
-        layers_once.KNOWN = False
         retrace.repeats = lambda *_: []
         compiling.cut = lambda *_: None
     with watched(step_program) as found:

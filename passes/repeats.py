@@ -77,7 +77,7 @@ def constant_of(node: fx.Node) -> Hashable:
     value = getattr(node.graph.owning_module, str(node.target), None) if "." not in str(node.target) else None
     if type(value) is not torch.Tensor or value.device.type != "cpu" or value.numel() > 1000:
         return str(node.target)
-    return value.dtype, tuple(value.shape), tuple(value.flatten().tolist())
+    return value.dtype, tuple(value.shape), str(value.flatten().tolist())
 
 
 def skeleton(given: Any) -> Hashable:
@@ -89,6 +89,8 @@ def skeleton(given: Any) -> Hashable:
         return tuple((name, skeleton(value)) for name, value in given.items())
     if isinstance(given, slice):
         return slice, skeleton((given.start, given.stop, given.step))
+    if isinstance(given, float):
+        return repr(given)  # 0.0 is not -0.0
     return type(given), given if isinstance(given, Hashable) else id(given)
 
 

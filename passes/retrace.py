@@ -135,6 +135,9 @@ class TracedPieces:
         pieces = [self._before, self._earlier, self._copied]
         if any([*map(as_traced, piece)] != [*map(as_traced, self._copied)] for piece in pieces):
             return False
+        following = zip(pieces, [*pieces[1:], self._last], strict=True)
+        if not all(are_read_by(piece, {*piece, *behind}) for piece, behind in following):
+            return False
         placeholders = (node for node in self._copied[0].graph.nodes if node.op == "placeholder")
         found = alike_from(pieces, {given: kind_of(given.meta["val"]) for given in placeholders})
         if len(found.pieces) < len(pieces):
@@ -164,6 +167,11 @@ class TracedPieces:
 
 def replaced_by(instead: Mapping[fx.Node, fx.Node]) -> Callable[[fx.Node], fx.Node]:
     return lambda given: instead.get(given, given)
+
+
+def are_read_by(nodes: Sequence[fx.Node], readers: set[fx.Node]) -> bool:
+    """By no others: what a later piece only hands on is read in the piece that it comes from."""
+    return all(user in readers for node in nodes for user in node.users)
 
 
 def as_traced(node: fx.Node) -> Hashable:

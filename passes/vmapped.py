@@ -76,7 +76,8 @@ def takes_numbers(node: fx.Node, inside: set[fx.Node]) -> bool:
     """Whether a node under `vmap` computes a number of numbers, whatever their indices."""
     if node.op == "call_function" and node.target in LOOKUPS:
         source, places = node.args
-        return source not in inside and all(place in inside for place in places)  # type: ignore[union-attr]
+        known = all(place in inside for place in places)  # type: ignore[union-attr]
+        return source not in inside and known and len(places) == dims_of(source)  # type: ignore[arg-type]
     if any(dims_of(read) for read in node.all_input_nodes if read not in inside):
         return False
     if node.op == "call_method" and node.target in NUMBERS:

@@ -37,6 +37,7 @@ class RequestSearch:
                 max_new_tokens=state.final_length - state.prompt_length + 1,
                 terms=state.terms,
                 id_offset=state.id_offset,
+                prefix=state.prefix,
             )
             for place in range(1, params.num_beams)
         ]

@@ -178,6 +178,13 @@ class Intake:
                 f"use_cache must not be False for a prompt of {len(submission.prompt)} tokens: the first "
                 f"{submission.prefix} see one another, and those that are generated would be seen as well"
             )
+        parts = asked.get("prefill_chunk_size")
+        if parts is not None and parts < together:
+            raise ValueError(
+                f"prefill_chunk_size must be None or at least {together} for a prompt of {len(submission.prompt)}: the "
+                f"first {submission.prefix} tokens see one another, and in parts the first ones would not see the "
+                f"others; got {parts}"
+            )
         if params.keeps_prompt and not self._program.gives_every_row:
             name = "prompt_logprobs" if params.prompt_logprobs else "prompt_logits"
             raise ValueError(f"{name} must be False for a model that runs whole, got True")

@@ -276,12 +276,20 @@ class ModelRunner:
             self._graphs.give_up()
 
     def check_graphs(self) -> None:
-        """Nothing is on its way, and the weights may lie elsewhere: then they are joined, and steps captured, anew."""
-        if isinstance(self.program, StepProgram) and self.program.gather_weights():
-            self._weights_version = self.program.weights_version()  # of the same values
-        if self._graphs is not None:
-            weights = self.program.weights.seen[0] if isinstance(self.program, StepProgram) else ()
-            self._graphs.check([tensor.data_ptr() for tensor in weights])
+        """Nothing is on its way, and the weights may lie elsewhere: then they are joined, and steps captured, anew.
+
+        Raises:
+            ValueError: see `JoinedWeights.gather`. No step is captured from then on.
+        """
+        addresses: list[int] = []
+        try:
+            if isinstance(self.program, StepProgram):
+                if self.program.gather_weights():
+                    self._weights_version = self.program.weights_version()  # of the same values
+                addresses = [tensor.data_ptr() for tensor in self.program.weights.seen[0]]
+        finally:  # where weights could not be joined, some may have left what captured steps read
+            if self._graphs is not None:
+                self._graphs.check(addresses)
 
     def launch(self, step: ScheduledStep) -> tuple[Tensor, Work]:
         """As `run`, for a step whose tokens the device chooses: the host's memory that they come to, [>= R], and what

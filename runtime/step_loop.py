@@ -100,8 +100,10 @@ class StepLoop:
         """Compile and capture what steps can need."""
         self.land()
         with self._guard:
-            if self._runner.weights_changed():
+            self._weights_changed |= self._runner.weights_changed()
+            if self._weights_changed:
                 self.drop_computed()
+                self._weights_changed = False
         works = self._runner.to_warm_up()
         with stages("compiling and capturing steps", len(works)) as advance:
             for work in works:
@@ -121,8 +123,8 @@ class StepLoop:
                 self._outbox.flush()
                 return None
             if self._weights_changed:
-                self._weights_changed = False
                 self.drop_computed()
+                self._weights_changed = False  # and not before: if it fails, the next step is to try again
             now = self._log.now()
             plan = self._scheduler.schedule(now)
             self._recording.planned(now, plan)

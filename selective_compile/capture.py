@@ -6,7 +6,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,8 +15,7 @@ from torch._dynamo.comptime import comptime
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._guards import TracingContext
 
-from selective_compile.layers_once import NotAlikeError, marked, written_out
-from selective_compile.live_settings import Read, names_read, read_of_modules
+from selective_compile.live_settings import Read, names_read
 from selective_compile.module_state import unchanged
 from selective_compile.passes.lengths import CAPTURE_TOKENS, bounds_requests, longest_request
 from selective_compile.passes.normalise import keep_sources
@@ -63,21 +62,6 @@ def capture(model: nn.Module, functions: Mapping[Place, Recognised] | None = Non
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if model.training:
         raise ValueError("model must be in evaluation mode, got training mode; call model.eval()")
-    layers_marked = marked(model)
-    if layers_marked is not model:
-        try:
-            captured = traced(layers_marked, functions or {})
-            return replace(captured, module=written_out(captured.module, captured.examples, model, captured.read))
-        except RefusedError as error:
-            if not all(refusal.operator == UNTRACEABLE for refusal in error.refusals):
-                raise
-        except (NotAlikeError, TorchDynamoException, *CANNOT):  # what refuses the model, if anything does, is met again
-            pass
-    return traced(model, functions or {})
-
-
-def traced(model: nn.Module, functions: Mapping[Place, Recognised]) -> Captured:
-    """As `capture`, of a model whose layers may be marked."""
     found: list[Captured] = []
 
     def keep(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
@@ -92,7 +76,7 @@ def traced(model: nn.Module, functions: Mapping[Place, Recognised]) -> Captured:
     for argument in arguments:
         torch._dynamo.mark_dynamic(argument, 1)
     config = {"specialize_float": True, "assume_static_by_default": True}
-    with torch._dynamo.config.patch(config), torch.no_grad(), left_whole(functions), plain_buffers(model):
+    with torch._dynamo.config.patch(config), torch.no_grad(), left_whole(functions or {}), plain_buffers(model):
         try:
             torch.compile(call, backend=keep, fullgraph=True)(*arguments)
         except CaptureDone:
@@ -177,9 +161,8 @@ def longest_of_graph() -> int | None:
 def read_by_trace() -> Read:
     context = TracingContext.try_get()
     assert context is not None
-    guards = context.guards_context.dynamo_guards
-    names, keys = names_read(guards)
-    return Read(names=names, keys=keys, code=frozenset(context.traced_code), of_modules=read_of_modules(guards))
+    names, keys = names_read(context.guards_context.dynamo_guards)
+    return Read(names=names, keys=keys, code=frozenset(context.traced_code))
 
 
 def leave(*_: Any) -> Any:

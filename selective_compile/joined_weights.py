@@ -48,52 +48,48 @@ class JoinedWeights:
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:
         self._groups = tuple(map(tuple, groups))
         self._made: Made | None = None
-        self._again = False
 
     def of(self, tensors: Sequence[Any], seen: States) -> tuple[Tensor, ...]:
-        """For each group, one tensor over those of the ``tensors`` in it, which are joined where they lie apart.
+        """For each group, one tensor over those of the ``tensors`` in it; a copy where they lie apart, as weights do
+        that were given other memory since `gather`. Moves nothing, so that it is for a step, too.
 
         Args:
             seen: the states of all ``tensors``; the same object as before where nothing has changed.
-
-        Raises:
-            ValueError: a weight has become one of a class of its own, or two have become one.
         """
         made = self._made  # looked at once: another thread may put others in its place
-        if made is None or made.seen is not seen:
-            made = None  # which would keep memory that weights have left while they are joined anew
-            made = self._made_of(tensors, seen)
-        return made.operands
+        if made is not None and made.seen is seen:
+            return made.operands
+        groups = self._of_groups(tensors)
+        return tuple(over(group) if lie_in_order(group) else torch.cat(group) for group in groups)
 
-    def _made_of(self, tensors: Sequence[Any], seen: States) -> Made:
-        groups = [[tensors[place] for place in group] for group in self._groups]
+    def gather(self, tensors: Sequence[Any], seen: States) -> None:
+        """Join those that lie apart; for when no step is on its way, which might read memory that they leave.
+
+        Raises:
+            ValueError: a weight has become one of a class of its own or of inference mode, or two have become one.
+        """
+        groups = self._of_groups(tensors)
         weights = tuple(weight for group in groups for weight in group)
         with self._joining:
             if self._made is None or self._made.states != states(weights):
+                wait_for(weights[0].device)  # what is on its way there reads the memory that they leave
                 self._made = None  # or memory that weights have left would be held until all are joined
-                operands = joined(groups, again=self._again)
-                self._again = True
-                self._made = Made(operands=operands, weights=weights, states=states(weights), seen=seen)
+                self._made = Made(operands=joined(groups), weights=weights, states=states(weights), seen=seen)
             self._made = replace(self._made, seen=seen)
-            return self._made
+
+    def _of_groups(self, tensors: Sequence[Any]) -> list[list[Tensor]]:
+        return [[tensors[place] for place in group] for group in self._groups]
 
 
+@torch.inference_mode(False)  # or parameters would become tensors of that mode
 @torch.no_grad()
-def joined(groups: Sequence[Sequence[Tensor]], *, again: bool) -> tuple[Tensor, ...]:
-    """One tensor over each group; memory that weights leave is free before the next group is joined.
-
-    Args:
-        again: they were joined before.
-    """
+def joined(groups: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+    """One tensor over each group; memory that weights leave is free before the next group is joined."""
     apart = [group for group in groups if not lie_in_order(group)]
-    if apart:
-        wait_for(apart[0][0].device)  # what is on its way there reads the memory that they leave
     for group in apart:
         put_in_order(group)
-        for weight in group if again else ():
-            # New memory may have an address that an engine knows from before, while the values are others.
-            if not weight.is_inference():
-                torch.autograd.graph.increment_version(weight)
+        for weight in group:  # new memory may have an address that an engine knows from before, of other values
+            torch.autograd.graph.increment_version(weight)
     if apart:
         wait_for(apart[0][0].device)  # whatever stream reads them next
         size = sum(weight.nbytes for group in apart for weight in group) / 1e6
@@ -105,12 +101,13 @@ def joined(groups: Sequence[Sequence[Tensor]], *, again: bool) -> tuple[Tensor, 
 def put_in_order(group: Sequence[Tensor]) -> None:
     """
     Raises:
-        ValueError: see `JoinedWeights.of`.
+        ValueError: see `JoinedWeights.gather`.
     """
-    if not all(map(is_of_no_class, group)) or len(set(map(id, group))) < len(group):
+    plain = all(is_of_no_class(weight) and not weight.is_inference() for weight in group)
+    if not plain or len(set(map(id, group))) < len(group):
         raise ValueError(
-            "weights that were joined when the model was compiled must stay plain tensors, each another one "
-            "(join_weights=False joins none)"
+            "weights that were joined when the model was compiled must stay plain tensors, each another one and none "
+            "of inference mode (join_weights=False joins none)"
         )
     shape = (sum(weight.shape[0] for weight in group), *group[0].shape[1:])
     buffer = torch.empty(shape, dtype=group[0].dtype, device=group[0].device)

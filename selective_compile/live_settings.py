@@ -7,10 +7,9 @@ later, changes no tensor, and would go unnoticed.
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import itemgetter
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
@@ -28,10 +27,6 @@ HOOK = "hook"  # the node of refusals that are for a hook
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
 # What torch keeps in every module: hooks are looked at by themselves, tensors and modules elsewhere.
 TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
-# Dynamo's name for something of a module: a class with a `__getattr__` of its own is asked for its dictionary.
-OF_MODULE = re.compile(
-    r"L\['(?:model|self)'\]((?:(?:\.__dict__\['_modules'\]|\._modules)\['[^']*'\])*)(?:\.__dict__\['(\w+)'\]|\.(\w+))?"
-)
 DEPTH = 8  # of containers in containers, and objects in objects
 NOT_WATCHED = (nn.Module, ModuleType, type, dict, list, tuple, set, frozenset)  # modules are looked at elsewhere
 FUNCTIONS = (FunctionType, BuiltinFunctionType)
@@ -41,12 +36,11 @@ NO_OBJECTS = (Tensor, *FUNCTIONS, MethodType)
 @dataclass(frozen=True, kw_only=True)
 class Read:
     """What a trace of a forward has read beside tensors: names of attributes; keys, among which are those of classes'
-    dictionaries; the code that it ran; and names of attributes by the path of the module they were read of."""
+    dictionaries; and the code that it ran."""
 
     names: frozenset[str] = frozenset()
     keys: frozenset[str] = frozenset()
     code: frozenset[CodeType] = frozenset()
-    of_modules: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 NOTHING: Final = Read()
@@ -208,17 +202,6 @@ def names_read(guards: Iterable[Any]) -> tuple[frozenset[str], frozenset[str]]:
                 keys.add(key)
             source = base
     return frozenset(found), frozenset(keys)
-
-
-def read_of_modules(guards: Iterable[Any]) -> dict[str, frozenset[str]]:
-    """By the path of each module, what the guards look at of it."""
-    found: dict[str, set[str]] = {}
-    for guard in guards:
-        if match := OF_MODULE.match(guard.name):
-            modules, *names = match.groups()
-            path = ".".join(re.findall(r"\['([^']*)'\]", modules.replace("['_modules']", "")))
-            found.setdefault(path, set()).update(name for name in names if name)
-    return {path: frozenset(names) for path, names in found.items()}
 
 
 def hooks_in(own: dict[str, Any]) -> list[Any]:

@@ -264,8 +264,8 @@ class StepProgram:
         """
         if not self._flat.joined:
             return False
-        version = self.weights.seen[1]
-        self.joined_weights.of(*self.weights.seen)
+        version = self.weights.version()
+        self.joined_weights.gather(*self.weights.seen)
         return self.weights.version() != version
 
     def measure_kv_scales(self) -> None:

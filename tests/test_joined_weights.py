@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 import selective_compile as sc
 from selective_compile import joined_weights, passes
 from selective_compile.backend import compile_step_program
-from selective_compile.joined_weights import JoinedWeights
+from selective_compile.joined_weights import JoinedWeights, lie_in_order
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.engine import Engine
 from selective_compile.runtime.step_loop import StepLoop
@@ -61,17 +61,22 @@ def storages(*tensors: Tensor) -> dict[int, int]:
     return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
+def gathered(joined: JoinedWeights, weights: list[nn.Parameter]) -> tuple[Tensor, ...]:
+    joined.gather(weights, states(weights))
+    return joined.of(weights, states(weights))
+
+
 def test_parameters_stay_what_they_are_and_nothing_is_held_twice(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny("qwen2")
     before = dict(model.named_parameters())
-    told = {name: (p.shape, p.dtype, p.stride(), p.requires_grad, p._version) for name, p in before.items()}
+    told = {name: (p.shape, p.dtype, p.stride(), p.requires_grad) for name, p in before.items()}
     values = {name: parameter.detach().clone() for name, parameter in before.items()}
     with caplog.at_level(logging.INFO, "selective_compile"):
         program = joined_program(model)
     assert "16 weights of 0 MB were moved to lie one behind the other" in caplog.text
     after = dict(model.named_parameters())
     assert all(after[name] is parameter for name, parameter in before.items()) and len(after) == len(before)
-    assert {n: (p.shape, p.dtype, p.stride(), p.requires_grad, p._version) for n, p in after.items()} == told
+    assert {n: (p.shape, p.dtype, p.stride(), p.requires_grad) for n, p in after.items()} == told
     assert all(torch.equal(after[name], value) for name, value in values.items())
     operands = program.joined_weights.of(*program.weights.seen)
     assert len(operands) == 6  # of each layer, a weight and a bias of query, key and value, and gate and up
@@ -92,14 +97,14 @@ def test_memory_that_weights_leave_is_free_before_the_next_are_joined(monkeypatc
         put(group)
 
     monkeypatch.setattr(joined_weights, "put_in_order", noted)
-    joined_weights.joined(groups, again=False)
+    joined_weights.joined(groups)
     assert free == [0, 2, 4]
 
 
 def test_memory_that_all_weights_have_left_is_free_before_they_are_joined_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = [nn.Parameter(torch.randn(4, 8)) for _ in range(4)]
     joined = JoinedWeights([(0, 1), (2, 3)])
-    old = [weakref.ref(operand) for operand in joined.of(weights, states(weights))]
+    old = [weakref.ref(operand) for operand in gathered(joined, weights)]
     for weight in weights:
         weight.data = torch.randn(4, 8)
     alive: list[int] = []
@@ -110,7 +115,7 @@ def test_memory_that_all_weights_have_left_is_free_before_they_are_joined_anew(m
         put(group)
 
     monkeypatch.setattr(joined_weights, "put_in_order", noted)
-    joined.of(weights, states(weights))
+    gathered(joined, weights)
     assert alive == [0, 0]
 
 
@@ -222,10 +227,10 @@ def test_an_engine_that_looks_later_knows_that_values_are_others() -> None:
     """The weight lies where it lay when it looked last, though it has been moved twice since."""
     weights = [nn.Parameter(torch.randn(4, 8)) for _ in range(2)]
     joined = JoinedWeights([(0, 1)])
-    joined.of(weights, states(weights))
+    gathered(joined, weights)
     versions = [weight._version for weight in weights]
     weights[1].data = torch.randn(4, 8)
-    joined.of(weights, states(weights))
+    gathered(joined, weights)
     assert all(weight._version > version for weight, version in zip(weights, versions, strict=True))
 
 
@@ -233,18 +238,100 @@ class Own(nn.Parameter):
     """A class that may do something else with a product."""
 
 
-@pytest.mark.parametrize("other", [lambda weights: weights[0], lambda weights: Own(torch.randn(4, 8))])
+def made_in_inference_mode(weights: list[nn.Parameter]) -> nn.Parameter:
+    with torch.inference_mode():
+        return nn.Parameter(torch.randn(4, 8))
+
+
+@pytest.mark.parametrize(
+    "other", [lambda weights: weights[0], lambda weights: Own(torch.randn(4, 8)), made_in_inference_mode]
+)
 def test_what_cannot_be_joined_any_more_is_refused_and_moves_nothing(other: Any) -> None:
     weights = [nn.Parameter(torch.randn(4, 8)) for _ in range(2)]
     joined = JoinedWeights([(0, 1)])
-    joined.of(weights, states(weights))
+    gathered(joined, weights)
     now = [weights[0], other(weights)]
     addresses = [weight.data_ptr() for weight in now]
     for _ in range(2):
         with pytest.raises(ValueError, match="must stay plain tensors, each another one"):
-            joined.of(now, states(now))
+            joined.gather(now, states(now))
     assert [weight.data_ptr() for weight in now] == addresses
+    assert torch.equal(gathered(joined, weights)[0], torch.cat([w.detach() for w in weights]))
+
+
+def test_weights_are_read_where_they_lie_and_moved_by_nobody_in_a_step() -> None:
+    weights = [nn.Parameter(torch.randn(4, 8)) for _ in range(2)]
+    joined = JoinedWeights([(0, 1)])
+    gathered(joined, weights)
+    weights[1].data = torch.randn(4, 8)
+    addresses = [weight.data_ptr() for weight in weights]
     assert torch.equal(joined.of(weights, states(weights))[0], torch.cat([w.detach() for w in weights]))
+    assert [weight.data_ptr() for weight in weights] == addresses
+
+
+def changed_class(mlp: Any) -> None:
+    mlp.up_proj.weight = Own(torch.randn_like(mlp.up_proj.weight))
+
+
+def without_memory(mlp: Any) -> None:
+    """The first time that there is something to join."""
+    mlp.up_proj.weight.data = torch.randn_like(mlp.up_proj.weight)
+    put = joined_weights.put_in_order
+
+    def once(group: Any) -> None:
+        setattr(joined_weights, "put_in_order", put)  # noqa: B010 - to mypy a function is no variable
+        raise torch.OutOfMemoryError("out of memory, played")
+
+    setattr(joined_weights, "put_in_order", once)  # noqa: B010
+
+
+@pytest.mark.parametrize(("change", "again"), [(changed_class, False), (without_memory, True)])
+def test_a_join_that_fails_leaves_no_captured_step_of_the_old_weights(change: Any, again: bool) -> None:
+    model: Any = tiny("llama", num_hidden_layers=1, initializer_range=0.3)
+    engine = Engine(model, CONFIG, program=joined_program(model), stream=TapedStream(captures=True))
+    assert tokens_of(engine) == generated_alone(model, PROMPT, 8)
+    change(model.model.layers[0].mlp)
+    assert_fails(engine)
+    if again:
+        assert tokens_of(engine) == generated_alone(model, PROMPT, 8)
+    else:
+        assert_fails(engine)
+
+
+def assert_fails(engine: Engine) -> None:
+    result = engine.submit(PROMPT, max_new_tokens=8).result()
+    assert result.finish_reason == "error" and result.error is not None
+    assert "plain tensors" in result.error or "out of memory" in result.error
+
+
+def test_nothing_becomes_a_tensor_of_inference_mode() -> None:
+    model: Any = tiny("llama", num_hidden_layers=1, initializer_range=0.3)
+    engine = Engine(model, CONFIG, program=joined_program(model))
+    tokens_of(engine)
+    give_other_memory(model)
+    with torch.inference_mode():
+        assert tokens_of(engine) == generated_alone(model, PROMPT, 8)
+    assert not any(parameter.is_inference() for parameter in model.parameters())
+    ids = torch.tensor([PROMPT])
+    model(ids, labels=ids).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_changes_that_were_not_looked_for_are_dropped_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`drop_computed` finds the weights moved before a step does."""
+    model: Any = tiny("llama", num_hidden_layers=1, initializer_range=0.3)
+    engine = Engine(model, CONFIG, program=joined_program(model))
+    tokens_of(engine)
+    drops: list[int] = []
+    drop = engine._steps.drop_computed
+    monkeypatch.setattr(engine._steps, "drop_computed", lambda: (drops.append(1), drop())[1])
+    give_other_memory(model)
+    engine.drop_computed()
+    program = engine._program
+    assert isinstance(program, StepProgram) and all(
+        lie_in_order([program.weights.seen[0][place] for place in group]) for group in program._flat.joined
+    )
+    assert tokens_of(engine) == generated_alone(model, PROMPT, 8) and drops == [1]
 
 
 def test_two_programs_over_a_model_agree_where_its_weights_lie() -> None:
@@ -288,7 +375,7 @@ def test_nobody_gets_weights_that_are_half_joined(monkeypatch: pytest.MonkeyPatc
     wanted = torch.cat([weight.detach().clone() for weight in weights])
 
     def look() -> None:
-        found.append(JoinedWeights([(0, 1), (2, 3)]).of(weights, states(weights)))
+        found.append(gathered(JoinedWeights([(0, 1), (2, 3)]), weights))
 
     threads = [threading.Thread(target=look) for _ in range(2)]
     threads[0].start()

@@ -71,7 +71,6 @@ LAYERS = (
         "fp8_scales",
         "compiling",
         "layered",
-        "layers_once",
         "isolated_cache",
         "isolated_program",
         "isolation",

@@ -43,7 +43,8 @@ def results(flat: FlatGraph, names: str = "x") -> Tensor:
     arguments: list[Any] = flat_arguments(flat, requests, LENGTHS)
     weights = arguments[: len(flat.weights)]
     with torch.no_grad():
-        return flat.module(*arguments, *JoinedWeights(flat.joined).of(weights, states(weights)))[0]  # type: ignore[no-any-return]
+        operands = JoinedWeights(flat.joined).of(weights, states(weights))
+        return flat.module(*arguments, *operands)[0]  # type: ignore[no-any-return]
 
 
 def products(flat: FlatGraph) -> int:

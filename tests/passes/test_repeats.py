@@ -74,10 +74,10 @@ def test_a_layer_with_another_constant_ends_them() -> None:
     assert len(found.pieces) in (12, 13)
 
 
-@pytest.mark.parametrize("written", (1, True))
-def test_equal_constants_of_another_type_are_others(written: object) -> None:
+@pytest.mark.parametrize(("written", "others"), [(1, 1.0), (True, 1.0), (-0.0, 0.0)])
+def test_equal_constants_of_another_type_or_sign_are_others(written: float, others: float) -> None:
     def odd(graph: fx.Graph, value: fx.Node, number: int) -> fx.Node:
-        return plain(graph, value, number, written if number == 6 else 1.0)  # type: ignore[arg-type]
+        return plain(graph, value, number, written if number == 6 else others)
 
     assert found_in(stack(13, odd)) == []
 

@@ -91,6 +91,22 @@ def one_sees_more(x: Any, weights: list[Any]) -> Any:
     return x
 
 
+def handed_on(x: Any, weights: list[Any]) -> Any:
+    """`contiguous` of what is that already is no operator: what it gives is made in the layer before."""
+    before = x
+    for weight in weights:
+        before = x.contiguous()
+        x = plain(before, [weight])
+    return x + before * 3
+
+
+def handed_on_twice(x: Any, weights: list[Any]) -> Any:
+    before = x
+    for weight in weights:
+        x, before = plain(x, [weight]) + before.contiguous(), x.contiguous()
+    return x
+
+
 def sizes_differ(x: Any, weights: list[Any]) -> Any:
     """Each layer leaves one token out: traced alike they are not."""
     for weight in weights:
@@ -98,7 +114,10 @@ def sizes_differ(x: Any, weights: list[Any]) -> Any:
     return x
 
 
-@pytest.mark.parametrize(("function", "times"), [(plain, 1), (one_sees_more, 1), (sizes_differ, 2)])
+@pytest.mark.parametrize(
+    ("function", "times"),
+    [(plain, 1), (one_sees_more, 1), (handed_on, 2), (handed_on_twice, 2), (sizes_differ, 2)],
+)
 def test_what_is_not_traced_alike_is_traced_whole(function: Callable[..., Any], times: int, traced: list[int]) -> None:
     found, expected = both_ways(function, 18)
     assert len(traced) == times + 1

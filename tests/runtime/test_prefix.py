@@ -158,6 +158,22 @@ def test_beams_and_samples(model: Any, program: Program, length: int) -> None:
     assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("length", (2, 14))
+@pytest.mark.parametrize("steps", (2, 8))
+def test_beams_that_are_computed_again(model: Any, program: Program, length: int, steps: int) -> None:
+    """All of them see what the first one sees."""
+    prompt = [5 * n % 199 for n in range(length)]
+    ids = torch.tensor([prompt])
+    options: Any = {"num_beams": 3, "max_new_tokens": 14, "do_sample": False}
+    theirs = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, length:].tolist()
+    engine = sc.Engine(model, config(token_budget=12, max_kv_tokens=320), program=program)
+    request = engine.submit(prompt, **options)
+    for _ in range(steps):
+        engine.step()
+    engine.drop_computed()
+    assert list(request.result().tokens) == theirs
+
+
 def test_a_prompt_whose_prefix_does_not_fit_into_a_step_is_refused(model: Any, program: Program) -> None:
     engine = sc.Engine(model, config(token_budget=PREFIX - 1), program=program)
     with pytest.raises(
@@ -165,6 +181,15 @@ def test_a_prompt_whose_prefix_does_not_fit_into_a_step_is_refused(model: Any, p
     ):
         engine.submit(list(range(PREFIX + 1)), max_new_tokens=2)
     assert engine.submit([1] * (PREFIX - 1), max_new_tokens=3).result().tokens
+
+
+def test_a_prefill_in_parts_as_generate_would_have_it_is_refused(model: Any, program: Program) -> None:
+    engine = sc.Engine(model, config(), program=program)
+    with pytest.raises(
+        ValueError, match="prefill_chunk_size must be None or at least 10 for a prompt of 11: the first"
+    ):
+        engine.submit(list(range(PREFIX + 1)), max_new_tokens=2, prefill_chunk_size=PREFIX - 1)
+    engine.submit(list(range(PREFIX + 1)), max_new_tokens=2, prefill_chunk_size=PREFIX).result()
 
 
 def test_what_does_not_go_with_a_prefix_is_refused(model: Any, program: Program) -> None:
