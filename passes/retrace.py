@@ -102,9 +102,11 @@ class Folded:
     def unfolded(self, result: fx.GraphModule, sources: Mapping[str, fx.Node]) -> fx.GraphModule | None:
         """The trace of the folded graph with all pieces; None where pieces were not traced alike."""
         made: dict[fx.Node, list[fx.Node]] = {}
-        for node in result.graph.nodes:
-            if node.op not in ("placeholder", "output"):
-                made.setdefault(self._of[sources[node.name]], []).append(node)
+        traced_nodes = [node for node in result.graph.nodes if node.op not in ("placeholder", "output")]
+        if not all(node.name in sources for node in traced_nodes):
+            return None
+        for node in traced_nodes:
+            made.setdefault(self._of[sources[node.name]], []).append(node)
         inputs = dict(zip(self._inputs, (n for n in result.graph.nodes if n.op == "placeholder"), strict=True))
         runs = [TracedPieces(repeat, made, inputs) for repeat in self._repeats]
         if not all(run.are_alike() for run in runs):
@@ -133,7 +135,7 @@ class TracedPieces:
     def are_alike(self) -> bool:
         """Whether the piece that is copied is to the one before it as that is to its own."""
         pieces = [self._before, self._earlier, self._copied]
-        if any([*map(as_traced, piece)] != [*map(as_traced, self._copied)] for piece in pieces):
+        if not self._copied or any([*map(as_traced, piece)] != [*map(as_traced, self._copied)] for piece in pieces):
             return False
         following = zip(pieces, [*pieces[1:], self._last], strict=True)
         if not all(are_read_by(piece, {*piece, *behind}) for piece, behind in following):

@@ -107,6 +107,12 @@ def handed_on_twice(x: Any, weights: list[Any]) -> Any:
     return x
 
 
+def unread(x: Any, weights: list[Any]) -> Any:
+    """Nothing behind the layers reads them."""
+    plain(x, weights)
+    return x * 2
+
+
 def sizes_differ(x: Any, weights: list[Any]) -> Any:
     """Each layer leaves one token out: traced alike they are not."""
     for weight in weights:
@@ -116,7 +122,7 @@ def sizes_differ(x: Any, weights: list[Any]) -> Any:
 
 @pytest.mark.parametrize(
     ("function", "times"),
-    [(plain, 1), (one_sees_more, 1), (handed_on, 2), (handed_on_twice, 2), (sizes_differ, 2)],
+    [(plain, 1), (one_sees_more, 1), (handed_on, 2), (handed_on_twice, 2), (unread, 1), (sizes_differ, 2)],
 )
 def test_what_is_not_traced_alike_is_traced_whole(function: Callable[..., Any], times: int, traced: list[int]) -> None:
     found, expected = both_ways(function, 18)
