@@ -1,4 +1,4 @@
-"""What a start takes before the first step: capture, passes, compiling; layers that are alike once, or each by itself.
+"""What a start takes before the first step: capture, passes, compiling; layers that are alike once or each by itself.
 
     python benchmarks/startup.py --json benchmarks/results/startup.json
 
@@ -7,7 +7,8 @@ engine on a GPU compiles; each start is a process of its own, the first with not
 second with what that one left (warm).  Seconds of the processor and of the clock, without importing.
 
 Prediction before the first run: each layer by itself takes 0.8 s for capture and passes and 1 s for compiling; once, a
-tenth of that beyond the first few layers.
+tenth of that beyond the first few layers.  That holds for passes and compiling; capture is Dynamo's, which goes through
+every layer in both.
 """
 
 from __future__ import annotations

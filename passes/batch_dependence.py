@@ -54,6 +54,12 @@ def sums_one_term(node: fx.Node) -> bool:
     return isinstance(left.shape[-1], int) and left.shape[-1] == 1
 
 
+def is_kernel(node: fx.Node) -> bool:
+    """Whether it is a product or an operator of ours, for which Inductor makes no kernel and with which it fuses
+    nothing."""
+    return _name(node) in PRODUCTS or getattr(node.target, "namespace", "") == "selective"
+
+
 def _dependent(flat: FlatGraph) -> list[fx.Node]:
     names = PRODUCTS if flat.device.type == "cpu" else PRODUCTS | RACES
     called = (node for node in flat.module.graph.nodes if node.op == "call_function")

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from selective_compile.passes.batch_dependence import PRODUCTS
+from selective_compile.passes.batch_dependence import is_kernel
 from selective_compile.passes.elements import CASTS, SPLITS, UnreadableError, dependents
 from selective_compile.passes.equal_values import first_of_equal
 from selective_compile.passes.flatten import FlatGraph
@@ -180,9 +180,7 @@ def is_in_memory(node: fx.Node) -> bool:
     """Whether Inductor makes no kernel of its own for a value: an input, a product of matrices, an operator of ours."""
     while getattr(node.target, "overloadpacket", None) in (*MOVES, *SPLITS) or node.target is operator.getitem:
         node = node.args[0]  # type: ignore[assignment]
-    name = getattr(node.target, "__name__", "").partition(".")[0]
-    ours = getattr(node.target, "namespace", "") == "selective"
-    return node.op in ("placeholder", "get_attr") or name in PRODUCTS or ours
+    return node.op in ("placeholder", "get_attr") or is_kernel(node)
 
 
 def rows_of(flat: FlatGraph, node: fx.Node, end: Any) -> fx.Node:

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import fx
 
-from selective_compile.passes.batch_dependence import PRODUCTS
+from selective_compile.passes.batch_dependence import is_kernel
 from selective_compile.passes.flatten import FlatGraph
-from selective_compile.passes.repeats import Kinds, Repeat, alike_from, is_left_by_last, repeats
+from selective_compile.passes.repeats import Kinds, Repeat, alike_from, is_left_by_last, reads, repeats
 from selective_compile.passes.retrace import as_traced, kind_of, results_of
 
 FEWEST = 4  # pieces
@@ -89,12 +89,6 @@ def called_alike(pieces: list[list[fx.Node]], kinds: Kinds) -> list[list[fx.Node
     return pieces
 
 
-def is_kernel(node: fx.Node) -> bool:
-    """Whether Inductor fuses nothing with it."""
-    name = getattr(node.target, "__name__", "").partition(".")[0]
-    return name in PRODUCTS or getattr(node.target, "namespace", "") == "selective"
-
-
 def read_behind(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """What of ``nodes`` is read by others."""
     own = set(nodes)
@@ -105,19 +99,12 @@ def calls_of(pieces: Sequence[list[fx.Node]]) -> list[Call]:
     from_outside = []
     for piece in pieces:
         inside = set(piece)
-        from_outside.append([given for node in piece for given in arguments(node) if given not in inside])
+        from_outside.append([given for given in reads(piece) if given not in inside])
     # What all read in the same way is one input of the layer, however often it is read.
     slots = list(dict.fromkeys(zip(*from_outside, strict=True)))
     read = {node for piece in pieces for node in read_behind(piece)}
     left = [place for place, same in enumerate(zip(*pieces, strict=True)) if not read.isdisjoint(same)]
     return [([slot[i] for slot in slots], [piece[place] for place in left]) for i, piece in enumerate(pieces)]
-
-
-def arguments(node: fx.Node) -> list[fx.Node]:
-    """Every argument that is a node, as often as it is one."""
-    found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), found.append)
-    return found
 
 
 def part(
@@ -126,8 +113,8 @@ def part(
     """``nodes`` as a graph of their own, from ``inputs``, by default all that they read of others."""
     inside = list(nodes)
     if inputs is None:
-        read = [given for node in inside for given in arguments(node)] + list(outputs)
-        inputs = list(dict.fromkeys(given for given in read if given not in set(inside)))
+        own = set(inside)
+        inputs = list(dict.fromkeys(given for given in (*reads(inside), *outputs) if given not in own))
     graph = fx.Graph()
     copies = {given: graph.placeholder(given.name) for given in inputs}
     for node in inside:

@@ -136,8 +136,8 @@ def alike_from(pieces: list[list[fx.Node]], kinds: Kinds) -> Repeat:
     return Repeat(pieces=pieces, inputs=inputs)
 
 
-def reads(piece: list[fx.Node]) -> Iterator[fx.Node]:
-    """Every argument that is a node, in order."""
+def reads(piece: Sequence[fx.Node]) -> Iterator[fx.Node]:
+    """Every argument that is a node, in order, as often as it is one."""
     found: list[fx.Node] = []
     for node in piece:
         fx.node.map_arg((node.args, node.kwargs), found.append)
