@@ -9,8 +9,11 @@ Legend
     split, sums, maxima, totals, SPLIT, PDL, and the grid: as in `ragged_attention_attend_triton`
 
 A latent is loaded once for both products, and the rest of the row is a product of its own: as one vector, 576 numbers
-would be padded to 1024. All heads read the same rows, so that a tile is as many of them as its registers have room for,
-in decoding as in prefill; the others' programs find the rows in the second-level cache.
+would be padded to 1024. Which steps have which tile is said in `latent_attention_tiles`.
+
+Where a tile is a bulk copy, the copies are of the clear iterations alone: slots behind the context hold anything, and
+to put zeros into what has been copied takes registers. A bulk copy's numbers behind the latent are the rest of a row,
+of which the query has zeros and which are not stored.
 
 With a selection of keys, a tile is one row, and its keys are those selected for it; they are not split.
 
@@ -27,20 +30,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from selective_compile.kernels import selection_triton
 from selective_compile.kernels.dependent_launch import begins_early, launch_options
 from selective_compile.kernels.dot_triton import widened_dot
 from selective_compile.kernels.interpreter import on_device
 from selective_compile.kernels.key_write_triton import write_keys
-from selective_compile.kernels.ragged_attention_attend_triton import attend
+from selective_compile.kernels.latent_attention_tiles import LEAST, LatentTile, latent_tile
+from selective_compile.kernels.ragged_attention_attend_triton import (
+    aligned,
+    attend,
+    blocks_of_keys,
+    described,
+    elements,
+)
 from selective_compile.kernels.ragged_attention_merge_triton import merge, new_parts
-from selective_compile.kernels.ragged_attention_tiles import most_keys, processors, split_config
+from selective_compile.kernels.ragged_attention_tiles import backend, bulk_copies, most_keys, processors, split_config
 from selective_compile.kernels.request_rows_triton import tile_rows
 from selective_compile.kernels.split_plan_triton import first_key, piece_keys, piece_rows, plan
-
-# tl.dot needs 16 in every direction.
-LEAST = 16
 
 
 @triton.jit(
@@ -57,6 +65,8 @@ def _latent_kernel(
     totals,  # [places, H, BLOCK_Q] float32; without splits None
     query,  # [T, H, VALUE_SIZE + REST_SIZE]
     rows,  # [num_blocks, 1, BLOCK_SIZE, VALUE_SIZE + REST_SIZE]
+    latent_tiles,  # the pool as a descriptor of tiles [1, 1, BLOCK_N, BLOCK_R], or None
+    rest_tiles,  # the pool as one of tiles [1, 1, BLOCK_N, BLOCK_E], or None
     cu_seqlens_q,  # [N + 1]
     context_lens,  # [N]
     block_table,  # [N, max_blocks]
@@ -89,6 +99,11 @@ def _latent_kernel(
 ):
     BLOCK_M: tl.constexpr = BLOCK_Q * BLOCK_H
     LOG2_E: tl.constexpr = 1.4426950408889634
+    # Whether scores are multiplied behind the maximum over them, which is then one product a row.
+    FOLDED: tl.constexpr = SCALE > 0
+    # Whether clear iterations are walked by themselves. Of keys that are selected none is clear; in float32 products
+    # take so long that comparing adds little, and on gfx942 a second loop spills.
+    APART: tl.constexpr = (selection is None) and query.dtype.element_ty.primitive_bitwidth < 32
     if PDL:
         gdc_wait()
     number = tl.program_id(0)
@@ -141,33 +156,68 @@ def _latent_kernel(
     if key_scales is not None:
         scale = scale * tl.load(key_scales)
     accumulator = tl.full([BLOCK_M, BLOCK_R], 0.0, tl.float32)
-    for start in range(begin, end, BLOCK_N):
-        j = start + tl.arange(0, BLOCK_N)
-        if selection is not None:
-            j = tl.load(selection + first_row.to(tl.int64) * COUNT + j, j < COUNT, -1)
-        read = (j >= key_begin) & (j < key_end)
-        entry = block_table + request.to(tl.int64) * table_stride + j // BLOCK_SIZE
-        offset = tl.load(entry, mask=read, other=0).to(tl.int64) * block_stride + j % BLOCK_SIZE * slot_stride
-        latent = tl.load(rows + offset[:, None] + r[None, :], read[:, None] & (r < VALUE_SIZE)[None, :], 0.0)
-        latent = latent.to(q.dtype)
-        score = widened_dot(q, tl.trans(latent), tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32), WIDEN)
-        if REST_SIZE > 0:
-            mask = read[None, :] & (e < REST_SIZE)[:, None]
-            rest = tl.load(rows + offset[None, :] + VALUE_SIZE + e[:, None], mask, 0.0)
-            score = widened_dot(q_rest, rest.to(q.dtype), score, WIDEN)
-        seen = read[None, :] & (j[None, :] <= position[:, None])
-        if WINDOW > 0:
-            seen = seen & (j[None, :] > position[:, None] - WINDOW)
-        score = tl.where(seen, score * scale, float("-inf"))
 
-        new_maximum = tl.maximum(maximum, tl.reduce(score, 1, tl.standard._elementwise_max))
-        # A row that has seen no key yet has the maximum -inf, and -inf - -inf is NaN.
-        finite_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        correction = tl.exp2(maximum - finite_maximum)
-        weight = tl.exp2(score - finite_maximum[:, None])
-        total = total * correction + tl.reduce(weight, 1, tl.standard._sum_combine)
-        accumulator = widened_dot(weight.to(latent.dtype), latent, accumulator * correction[:, None], WIDEN)
-        maximum = new_maximum
+    # Clear from where the last row's window begins up to the position of the first row, in whole iterations. The masked
+    # ones in front of these and behind them are walked first, in one loop.
+    clear_begin = begin
+    if (WINDOW > 0) and APART:
+        clear_begin = (tl.maximum(key_begin, key_end - WINDOW) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        clear_begin = tl.minimum(tl.maximum(clear_begin, begin), end)
+    clear_end = clear_begin
+    if APART:
+        clear_end = (context - row_end + first_row + 1) // BLOCK_N * BLOCK_N
+        clear_end = tl.minimum(tl.maximum(clear_end, clear_begin), end)
+    steps_in_front = (clear_begin - begin + BLOCK_N - 1) // BLOCK_N
+    masked_steps = steps_in_front + (end - clear_end + BLOCK_N - 1) // BLOCK_N
+    for MASKED in tl.static_range(1, -1 if APART else 0, -1):
+        steps = masked_steps if MASKED else (clear_end - clear_begin) // BLOCK_N
+        # Of the few masked iterations no load is begun early, as in `ragged_attention_attend_triton`.
+        for step in tl.range(0, steps, num_stages=1 if MASKED and APART else None):
+            if MASKED:
+                start = begin + step * BLOCK_N + tl.where(step < steps_in_front, 0, clear_end - clear_begin)
+            else:
+                start = clear_begin + step * BLOCK_N
+            j = start + tl.arange(0, BLOCK_N)
+            if selection is not None:
+                j = tl.load(selection + first_row.to(tl.int64) * COUNT + j, j < COUNT, -1)
+            read = (j >= key_begin) & (j < key_end)
+            entries = block_table + request.to(tl.int64) * table_stride
+            if selection is None:
+                block = blocks_of_keys(entries, start, read, BLOCK_SIZE, BLOCK_N, MASKED).to(tl.int64)
+            else:
+                block = tl.load(entries + j // BLOCK_SIZE, mask=read, other=0).to(tl.int64)
+            offset = block * block_stride + j % BLOCK_SIZE * slot_stride
+            # Slots behind the context hold anything, and no weight makes a NaN 0.
+            if MASKED or latent_tiles is None:
+                latent = elements(rows + offset, read, VALUE_SIZE, BLOCK_R, MASKED).to(q.dtype)
+            else:
+                latent = latent_tiles.load([block.to(tl.int32), 0, start % BLOCK_SIZE, 0]).reshape([BLOCK_N, BLOCK_R])
+                latent = latent.to(q.dtype)
+            score = widened_dot(q, tl.trans(latent), tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32), WIDEN)
+            if REST_SIZE > 0:
+                if MASKED or rest_tiles is None:
+                    rest = elements(rows + offset + VALUE_SIZE, read, REST_SIZE, BLOCK_E, MASKED)
+                else:
+                    at = [block.to(tl.int32), 0, start % BLOCK_SIZE, VALUE_SIZE]
+                    rest = rest_tiles.load(at).reshape([BLOCK_N, BLOCK_E])
+                score = widened_dot(q_rest, tl.trans(rest.to(q.dtype)), score, WIDEN)
+            if not FOLDED:
+                score = score * scale
+            if MASKED:
+                seen = read[None, :] & (j[None, :] <= position[:, None])
+                if WINDOW > 0:
+                    seen = seen & (j[None, :] > position[:, None] - WINDOW)
+                score = tl.where(seen, score, float("-inf"))
+
+            largest = tl.reduce(score, 1, tl.standard._elementwise_max)
+            new_maximum = tl.maximum(maximum, largest * scale if FOLDED else largest)
+            # A row that has seen no key yet has the maximum -inf, and -inf - -inf is NaN.
+            finite_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+            correction = tl.exp2(maximum - finite_maximum)
+            weight = tl.exp2((score * scale if FOLDED else score) - finite_maximum[:, None])
+            total = total * correction + tl.reduce(weight, 1, tl.standard._sum_combine)
+            accumulator = widened_dot(weight.to(latent.dtype), latent, accumulator * correction[:, None], WIDEN)
+            maximum = new_maximum
 
     if key_scales is not None:
         accumulator *= tl.load(key_scales)
@@ -182,19 +232,6 @@ def _latent_kernel(
     result = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]
     output_offset = (row.to(tl.int64) * HEADS + head) * VALUE_SIZE
     tl.store(output + output_offset[:, None] + r[None, :], result.to(output.dtype.element_ty), value_mask)
-
-
-def tile_sizes(heads: int, bytes_per_element: int, *, rocm: bool) -> tuple[int, int, int, int]:
-    """BLOCK_Q, BLOCK_H, BLOCK_N and warps: the largest that compile without a spill for a latent of 512 and 64 more.
-
-    Every tile of heads reads all rows again, from the second-level cache if they are there: of 128 heads, with 16 in a
-    tile, that reading would take longer than the products. 64 rows spill on sm_90, and 32 on gfx942 as they do in
-    float32, whose products run on the vector units and hold their operands in registers. Not measured on a GPU.
-    """
-    wide = bytes_per_element == 4
-    block_m = min(LEAST if wide or rocm else 2 * LEAST, max(LEAST, triton.next_power_of_2(heads)))
-    block_h = min(block_m, triton.next_power_of_2(heads))
-    return block_m // block_h, block_h, 16 if wide else 32, 8 if wide or block_m > LEAST else 4
 
 
 def latent_attention(
@@ -263,33 +300,54 @@ def _attend(
     num_requests = context_lens.shape[0]
     assert query.stride(-1) == pool.stride(-1) == 1, "rows must be contiguous"
     assert sinks is None or sinks.is_contiguous(), "heads must be contiguous"
-    rocm = torch.version.hip is not None
-    block_q, block_h, block_n, num_warps = tile_sizes(heads, query.element_size(), rocm=rocm)
+    tile = latent_tile(
+        num_rows=num_rows,
+        num_requests=num_requests,
+        heads=heads,
+        bytes_per_element=query.element_size(),
+        block_size=block_size,
+        window=window,
+        narrow=pool.element_size() < query.element_size(),
+        bulk=selection is None and bulk_copies(query.device) and aligned(pool),
+        rocm=torch.version.hip is not None,
+    )
+    block_q, block_h, block_n = tile.block_q, tile.block_h, tile.block_n
     if selection is not None:
         block_q, block_h, selection = 1, block_q * block_h, selection.contiguous()
     blocks_of_heads = triton.cdiv(heads, block_h)
     keys = most_keys(rows=block_q, window=window, chunk=0, block_n=block_n)
-    splits = split_config(parts=blocks_of_heads, keys=keys, warps=num_warps, processors=processors(query.device))
+    splits = split_config(parts=blocks_of_heads, keys=keys, warps=tile.num_warps, processors=processors(query.device))
     output, split = query.new_empty(num_rows, heads, value_size), None
     num_pieces = num_rows // block_q + num_requests + 1
     if selection is None and splits.slots:
-        lengths, tile = (cu_seqlens_q, context_lens), (block_q, block_n)
-        split = plan(*lengths, splits, num_rows=num_rows, rows_and_keys=tile, window=window, chunk=0)
+        lengths, sizes = (cu_seqlens_q, context_lens), (block_q, block_n)
+        split = plan(*lengths, splits, num_rows=num_rows, rows_and_keys=sizes, window=window, chunk=0)
         parts, num_pieces = new_parts(query, value_size, places=split.places, rows=block_q), split.pieces.shape[1]
     block_r, block_e = (max(LEAST, triton.next_power_of_2(each)) for each in (value_size, size - value_size))
     early = begins_early(query.device)
     # fmt: off
     on_device(_latent_kernel, query)[(num_pieces, blocks_of_heads)](
-        output, *((None,) * 4 if split is None else (split.pieces, *parts)), query, pool, *metadata,
-        sinks, selection, key_scales, num_rows, num_requests, num_pieces, *query.stride()[:2],
+        output, *((None,) * 4 if split is None else (split.pieces, *parts)), query, pool,
+        *_tiles(pool, tile, block_r, block_e, rest=size > value_size), *metadata, sinks, selection, key_scales,
+        num_rows, num_requests, num_pieces, *query.stride()[:2],
         pool.stride(0), pool.stride(2), block_table.stride(0), scale, window,
         0 if selection is None else selection.shape[1], heads, value_size, size - value_size, block_size,
         block_q, block_h, block_n, block_r, block_e,
         # The interpreter would multiply the bit patterns of bfloat16.
-        not query.is_cuda, split is not None, early, num_warps=num_warps, num_stages=2, enable_fp_fusion=True,
-        **launch_options(early),
+        not query.is_cuda, split is not None, early, enable_fp_fusion=True,
+        **tile.options(backend()), **launch_options(early),
     )
     # fmt: on
     if split is not None:
-        merge(output, parts, split.divided, lengths, tile, window=window, chunk=0)
+        merge(output, parts, split.divided, lengths, sizes, window=window, chunk=0)
     return output
+
+
+def _tiles(
+    pool: Tensor, tile: LatentTile, block_r: int, block_e: int, *, rest: bool
+) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    """Of bulk copies: of latents, and of what is behind them where there is something."""
+    if not tile.bulk:
+        return None, None
+    latents, others = (described(pool, [1, 1, tile.block_n, width]) for width in (block_r, block_e))
+    return latents, others if rest else None

@@ -61,7 +61,7 @@ from selective_compile.kernels.split_plan_triton import first_key, last_key, pie
 
 
 @triton.jit
-def _blocks(entries, start, read, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr):
+def blocks_of_keys(entries, start, read, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr):
     """The blocks of the keys from start on, by a request's entries of the block table: one, or one for each key."""
     if BLOCK_SIZE % BLOCK_N == 0:
         block = tl.load(entries + start // BLOCK_SIZE)
@@ -73,7 +73,7 @@ def _blocks(entries, start, read, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexp
 
 
 @triton.jit
-def _elements(pointers, wanted, SIZE: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
+def elements(pointers, wanted, SIZE: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
     """The keys or values of an iteration [BLOCK_N, PADDED], from where each begins; those not wanted are 0."""
     d = tl.arange(0, PADDED)
     at = pointers[:, None] + d[None, :]
@@ -238,11 +238,11 @@ def _attention_kernel(
                 slot = j * 0
             else:
                 entries = block_table + request.to(tl.int64) * table_stride
-                block = _blocks(entries, start, read, BLOCK_SIZE, BLOCK_N, MASKED).to(tl.int64)
+                block = blocks_of_keys(entries, start, read, BLOCK_SIZE, BLOCK_N, MASKED).to(tl.int64)
                 slot = j % BLOCK_SIZE
             if key_tiles is None:
                 key_offset = block * key_block_stride + key_head_offset + slot * key_slot_stride
-                k = _elements(keys + key_offset, read, KEY_SIZE, BLOCK_D, MASKED)
+                k = elements(keys + key_offset, read, KEY_SIZE, BLOCK_D, MASKED)
             else:
                 k = key_tiles.load([block.to(tl.int32), kv_head, start % BLOCK_SIZE, 0]).reshape([BLOCK_N, BLOCK_D])
             score = widened_dot(q, tl.trans(k.to(q.dtype)), tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32), WIDEN)
@@ -277,7 +277,7 @@ def _attention_kernel(
             total = total * correction + tl.reduce(weight, 1, tl.standard._sum_combine)
             if value_tiles is None:
                 value_offset = block * value_block_stride + value_head_offset + slot * value_slot_stride
-                v = _elements(values + value_offset, read, VALUE_SIZE, BLOCK_DV, MASKED).to(q.dtype)
+                v = elements(values + value_offset, read, VALUE_SIZE, BLOCK_DV, MASKED).to(q.dtype)
             else:
                 v = value_tiles.load([block.to(tl.int32), kv_head, start % BLOCK_SIZE, 0]).reshape([BLOCK_N, BLOCK_DV])
                 v = v.to(q.dtype)
@@ -337,6 +337,7 @@ def attend(
         block_size=block_size,
         bulk=bulk_copies(query.device) and aligned(keys) and aligned(values),
         slopes=per_head[1] is not None,
+        narrow=keys.element_size() < query.element_size(),
     )
     rows, parts, (_, window, _, chunk, prefix) = tile.block_m // tile.heads, heads // tile.heads, score
     if prefix and (window or chunk):
@@ -374,8 +375,9 @@ def _tiles(keys: Tensor, values: Tensor, tile: TileConfig) -> tuple[TensorDescri
     nothing is allocated."""
     if not tile.bulk:
         return None, None
-    return _described(keys, [1, 1, tile.block_n, tile.block_d]), _described(values, [1, 1, tile.block_n, tile.block_dv])
+    return described(keys, [1, 1, tile.block_n, tile.block_d]), described(values, [1, 1, tile.block_n, tile.block_dv])
 
 
-def _described(pool: Tensor, sizes: list[int]) -> TensorDescriptor:
+def described(pool: Tensor, sizes: list[int]) -> TensorDescriptor:
+    """The pool as tiles of those sizes."""
     return TensorDescriptor(pool, list(pool.shape), list(pool.stride()), sizes)

@@ -64,10 +64,15 @@ class TileConfig:
 
     def options(self, backend: str) -> dict[str, int]:
         """Of a launch on "cuda" or "hip"."""
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        # As many as a thread can have, said so: by itself the assembler for CUDA spills a few to have room for one
-        # more block of threads beside the others.
-        return options | ({"maxnreg": 255} if backend == "cuda" else {})
+        return launch_sizes(self.num_warps, self.num_stages, backend)
+
+
+def launch_sizes(num_warps: int, num_stages: int, backend: str) -> dict[str, int]:
+    """What a launch says of warps and stages, and on "cuda" of registers: as many as a thread can have.
+
+    By itself the assembler spills a few of them to have room for one more block of threads beside the others.
+    """
+    return {"num_warps": num_warps, "num_stages": num_stages} | ({"maxnreg": 255} if backend == "cuda" else {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +94,7 @@ def tile_config(
     block_size: int,
     bulk: bool,
     slopes: bool = False,
+    narrow: bool = False,
 ) -> TileConfig:
     """Choose the tile from what the host knows: shapes, not lengths. Any choice is correct for any step.
 
@@ -96,6 +102,7 @@ def tile_config(
         block_size: 0 without a pool.
         bulk: the device has `bulk_copies`, and the pools begin and go on at multiples of 16 bytes.
         slopes: a bias is added to each score, whose distances take registers.
+        narrow: pools are e4m3, whose numbers take registers on their way to the query's dtype.
     """
     # tl.dot needs 16 in every direction.
     block_d, block_dv = (max(16, triton.next_power_of_2(size)) for size in (key_size, value_size))
@@ -115,7 +122,7 @@ def tile_config(
     # The largest tiles that compile without a register spill for every target. A float32 product runs on the vector
     # units and holds its operands in registers, hence its smaller ones.
     block_m = _block_m(1 if low else (SHORT_TILE if short else 64) // group, group)
-    block_n = 16 if wide else (64 if block_m == 16 else 32)
+    block_n = 16 if wide or (narrow and largest > 128 and not low) else (64 if block_m == 16 else 32)
     many = block_m * block_dv >= 64 * 256 or (wide and block_m > 16) or (short and not low) or (wide and largest > 256)
     # Two stages of key and value tiles fit into the 64 KiB of gfx942, the smallest shared memory of a target.
     fitting = 32768 // ((block_d + block_dv) * bytes_per_element)

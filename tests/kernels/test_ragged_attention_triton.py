@@ -191,7 +191,7 @@ def compile_attention(
     block_size = changes.get("BLOCK_SIZE", 64)
     width, bulk = 4 if element == "fp32" else 2, target.arch in (90, 100)
     value_size = value_size or size
-    others = {"bulk": bulk, "slopes": "slopes" in given}
+    others = {"bulk": bulk, "slopes": "slopes" in given, "narrow": fp8}
     tile = config(rows, 8, group, size, width, value_size=value_size, block_size=block_size, **others)
     constants = {"SCALE": 0.1, "WINDOW": 0, "SOFTCAP": 0.0, "CHUNK": 0, "PREFIX": 0}
     constants |= {"GROUP": tile.heads, "HEADS": 8 * group, "PARTS": group // tile.heads}

@@ -1,0 +1,86 @@
+"""How attention to latents is shared out in Triton: the tile, by what the host knows of a step.
+
+All heads read the same rows, so that a tile is as many of them as its registers have room for, in decoding as in
+prefill; the others' programs find the rows in the second-level cache. Of 128 heads, with 16 in a tile, that reading
+would take longer than the products. A model of fewer heads has tiles of more rows where a step has more.
+
+| where | rows of the query matrix | keys of an iteration, and how they are read |
+|---|---|---|
+| Hopper and Blackwell, 16 bits, blocks of whole tiles | 32 | 64; one bulk copy of the latents, one of the rest |
+| there, from a pool of e4m3 or with a window | 32 | 32; bulk copies |
+| elsewhere on CUDA, 16 bits | 32 | 32, by the address of each row |
+| ROCm, 16 bits; float32 | 16 | 32; of float32, 16 |
+
+They are the largest that compile without a spill for a latent of 512 numbers and 64 more. With 64 rows, which an
+instruction of Hopper's matrix units has, half of the registers hold the sums, and Triton spills what tells the units
+where the query lies: 464 bytes a thread on sm_90, 312 on sm_100. On gfx942 32 rows spill, as they do in float32, whose
+products run on the vector units and hold their operands in registers. None of it has been timed on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+
+from selective_compile.kernels.ragged_attention_tiles import launch_sizes
+
+# tl.dot needs 16 in every direction.
+LEAST = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentTile:
+    """Sizes of one compiled variant of the kernel; the legend is in `latent_attention_triton`.
+
+    bulk: whether an iteration's latents are one bulk copy, and what is behind them another.
+    """
+
+    block_q: int
+    block_h: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    bulk: bool
+
+    def options(self, backend: str) -> dict[str, int]:
+        """Of a launch on "cuda" or "hip"."""
+        return launch_sizes(self.num_warps, self.num_stages, backend)
+
+
+def latent_tile(
+    *,
+    num_rows: int,
+    num_requests: int,
+    heads: int,
+    bytes_per_element: int,
+    block_size: int,
+    window: int,
+    narrow: bool,
+    bulk: bool,
+    rocm: bool,
+) -> LatentTile:
+    """Choose the tile from what the host knows: shapes, not lengths. Any choice is correct for any step.
+
+    Args:
+        bytes_per_element: of queries.
+        narrow: the pool is e4m3, whose numbers take registers on their way to the query's dtype.
+        bulk: the device has `bulk_copies`, the pool begins and goes on at multiples of 16 bytes, and no keys are
+            selected.
+    """
+    wide = bytes_per_element == 4
+    most = LEAST if wide or rocm else 2 * LEAST
+    # Most tiles hold one row then, as in `tile_config`.
+    low = num_rows <= 2 * num_requests
+    block_m = min(most, max(LEAST, triton.next_power_of_2(heads))) if low else most
+    block_h = min(block_m, triton.next_power_of_2(heads))
+    block_n = 32 if narrow or window else 64
+    bulk = bulk and not wide and block_size % block_n == 0
+    return LatentTile(
+        block_q=block_m // block_h,
+        block_h=block_h,
+        block_n=block_n if bulk else 16 if wide else 32,
+        num_warps=4 if rocm and not wide else 8,
+        num_stages=2,
+        bulk=bulk,
+    )
