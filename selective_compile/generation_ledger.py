@@ -116,6 +116,7 @@ LIMITS: Mapping[str, str] = {
     "decoder_start_token_id": "no effect on a decoder, as there",
     "use_cache": "no effect on tokens: the engine keeps its own blocks in any case; True in the call returns a cache",
     **dict.fromkeys(OF_CACHES, OWN_CACHE),
+    "prefill_chunk_size": f"{OWN_CACHE}; of less than a prefix whose tokens see one another, refused by name",
     **dict.fromkeys(OF_BEAMS, ONE_BEAM),
     "num_beams": "also with do_sample; grammars, streamers, EngineConfig.record, isolated modules are refused by name",
     **dict.fromkeys(("length_penalty", "early_stopping"), "with num_beams, as there"),
