@@ -28,13 +28,21 @@ def keep_as_fp8(flat: FlatGraph) -> int:
         pools = pools_of(node)
         if any(pool.meta["val"].dtype != fp8_rows.DTYPE for pool in pools):
             changed += 1
-            scales = [narrowed(flat, pool, places[pool]) for pool in pools]
-            names = ("key_scales", "value_scales")[: len(pools)]
-            node.kwargs = {**node.kwargs, **dict(zip(names, scales, strict=True))}
+            for name, pool in zip(("key_scales", "value_scales"), pools, strict=False):
+                give(node, name, narrowed(flat, pool, places[pool]))
     if changed:
         flat.module.graph.lint()
         flat.module.recompile()
     return changed
+
+
+def give(call: fx.Node, name: str, value: fx.Node) -> None:
+    """Change one argument of an op's call, which is given by its place where one behind it is."""
+    place = [argument.name for argument in call.target._schema.arguments].index(name)  # type: ignore[union-attr]
+    if place < len(call.args):
+        call.update_arg(place, value)
+    else:
+        call.update_kwarg(name, value)
 
 
 def narrowed(flat: FlatGraph, pool: fx.Node, place: int) -> fx.Node:

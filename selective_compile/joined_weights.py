@@ -59,7 +59,8 @@ class JoinedWeights:
         made = self._made  # looked at once: another thread may put others in its place
         if made is not None and made.seen is seen:
             return made.operands
-        groups = self._of_groups(tensors)
+        # Looked at once, too: another thread may give a weight other memory.
+        groups = [[weight.detach() for weight in group] for group in self._of_groups(tensors)]
         return tuple(over(group) if lie_in_order(group) else torch.cat(group) for group in groups)
 
     def gather(self, tensors: Sequence[Any], seen: States) -> None:

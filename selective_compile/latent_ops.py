@@ -10,7 +10,7 @@ and read once. The shapes are those of `selective_compile.ops`, with K 1, but fo
     key           [T, 1, D]
     key_pool      [num_blocks, 1, block_size, D], changed in place; query's dtype, int8 with rows of
                   row_bytes(D), which the CPU's kernel alone reads, or float8_e4m3fn
-    key_scales    [1] float32 with a pool of float8_e4m3fn, else None
+    key_scales    [1] float32, above 0, with a pool of float8_e4m3fn, else None
     value_size    at least 1 and at most D
     result        [T, H, value_size], query's dtype; rows past cu_seqlens_q[N] are 0
 

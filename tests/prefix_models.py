@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM, LlamaModel
+from transformers import LlamaModel
 from transformers.masking_utils import create_causal_mask
 
 from tests.models import tiny
 
 
-class PrefixModel(LlamaModel):
-    """Its first `prefix` positions are seen by all."""
+class Prefixed:
+    """In front of a class of models: the first `prefix` positions are seen by all."""
 
     prefix = 0
 
@@ -22,7 +22,12 @@ class PrefixModel(LlamaModel):
     ) -> Any:
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         mask = prefix_mask(input_ids, attention_mask, seen, self.prefix)
-        return super().forward(input_ids, attention_mask=mask, past_key_values=past_key_values, **kwargs)
+        forward: Any = super().forward  # type: ignore[misc]
+        return forward(input_ids, attention_mask=mask, past_key_values=past_key_values, **kwargs)
+
+
+class PrefixModel(Prefixed, LlamaModel):
+    """A Llama like that."""
 
 
 class PrefixByFunction(PrefixModel):
@@ -62,10 +67,10 @@ def prefix_mask(ids: Tensor, attention_mask: Tensor | None, seen: int, prefix: i
     return kept if attention_mask is None else kept & (attention_mask != 0)[:, None, None, :]
 
 
-def prefix_model(prefix: int, **changes: Any) -> Any:
-    """A tiny Llama whose first `prefix` positions are seen by all."""
-    model = tiny("llama", **changes)
-    assert isinstance(model, LlamaForCausalLM)
-    model.model.__class__ = PrefixModel
-    model.model.prefix = prefix  # type: ignore[assignment]
+def prefix_model(prefix: int, family: str = "llama", **changes: Any) -> Any:
+    """A tiny model whose first `prefix` positions are seen by all."""
+    model: Any = tiny(family, **changes)
+    kind = type(model.model)
+    model.model.__class__ = PrefixModel if kind is LlamaModel else type(kind.__name__, (Prefixed, kind), {})
+    model.model.prefix = prefix
     return model

@@ -8,13 +8,14 @@ would take longer than the products. A model of fewer heads has tiles of more ro
 |---|---|---|
 | Hopper and Blackwell, 16 bits, blocks of whole tiles | 32 | 64; one bulk copy of the latents, one of the rest |
 | there, from a pool of e4m3 or with a window | 32 | 32; bulk copies |
-| elsewhere on CUDA, 16 bits | 32 | 32, by the address of each row |
+| elsewhere on CUDA, 16 bits | 32 | 32, by the address of each row; 16 where shared memory is short |
 | ROCm, 16 bits; float32 | 16 | 32; of float32, 16 |
 
-They are the largest that compile without a spill for a latent of 512 numbers and 64 more. With 64 rows, which an
-instruction of Hopper's matrix units has, half of the registers hold the sums, and Triton spills what tells the units
-where the query lies: 464 bytes a thread on sm_90, 312 on sm_100. On gfx942 32 rows spill, as they do in float32, whose
-products run on the vector units and hold their operands in registers. None of it has been timed on a GPU.
+A decoding step of 16 heads or fewer has 16 rows everywhere. They are the largest that compile without a spill for a
+latent of 512 numbers and 64 more. With 64 rows, which an instruction of Hopper's matrix units has, half of the
+registers hold the sums, and Triton spills what tells the units where the query lies: 568 bytes a thread on sm_90, 312
+on sm_100. On gfx942 32 rows spill with e4m3, as they do in float32, whose products run on the vector units and hold
+their operands in registers. None of it has been timed on a GPU.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from selective_compile.kernels.ragged_attention_tiles import launch_sizes
 
 # tl.dot needs 16 in every direction.
 LEAST = 16
+# Bytes of shared memory that a block can have where tiles are 32 keys. Two such tiles and the query of latents of 576
+# numbers take 102,400; consumer parts have 101,376, other parts for CUDA 166,912 or more.
+ROOMY = 128 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,8 @@ def latent_tile(
     block_size: int,
     window: int,
     narrow: bool,
+    selected: bool,
+    shared_memory: int,
     bulk: bool,
     rocm: bool,
 ) -> LatentTile:
@@ -65,22 +71,25 @@ def latent_tile(
     Args:
         bytes_per_element: of queries.
         narrow: the pool is e4m3, whose numbers take registers on their way to the query's dtype.
-        bulk: the device has `bulk_copies`, the pool begins and goes on at multiples of 16 bytes, and no keys are
-            selected.
+        selected: each row has a selection of keys of its own.
+        shared_memory: that a block can have, in bytes (`shared_memory`).
+        bulk: the device has `bulk_copies`, and what they read of the pool begins and goes on at multiples of 16 bytes.
     """
     wide = bytes_per_element == 4
     most = LEAST if wide or rocm else 2 * LEAST
-    # Most tiles hold one row then, as in `tile_config`.
-    low = num_rows <= 2 * num_requests
+    # Most tiles hold one row then, as in `tile_config`; with a selection all do.
+    low = selected or num_rows <= 2 * num_requests
     block_m = min(most, max(LEAST, triton.next_power_of_2(heads))) if low else most
     block_h = min(block_m, triton.next_power_of_2(heads))
     block_n = 32 if narrow or window else 64
-    bulk = bulk and not wide and block_size % block_n == 0
+    bulk = bulk and not wide and not selected and block_size % block_n == 0
+    short = wide or (not rocm and shared_memory < ROOMY)
     return LatentTile(
         block_q=block_m // block_h,
         block_h=block_h,
-        block_n=block_n if bulk else 16 if wide else 32,
-        num_warps=4 if rocm and not wide else 8,
-        num_stages=2,
+        block_n=block_n if bulk else 16 if short else 32,
+        # Four have twice the registers of eight on ROCm; float32 takes the others' for its products.
+        num_warps=4 if rocm and (narrow or not wide) else 8,
+        num_stages=1 if narrow and wide else 2,
         bulk=bulk,
     )

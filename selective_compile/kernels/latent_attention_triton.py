@@ -46,7 +46,14 @@ from selective_compile.kernels.ragged_attention_attend_triton import (
     elements,
 )
 from selective_compile.kernels.ragged_attention_merge_triton import merge, new_parts
-from selective_compile.kernels.ragged_attention_tiles import backend, bulk_copies, most_keys, processors, split_config
+from selective_compile.kernels.ragged_attention_tiles import (
+    backend,
+    bulk_copies,
+    most_keys,
+    processors,
+    shared_memory,
+    split_config,
+)
 from selective_compile.kernels.request_rows_triton import tile_rows
 from selective_compile.kernels.split_plan_triton import first_key, piece_keys, piece_rows, plan
 
@@ -308,7 +315,9 @@ def _attend(
         block_size=block_size,
         window=window,
         narrow=pool.element_size() < query.element_size(),
-        bulk=selection is None and bulk_copies(query.device) and aligned(pool),
+        selected=selection is not None,
+        shared_memory=shared_memory(query.device),
+        bulk=bulk_copies(query.device) and aligned(pool) and value_size * pool.itemsize % 16 == 0,
         rocm=torch.version.hip is not None,
     )
     block_q, block_h, block_n = tile.block_q, tile.block_h, tile.block_n

@@ -26,15 +26,16 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 
 # Pieces for each processor, by a program's warps. Of four, a processor has room for two or more at once, which wait for
 # their keys most of the time; the last ones to end leave processors idle, for an eighth of a step at most if they are
-# eight. Tiles of eight are of many rows, as of prompts, which give processors enough to do by themselves, and their
-# partial results are large: with 32 heads of size 128, two pieces take 35 MB on 132 processors, and eight of low tiles
-# 17 MB. Not measured on a GPU.
+# eight. Tiles of eight are of many rows, as of prompts, which give processors enough to do by themselves, or of
+# latents, and their partial results are large: with 32 heads of size 128, two pieces take 35 MB on 132 processors, and
+# eight of low tiles 17 MB. Not measured on a GPU.
 PIECES = {4: 8, 8: 2}
 # Keys of a split, at least. Below that the launch of the merge costs about what the shorter walk saves; writing and
 # reading the partial results of four query heads is 3 % of reading their keys and values of 16 bits. Not measured on a
@@ -119,10 +120,10 @@ def tile_config(
     short = largest > (128 if wide or slopes else 256)
     if short:
         group = _part_of(group, SHORT_TILE)
-    # The largest tiles that compile without a register spill for every target. A float32 product runs on the vector
-    # units and holds its operands in registers, hence its smaller ones.
+    # The largest tiles that compile without a register spill for every target, of groups of up to 64 heads. A float32
+    # product runs on the vector units and holds its operands in registers, hence its smaller ones.
     block_m = _block_m(1 if low else (SHORT_TILE if short else 64) // group, group)
-    block_n = 16 if wide or (narrow and largest > 128 and not low) else (64 if block_m == 16 else 32)
+    block_n = 16 if wide or (narrow and largest > 128 and block_m >= SHORT_TILE) else (64 if block_m == 16 else 32)
     many = block_m * block_dv >= 64 * 256 or (wide and block_m > 16) or (short and not low) or (wide and largest > 256)
     # Two stages of key and value tiles fit into the 64 KiB of gfx942, the smallest shared memory of a target.
     fitting = 32768 // ((block_d + block_dv) * bytes_per_element)
@@ -212,3 +213,12 @@ def bulk_copies(device: torch.device) -> bool:
 def processors(device: torch.device) -> int:
     """Of a GPU; the interpreter runs one program after another."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """That a block can have on a GPU, in bytes; the interpreter has no limit, and is told Hopper's."""
+    if device.type != "cuda":
+        return 227 * 1024
+    properties: Any = torch.cuda.get_device_properties(device)  # of which the stub does not know them all
+    return properties.shared_memory_per_block if torch.version.hip else properties.shared_memory_per_block_optin

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.kernels.ragged_cases import MIXED, PREFILL, Inputs, make_inputs
-from tests.kernels.test_latent_attention import CASES, case, check, nan_filled_outputs  # noqa: F401
+from tests.kernels.test_latent_attention import CASES, VALUES, case, check, nan_filled_outputs  # noqa: F401
 
 triton = pytest.importorskip("triton")
 latents = pytest.importorskip("selective_compile.kernels.latent_attention_triton")
@@ -18,6 +18,8 @@ tiles = pytest.importorskip("selective_compile.kernels.latent_attention_tiles")
 splits = pytest.importorskip("selective_compile.kernels.ragged_attention_tiles")
 ahead = pytest.importorskip("tests.kernels.ahead_of_time")
 TARGETS = ahead.TARGETS
+# A consumer part, with less shared memory than any other for CUDA.
+CONSUMER = ahead.Target(backend="cuda", arch=89, warp_size=32, shared_memory=99 * 1024)
 compiling = pytest.mark.skipif(
     not isinstance(latents._latent_kernel, triton.JITFunction),
     reason="TRITON_INTERPRET is set: kernels cannot be compiled",
@@ -29,6 +31,8 @@ def tile_of(heads: int, *, rows: int = 8, **changes: Any) -> Any:
     given = {
         "bytes_per_element": 2,
         "narrow": False,
+        "selected": False,
+        "shared_memory": 227 * 1024,
         "block_size": 64,
         "window": 0,
         "bulk": True,
@@ -45,6 +49,7 @@ def test_a_tile_has_as_many_heads_as_fit_and_rows_where_there_are_fewer() -> Non
     assert shape(128) == shape(128, rows=512) == (1, 32)
     assert (shape(16), shape(16, rows=512)) == ((1, 16), (2, 16))
     assert (shape(5), shape(5, rows=512)) == ((2, 8), (4, 8))
+    assert shape(16, rows=512, selected=True) == (1, 16)
     assert shape(128, rocm=True) == shape(128, bytes_per_element=4) == (1, 16)
 
 
@@ -52,7 +57,13 @@ def test_a_bulk_copy_is_a_part_of_one_block() -> None:
     for changes in ({"block_size": 64}, {"block_size": 256}, {"block_size": 96, "narrow": True}):
         tile = tile_of(128, **changes)
         assert tile.bulk and changes["block_size"] % tile.block_n == 0
-    for changes in ({"block_size": 32}, {"block_size": 100}, {"bulk": False}, {"bytes_per_element": 4}):
+    for changes in (
+        {"block_size": 32},
+        {"block_size": 100},
+        {"bulk": False},
+        {"bytes_per_element": 4},
+        {"selected": True},
+    ):
         assert not tile_of(128, **changes).bulk
 
 
@@ -99,14 +110,18 @@ def test_bulk_copies_of_what_is_split(launches: list[bool], monkeypatch: pytest.
     assert launches == [True, True]
 
 
-def test_rows_that_no_descriptor_can_tell_are_read_by_their_addresses(launches: list[bool]) -> None:
+def test_rows_that_no_descriptor_can_tell_are_read_by_their_addresses(
+    launches: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def of(block_size: int, size: int) -> Inputs:
         return make_inputs(case("", MIXED, 4, size, block_size=block_size), torch.bfloat16)
 
     check("triton", of(64, 20))
     check("triton", of(16, 24))
     check("triton", make_inputs(case("", PREFILL, 4, 24, block_size=64), torch.float32))
-    assert launches == [False, False, False]
+    monkeypatch.setitem(VALUES, 40, 36)  # what is behind the latents begins between two multiples of 16 bytes
+    check("triton", of(64, 40))
+    assert launches == [False] * 4
 
 
 FP8 = {"rows": "*fp8e4nv", "key_scales": "*fp32"}
@@ -118,8 +133,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "blocks_of_16": ("bf16", {"BLOCK_SIZE": 16}),
     "selection": ("bf16", SELECTION),
     "float32": ("fp32", {}),
+    "float32_window_and_sinks": ("fp32", {"WINDOW": 4096, "sinks": "*fp32"}),
+    "float32_fp8": ("fp32", FP8),
     "fp8": ("bf16", FP8),
-    "fp8_window_and_sinks": ("bf16", FP8 | {"WINDOW": 128, "sinks": "*bf16"}),
+    "fp8_window_and_sinks": ("bf16", FP8 | {"WINDOW": 4096, "sinks": "*bf16"}),
     "fp8_selection": ("bf16", FP8 | SELECTION),
 }
 # Heads, rows of 8 requests, and what is compiled; with 16 heads the tile of a prefill has two rows.
@@ -137,12 +154,13 @@ def triton_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 def compile_latents(target: Any, name: str, heads: int, rows: int) -> Any:
     """For a latent of 512 numbers and 64 more, as the launcher would ask for it."""
     element, changes = VARIANTS[name]
-    bulk = target.arch in (90, 100) and "selection" not in changes
+    bulk = target.arch in (90, 100)
     width, block_size = 4 if element == "fp32" else 2, changes.get("BLOCK_SIZE", 64)
     rocm, window = target.backend == "hip", changes.get("WINDOW", 0)
     stored = changes.get("rows", "*" + element)[1:]
-    elements = {"bytes_per_element": width, "narrow": "fp8" in stored}
-    tile = tile_of(heads, rows=rows, block_size=block_size, window=window, bulk=bulk, rocm=rocm, **elements)
+    others = {"selected": "selection" in changes, "shared_memory": target.shared_memory}
+    others |= {"bytes_per_element": width, "narrow": "fp8" in stored}
+    tile = tile_of(heads, rows=rows, block_size=block_size, window=window, bulk=bulk, rocm=rocm, **others)
     types = dict.fromkeys(("output", "query"), "*" + element) | {"rows": "*" + stored}
     types |= dict.fromkeys(("sums", "maxima", "totals"), "*fp32")
     types |= dict.fromkeys(("pieces", "cu_seqlens_q", "context_lens", "block_table"), "*i32")
@@ -170,6 +188,14 @@ def test_it_compiles_ahead_of_time_without_spills(
     if "fp8" in name and target == TARGETS[0]:
         pytest.skip("no numbers of e4m3 below compute capability 8.9")
     ahead.assert_ships(compile_latents(target, name, heads, rows), target, tmp_path)
+
+
+@compiling
+@pytest.mark.parametrize(("heads", "rows", "name"), [(128, 8, "step"), (16, 512, "window_and_sinks"), (16, 8, "fp8")])
+def test_it_fits_into_a_consumer_parts_shared_memory(
+    heads: int, rows: int, name: str, tmp_path: Any, triton_cache: None
+) -> None:
+    ahead.assert_ships(compile_latents(CONSUMER, name, heads, rows), CONSUMER, tmp_path)
 
 
 COMPARED = re.compile(r"arith\.cmpi .* : tensor<")

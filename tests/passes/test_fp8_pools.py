@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from selective_compile.passes.fp8_pools import keep_as_fp8
-from selective_compile.passes.int8_pools import placeholders
+from selective_compile.passes.int8_pools import placeholders, pools_of
 from selective_compile.step_program import captured_and_rewritten
 from tests.models import tiny
+from tests.prefix_models import prefix_model
 
 
 def test_every_attention_gets_pools_of_e4m3_and_scales() -> None:
@@ -25,6 +26,20 @@ def test_every_attention_gets_pools_of_e4m3_and_scales() -> None:
     assert [node for call in calls for node in call.args[3:5]] == pools
     assert [node for call in calls for node in (call.kwargs["key_scales"], call.kwargs["value_scales"])] == added
     assert [node.meta["val"].shape for node in added] == [node.meta["val"].shape[1:2] for node in pools]
+    assert keep_as_fp8(flat) == 0
+
+
+def test_scales_behind_what_was_given_take_the_places_of_none() -> None:
+    """The prefix is the last argument, so that those in front of it are given, too."""
+    flat = captured_and_rewritten(prefix_model(5), {})[1].flat
+    assert flat is not None
+    assert keep_as_fp8(flat) == 2
+    calls = [node for node in flat.module.graph.nodes if pools_of(node)]
+    assert len(calls) == 2
+    for call in calls:
+        given = call.normalized_arguments(flat.module, normalize_to_only_use_kwargs=True)
+        assert given is not None and given.kwargs["prefix"] == 5
+        assert given.kwargs["key_scales"].meta["val"].shape == given.kwargs["value_scales"].meta["val"].shape == (2,)
     assert keep_as_fp8(flat) == 0
 
 

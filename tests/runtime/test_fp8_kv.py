@@ -17,6 +17,7 @@ from selective_compile.options import EngineConfig
 from selective_compile.runtime.kv_cache import allocate_pools
 from selective_compile.runtime.logit_error import logit_error, prompt_logits
 from tests.models import tiny
+from tests.prefix_models import prefix_model
 
 CONFIG = EngineConfig(compile=False, max_kv_tokens=4096, block_size=8, kv_dtype="fp8")
 PROMPT = [(13 * place + 7) % 97 for place in range(37)]
@@ -71,6 +72,19 @@ def test_logits_are_those_of_the_model_with_rounded_keys_and_values(family: str)
     for budget in (512, 7):
         found = prompt_logits(sc.Engine(model, configured(token_budget=budget), program=program), PROMPT * 2)
         assert apart(found, expected) < 0.1 * apart(expected, exact)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
+@pytest.mark.parametrize("implementation", ["auto", "triton"])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_so_are_those_of_a_model_whose_first_tokens_see_one_another(family: str, implementation: Any) -> None:
+    model = prefix_model(5, family, initializer_range=0.2)
+    config = configured(implementation=implementation, token_budget=7)
+    program = compile_step_program(model, config)
+    expected, exact = rounding_logits(model, PROMPT, program), exact_logits(model, PROMPT)
+    assert apart(expected, exact) > 3e-3 * float(exact.std())
+    found = prompt_logits(sc.Engine(model, config, program=program), PROMPT)
+    assert apart(found, expected) < 0.1 * apart(expected, exact)
 
 
 @pytest.mark.parametrize("size", (1e-4, 1.0, 3e4))
