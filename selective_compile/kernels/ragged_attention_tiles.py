@@ -12,7 +12,9 @@ A tile's keys and values are read in one of two ways:
 | where | how | tall tiles |
 |---|---|---|
 | Hopper and Blackwell, 16 bits, head sizes up to 256, blocks of whole tiles | one bulk copy of a block's slots | 128 |
-| elsewhere | by the address of each row | 64; 32 from head size 129 on in float32, and from 257 on in 16 bits |
+| elsewhere | by the address of each row | 64; 32 from head size 257 on, and from 129 on in some cases |
+
+The cases are float32, ALiBi, and groups of more than 64 heads.
 
 A tile has the heads of a whole group, so that they read keys and values once; where it is 32 rows, at most so many.
 
@@ -117,11 +119,11 @@ def tile_config(
         if block_size > 0 and block_size % tile.block_n == 0:
             return tile
     largest = max(block_d, block_dv)
-    short = largest > (128 if wide or slopes else 256)
+    short = largest > (128 if wide or slopes or group > 64 else 256)
     if short:
         group = _part_of(group, SHORT_TILE)
-    # The largest tiles that compile without a register spill for every target, of groups of up to 64 heads. A float32
-    # product runs on the vector units and holds its operands in registers, hence its smaller ones.
+    # The largest tiles that compile without a register spill for every target. A float32 product runs on the vector
+    # units and holds its operands in registers, hence its smaller ones.
     block_m = _block_m(1 if low else (SHORT_TILE if short else 64) // group, group)
     block_n = 16 if wide or (narrow and largest > 128 and block_m >= SHORT_TILE) else (64 if block_m == 16 else 32)
     many = block_m * block_dv >= 64 * 256 or (wide and block_m > 16) or (short and not low) or (wide and largest > 256)

@@ -24,6 +24,7 @@ VARIANTS = {
     "256": ("bf16", 256, 512, (), {}, (1, 2)),
     "256_decode": ("bf16", 256, 8, (), {}, (2,)),
     "256_decode_of_64_heads": ("bf16", 256, 8, (), {"group": 64}, (3,)),
+    "256_decode_of_71_heads": ("bf16", 256, 8, (), {"group": 71, "BLOCK_SIZE": 16}, (1, 3)),
     "256_slopes": ("bf16", 256, 512, ("slopes",), {}, (1, 3)),
     "256_window_and_softcap": ("bf16", 256, 512, (), {"WINDOW": 4096, "SOFTCAP": 50.0}, (3,)),
 }
