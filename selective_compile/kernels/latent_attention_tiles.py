@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import triton
 
-from selective_compile.kernels.ragged_attention_tiles import launch_sizes
+from selective_compile.kernels.ragged_attention_tiles import LaunchConfig
 
 # tl.dot needs 16 in every direction.
 LEAST = 16
@@ -34,7 +34,7 @@ ROOMY = 128 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentTile:
+class LatentTile(LaunchConfig):
     """Sizes of one compiled variant of the kernel; the legend is in `latent_attention_triton`.
 
     bulk: whether an iteration's latents are one bulk copy, and what is behind them another.
@@ -43,13 +43,7 @@ class LatentTile:
     block_q: int
     block_h: int
     block_n: int
-    num_warps: int
-    num_stages: int
     bulk: bool
-
-    def options(self, backend: str) -> dict[str, int]:
-        """Of a launch on "cuda" or "hip"."""
-        return launch_sizes(self.num_warps, self.num_stages, backend)
 
 
 def latent_tile(
@@ -71,7 +65,7 @@ def latent_tile(
     Args:
         bytes_per_element: of queries.
         narrow: the pool is e4m3, whose numbers take registers on their way to the query's dtype.
-        selected: each row has a selection of keys of its own.
+        selected: each row has a selection of keys of its own, so that a tile is one row.
         shared_memory: that a block can have, in bytes (`shared_memory`).
         bulk: the device has `bulk_copies`, and what they read of the pool begins and goes on at multiples of 16 bytes.
     """
@@ -80,7 +74,7 @@ def latent_tile(
     # Most tiles hold one row then, as in `tile_config`; with a selection all do.
     low = selected or num_rows <= 2 * num_requests
     block_m = min(most, max(LEAST, triton.next_power_of_2(heads))) if low else most
-    block_h = min(block_m, triton.next_power_of_2(heads))
+    block_h = block_m if selected else min(block_m, triton.next_power_of_2(heads))
     block_n = 32 if narrow or window else 64
     bulk = bulk and not wide and not selected and block_size % block_n == 0
     short = wide or (not rocm and shared_memory < ROOMY)

@@ -321,8 +321,7 @@ def _attend(
         rocm=torch.version.hip is not None,
     )
     block_q, block_h, block_n = tile.block_q, tile.block_h, tile.block_n
-    if selection is not None:
-        block_q, block_h, selection = 1, block_q * block_h, selection.contiguous()
+    selection = None if selection is None else selection.contiguous()
     blocks_of_heads = triton.cdiv(heads, block_h)
     keys = most_keys(rows=block_q, window=window, chunk=0, block_n=block_n)
     splits = split_config(parts=blocks_of_heads, keys=keys, warps=tile.num_warps, processors=processors(query.device))

@@ -49,7 +49,22 @@ SHORT_TILE = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class TileConfig:
+class LaunchConfig:
+    """What a launch says beside its arguments."""
+
+    num_warps: int
+    num_stages: int
+
+    def options(self, backend: str) -> dict[str, int]:
+        """Of a launch on "cuda" or "hip"."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        # As many as a thread can have, said so: by itself the assembler for CUDA spills a few to have room for one
+        # more block of threads beside the others.
+        return options | ({"maxnreg": 255} if backend == "cuda" else {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileConfig(LaunchConfig):
     """Sizes of one compiled variant of the attention kernel; block_d, block_dv are the padded head sizes.
 
     heads: query heads of a program: those of a group, or one of several equal parts of it.
@@ -61,21 +76,7 @@ class TileConfig:
     block_n: int
     block_d: int
     block_dv: int
-    num_warps: int
-    num_stages: int
     bulk: bool
-
-    def options(self, backend: str) -> dict[str, int]:
-        """Of a launch on "cuda" or "hip"."""
-        return launch_sizes(self.num_warps, self.num_stages, backend)
-
-
-def launch_sizes(num_warps: int, num_stages: int, backend: str) -> dict[str, int]:
-    """What a launch says of warps and stages, and on "cuda" of registers: as many as a thread can have.
-
-    By itself the assembler spills a few of them to have room for one more block of threads beside the others.
-    """
-    return {"num_warps": num_warps, "num_stages": num_stages} | ({"maxnreg": 255} if backend == "cuda" else {})
 
 
 @dataclass(frozen=True, kw_only=True)

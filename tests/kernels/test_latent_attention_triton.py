@@ -11,6 +11,7 @@ import torch
 
 from tests.kernels.ragged_cases import MIXED, PREFILL, Inputs, make_inputs
 from tests.kernels.test_latent_attention import CASES, VALUES, case, check, nan_filled_outputs  # noqa: F401
+from tests.kernels.test_ragged_attention_triton import COMPARED, triton_cache  # noqa: F401
 
 triton = pytest.importorskip("triton")
 latents = pytest.importorskip("selective_compile.kernels.latent_attention_triton")
@@ -49,7 +50,7 @@ def test_a_tile_has_as_many_heads_as_fit_and_rows_where_there_are_fewer() -> Non
     assert shape(128) == shape(128, rows=512) == (1, 32)
     assert (shape(16), shape(16, rows=512)) == ((1, 16), (2, 16))
     assert (shape(5), shape(5, rows=512)) == ((2, 8), (4, 8))
-    assert shape(16, rows=512, selected=True) == (1, 16)
+    assert shape(4, rows=512, selected=True) == shape(16, rows=512, selected=True) == (1, 16)
     assert shape(128, rocm=True) == shape(128, bytes_per_element=4) == (1, 16)
 
 
@@ -145,12 +146,6 @@ COMPILED += [(16, 512, name) for name in ("step", "window_and_sinks", "selection
 OPTIONAL = ("sinks", "selection", "key_scales")
 
 
-@pytest.fixture
-def triton_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel compiled by an earlier run would prove nothing about this one."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-
-
 def compile_latents(target: Any, name: str, heads: int, rows: int) -> Any:
     """For a latent of 512 numbers and 64 more, as the launcher would ask for it."""
     element, changes = VARIANTS[name]
@@ -167,10 +162,9 @@ def compile_latents(target: Any, name: str, heads: int, rows: int) -> Any:
     types |= {name: changes[name] for name in OPTIONAL if name in changes}
     for name, padded in (("latent_tiles", 512), ("rest_tiles", 64)):
         types |= {name: f"tensordesc<{stored}[1, 1, {tile.block_n}, {padded}]>"} if tile.bulk else {}
-    one_row = "selection" in changes
     constants = {"SCALE": 0.1, "WINDOW": 0, "COUNT": 0, "HEADS": heads, "VALUE_SIZE": 512, "REST_SIZE": 64}
-    constants |= {"BLOCK_Q": 1 if one_row else tile.block_q, "BLOCK_N": tile.block_n, "BLOCK_R": 512, "BLOCK_E": 64}
-    constants |= {"BLOCK_H": tile.block_h * tile.block_q if one_row else tile.block_h, "BLOCK_SIZE": block_size}
+    constants |= {"BLOCK_Q": tile.block_q, "BLOCK_N": tile.block_n, "BLOCK_R": 512, "BLOCK_E": 64}
+    constants |= {"BLOCK_H": tile.block_h, "BLOCK_SIZE": block_size}
     constants |= {"WIDEN": False, "SPLIT": True} | changes
     constants |= {} if tile.bulk else {"latent_tiles": None, "rest_tiles": None}
     constants = {name: value for name, value in constants.items() if name not in types}
@@ -182,9 +176,7 @@ def compile_latents(target: Any, name: str, heads: int, rows: int) -> Any:
 @compiling
 @pytest.mark.parametrize(("heads", "rows", "name"), COMPILED)
 @pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_it_compiles_ahead_of_time_without_spills(
-    target: Any, heads: int, rows: int, name: str, tmp_path: Any, triton_cache: None
-) -> None:
+def test_it_compiles_ahead_of_time_without_spills(target: Any, heads: int, rows: int, name: str, tmp_path: Any) -> None:
     if "fp8" in name and target == TARGETS[0]:
         pytest.skip("no numbers of e4m3 below compute capability 8.9")
     ahead.assert_ships(compile_latents(target, name, heads, rows), target, tmp_path)
@@ -192,19 +184,14 @@ def test_it_compiles_ahead_of_time_without_spills(
 
 @compiling
 @pytest.mark.parametrize(("heads", "rows", "name"), [(128, 8, "step"), (16, 512, "window_and_sinks"), (16, 8, "fp8")])
-def test_it_fits_into_a_consumer_parts_shared_memory(
-    heads: int, rows: int, name: str, tmp_path: Any, triton_cache: None
-) -> None:
+def test_it_fits_into_a_consumer_parts_shared_memory(heads: int, rows: int, name: str, tmp_path: Any) -> None:
     ahead.assert_ships(compile_latents(CONSUMER, name, heads, rows), CONSUMER, tmp_path)
-
-
-COMPARED = re.compile(r"arith\.cmpi .* : tensor<")
 
 
 @compiling
 @pytest.mark.parametrize("name", ["step", "window_and_sinks"])
 @pytest.mark.parametrize("target", [TARGETS[1], TARGETS[3]], ids=str)
-def test_keys_that_every_row_sees_are_compared_with_nothing(target: Any, name: str, triton_cache: None) -> None:
+def test_keys_that_every_row_sees_are_compared_with_nothing(target: Any, name: str) -> None:
     masked, clear = ahead.innermost_loops(compile_latents(target, name, 128, 8))
     assert COMPARED.search(masked) and not COMPARED.search(clear)
     assert len(re.findall(r"tt\.dot ", clear)) == 3
@@ -215,7 +202,7 @@ def test_keys_that_every_row_sees_are_compared_with_nothing(target: Any, name: s
 
 @compiling
 @pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_the_merge_of_so_large_values_compiles_ahead_of_time(target: Any, tmp_path: Any, triton_cache: None) -> None:
+def test_the_merge_of_so_large_values_compiles_ahead_of_time(target: Any, tmp_path: Any) -> None:
     merges = pytest.importorskip("selective_compile.kernels.ragged_attention_merge_triton")
     types = {"output": "*bf16"} | dict.fromkeys(("cu_seqlens_q", "context_lens", "divided"), "*i32")
     types |= dict.fromkeys(("sums", "maxima", "totals"), "*fp32")
