@@ -58,10 +58,7 @@ def capture(model: nn.Module, functions: Mapping[Place, Recognised] | None = Non
         ValueError: the model is no torch module, or in training mode.
         RefusedError: the model branches on the number of tokens, or Dynamo cannot trace it to one graph.
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if model.training:
-        raise ValueError("model must be in evaluation mode, got training mode; call model.eval()")
+    check(model)
     found: list[Captured] = []
 
     def keep(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
@@ -86,6 +83,14 @@ def capture(model: nn.Module, functions: Mapping[Place, Recognised] | None = Non
         except TorchDynamoException as failure:
             raise RefusedError([untraceable(model, failure)]) from failure
     return found.pop()  # the list outlives this call in Dynamo's record of the backend
+
+
+def check(model: object) -> None:
+    """Raises ValueError for what is no model, or one in training mode."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if model.training:
+        raise ValueError("model must be in evaluation mode, got training mode; call model.eval()")
 
 
 def recurrences_of(model: nn.Module) -> dict[Place, Recognised]:

@@ -37,6 +37,10 @@ class Entries:
                 if now is not known:
                     yield path, name, known, now
 
+    def known(self) -> Iterator[tuple[str, str, Any]]:
+        """Path, name and what is known of each entry."""
+        yield from zip(self._paths, self.names, self._known, strict=True)
+
     def unequal(self) -> Iterator[tuple[str, str, Any, Any]]:
         """As `others`, by equality: of what may be changed in place, ``known`` is a copy."""
         found = self.found()

@@ -72,11 +72,14 @@ class Proved:
     mode: Mode = "all tokens"
 
 
-def prove(model: nn.Module, fallback: Fallback, max_window: int | None = None, *, latents: bool = True) -> Proved:
+def prove(
+    model: nn.Module, fallback: Fallback, max_window: int | None = None, *, latents: bool = True, keep: bool = False
+) -> Proved:
     """Capture and rewrite ``model``, isolating what still mixes unless ``fallback`` is "refuse".
 
-    `latents`: as in `rewrite`.  `max_window`: as there, for a model in which nothing has to be isolated.  Modules that
-    cannot be captured, but treat tokens independently, are left as they are whatever ``fallback`` is.
+    `latents`: as in `rewrite`; `keep`: as in `proved`.  `max_window`: as in `rewrite`, for a model in which nothing has
+    to be isolated.  Modules that cannot be captured, but treat tokens independently, are left as they are whatever
+    ``fallback`` is.
 
     Raises:
         RefusedError: what could not be proved, as it was found without isolating anything; or the model computes
@@ -86,7 +89,7 @@ def prove(model: nn.Module, fallback: Fallback, max_window: int | None = None, *
     try:
         if isinstance(model, nn.Module) and (hooks := hook_refusals(model)):
             raise RefusedError(hooks)  # not to be isolated: trials of a part would call them too
-        found = ragged(model, fallback, max_window, latents=latents)
+        found = ragged(model, fallback, max_window, latents=latents, keep=keep)
         departure = one_token_refusal(model, found.isolated, prefix=prefix_of(found)) or handed_refusal(model)
         departure = departure or goes_on_otherwise(model, found)
         if departure is not None:  # not for isolated modules: `generate` has it in every step, and they see more tokens
@@ -116,10 +119,10 @@ def goes_on_otherwise(model: nn.Module, found: Proved) -> Refusal | None:
     return prefix_refusal(model, program)
 
 
-def ragged(model: nn.Module, fallback: Fallback, max_window: int | None, *, latents: bool) -> Proved:
+def ragged(model: nn.Module, fallback: Fallback, max_window: int | None, *, latents: bool, keep: bool) -> Proved:
     """As `prove`, for two tokens and more.  Nothing is isolated where ``max_window`` is given."""
     try:
-        captured, rewritten = proved(model, max_window, latents=latents)
+        captured, rewritten = proved(model, max_window, latents=latents, keep=keep)
         if rewritten.flat is None:
             raise UnprovedError(rewritten)
         return Proved(captured=captured, rewritten=rewritten, isolated={})

@@ -119,6 +119,17 @@ class LiveSettings:
                 return f"{path_of(path, name)!r} must stay {known!r}, as compiled, got {got!r}"
         return self._change_of_classes()
 
+    def told(self) -> tuple[str, ...]:
+        """All of it in words that are the same in another process as long as nothing is another."""
+        entries = (*self._same.known(), *self._containers.known())
+        classes = ((f"class {kind.__module__}.{kind.__qualname__}", name, value) for kind, name, value in self._classes)
+        found = [f"{path} {name} {words_of(value)}" for path, name, value in (*entries, *classes)]
+        found += [
+            f"{path} without its own {sorted(names)}"
+            for (path, _), names in zip(self._owners, self._not_own, strict=True)
+        ]
+        return tuple(sorted(found))
+
     def _change_of_classes(self) -> str:
         for kind, name, value in self._classes:
             now = getattr(kind, name, None)
@@ -131,6 +142,25 @@ class LiveSettings:
                     return f"{path_of(path, min(new))!r} must stay that of its class, as compiled, got one of its own"
             self._sizes = sizes
         return ""
+
+
+def words_of(value: Any) -> str:
+    """A value by what it is; of what is no plain value or function only of which class."""
+    if isinstance(value, (set, frozenset)):
+        return f"{type(value).__name__} {sorted(map(words_of, value))}"
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__} {list(map(words_of, value))}"
+    if isinstance(value, dict):
+        return f"{type(value).__name__} {[(words_of(key), words_of(part)) for key, part in value.items()]}"
+    if isinstance(value, PLAIN):
+        return f"{type(value).__name__} {value!r}"
+    codes = sorted(map(words_of_code, codes_of(value)))
+    return f"{type(value).__module__}.{type(value).__qualname__} {getattr(value, '__qualname__', '')} {codes}"
+
+
+def words_of_code(code: CodeType) -> str:
+    constants = [words_of_code(c) if isinstance(c, CodeType) else words_of(c) for c in code.co_consts]
+    return f"{code.co_qualname} {code.co_names} {code.co_code.hex()} {constants}"
 
 
 def path_of(path: str, name: str) -> str:

@@ -47,7 +47,13 @@ def compile_step_program(model: nn.Module, config: EngineConfig) -> Program:
 
 def _compiled(model: nn.Module, config: EngineConfig) -> Program:
     try:
-        proved = prove(model, config.fallback, config.max_attention_window, latents=keeps_latents(model, config))
+        proved = prove(
+            model,
+            config.fallback,
+            config.max_attention_window,
+            latents=keeps_latents(model, config),
+            keep=config.compile,
+        )
     except RefusedError as error:
         if config.fallback != "sequential":
             raise

@@ -22,6 +22,7 @@ from selective_compile.fp8_scales import BLOCK, SLOTS, measure_scales, spread_id
 from selective_compile.int8_rows import row_bytes
 from selective_compile.int8_weights import Int8Weights
 from selective_compile.joined_weights import JoinedWeights
+from selective_compile.kept_captures import capture_once
 from selective_compile.kernels.one_step import one_step
 from selective_compile.live_settings import NOTHING, LiveSettings, Read
 from selective_compile.ops import forced_implementation
@@ -367,16 +368,18 @@ def index_site(call: KeySelection) -> CallSite:
     )
 
 
-def proved(model: nn.Module, max_window: int | None = None, *, latents: bool = True) -> tuple[Captured, Rewrite]:
+def proved(
+    model: nn.Module, max_window: int | None = None, *, latents: bool = True, keep: bool = False
+) -> tuple[Captured, Rewrite]:
     """Capture and rewrite; where that fails, once more with the model's recurrences left whole, if it has any.
 
-    `max_window`, `latents`: as in `rewrite`.
+    `max_window`, `latents`: as in `rewrite`.  `keep`: the capture may be one that is kept on disk, and is kept there.
 
     Raises:
         RefusedError: the model cannot be captured.
     """
     try:
-        first = captured_and_rewritten(model, {}, max_window, latents=latents)
+        first = captured_and_rewritten(model, {}, max_window, latents=latents, keep=keep)
         if first[1].flat is not None:
             return first
         failure = None
@@ -397,9 +400,10 @@ def captured_and_rewritten(
     modules: WholeModules | None = None,
     *,
     latents: bool = True,
+    keep: bool = False,
 ) -> tuple[Captured, Rewrite]:
-    """``functions`` and ``modules`` are left whole."""
-    captured = capture(model, functions)
+    """``functions`` and ``modules`` are left whole; ``keep``, as in `proved`, is where none are."""
+    captured = capture_once(model) if keep else capture(model, functions)
     named = {str(place): known for place, known in functions.items()}
     rewritten = rewrite(
         captured.module,

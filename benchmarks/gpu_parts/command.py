@@ -117,9 +117,10 @@ def _jobs(arguments: argparse.Namespace, found: Found, parts: list[str], seconds
 
 
 def _caches(folder: Path, part: str) -> dict[str, str]:
-    """Where compilers keep what they made: nothing is there at first, and kernels alone make no start a warm one."""
+    """Where what is compiled and captured is kept: nothing is there at first, and kernels make no start a warm one."""
     own = folder / ("programs" if part in ("start", "steps", "trace") else "kernels")
-    return {"TORCHINDUCTOR_CACHE_DIR": str(own / "inductor"), "TRITON_CACHE_DIR": str(own / "triton")}
+    folders = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "XDG_CACHE_HOME": "captures"}
+    return {name: str(own / folder) for name, folder in folders.items()}
 
 
 def _one_after_another(jobs: Iterator[Job], found: Found, environments: list[dict[str, str]]) -> None:
