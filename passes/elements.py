@@ -7,7 +7,8 @@ j tells which, however the code is spelt: halves that are concatenated, pairs th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import sympy
@@ -15,9 +16,11 @@ import torch
 from torch import Tensor, fx
 
 from selective_compile.passes.heads import MOVES
+from selective_compile.passes.repeats import reads, spelled
 
 aten = torch.ops.aten
 SPLITS = (aten.split, aten.split_with_sizes, aten.chunk, aten.unbind)
+MOVEMENTS = (*MOVES, *SPLITS)
 CASTS = (aten.to, aten._to_copy, aten.type_as)
 JOINS = (aten.cat.default, aten.stack.default)
 SIGN, SOURCE, TABLE = range(3)
@@ -79,11 +82,11 @@ class Reader:
         if node is self.source:
             numbers = self.numbers(node)
             return torch.stack([torch.ones_like(numbers), numbers, torch.full_like(numbers, -1)])[None]
-        if packet in (*MOVES, *SPLITS):
+        if packet in MOVEMENTS:
             rest = [self._concrete(argument) for argument in node.args[1:]]
             named = {name: self._concrete(argument) for name, argument in node.kwargs.items()}
             return moved(self._value(node.args[0]), lambda part: node.target(part, *rest, **named))  # type: ignore[operator]
-        if getattr(node.target, "__name__", "") == "getitem":
+        if node.target is operator.getitem:
             return self._value(node.args[0])[node.args[1]]
         if node not in self.dependent:
             return self._table(node)
@@ -124,6 +127,34 @@ class Reader:
         if found is None or not found.is_Integer:
             raise UnreadableError(f"a size must be made of tokens, got {size}", final=True)
         return int(found)
+
+
+class Spelling:
+    """All that a `Reader` can tell of ``end``: where two are equal it reads the same, ``nodes`` of one in the place of
+    those of the other."""
+
+    def __init__(self, source: fx.Node, end: fx.Node) -> None:
+        self._source, self._dependent = source, dependents(source, end)
+        self._numbers: dict[fx.Node, int] = {}
+        self.text = self._of(end)
+        self.nodes = list(self._numbers)
+
+    def _of(self, node: fx.Node) -> Hashable:
+        if node in self._numbers:
+            return self._numbers[node]
+        self._numbers[node] = len(self._numbers)
+        if node is self._source or not self._is_followed(node):
+            return node is self._source, kind_of(node)
+        return spelled(node), kind_of(node), tuple(map(self._of, reads([node])))
+
+    def _is_followed(self, node: fx.Node) -> bool:
+        moves = getattr(node.target, "overloadpacket", None) in MOVEMENTS or node.target is operator.getitem
+        return moves or node in self._dependent
+
+
+def kind_of(node: fx.Node) -> Hashable:
+    value = node.meta.get("val")
+    return (value.dtype, str(value.shape)) if isinstance(value, Tensor) else (type(value), str(value))
 
 
 def dependents(source: fx.Node, end: fx.Node) -> set[fx.Node]:

@@ -32,7 +32,7 @@ from selective_compile.passes.equal_values import first_of_equal
 from selective_compile.passes.flatten import FlatGraph
 from selective_compile.passes.head_norm import HeadNorm, head_norm
 from selective_compile.passes.heads import MOVES
-from selective_compile.passes.rotation import Rotation, Table, read_rotation, rows_first
+from selective_compile.passes.rotation import Rotation, Rotations, Table, rows_first
 
 aten, ops = torch.ops.aten, torch.ops.selective
 flat_size = FlatGraph.sizes_expression
@@ -51,22 +51,22 @@ class Heads:
 
 def fuse_rotary(flat: FlatGraph) -> int:
     """Returns how many attention calls rotate their own queries and keys from here on."""
-    graph, tables = flat.module.graph, Tables(flat)
+    graph, tables, rotations = flat.module.graph, Tables(flat), Rotations(flat)
     calls = [node for node in graph.nodes if node.target is ops.ragged_attention.default]
-    fused = [node for node in calls if rotates_its_own(flat, node, tables)]
+    fused = [node for node in calls if rotates_its_own(flat, node, tables, rotations)]
     graph.eliminate_dead_code()
     graph.lint()
     flat.module.recompile()
     return len(fused)
 
 
-def rotates_its_own(flat: FlatGraph, node: fx.Node, tables: Tables) -> bool:
+def rotates_its_own(flat: FlatGraph, node: fx.Node, tables: Tables, rotations: Rotations) -> bool:
     """Put the fused operator in the place of an attention, if that can be."""
     ends: list[Any] = list(node.args[:2])
     pools: list[Any] = list(node.args[3:5])
     if any(pool.meta["val"].dtype == torch.int8 for pool in pools):
         return False
-    query, key = (heads_of(flat, end) for end in ends)
+    query, key = (heads_of(rotations, end) for end in ends)
     if query is None or key is None or tables.shared(query.rotation) != tables.shared(key.rotation):
         return False
     both = normed_alike(query, key)
@@ -104,16 +104,16 @@ def normed_alike(query: Heads, key: Heads) -> tuple[Heads, Heads]:
     return replace(query, source=query.norm.x), replace(key, source=key.norm.x)
 
 
-def heads_of(flat: FlatGraph, end: fx.Node) -> Heads | None:
+def heads_of(rotations: Rotations, end: fx.Node) -> Heads | None:
     """What ``end`` ``[T, heads, D]`` is rotated out of; None if it is not, as far as can be read."""
     for source in sources(end):
         try:
-            rotation = read_rotation(flat, source, end)
+            rotation = rotations.read(source, end)
         except UnreadableError as reason:
             if reason.final:
                 return None
             continue
-        return unrotated(flat, source, end, rotation)
+        return unrotated(rotations, source, end, rotation)
     return None
 
 
@@ -131,7 +131,7 @@ def sources(end: fx.Node) -> Iterator[fx.Node]:
                 yield node
 
 
-def unrotated(flat: FlatGraph, source: fx.Node, end: fx.Node, rotation: Rotation) -> Heads | None:
+def unrotated(rotations: Rotations, source: fx.Node, end: fx.Node, rotation: Rotation) -> Heads | None:
     """Back from ``source`` over movements and casts: to a value of the end's dtype, and to a norm of its heads."""
     last, size = end.meta["val"].dtype, end.meta["val"].shape[-1]
     found = None
@@ -142,7 +142,7 @@ def unrotated(flat: FlatGraph, source: fx.Node, end: fx.Node, rotation: Rotation
         if norm is not None and is_of(norm, source, last):
             return Heads(source=found or norm.x, rotation=rotation, norm=norm)
         before = source.args[0] if getattr(source.target, "overloadpacket", None) in (*MOVES, *CASTS) else None
-        if not isinstance(before, fx.Node) or not is_rotated(flat, before, end, rotation):
+        if not isinstance(before, fx.Node) or not is_rotated(rotations, before, end, rotation):
             return None if found is None else Heads(source=found, rotation=rotation, norm=None)
         source = before
 
@@ -160,13 +160,13 @@ def dtypes(first: fx.Node, last: fx.Node) -> set[torch.dtype]:
     return {value.dtype for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()}
 
 
-def is_rotated(flat: FlatGraph, source: fx.Node, end: fx.Node, rotation: Rotation) -> bool:
+def is_rotated(rotations: Rotations, source: fx.Node, end: fx.Node, rotation: Rotation) -> bool:
     """Whether the same rotation leads to ``end`` from further back."""
     value, count = source.meta["val"], flat_size(end.meta["val"].numel())
     if not value.is_floating_point() or flat_size(value.numel()) != count:
         return False
     try:
-        return read_rotation(flat, source, end) == rotation
+        return rotations.read(source, end) == rotation
     except UnreadableError:
         return False
 

@@ -19,6 +19,7 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._pytree import tree_leaves
 
@@ -76,7 +77,8 @@ def traced(
             return interpreter.run(*arguments)
 
     interpreter.run_node = noted  # type: ignore[assignment, method-assign]
-    with mode, torch.no_grad():
+    # Passes change the graph many times before anything runs its code, which takes long to write for many layers.
+    with mode, torch.no_grad(), _use_lazy_graph_module(True):
         return make_fx(run, dict(decompositions), tracing_mode="real", pre_dispatch=True)(*fakes), sources
 
 
@@ -97,7 +99,7 @@ class Folded:
             if node not in left_out:
                 copies[node] = graph.node_copy(node, lambda given: copies[instead.get(given, given)])
         self._of = {copy: node for node, copy in copies.items()}
-        self.module = fx.GraphModule(module, graph)
+        self.module = _LazyGraphModule(module, graph)
 
     def unfolded(self, result: fx.GraphModule, sources: Mapping[str, fx.Node]) -> fx.GraphModule | None:
         """The trace of the folded graph with all pieces; None where pieces were not traced alike."""

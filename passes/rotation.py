@@ -6,13 +6,14 @@ the source's own, or the source's own times an entry of one table, plus or minus
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
 
 import sympy
 import torch
 from torch import Tensor, fx
 
-from selective_compile.passes.elements import SIGN, SOURCE, TABLE, Reader, UnreadableError
+from selective_compile.passes.elements import SIGN, SOURCE, TABLE, Reader, Spelling, UnreadableError
 from selective_compile.passes.flatten import FlatGraph
 
 # One number of tokens might be that of heads as well, so that a value could be taken for its own transpose.
@@ -40,16 +41,36 @@ class Rotation:
     sin: Table
 
 
-def read_rotation(flat: FlatGraph, source: fx.Node, end: fx.Node) -> Rotation:
-    """How the heads ``end`` ``[T, heads, D]`` are rotated out of ``source``, which has the same elements.
+class Rotations:
+    """Those of a graph; what is spelled alike, as heads of other layers are, is read once."""
 
-    Raises:
-        UnreadableError: they are not, or by something that is not read, or computed in a narrower dtype than the end's.
-    """
-    first, second = (RotationReader(flat, source, end, tokens).read() for tokens in PROBES)
-    if first != second:
-        raise UnreadableError("it depends on the number of tokens")
-    return first
+    def __init__(self, flat: FlatGraph) -> None:
+        self._flat = flat
+        self._known: dict[Hashable, tuple[Rotation | UnreadableError, list[fx.Node]]] = {}
+
+    def read(self, source: fx.Node, end: fx.Node) -> Rotation:
+        """How the heads ``end`` ``[T, heads, D]`` are rotated out of ``source``, which has the same elements.
+
+        Raises:
+            UnreadableError: they are not, or by something that is not read, or computed in a narrower dtype than the
+                end's.
+        """
+        spelling = Spelling(source, end)
+        if spelling.text not in self._known:
+            self._known[spelling.text] = self._read(source, end), spelling.nodes
+        found, nodes = self._known[spelling.text]
+        if isinstance(found, UnreadableError):
+            raise UnreadableError(str(found), final=found.final)
+        own = dict(zip(nodes, spelling.nodes, strict=True))
+        cos, sin = (replace(table, node=own[table.node]) for table in (found.cos, found.sin))
+        return replace(found, cos=cos, sin=sin)
+
+    def _read(self, source: fx.Node, end: fx.Node) -> Rotation | UnreadableError:
+        try:
+            first, second = (RotationReader(self._flat, source, end, tokens).read() for tokens in PROBES)
+        except UnreadableError as error:
+            return error
+        return first if first == second else UnreadableError("it depends on the number of tokens")
 
 
 class RotationReader:

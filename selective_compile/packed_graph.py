@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from selective_compile.capture import Captured
 from selective_compile.live_settings import Read
@@ -179,4 +180,4 @@ def unpacked(graph: PackedGraph, model: nn.Module, read: Read) -> Captured:
             examples.append(example)
         made.append(new)
     result.lint()
-    return Captured(module=fx.GraphModule({}, result), examples=examples, max_tokens=graph.max_tokens, read=read)
+    return Captured(module=_LazyGraphModule({}, result), examples=examples, max_tokens=graph.max_tokens, read=read)

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 
 from selective_compile import ops
 from selective_compile.passes.flatten import FlatGraph, flatten
 from selective_compile.passes.fp8_pools import keep_as_fp8
 from selective_compile.passes.fuse_rotary import fuse_rotary
 from selective_compile.passes.int8_pools import keep_as_int8
+from selective_compile.passes.rotation import RotationReader
 from tests.passes.graphs import analysed, sample
 from tests.passes.spellings import sdpa
 
@@ -199,6 +200,27 @@ def test_tables_are_made_once_for_all_layers() -> None:
     flat = assert_fused(layers, FREQUENCIES, count=3)
     fused = [node for node in flat.module.graph.nodes if "rotary_attention" in str(node.target)]
     assert len({node.args[3:5] for node in fused}) == 1
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
+def test_a_rotation_is_read_once_for_layers_spelled_alike(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And rotates each by its own tables; where one table is both cosine and sine, it is another spelling."""
+    read = RotationReader.read
+    count: list[fx.Node] = []
+    monkeypatch.setattr(RotationReader, "read", lambda self: count.append(self.end) or read(self))
+
+    def layers(q: Tensor, k: Tensor, v: Tensor, frequencies: Tensor) -> Tensor:
+        for layer in range(4):
+            cos, sin = tables(q, frequencies * (1 if shared else 2**layer))
+            turned = (cos, cos) if layer == 3 else (cos, sin)
+            q = sdpa(by_halves(q, *turned), by_halves(k, *turned), v, is_causal=True)
+        return q
+
+    flat = assert_fused(layers, FREQUENCIES, count=4)
+    fused = [node for node in flat.module.graph.nodes if "rotary_attention" in str(node.target)]
+    assert len({node.args[3:5] for node in fused}) == (2 if shared else 4)
+    assert [node.args[3] is node.args[4] for node in fused] == [False, False, False, True]
+    assert len(set(count)) == 3  # of eight: the first, the first that comes from an attention, one of the last layer
 
 
 @pytest.mark.parametrize("norm", [*NORMS], ids=lambda norm: norm.__name__)

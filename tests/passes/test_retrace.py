@@ -46,6 +46,21 @@ def rewritten(model: nn.Module) -> Rewrite:
     return rewrite(captured.module, captured.examples, paged=True, ones=ATTENTION_MASK)
 
 
+def test_code_is_written_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pass changes the graph; for many layers its code takes long to write."""
+    captured, write = capture(MODELS["decoder"]()), fx.Graph.python_code
+    written: list[int] = []
+
+    def counted(graph: fx.Graph, *args: Any, **options: Any) -> Any:
+        written.append(len(graph.nodes))
+        return write(graph, *args, **options)
+
+    monkeypatch.setattr(fx.Graph, "python_code", counted)
+    found = rewrite(captured.module, captured.examples, paged=True, ones=ATTENTION_MASK)
+    assert len(written) <= 1  # of Dynamo's own graph
+    assert found.flat is not None and "ragged_attention" in found.flat.module.code
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_that_were_copied_are_those_that_would_be_traced(
     name: str, traced: list[int], monkeypatch: pytest.MonkeyPatch
