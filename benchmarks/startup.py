@@ -67,7 +67,7 @@ def in_process(layers: int, each: bool, folder: str, arguments: argparse.Namespa
     command += [] if arguments.compile else ["--no-compile"]
     # Else each process would try what vectors the compiler knows.
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_VEC_ISA_OK": "1"}
-    environment |= {"XDG_CACHE_HOME": folder}
+    environment |= {"XDG_CACHE_HOME": folder, "SELECTIVE_COMPILE_KEEP_CAPTURES": "1"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 

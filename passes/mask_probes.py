@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -50,7 +51,7 @@ class Probe:
     hidden_keys: torch.Tensor
     real_queries: torch.Tensor
 
-    @property
+    @cached_property
     def distance(self) -> torch.Tensor:
         """[G, L, L]: how far back the key is."""
         return self.positions[:, :, None] - self.positions[:, None, :]

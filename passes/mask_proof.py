@@ -205,14 +205,16 @@ def close_in(traced: TracedGraph, call: Masked, reads: MaskReads, probes: list[P
 def prefix_of(traced: TracedGraph, call: Masked, reads: MaskReads, probes: list[Probe]) -> int:
     """The first position that the mask hides from those in front of it, 0 if it hides all such or none; adds the probes
     that it takes."""
+    if not any(bool((probe.allowed & between_real(probe) & (probe.distance < 0)).any()) for probe in probes):
+        return 0
     found = [seen_and_hidden_behind(probe) for probe in probes]
     while True:
         seen, hidden = max(last for last, _ in found), min(first for _, first in found)
-        if seen == 0 or hidden == NOWHERE or hidden <= seen + 1:
+        if hidden == NOWHERE or hidden <= seen + 1:
             break
         probes.append(far_probe(traced, call, reads, within(reads, far_positions([(seen + hidden) // 2]))))
         found.append(seen_and_hidden_behind(probes[-1]))
-    if seen == 0 or hidden == NOWHERE:
+    if hidden == NOWHERE:
         return 0
     probes.append(far_probe(traced, call, reads, within(reads, far_positions([hidden]))))
     return hidden
@@ -221,21 +223,27 @@ def prefix_of(traced: TracedGraph, call: Masked, reads: MaskReads, probes: list[
 def seen_and_hidden_behind(probe: Probe) -> tuple[int, int]:
     """The last position that a real token in front of it sees, 0 if none does, and the first that is hidden from one,
     `NOWHERE` if none is; of real tokens."""
-    behind = probe.real_queries[:, :, None] & ~probe.hidden_keys[:, None, :] & (probe.distance < 0)
+    behind = between_real(probe) & (probe.distance < 0)
     keys = probe.positions[:, None, :].expand_as(behind)
-    seen = keys.masked_fill(~(behind & probe.allowed), 0).max()
-    hidden = keys[behind & ~probe.allowed]
-    return int(seen), int(hidden.min()) if len(hidden) else NOWHERE
+    return last_and_first(keys, behind, probe.allowed)
 
 
 def seen_and_hidden(probe: Probe, chunk: int) -> tuple[int, int]:
     """The largest distance back that is seen, 0 if none, and the smallest that is hidden, `NOWHERE` if none is; of
     real tokens in a chunk."""
-    distance = probe.distance
-    real = probe.real_queries[:, :, None] & ~probe.hidden_keys[:, None, :] & same_chunk(probe, chunk) & (distance > 0)
-    seen = distance.masked_fill(~(real & probe.allowed), 0).max()
-    hidden = distance[real & ~probe.allowed]
-    return int(seen), int(hidden.min()) if len(hidden) else NOWHERE
+    back = between_real(probe) & same_chunk(probe, chunk) & (probe.distance > 0)
+    return last_and_first(probe.distance, back, probe.allowed)
+
+
+def between_real(probe: Probe) -> torch.Tensor:
+    """[G, L, L]: neither the query nor the key is padding."""
+    return probe.real_queries[:, :, None] & ~probe.hidden_keys[:, None, :]
+
+
+def last_and_first(numbers: torch.Tensor, counted: torch.Tensor, allowed: torch.Tensor) -> tuple[int, int]:
+    """The largest number that is allowed and the smallest that is not, of those that are counted."""
+    seen, hidden = counted & allowed, counted & ~allowed
+    return int((numbers * seen).max()), int(numbers.masked_fill(~hidden, NOWHERE).min()) if hidden.any() else NOWHERE
 
 
 def same_chunk(probe: Probe, chunk: int) -> torch.Tensor:

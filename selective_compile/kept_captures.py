@@ -1,9 +1,13 @@
 """Captures on disk, so that a second start of a model does not trace it again: Dynamo takes seconds for many layers.
 
-A kept capture is taken only where it is proved to be that of the live model.  The file's name has what the model is
-made of, the versions and this package's own code; and the digest of every operator that the model's Python asks for in
-a run without data (`operators_of`).  In the file are the source files of the code that was traced, and the attributes
-that it read, which must all be as they were.  What cannot be told, as a tensor of the code's own, is not kept.
+It is kept only where a run of the captured graph without data asks for the same operators as one of the model's Python
+does (`operators_seen`), and taken only where the live model's does.  The file's name has their digest, and what the
+model is made of, the versions and this package's own code.  In the file are the source files of the code that was
+traced, and the attributes that it read, which must all be as they were.  What cannot be told, as a tensor of the code's
+own, is not kept.
+
+Only where the environment asks for it: the run is of a copy of the model, but what a model's code keeps elsewhere, as
+tables in a global or in a `functools.lru_cache`, would be left without data.
 """
 
 from __future__ import annotations
@@ -26,18 +30,17 @@ from types import CodeType
 import torch
 from torch import nn
 
-from selective_compile.capture import CANNOT, Captured, capture, check
+from selective_compile.capture import Captured, capture, check
 from selective_compile.kernels.native import cache_folder
 from selective_compile.live_settings import LiveSettings, Read
-from selective_compile.operators_seen import all_tensors_of, kind_of, operators_of
+from selective_compile.operators_seen import Seen, all_tensors_of, kind_of, operators_of, operators_of_graph
 from selective_compile.packed_graph import PackedGraph, packed, unpacked
 
 MOST = 64  # files, of half a megabyte for 32 layers; the oldest go
 ENDING = ".capture"
-SWITCH = "SELECTIVE_COMPILE_KEEP_CAPTURES"  # of the environment: "0" neither takes kept captures nor keeps any
-GENERATED = "<string>"  # where dataclasses put the methods that they write
-# And what files raise that are broken, or of which something is gone.
-FAILURES = (*CANNOT, OSError, EOFError, ImportError, ArithmeticError, AssertionError, pickle.PickleError)
+SWITCH = "SELECTIVE_COMPILE_KEEP_CAPTURES"  # of the environment: "1" takes kept captures and keeps others
+CHECKSUM = hashlib.sha256().digest_size  # bytes in front of a file's own
+UNFINISHED = "unfinished-"
 _logger = logging.getLogger(__name__)
 
 
@@ -58,45 +61,68 @@ def capture_once(model: nn.Module) -> Captured:
         ValueError, RefusedError: as `capture`.
     """
     check(model)
-    if os.environ.get(SWITCH) == "0":
+    if os.environ.get(SWITCH) != "1":
         return capture(model)
-    folder, parts = cache_folder() / "captures", ""
+    parts, seen = "", None
     with attempt("look for a kept capture"):
-        parts = parts_of(model)
+        folder, parts = own_folder(), parts_of(model)
         if any(folder.glob(f"{parts}-*{ENDING}")):
-            file = folder / f"{parts}-{operators_of(model)}{ENDING}"
+            seen = operators_of(model)
+            file = folder / f"{parts}-{seen.digest}{ENDING}"
             if file.exists() and (found := loaded(file, model)) is not None:
                 return found
     captured = capture(model)
     if parts:
         with attempt("keep a capture"):
-            save(captured, model, folder, parts)
+            save(captured, model, own_folder(), parts, seen)
     return captured
 
 
 @contextlib.contextmanager
 def attempt(to: str) -> Iterator[None]:
-    """Where it fails, as a model's code may on fake tensors, the model is captured, and that is all."""
+    """Where it fails the model is captured, and that is all."""
     try:
         yield
-    except FAILURES as error:
+    except Exception as error:  # noqa: BLE001 - a model's code may raise anything on fake tensors
         _logger.info("could not %s: %s: %s", to, type(error).__name__, error)
+
+
+def own_folder() -> Path:
+    """Raises ValueError for one that others can write to: what is in it is run."""
+    folder = cache_folder() / "captures"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    state = folder.stat()
+    if state.st_uid != os.getuid() or state.st_mode & 0o022:
+        raise ValueError(f"a folder of captures must be writable by its user alone, got {folder}")
+    return folder
 
 
 def loaded(file: Path, model: nn.Module) -> Captured | None:
     """None if the code that was traced, or what it read, is not as it was."""
-    kept: Kept = pickle.loads(file.read_bytes())
+    written = file.read_bytes()
+    data = written[CHECKSUM:]
+    if hashlib.sha256(data).digest() != written[:CHECKSUM]:
+        raise ValueError(f"a kept capture must be as it was written, got {file}")
+    kept: Kept = pickle.loads(data)
     if any(digest_of(Path(path)) != known for path, known in kept.files.items()):
         return None
     read = Read(names=kept.names, keys=kept.keys, code=frozenset(map(marshal.loads, kept.code)))
     if LiveSettings(model, read).told() != kept.settings:
         return None
-    file.touch()
+    with contextlib.suppress(OSError):
+        file.touch()  # it was of use
     return unpacked(kept.graph, model, read)
 
 
-def save(captured: Captured, model: nn.Module, folder: Path, parts: str) -> None:
-    read = captured.read
+def save(captured: Captured, model: nn.Module, folder: Path, parts: str, seen: Seen | None) -> None:
+    """``seen``, if it is known, is that of the model.
+
+    Raises:
+        ValueError: the graph is not what the model's Python asks for in a run without data.
+    """
+    read, seen = captured.read, seen or operators_of(model)
+    if seen.max_tokens != captured.max_tokens or seen.result != operators_of_graph(captured, model):
+        raise ValueError("the capture must be what a run without data asks for")
     kept = Kept(
         graph=packed(captured, model),
         names=read.names,
@@ -107,28 +133,32 @@ def save(captured: Captured, model: nn.Module, folder: Path, parts: str) -> None
     )
     data = pickle.dumps(kept)
     unpacked(pickle.loads(data).graph, model, read)  # what cannot be made again is not kept
-    file = folder / f"{parts}-{operators_of(model)}{ENDING}"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as written:
+    file = folder / f"{parts}-{seen.digest}{ENDING}"
+    with tempfile.NamedTemporaryFile(dir=folder, delete=False, prefix=UNFINISHED) as written:
         try:
-            written.write(data)
+            written.write(hashlib.sha256(data).digest() + data)
             written.close()
             os.replace(written.name, file)
         except BaseException:
             os.unlink(written.name)
             raise
-    for old in sorted(folder.glob(f"*{ENDING}"), key=lambda path: path.stat().st_mtime)[:-MOST]:
+    oldest = sorted([*folder.glob(f"*{ENDING}"), *folder.glob(f"{UNFINISHED}*")], key=lambda path: path.stat().st_mtime)
+    for old in oldest[:-MOST]:
         old.unlink(missing_ok=True)
 
 
 def source_files(codes: Iterable[CodeType]) -> set[str]:
     """Raises ValueError for code of which there is no file, as of a notebook."""
-    found = {code.co_filename for code in codes if not code.co_filename.startswith("<frozen ")}
-    found.discard(GENERATED)
+    found = {code.co_filename for code in codes if not code.co_filename.startswith("<frozen ") and not generated(code)}
     missing = sorted(path for path in found if not Path(path).is_file())
     if missing:
         raise ValueError(f"code must come from files, got {missing[0]}")
     return found
+
+
+def generated(code: CodeType) -> bool:
+    """Whether it may be a method that a dataclass wrote, of which the class's own file tells all."""
+    return code.co_filename == "<string>" and code.co_name.startswith("__")
 
 
 def parts_of(model: nn.Module) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -15,10 +14,6 @@ from hypothesis import settings
 settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
 settings.register_profile("explore", deadline=None)
 settings.load_profile("fixed")
-
-
-# Tests are of captures that are made; those of captures that are kept say so.
-os.environ["SELECTIVE_COMPILE_KEEP_CAPTURES"] = "0"
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,7 +37,7 @@ class Own(nn.Module):
 
     def forward(self, input_ids):
         rows = self.embed(input_ids) * self.scale + self.shift
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling() and self.quiet != 1.0:
             rows = rows * self.quiet
         return self.head(rows * self.kinds["a"][0])
 """
@@ -225,7 +226,7 @@ def test_a_tensor_that_is_no_weight_is_not_kept(traced: list[nn.Module], own_fol
 
 
 def test_constants_of_the_code_are_told_by_what_they_hold() -> None:
-    digests = [operators_of(WithNumbers(number).eval()) for number in (1.0, 2.0, 1.0)]
+    digests = [operators_of(WithNumbers(number).eval()).digest for number in (1.0, 2.0, 1.0)]
     assert digests[0] == digests[2] != digests[1]
 
 
@@ -276,3 +277,223 @@ def test_the_run_leaves_nothing_in_the_model(own: nn.Module) -> None:
     operators_of(own)
     assert {name: id(tensor) for name, tensor in own.state_dict(keep_vars=True).items()} == before
     assert set(vars(own)) == attributes
+
+
+def test_nothing_is_kept_unless_the_environment_asks_for_it(
+    own: nn.Module, own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SWITCH)
+    capture_once(own)
+    assert not own_folder.exists()
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.held = torch.full((8,), 3.0)
+
+
+class WithMark(Small):
+    """Of the weight, as widths of muP are."""
+
+    def __init__(self, times: float) -> None:
+        super().__init__()
+        self.head.weight.times = times  # type: ignore[assignment]
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.embed(input_ids) * getattr(self.head.weight, "times", 1.0))
+
+
+def test_what_python_puts_on_a_weight_is_told(traced: list[nn.Module]) -> None:
+    for times in (1.0, 1.0, 2.0):
+        capture_once(WithMark(times).eval())
+        torch._dynamo.reset()
+    assert len(traced) == 2
+
+
+LIMIT = [20]
+
+
+class WithLength(Small):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        rows = self.embed(input_ids)
+        return self.head(rows * 0.5 if int(input_ids.shape[1]) > limit() else rows)
+
+
+class WithFactor(Small):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.embed(input_ids) * (1 + len(input_ids[0]) // limit()))
+
+
+def limit() -> int:
+    return LIMIT[0]
+
+
+@pytest.mark.parametrize("kind", [WithLength, WithFactor])
+def test_a_run_of_one_length_proves_nothing(kind: type[Small], traced: list[nn.Module], own_folder: Path) -> None:
+    model = kind().eval()
+    with pytest.raises(ValueError, match="every number of tokens"):
+        operators_of(model)
+    capture_once(model)
+    assert not kept(own_folder)
+
+
+class AsksForTensors(Small):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        rows = self.embed(input_ids)
+        return self.head(rows * self.held if type(rows) is Tensor else rows * 3)
+
+
+class AsksForDynamo(Small):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        rows = self.embed(input_ids)
+        return self.head(rows * limit() if torch.compiler.is_dynamo_compiling() else rows)
+
+
+@pytest.mark.parametrize("kind", [AsksForTensors, AsksForDynamo])
+def test_a_trace_that_is_not_what_the_run_asks_for_is_not_kept(kind: type[Small], own_folder: Path) -> None:
+    capture_once(kind().eval())
+    assert not kept(own_folder)
+
+
+class NotOnFakes(Small):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        if type(input_ids) is not Tensor:
+            raise OddError
+        return self.head(self.embed(input_ids))
+
+
+class OddError(Exception):
+    pass
+
+
+def test_a_model_that_cannot_be_run_without_data_is_traced(traced: list[nn.Module], own_folder: Path) -> None:
+    capture_once(NotOnFakes().eval())
+    assert len(traced) == 1 and not kept(own_folder)
+
+
+class Helper:
+    table: Tensor | None = None
+
+
+class WithLazyTable(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.helper = Helper()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        if self.helper.table is None:
+            self.helper.table = torch.arange(8.0)
+        return self.head(self.embed(input_ids) * self.helper.table)
+
+
+def test_the_run_leaves_nothing_in_objects_of_the_model() -> None:
+    model = WithLazyTable().eval()
+    capture_once(model)
+    assert model.helper.table is None
+    assert model(torch.ones(1, 3, dtype=torch.int64)).shape == (1, 3, 11)
+
+
+def test_other_threads_meet_their_own_model_and_no_flag_is_left() -> None:
+    """Two runs at once of one model, beside a thread that calls it."""
+    model, ids = tiny("llama"), torch.arange(3, 15)[None]
+    expected, wrong, done = model(ids).logits, [], threading.Event()
+
+    def call() -> None:
+        while not done.is_set():
+            if not torch.equal(model(ids).logits, expected):
+                wrong.append("logits")
+
+    def run() -> None:
+        found.append(operators_of(model))
+
+    found: list[Any] = []
+    caller, runs = threading.Thread(target=call), [threading.Thread(target=run) for _ in range(2)]
+    for thread in (caller, *runs):
+        thread.start()
+    for thread in runs:
+        thread.join()
+    done.set()
+    caller.join()
+    assert not wrong and len(found) == 2 and found[0] == found[1]
+    assert not torch.compiler.is_compiling()
+    assert {type(weight) for weight in model.parameters()} == {nn.Parameter}
+
+
+class NamedAsResults(nn.Module):
+    """A parameter of the name "1.0"."""
+
+    def __init__(self, square: bool) -> None:
+        super().__init__()
+        self.add_module("1", nn.ParameterList([nn.Parameter(torch.randn(8))]))
+        self.embed, self.square = nn.Embedding(11, 8), [square]
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        rows = self.embed(input_ids)
+        return rows * (rows if self.square[0] else getattr(self, "1")[0])
+
+
+def test_a_weight_has_no_name_of_a_result() -> None:
+    assert operators_of(NamedAsResults(True).eval()).result != operators_of(NamedAsResults(False).eval()).result
+
+
+class WritesInPlace(Small):
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.first = first
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        rows = self.embed(input_ids)
+        part = rows[..., :4]
+        early = rows * 2
+        part.add_(1)
+        return self.head(early if self.first else rows * 2)
+
+
+def test_what_is_computed_before_a_write_in_place_is_told_apart() -> None:
+    assert operators_of(WritesInPlace(True).eval()).result != operators_of(WritesInPlace(False).eval()).result
+
+
+def test_a_file_of_which_a_bit_is_another_is_not_taken(
+    own: nn.Module, traced: list[nn.Module], own_folder: Path
+) -> None:
+    capture_once(own)
+    (file,) = kept(own_folder)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    capture_once(own)
+    assert len(traced) == 2
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(
+    own: nn.Module, traced: list[nn.Module], own_folder: Path
+) -> None:
+    capture_once(own)
+    own_folder.chmod(0o777)
+    capture_once(own)
+    assert len(traced) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_of_use(
+    own: nn.Module, traced: list[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture_once(own)
+
+    def refused(path: Path) -> None:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(Path, "touch", refused)
+    capture_once(own)
+    assert len(traced) == 1
+
+
+def test_a_run_of_the_model_is_enough_for_a_miss(own: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[nn.Module] = []
+    monkeypatch.setattr(kept_captures, "operators_of", lambda model: runs.append(model) or operators_of(model))
+    capture_once(own)
+    own.scale = 5.0  # type: ignore[assignment]
+    capture_once(own)
+    assert len(runs) == 2

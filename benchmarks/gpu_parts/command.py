@@ -120,7 +120,8 @@ def _caches(folder: Path, part: str) -> dict[str, str]:
     """Where what is compiled and captured is kept: nothing is there at first, and kernels make no start a warm one."""
     own = folder / ("programs" if part in ("start", "steps", "trace") else "kernels")
     folders = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "XDG_CACHE_HOME": "captures"}
-    return {name: str(own / folder) for name, folder in folders.items()}
+    kept = {"SELECTIVE_COMPILE_KEEP_CAPTURES": "1"}
+    return {name: str(own / folder) for name, folder in folders.items()} | kept
 
 
 def _one_after_another(jobs: Iterator[Job], found: Found, environments: list[dict[str, str]]) -> None:
