@@ -101,13 +101,15 @@ def check_kv_dtype(config: EngineConfig, proved: Proved) -> None:
     if config.kv_dtype == "int8" and flat.device.type != "cpu":
         raise ValueError(f"kv_dtype must be 'auto' or 'fp8' but on a CPU, got 'int8' on {flat.device}")
     if config.kv_dtype == "fp8":
-        check_fp8(flat.device)
+        check_fp8(flat.device, {site.key.node.meta["val"].dtype for site in flat.calls})
 
 
-def check_fp8(device: torch.device) -> None:
-    """Raises ValueError for a GPU that has no numbers of e4m3."""
+def check_fp8(device: torch.device, dtypes: Collection[torch.dtype]) -> None:
+    """Raises ValueError for a GPU that has no numbers of e4m3, or a model of ``dtypes`` whose kernels would spill."""
     if device.type == "cpu":
         return
+    if torch.float32 in dtypes:
+        raise ValueError("kv_dtype must be 'auto' for a model of float32 on a GPU, got 'fp8'")
     capability = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
     if not torch.version.hip and capability < (8, 9):
         raise ValueError(

@@ -287,6 +287,27 @@ def test_generate_batch_says_what_it_lacks(checkpoint: Checkpoint, monkeypatch: 
         PEERS_HERE["generate_batch"](checkpoint.load(), make_trace(QUICK), QUICK)
 
 
+def test_generate_batch_of_transformers_5_17_is_told_its_pages(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the field has another name."""
+
+    class Older:
+        def __init__(
+            self,
+            num_blocks: int,
+            block_size: int,
+            allow_block_sharing: bool,
+            max_batch_tokens: int,
+            max_memory_percent: float,
+        ) -> None:
+            self.block_size, self.max_batch_tokens = block_size, max_batch_tokens
+
+    monkeypatch.setattr(transformers_peers, "ContinuousBatchingConfig", Older)
+    peer = PEERS_HERE["generate_batch"](checkpoint.load(), make_trace(QUICK), QUICK)
+    assert peer.describe()["page_size"] == 256
+
+
 def test_the_pool_holds_all_requests_in_pages_of_their_own() -> None:
     trace = Trace(requests=tuple(Asked(prompt_ids=[1] * 200, new_tokens=new, arrival=0.0) for new in (56, 57)))
     assert slots_needed(trace) == 256 + 512 + 256

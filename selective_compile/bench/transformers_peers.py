@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from inspect import signature
+from typing import Any
 
 import torch
 from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
@@ -95,6 +97,11 @@ class CompiledGenerate(PaddedGenerate):
         return config
 
 
+def page_size_name() -> str:
+    """Of the field with a page's tokens: it is another one in transformers 5.17."""
+    return next(name for name in ("page_size", "block_size") if name in signature(ContinuousBatchingConfig).parameters)
+
+
 class GenerateBatch(PeerHere):
     """Continuous batching of transformers: `model.generate_batch`, but with a length for each request.
 
@@ -107,9 +114,10 @@ class GenerateBatch(PeerHere):
             raise ValueError("psutil must be installed for generate_batch on a CPU: pip install psutil")
         self._model = model
         self._attention = "unknown"
+        page: dict[str, Any] = {page_size_name(): PAGE}
         self._settings = ContinuousBatchingConfig(
             num_blocks=slots_needed(trace) // PAGE,
-            page_size=PAGE,
+            **page,
             allow_block_sharing=settings.prefix_tokens > 0,
             max_batch_tokens=settings.token_budget,
             max_memory_percent=0.9,
@@ -120,7 +128,7 @@ class GenerateBatch(PeerHere):
             "attention": self._attention,
             **precision(self._model),
             "token_budget": self._settings.max_batch_tokens,
-            "page_size": self._settings.page_size,
+            "page_size": getattr(self._settings, page_size_name()),
         }
 
     def run(self, trace: Trace) -> PeerRun:

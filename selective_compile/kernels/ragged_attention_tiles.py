@@ -121,11 +121,13 @@ def tile_config(
             return tile
     largest = max(block_d, block_dv)
     short = largest > (128 if wide or slopes or group > 64 else 256)
+    # Of float32 beyond head size 512 the rows of a tile are in shared memory beside its keys, and 32 are too many.
+    rows = 16 if wide and largest > 512 else SHORT_TILE if short else 64
     if short:
-        group = _part_of(group, SHORT_TILE)
+        group = _part_of(group, rows)
     # The largest tiles that compile without a register spill for every target. A float32 product runs on the vector
     # units and holds its operands in registers, hence its smaller ones.
-    block_m = _block_m(1 if low else (SHORT_TILE if short else 64) // group, group)
+    block_m = _block_m(1 if low else rows // group, group)
     block_n = 16 if wide or (narrow and largest > 128 and block_m >= SHORT_TILE) else (64 if block_m == 16 else 32)
     many = block_m * block_dv >= 64 * 256 or (wide and block_m > 16) or (short and not low) or (wide and largest > 256)
     # Two stages of key and value tiles fit into the 64 KiB of gfx942, the smallest shared memory of a target.

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -131,6 +132,82 @@ class Tape(TorchDispatchMode):
             for old, new in zip(tree_leaves(found), tree_leaves(again), strict=True):
                 if _is_tensor(old) and old.untyped_storage().data_ptr() not in given:
                     old.copy_(new)
+
+
+# What waits for the device on a GPU, where it is called on memory of the device.
+READS = {"item", "tolist", "cpu", "numpy", "to", "nonzero", "equal", "is_nonzero", "masked_select", "unique"}
+READS |= {"__int__", "__float__", "__bool__", "__index__", "__array__", "__contains__"}
+
+
+class WatchedStream(PlayedStream):
+    """Notes where the host reads what the device has computed, other than from what was copied to the host.
+
+    Attributes:
+        reads: what the host called for it, within `watched`.
+    """
+
+    def __init__(self, *, captures: bool) -> None:
+        super().__init__(captures=captures)
+        self.reads: list[str] = []
+        self._of_device: dict[int, Any] = {}  # storages, which are kept: another could get the address of one
+        self._working = False
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        def done() -> None:
+            to_host = self.is_of_device(source)
+            target.copy_(source)
+            if to_host:
+                self._of_device.pop(target.untyped_storage().data_ptr(), None)
+
+        self.enqueue(done)
+
+    def is_of_device(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._of_device
+
+    def computed(self, tensor: Tensor) -> None:
+        self._of_device[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+
+    def _run(self, count: int) -> None:
+        was, self._working = self._working, True
+        try:
+            with Computed(self):
+                super()._run(count)
+        finally:
+            self._working = was
+
+    def watched(self) -> HostReads:
+        return HostReads(self)
+
+    def read(self, name: str, tensor: Tensor) -> None:
+        if not self._working and self.is_of_device(tensor):
+            self.reads.append(name)
+
+
+class Computed(TorchDispatchMode):
+    """Within, what is computed is the device's."""
+
+    def __init__(self, stream: WatchedStream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in filter(_is_tensor, tree_leaves(found)):
+            self._stream.computed(tensor)
+        return found
+
+
+class HostReads(TorchFunctionMode):
+    def __init__(self, stream: WatchedStream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in READS:
+            for tensor in filter(_is_tensor, args):
+                self._stream.read(name, tensor)
+        return func(*args, **(kwargs or {}))
 
 
 def _is_tensor(value: Any) -> bool:

@@ -6,6 +6,7 @@ import random
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -16,7 +17,7 @@ from selective_compile import EngineConfig
 from selective_compile.runtime import Engine, Request, StepError
 from selective_compile.runtime.iterations import Iterations
 from tests.runtime.engine_checks import assert_nothing_left, check, expect, run_until_idle
-from tests.runtime.played_stream import PlayedStream
+from tests.runtime.played_stream import PlayedStream, WatchedStream
 from tests.runtime.simulated import SimulatedProgram, expected_tokens, simulated_engine
 
 ENDS = list(range(0, 61, 6))
@@ -149,6 +150,39 @@ def test_a_decode_step_waits_for_the_device_once() -> None:
     for _ in range(10):
         engine.step()
     assert stream.waits == before + 10
+    run_until_idle(engine)
+    for request in requests:
+        expect(request)
+
+
+@pytest.mark.parametrize("captures", [False, True])
+@pytest.mark.parametrize("sabotage", [None, "int", "tolist", "numpy"])
+def test_a_decode_step_reads_of_the_device_what_was_copied_alone(
+    captures: bool, sabotage: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any other read would wait for the device; that one is found out is shown by reads that are put into `launch`."""
+    stream = WatchedStream(captures=captures)
+    engine = simulated_engine(SimulatedProgram(captured=captures), stream=stream, max_requests=8)
+    requests = [engine.submit([1, 2, 3 + n], max_new_tokens=30, do_sample=n % 2 == 1) for n in range(6)]
+    for _ in range(5):
+        engine.step()
+    runner = engine._runner
+    launch = runner.launch
+
+    def reading(step: Any) -> Any:
+        found, last = launch(step), runner._chooser.last
+        {"int": lambda: int(last[0]), "tolist": last.tolist, "numpy": lambda: np.asarray(last)}[str(sabotage)]()
+        return found
+
+    if sabotage:
+        monkeypatch.setattr(runner, "launch", reading)
+    before, replayed = stream.waits, stream.replayed
+    with stream.watched():
+        for _ in range(10):
+            engine.step()
+    assert stream.waits == before + 10
+    assert (stream.replayed == replayed + 10) == captures
+    assert bool(stream.reads) == bool(sabotage), stream.reads
     run_until_idle(engine)
     for request in requests:
         expect(request)

@@ -154,10 +154,17 @@ def test_what_cannot_keep_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch)
     for capability, message in (((8, 0), "of compute capability 8.0, got 'fp8', which takes 8.9"), ((8, 9), None)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         if message is None:
-            programs.check_fp8(gpu)
+            programs.check_fp8(gpu, {torch.bfloat16})
         else:
             with pytest.raises(ValueError, match=message):
-                programs.check_fp8(gpu)
+                programs.check_fp8(gpu, {torch.bfloat16})
+
+
+def test_a_model_of_float32_is_refused_on_a_gpu() -> None:
+    """Its kernels would spill registers; on a CPU there are none."""
+    with pytest.raises(ValueError, match="kv_dtype must be 'auto' for a model of float32 on a GPU, got 'fp8'"):
+        programs.check_fp8(torch.device("cuda", 0), {torch.float32})
+    programs.check_fp8(torch.device("cpu"), {torch.float32})
 
 
 def test_latents_are_kept_as_e4m3_and_not_expanded() -> None:
