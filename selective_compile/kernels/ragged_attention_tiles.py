@@ -14,7 +14,7 @@ A tile's keys and values are read in one of two ways:
 | Hopper and Blackwell, 16 bits, head sizes up to 256, blocks of whole tiles | one bulk copy of a block's slots | 128 |
 | elsewhere | by the address of each row | 64; 32 from head size 257 on, and from 129 on in some cases |
 
-The cases are float32, ALiBi, and groups of more than 64 heads.
+The cases are float32, ALiBi, and groups of more than 64 heads.  Of float32 from 513 on a tall tile has 16 rows.
 
 A tile has the heads of a whole group, so that they read keys and values once; where it is 32 rows, at most so many.
 

@@ -310,6 +310,7 @@ SIZES = {
     "256_float32": ("fp32", 256, 512, {"split": True}, (1, 3)),
     "512": ("bf16", 512, 512, {"split": True}, (0, 2)),
     "576_and_512": ("bf16", 576, 512, {"value_size": 512, "split": True}, (1, 3)),
+    "576_and_512_float32": ("fp32", 576, 512, {"value_size": 512, "split": True}, (0, 1, 2)),
     "576_and_512_decode": ("bf16", 576, 8, {"value_size": 512, "group": 16, "split": True}, (0, 3)),
     "576_and_512_group_of_128": ("bf16", 576, 8, {"value_size": 512, "group": 128, "split": True}, (0, 1, 2, 3)),
     "320_group_of_71": ("fp16", 320, 512, {"group": 71, "split": True}, (1, 3)),

@@ -1,0 +1,88 @@
+"""What launches of attention ask for: kernels stand back, and grids and options are looked at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.ragged_cases import Case, make_inputs
+
+triton = pytest.importorskip("triton")
+launcher = pytest.importorskip("selective_compile.kernels.ragged_attention_triton")
+attends = pytest.importorskip("selective_compile.kernels.ragged_attention_attend_triton")
+merges = pytest.importorskip("selective_compile.kernels.ragged_attention_merge_triton")
+writes = pytest.importorskip("selective_compile.kernels.ragged_attention_write_triton")
+launches = pytest.importorskip("selective_compile.kernels.dependent_launch")
+Launch = tuple[str, tuple[int, ...], dict[str, Any]]
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """The launches of a device of 132 processors: kernel, grid and options.  A step is cut into pieces indeed."""
+    seen: list[Launch] = []
+
+    class Standing:
+        def __init__(self, kernel: Any, tensor: Any) -> None:
+            self._name = kernel.fn.__name__ if hasattr(kernel, "fn") else kernel.__name__
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *args, **options: seen.append((self._name, grid, options))
+
+    for module in (attends, merges, writes):
+        monkeypatch.setattr(module, "on_device", Standing)
+    monkeypatch.setattr(attends, "processors", lambda device: 132)
+    return seen
+
+
+def step_of(requests: int, context: int) -> Any:
+    """Of one token each."""
+    case = Case(name="", requests=((1, context - 1),) * requests, query_heads=8, kv_heads=2, block_size=64)
+    return make_inputs(case, torch.float32).ragged()
+
+
+@pytest.mark.parametrize("requests", [1, 8, 12, 13, 32, 64])
+def test_keys_are_split_whatever_the_number_of_requests(
+    requests: int, launched: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into as many pieces as the device has use for, so that a long request among many is not walked by one program."""
+    slots: list[int] = []
+    plan = attends.plan
+
+    def noted(*lengths: Any, **options: Any) -> Any:
+        slots.append(lengths[2].slots)
+        return plan(*lengths, **options)
+
+    monkeypatch.setattr(attends, "plan", noted)
+    launcher.ragged_attention(*step_of(requests, 600))
+    names = [name for name, _, _ in launched]
+    assert slots == [attends.split_config(parts=2, keys=None, warps=4, processors=132).slots] and slots[0] > 132
+    assert "_attention_kernel" in names and "_merge_kernel" in names
+    grid = next(grid for name, grid, _ in launched if name == "_attention_kernel")
+    assert grid[0] >= slots[0]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_launches_ask_to_begin_early_where_the_device_can(
+    early: bool, launched: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (attends, merges, writes):
+        monkeypatch.setattr(module, "begins_early", lambda device: early)
+    launcher.ragged_attention(*step_of(3, 600))
+    asked = {name: options.get("launch_pdl", False) for name, _, options in launched}
+    assert asked == dict.fromkeys(("_write_kernel", "_attention_kernel", "_merge_kernel"), early)
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "early"),
+    [((8, 0), None, False), ((8, 9), None, False), ((9, 0), None, True), ((10, 0), None, True), ((9, 4), "6.2", False)],
+)
+def test_devices_that_can_begin_early(
+    capability: tuple[int, int], hip: str | None, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert launches.begins_early.__wrapped__(GPU) is early
+    assert not launches.begins_early.__wrapped__(torch.device("cpu"))
