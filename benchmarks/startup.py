@@ -9,7 +9,7 @@ cache (cold), the second with what that one left (warm).  Seconds of the process
 Prediction before the first run: each layer by itself takes 0.8 s for capture and passes and 1 s for compiling; once, a
 tenth of that beyond the first few layers.  That holds for passes and compiling; capture is Dynamo's, which goes through
 every layer in both.  Prediction for captures that are kept: 3.5 of its 14 s at 32 layers, nearly all of it the run on
-fake tensors that proves that one is the model's; what a cold start adds is that run again.
+fake tensors that proves that one is the model's; what a cold start adds is that run again, and one of the graph.
 """
 
 from __future__ import annotations
