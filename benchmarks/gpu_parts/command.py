@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.gpu_parts.floors import Ceilings
 from benchmarks.gpu_parts.isolated import Worker
-from benchmarks.gpu_parts.jobs import SECONDS, WEIGHTS, Allowance, Job, perform
+from benchmarks.gpu_parts.jobs import SECONDS, WEIGHTS, Allowance, Job, caches_in, perform
 from benchmarks.gpu_parts.measures import HEADER, Measure, measures, of_less, without_found
 from benchmarks.gpu_parts.rows import FAILURES, Row, reason, store
 from selective_compile.bench.machine import machine, versions
@@ -118,10 +118,7 @@ def _jobs(arguments: argparse.Namespace, found: Found, parts: list[str], seconds
 
 def _caches(folder: Path, part: str) -> dict[str, str]:
     """Where what is compiled and captured is kept: nothing is there at first, and kernels make no start a warm one."""
-    own = folder / ("programs" if part in ("start", "steps", "trace") else "kernels")
-    folders = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "XDG_CACHE_HOME": "captures"}
-    kept = {"SELECTIVE_COMPILE_KEEP_CAPTURES": "1"}
-    return {name: str(own / folder) for name, folder in folders.items()} | kept
+    return caches_in(folder / ("programs" if part in ("start", "steps", "trace") else "kernels"))
 
 
 def _one_after_another(jobs: Iterator[Job], found: Found, environments: list[dict[str, str]]) -> None:

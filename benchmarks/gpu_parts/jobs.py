@@ -16,6 +16,8 @@ from benchmarks.gpu_parts.floors import Ceilings
 from benchmarks.gpu_parts.rows import Row
 
 ROOT = Path(__file__).parents[2]
+# Where what is compiled and captured is kept.
+CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "XDG_CACHE_HOME": "captures"}
 
 # In this order: a cold start is one only before the steps of its model have left compiled code in the caches, and
 # these have use for it. Of each part the seconds of a full run, which with its start and the end of its last job is to
@@ -137,3 +139,8 @@ class Allowance:
         end = self._began + self._scale * sum(SECONDS[each] for each in passed)
         weights = [WEIGHTS[part][job] for job in jobs]
         return max(0.0, end - self._clock()) * weights[0] / sum(weights)
+
+
+def caches_in(folder: Path) -> dict[str, str]:
+    """The environment of processes that keep everything there, captures too."""
+    return {name: str(folder / kind) for name, kind in CACHES.items()} | {"SELECTIVE_COMPILE_KEEP_CAPTURES": "1"}

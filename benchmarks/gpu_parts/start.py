@@ -7,29 +7,39 @@ compiled from a kernel's intermediate code are the driver's, and may be warm.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Mapping
+from pathlib import Path
 
-from benchmarks.gpu_parts.jobs import ROOT, Context
+from benchmarks.gpu_parts.jobs import ROOT, Context, caches_in
 from benchmarks.gpu_parts.rows import reason
 
 
 def run(context: Context) -> None:
-    for name in ("cold",) if context.tiny else ("cold", "warm"):
-        try:
-            stamps = first_token(context)
-        except (subprocess.SubprocessError, ValueError) as error:
-            context.fail(f"{context.job.start_model}, {name} start", reason(error))
-            return
-        figures = {"seconds": stamps["first token"], "stamps": stamps}
-        stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in stamps.items())
-        text = f"{stamps['first token']:9.1f} s  ({stages})"
-        context.tell(context.job.row(f"{context.job.start_model}, {name} start", figures=figures, text=text))
+    """In this process's caches; of a dry run, which has none, in some of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | (caches_in(Path(folder)) if context.tiny else {})
+        for name in ("cold", "warm"):
+            try:
+                stamps = first_token(context, environment)
+            except (subprocess.SubprocessError, ValueError) as error:
+                context.fail(f"{context.job.start_model}, {name} start", reason(error))
+                return
+            if stamps.pop("graphs traced") and name == "warm":
+                context.fail(f"{context.job.start_model}, {name} start", "it must trace nothing, and did")
+                return
+            figures = {"seconds": stamps["first token"], "stamps": stamps}
+            stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in stamps.items())
+            text = f"{stamps['first token']:9.1f} s  ({stages})"
+            context.tell(context.job.row(f"{context.job.start_model}, {name} start", figures=figures, text=text))
 
 
-def first_token(context: Context) -> dict[str, float]:
-    """Seconds from the start of a process to each of its stages; the next one finds what it compiled.
+def first_token(context: Context, environment: Mapping[str, str]) -> dict[str, float]:
+    """Seconds from the start of a process to each of its stages; the next one finds what it compiled and captured.
 
     Raises:
         subprocess.SubprocessError: it took too long.
@@ -37,7 +47,9 @@ def first_token(context: Context) -> dict[str, float]:
     """
     command = [sys.executable, "-m", "benchmarks.gpu_parts.first_token", context.job.start_model]
     command += [str(time.time()), *(["--tiny"] if context.tiny else [])]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=max(1.0, context.seconds_left))
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=max(1.0, context.seconds_left)
+    )
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:]
         raise ValueError(f"the process must end well, got status {done.returncode}: {''.join(last)}")
