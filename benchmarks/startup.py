@@ -30,6 +30,7 @@ from selective_compile import compiling, step_program
 from selective_compile.bench.arguments import benchmark_parser, keep, parsed
 from selective_compile.bench.serving import random_llama
 from selective_compile.bench.settings import LlamaShape
+from selective_compile.kept_captures import SWITCH
 from selective_compile.options import EngineConfig
 from selective_compile.passes import retrace
 from selective_compile.programs import compile_step_program
@@ -67,7 +68,7 @@ def in_process(layers: int, each: bool, folder: str, arguments: argparse.Namespa
     command += [] if arguments.compile else ["--no-compile"]
     # Else each process would try what vectors the compiler knows.
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_VEC_ISA_OK": "1"}
-    environment |= {"XDG_CACHE_HOME": folder, "SELECTIVE_COMPILE_KEEP_CAPTURES": "1"}
+    environment |= {"XDG_CACHE_HOME": folder, SWITCH: "1"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 

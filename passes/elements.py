@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from selective_compile.passes.heads import MOVES
 from selective_compile.passes.repeats import reads, spelled
+from selective_compile.passes.retrace import results_of
 
 aten = torch.ops.aten
 SPLITS = (aten.split, aten.split_with_sizes, aten.chunk, aten.unbind)
@@ -144,17 +145,12 @@ class Spelling:
             return self._numbers[node]
         self._numbers[node] = len(self._numbers)
         if node is self._source or not self._is_followed(node):
-            return node is self._source, kind_of(node)
-        return spelled(node), kind_of(node), tuple(map(self._of, reads([node])))
+            return node is self._source, results_of(node)
+        return spelled(node), results_of(node), tuple(map(self._of, reads([node])))
 
     def _is_followed(self, node: fx.Node) -> bool:
         moves = getattr(node.target, "overloadpacket", None) in MOVEMENTS or node.target is operator.getitem
         return moves or node in self._dependent
-
-
-def kind_of(node: fx.Node) -> Hashable:
-    value = node.meta.get("val")
-    return (value.dtype, str(value.shape)) if isinstance(value, Tensor) else (type(value), str(value))
 
 
 def dependents(source: fx.Node, end: fx.Node) -> set[fx.Node]:

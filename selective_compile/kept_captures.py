@@ -1,7 +1,7 @@
 """Captures on disk, so that a second start of a model does not trace it again: Dynamo takes seconds for many layers.
 
 It is kept only where a run of the captured graph without data asks for the same operators as one of the model's Python
-does (`operators_seen`), and taken only where the live model's does.  The file's name has their digest, and what the
+does (`fake_run`), and taken only where the live model's does.  The file's name has their digest, and what the
 model is made of, the versions and this package's own code.  In the file are the source files of the code that was
 traced, and the attributes that it read, which must all be as they were.  What cannot be told, as a tensor of the code's
 own, is not kept.
@@ -31,9 +31,10 @@ import torch
 from torch import nn
 
 from selective_compile.capture import Captured, capture, check
+from selective_compile.fake_run import Seen, operators_of, operators_of_graph
 from selective_compile.kernels.native import cache_folder
 from selective_compile.live_settings import LiveSettings, Read
-from selective_compile.operators_seen import Seen, all_tensors_of, kind_of, operators_of, operators_of_graph
+from selective_compile.operators_seen import all_tensors_of, kind_of
 from selective_compile.packed_graph import PackedGraph, packed, unpacked
 
 MOST = 64  # files, of half a megabyte for 32 layers; the oldest go

@@ -8,120 +8,21 @@ that writes in place or draws random numbers all others are told together with i
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Final
 
 import sympy
 import torch
 from torch import Tensor, nn
-from torch._dynamo.convert_frame import compile_lock
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from selective_compile.capture import ATTENTION_MASK, Captured, logits_call
-from selective_compile.passes.lengths import CAPTURE_TOKENS, bounds_requests, longest_request
-from selective_compile.passes.normalise import Symbols, source_name
-from selective_compile.passes.vmapped import interpreter_of
-
 PLAIN: Final = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout)
 SYMBOLIC: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
-TOKENS: Final = ("L['input_ids']", ATTENTION_MASK)  # Dynamo's names for the arguments of the captured call
-TOKEN: Final = sympy.Symbol("tokens", integer=True, positive=True)
+NUMBER_OF_TOKENS: Final = sympy.Symbol("tokens", integer=True, positive=True)
 OF_NO_CONCERN: Final = frozenset({"_is_buffer", "persistent", "_is_hf_initialized"})  # attributes of tensors
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A run's digest, of its result alone in ``result``; ``max_tokens`` as in `Captured`."""
-
-    digest: str
-    result: str
-    max_tokens: int | None
-
-
-def operators_of(model: nn.Module) -> Seen:
-    """Of a run of a copy of ``model`` in evaluation mode: what that writes into modules is the copy's own.
-
-    What it writes elsewhere, into a global or a cache of a function, stays there.
-
-    Raises:
-        ValueError: an operator is given what cannot be told from one process to the next; or the run is not for every
-            number of tokens up to some.
-        Exception: whatever the model, or PyTorch's fake tensors, raise where there is no data to look at.
-    """
-    run = FakeRun(model)
-    copied = copy.deepcopy(model, run.by_id())
-    with run.fakes_alone():
-        call, arguments = logits_call(copied, run.ids)
-        run.seen.name_tokens(arguments)
-        with run.seen:
-            result = call(*arguments)
-    told = run.seen.told(result)
-    guards = [guard.expr for guard in run.environment.guards]
-    if run.environment.replacements or not all(map(bounds_requests, guards)):
-        raise ValueError("a run must be for every number of tokens, got conditions on it that are not")
-    own = sorted(f"{name} {run.seen.told(attributes)}" for name, attributes in attributes_of(model))
-    return Seen(digest_of(told, own, [run.seen.told(guard) for guard in guards]), told, longest_request(guards))
-
-
-def operators_of_graph(captured: Captured, model: nn.Module) -> str:
-    """`Seen.result` of a run of the captured graph.
-
-    Raises:
-        ValueError: as `operators_of`, or its inputs and outputs are not those of a decoder.
-    """
-    run = FakeRun(model)
-    known = run.by_id()
-    with run.fakes_alone():
-        call, arguments = logits_call(model, run.ids)
-        run.seen.name_tokens(arguments)
-        tokens = dict(zip(TOKENS, arguments, strict=False))
-        placeholders = [node for node in captured.module.graph.nodes if node.op == "placeholder"]
-        inputs = [
-            run.ids.shape[1]
-            if isinstance(example, torch.SymInt)
-            else known.get(id(example), tokens.get(source_name(node)))
-            for node, example in zip(placeholders, captured.examples, strict=True)
-        ]
-        if any(given is None for given in inputs):
-            raise ValueError("a graph's inputs must be weights and tokens")
-        with run.seen:
-            results = interpreter_of(captured.module).run(*inputs)
-    computed = [result for result in results if id(result) not in {id(fake) for fake in known.values()}]
-    if len(computed) != 1:
-        raise ValueError(f"a graph must give logits alone, got {len(computed)} results")
-    return run.seen.told(computed[0])
-
-
-class FakeRun:
-    """What a run without data is made with: a fake for each of the model's tensors, and ids ``[1, S]``."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.environment = ShapeEnv()
-        self._mode = FakeTensorMode(shape_env=self.environment)
-        self._tensors = tensors_of(model)
-        self._fakes = {name: self._mode.from_tensor(t, static_shapes=True) for name, t in self._tensors.items()}
-        for name, attributes in attributes_of(model):
-            vars(self._fakes[name]).update(attributes)
-        device = next((fake.device for fake in self._fakes.values()), torch.device("cpu"))
-        tokens = Symbols(self.environment).size("token", CAPTURE_TOKENS)
-        with self._mode:
-            self.ids = torch.zeros(1, tokens, dtype=torch.int64, device=device)
-        self.seen = OperatorsSeen(self._fakes, tokens.node.expr)
-
-    def by_id(self) -> dict[int, Any]:
-        return {id(tensor): self._fakes[name] for name, tensor in self._tensors.items()}
-
-    @contextmanager
-    def fakes_alone(self) -> Iterator[None]:
-        with torch.no_grad(), self._mode, as_if_compiled():
-            yield
 
 
 class OperatorsSeen(TorchDispatchMode):
@@ -167,7 +68,7 @@ class OperatorsSeen(TorchDispatchMode):
             return self._told(value.node.expr)
         if isinstance(value, sympy.Basic):
             if value not in self._expressions:
-                self._expressions[value] = f"symbolic {value.subs(self._tokens, TOKEN)}"
+                self._expressions[value] = f"symbolic {value.subs(self._tokens, NUMBER_OF_TOKENS)}"
             return self._expressions[value]
         if isinstance(value, (list, tuple)):
             return [self._told(part) for part in value]
@@ -232,18 +133,3 @@ def attributes_of(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
         }
         if own:
             yield name, own
-
-
-@contextmanager
-def as_if_compiled() -> Iterator[None]:
-    """Within, models that ask whether they are being compiled are told so, as Dynamo would.
-
-    It tells so by one flag for all threads, which it sets back under its lock.
-    """
-    with compile_lock:
-        before = torch.compiler._is_compiling_flag
-        torch.compiler._is_compiling_flag = True
-        try:
-            yield
-        finally:
-            torch.compiler._is_compiling_flag = before

@@ -15,8 +15,9 @@ from torch._ops import OpOverload
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from selective_compile.capture import Captured
+from selective_compile.fake_run import TOKEN_INPUTS
 from selective_compile.live_settings import Read
-from selective_compile.operators_seen import PLAIN, TOKENS, all_tensors_of
+from selective_compile.operators_seen import PLAIN, all_tensors_of
 from selective_compile.passes.lengths import CAPTURE_TOKENS
 from selective_compile.passes.normalise import SOURCE, Symbols, source_name
 
@@ -127,7 +128,7 @@ def given_by(node: fx.Node, example: Any, names: Mapping[int, str]) -> Size | We
     if id(example) in names:
         return Weight(names[id(example)])
     source, value = source_name(node), node.meta[VALUE]
-    if isinstance(example, Tensor) and source in TOKENS:
+    if isinstance(example, Tensor) and source in TOKEN_INPUTS:
         sizes = tuple(size if isinstance(size, int) else str(size.node.expr) for size in value.shape)
         return Tokens(sizes, value.dtype, value.device)
     raise ValueError(f"an input must be of the model or tokens, got {source}")

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
 
+from selective_compile.kept_captures import SWITCH
+
 # The same examples in every run, so that a commit's tests end alike wherever and whenever they run. Others are tried by
 # `pytest --hypothesis-profile explore`, with as many examples as before or, by a test's own settings, as it says.
 settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
 settings.register_profile("explore", deadline=None)
 settings.load_profile("fixed")
+
+# Tests are of captures that are made; those of captures that are kept say so.
+os.environ.pop(SWITCH, None)
 
 
 @pytest.fixture(autouse=True)

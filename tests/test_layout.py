@@ -75,6 +75,7 @@ LAYERS = (
         "isolated_program",
         "isolation",
         "kept_captures",
+        "fake_run",
         "operators_seen",
         "packed_graph",
         "given_rows",

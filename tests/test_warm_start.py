@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from selective_compile.kept_captures import SWITCH
+
 ROOT = Path(__file__).parents[1]
 # The graph of a GPU's engine, with an operator that Inductor knows by its schema alone.
 START = """
@@ -29,7 +31,7 @@ print(json.dumps({name: dict(counted) for name, counted in counters.items()}))
 def start(folder: Path) -> tuple[dict[str, Any], set[Path]]:
     """What Dynamo, AOTAutograd and Inductor have counted, and the libraries in the folder, compiled by then."""
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder), "PYTHONPATH": str(ROOT)}
-    environment |= {"XDG_CACHE_HOME": str(folder / "home"), "SELECTIVE_COMPILE_KEEP_CAPTURES": "1"}
+    environment |= {"XDG_CACHE_HOME": str(folder / "home"), SWITCH: "1"}
     environment |= {"TORCHINDUCTOR_VEC_ISA_OK": "1"}  # or each process would try what vectors the compiler knows
     run = [sys.executable, "-c", START]
     done = subprocess.run(run, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)

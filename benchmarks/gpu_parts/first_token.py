@@ -11,6 +11,8 @@ import argparse
 import json
 import time
 
+TRACED = "graphs traced"
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -39,7 +41,7 @@ def main() -> None:
     stamp("first token")
     from torch._dynamo.utils import counters
 
-    print(json.dumps(stamps | {"graphs traced": counters["stats"]["unique_graphs"]}))
+    print(json.dumps(stamps | {TRACED: counters["stats"]["unique_graphs"]}))
 
 
 if __name__ == "__main__":

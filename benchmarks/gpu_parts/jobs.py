@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.gpu_parts.floors import Ceilings
 from benchmarks.gpu_parts.rows import Row
+from selective_compile.kept_captures import SWITCH
 
 ROOT = Path(__file__).parents[2]
 # Where what is compiled and captured is kept.
@@ -143,4 +144,4 @@ class Allowance:
 
 def caches_in(folder: Path) -> dict[str, str]:
     """The environment of processes that keep everything there, captures too."""
-    return {name: str(folder / kind) for name, kind in CACHES.items()} | {"SELECTIVE_COMPILE_KEEP_CAPTURES": "1"}
+    return {name: str(folder / kind) for name, kind in CACHES.items()} | {SWITCH: "1"}

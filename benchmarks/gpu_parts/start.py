@@ -15,31 +15,41 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from benchmarks.gpu_parts.first_token import TRACED
 from benchmarks.gpu_parts.jobs import ROOT, Context, caches_in
 from benchmarks.gpu_parts.rows import reason
 
 
 def run(context: Context) -> None:
     """In this process's caches; of a dry run, which has none, in some of its own."""
+    if not context.tiny:
+        start_twice(context, os.environ)
+        return
     with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | (caches_in(Path(folder)) if context.tiny else {})
-        for name in ("cold", "warm"):
-            try:
-                stamps = first_token(context, environment)
-            except (subprocess.SubprocessError, ValueError) as error:
-                context.fail(f"{context.job.start_model}, {name} start", reason(error))
-                return
-            if stamps.pop("graphs traced") and name == "warm":
-                context.fail(f"{context.job.start_model}, {name} start", "it must trace nothing, and did")
-                return
-            figures = {"seconds": stamps["first token"], "stamps": stamps}
-            stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in stamps.items())
-            text = f"{stamps['first token']:9.1f} s  ({stages})"
-            context.tell(context.job.row(f"{context.job.start_model}, {name} start", figures=figures, text=text))
+        start_twice(context, os.environ | caches_in(Path(folder)))
+
+
+def start_twice(context: Context, environment: Mapping[str, str]) -> None:
+    for name in ("cold", "warm"):
+        try:
+            stamps = first_token(context, environment)
+            traced = stamps.pop(TRACED)
+            if context.tiny and traced != (name == "cold"):
+                raise ValueError(
+                    f"a cold start must trace one graph and a warm one none, got {traced} in the {name} one"
+                )
+        except (subprocess.SubprocessError, ValueError) as error:
+            context.fail(f"{context.job.start_model}, {name} start", reason(error))
+            return
+        figures = {"seconds": stamps["first token"], "stamps": stamps}
+        stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in stamps.items())
+        text = f"{stamps['first token']:9.1f} s  ({stages}; {TRACED}: {traced})"
+        context.tell(context.job.row(f"{context.job.start_model}, {name} start", figures=figures, text=text))
 
 
 def first_token(context: Context, environment: Mapping[str, str]) -> dict[str, float]:
-    """Seconds from the start of a process to each of its stages; the next one finds what it compiled and captured.
+    """Seconds from the start of a process to each of its stages, and how many graphs it `TRACED`; the next one finds
+    what it compiled and captured.
 
     Raises:
         subprocess.SubprocessError: it took too long.

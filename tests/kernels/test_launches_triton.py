@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.ragged_cases import Case, make_inputs
+from tests.kernels.test_ragged_attention_triton import Recorder
 
 triton = pytest.importorskip("triton")
 launcher = pytest.importorskip("selective_compile.kernels.ragged_attention_triton")
@@ -22,19 +23,11 @@ GPU = torch.device("cuda", 0)
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """The launches of a device of 132 processors: kernel, grid and options.  A step is cut into pieces indeed."""
-    seen: list[Launch] = []
-
-    class Standing:
-        def __init__(self, kernel: Any, tensor: Any) -> None:
-            self._name = kernel.fn.__name__ if hasattr(kernel, "fn") else kernel.__name__
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return lambda *args, **options: seen.append((self._name, grid, options))
-
+    recorder = Recorder(lambda kernel, grid, args, options: (kernel.fn.__name__, grid, options))
     for module in (attends, merges, writes):
-        monkeypatch.setattr(module, "on_device", Standing)
+        monkeypatch.setattr(module, "on_device", recorder)
     monkeypatch.setattr(attends, "processors", lambda device: 132)
-    return seen
+    return recorder.seen
 
 
 def step_of(requests: int, context: int) -> Any:

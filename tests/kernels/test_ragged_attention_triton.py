@@ -329,6 +329,24 @@ def test_sizes_compile_ahead_of_time_without_spills(target, name, tmp_path):
     assert_ships(compile_attention(target, element, size, rows, **given), target, tmp_path)
 
 
+# Target, element, and sizes of keys and values: as docs/benchmarks.md has it.
+KNOWN_TO_SPILL = (
+    (TARGETS[3], "fp32", 512, 512),
+    (TARGETS[3], "fp32", 576, 512),
+    (TARGETS[3], "bf16", 576, 576),
+    (TARGETS[1], "fp32", 576, 576),
+    (TARGETS[2], "fp32", 576, 576),
+)
+
+
+@compiling
+@pytest.mark.xfail(raises=AssertionError, strict=True, reason="spills")
+@pytest.mark.parametrize(("target", "element", "size", "value_size"), KNOWN_TO_SPILL, ids=str)
+def test_what_is_known_to_spill(target, element, size, value_size, tmp_path):
+    compiled = compile_attention(target, element, size, 512, value_size=value_size, split=True)
+    assert_ships(compiled, target, tmp_path)
+
+
 @compiling
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_attention_without_a_pool_compiles_ahead_of_time(target, tmp_path):

@@ -141,23 +141,9 @@ def test_a_request_that_ends_is_computed_once_more_and_no_length_is_overrun() ->
     assert sum(computed) <= 2 + known, "one token more than it needs, at most"
 
 
-def test_a_decode_step_waits_for_the_device_once() -> None:
-    engine, stream = played(max_requests=8)
-    requests = [engine.submit([1, 2, 3 + n], max_new_tokens=30, do_sample=n % 2 == 1) for n in range(6)]
-    for _ in range(5):
-        engine.step()
-    before = stream.waits
-    for _ in range(10):
-        engine.step()
-    assert stream.waits == before + 10
-    run_until_idle(engine)
-    for request in requests:
-        expect(request)
-
-
 @pytest.mark.parametrize("captures", [False, True])
 @pytest.mark.parametrize("sabotage", [None, "int", "tolist", "numpy"])
-def test_a_decode_step_reads_of_the_device_what_was_copied_alone(
+def test_a_decode_step_waits_for_the_device_once_and_reads_what_was_copied_alone(
     captures: bool, sabotage: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any other read would wait for the device; that one is found out is shown by reads that are put into `launch`."""
