@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import triton
 
-from selective_compile.kernels.ragged_attention_tiles import LaunchConfig
+from selective_compile.kernels.ragged_attention_tiles import Backend, LaunchConfig
 
 # tl.dot needs 16 in every direction.
 LEAST = 16
@@ -58,7 +58,7 @@ def latent_tile(
     selected: bool,
     shared_memory: int,
     bulk: bool,
-    rocm: bool,
+    backend: Backend,
 ) -> LatentTile:
     """Choose the tile from what the host knows: shapes, not lengths. Any choice is correct for any step.
 
@@ -69,7 +69,7 @@ def latent_tile(
         shared_memory: that a block can have, in bytes (`shared_memory`).
         bulk: the device has `bulk_copies`, and what they read of the pool begins and goes on at multiples of 16 bytes.
     """
-    wide = bytes_per_element == 4
+    wide, rocm = bytes_per_element == 4, backend == "hip"
     most = LEAST if wide or rocm else 2 * LEAST
     # Most tiles hold one row then, as in `tile_config`; with a selection all do.
     low = selected or num_rows <= 2 * num_requests
@@ -85,5 +85,6 @@ def latent_tile(
         # Four have twice the registers of eight on ROCm; float32 takes the others' for its products.
         num_warps=4 if rocm and (narrow or not wide) else 8,
         num_stages=1 if narrow and wide else 2,
+        large=not (rocm and (narrow or not wide)),
         bulk=bulk,
     )

@@ -18,7 +18,8 @@ of which the query has zeros and which are not stored.
 With a selection of keys, a tile is one row, and its keys are those selected for it; they are not split.
 
 With ALiBi, softcap, chunks or a prefix, which no model with latents has so far, the kernels for ordinary keys and
-values attend, the heads of each tile to a copy of the one key/value head that takes no memory.
+values attend, the heads of each tile to a copy of the one key/value head that takes no memory; keys are split there,
+too.
 
 None of it has been timed on a GPU.
 """
@@ -284,7 +285,7 @@ def latent_attention(
         return selection_triton.ragged_selected_attention(query, keys, values, metadata, *options)
     strides, sizes = (*keys.stride()[:3], *values.stride()[:3]), (copies, key_pool.shape[2])
     score = (scale, window, softcap, chunk, prefix)
-    return attend(query, (keys, values), metadata, per_head, strides, sizes, score, whole=True)
+    return attend(query, (keys, values), metadata, per_head, strides, sizes, score, whole=False)
 
 
 def _group(heads: int) -> int:
@@ -318,13 +319,13 @@ def _attend(
         selected=selection is not None,
         shared_memory=shared_memory(query.device),
         bulk=bulk_copies(query.device) and aligned(pool) and value_size * pool.itemsize % 16 == 0,
-        rocm=torch.version.hip is not None,
+        backend=backend(),
     )
     block_q, block_h, block_n = tile.block_q, tile.block_h, tile.block_n
     selection = None if selection is None else selection.contiguous()
     blocks_of_heads = triton.cdiv(heads, block_h)
     keys = most_keys(rows=block_q, window=window, chunk=0, block_n=block_n)
-    splits = split_config(parts=blocks_of_heads, keys=keys, warps=tile.num_warps, processors=processors(query.device))
+    splits = split_config(parts=blocks_of_heads, keys=keys, large=tile.large, processors=processors(query.device))
     output, split = query.new_empty(num_rows, heads, value_size), None
     num_pieces = num_rows // block_q + num_requests + 1
     if selection is None and splits.slots:

@@ -338,12 +338,13 @@ def attend(
         bulk=bulk_copies(query.device) and aligned(keys) and aligned(values),
         slopes=per_head[1] is not None,
         narrow=keys.element_size() < query.element_size(),
+        backend=backend(),
     )
     rows, parts, (_, window, _, chunk, prefix) = tile.block_m // tile.heads, heads // tile.heads, score
     if prefix and (window or chunk):
         raise ValueError(f"window and chunk must be 0 with a prefix, got {window} and {chunk}")
     keys_of_a_tile = most_keys(rows=rows, window=window, chunk=chunk, block_n=tile.block_n)
-    splits = split_config(parts=parts, keys=keys_of_a_tile, warps=tile.num_warps, processors=processors(query.device))
+    splits = split_config(parts=parts, keys=keys_of_a_tile, large=tile.large, processors=processors(query.device))
     output, split, num_pieces = query.new_empty(num_rows, heads, value_size), None, num_rows // rows + num_requests + 1
     if not whole and splits.slots:
         lengths, sizes = (cu_seqlens_q, context_lens), (rows, tile.block_n)
@@ -366,8 +367,10 @@ def attend(
 
 
 def aligned(pool: Tensor) -> bool:
-    """Whether a descriptor can tell where its rows [..., D] lie: all at multiples of 16 bytes."""
-    return all(place % 16 == 0 for place in (pool.data_ptr(), *(n * pool.itemsize for n in pool.stride()[:-1])))
+    """Whether a descriptor can tell where its rows [..., D] lie: all at multiples of 16 bytes, each in a place of its
+    own."""
+    strides = [stride * pool.itemsize for stride in pool.stride()[:-1]]
+    return all(place % 16 == 0 for place in (pool.data_ptr(), *strides)) and 0 not in strides
 
 
 def _tiles(keys: Tensor, values: Tensor, tile: TileConfig) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:

@@ -28,17 +28,17 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
 
-# Pieces for each processor, by a program's warps. Of four, a processor has room for two or more at once, which wait for
-# their keys most of the time; the last ones to end leave processors idle, for an eighth of a step at most if they are
-# eight. Tiles of eight are of many rows, as of prompts, which give processors enough to do by themselves, or of
-# latents, and their partial results are large: with 32 heads of size 128, two pieces take 35 MB on 132 processors, and
-# eight of low tiles 17 MB. Not measured on a GPU.
-PIECES = {4: 8, 8: 2}
+# Pieces for each processor. Of small programs, a processor has room for two or more at once, which wait for their keys
+# most of the time; the last ones to end leave processors idle, for an eighth of a step at most if they are eight.
+# Large ones are of many rows, as of prompts, which give processors enough to do by themselves, or of latents, and
+# their partial results are large: with 32 heads of size 128, two pieces take 35 MB on 132 processors, and eight of low
+# tiles 17 MB. Not measured on a GPU.
+PIECES_OF_SMALL, PIECES_OF_LARGE = 8, 2
 # Keys of a split, at least. Below that the launch of the merge costs about what the shorter walk saves; writing and
 # reading the partial results of four query heads is 3 % of reading their keys and values of 16 bits. Not measured on a
 # GPU.
@@ -48,19 +48,32 @@ SHORTEST = 256
 SHORT_TILE = 32
 
 
+# Of a processor for CUDA, which the threads of a program share.
+REGISTERS = 65536
+
+Backend = Literal["cuda", "hip"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """What a launch says beside its arguments."""
+    """What a launch says beside its arguments.
+
+    large: it is a program of many rows or wide ones, of which a processor has one or two at once.
+    """
 
     num_warps: int
     num_stages: int
+    large: bool
 
-    def options(self, backend: str) -> dict[str, int]:
-        """Of a launch on "cuda" or "hip"."""
+    def options(self, backend: Backend) -> dict[str, int]:
+        """Of a launch there."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if backend == "hip":
+            # Two numbers of an operand at a time on their way to the matrix units: one at a time, float32 spills.
+            return options | ({"kpack": 2} if self.large else {})
         # As many as a thread can have, said so: by itself the assembler for CUDA spills a few to have room for one
         # more block of threads beside the others.
-        return options | ({"maxnreg": 255} if backend == "cuda" else {})
+        return options | {"maxnreg": min(255, REGISTERS // (32 * self.num_warps))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +112,7 @@ def tile_config(
     bulk: bool,
     slopes: bool = False,
     narrow: bool = False,
+    backend: Backend = "cuda",
 ) -> TileConfig:
     """Choose the tile from what the host knows: shapes, not lengths. Any choice is correct for any step.
 
@@ -107,6 +121,7 @@ def tile_config(
         bulk: the device has `bulk_copies`, and the pools begin and go on at multiples of 16 bytes.
         slopes: a bias is added to each score, whose distances take registers.
         narrow: pools are e4m3, whose numbers take registers on their way to the query's dtype.
+        backend: what Triton compiles for.
     """
     # tl.dot needs 16 in every direction.
     block_d, block_dv = (max(16, triton.next_power_of_2(size)) for size in (key_size, value_size))
@@ -133,17 +148,28 @@ def tile_config(
     # Two stages of key and value tiles fit into the 64 KiB of gfx942, the smallest shared memory of a target.
     fitting = 32768 // ((block_d + block_dv) * bytes_per_element)
     block_n = max(16, min(block_n, 1 << fitting.bit_length() - 1))
+    # Of float32 beyond head size 256 a tile of 16 keys is 64 KiB, and two of them are more than sm_80 has.
+    single = (wide and largest > 256) or (backend == "hip" and fitting < 16)
     return TileConfig(
         heads=group,
         block_m=block_m,
         block_n=block_n,
         block_d=block_d,
         block_dv=block_dv,
-        num_warps=8 if many else 4,
-        # Of float32 beyond head size 256 a tile of 16 keys is 64 KiB, and two of them are more than sm_80 has.
-        num_stages=1 if wide and largest > 256 else 2,
+        num_warps=_warps(backend, many=many, widest=wide and block_dv > 512),
+        num_stages=1 if single else 2,
+        large=many,
         bulk=False,
     )
+
+
+def _warps(backend: Backend, *, many: bool, widest: bool) -> int:
+    """Of a program of many rows or of few; widest: its values are float32, and more than 512 numbers."""
+    if backend == "hip":
+        # They have 64 threads: four of them are as many as eight elsewhere, and have 512 registers, which eight share.
+        return 4
+    # With eight, the widest spill on Hopper and Blackwell.
+    return 16 if widest else 8 if many else 4
 
 
 def _bulk_tile(group: int, block_d: int, block_dv: int, *, low: bool) -> TileConfig:
@@ -159,6 +185,7 @@ def _bulk_tile(group: int, block_d: int, block_dv: int, *, low: bool) -> TileCon
         block_d=block_d,
         block_dv=block_dv,
         num_warps=4 if block_m < 128 else 8,
+        large=block_m >= 128,
         # Copies begin two iterations ahead, as far as they are from memory at 1 microsecond: an iteration of a tall
         # tile is half of one. Each takes two stages, as Triton loads a block's number a stage in front of the block.
         # Not measured on a GPU.
@@ -176,18 +203,19 @@ def _block_m(rows: int, group: int) -> int:
     return max(16, triton.next_power_of_2(max(1, rows) * group))
 
 
-def split_config(*, parts: int, keys: int | None, warps: int, processors: int) -> SplitConfig:
+def split_config(*, parts: int, keys: int | None, large: bool, processors: int) -> SplitConfig:
     """Choose into how many pieces a step is cut. Any choice is correct for any step.
 
     Args:
         parts: of a tile's heads, each of which has a program.
         keys: an upper bound of those that a program walks over without splits (`most_keys`), if there is one.
-        warps: of a program.
+        large: programs are (`LaunchConfig`).
         processors: of the device (`processors`).
     """
     if keys is not None and keys <= SHORTEST:
         return SplitConfig(slots=0, shortest=SHORTEST)
-    return SplitConfig(slots=triton.cdiv(PIECES[warps] * processors, parts), shortest=SHORTEST)
+    pieces = PIECES_OF_LARGE if large else PIECES_OF_SMALL
+    return SplitConfig(slots=triton.cdiv(pieces * processors, parts), shortest=SHORTEST)
 
 
 def most_keys(*, rows: int, window: int, chunk: int, block_n: int) -> int | None:
@@ -200,7 +228,7 @@ def most_keys(*, rows: int, window: int, chunk: int, block_n: int) -> int | None
     return min((each - 1 + rows + block_n - 1 for each in (window, chunk) if each > 0), default=None)
 
 
-def backend() -> str:
+def backend() -> Backend:
     """What Triton compiles for here; where there is no GPU, what the interpreter is told makes no difference."""
     return "hip" if torch.version.hip else "cuda"
 

@@ -16,6 +16,7 @@ from tests.kernels.ragged_cases import CHUNK, DECODE, MIXED, PREFILL, Case, Inpu
 
 triton = pytest.importorskip("triton")
 latents = pytest.importorskip("selective_compile.kernels.latent_attention_triton")
+attends = pytest.importorskip("selective_compile.kernels.ragged_attention_attend_triton")
 tiles = pytest.importorskip("selective_compile.kernels.ragged_attention_tiles")
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -135,11 +136,38 @@ def test_selected_keys(implementation: str) -> None:
     check(implementation, dataclasses.replace(narrow, softcap=2.0), selection)
 
 
+class Counted:
+    """A function that counts its calls."""
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.calls = function, 0
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.calls += 1
+        return self.function(*args, **options)
+
+
+UNEVEN = ((3, 90), (1, 130), (5, 3))
+# By the kernel that attends.
+SPLIT = {
+    latents: (case("", DECODE, 20, 40, sinks=0.5), case("", UNEVEN, 4, 24, window=60)),
+    attends: (
+        case("", UNEVEN, 24, 24, softcap=2.0, slopes=True, sinks=0.5),
+        case("", UNEVEN, 4, 24, chunk=40, window=17),
+        case("", UNEVEN, 4, 24, prefix=35),
+    ),
+}
+
+
 def test_keys_are_split_and_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latents, "split_config", lambda **sizes: tiles.SplitConfig(slots=24, shortest=16))
-    for each in (case("", DECODE, 20, 40, sinks=0.5), case("", ((3, 90), (1, 130), (5, 3)), 4, 24, window=60)):
-        check("triton", make_inputs(each, torch.float32))
-        check("triton", make_inputs(each, torch.float32).with_fp8_pools())
+    for module in (latents, attends):
+        monkeypatch.setattr(module, "split_config", lambda **sizes: tiles.SplitConfig(slots=24, shortest=16))
+        merges = Counted(module.merge)
+        monkeypatch.setattr(module, "merge", merges)
+        for each in SPLIT[module]:
+            check("triton", make_inputs(each, torch.float32))
+            check("triton", make_inputs(each, torch.float32).with_fp8_pools())
+        assert merges.calls == 2 * len(SPLIT[module])
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -37,7 +37,7 @@ def tile_of(heads: int, *, rows: int = 8, **changes: Any) -> Any:
         "block_size": 64,
         "window": 0,
         "bulk": True,
-        "rocm": False,
+        "backend": "cuda",
     } | changes
     return tiles.latent_tile(num_rows=rows, num_requests=8, heads=heads, **given)
 
@@ -51,7 +51,7 @@ def test_a_tile_has_as_many_heads_as_fit_and_rows_where_there_are_fewer() -> Non
     assert (shape(16), shape(16, rows=512)) == ((1, 16), (2, 16))
     assert (shape(5), shape(5, rows=512)) == ((2, 8), (4, 8))
     assert shape(4, rows=512, selected=True) == shape(16, rows=512, selected=True) == (1, 16)
-    assert shape(128, rocm=True) == shape(128, bytes_per_element=4) == (1, 16)
+    assert shape(128, backend="hip") == shape(128, bytes_per_element=4) == (1, 16)
 
 
 def test_a_bulk_copy_is_a_part_of_one_block() -> None:
@@ -151,11 +151,11 @@ def compile_latents(target: Any, name: str, heads: int, rows: int) -> Any:
     element, changes = VARIANTS[name]
     bulk = target.arch in (90, 100)
     width, block_size = 4 if element == "fp32" else 2, changes.get("BLOCK_SIZE", 64)
-    rocm, window = target.backend == "hip", changes.get("WINDOW", 0)
+    window = changes.get("WINDOW", 0)
     stored = changes.get("rows", "*" + element)[1:]
     others = {"selected": "selection" in changes, "shared_memory": target.shared_memory}
     others |= {"bytes_per_element": width, "narrow": "fp8" in stored}
-    tile = tile_of(heads, rows=rows, block_size=block_size, window=window, bulk=bulk, rocm=rocm, **others)
+    tile = tile_of(heads, rows=rows, block_size=block_size, window=window, bulk=bulk, backend=target.backend, **others)
     types = dict.fromkeys(("output", "query"), "*" + element) | {"rows": "*" + stored}
     types |= dict.fromkeys(("sums", "maxima", "totals"), "*fp32")
     types |= dict.fromkeys(("pieces", "cu_seqlens_q", "context_lens", "block_table"), "*i32")

@@ -51,7 +51,7 @@ def test_keys_are_split_whatever_the_number_of_requests(
     monkeypatch.setattr(attends, "plan", noted)
     launcher.ragged_attention(*step_of(requests, 600))
     names = [name for name, _, _ in launched]
-    assert slots == [attends.split_config(parts=2, keys=None, warps=4, processors=132).slots] and slots[0] > 132
+    assert slots == [attends.split_config(parts=2, keys=None, large=False, processors=132).slots] and slots[0] > 132
     assert "_attention_kernel" in names and "_merge_kernel" in names
     grid = next(grid for name, grid, _ in launched if name == "_attention_kernel")
     assert grid[0] >= slots[0]

@@ -24,6 +24,7 @@ PROCESSORS = (108, 132, 304)
     bytes_per_element=st.sampled_from((2, 4)),
     block_size=st.sampled_from((0, 5, 16, 64, 128)),
     bulk=st.booleans(),
+    backend=st.sampled_from(("cuda", "hip")),
 )
 def test_a_tile_holds_its_rows_in_powers_of_two(rows, group, **sizes) -> None:
     tile = tiles.tile_config(num_rows=rows, num_requests=8, group=group, **sizes)
@@ -40,17 +41,18 @@ def test_a_tile_holds_its_rows_in_powers_of_two(rows, group, **sizes) -> None:
 
 @pytest.mark.parametrize("processors", PROCESSORS)
 @pytest.mark.parametrize("parts", (1, 2, 8, 32, 1000))
-@pytest.mark.parametrize("warps", (4, 8))
-def test_every_processor_has_a_piece_of_a_step_that_is_long_enough(warps: int, parts: int, processors: int) -> None:
-    found = tiles.split_config(parts=parts, keys=None, warps=warps, processors=processors)
+@pytest.mark.parametrize("large", (False, True))
+def test_every_processor_has_a_piece_of_a_step_that_is_long_enough(large: bool, parts: int, processors: int) -> None:
+    found = tiles.split_config(parts=parts, keys=None, large=large, processors=processors)
     assert found.slots * parts >= processors
-    assert found.slots == 1 or (found.slots - 1) * parts < tiles.PIECES[warps] * processors
+    most = (tiles.PIECES_OF_LARGE if large else tiles.PIECES_OF_SMALL) * processors
+    assert found.slots == 1 or (found.slots - 1) * parts < most
 
 
 def test_what_sees_few_keys_is_whole() -> None:
     """By its window: a context that is short so far is no reason, since the next step would need another kernel."""
     for keys, slots in ((None, 132), (256, 0), (257, 132)):
-        assert tiles.split_config(parts=8, keys=keys, warps=4, processors=132).slots == slots
+        assert tiles.split_config(parts=8, keys=keys, large=False, processors=132).slots == slots
 
 
 @given(
