@@ -1,6 +1,6 @@
 """What the engine and its kernels do on a GPU, next to the device's ceilings and to what torch and transformers have.
 
-    python benchmarks/gpu.py --json result.json
+    python benchmarks/gpu.py
 
 Needs a CUDA device, torch, triton and transformers, but no network and no installation: models are made at random in
 the shapes of Llama-3.1-8B, Llama-3.2-1B, Qwen3-0.6B and a small mixture of experts.  A line is printed as soon as it is
@@ -40,7 +40,9 @@ def _arguments() -> argparse.Namespace:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="in this order; default: all")
-    parser.add_argument("--json", type=Path, help="write what is known to this file, after every line")
+    parser.add_argument(
+        "--json", type=Path, help="write what is known to this file, after every line; gpu.json, or none of a dry run"
+    )
     parser.add_argument("--minutes", type=float, help="for all parts; default: 7.25, with --quick 3")
     parser.add_argument("--requests", type=int, help="of the trace; default: 256, with --quick 32")
     parser.add_argument("--token-budget", type=int, default=8192, help="of the engine and generate_batch; 8192")
@@ -48,7 +50,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--dry-run", action="store_true", help="tiny sizes on a CPU, kernels interpreted: does it run? No figures"
     )
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.json is None and not arguments.dry_run:
+        arguments.json = Path("gpu.json")
+    return arguments
 
 
 if __name__ == "__main__":

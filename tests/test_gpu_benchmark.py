@@ -66,6 +66,7 @@ def test_kernels_and_their_peers(tmp_path: Path, measured: set[str]) -> None:
     assert {names[name]["state"] for name in others} == {"measured"}
     assert names["mixed: 24 rows and 3 x 40"]["figures"]["names"] == ["microseconds", "over_sum"]
     assert names["flex_attention, prefill 24"]["state"] == "measured"
+    assert names["flex_attention, mixed: 24 rows and 3 x 40"]["text"].startswith("ValueError: all requests must be")
     # What torch does not have on a CPU is named, and the others have gone on.
     refused = [row for row in found["rows"] if row["state"] == "failed"]
     assert refused and not any(row["ours"] for row in refused) and found["failed"] == []
@@ -163,6 +164,7 @@ class WorkerHere:
 
     def perform(self, job: Job, tell: Any) -> None:
         assert not self.closed
+        self.alone = WORKERS[-1] is self
         self.jobs.append(job)
         values = {"bytes_per_second": 4e12, "flops_per_second": 8e14} if job.part == "ceilings" else {}
         tell(job.row(job.name, figures=values))
@@ -196,6 +198,8 @@ def test_jobs_of_a_full_run(tmp_path: Path, workers: list[WorkerHere]) -> None:
     assert [(job.part, job.name) for job in jobs] == [(part, name) for part in WEIGHTS for name in WEIGHTS[part]]
     assert [job.ceilings for job in jobs] == [None, *[(4e12, 8e14)] * (len(jobs) - 1)]
     assert all(worker.environment[SWITCH] == "1" for worker in workers)
+    # What imports beside a start makes it slower.
+    assert [job.part for worker in workers for job in worker.jobs if worker.alone] == ["start", "trace"]
     for name in CACHES:
         caches = {job.part: worker.environment[name] for worker in workers for job in worker.jobs}
         assert caches["attention"] != caches["start"] == caches["steps"] == caches["trace"]

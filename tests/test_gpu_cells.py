@@ -67,11 +67,13 @@ def test_joined_products() -> None:
     torch.manual_seed(0)
     x, whole = joined.operands(3, 64, 32, CPU)
     parts = whole.split([16, 8, 8])
-    joined.check(joined.joined(x, whole), joined.apart(x, parts))
+    joined.check(x, whole, joined.joined(x, whole), joined.apart(x, parts))
     assert joined.apart(x, parts)()[1].shape == (3, 8)
     for wrong in (parts[::-1], [*parts[:2], parts[2] * torch.nan]):
+        with pytest.raises(ValueError, match="the error of products apart must be at most"):
+            joined.check(x, whole, joined.joined(x, whole), joined.apart(x, wrong))
         with pytest.raises(ValueError, match="the error of joined products must be at most"):
-            joined.check(joined.joined(x, whole), joined.apart(x, wrong))
+            joined.check(x, whole, joined.joined(x, torch.cat(list(wrong))), joined.apart(x, parts))
 
 
 def test_shapes_of_joined_products() -> None:

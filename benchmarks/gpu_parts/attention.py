@@ -97,10 +97,16 @@ def prefill(context: Context) -> None:
     each(context, prefill_cells(context), measure)
 
 
+def mixed_step(context: Context) -> tuple[str, Requests, Requests]:
+    """Its name, the prompt and the decodes."""
+    length, batch, past = (24, 3, 40) if context.tiny else (4096, 32, 4096) if context.quick else (8192, 128, 4096)
+    return f"mixed: {length} rows and {batch} x {past}", ((length, length),), ragged(batch, past)
+
+
 def mixed(context: Context) -> None:
     """One long prompt beside many decodes in a step, and the two in steps of their own."""
-    length, batch, past = (24, 3, 40) if context.tiny else (4096, 32, 4096) if context.quick else (8192, 128, 4096)
-    prompt, decodes, timer = ((length, length),), ragged(batch, past), Timer(context.device)
+    name, prompt, decodes = mixed_step(context)
+    timer = Timer(context.device)
     seconds: list[float] = []
 
     def measure(name: str, step: RaggedStep) -> None:
@@ -112,7 +118,7 @@ def mixed(context: Context) -> None:
         ratio = seconds[2] / (seconds[0] + seconds[1])
         figures = {"microseconds": [1e6 * each for each in seconds], "over_sum": ratio}
         text = f"{1e6 * seconds[2]:9.1f} us  {ratio:.2f} of the two apart"
-        context.tell(context.job.row(f"mixed: {length} rows and {batch} x {past}", figures=figures, text=text))
+        context.tell(context.job.row(name, figures=figures, text=text))
 
 
 Make = Callable[[Requests, AttentionShape, torch.device], RaggedStep]

@@ -10,12 +10,13 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_parts.attention import Requests, each, prefill_cells
+from benchmarks.gpu_parts.attention import Requests, each, mixed_step, prefill_cells
 from benchmarks.gpu_parts.jobs import Context
 from benchmarks.gpu_parts.ragged_step import RaggedStep, check
 from benchmarks.gpu_parts.rows import FAILURES, reason
@@ -54,12 +55,18 @@ def run(context: Context) -> None:
 
 
 def cells(context: Context) -> Iterator[tuple[str, Requests]]:
-    """Decodes that all have one length, which `flex_attention` needs, and the prompts."""
-    batches, lengths = ((3,), (40,)) if context.tiny else ((1, 32, 128), (4096, 512, 32_768))
-    for length in lengths[:2] if context.quick else lengths:
-        for batch in batches:
-            yield f"decode {batch} x {length}", ((1, length),) * batch
+    """Decodes that all have one length, which `flex_attention` needs, the prompts, and a prompt beside decodes, which
+    it refuses; those first that say most."""
+    batches, lengths = ((3,), (40,)) if context.tiny else ((32, 1, 128, 8, 256), (4096, 512, 32_768))
+    if context.quick:
+        batches, lengths = (32, 1), (4096, 512)
+    for batch in batches:
+        yield f"decode {batch} x {lengths[0]}", ((1, lengths[0]),) * batch
     yield from prefill_cells(context)
+    name, prompt, decodes = mixed_step(context)
+    yield name, (*decodes, *prompt)
+    for length, batch in product(lengths[1:], batches):
+        yield f"decode {batch} x {length}", ((1, length),) * batch
 
 
 def varlen(step: RaggedStep) -> Made:

@@ -122,13 +122,15 @@ def _caches(folder: Path, part: str) -> dict[str, str]:
 
 
 def _one_after_another(jobs: Iterator[Job], found: Found, environments: list[dict[str, str]]) -> None:
-    """Each in a process that was started beside the job before it, since half of a short one is importing."""
+    """Each in a process that was started beside the job before it, since half of a short one is importing; but not
+    beside a start, which is of the host's time."""
     coming = iter(environments)
-    waiting = Worker(next(coming))
+    waiting: Worker | None = None
     try:
         for job in jobs:
-            worker, environment = waiting, next(coming, None)
-            waiting = None if environment is None else Worker(environment)
+            worker, waiting = waiting or Worker(next(coming)), None
+            if job.part != "start" and (environment := next(coming, None)) is not None:
+                waiting = Worker(environment)
             if job.seconds < LEAST:
                 found.tell(job.row(job.name, state="failed", text="no time was left"))
                 worker.close()
