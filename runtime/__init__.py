@@ -5,7 +5,7 @@ In the order of one step: `step_loop`, which `engine` calls, asks `scheduler` (w
 `model_runner` runs the compiled model over the pools of `kv_cache` and the recurrent states of `state_slots`, `sampler`
 picks the next tokens (`processors` and `penalties` change the scores, `draw` with `philox` chooses, `criteria` say when
 to stop, `records` is what is kept; `generation` read all that from the request), or `beams` do, and `request` hands
-them to whoever waits. On a GPU the step is left to itself meanwhile (`flights`, `device_chooser`, `seen_tokens`),
+them to whoever waits. On a GPU the step is left to itself meanwhile (`flights`, `device_chooser`, `token_marks`),
 captured whole where it can be (`step_graphs`). `intake` checks what `submit` was given, `request_table` has the
 unfinished requests, `step_log` counts and tells observers; `recording` writes what happened, and `replay` does it
 again. `logit_error` measures what options that change results do to them. `batch_manager` is the same engine behind

@@ -27,7 +27,7 @@ def shapes(size: Size, num_tables: int) -> Shapes:
         "positions": (tokens, torch.int64),
         "slots": (requests, torch.int64),
         "logit_rows": (rows, torch.int64),
-        "penalised": (rows, torch.int64),
+        "marked": (rows, torch.int64),
         "cu_seqlens_q": ((size.requests + 1,), torch.int32),
         "context_lens": (requests, torch.int32),
         **{f"slot_mapping_{table}": (tokens, torch.int64) for table in tables},

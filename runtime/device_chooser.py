@@ -14,7 +14,7 @@ from torch import Tensor
 from selective_compile.runtime.device_draw import FIELDS, NO_TOKEN, choices, choose
 from selective_compile.runtime.device_stream import DeviceStream
 from selective_compile.runtime.generation import GenerationParams
-from selective_compile.runtime.seen_tokens import SeenTokens
+from selective_compile.runtime.token_marks import TokenMarks
 
 # Steps whose memory on the host the device may still read or write: the one on its way, and the next.
 TURNS = 2
@@ -43,7 +43,7 @@ class DeviceChooser:
 
     Attributes:
         last: [rows] int64, the tokens of the last step's rows of logits, on the device.
-        seen: the tokens that requests have had, where a penalty goes by them.
+        marks: of the tokens that requests have had or may not have, where penalties and bans go by them.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class DeviceChooser:
             slots: that requests are kept in.
         """
         self._stream = stream
-        self.seen = SeenTokens(stream, slots=slots, vocab_size=vocab_size, device=device)
+        self.marks = TokenMarks(stream, slots=slots, vocab_size=vocab_size, device=device)
         self.last = torch.zeros(rows, dtype=torch.int64, device=device)
         self._sources = [Staged(stream, (token_budget,), torch.int64, device) for _ in range(TURNS)]
         self._slots = [Staged(stream, (rows,), torch.int64, device) for _ in range(TURNS)]
@@ -98,15 +98,15 @@ class DeviceChooser:
         """The last tokens are from now on those of logits [R, V].
 
         Args:
-            slots: [R], of the requests in `seen`; None: nobody has a repetition penalty.
+            slots: [R], of the requests in `marks`; None: nobody has a penalty or a ban.
         """
         if rows is not None and logits.is_cuda:
             from selective_compile.kernels import choose_triton  # without a GPU, there may be no Triton
 
-            marks = None if slots is None else self.seen.marks
+            marks = None if slots is None else self.marks.marks
             tokens = choose_triton.choose(logits, rows.contiguous(), marks, slots, no_token=NO_TOKEN)
         else:
-            tokens = choose(logits, rows, None if slots is None else self.seen.marks[slots])
+            tokens = choose(logits, rows, None if slots is None else self.marks.marks[slots])
             if slots is not None:
-                self.seen.mark(slots, tokens)
+                self.marks.mark(slots, tokens)
         self.last[: logits.shape[0]] = tokens

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from selective_compile.runtime.generation import GenerationParams
 from selective_compile.runtime.philox import uniform
+from selective_compile.runtime.token_marks import BANNED, SEEN
 
 # In place of a token: none can be drawn, since the scores hold a NaN or are infinite.
 NO_TOKEN: Final = -1
@@ -40,25 +41,22 @@ def choices(params: Sequence[GenerationParams], indices: Sequence[int]) -> NDArr
     return found
 
 
-def penalises(params: Sequence[GenerationParams]) -> bool:
-    return any(wanted.repetition_penalty != 1.0 for wanted in params)
-
-
-def choose(logits: Tensor, rows: Tensor | None, seen: Tensor | None = None) -> Tensor:
+def choose(logits: Tensor, rows: Tensor | None, marks: Tensor | None = None) -> Tensor:
     """A token for each row of logits [R, V], [R] int64 on their device; `NO_TOKEN` where there is none.
 
     Args:
         rows: [FIELDS, R] float64, as `choices` has them.
-        seen: [R, V] booleans, the tokens that a repetition penalty is for; None: nobody has one.
+        marks: [R, V] uint8, as `TokenMarks` has them; None: nobody has a repetition penalty or a ban.
     """
     if rows is None:
         return logits.argmax(dim=-1)  # as they are: no copy of all of them is made
     scores = logits.float()
     temperature, limit, min_p, top_k, fraction, penalty = (row[:, None] for row in rows)
-    if seen is not None:
+    if marks is not None:
         # As `RepetitionPenaltyLogitsProcessor`.
         factor = penalty.float()
-        scores = torch.where(seen, torch.where(scores < 0, scores * factor, scores / factor), scores)
+        penalised = torch.where(scores < 0, scores * factor, scores / factor)
+        scores = torch.where((marks & SEEN) != 0, penalised, scores).masked_fill((marks & BANNED) != 0, -torch.inf)
     largest = scores.argmax(dim=-1)
     greedy = temperature == 0
     scores = scores / torch.where(greedy, 1.0, temperature).float()

@@ -157,7 +157,7 @@ class GenerationParams:
     @cached_property
     def chosen_on_device(self) -> bool:
         """Whether each token follows from its row of logits and the tokens before it, and only tokens are wanted."""
-        own = self.bans or self.processors or self.grammar or self.criteria or self.beams
+        own = self.processors or self.grammar or self.criteria or self.beams
         return not (own or self.recorded or self.keeps_prompt)
 
     @cached_property

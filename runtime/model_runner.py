@@ -16,7 +16,7 @@ from selective_compile.backend import Program, StepProgram, compile_step_program
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.batch import SMALLEST_INVARIANT
 from selective_compile.runtime.device_chooser import DeviceChooser
-from selective_compile.runtime.device_draw import FIELDS, penalises
+from selective_compile.runtime.device_draw import FIELDS
 from selective_compile.runtime.device_stream import DeviceStream, Work, stream_of
 from selective_compile.runtime.empty_steps import empty_step, largest_step
 from selective_compile.runtime.graph_sizes import decode_sizes, graph_sizes, mixed_sizes, worth_capturing
@@ -29,6 +29,7 @@ from selective_compile.runtime.request_state import RequestState
 from selective_compile.runtime.scheduled_step import ScheduledStep
 from selective_compile.runtime.state_slots import StateSlots, allocate_states, num_slots
 from selective_compile.runtime.step_graphs import CapturedInputs, StepGraphs
+from selective_compile.runtime.token_marks import needs_marks
 from selective_compile.sequential_program import SequentialProgram
 from selective_compile.step import StepInputs
 
@@ -217,7 +218,7 @@ class ModelRunner:
         runs = [partial(self._choose, step, None, None, 0) for step in steps]
         if steps and self.stream.separate:  # or the host chooses
             rows = torch.zeros(FIELDS, 2, dtype=torch.float64, device=self.program.device)
-            nobody = torch.full((2,), self._chooser.seen.nobody, device=self.program.device)
+            nobody = torch.full((2,), self._chooser.marks.nobody, device=self.program.device)
             runs += [partial(self._choose, steps[0], None, rows, 2, slots) for slots in (None, nobody)]
         works: list[Work] = [partial(self.stream.enqueue, run) for run in runs]
         return works + ([] if self._graphs is None else self._graphs.missing())
@@ -244,19 +245,19 @@ class ModelRunner:
         graphs, launched = self._graphs, self._launched
         return None if graphs is None or launched is None else graphs.graph(launched)
 
-    def penalised(self, chosen_for: Sequence[tuple[Request, int]] | None) -> list[int] | None:
-        """For each of these requests where its tokens so far are marked, which is brought up to date; None: nobody has
-        a repetition penalty. For when the step is planned, and before it is expected."""
-        if chosen_for is None or not penalises([request.params for request, _ in chosen_for]):
+    def marked(self, chosen_for: Sequence[tuple[Request, int]] | None) -> list[int] | None:
+        """For each of these requests where tokens are marked for it, which is brought up to date; None: nobody has a
+        repetition penalty or a ban. For when the step is planned, and before it is expected."""
+        if chosen_for is None or not any(needs_marks(request.params) for request, _ in chosen_for):
             return None
-        seen, found = self._chooser.seen, []
+        marks, found = self._chooser.marks, []
         slots = self._slots.of([request.state for request, _ in chosen_for])
         for (request, _), slot in zip(chosen_for, slots, strict=True):
-            if request.params.repetition_penalty != 1.0:
-                seen.catch_up(request.state, slot)
+            if needs_marks(request.params):
+                marks.catch_up(request.state, request.params, slot)
                 found.append(slot)
             else:
-                found.append(seen.nobody)
+                found.append(marks.nobody)
         return found
 
     def captured(
@@ -264,14 +265,14 @@ class ModelRunner:
         plan: StepPlan,
         chosen_for: Sequence[tuple[Request, int]] | None,
         sources: array[int] | None,
-        penalised: Sequence[int] | None,
+        marked: Sequence[int] | None,
     ) -> CapturedInputs | None:
         """The inputs of a step that is a captured graph, if it can be one; for when it is planned, as `with_slots`."""
-        return None if self._graphs is None else self._graphs.fill(plan, chosen_for, sources, penalised)
+        return None if self._graphs is None else self._graphs.fill(plan, chosen_for, sources, marked)
 
     def give_up(self) -> None:
         """A step has failed."""
-        self._chooser.seen.forget()
+        self._chooser.marks.forget()
         if self._graphs is not None:
             self._graphs.give_up()
 
@@ -301,7 +302,7 @@ class ModelRunner:
             self._graphs.launch(step.inputs, self._chooser.arriving)
         else:
             assert isinstance(step.inputs, StepInputs), step
-            self._launch_eagerly(step.inputs, step.sources, step.chosen_for, step.penalised)
+            self._launch_eagerly(step.inputs, step.sources, step.chosen_for, step.marked)
         return self._chooser.arriving, self.stream.mark()
 
     def _launch_eagerly(
@@ -309,13 +310,13 @@ class ModelRunner:
         inputs: StepInputs,
         known: array[int] | None,
         chosen_for: Sequence[tuple[Request, int]],
-        penalised: Sequence[int] | None,
+        marked: Sequence[int] | None,
     ) -> None:
         sources = self._chooser.stage_sources(known)
         params = [request.params for request, _ in chosen_for]
         rows = self._chooser.stage_choices(params, [generated for _, generated in chosen_for])
         count = len(params)
-        slots = None if penalised is None else self._chooser.stage_slots(penalised)
+        slots = None if marked is None else self._chooser.stage_slots(marked)
         self.stream.enqueue(partial(self._choose, inputs, sources, rows, count, slots))
         self.stream.copy(self._chooser.arriving[:count], self._chooser.last[:count])
 

@@ -28,7 +28,7 @@ class ScheduledStep:
         requests: for each of the plan's shares its request, and behind it the samples that start from its prompt.
         chosen_for: as `flights.chosen_on_device`; the host chooses where it is None.
         sources: as `flights.Flights.sources`.
-        penalised: as `ModelRunner.penalised`.
+        marked: as `ModelRunner.marked`.
     """
 
     plan: StepPlan
@@ -36,7 +36,7 @@ class ScheduledStep:
     inputs: StepInputs | CapturedInputs
     chosen_for: tuple[tuple[Request, int], ...] | None = None
     sources: array[int] | None = None
-    penalised: Sequence[int] | None = None
+    marked: Sequence[int] | None = None
 
     def sample(self, logits: Tensor) -> list[list[Outcome]]:
         """The tokens of each request of a share that samples; those of searches go to them."""

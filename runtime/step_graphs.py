@@ -1,9 +1,9 @@
 """Steps as graphs that the device replays without the host's help.
 
 One graph for each of `graph_sizes`, which a step fills up with tokens and requests that are nobody's, another where
-tokens are drawn, and another where there is a repetition penalty. A graph holds the whole step: the changes of the
-block tables, the ids that the last step has chosen, the model, and the choice. Nothing of it depends on a number that
-the host knows: lengths, tables and ids are read from memory that stays where it is.
+tokens are drawn, and another where there is a repetition penalty or a ban. A graph holds the whole step: the changes of
+the block tables, the ids that the last step has chosen, the model, and the choice. Nothing of it depends on a number
+that the host knows: lengths, tables and ids are read from memory that stays where it is.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ Compute = Callable[[StepInputs], Tensor]
 Ints = NDArray[np.int64]
 
 
-# Whether tokens are drawn, and whether there is a repetition penalty, for which they go the way of those drawn.
+# Whether tokens are drawn, and whether there is a repetition penalty or a ban, for which they go the way of those
+# drawn.
 CHOICES = ((False, False), (True, False), (True, True))
 
 
@@ -49,7 +50,7 @@ class Kind(NamedTuple):
 
     size: Size
     drawn: bool
-    penalised: bool
+    marked: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +132,7 @@ class StepGraphs:
         plan: StepPlan,
         chosen_for: Sequence[tuple[Request, int]] | None,
         sources: array[int] | None,
-        penalised: Sequence[int] | None,
+        marked: Sequence[int] | None,
     ) -> CapturedInputs | None:
         """Write the inputs of a step, for `launch`, which is to follow; None: it is none of those that have a graph.
 
@@ -149,11 +150,11 @@ class StepGraphs:
             "sources": () if sources is None else sources,
             "positions": rows.positions,
             "logit_rows": rows.sampled,
-            "penalised": () if penalised is None else penalised,
+            "marked": () if marked is None else marked,
             **(rows.each_a_request(slots) if self._sizes.invariant else rows.of_requests(slots)),
         }
         # What is nobody's: rows of no request, requests without rows.
-        nobodys = {"sources": -1, "slots": self._nobody, "penalised": self._nobody, "cu_seqlens_q": rows.ends[-1]}
+        nobodys = {"sources": -1, "slots": self._nobody, "marked": self._nobody, "cu_seqlens_q": rows.ends[-1]}
         for place, table in enumerate(self._tables):
             given[f"slot_mapping_{place}"] = rows.slot_mapping(place, self._block_size)
             nobodys[f"slot_mapping_{place}"], nobodys[f"places_{place}"] = -1, table.nobody
@@ -165,7 +166,7 @@ class StepGraphs:
         host["choices"][:] = 0.0  # of a token of the largest logit
         if drawn is not None:
             host["choices"][:, : len(chosen_for)] = drawn
-        kind = Kind(size, drawn is not None, penalised is not None)
+        kind = Kind(size, drawn is not None, marked is not None)
         return CapturedInputs(kind=kind, count=len(chosen_for))
 
     def launch(self, inputs: CapturedInputs, to: Tensor) -> None:
@@ -204,7 +205,7 @@ class StepGraphs:
         """Of no request."""
         for name, view in views.items():
             view.fill_(-1 if name == "sources" or name.startswith("slot_mapping") else 0)
-        for name in ("slots", "penalised"):
+        for name in ("slots", "marked"):
             views[name].fill_(self._nobody)
         for place, table in enumerate(self._tables):
             views[f"places_{place}"].fill_(table.nobody)
@@ -227,7 +228,7 @@ class StepGraphs:
             state_slots=views["slots"] % self._nobody if self._has_states else None,
         )
         choices = views["choices"] if kind.drawn else None
-        self._chooser.choose(self._compute(inputs), choices, views["penalised"] if kind.penalised else None)
+        self._chooser.choose(self._compute(inputs), choices, views["marked"] if kind.marked else None)
 
 
 class _Rows:

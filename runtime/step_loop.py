@@ -138,8 +138,8 @@ class StepLoop:
             # Under the lock, since cancelling a request takes its blocks and its slot away.
             sources = self._flights.sources(plan)
             chosen_for = chosen_on_device(plan, requests) if self._flights.ahead else None
-            penalised = self._runner.penalised(chosen_for)
-            captured = self._runner.captured(plan, chosen_for, sources, penalised)
+            marked = self._runner.marked(chosen_for)
+            captured = self._runner.captured(plan, chosen_for, sources, marked)
             inputs = captured or self._runner.with_slots(self._assembler.assemble(plan))
             for state in plan.admitted:
                 self._requests.of(state).start()
@@ -149,7 +149,7 @@ class StepLoop:
                 inputs=inputs,
                 chosen_for=chosen_for,
                 sources=sources,
-                penalised=penalised,
+                marked=marked,
             )
             if chosen_for is not None:
                 self._publisher.expect(step)

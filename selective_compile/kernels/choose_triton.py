@@ -23,22 +23,28 @@ import triton.language as tl
 from torch import Tensor
 
 from selective_compile.kernels.interpreter import on_device
+from selective_compile.kernels.ragged_attention_tiles import Backend, backend
 
 # With 8 warps, twice as many spill for sm_80. Not measured on a GPU.
 BLOCK = 1024
+WARPS = 8
 SEARCHES = 16
 NEVER = tl.constexpr(2147483647)
+# As in `runtime.token_marks`, which no kernel knows of.
+SEEN = tl.constexpr(1)
+BANNED = tl.constexpr(2)
 
 
 @triton.jit
 def _scores(logits, marks, penalty, scale, j, vocabulary):
-    """float32 [BLOCK], with the repetition penalty and the temperature; -inf behind the last."""
+    """float32 [BLOCK], with the repetition penalty, the bans and the temperature; -inf behind the last."""
     mask = j < vocabulary
     score = tl.load(logits + j, mask, float("-inf")).to(tl.float32)
     if marks is not None:
-        seen = tl.load(marks + j, mask, 0) != 0
+        mark = tl.load(marks + j, mask, 0)
         penalised = tl.where(score < 0, score * penalty, tl.div_rn(score, penalty))
-        score = tl.where(seen, penalised, score)
+        score = tl.where((mark & SEEN) != 0, penalised, score)
+        score = tl.where((mark & BANNED) != 0, float("-inf"), score)
     return tl.div_rn(score, scale)
 
 
@@ -169,7 +175,7 @@ def _choose_kernel(
     tokens,  # [R] int64
     logits,  # [R, V]
     fields,  # [6, R] float64
-    marks,  # [slots + 1, V] booleans, or None
+    marks,  # [slots + 1, V] uint8, of bits SEEN and BANNED, or None
     slots,  # [R] int64, or None
     vocabulary,
     num_rows,
@@ -222,22 +228,29 @@ def _choose_kernel(
             chosen = _draw(logits, marks, penalty, scale, vocabulary, top, kept, edge, gone, min_p, fraction, BLOCK)
     tl.store(tokens + row, chosen.to(tl.int64))
     if marks is not None:
-        tl.store(marks + tl.maximum(chosen, 0), 1)
+        marks += tl.maximum(chosen, 0)
+        tl.store(marks, tl.load(marks) | SEEN)
+
+
+def options(backend: Backend) -> dict[str, int]:
+    """Of a launch there."""
+    # By itself the assembler for CUDA takes 80 registers, so that a third program has room, and spills on sm_90.
+    return {"num_warps": WARPS} | ({"maxnreg": 128} if backend == "cuda" else {})
 
 
 def choose(logits: Tensor, fields: Tensor, marks: Tensor | None, slots: Tensor | None, *, no_token: int) -> Tensor:
     """Tokens [R] int64 of logits [R, V]; each is marked, where there are marks.
 
-    fields: [6, R] float64, as `runtime.device_draw.choices` has them; marks: [slots + 1, V] booleans; slots: [R] int64.
+    fields: [6, R] float64, as `runtime.device_draw.choices` has them; marks: [slots + 1, V] uint8; slots: [R] int64.
     """
     num_rows, vocabulary = logits.shape
     assert logits.stride(-1) == 1 and fields.is_contiguous() and fields.shape == (6, num_rows)
     tokens = logits.new_empty(num_rows, dtype=torch.int64)
-    bytes_of_marks = None if marks is None else marks.view(torch.int8)
     # fmt: off
     on_device(_choose_kernel, logits)[(num_rows,)](
-        tokens, logits, fields, bytes_of_marks, slots, vocabulary, num_rows, logits.stride(0),
-        0 if marks is None else marks.stride(0), BLOCK, SEARCHES, no_token, num_warps=8, enable_fp_fusion=False,
+        tokens, logits, fields, marks, slots, vocabulary, num_rows, logits.stride(0),
+        0 if marks is None else marks.stride(0), BLOCK, SEARCHES, no_token, enable_fp_fusion=False,
+        **options(backend()),
     )
     # fmt: on
     return tokens

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from selective_compile.kernels import choose_triton
 from selective_compile.runtime.device_draw import NO_TOKEN, choices, choose
+from selective_compile.runtime.token_marks import BANNED, SEEN
 from tests.kernels import ahead_of_time as ahead
-from tests.runtime.test_device_draw import PARAMS
+from tests.runtime.test_device_draw import PARAMS, asked
 from tests.runtime.test_sampler import GREEDY, random_logits
 
 BLOCK = choose_triton.BLOCK
@@ -54,19 +55,23 @@ def both(logits: Tensor, params: Any, marks: Tensor | None = None) -> tuple[Tens
 def test_rows_have_the_tokens_of_the_definition(
     wanted: list[dict[str, Any]], vocabulary: int, seed: int, ties: bool, marked: bool, dtype: torch.dtype
 ) -> None:
-    params = [dataclasses.replace(GREEDY, **each) for each in wanted]
+    params = asked(wanted, vocabulary)
     logits = random_logits(len(params), vocabulary, seed, ties).to(dtype)
-    marks = torch.rand(len(params) + 1, vocabulary, generator=torch.Generator().manual_seed(seed)) < 0.2
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.rand(len(params) + 1, vocabulary, generator=generator) < 0.2 for _ in range(2)]
+    marks = drawn[0] * SEEN + drawn[1].to(torch.uint8) * BANNED
     expected, found = both(logits, params, marks.clone() if marked else None)
     assert found.tolist() == expected.tolist()
 
 
 def test_what_is_chosen_is_marked_and_nothing_else() -> None:
-    logits, marks = random_logits(3, 100), torch.zeros(4, 100, dtype=torch.bool)
+    logits, marks = random_logits(3, 100), torch.full((4, 100), 0, dtype=torch.uint8)
+    marks[:, 7:9] = BANNED
     _, found = both(logits, [dataclasses.replace(SAMPLED, repetition_penalty=1.2)] * 3, marks)
-    wanted = torch.zeros(4, 100, dtype=torch.bool)
+    wanted = torch.zeros(4, 100, dtype=torch.uint8)
+    wanted[:, 7:9] = BANNED
     for slot, token in zip([2, 1, 0], found.tolist(), strict=True):
-        wanted[slot, token] = True
+        wanted[slot, token] = SEEN
     assert torch.equal(marks, wanted)
 
 
@@ -91,8 +96,9 @@ def test_rows_that_lie_apart_and_a_row_of_one_value() -> None:
 @pytest.mark.parametrize("target", ahead.TARGETS, ids=str)
 def test_it_ships(target: Any, triton_cache: None, tmp_path: Any) -> None:
     constants = {"BLOCK": BLOCK, "SEARCHES": choose_triton.SEARCHES, "NO_TOKEN": NO_TOKEN}
-    types = {"tokens": "*i64", "logits": "*bf16", "fields": "*fp64", "marks": "*i8", "slots": "*i64"}
-    compiled = ahead.compile_ahead(choose_triton._choose_kernel, target, types, constants, num_warps=8)
+    types = {"tokens": "*i64", "logits": "*bf16", "fields": "*fp64", "marks": "*u8", "slots": "*i64"}
+    options = choose_triton.options(target.backend)
+    compiled = ahead.compile_ahead(choose_triton._choose_kernel, target, types, constants, **options)
     ahead.assert_ships(compiled, target, tmp_path)
 
 

@@ -29,6 +29,8 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"do_sample": True, "seed": 6, "top_k": 0, "top_p": 0.7, "min_p": 0.05},
     {"repetition_penalty": 1.5},
     {"repetition_penalty": 0.7, "do_sample": True, "seed": 8},
+    {"min_new_tokens": 4, "eos_token_id": ENDS},
+    {"repetition_penalty": 1.3, "suppress_tokens": ENDS, "begin_suppress_tokens": [1, 2], "do_sample": True, "seed": 9},
     {"do_sample": True, "seed": 4, "num_return_sequences": 3},
     {"num_beams": 3},
     {"prompt_lookup_num_tokens": 3},
@@ -141,6 +143,16 @@ def test_a_request_that_ends_is_computed_once_more_and_no_length_is_overrun() ->
     assert sum(computed) <= 2 + known, "one token more than it needs, at most"
 
 
+CHOSEN_ON_DEVICE: tuple[dict[str, Any], ...] = (
+    {},
+    {"do_sample": True, "seed": 3, "top_k": 5, "top_p": 0.8, "min_p": 0.01, "temperature": 1.5},
+    {"repetition_penalty": 1.5},
+    {"min_new_tokens": 10, "eos_token_id": 6},  # which may come from a step on that is looked at
+    {"suppress_tokens": [5, 6], "begin_suppress_tokens": [7], "do_sample": True, "seed": 4},
+    {},
+)
+
+
 @pytest.mark.parametrize("captures", [False, True])
 @pytest.mark.parametrize("sabotage", [None, "int", "tolist", "numpy"])
 def test_a_decode_step_waits_for_the_device_once_and_reads_what_was_copied_alone(
@@ -149,7 +161,7 @@ def test_a_decode_step_waits_for_the_device_once_and_reads_what_was_copied_alone
     """Any other read would wait for the device; that one is found out is shown by reads that are put into `launch`."""
     stream = WatchedStream(captures=captures)
     engine = simulated_engine(SimulatedProgram(captured=captures), stream=stream, max_requests=8)
-    requests = [engine.submit([1, 2, 3 + n], max_new_tokens=30, do_sample=n % 2 == 1) for n in range(6)]
+    requests = [engine.submit([1, 2, 3 + n], max_new_tokens=30, **each) for n, each in enumerate(CHOSEN_ON_DEVICE)]
     for _ in range(5):
         engine.step()
     runner = engine._runner

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from selective_compile.runtime.device_draw import NO_TOKEN, choices, choose
 from selective_compile.runtime.generation import GenerationParams
+from selective_compile.runtime.processors import Ban
 from selective_compile.runtime.sampler import sample
+from selective_compile.runtime.token_marks import BANNED, SEEN
 from tests.runtime.test_sampler import GREEDY, random_logits
 
 PARAMS = st.fixed_dictionaries(
@@ -25,15 +27,27 @@ PARAMS = st.fixed_dictionaries(
         "top_k": st.sampled_from([0, 1, 3, 50, 1000, 2**62]),
         "top_p": st.sampled_from([0.1, 0.5, 0.95, 1.0]),
         "min_p": st.sampled_from([0.0, 0.05, 0.5]),
+        "bans": st.lists(
+            st.builds(Ban, st.lists(st.integers(0, 299), min_size=1, max_size=4), st.integers(0, 6), st.integers(4, 7)),
+            max_size=3,
+        ),
     },
 )
+HISTORY = 5  # tokens of each row's request so far
+
+
+def asked(wanted: list[dict[str, Any]], vocabulary: int) -> list[GenerationParams]:
+    def known(ban: Ban) -> Ban:
+        return ban._replace(tokens=array("q", [token % vocabulary for token in ban.tokens]))
+
+    return [dataclasses.replace(GREEDY, **each | {"bans": tuple(map(known, each.get("bans", ())))}) for each in wanted]
 
 
 def on_device(
-    logits: Tensor, params: list[GenerationParams], indices: list[int], seen: Tensor | None = None
+    logits: Tensor, params: list[GenerationParams], indices: list[int], marks: Tensor | None = None
 ) -> list[int]:
     found = choices(params, indices)
-    return choose(logits, None if found is None else torch.from_numpy(found), seen).tolist()
+    return choose(logits, None if found is None else torch.from_numpy(found), marks).tolist()
 
 
 @settings(max_examples=200, deadline=None)
@@ -47,14 +61,20 @@ def on_device(
 def test_rows_have_the_tokens_of_the_host(
     wanted: list[dict[str, Any]], vocabulary: int, seed: int, ties: bool, dtype: torch.dtype
 ) -> None:
-    params = [dataclasses.replace(GREEDY, **each) for each in wanted]
+    params = asked(wanted, vocabulary)
     logits = random_logits(len(params), vocabulary, seed, ties).to(dtype)
     indices = [(seed + row) % 1000 for row in range(len(params))]
-    histories = [array("q", [(seed + row * place) % vocabulary for place in range(5)]) for row in range(len(params))]
-    seen = torch.zeros(logits.shape, dtype=torch.bool)
+    histories = [array("q", [(seed + row * n) % vocabulary for n in range(HISTORY)]) for row in range(len(params))]
+    marks = torch.zeros(logits.shape, dtype=torch.uint8)
     for row, history in enumerate(histories):
-        seen[row, list(history)] = True
-    assert on_device(logits, params, indices, seen) == sample(logits, params, indices, histories).tokens
+        marks[row, list(history)] |= SEEN
+        for ban in params[row].bans:
+            if ban.first <= HISTORY < ban.before:
+                marks[row, list(ban.tokens)] |= BANNED
+    by_host = sample(logits, params, indices, histories)
+    failed = [record is not None and record.error is not None for record in by_host.records]
+    wanted_tokens = [NO_TOKEN if none else token for none, token in zip(failed, by_host.tokens, strict=True)]
+    assert on_device(logits, params, indices, marks) == wanted_tokens
 
 
 def test_a_row_does_not_depend_on_those_around_it() -> None:

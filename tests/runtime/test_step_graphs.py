@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from selective_compile import Engine, EngineConfig
 from selective_compile.backend import compile_step_program
+from selective_compile.runtime.token_marks import needs_marks
 from selective_compile.step import StepInputs
 from tests.models import VOCABULARY, tiny
 from tests.oracle import assert_same_tokens
@@ -39,6 +40,8 @@ def submit_some(engine: Engine, seed: int, count: int, vocabulary: int) -> list[
             wanted |= {"do_sample": True, "seed": place, "temperature": 0.8, "top_k": 20, "top_p": 0.9}
         if place % 4 == 3:
             wanted["repetition_penalty"] = 1.4
+        if place % 4 == 2:
+            wanted |= {"min_new_tokens": 5, "eos_token_id": list(range(0, vocabulary, 3)), "suppress_tokens": [1, 2]}
         requests.append(engine.submit(prompt, **wanted))
         for _ in range(choice.randint(0, 3)):
             engine.step()
@@ -70,7 +73,7 @@ def test_the_tokens_are_those_of_steps_that_are_not_captured(family: str, budget
     for each in (engine, plain):
         run_until_idle(each)
     for request, same in zip(found, wanted, strict=True):
-        if request.params.do_sample or request.params.repetition_penalty != 1.0:
+        if request.params.do_sample or needs_marks(request.params):
             assert request.tokens == same.tokens
         else:
             assert_same_tokens(model, request.prompt_ids, request.tokens)

@@ -15,6 +15,7 @@ from selective_compile import Engine, EngineConfig
 from selective_compile.backend import compile_step_program
 from selective_compile.progress import on_stderr, silent
 from selective_compile.runtime import engine as engine_module
+from selective_compile.runtime.token_marks import SEEN
 from tests.models import tiny
 from tests.oracle import assert_same_tokens
 from tests.runtime.engine_checks import assert_nothing_left, check, expect, run_until_idle
@@ -25,6 +26,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {},
     {"do_sample": True, "seed": 3, "top_k": 5},
     {"repetition_penalty": 1.5},
+    {"min_new_tokens": 4, "eos_token_id": [1, 2], "suppress_tokens": [0, 3]},
     {"do_sample": True, "seed": 4, "num_return_sequences": 3},
     {"prompt_lookup_num_tokens": 3},
     {"logprobs": True},
@@ -120,7 +122,7 @@ def test_nobody_is_marked_for_what_nobody_has_said() -> None:
     def marked() -> list[int]:
         engine.hand_out()
         stream.call(lambda: None)
-        return engine._runner._chooser.seen.marks[:3].sum(dim=1).tolist()
+        return (engine._runner._chooser.marks.marks[:3] & SEEN).sum(dim=1).tolist()
 
     engine.warm_up()
     assert marked() == [0, 0, 0]
