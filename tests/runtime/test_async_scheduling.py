@@ -186,6 +186,22 @@ def test_a_decode_step_waits_for_the_device_once_and_reads_what_was_copied_alone
         expect(request)
 
 
+@pytest.mark.parametrize("captures", [False, True])
+def test_a_ban_ends_with_the_token_that_it_should(captures: bool) -> None:
+    """Any token but one would end the request, or may not begin it."""
+    engine = simulated_engine(SimulatedProgram(captured=captures), stream=PlayedStream(captures=captures))
+    others = [token for token in range(61) if token != 5]
+    for least in range(1, 7):
+        request = engine.submit([1, 2, 3, least], max_new_tokens=9, min_new_tokens=least, eos_token_id=others)
+        began = engine.submit([1, 2, 4, least], max_new_tokens=9, begin_suppress_tokens=others)
+        run_until_idle(engine)
+        assert request.tokens[:-1] == [5] * least and request.finish_reason == "stop"
+        assert began.tokens[0] == 5 and set(began.tokens) != {5}
+        for each in (request, began):
+            expect(each)
+    assert not captures or engine.stats().captured
+
+
 def test_a_step_that_fails_takes_those_on_their_way_with_it() -> None:
     program = SimulatedProgram()
     engine = simulated_engine(program, stream=PlayedStream(), max_requests=1)
