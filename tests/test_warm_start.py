@@ -14,7 +14,8 @@ import pytest
 from selective_compile.kept_captures import SWITCH
 
 ROOT = Path(__file__).parents[1]
-# The graph of a GPU's engine, with an operator that Inductor knows by its schema alone.
+# The graph of a GPU's engine, with an operator that Inductor knows by its schema alone, and layers enough that one of
+# them is compiled for all.
 START = """
 import json
 from torch._dynamo.utils import counters
@@ -22,8 +23,9 @@ import selective_compile as sc
 from selective_compile.backend import compile_step_program
 from tests.models import tiny
 
-model = tiny("qwen3", num_hidden_layers=1)
-compile_step_program(model, sc.EngineConfig(implementation="triton"))
+model = tiny("qwen3", num_hidden_layers=8, hidden_size=32, intermediate_size=48)
+program = compile_step_program(model, sc.EngineConfig(implementation="triton"))
+assert type(program._run._run).__name__ == "Layered"
 print(json.dumps({name: dict(counted) for name, counted in counters.items()}))
 """
 
@@ -48,6 +50,6 @@ def test_a_second_process_traces_and_compiles_nothing(tmp_path: Path) -> None:
         (counted["aot_autograd"].get("autograd_cache_miss"), counted["inductor"].get("fxgraph_cache_miss"))
         for counted in (first, second)
     ]
-    assert misses == [(1, 1), (None, None)]
-    assert (second["aot_autograd"]["autograd_cache_hit"], second["inductor"]["fxgraph_cache_hit"]) == (1, 1)
+    assert misses == [(3, 3), (None, None)]
+    assert (second["aot_autograd"]["autograd_cache_hit"], second["inductor"]["fxgraph_cache_hit"]) == (3, 3)
     assert compiled and found == compiled
