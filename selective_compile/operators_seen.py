@@ -68,7 +68,7 @@ class OperatorsSeen(TorchDispatchMode):
             return self._told(value.node.expr)
         if isinstance(value, sympy.Basic):
             if value not in self._expressions:
-                self._expressions[value] = f"symbolic {value.subs(self._tokens, NUMBER_OF_TOKENS)}"
+                self._expressions[value] = f"symbolic {self._of_tokens(value)}"
             return self._expressions[value]
         if isinstance(value, (list, tuple)):
             return [self._told(part) for part in value]
@@ -77,6 +77,13 @@ class OperatorsSeen(TorchDispatchMode):
         if isinstance(value, (*PLAIN, torch.memory_format)):
             return f"{type(value).__name__} {value!r}"
         raise ValueError(f"an operator must be given tensors and plain values, got {type(value).__name__}")
+
+    def _of_tokens(self, value: sympy.Basic) -> sympy.Basic:
+        """Any other symbol stands for what only data could tell, and its name not for what it was read from."""
+        found = value.subs(self._tokens, NUMBER_OF_TOKENS)
+        if not found.free_symbols <= {NUMBER_OF_TOKENS}:
+            raise ValueError(f"sizes must follow from the number of tokens, got {value}")
+        return found
 
 
 def digest_of(*values: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +26,17 @@ class WithNumbers(nn.Module):
 def test_constants_of_the_code_are_told_by_what_they_hold() -> None:
     digests = [operators_of(WithNumbers(number).eval()).digest for number in (1.0, 2.0, 1.0)]
     assert digests[0] == digests[2] != digests[1]
+
+
+class WithCount(Small):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        count = self.head.weight.nonzero().shape[0]
+        return self.head(self.embed(input_ids) + torch.full((count,), 2.0).sum())
+
+
+def test_what_only_data_could_tell_is_refused() -> None:
+    with pytest.raises(ValueError, match="sizes must follow from the number of tokens, got u0"):
+        operators_of(WithCount().eval())
 
 
 def test_the_run_leaves_nothing_in_the_model() -> None:
