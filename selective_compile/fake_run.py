@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.convert_frame import compile_lock
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -107,7 +108,8 @@ class FakeRun:
 
     @contextmanager
     def fakes_alone(self) -> Iterator[None]:
-        with torch.no_grad(), self._mode, as_if_compiled():
+        # Without Python's dispatcher torch 2.11 asks for numbers where the sizes of a product are symbols.
+        with torch.no_grad(), self._mode, enable_python_dispatcher(), as_if_compiled():
             yield
 
 
