@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from selective_compile.capture import ATTENTION_MASK, Captured, logits_call
+from selective_compile.copied_alone import unregistered_tensors
 from selective_compile.operators_seen import OperatorsSeen, attributes_of, digest_of, tensors_of
 from selective_compile.passes.lengths import CAPTURE_TOKENS, bounds_requests, longest_request
 from selective_compile.passes.normalise import Symbols, source_name
@@ -40,11 +41,12 @@ def operators_of(model: nn.Module) -> Seen:
 
     Raises:
         ValueError: an operator is given what cannot be told from one process to the next; or the run is not for every
-            number of tokens up to some.
+            number of tokens up to some; or a copy of the model would not be on its own (`copied_alone`).
         Exception: whatever the model, or PyTorch's fake tensors, raise where there is no data to look at.
     """
     run = FakeRun(model)
-    copied = copy.deepcopy(model, run.by_id())
+    others = {id(tensor): tensor for tensor in unregistered_tensors(model)}  # which the run must not meet
+    copied = copy.deepcopy(model, others | run.by_id())
     with run.fakes_alone():
         call, arguments = logits_call(copied, run.ids)
         run.seen.name_tokens(arguments)

@@ -1,10 +1,11 @@
 """Captures on disk, so that a second start of a model does not trace it again: Dynamo takes seconds for many layers.
 
 It is kept only where a run of the captured graph without data asks for the same operators as one of the model's Python
-does (`fake_run`), and taken only where the live model's does.  The file's name has their digest, and what the
-model is made of, the versions and this package's own code.  In the file are the source files of the code that was
-traced, and the attributes that it read, which must all be as they were.  What cannot be told, as a tensor of the code's
-own, is not kept.
+does (`fake_run`), and taken only where the live model's does, and where it gives the live model's logits on a few
+tokens: code may ask for a type, which without data is another.  The file's name has their digest, and what the model is
+made of, the versions and this package's own code.  In the file are the source files of the code that was traced, and
+the attributes that it read, which must all be as they were.  What cannot be told, as a tensor of the code's own, is not
+kept.
 
 Only where the environment asks for it: the run is of a copy of the model, but what a model's code keeps elsewhere, as
 tables in a global or in a `functools.lru_cache`, would be left without data.
@@ -36,6 +37,7 @@ from selective_compile.kernels.native import cache_folder
 from selective_compile.live_settings import LiveSettings, Read
 from selective_compile.operators_seen import all_tensors_of, kind_of
 from selective_compile.packed_graph import PackedGraph, packed, unpacked
+from selective_compile.same_logits import gives_logits_of
 
 MOST = 64  # files, of half a megabyte for 32 layers; the oldest go
 ENDING = ".capture"
@@ -99,7 +101,7 @@ def own_folder() -> Path:
 
 
 def loaded(file: Path, model: nn.Module) -> Captured | None:
-    """None if the code that was traced, or what it read, is not as it was."""
+    """None if the code that was traced, or what it read, is not as it was, or its logits are not the model's."""
     written = file.read_bytes()
     data = written[CHECKSUM:]
     if hashlib.sha256(data).digest() != written[:CHECKSUM]:
@@ -110,20 +112,24 @@ def loaded(file: Path, model: nn.Module) -> Captured | None:
     read = Read(names=kept.names, keys=kept.keys, code=frozenset(map(marshal.loads, kept.code)))
     if LiveSettings(model, read).told() != kept.settings:
         return None
+    captured = unpacked(kept.graph, model, read)
+    if not gives_logits_of(captured, model):
+        return None
     with contextlib.suppress(OSError):
         file.touch()  # it was of use
-    return unpacked(kept.graph, model, read)
+    return captured
 
 
 def save(captured: Captured, model: nn.Module, folder: Path, parts: str, seen: Seen | None) -> None:
     """``seen``, if it is known, is that of the model.
 
+    The model's Python is run last, when everything else says that the capture can be kept: not where it leaves
+    something in the model, of which Dynamo's graph would have more results.
+
     Raises:
-        ValueError: the graph is not what the model's Python asks for in a run without data.
+        ValueError: the graph is not what the model's Python asks for, in a run without data or on tokens.
     """
-    read, seen = captured.read, seen or operators_of(model)
-    if seen.max_tokens != captured.max_tokens or seen.result != operators_of_graph(captured, model):
-        raise ValueError("the capture must be what a run without data asks for")
+    read = captured.read
     kept = Kept(
         graph=packed(captured, model),
         names=read.names,
@@ -133,7 +139,13 @@ def save(captured: Captured, model: nn.Module, folder: Path, parts: str, seen: S
         settings=LiveSettings(model, read).told(),
     )
     data = pickle.dumps(kept)
-    unpacked(pickle.loads(data).graph, model, read)  # what cannot be made again is not kept
+    again = unpacked(pickle.loads(data).graph, model, read)
+    of_graph = operators_of_graph(again, model)
+    if not gives_logits_of(again, model):
+        raise ValueError("the capture must give the model's logits")
+    seen = seen or operators_of(model)
+    if seen.max_tokens != captured.max_tokens or seen.result != of_graph:
+        raise ValueError("the capture must be what a run without data asks for")
     file = folder / f"{parts}-{seen.digest}{ENDING}"
     with tempfile.NamedTemporaryFile(dir=folder, delete=False, prefix=UNFINISHED) as written:
         try:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from selective_compile.capture import Captured
@@ -53,11 +53,11 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Operator:
-    """An ATen operator, which has no place where Python would find it."""
+    """One of PyTorch's, which has no place where Python would find it; without an overload, all of its overloads."""
 
     namespace: str
     name: str
-    overload: str
+    overload: str | None
 
 
 @dataclass(frozen=True)
@@ -138,12 +138,16 @@ def packed_target(target: Any) -> Any:
     if isinstance(target, OpOverload):
         namespace, name = target._schema.name.split("::")
         return Operator(namespace, name, target._overloadname)
+    if isinstance(target, OpOverloadPacket):
+        namespace, name = target._qualified_op_name.split("::")
+        return Operator(namespace, name, None)
     return target
 
 
 def unpacked_target(target: Any) -> Any:
     if isinstance(target, Operator):
-        return getattr(getattr(getattr(torch.ops, target.namespace), target.name), target.overload)
+        packet = getattr(getattr(torch.ops, target.namespace), target.name)
+        return packet if target.overload is None else getattr(packet, target.overload)
     return target
 
 

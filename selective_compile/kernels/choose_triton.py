@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from selective_compile.kernels.interpreter import on_device
-from selective_compile.kernels.ragged_attention_tiles import Backend, backend
+from selective_compile.kernels.registers import backend, warps
 
 # With 8 warps, twice as many spill for sm_80. Not measured on a GPU.
 BLOCK = 1024
@@ -232,12 +232,6 @@ def _choose_kernel(
         tl.store(marks, tl.load(marks) | SEEN)
 
 
-def options(backend: Backend) -> dict[str, int]:
-    """Of a launch there."""
-    # By itself the assembler for CUDA takes 80 registers, so that a third program has room, and spills on sm_90.
-    return {"num_warps": WARPS} | ({"maxnreg": 128} if backend == "cuda" else {})
-
-
 def choose(logits: Tensor, fields: Tensor, marks: Tensor | None, slots: Tensor | None, *, no_token: int) -> Tensor:
     """Tokens [R] int64 of logits [R, V]; each is marked, where there are marks.
 
@@ -250,7 +244,7 @@ def choose(logits: Tensor, fields: Tensor, marks: Tensor | None, slots: Tensor |
     on_device(_choose_kernel, logits)[(num_rows,)](
         tokens, logits, fields, marks, slots, vocabulary, num_rows, logits.stride(0),
         0 if marks is None else marks.stride(0), BLOCK, SEARCHES, no_token, enable_fp_fusion=False,
-        **options(backend()),
+        **warps(WARPS, backend()),
     )
     # fmt: on
     return tokens

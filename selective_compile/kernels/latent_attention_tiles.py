@@ -24,7 +24,8 @@ from dataclasses import dataclass
 
 import triton
 
-from selective_compile.kernels.ragged_attention_tiles import Backend, LaunchConfig
+from selective_compile.kernels.ragged_attention_tiles import LaunchConfig
+from selective_compile.kernels.registers import Backend
 
 # tl.dot needs 16 in every direction.
 LEAST = 16

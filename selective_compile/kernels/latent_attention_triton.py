@@ -48,13 +48,13 @@ from selective_compile.kernels.ragged_attention_attend_triton import (
 )
 from selective_compile.kernels.ragged_attention_merge_triton import merge, new_parts
 from selective_compile.kernels.ragged_attention_tiles import (
-    backend,
     bulk_copies,
     most_keys,
     processors,
     shared_memory,
     split_config,
 )
+from selective_compile.kernels.registers import backend
 from selective_compile.kernels.request_rows_triton import tile_rows
 from selective_compile.kernels.split_plan_triton import first_key, piece_keys, piece_rows, plan
 

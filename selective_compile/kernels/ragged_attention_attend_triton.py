@@ -49,13 +49,13 @@ from selective_compile.kernels.interpreter import on_device
 from selective_compile.kernels.ragged_attention_merge_triton import merge, new_parts
 from selective_compile.kernels.ragged_attention_tiles import (
     TileConfig,
-    backend,
     bulk_copies,
     most_keys,
     processors,
     split_config,
     tile_config,
 )
+from selective_compile.kernels.registers import backend
 from selective_compile.kernels.request_rows_triton import tile_rows
 from selective_compile.kernels.split_plan_triton import first_key, last_key, piece_keys, piece_rows, plan
 

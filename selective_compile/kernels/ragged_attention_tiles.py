@@ -28,10 +28,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import triton
+
+from selective_compile.kernels.registers import Backend, warps
 
 # Pieces for each processor. Of small programs, a processor has room for two or more at once, which wait for their keys
 # most of the time; the last ones to end leave processors idle, for an eighth of a step at most if they are eight.
@@ -48,12 +50,6 @@ SHORTEST = 256
 SHORT_TILE = 32
 
 
-# Of a processor for CUDA, which the threads of a program share.
-REGISTERS = 65536
-
-Backend = Literal["cuda", "hip"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
     """What a launch says beside its arguments.
@@ -67,13 +63,9 @@ class LaunchConfig:
 
     def options(self, backend: Backend) -> dict[str, int]:
         """Of a launch there."""
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        if backend == "hip":
-            # Two numbers of an operand at a time on their way to the matrix units: one at a time, float32 spills.
-            return options | ({"kpack": 2} if self.large else {})
-        # As many as a thread can have, said so: by itself the assembler for CUDA spills a few to have room for one
-        # more block of threads beside the others.
-        return options | {"maxnreg": min(255, REGISTERS // (32 * self.num_warps))}
+        # Two numbers of an operand at a time on their way to AMD's matrix units: one at a time, float32 spills.
+        pairs = {"kpack": 2} if backend == "hip" and self.large else {}
+        return {"num_stages": self.num_stages, **warps(self.num_warps, backend), **pairs}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,11 +218,6 @@ def most_keys(*, rows: int, window: int, chunk: int, block_n: int) -> int | None
     """
     # The first iteration may begin up to block_n - 1 keys in front of the first key.
     return min((each - 1 + rows + block_n - 1 for each in (window, chunk) if each > 0), default=None)
-
-
-def backend() -> Backend:
-    """What Triton compiles for here; where there is no GPU, what the interpreter is told makes no difference."""
-    return "hip" if torch.version.hip else "cuda"
 
 
 @functools.cache

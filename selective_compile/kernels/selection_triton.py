@@ -23,6 +23,7 @@ from torch import Tensor
 from selective_compile.kernels.dot_triton import widened_dot
 from selective_compile.kernels.interpreter import on_device
 from selective_compile.kernels.key_write_triton import write_keys
+from selective_compile.kernels.registers import backend, warps
 from selective_compile.kernels.request_rows_triton import request_of
 
 _NOTHING = -(2**63)
@@ -272,7 +273,7 @@ def _select(
     on_device(_rank_kernel, query)[(num_rows, triton.cdiv(width, block_n))](
         ranks, query, weights.to(torch.float32).contiguous(), keys, *metadata, metadata[0].shape[0] - 1,
         *query.stride()[:2], *strides, metadata[2].stride(0), width, scale, group, kv_heads, size, block_size,
-        block_h, block_n, block_d, not query.is_cuda, num_warps=num_warps, enable_fp_fusion=True,
+        block_h, block_n, block_d, not query.is_cuda, **warps(num_warps, backend()), enable_fp_fusion=True,
     )
     # fmt: on
     best = ranks.topk(min(count, width), dim=-1).values
@@ -338,7 +339,7 @@ def _attend(
         output, query, keys, values, selection.contiguous(), *metadata, *per_head, metadata[0].shape[0] - 1,
         *query.stride()[:2], *strides, metadata[2].stride(0), *score, selection.shape[1], group, heads, size,
         value_size, block_size, block_h, block_n, block_d, block_dv, not query.is_cuda,
-        num_warps=num_warps, enable_fp_fusion=True,
+        **warps(num_warps, backend()), enable_fp_fusion=True,
     )
     # fmt: on
     return output

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from selective_compile.kernels import choose_triton
+from selective_compile.kernels.registers import warps
 from selective_compile.runtime.device_draw import NO_TOKEN, choices, choose
 from selective_compile.runtime.token_marks import BANNED, SEEN
 from tests.kernels import ahead_of_time as ahead
@@ -97,7 +98,7 @@ def test_rows_that_lie_apart_and_a_row_of_one_value() -> None:
 def test_it_ships(target: Any, triton_cache: None, tmp_path: Any) -> None:
     constants = {"BLOCK": BLOCK, "SEARCHES": choose_triton.SEARCHES, "NO_TOKEN": NO_TOKEN}
     types = {"tokens": "*i64", "logits": "*bf16", "fields": "*fp64", "marks": "*u8", "slots": "*i64"}
-    options = choose_triton.options(target.backend)
+    options = warps(choose_triton.WARPS, target.backend)
     compiled = ahead.compile_ahead(choose_triton._choose_kernel, target, types, constants, **options)
     ahead.assert_ships(compiled, target, tmp_path)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from selective_compile import reference
+from selective_compile.kernels.registers import warps
 from tests.kernels.selection_cases import (
     FEWER,
     Selecting,
@@ -80,14 +81,14 @@ SIZES = {"KEY_SIZE": 128, "BLOCK_SIZE": 16, "SCALE": 0.1, "WIDEN": False}
 ADDRESSES = {"cu_seqlens_q": "*i32", "context_lens": "*i32", "block_table": "*i32", "slot_mapping": "*i64"}
 
 
-def compile_for(target: object, kernel: object, dtype: str, *, fp8: bool = False, **constants: Any) -> object:
+def compile_for(target: Any, kernel: object, dtype: str, *, fp8: bool = False, **constants: Any) -> object:
     pools = dict.fromkeys(("output", "query", "key", "keys", "values", "key_pool"), f"*{dtype}")
     if fp8:
         pools |= dict.fromkeys(("keys", "values", "key_pool"), "*fp8e4nv")
     types = {**ADDRESSES, **pools, "ranks": "*i64", "weights": "*fp32", "selection": "*i32"}
     types |= dict.fromkeys(("sinks", "slopes", "key_scales", "value_scales"), "*fp32")
-    warps = int(constants.pop("WARPS", 4))
-    return ahead.compile_ahead(kernel, target, types, constants, num_warps=warps)
+    options = warps(int(constants.pop("WARPS", 4)), target.backend)
+    return ahead.compile_ahead(kernel, target, types, constants, **options)
 
 
 @pytest.mark.skipif(not isinstance(launcher._rank_kernel, triton.JITFunction), reason="TRITON_INTERPRET is set")

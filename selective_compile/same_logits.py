@@ -1,0 +1,53 @@
+"""Whether a captured graph gives the logits that its model gives, on a few tokens and with the weights as they are."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from selective_compile.capture import Captured, device_of, logits_call
+from selective_compile.fake_run import TOKEN_INPUTS
+from selective_compile.passes.lengths import CAPTURE_TOKENS
+from selective_compile.passes.normalise import source_name
+from selective_compile.passes.vmapped import interpreter_of
+
+# Of the difference over the logits, both as lengths of vectors. A model may ask for other operators while it is traced,
+# as for a mask that is written out; of these only the rounding differs.
+TOLERANCE: Final = {torch.float64: 1e-8, torch.float32: 1e-4}
+OF_SIXTEEN_BITS: Final = 5e-2
+
+
+@torch.no_grad()
+def gives_logits_of(captured: Captured, model: nn.Module) -> bool:
+    """Runs both once, on `CAPTURE_TOKENS` tokens; the model as any caller would.
+
+    Raises:
+        Exception: whatever the model or an operator raises.
+    """
+    call, arguments = logits_call(model, ids_for(model))
+    expected = call(*arguments)
+    tokens = dict(zip(TOKEN_INPUTS, arguments, strict=False))
+    inputs = [
+        CAPTURE_TOKENS if isinstance(example, torch.SymInt) else tokens.get(source_name(node), example)
+        for node, example in zip(
+            (node for node in captured.module.graph.nodes if node.op == "placeholder"), captured.examples, strict=True
+        )
+    ]
+    results: Any = interpreter_of(captured.module).run(*inputs)
+    found = [result for result in results if isinstance(result, Tensor) and result.shape == expected.shape]
+    return len(found) == 1 and agree(found[0], expected)
+
+
+def ids_for(model: nn.Module) -> Tensor:
+    """[1, `CAPTURE_TOKENS`] different ids, as far as every table of the model has so many rows."""
+    rows = min((part.num_embeddings for part in model.modules() if isinstance(part, nn.Embedding)), default=2)
+    return (torch.arange(CAPTURE_TOKENS, device=device_of(model)) * 7 + 1)[None] % rows
+
+
+def agree(found: Tensor, expected: Tensor) -> bool:
+    if found.dtype != expected.dtype:
+        return False
+    difference = (found.double() - expected.double()).norm()
+    return bool(difference <= TOLERANCE.get(found.dtype, OF_SIXTEEN_BITS) * expected.double().norm())
