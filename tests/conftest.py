@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 
@@ -17,6 +18,10 @@ from selective_compile.kept_captures import SWITCH
 settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
 settings.register_profile("explore", deadline=None)
 settings.load_profile("fixed")
+
+# Pytest gives every logger that hands nothing on a handler of its own. With any handler on this one torch writes down
+# all that it traces and compiles, graph after graph, as with TORCH_TRACE: a fifth of the time, and nobody reads it.
+logging.getLogger("torch.__trace").propagate = True
 
 # Tests are of captures that are made; those of captures that are kept say so.
 os.environ.pop(SWITCH, None)
