@@ -341,7 +341,8 @@ class Engine:
 
     def drop_computed(self, *, if_idle: bool = False) -> None:
         """Drop all keys and values, as a change of the weights does; requests compute again what they need.  Int8
-        numbers of weights are made anew, too, in the next step, for all engines that share the program.
+        numbers of weights and scales of keys and values are made anew, too, in the next step, for all engines that
+        share the program.
 
         Needed only after a change that PyTorch does not count, such as one through `.data`.
 
@@ -354,7 +355,7 @@ class Engine:
                 if if_idle and self._requests:
                     return
                 self._steps.drop_computed()
-            self._runner.forget_weights()  # not under the guard: another engine may be making them
+            self._runner.forget_weights()  # not under the guard: another engine may be making it
 
     def add_observer(self, observer: StepObserver) -> None:
         """Call it after each step from now on, as those given to the constructor."""

@@ -186,6 +186,7 @@ class ModelRunner:
     def run(self, step: ScheduledStep) -> Tensor:
         """Compute the step's tokens, writing their keys and values into the pools; logits [R, V]."""
         assert isinstance(step.inputs, StepInputs), "the device chooses for captured steps"
+        self._measure_kv_scales()
         self._chooser.next_turn()
         self._launched = None
         sources = self._chooser.stage_sources(step.sources)
@@ -296,6 +297,7 @@ class ModelRunner:
         """As `run`, for a step whose tokens the device chooses: the host's memory that they come to, [>= R], and what
         waits for them. The one before the last must have been waited for."""
         assert step.chosen_for is not None
+        self._measure_kv_scales()
         self._chooser.next_turn()
         self._launched = step.inputs if isinstance(step.inputs, CapturedInputs) else None
         if self._graphs is not None and isinstance(step.inputs, CapturedInputs):
@@ -304,6 +306,12 @@ class ModelRunner:
             assert isinstance(step.inputs, StepInputs), step
             self._launch_eagerly(step.inputs, step.sources, step.chosen_for, step.marked)
         return self._chooser.arriving, self.stream.mark()
+
+    def _measure_kv_scales(self) -> None:
+        """Where the weights have changed: then nothing is on the device, and the pools hold nothing of use."""
+        program, version = self.program, self._weights_version
+        if isinstance(program, StepProgram) and not program.knows_kv_scales(version):
+            self.stream.call(partial(program.measure_kv_scales, version))
 
     def _launch_eagerly(
         self,

@@ -4,11 +4,14 @@ A step computes two requests of `TOKENS` tokens together, or as many as the mode
 over the vocabulary, into pools of their own. What these hold then tells the scales (`fp8_rows.scales_for`). As long as
 a scale changes, the step is run again: numbers that were too large or too small are known by that alone, and wrong ones
 reach the layers behind.
+
+Other weights have other scales: those of before could be too small for them, and cut their keys and values off.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -22,6 +25,44 @@ MOST_STEPS = 6
 BLOCK = 64
 # Slots that the two requests take together at most.
 SLOTS = 2 * BLOCK * -(-TOKENS // (2 * BLOCK))
+
+
+class KvScales:
+    """Scales [K] float32 of the pools that are kept as e4m3, and of which weights they are.
+
+    They stay where they are, as captured steps read them there. Engines in several threads may share them: measuring
+    has numbers of its own, and nothing is written where they come out as they were.
+    """
+
+    def __init__(self, heads: Sequence[int], device: torch.device) -> None:
+        """Args: heads: K of each of the pools."""
+        self.current = tuple(torch.ones(count, device=device) for count in heads)
+        self._of: object = None
+        self._lock = Lock()
+
+    def are_of(self, version: object) -> bool:
+        return not self.current or self._of == version
+
+    def drop(self) -> None:
+        """Measure them before the next step, whatever the weights' version tells."""
+        with self._lock:  # not while they are measured, perhaps of what was there before
+            self._of = None
+
+    def measure(self, version: object, measure: Callable[[Sequence[Tensor]], None]) -> None:
+        """Make them those that `measure` finds, from scales of 1: the same for the same weights, whatever was before.
+
+        Args:
+            version: of the weights.
+        """
+        with self._lock:
+            if self.are_of(version):
+                return
+            found = tuple(torch.ones_like(scales) for scales in self.current)
+            measure(found)
+            self._of = version
+            for new, old in zip(found, self.current, strict=True):
+                if not torch.equal(new, old):
+                    old.copy_(new)
 
 
 def measure_scales(

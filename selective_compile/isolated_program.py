@@ -128,13 +128,17 @@ class IsolatedProgram(ModuleProgram):
         """Let go of all that is kept of a request that has left, if it is in a step that runs, when that has run."""
         self._requests.pop(request, None)
 
-    def __call__(
-        self, inputs: StepInputs, pools: Sequence[tuple[Tensor, Tensor]], states: Sequence[Tensor] = ()
+    def _logits(
+        self,
+        inputs: StepInputs,
+        pools: Sequence[tuple[Tensor, Tensor]],
+        states: Sequence[Tensor],
+        scales: Sequence[Tensor],
     ) -> Tensor:
         with self._lock:
             shares = list(self._shares(inputs))
             with running(partial(self._run_call, shares, Wholes())):
-                return StepProgram.__call__(self, inputs, pools, states)
+                return StepProgram._logits(self, inputs, pools, states, scales)
 
     def _shares(self, inputs: StepInputs) -> Iterator[Share]:
         bounds = inputs.cu_seqlens_q.tolist()

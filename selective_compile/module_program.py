@@ -48,11 +48,15 @@ class ModuleProgram(StepProgram):
         self._lock = Lock()  # engines may share a program, and the modules' own attributes are one call's at a time
         self.weights_version = self._versions
 
-    def __call__(
-        self, inputs: StepInputs, pools: Sequence[tuple[Tensor, Tensor]], states: Sequence[Tensor] = ()
+    def _logits(
+        self,
+        inputs: StepInputs,
+        pools: Sequence[tuple[Tensor, Tensor]],
+        states: Sequence[Tensor],
+        scales: Sequence[Tensor],
     ) -> Tensor:
         with self._lock, running(self._called_once):
-            return super().__call__(inputs, pools, states)
+            return super()._logits(inputs, pools, states, scales)
 
     def _versions(self) -> tuple[States, int, States]:
         version = self.weights.version()

@@ -76,7 +76,7 @@ def _compiled(model: nn.Module, config: EngineConfig) -> Program:
         logger.warning("%s", rounded(model, program))
     if config.kv_dtype != "auto":
         if config.kv_dtype == "fp8":
-            program.measure_kv_scales()
+            program.measure_kv_scales(program.weights_version())
         logger.warning("%s", shortened(type(model).__name__, program))
     return program
 

@@ -18,7 +18,7 @@ from selective_compile.compiled_step import CompiledStep, native_kernels_run
 from selective_compile.compiling import compiled
 from selective_compile.entries import Entries
 from selective_compile.first_steps import may_be_followed, run_first_steps
-from selective_compile.fp8_scales import BLOCK, SLOTS, measure_scales, spread_ids
+from selective_compile.fp8_scales import BLOCK, SLOTS, KvScales, measure_scales, spread_ids
 from selective_compile.int8_rows import row_bytes
 from selective_compile.int8_weights import Int8Weights
 from selective_compile.joined_weights import JoinedWeights
@@ -206,7 +206,7 @@ class StepProgram:
         self.call_sites = (*kept, *map(index_site, flat.selections))
         # Of keys and values in turn, for each call that keeps them as e4m3; latents are keys alone.
         heads = [site.num_kv_heads for site in kept if site.fp8 for size in site.pool_rows if size]
-        self.kv_scales = tuple(torch.ones(count, device=flat.device) for count in heads)
+        self._scales = KvScales(heads, flat.device)
         self.state_sites = tuple(
             StateSite(name=call.name, shape=call.state_shape, dtype=call.state_dtype, device=flat.device)
             for call in flat.recurrences
@@ -255,8 +255,9 @@ class StepProgram:
         return not self.weights.settings.change()
 
     def forget_weights(self) -> None:
-        """Make anew, in the next step, what is kept of the weights' values: int8 numbers, if there are any."""
+        """Make anew, in the next step, what is kept of the weights' values: int8 numbers, and scales of e4m3."""
         self.int8_weights.drop()
+        self._scales.drop()
 
     def gather_weights(self) -> bool:
         """Join the weights that one product is to read where they lie apart; for when no step is on its way.
@@ -269,8 +270,21 @@ class StepProgram:
         self.joined_weights.gather(*self.weights.seen)
         return self.weights.version() != version
 
-    def measure_kv_scales(self) -> None:
-        """Find the scales of keys and values that are kept as e4m3, before a request comes; see `fp8_scales`."""
+    @property
+    def kv_scales(self) -> tuple[Tensor, ...]:
+        """[K] float32 of each pool that is kept as e4m3."""
+        return self._scales.current
+
+    def knows_kv_scales(self, version: object) -> bool:
+        """Whether they are of weights of that `weights_version`."""
+        return self._scales.are_of(version)
+
+    def measure_kv_scales(self, version: object) -> None:
+        """Find the scales of keys and values that are kept as e4m3, before any is kept of weights of that
+        `weights_version`; see `fp8_scales`."""
+        self._scales.measure(version, self._measured)
+
+    def _measured(self, scales: Sequence[Tensor]) -> None:
         kinds = [(site.num_kv_heads, site.pool_rows, site.pool_dtype) for site in self.call_sites]
         pools = [
             (zeros_of(heads, rows[0], dtype, self.device), zeros_of(heads, rows[1], dtype, self.device))
@@ -278,9 +292,9 @@ class StepProgram:
         ]
         states = [torch.zeros((2, *site.shape), dtype=site.dtype, device=site.device) for site in self.state_sites]
         measure_scales(
-            lambda inputs, pools: self(inputs, pools, states),
+            lambda inputs, pools: self._logits(inputs, pools, states, scales),
             pools,
-            self.kv_scales,
+            scales,
             spread_ids(self.num_ids, self.max_positions, self.device),
             num_tables=len(reaches(site.reach for site in self.call_sites)),
         )
@@ -299,6 +313,15 @@ class StepProgram:
         Writes this step's keys and values into ``pools``, and into ``states``, one ``[num_slots, ...]`` for each of
         `state_sites`, what the requests' recurrences have come to.
         """
+        return self._logits(inputs, pools, states, self.kv_scales)
+
+    def _logits(
+        self,
+        inputs: StepInputs,
+        pools: Sequence[tuple[Tensor, Tensor]],
+        states: Sequence[Tensor],
+        scales: Sequence[Tensor],
+    ) -> Tensor:
         ids, row = self._row
         if ids is not inputs.input_ids:  # as it is from one step to the next, while nobody comes or goes
             row = inputs.input_ids[None]
@@ -317,7 +340,7 @@ class StepProgram:
         arguments.append(inputs.logit_rows)
         if self._flat.quantised:
             arguments += self.int8_weights.of(tensors, seen)
-        arguments += self.kv_scales
+        arguments += scales
         if self._flat.joined:
             arguments += self.joined_weights.of(tensors, seen)
         recording = torch.is_grad_enabled()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from selective_compile.runtime.kv_cache import allocate_pools
 from selective_compile.runtime.logit_error import logit_error, prompt_logits
 from tests.models import tiny
 from tests.prefix_models import prefix_model
+from tests.runtime.played_stream import TapedStream
 
 CONFIG = EngineConfig(compile=False, max_kv_tokens=4096, block_size=8, kv_dtype="fp8")
 PROMPT = [(13 * place + 7) % 97 for place in range(37)]
@@ -104,6 +106,46 @@ def test_scales_fit_numbers_of_any_size(size: float) -> None:
         assert scales.log2().mean() == pytest.approx(torch.tensor(size / 100).log2(), abs=4)
     error = apart(prompt_logits(sc.Engine(model, CONFIG, program=program), PROMPT), exact_logits(model, PROMPT))
     assert error < 0.2 * float(exact_logits(model, PROMPT).std())
+
+
+def multiply_in_place(weight: Tensor, factor: float, engines: list[sc.Engine]) -> None:
+    weight.mul_(factor)
+
+
+def put_another(weight: Tensor, factor: float, engines: list[sc.Engine]) -> None:
+    weight.data = weight * factor
+
+
+def copy_uncounted(weight: Tensor, factor: float, engines: list[sc.Engine]) -> None:
+    weight.data.copy_(weight * factor)
+    for engine in engines:
+        engine.drop_computed()
+
+
+@pytest.mark.parametrize("change", (multiply_in_place, put_another, copy_uncounted))
+@pytest.mark.parametrize("captured", (False, True))
+@torch.no_grad()
+def test_scales_are_of_the_weights_that_are_there(change: Callable[..., None], captured: bool) -> None:
+    """Values that grow beyond those of before would be cut off; two engines share the program."""
+    model: Any = tiny("llama", initializer_range=0.2, num_hidden_layers=1)
+    program = compile_step_program(model, CONFIG)
+    stream = TapedStream(captures=True) if captured else None
+    engines = [sc.Engine(model, CONFIG, program=program, stream=stream) for _ in range(2)]
+    before, attention = [scales.log2() for scales in program.kv_scales], model.model.layers[0].self_attn
+    tokens = [tokens_of(engine) for engine in engines]
+    for factor, log in ((2.0**12, 12), (2.0**-12, 0)):
+        change(attention.v_proj.weight, factor, engines)
+        change(attention.o_proj.weight, 1 / factor, engines)
+        assert [tokens_of(engine) for engine in engines] == tokens
+        assert torch.equal(program.kv_scales[0].log2(), before[0])
+        assert torch.equal(program.kv_scales[1].log2(), before[1] + log)
+
+
+def tokens_of(engine: sc.Engine) -> list[int]:
+    request = engine.submit(PROMPT, max_new_tokens=8)
+    while engine.step():
+        pass
+    return request.tokens
 
 
 @pytest.fixture(scope="module")
