@@ -103,13 +103,21 @@ class ModelRunner:
         """What the largest step takes on a device with memory of its own, which the pools are to leave free."""
         sites, states = self.program.call_sites, self.program.state_sites
         num_tables, device = len(reaches_of(sites)), self.program.device
-        inputs = largest_step(config, max_requests=self.max_requests, num_tables=num_tables, device=device)
+        inputs = largest_step(
+            config,
+            max_requests=self.max_requests,
+            max_positions=self.program.max_positions,
+            num_tables=num_tables,
+            device=device,
+        )
 
         def step() -> None:
             self._pools = allocate_pools(sites, [1] * num_tables, config.block_size)
             self._states = allocate_states(states, 1)
             count = inputs.logit_rows.shape[0]
-            self._choose(inputs, None, torch.ones(FIELDS, count, dtype=torch.float64, device=device), count)
+            nobody = torch.full((count,), self._chooser.marks.nobody, device=device)
+            # Tokens that are drawn, some with a penalty: the choice that takes most.
+            self._choose(inputs, None, torch.ones(FIELDS, count, dtype=torch.float64, device=device), count, nobody)
 
         return self.stream.peak_bytes(step)
 

@@ -10,7 +10,8 @@ Legend
     width      keys that a row may have: what the block table has room for, or all rows of the step
 
 The ranks are sorted by torch (`topk`), whose choice among them is certain, because no two of them are equal. They take
-8 bytes for each row and key of the step. Their speed has not been measured on a GPU.
+8 bytes for each row and key: of a long prompt far from its start that would be gigabytes, so that rows take turns in
+`RANK_BYTES`. Their speed has not been measured on a GPU.
 """
 
 from __future__ import annotations
@@ -27,16 +28,18 @@ from selective_compile.kernels.registers import backend, warps
 from selective_compile.kernels.request_rows_triton import request_of
 
 _NOTHING = -(2**63)
+# A decode step of 256 requests with contexts of 32k in one turn. Sorting takes a few times as much.
+RANK_BYTES = 64 * 2**20
 # Sinks and slopes [H], and of pools of e4m3 the scales of keys and of values [K].
 PerHead = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 @triton.jit(
-    do_not_specialize=["num_requests", "table_stride", "width"],
+    do_not_specialize=["num_requests", "table_stride", "width", "first_row"],
     do_not_specialize_on_alignment=["cu_seqlens_q", "context_lens", "block_table"],
 )
 def _rank_kernel(
-    ranks,  # [T, width] int64, filled with the least number
+    ranks,  # [rows from first_row on, width] int64, filled with the least number
     query,  # [T, H, D]
     weights,  # [T, H] float32
     keys,  # [num_blocks, K, BLOCK_SIZE, D]; without a pool [T, K, D]
@@ -51,6 +54,7 @@ def _rank_kernel(
     key_slot_stride,
     table_stride,
     width,
+    first_row,
     SCALE: tl.constexpr,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -61,7 +65,7 @@ def _rank_kernel(
     BLOCK_D: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    row = tl.program_id(0)
+    row = first_row + tl.program_id(0)
     start = tl.program_id(1) * BLOCK_N
     request = request_of(cu_seqlens_q, num_requests, row, 0)
     if request >= num_requests:
@@ -103,7 +107,7 @@ def _rank_kernel(
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     ordered = tl.where(total != total, 0x7FFFFFFF, ordered)
     rank = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - j).to(tl.int64)
-    tl.store(ranks + row.to(tl.int64) * width + j, rank, seen)
+    tl.store(ranks + tl.program_id(0).to(tl.int64) * width + j, rank, seen)
 
 
 @triton.jit(
@@ -266,19 +270,24 @@ def _select(
     selection = torch.full((num_rows, count), -1, dtype=torch.int32, device=query.device)
     if num_rows == 0 or width == 0:
         return selection
-    ranks = torch.full((num_rows, width), _NOTHING, dtype=torch.int64, device=query.device)
+    weights = weights.to(torch.float32).contiguous()
+    turn = min(num_rows, max(1, RANK_BYTES // (8 * width)))
+    ranks = torch.empty((turn, width), dtype=torch.int64, device=query.device)
     group = heads // kv_heads
     block_h, block_n, block_d, num_warps = block_sizes(group, size, query.element_size())
-    # fmt: off
-    on_device(_rank_kernel, query)[(num_rows, triton.cdiv(width, block_n))](
-        ranks, query, weights.to(torch.float32).contiguous(), keys, *metadata, metadata[0].shape[0] - 1,
-        *query.stride()[:2], *strides, metadata[2].stride(0), width, scale, group, kv_heads, size, block_size,
-        block_h, block_n, block_d, not query.is_cuda, **warps(num_warps, backend()), enable_fp_fusion=True,
-    )
-    # fmt: on
-    best = ranks.topk(min(count, width), dim=-1).values
-    positions = torch.where(best == _NOTHING, width, 0x7FFFFFFF - (best & 0xFFFFFFFF)).sort(dim=-1).values
-    selection[:, : positions.shape[1]] = torch.where(positions == width, -1, positions)
+    for first in range(0, num_rows, turn):
+        rows = min(turn, num_rows - first)
+        ranks.fill_(_NOTHING)
+        # fmt: off
+        on_device(_rank_kernel, query)[(rows, triton.cdiv(width, block_n))](
+            ranks, query, weights, keys, *metadata, metadata[0].shape[0] - 1, *query.stride()[:2], *strides,
+            metadata[2].stride(0), width, first, scale, group, kv_heads, size, block_size, block_h, block_n, block_d,
+            not query.is_cuda, **warps(num_warps, backend()), enable_fp_fusion=True,
+        )
+        # fmt: on
+        best = ranks[:rows].topk(min(count, width), dim=-1).values
+        positions = torch.where(best == _NOTHING, width, 0x7FFFFFFF - (best & 0xFFFFFFFF)).sort(dim=-1).values
+        selection[first : first + rows, : positions.shape[1]] = torch.where(positions == width, -1, positions)
     return selection
 
 

@@ -41,6 +41,18 @@ def test_the_best_keys(step: Selecting, dtype: torch.dtype) -> None:
     assert torch.equal(launcher.varlen_top_keys(*given), reference.varlen_top_keys(*given))
 
 
+def test_rows_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five at a time, the last turn of fewer."""
+    inputs, weights = drawn(FEWER[0], torch.float32)
+    theirs, ours = paged(inputs, weights, FEWER[0].count), paged(inputs, weights, FEWER[0].count)
+    width = inputs.block_table.shape[1] * ours[3].shape[2]
+    assert len(inputs.query) % 5
+    monkeypatch.setattr(launcher, "RANK_BYTES", 5 * 8 * width + 7)
+    assert torch.equal(launcher.ragged_top_keys(*ours), reference.ragged_top_keys(*theirs))
+    given = unpaged(inputs, weights, FEWER[0].count)
+    assert torch.equal(launcher.varlen_top_keys(*given), reference.varlen_top_keys(*given))
+
+
 def test_of_equal_scores_those_in_front() -> None:
     inputs = with_equal_scores(drawn(FEWER[0], torch.float32)[0])
     for weights in (
