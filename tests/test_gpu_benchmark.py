@@ -19,8 +19,9 @@ import pytest
 import torch
 import torch.nn.attention.varlen
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.gpu_parts import attention_peers, command, decoding, isolated, timing, tokens, trace
+from benchmarks.gpu_parts import attention_peers, ceilings, command, decoding, isolated, timing, tokens, trace
 from benchmarks.gpu_parts.command import measure
 from benchmarks.gpu_parts.isolated import Worker
 from benchmarks.gpu_parts.jobs import CACHES, ROOT, WEIGHTS, Context, Job
@@ -371,10 +372,38 @@ def test_kernels_are_timed_in_a_graph_or_else_between_events(captures: bool, mon
         monkeypatch.setattr(torch.cuda, name, lambda *which: None)
     timer = timing.Timer(CPU)
     assert timer.seconds(lambda: None, 2) >= 0 and timer.how == "host"
-    timer._flush = SimpleNamespace(zero_=lambda: calls.append("flush"))  # type: ignore[assignment]
+    timer._flush = lambda: calls.append("flush")
     assert timer.seconds(lambda: calls.append("call"), 4) == 5e-3
     assert calls == ["call"] * 2 + ["flush", "call"] * 4
     assert (timer.how, len(replays)) == (("graph", 2) if captures else ("events", 0))
+
+
+class Seen(TorchDispatchMode):
+    """Operators called inside, each with the bytes of its first argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append((func.overloadpacket.__name__, args[0].untyped_storage().nbytes()))
+        return func(*args, **kwargs or {})
+
+
+def test_what_overwrites_the_cache_reads_it_full_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "FLUSHED", 2**16)
+    monkeypatch.setattr(timing, "READ", 2**14)
+    flush = timing.flush_of(CPU)
+    with Seen() as seen:
+        flush()
+    assert seen.calls == [("zero_", 2**16), ("sum", 2**14)]
+
+
+def test_the_copy_is_of_random_bytes() -> None:
+    copied: list[Tensor] = []
+    timer: Any = SimpleNamespace(seconds=lambda call, repeats: copied.append(call()) or 0.5)
+    assert ceilings.copy_rate(Context(a_job(), print), timer) == 4 * copied[0].nbytes
+    assert len(copied[0].unique()) == 256
 
 
 def test_idle_is_of_one_window_by_one_clock() -> None:

@@ -31,8 +31,9 @@ def measured(context: Context) -> Ceilings:
 
 
 def copy_rate(context: Context, timer: Timer) -> float:
-    """Bytes read and written in a second, of buffers far larger than any cache."""
-    source = torch.ones(2**16 if context.tiny else 2**31, dtype=torch.int8, device=context.device)
+    """Bytes read and written in a second, of random buffers far larger than any cache."""
+    size = 2**16 if context.tiny else 2**31
+    source = torch.randint(256, (size,), dtype=torch.uint8, device=context.device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / timer.seconds(lambda: target.copy_(source), context.repeats)
 
