@@ -26,8 +26,9 @@ from benchmarks.gpu_parts.command import measure
 from benchmarks.gpu_parts.isolated import Worker
 from benchmarks.gpu_parts.jobs import CACHES, ROOT, WEIGHTS, Context, Job
 from benchmarks.gpu_parts.measures import Measure, without_found
-from benchmarks.gpu_parts.ragged_step import TINY, check, make_step, nan_filled_outputs, worst_error
+from benchmarks.gpu_parts.ragged_step import TINY, make_step
 from benchmarks.gpu_parts.rows import Row
+from benchmarks.gpu_parts.step_check import check, nan_filled_outputs, worst_error
 from selective_compile import reference
 from selective_compile.bench.trace import Trace
 from selective_compile.kept_captures import SWITCH
@@ -263,6 +264,18 @@ def test_the_check_of_a_step_can_fail() -> None:
     step.key_pool[step.slot_mapping[7] // TINY.block_size] += 1
     with pytest.raises(ValueError, match="written to their slots"):
         worst_error(step, right)
+
+
+def test_rows_from_the_middle_of_a_prompt_are_checked() -> None:
+    step = make_step(((200, 210),), TINY, CPU)
+    tensors = step.query, step.key, step.value, step.key_pool, step.value_pool, step.cu_seqlens_q, step.context_lens
+    right = reference.ragged_attention(*tensors, step.block_table, step.slot_mapping, step.scale, 0, 0.0)
+    assert check(step, right) < 1e-5
+    for first in range(0, 160, 20):
+        wrong = right.clone()
+        wrong[first : first + 41] *= 1.1
+        with pytest.raises(ValueError, match="error of a row must be at most"):
+            check(step, wrong)
 
 
 def paged(

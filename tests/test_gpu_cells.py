@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from benchmarks.gpu_parts import choice, joined, kept_otherwise, rotary
-from benchmarks.gpu_parts.ragged_step import TINY, AttentionShape, check, in_eight_bits, make_step, nan_filled_outputs
+from benchmarks.gpu_parts.ragged_step import TINY, AttentionShape, in_eight_bits, make_step
+from benchmarks.gpu_parts.step_check import check, nan_filled_outputs
 from selective_compile import reference
 from selective_compile.kernels import choose_triton
 

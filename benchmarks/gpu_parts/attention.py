@@ -15,17 +15,9 @@ from benchmarks.gpu_parts import ceilings
 from benchmarks.gpu_parts.floors import LARGE_KV, share, spread
 from benchmarks.gpu_parts.jobs import Context
 from benchmarks.gpu_parts.measures import LONG_PREFILL
-from benchmarks.gpu_parts.ragged_step import (
-    TINY,
-    AttentionShape,
-    RaggedStep,
-    bytes_needed,
-    check,
-    make_step,
-    nan_filled_outputs,
-    ragged,
-)
+from benchmarks.gpu_parts.ragged_step import TINY, AttentionShape, RaggedStep, bytes_needed, make_step, ragged
 from benchmarks.gpu_parts.rows import FAILURES, reason
+from benchmarks.gpu_parts.step_check import check, nan_filled_outputs
 from benchmarks.gpu_parts.timing import Timer, free_bytes
 
 Requests = tuple[tuple[int, int], ...]

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from benchmarks.gpu_parts.attention import Requests, each, mixed_step, prefill_cells
 from benchmarks.gpu_parts.jobs import Context
-from benchmarks.gpu_parts.ragged_step import RaggedStep, check
+from benchmarks.gpu_parts.ragged_step import RaggedStep
 from benchmarks.gpu_parts.rows import FAILURES, reason
+from benchmarks.gpu_parts.step_check import check
 from benchmarks.gpu_parts.timing import Timer, free_bytes
 
 BLOCK = 256  # what FlashAttention 2 takes

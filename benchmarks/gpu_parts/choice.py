@@ -12,8 +12,8 @@ from benchmarks.gpu_parts import ceilings
 from benchmarks.gpu_parts.floors import share
 from benchmarks.gpu_parts.jobs import Context
 from benchmarks.gpu_parts.models import SHAPES
-from benchmarks.gpu_parts.ragged_step import nan_filled_outputs
 from benchmarks.gpu_parts.rows import FAILURES, reason
+from benchmarks.gpu_parts.step_check import nan_filled_outputs
 from benchmarks.gpu_parts.timing import Timer
 from selective_compile.kernels import choose_triton
 from selective_compile.runtime.device_draw import FIELDS, NO_TOKEN, choose

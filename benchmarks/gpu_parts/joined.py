@@ -10,8 +10,8 @@ from torch import Tensor
 
 from benchmarks.gpu_parts.jobs import Context
 from benchmarks.gpu_parts.models import SHAPES
-from benchmarks.gpu_parts.ragged_step import nan_filled_outputs
 from benchmarks.gpu_parts.rows import FAILURES, reason
+from benchmarks.gpu_parts.step_check import nan_filled_outputs
 from benchmarks.gpu_parts.timing import Timer
 
 ROWS = (1, 8, 32, 128, 256)

@@ -1,21 +1,16 @@
-"""Inputs of the ragged attention op on the device, and whether a result is that of the float32 reference."""
+"""Inputs of the ragged attention op on the device."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from benchmarks.gpu_parts.floors import attention_flops, kv_bytes
-from selective_compile import fp8_rows, ops, reference
-
-# Of a row's error over the row, both as lengths of vectors: probabilities and results are rounded once each.
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-CHECKED_REQUESTS, CHECKED_ROWS = 4, 16
+from selective_compile import fp8_rows, ops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +90,7 @@ class RaggedStep:
         """Those of all requests one behind the other [sum of contexts, K, D], copied out of the pools."""
         found: tuple[list[Tensor], list[Tensor]] = ([], [])
         for n, (_, context) in enumerate(self.requests):
-            blocks = self.block_table[n, : _blocks(context, self.shape)].long()
+            blocks = self.block_table[n, : blocks_of(context, self.shape)].long()
             for rows, pool in zip(found, (self.key_pool, self.value_pool), strict=True):
                 rows.append(pool[blocks].transpose(1, 2).flatten(0, 1)[:context])
         return torch.cat(found[0]), torch.cat(found[1])
@@ -108,7 +103,7 @@ def ragged(requests: int, context: int) -> tuple[tuple[int, int], ...]:
 
 def bytes_needed(requests: Sequence[tuple[int, int]], shape: AttentionShape) -> int:
     """Of the pools and the rows."""
-    slots = shape.block_size * sum(_blocks(context, shape) for _, context in requests)
+    slots = shape.block_size * sum(blocks_of(context, shape) for _, context in requests)
     rows = sum(rows for rows, _ in requests)
     pools = kv_bytes(slots, shape.kv_heads, shape.head_size, shape.dtype.itemsize)
     return pools + 4 * rows * shape.heads * shape.head_size * shape.dtype.itemsize
@@ -116,7 +111,7 @@ def bytes_needed(requests: Sequence[tuple[int, int]], shape: AttentionShape) -> 
 
 def make_step(requests: Sequence[tuple[int, int]], shape: AttentionShape, device: torch.device) -> RaggedStep:
     """Random numbers; blocks lie in random order. What nobody may read is NaN: block 0, and slots behind a context."""
-    needed = [_blocks(context, shape) for _, context in requests]
+    needed = [blocks_of(context, shape) for _, context in requests]
     order = (1 + torch.randperm(sum(needed))).to(torch.int32)
     table = torch.zeros(len(needed), max(needed), dtype=torch.int32)
     for n, blocks in enumerate(order.split(needed)):
@@ -155,52 +150,8 @@ def in_eight_bits(step: RaggedStep) -> RaggedStep:
     return replace(step, key_pool=key_pool, value_pool=value_pool, **scaled)
 
 
-def worst_error(step: RaggedStep, output: Tensor, written: float = 0.0) -> float:
-    """The largest error of a row over the row, of some rows of some requests, by the float32 reference.
-
-    The pools must have the step's keys and values by now, of which the kernel may have rounded an element so much
-    differently, as a part of it.
-
-    Raises:
-        ValueError: something of the output is NaN, or a key or value is not where it belongs.
-    """
-    if bool(output.isnan().any()):
-        raise ValueError("every element of the result must be written, got NaN")
-    blocks, offsets = step.slot_mapping // step.shape.block_size, step.slot_mapping % step.shape.block_size
-    kept = ((step.key_pool, step.key, step.key_scales), (step.value_pool, step.value, step.value_scales))
-    for pool, rows, scales in kept:
-        wanted = rows if scales is None else fp8_rows.quantised(rows, scales)
-        there = _bits(pool)[blocks, :, offsets].view(pool.dtype)
-        if not torch.allclose(there.float(), wanted.float(), rtol=written, atol=written / 8):
-            raise ValueError("keys and values must be written to their slots, got others there")
-    return max(_error(step, output, *window) for window in _windows(step))
-
-
-def check(step: RaggedStep, output: Tensor, written: float = 0.0) -> float:
-    """`worst_error`.
-
-    Raises:
-        ValueError: it is larger than rounding explains.
-    """
-    error = worst_error(step, output, written)
-    if not error <= (most := TOLERANCE[step.shape.dtype]):
-        raise ValueError(f"the error of a row must be at most {most} of the row, got {error:.3g}")
-    return error
-
-
-@contextmanager
-def nan_filled_outputs() -> Iterator[None]:
-    """What is allocated holds NaN, so that an element that a kernel leaves out shows."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        assert bool(torch.empty(1).isnan()), "torch must fill what is not initialised"
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
-def _blocks(context: int, shape: AttentionShape) -> int:
+def blocks_of(context: int, shape: AttentionShape) -> int:
+    """How many blocks so many tokens take."""
     return -(-context // shape.block_size)
 
 
@@ -215,49 +166,3 @@ def _spoil(pool: Tensor, table: Tensor, requests: Sequence[tuple[int, int]], sha
     for n, (_, context) in enumerate(requests):
         if used := context % shape.block_size:
             pool[int(table[n, context // shape.block_size]), :, used:] = torch.nan
-
-
-def _windows(step: RaggedStep) -> Iterator[tuple[int, int, int]]:
-    """(request, first row, row behind the last): the ends of requests that are spread over the step."""
-    count = len(step.requests)
-    for n in sorted({place * (count - 1) // max(1, CHECKED_REQUESTS - 1) for place in range(CHECKED_REQUESTS)}):
-        rows = step.requests[n][0]
-        yield n, 0, min(rows, CHECKED_ROWS)
-        if rows > CHECKED_ROWS:
-            yield n, rows - CHECKED_ROWS, rows
-
-
-def _error(step: RaggedStep, output: Tensor, n: int, first: int, last: int) -> float:
-    """A row depends on nothing behind it: rows from the middle of a request are the last of a shorter one."""
-    rows, context = step.requests[n]
-    context -= rows - last
-    begin = sum(count for count, _ in step.requests[:n])
-    where, count = slice(begin + first, begin + last), last - first
-    blocks = step.block_table[n, : _blocks(context, step.shape)].long()
-    pools = ((step.key_pool, step.key_scales), (step.value_pool, step.value_scales))
-    exact = reference.ragged_attention(
-        *(tensor[where].float() for tensor in (step.query, step.key, step.value)),
-        *(_as_numbers(_bits(pool)[blocks].view(pool.dtype), scales) for pool, scales in pools),
-        torch.tensor([0, count]),
-        torch.tensor([context]),
-        torch.arange(len(blocks), device=output.device)[None],
-        torch.full((count,), -1, device=output.device),
-        step.scale,
-        0,
-        0.0,
-    )
-    exact = exact[..., : output.shape[-1]]  # of latents the first numbers of a key are its value
-    errors = (output[where].float() - exact).norm(dim=-1) / exact.norm(dim=-1)
-    return float(errors.max())
-
-
-def _bits(pool: Tensor) -> Tensor:
-    """Of 8 bits as integers, which every torch indexes on every device."""
-    return pool.view(torch.uint8) if pool.dtype == fp8_rows.DTYPE else pool
-
-
-def _as_numbers(blocks: Tensor, scales: Tensor | None) -> Tensor:
-    """[blocks, K, slots, D] float32 of what is kept."""
-    if scales is None:
-        return blocks.float()
-    return fp8_rows.dequantised(blocks.transpose(1, 2), scales, torch.float32).transpose(1, 2)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from benchmarks.gpu_parts.attention import Requests, each
 from benchmarks.gpu_parts.jobs import Context
-from benchmarks.gpu_parts.ragged_step import RaggedStep, check, nan_filled_outputs, ragged
+from benchmarks.gpu_parts.ragged_step import RaggedStep, ragged
+from benchmarks.gpu_parts.step_check import check, nan_filled_outputs
 from benchmarks.gpu_parts.timing import Timer
 from selective_compile import ops, reference, rotary_ops
 
