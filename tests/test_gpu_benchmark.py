@@ -58,15 +58,15 @@ def numbers(value: Any) -> Iterator[float]:
 def test_kernels_and_their_peers(tmp_path: Path, measured: set[str]) -> None:
     status, found = dry_run(tmp_path / "found.json", "ceilings", "attention")
     assert status == 0 and found["dry_run"] and found["complete"] and not list(numbers(found))
-    assert len(measured) == 3, measured
-    assert len(found["measures"]) == 10 and {each["reached"] for each in found["measures"]} == {"unknown"}
+    assert len(measured) == 4, measured
+    assert len(found["measures"]) == 11 and {each["reached"] for each in found["measures"]} == {"unknown"}
     names = {row["name"]: row for row in found["rows"]}
     assert {"copy", "bf16 product", "decode 1 x 40", "decode 3 x 40", "prefill 24"} <= set(names)
     assert "share_of_copy" in names["decode 3 x 40"]["figures"]["names"]
     others = {"fp8 decode 3 x 40", "latent decode 3 x 40, 16 heads", "rotary, prefill 24", "top-k, top-p, 3 x 300"}
     others |= {"query, key and value joined, 3 rows", "gate and up joined, 1 rows"}
     assert {names[name]["state"] for name in others} == {"measured"}
-    assert names["mixed: 24 rows and 3 x 40"]["figures"]["names"] == ["microseconds", "over_sum"]
+    assert names["mixed: 24 rows and 3 x 40"]["figures"]["names"] == ["counts", "microseconds", "over_sum"]
     assert names["flex_attention, prefill 24"]["state"] == "measured"
     assert names["flex_attention, mixed: 24 rows and 3 x 40"]["text"].startswith("ValueError: all requests must be")
     # What torch does not have on a CPU is named, and the others have gone on.

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu_parts import choice, joined, kept_otherwise, rotary
+from benchmarks.gpu_parts import choice, joined, kept_otherwise, mixed, rotary
+from benchmarks.gpu_parts.jobs import Job
 from benchmarks.gpu_parts.ragged_step import TINY, AttentionShape, in_eight_bits, make_step
+from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.step_check import check, nan_filled_outputs
 from selective_compile import reference
 from selective_compile.kernels import choose_triton
+from selective_compile.kernels.ragged_attention_tiles import tile_config
 
 CPU = torch.device("cpu")
 STEP = ((3, 40), (1, 33))
@@ -41,6 +45,29 @@ def test_latents() -> None:
     assert step.kv_bytes == 73 * 18 * 4 and step.flops == 2 * (40 + 39 + 38 + 33) * TINY.heads * (18 + 16)
     with pytest.raises(ValueError, match="error of a row must be at most"):
         check(step, right.flip(1))
+
+
+def test_mixed_steps_are_on_both_sides_of_where_tiles_become_tall() -> None:
+    """The launch's own choice, with the heads of the 8B."""
+    found: Any = SimpleNamespace(tiny=False, quick=False)
+    whole, low, tall = (step.both for step in mixed.mixed_steps(found))
+    assert low[:-1] == tall[:-1] and (low[-1], tall[-1]) == ((257, 16_641), (258, 16_642))
+
+    def rows(step: tuple[tuple[int, int], ...]) -> int:
+        sizes: Any = {"group": 4, "key_size": 128, "value_size": 128, "bytes_per_element": 2, "block_size": 64}
+        count = sum(rows for rows, _ in step)
+        return tile_config(num_rows=count, num_requests=len(step), bulk=True, **sizes).block_m
+
+    assert (rows(low), rows(tall), rows(whole)) == (16, 128, 128)
+
+
+def test_a_mixed_step_beyond_its_bar_says_so() -> None:
+    rows: list[Row] = []
+    context: Any = SimpleNamespace(tell=rows.append, job=Job(part="attention", name="mixed", seconds=1, ceilings=None))
+    mixed.tell(context, "mixed", [1e-3, 2e-3, 3e-3])
+    mixed.tell(context, "mixed", [1e-3, 2e-3, 3.9e-3])
+    assert [row.figures["over_sum"] for row in rows] == pytest.approx([1.0, 1.3])
+    assert ["failed" in row.text for row in rows] == [False, True]
 
 
 def test_sizes_of_deepseek() -> None:

@@ -3,7 +3,7 @@
 `jobs` names the jobs of each part and shares out the time, `isolated` runs each in a process of its own (`worker`), so
 that a kernel that faults or hangs costs nothing but its job; `rows` is what they tell, `measures` what the run is to
 show by them. `floors` is arithmetic, `timing` the clocks, `models` the shapes.
-`ceilings`, `attention` (with `ragged_step` and `step_check`; in modules of their own `kept_otherwise`, `rotary`,
-`choice`, `joined` and `attention_peers`), `steps` (with `decoding`, and `tokens` in front of it), `trace` and `start`
-(with `first_token`) are the parts.
+`ceilings`, `attention` (with `ragged_step` and `step_check`; in modules of their own `mixed`, `kept_otherwise`,
+`rotary`, `choice`, `joined` and `attention_peers`), `steps` (with `decoding`, and `tokens` in front of it), `trace` and
+`start` (with `first_token`) are the parts.
 """

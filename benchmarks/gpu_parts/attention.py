@@ -1,4 +1,4 @@
-"""The ragged attention kernels: decode to the copy bandwidth, prefill to the matrix rate, both at once to each apart.
+"""The ragged attention kernels: decode to the copy bandwidth, and prefill to the matrix rate.
 
 Every cell is checked against the float32 reference, on random inputs of its own and with NaN in what is allocated, at
 the sizes at which it is then timed: a row depends on its own request alone, so that some rows tell of the kernel's way
@@ -25,7 +25,7 @@ SPARE = 2**31  # for what a kernel allocates, and the rows of the reference
 
 
 def run(context: Context) -> None:
-    parts = {"decode": decode, "prefill": prefill, "mixed": mixed}
+    parts = {"decode": decode, "prefill": prefill}
     parts[context.job.name](context)
 
 
@@ -87,30 +87,6 @@ def prefill(context: Context) -> None:
         context.tell(context.job.row(name, figures=figures, text=text))
 
     each(context, prefill_cells(context), measure)
-
-
-def mixed_step(context: Context) -> tuple[str, Requests, Requests]:
-    """Its name, the prompt and the decodes."""
-    length, batch, past = (24, 3, 40) if context.tiny else (4096, 32, 4096) if context.quick else (8192, 128, 4096)
-    return f"mixed: {length} rows and {batch} x {past}", ((length, length),), ragged(batch, past)
-
-
-def mixed(context: Context) -> None:
-    """One long prompt beside many decodes in a step, and the two in steps of their own."""
-    name, prompt, decodes = mixed_step(context)
-    timer = Timer(context.device)
-    seconds: list[float] = []
-
-    def measure(name: str, step: RaggedStep) -> None:
-        seconds.append(timer.seconds(step, context.repeats))
-
-    cells = [("mixed: the prompt", prompt), ("mixed: the decodes", decodes), ("mixed: both", (*decodes, *prompt))]
-    each(context, cells, measure)
-    if len(seconds) == len(cells):
-        ratio = seconds[2] / (seconds[0] + seconds[1])
-        figures = {"microseconds": [1e6 * each for each in seconds], "over_sum": ratio}
-        text = f"{1e6 * seconds[2]:9.1f} us  {ratio:.2f} of the two apart"
-        context.tell(context.job.row(name, figures=figures, text=text))
 
 
 Make = Callable[[Requests, AttentionShape, torch.device], RaggedStep]

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_parts.attention import Requests, each, mixed_step, prefill_cells
+from benchmarks.gpu_parts.attention import Requests, each, prefill_cells
 from benchmarks.gpu_parts.jobs import Context
+from benchmarks.gpu_parts.mixed import mixed_steps
 from benchmarks.gpu_parts.ragged_step import RaggedStep
 from benchmarks.gpu_parts.rows import FAILURES, reason
 from benchmarks.gpu_parts.step_check import check
@@ -64,8 +65,8 @@ def cells(context: Context) -> Iterator[tuple[str, Requests]]:
     for batch in batches:
         yield f"decode {batch} x {lengths[0]}", ((1, lengths[0]),) * batch
     yield from prefill_cells(context)
-    name, prompt, decodes = mixed_step(context)
-    yield name, (*decodes, *prompt)
+    step = mixed_steps(context)[0]
+    yield step.name, step.both
     for length, batch in product(lengths[1:], batches):
         yield f"decode {batch} x {length}", ((1, length),) * batch
 

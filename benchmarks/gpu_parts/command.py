@@ -90,6 +90,9 @@ def measure(arguments: argparse.Namespace) -> int:
     print("", HEADER, *(measure.line for measure in found.measures), "", sep="\n")
     for row in found.failures:
         print(f"failed: {row.part}: {row.name}: {row.text}")
+    for missed in found.measures:
+        if missed.reached == "neither":
+            print(f"bar not reached: {missed.name}: {missed.why}")
     return 1 if found.failures else 0
 
 

@@ -32,7 +32,7 @@ WEIGHTS = {
     "attention": {
         "decode": 8,
         "prefill": 4,
-        "mixed": 2,
+        "mixed": 3,
         "fp8": 2,
         "latent": 3,
         "rotary": 3,
@@ -47,6 +47,7 @@ WEIGHTS = {
 }
 # Of jobs that have one of their own; the others have that of their part.
 MODULES = {
+    ("attention", "mixed"): "mixed",
     ("attention", "fp8"): "kept_otherwise",
     ("attention", "latent"): "kept_otherwise",
     ("attention", "rotary"): "rotary",
