@@ -64,6 +64,7 @@ def test_kernels_and_their_peers(tmp_path: Path, measured: set[str]) -> None:
     assert {"copy", "bf16 product", "decode 1 x 40", "decode 3 x 40", "prefill 24"} <= set(names)
     assert "share_of_copy" in names["decode 3 x 40"]["figures"]["names"]
     others = {"fp8 decode 3 x 40", "latent decode 3 x 40, 16 heads", "rotary, prefill 24", "top-k, top-p, 3 x 300"}
+    others |= {"heads of 64, decode 3 x 40", "window of 9, decode 3 x 40", "softcap, decode 3 x 40"}
     others |= {"query, key and value joined, 3 rows", "gate and up joined, 1 rows"}
     assert {names[name]["state"] for name in others} == {"measured"}
     assert names["mixed: 24 rows and 3 x 40"]["figures"]["names"] == ["counts", "microseconds", "over_sum"]

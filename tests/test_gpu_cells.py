@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu_parts import choice, joined, kept_otherwise, mixed, rotary
+from benchmarks.gpu_parts import attention_variants, choice, joined, kept_otherwise, mixed, rotary
 from benchmarks.gpu_parts.jobs import Job
 from benchmarks.gpu_parts.ragged_step import TINY, AttentionShape, in_eight_bits, make_step
 from benchmarks.gpu_parts.rows import Row
@@ -68,6 +68,20 @@ def test_a_mixed_step_beyond_its_bar_says_so() -> None:
     mixed.tell(context, "mixed", [1e-3, 2e-3, 3.9e-3])
     assert [row.figures["over_sum"] for row in rows] == pytest.approx([1.0, 1.3])
     assert ["failed" in row.text for row in rows] == [False, True]
+
+
+def test_variants_of_attention_are_checked_as_such() -> None:
+    found = attention_variants.variants(SimpleNamespace(tiny=True))  # type: ignore[arg-type]
+    assert found.pop("heads of 64")[0].head_size == 64
+    for _, make in found.values():
+        step = make(STEP, TINY, CPU)
+        with nan_filled_outputs():
+            right = step()
+        assert check(step, right) < 1e-5
+        with pytest.raises(ValueError, match="error of a row must be at most"):
+            check(replace(step, window=0, softcap=0.0, sinks=None), right)
+    assert step.kv_bytes == 73 * 2 * 4 * TINY.kv_heads * TINY.head_size
+    assert replace(step, window=9).kv_bytes == (11 + 9) * 2 * 4 * TINY.kv_heads * TINY.head_size
 
 
 def test_sizes_of_deepseek() -> None:

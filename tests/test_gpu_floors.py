@@ -45,6 +45,9 @@ def test_bytes_and_operations_of_attention() -> None:
     assert attention_flops(1, 100, 32, 128) == 4 * 100 * 32 * 128
     whole, first = attention_flops(64, 64, 2, 16), attention_flops(24, 24, 2, 16)
     assert whole == first + attention_flops(40, 64, 2, 16)
+    seen = sum(min(position + 1, 9) for position in range(3, 20))
+    assert attention_flops(17, 20, 2, 16, window=9) == 4 * seen * 2 * 16
+    assert attention_flops(17, 20, 2, 16, window=20) == attention_flops(17, 20, 2, 16)
 
 
 def test_shares() -> None:

@@ -4,6 +4,6 @@
 that a kernel that faults or hangs costs nothing but its job; `rows` is what they tell, `measures` what the run is to
 show by them. `floors` is arithmetic, `timing` the clocks, `models` the shapes.
 `ceilings`, `attention` (with `ragged_step` and `step_check`; in modules of their own `mixed`, `kept_otherwise`,
-`rotary`, `choice`, `joined` and `attention_peers`), `steps` (with `decoding`, and `tokens` in front of it), `trace` and
-`start` (with `first_token`) are the parts.
+`rotary`, `choice`, `joined`, `attention_variants` and `attention_peers`), `steps` (with `decoding`, and `tokens` in
+front of it), `trace` and `start` (with `first_token`) are the parts.
 """

@@ -68,9 +68,16 @@ def kv_bytes(tokens: int, kv_heads: int, head_size: int, itemsize: int) -> int:
     return 2 * tokens * kv_heads * head_size * itemsize
 
 
-def attention_flops(rows: int, context: int, heads: int, head_size: int) -> int:
-    """Of the last `rows` positions of a context, each of which attends to itself and all before it."""
-    pairs = rows * (context - rows) + rows * (rows + 1) // 2
+def attention_flops(rows: int, context: int, heads: int, head_size: int, window: int = 0) -> int:
+    """Of the last `rows` positions of a context, each of which attends to itself and all before it, or to so many."""
+
+    def in_front(positions: int) -> int:
+        """Pairs of the first positions of a context."""
+        return positions * (positions + 1) // 2
+
+    pairs = in_front(context) - in_front(context - rows)
+    if window:
+        pairs -= in_front(max(0, context - window)) - in_front(max(0, context - rows - window))
     return 4 * pairs * heads * head_size
 
 

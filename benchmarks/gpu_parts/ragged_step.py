@@ -44,6 +44,9 @@ class RaggedStep:
     slot_mapping: Tensor
     key_scales: Tensor | None = None
     value_scales: Tensor | None = None
+    window: int = 0
+    softcap: float = 0.0
+    sinks: Tensor | None = None
 
     @property
     def scale(self) -> float:
@@ -56,13 +59,14 @@ class RaggedStep:
     @property
     def kv_bytes(self) -> int:
         """That a step must read at least."""
-        tokens = sum(context for _, context in self.requests)
+        seen = self.window or max(context for _, context in self.requests)
+        tokens = sum(min(context, seen + rows - 1) for rows, context in self.requests)
         return kv_bytes(tokens, self.shape.kv_heads, self.shape.head_size, self.key_pool.dtype.itemsize)
 
     @property
     def flops(self) -> int:
         sizes = self.shape.heads, self.shape.head_size
-        return sum(attention_flops(rows, context, *sizes) for rows, context in self.requests)
+        return sum(attention_flops(rows, context, *sizes, self.window) for rows, context in self.requests)
 
     def __call__(self) -> Tensor:
         """[T, H, D]; on a CPU, in a dry run, the Triton kernel is interpreted."""
@@ -79,8 +83,9 @@ class RaggedStep:
                 self.block_table,
                 self.slot_mapping,
                 self.scale,
-                0,
-                0.0,
+                self.window,
+                self.softcap,
+                sinks=self.sinks,
                 key_scales=self.key_scales,
                 value_scales=self.value_scales,
             )

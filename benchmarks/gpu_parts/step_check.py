@@ -99,8 +99,9 @@ def _error(step: RaggedStep, output: Tensor, n: int, first: int, last: int) -> f
         torch.arange(len(blocks), device=output.device)[None],
         torch.full((count,), -1, device=output.device),
         step.scale,
-        0,
-        0.0,
+        step.window,
+        step.softcap,
+        sinks=step.sinks,
     )
     exact = exact[..., : output.shape[-1]]  # of latents the first numbers of a key are its value
     errors = (output[where].float() - exact).norm(dim=-1) / exact.norm(dim=-1)
