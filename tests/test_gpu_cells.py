@@ -9,13 +9,23 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu_parts import attention_variants, choice, joined, kept_otherwise, mixed, rotary
+from benchmarks.gpu_parts import (
+    attention,
+    attention_peers,
+    attention_variants,
+    choice,
+    joined,
+    kept_otherwise,
+    mixed,
+    rotary,
+)
 from benchmarks.gpu_parts.jobs import Job
 from benchmarks.gpu_parts.ragged_step import TINY, AttentionShape, in_eight_bits, make_step
 from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.step_check import check, nan_filled_outputs
 from selective_compile import reference
 from selective_compile.kernels import choose_triton
+from selective_compile.kernels.one_step import once
 from selective_compile.kernels.ragged_attention_tiles import tile_config
 
 CPU = torch.device("cpu")
@@ -82,6 +92,27 @@ def test_variants_of_attention_are_checked_as_such() -> None:
             check(replace(step, window=0, softcap=0.0, sinks=None), right)
     assert step.kv_bytes == 73 * 2 * 4 * TINY.kv_heads * TINY.head_size
     assert replace(step, window=9).kv_bytes == (11 + 9) * 2 * 4 * TINY.kv_heads * TINY.head_size
+
+
+def test_a_layer_shares_out_no_keys_but_the_first() -> None:
+    shared_out: list[int] = []
+
+    def seconds(call: Any, repeats: int) -> float:
+        call()
+        before = len(shared_out)
+        call()
+        return 64e-6 if len(shared_out) > before else 32e-6
+
+    timer: Any = SimpleNamespace(seconds=seconds)
+    mean, first = attention.of_a_layer(lambda: once("key", lambda: shared_out.append(1)), timer, 1)
+    assert (mean, first) == (pytest.approx(33e-6), 64e-6)
+
+
+def test_peers_begin_with_the_cells_that_say_most() -> None:
+    context: Any = SimpleNamespace(tiny=False, quick=False)
+    names = [name for name, _ in attention_peers.cells(context)]
+    assert names[:4] == ["decode 32 x 4096", "decode 128 x 4096", "prefill 4096", "prefill 16384"]
+    assert names[4].startswith("mixed") and len(set(names)) == len(names) == 21
 
 
 def test_sizes_of_deepseek() -> None:
