@@ -214,6 +214,16 @@ def test_without_time_nothing_is_begun_and_the_status_tells(tmp_path: Path, work
     assert not any(worker.jobs for worker in workers) and all(worker.closed for worker in workers)
 
 
+def test_a_bar_that_is_not_reached_is_named(
+    tmp_path: Path, workers: list[WorkerHere], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    low = Measure(name="low", bar=1, goal=2, found=0.5, why="2 cells")
+    found = (low, Measure(name="right", bar=1, goal=2, found=1))
+    monkeypatch.setattr(command, "measures", lambda rows: found)
+    full_run(tmp_path / "found.json", 7.5)
+    assert capsys.readouterr().out.splitlines()[-1] == "bar not reached: low: 2 cells"
+
+
 def a_job(**values: Any) -> Job:
     return Job(**{"part": "ceilings", "name": "ceilings", "seconds": 60.0, "ceilings": None, "tiny": True, **values})
 
