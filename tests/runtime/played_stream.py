@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -117,7 +118,7 @@ class Tape(TorchDispatchMode):
         self._calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func is not torch.ops.aten._local_scalar_dense.default, "a captured step reads a number from the device"
+        assert not waits_for_the_device(func, args), f"a captured step reads a number from the device: {func}"
         found = func(*args, **(kwargs or {}))
         self._calls.append((func, args, kwargs or {}, found))
         return found
@@ -134,23 +135,49 @@ class Tape(TorchDispatchMode):
                     old.copy_(new)
 
 
+aten = torch.ops.aten
+# Operators that wait for the device on a GPU, since the host is to know a number, or how many there are; none can be
+# captured. With an index of booleans, those of indices do, too. What copies to the host is seen by its caller alone.
+WAITING = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.is_nonzero, aten.item}
+WAITING |= {aten._unique2, aten.unique_dim, aten.unique_consecutive, aten._unique, aten.bincount}
+INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
+
+
+def waits_for_the_device(func: Any, args: Sequence[Any]) -> bool:
+    packet = func.overloadpacket
+    if packet in INDEXING:
+        indices = [index for index in args[1] if index is not None]
+        return any(index.dtype in (torch.bool, torch.uint8) for index in indices)
+    return packet in WAITING or (packet is aten.repeat_interleave and func is aten.repeat_interleave.Tensor)
+
+
 # What waits for the device on a GPU, where it is called on memory of the device.
 READS = {"item", "tolist", "cpu", "numpy", "to", "nonzero", "equal", "is_nonzero", "masked_select", "unique"}
 READS |= {"__int__", "__float__", "__bool__", "__index__", "__array__", "__contains__"}
 
 
 class WatchedStream(PlayedStream):
-    """Notes where the host reads what the device has computed, other than from what was copied to the host.
+    """Notes where the host reads what the device has computed, other than from what was copied to the host, and where
+    work that it was given does, which is not the model's: what is `kernels` here are kernels there.
 
     Attributes:
-        reads: what the host called for it, within `watched`.
+        reads: what was called for it, within `watched`.
     """
 
     def __init__(self, *, captures: bool) -> None:
         super().__init__(captures=captures)
         self.reads: list[str] = []
         self._of_device: dict[int, Any] = {}  # storages, which are kept: another could get the address of one
-        self._working = False
+        self._working = self._watching = self._in_kernels = False
+
+    @contextmanager
+    def kernels(self) -> Iterator[None]:
+        """What runs within stands for a model's kernels, which wait for nothing."""
+        was, self._in_kernels = self._in_kernels, True
+        try:
+            yield
+        finally:
+            self._in_kernels = was
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         def done() -> None:
@@ -175,11 +202,23 @@ class WatchedStream(PlayedStream):
         finally:
             self._working = was
 
-    def watched(self) -> HostReads:
-        return HostReads(self)
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        self._watching = True
+        try:
+            with HostReads(self):
+                yield
+        finally:
+            self._watching = False
+
+    def worked(self, func: Any, args: Sequence[Any]) -> None:
+        """The device has called it."""
+        if self._watching and not self._in_kernels and waits_for_the_device(func, args):
+            self.reads.append(str(func))
 
     def read(self, name: str, tensor: Tensor) -> None:
-        if not self._working and self.is_of_device(tensor):
+        stays = self._working and name == "to"  # where it is: work knows no other memory
+        if not stays and not self._in_kernels and self.is_of_device(tensor):
             self.reads.append(name)
 
 
@@ -191,6 +230,7 @@ class Computed(TorchDispatchMode):
         self._stream = stream
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._stream.worked(func, args)
         found = func(*args, **(kwargs or {}))
         for tensor in filter(_is_tensor, tree_leaves(found)):
             self._stream.computed(tensor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from torch import Tensor
 
 from selective_compile import EngineConfig
 from selective_compile.runtime import Engine, Request, StepError
@@ -153,27 +155,54 @@ CHOSEN_ON_DEVICE: tuple[dict[str, Any], ...] = (
 )
 
 
+READING: dict[str, Callable[[Tensor], object]] = {
+    "int": lambda last: int(last[0]),
+    "tolist": lambda last: last.tolist(),
+    "numpy": lambda last: np.asarray(last),
+    "nonzero": lambda last: last.nonzero(),
+    "booleans": lambda last: last[last > 3],
+    "put by booleans": lambda last: last.__setitem__(last < -9, 0),
+}
+
+
+class Kernels(SimulatedProgram):
+    """Whose kernels, here, are Python that looks at tensors."""
+
+    def __init__(self, stream: WatchedStream, *, captured: bool) -> None:
+        super().__init__(captured=captured)
+        self._stream = stream
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        with self._stream.kernels():
+            return super().__call__(*arguments)
+
+
 @pytest.mark.parametrize("captures", [False, True])
-@pytest.mark.parametrize("sabotage", [None, "int", "tolist", "numpy"])
+@pytest.mark.parametrize(
+    ("place", "sabotage"),
+    [(None, None), *(("launch", name) for name in ("int", "tolist", "numpy")), *(("choose", name) for name in READING)],
+)
 def test_a_decode_step_waits_for_the_device_once_and_reads_what_was_copied_alone(
-    captures: bool, sabotage: str | None, monkeypatch: pytest.MonkeyPatch
+    captures: bool, place: str | None, sabotage: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Any other read would wait for the device; that one is found out is shown by reads that are put into `launch`."""
+    """Any other read would wait for the device, the host's and one in the work that the device is given; that one is
+    found out is shown by reads that are put behind the launch, and into the choice."""
     stream = WatchedStream(captures=captures)
-    engine = simulated_engine(SimulatedProgram(captured=captures), stream=stream, max_requests=8)
+    engine = simulated_engine(Kernels(stream, captured=captures), stream=stream, max_requests=8)
     requests = [engine.submit([1, 2, 3 + n], max_new_tokens=30, **each) for n, each in enumerate(CHOSEN_ON_DEVICE)]
     for _ in range(5):
         engine.step()
     runner = engine._runner
-    launch = runner.launch
+    if place and sabotage:
+        owner: Any = {"launch": runner, "choose": runner._chooser}[place]
+        original = getattr(owner, place)
 
-    def reading(step: Any) -> Any:
-        found, last = launch(step), runner._chooser.last
-        {"int": lambda: int(last[0]), "tolist": last.tolist, "numpy": lambda: np.asarray(last)}[str(sabotage)]()
-        return found
+        def reading(*arguments: Any) -> Any:
+            found = original(*arguments)
+            READING[str(sabotage)](runner._chooser.last)
+            return found
 
-    if sabotage:
-        monkeypatch.setattr(runner, "launch", reading)
+        monkeypatch.setattr(owner, place, reading)
     before, replayed = stream.waits, stream.replayed
     with stream.watched():
         for _ in range(10):

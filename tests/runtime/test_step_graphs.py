@@ -158,12 +158,13 @@ def test_the_last_step_alone_is_its_graph_and_none_where_it_has_none() -> None:
     assert engine.captured_step is None
 
 
-def test_a_step_that_is_captured_reads_no_number_of_the_host() -> None:
+@pytest.mark.parametrize("read", [lambda values: int(values[1]), lambda values: values[values > 2].sum()])
+def test_a_step_that_is_captured_reads_no_number_of_the_host(read: Any) -> None:
     stream = TapedStream(captures=True)
     values = torch.arange(4)
 
     def reads() -> None:
-        values.add_(int(values[1]))
+        values.add_(read(values))
 
     with pytest.raises(AssertionError, match="reads a number"):
         stream.capture(reads, [])
