@@ -117,9 +117,17 @@ def test_gpu_registers() -> None:
     ]
 
 
+def test_gpu_spills(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(sys, "argv", ["gpu_spills.py", "--count", "3"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(BENCHMARKS / "gpu_spills.py"), run_name="__main__")
+    assert ended.value.code == 0 and capsys.readouterr().out == "0 of 3 configurations spill or do not fit\n"
+
+
 def test_startup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = run("startup", tmp_path, monkeypatch, "--quick")["rows"]
     assert [(row["each"], row["start"]) for row in rows] == [
-        (each, s) for each in (False, True) for s in ("cold", "warm")
+        (each, s) for each in (False, True) for s in ("cold", "warm", "kept")
     ]
     assert all(0 < row["capture"][0] < row["all"][0] and row["passes"][0] > 0 for row in rows)

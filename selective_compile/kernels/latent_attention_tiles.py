@@ -11,11 +11,11 @@ would take longer than the products. A model of fewer heads has tiles of more ro
 | elsewhere on CUDA, 16 bits | 32 | 32, by the address of each row; 16 where shared memory is short |
 | ROCm, 16 bits; float32 | 16 | 32; of float32, 16 |
 
-A decoding step of 16 heads or fewer has 16 rows everywhere. They are the largest that compile without a spill for a
-latent of 512 numbers and 64 more. With 64 rows, which an instruction of Hopper's matrix units has, half of the
-registers hold the sums, and Triton spills what tells the units where the query lies: 568 bytes a thread on sm_90, 312
-on sm_100. On gfx942 32 rows spill with e4m3, as they do in float32, whose products run on the vector units and hold
-their operands in registers. None of it has been timed on a GPU.
+A decoding step of 16 heads or fewer has 16 rows everywhere, as every step of 9 to 15. They are the largest that
+compile without a spill for a latent of 512 numbers and 64 more. With 64 rows, which an instruction of Hopper's matrix
+units has, half of the registers hold the sums, and Triton spills what tells the units where the query lies: 568 bytes a
+thread on sm_90, 312 on sm_100. On gfx942 32 rows spill with e4m3, as they do in float32, whose products run on the
+vector units and hold their operands in registers. None of it has been timed on a GPU.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def latent_tile(
     """
     wide, rocm = bytes_per_element == 4, backend == "hip"
     most = LEAST if wide or rocm else 2 * LEAST
-    # Most tiles hold one row then, as in `tile_config`; with a selection all do.
-    low = selected or num_rows <= 2 * num_requests
+    # Most tiles hold one row then, as in `tile_config`; with a selection all do. Two rows of 9 to 15 heads would spill.
+    low = selected or num_rows <= 2 * num_requests or LEAST // 2 < heads < LEAST
     block_m = min(most, max(LEAST, triton.next_power_of_2(heads))) if low else most
     block_h = block_m if selected else min(block_m, triton.next_power_of_2(heads))
     block_n = 32 if narrow or window else 64
@@ -83,9 +83,10 @@ def latent_tile(
         block_q=block_m // block_h,
         block_h=block_h,
         block_n=block_n if bulk else 16 if short else 32,
-        # Four have twice the registers of eight on ROCm; float32 takes the others' for its products.
-        num_warps=4 if rocm and (narrow or not wide) else 8,
-        num_stages=1 if narrow and wide else 2,
-        large=not (rocm and (narrow or not wide)),
+        # On ROCm, where they have 64 threads, four have twice the registers of eight.
+        num_warps=4 if rocm else 8,
+        # A second stage takes registers, too, with float32 more than there are.
+        num_stages=1 if wide else 2,
+        large=not rocm,
         bulk=bulk,
     )

@@ -7,16 +7,16 @@
 | of a batch-invariant engine | low | whole: how a step is split depends on the requests in it |
 | without a pool | by rows | whole: a request that fits into a tile has no more keys than rows |
 
-A tile's keys and values are read in one of two ways:
+A tile's keys and values are read in one of two ways, by one bulk copy of a block's slots or by the address of each row:
 
-| where | how | tall tiles |
-|---|---|---|
-| Hopper and Blackwell, 16 bits, head sizes up to 256, blocks of whole tiles | one bulk copy of a block's slots | 128 |
-| elsewhere | by the address of each row | 64; 32 from head size 257 on, and from 129 on in some cases |
+| where | how | rows of tall tiles | from head size 129 on |
+|---|---|---|---|
+| Hopper and Blackwell, 16 bits, sizes up to 256, blocks of whole tiles | by bulk copies | 128 | odd groups, ALiBi: 64 |
+| elsewhere, 16 bits | by addresses | 64 | with ALiBi or groups of more than 64 heads 32, as all from 257 on |
+| float32 | by addresses | 32 | 16 |
 
-The cases are float32, ALiBi, and groups of more than 64 heads.  Of float32 from 513 on a tall tile has 16 rows.
-
-A tile has the heads of a whole group, so that they read keys and values once; where it is 32 rows, at most so many.
+Groups are odd here that are no power of two.  A tile has the heads of a whole group, so that they read keys and values
+once; where it is 32 rows, at most so many.
 
 How keys are split is found on the device, by the lengths of the requests as they are (`split_plan_triton`). The host
 says into how many pieces at least all keys of a step are cut, `slots`, by which alone a split's length follows: where
@@ -123,20 +123,19 @@ def tile_config(
     wide = bytes_per_element == 4
     # float32 is multiplied by vector units, which read registers: it would be copied once more.
     if bulk and not wide and max(block_d, block_dv) <= 256:
-        tile = _bulk_tile(group, block_d, block_dv, low=low)
+        tile = _bulk_tile(group, block_d, block_dv, low=low, slopes=slopes)
         if block_size > 0 and block_size % tile.block_n == 0:
             return tile
     largest = max(block_d, block_dv)
-    short = largest > (128 if wide or slopes or group > 64 else 256)
-    # Of float32 beyond head size 512 the rows of a tile are in shared memory beside its keys, and 32 are too many.
-    rows = 16 if wide and largest > 512 else SHORT_TILE if short else 64
+    short = wide or largest > (128 if slopes or group > 64 else 256)
+    rows = 16 if wide and largest > 128 else SHORT_TILE if short else 64
     if short:
         group = _part_of(group, rows)
     # The largest tiles that compile without a register spill for every target. A float32 product runs on the vector
     # units and holds its operands in registers, hence its smaller ones.
     block_m = _block_m(1 if low else rows // group, group)
     block_n = 16 if wide or (narrow and largest > 128 and block_m >= SHORT_TILE) else (64 if block_m == 16 else 32)
-    many = block_m * block_dv >= 64 * 256 or (wide and block_m > 16) or (short and not low) or (wide and largest > 256)
+    many = block_m * block_dv >= 64 * 256 or (wide and block_m > 16) or (short and not low) or (wide and largest > 128)
     # Two stages of key and value tiles fit into the 64 KiB of gfx942, the smallest shared memory of a target.
     fitting = 32768 // ((block_d + block_dv) * bytes_per_element)
     block_n = max(16, min(block_n, 1 << fitting.bit_length() - 1))
@@ -164,11 +163,14 @@ def _warps(backend: Backend, *, many: bool, widest: bool) -> int:
     return 16 if widest else 8 if many else 4
 
 
-def _bulk_tile(group: int, block_d: int, block_dv: int, *, low: bool) -> TileConfig:
+def _bulk_tile(group: int, block_d: int, block_dv: int, *, low: bool, slopes: bool) -> TileConfig:
     """For sm_90 and sm_100, which have 227 KiB of shared memory."""
     # Two groups of four warps, with the 64 rows that an instruction of Hopper's matrix units has for each, and the 128
     # of Blackwell's together.
-    block_m = _block_m(1 if low else 128 // group, group)
+    # Distances take registers, and so do rows of a group that is no power of two: beside values of 256 numbers there
+    # are enough for 64 rows.
+    tall = 64 if max(block_d, block_dv) > 128 and (slopes or group & (group - 1)) else 128
+    block_m = _block_m(1 if low else tall // group, group)
     return TileConfig(
         heads=group,
         block_m=block_m,
@@ -176,8 +178,8 @@ def _bulk_tile(group: int, block_d: int, block_dv: int, *, low: bool) -> TileCon
         block_n=64 if max(block_d, block_dv) <= 128 else 32,
         block_d=block_d,
         block_dv=block_dv,
-        num_warps=4 if block_m < 128 else 8,
-        large=block_m >= 128,
+        num_warps=4 if block_m < tall else 8,
+        large=block_m >= tall,
         # Copies begin two iterations ahead, as far as they are from memory at 1 microsecond: an iteration of a tall
         # tile is half of one. Each takes two stages, as Triton loads a block's number a stage in front of the block.
         # Not measured on a GPU.

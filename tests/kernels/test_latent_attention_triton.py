@@ -143,6 +143,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 # Heads, rows of 8 requests, and what is compiled; with 16 heads the tile of a prefill has two rows.
 COMPILED = [(128, 8, name) for name in VARIANTS] + [(16, 8, "step")]
 COMPILED += [(16, 512, name) for name in ("step", "window_and_sinks", "selection", "fp8_window_and_sinks")]
+# Of heads that fill no tile, and of a few, which have many rows.
+COMPILED += [(12, 512, name) for name in ("step", "window_and_sinks")] + [(3, 512, "float32_window_and_sinks")]
+COMPILED += [(20, 512, name) for name in ("float32_window_and_sinks", "fp8_window_and_sinks")]
 OPTIONAL = ("sinks", "selection", "key_scales")
 
 

@@ -322,6 +322,17 @@ SIZES = {
     "group_of_32": ("bf16", 128, 8, {"group": 32, "split": True}, (0, 1)),
     "group_of_71": ("bf16", 64, 8, {"group": 71, "split": True}, (2, 3)),
     "group_of_32_float32": ("fp32", 128, 8, {"group": 32, "split": True}, (2,)),
+    # Groups that are no power of two, and head sizes that are not: what is told of them takes registers.
+    "group_of_7_float32": ("fp32", 128, 512, {"group": 7, "split": True}, (1, 2)),
+    "80_group_of_1_float32": ("fp32", 80, 512, {"group": 1, "split": True}, (1, 2)),
+    "96_group_of_7_float32": ("fp32", 96, 512, {"group": 7, "WINDOW": 128}, (0,)),
+    "group_of_3_everything_float32": ("fp32", 128, 512, {"group": 3, "given": ("sinks", "slopes"), **EVERYTHING}, (2,)),
+    "192_group_of_3_decode_float32": ("fp32", 192, 8, {"group": 3, "given": ("sinks", "slopes"), **EVERYTHING}, (2,)),
+    "192_group_of_7_slopes_float32": ("fp32", 192, 512, {"group": 7, "given": ("slopes",), "split": True}, (1,)),
+    "33_group_of_64_float32": ("fp32", 33, 512, {"group": 64, "WINDOW": 4096, "SOFTCAP": 50.0, "split": True}, (2,)),
+    "256_group_of_7_slopes": ("bf16", 256, 512, {"group": 7, "given": ("slopes",), "split": True}, (1, 2)),
+    "192_group_of_5": ("fp16", 192, 512, {"group": 5, "given": ("sinks",), "WINDOW": 128}, (2,)),
+    "160_group_of_16_slopes": ("fp16", 160, 512, {"group": 16, "given": ("slopes",), "split": True}, (2,)),
 }
 SIZED = [(TARGETS[place], name) for name, variant in SIZES.items() for place in variant[-1]]
 

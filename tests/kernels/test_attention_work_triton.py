@@ -1,0 +1,96 @@
+"""What no number shows of the attention kernels: keys that are not walked over, products that are not made, and offsets
+of pools with more numbers than 32 bits count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from selective_compile import reference
+from tests.kernels.ragged_cases import Case, make_inputs
+
+triton = pytest.importorskip("triton")
+interpreter = pytest.importorskip("triton.runtime.interpreter")
+attends = pytest.importorskip("selective_compile.kernels.ragged_attention_attend_triton")
+latents = pytest.importorskip("selective_compile.kernels.latent_attention_triton")
+launcher = pytest.importorskip("selective_compile.kernels.ragged_attention_triton")
+ahead = pytest.importorskip("tests.kernels.ahead_of_time")
+kernels = pytest.importorskip("tests.kernels.test_ragged_attention_triton")
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shape of every matrix product that Triton's interpreter makes."""
+    seen: list[tuple[int, ...]] = []
+    create_dot = interpreter.InterpreterBuilder.create_dot
+
+    def counted(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        seen.append((*a.data.shape, b.data.shape[1]))
+        return create_dot(self, a, b, *others)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", counted)
+    return seen
+
+
+@pytest.mark.parametrize("rows", [1, 12], ids=["decode", "prefill"])
+@pytest.mark.parametrize("seen", [{"window": 40}, {"chunk": 64}, {"window": 100, "chunk": 64}], ids=str)
+def test_keys_that_no_row_sees_are_not_walked_over(
+    rows: int, seen: dict[str, int], products: list[tuple[int, ...]]
+) -> None:
+    case = Case(name="", requests=((rows, 1000 - rows),), query_heads=2, kv_heads=1, **seen)
+    inputs = make_inputs(case, torch.float32)
+    launcher.ragged_attention(*inputs.ragged())
+    # Of an iteration there are two products, of keys and of values; at both ends one more is begun.
+    block_n = products[0][2]
+    keys = min(seen.values()) + rows
+    assert 2 <= len(products) <= 2 * (triton.cdiv(keys, block_n) + 1)
+    assert len(products) < 2 * 1000 // block_n // 4
+
+
+@kernels.compiling
+@pytest.mark.parametrize("target", [ahead.TARGETS[1], ahead.TARGETS[3]], ids=str)
+def test_the_scale_is_folded_into_the_exponent(target: Any) -> None:
+    """Scores reach the maximum over them as the product left them, but for a bias, which is added to scaled ones."""
+    _, plain = ahead.innermost_loops(kernels.compile_attention(target, "bf16", 64, 512))
+    _, biased = ahead.innermost_loops(kernels.compile_attention(target, "bf16", 64, 512, given=("slopes",)))
+    assert [("arith.mulf" in loop.partition('"tt.reduce"')[0]) for loop in (plain, biased)] == [False, True]
+
+
+@pytest.fixture
+def large_pool() -> Tensor:
+    """[num_blocks, 2, 1, 64, 64], of which nothing is touched: the last block begins behind 2^31 numbers."""
+    try:
+        return torch.empty(2**31 // (2 * 64 * 64) + 8, 2, 1, 64, 64, dtype=torch.bfloat16)
+    except RuntimeError as error:
+        pytest.skip(f"4 GiB of address space are not to be had: {error}")
+
+
+def test_offsets_into_large_pools(large_pool: Tensor) -> None:
+    blocks = large_pool.shape[0]
+    table = torch.tensor([[blocks - 1, blocks - 3]], dtype=torch.int32)
+    large_pool[table[0].long()] = torch.randn(2, 2, 1, 64, 64, dtype=torch.bfloat16)
+    keys, values = large_pool.unbind(1)
+    key, value = torch.randn(2, 1, 1, 64, dtype=torch.bfloat16)
+    step = (torch.tensor([0, 1], dtype=torch.int32), torch.tensor([70], dtype=torch.int32), table)
+    slots = torch.tensor([(blocks - 3) * 64 + 5])
+    arguments = (torch.randn(1, 2, 64, dtype=torch.bfloat16), key, value, keys, values, *step, slots, 0.1, 0, 0.0)
+    output = launcher.ragged_attention(*arguments)
+    assert torch.equal(keys[blocks - 3, 0, 5], key[0, 0]) and torch.equal(values[blocks - 3, 0, 5], value[0, 0])
+    torch.testing.assert_close(output, reference.ragged_attention(*arguments), rtol=0, atol=3e-2)
+
+
+def test_offsets_into_large_pools_of_latents(large_pool: Tensor) -> None:
+    blocks = large_pool.shape[0]
+    table = torch.tensor([[blocks - 1, blocks - 3]], dtype=torch.int32)
+    large_pool[table[0].long()] = torch.randn(2, 2, 1, 64, 64, dtype=torch.bfloat16)
+    row = torch.randn(1, 1, 64, dtype=torch.bfloat16)
+    step = (torch.tensor([0, 1], dtype=torch.int32), torch.tensor([70], dtype=torch.int32), table)
+    slots = torch.tensor([(blocks - 3) * 64 + 5])
+    query = torch.randn(1, 2, 64, dtype=torch.bfloat16)
+    arguments = (query, row, large_pool[:, 1], *step, slots, 48, 0.1, 0, 0.0)
+    output = latents.latent_attention(*arguments)
+    assert torch.equal(large_pool[blocks - 3, 1, 0, 5], row[0, 0])
+    torch.testing.assert_close(output, reference.latent_attention(*arguments), rtol=0, atol=3e-2)
