@@ -4,7 +4,8 @@
 
 A Llama of 8 and of 32 layers of tiny width, so that weights and their arithmetic take no time, and the graph that an
 engine on a GPU compiles; each start is a process of its own, the first with no captures kept and nothing in Inductor's
-cache (cold), the second with what that one left (warm).  Seconds of the processor and of the clock, without importing.
+cache (cold), the others with what that one left: as engines start by default (warm), and from its capture (kept).
+Seconds of the processor and of the clock, without importing.
 
 Prediction before the first run: each layer by itself takes 0.8 s for capture and passes and 1 s for compiling; once, a
 tenth of that beyond the first few layers.  That holds for passes and compiling; capture is Dynamo's, which goes through
@@ -30,13 +31,13 @@ from selective_compile import compiling, step_program
 from selective_compile.bench.arguments import benchmark_parser, keep, parsed
 from selective_compile.bench.serving import random_llama
 from selective_compile.bench.settings import LlamaShape
-from selective_compile.kept_captures import SWITCH
 from selective_compile.options import EngineConfig
 from selective_compile.passes import retrace
 from selective_compile.programs import compile_step_program
 
 LAYERS, QUICK = (8, 32), (7,)
 CALLED = {"capture": "capture", "capture_once": "capture", "rewrite": "passes", "compiled": "compiling"}
+STARTS = {"cold": True, "warm": False, "kept": True}  # whether captures are kept, and taken
 PARTS = (*dict.fromkeys(CALLED.values()), "all")
 
 
@@ -44,17 +45,19 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--start", type=int, help=argparse.SUPPRESS)  # of so many layers, in this very process
     parser.add_argument("--each", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--keep-captures", action="store_true", help=argparse.SUPPRESS)
     arguments = parsed(parser)
     if arguments.start:
-        print(json.dumps(started(arguments.start, each=arguments.each, inductor=arguments.compile)))
+        options = {"each": arguments.each, "inductor": arguments.compile, "keep_captures": arguments.keep_captures}
+        print(json.dumps(started(arguments.start, **options)))
         return
     print(f"{'layers':>6} {'alike':>6} {'start':>5}" + "".join(f"{part:>16}" for part in PARTS))
     rows = []
     for layers in QUICK if arguments.quick else LAYERS:
         for each in (False, True):
             with tempfile.TemporaryDirectory() as folder:
-                for start in ("cold", "warm"):
-                    found = in_process(layers, each, folder, arguments)
+                for start in STARTS:
+                    found = in_process(layers, each, folder, arguments, keep_captures=STARTS[start])
                     rows.append({"layers": layers, "each": each, "start": start, **found})
                     times = "".join(f"{cpu:8.1f}{clock:8.1f}" for cpu, clock in (found[part] for part in PARTS))
                     print(f"{layers:6} {'each' if each else 'once':>6} {start:>5}{times}", flush=True)
@@ -62,21 +65,24 @@ def main() -> None:
     keep(arguments.json, {"rows": rows})
 
 
-def in_process(layers: int, each: bool, folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def in_process(
+    layers: int, each: bool, folder: str, arguments: argparse.Namespace, *, keep_captures: bool
+) -> dict[str, Any]:
     command = [sys.executable, str(Path(__file__)), "--start", str(layers), *(["--each"] if each else [])]
+    command += ["--keep-captures"] if keep_captures else []
     command += ["--threads", str(arguments.threads)] if arguments.threads else []
     command += [] if arguments.compile else ["--no-compile"]
     # Else each process would try what vectors the compiler knows.
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_VEC_ISA_OK": "1"}
-    environment |= {"XDG_CACHE_HOME": folder, SWITCH: "1"}
+    environment |= {"XDG_CACHE_HOME": folder}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def started(layers: int, *, each: bool, inductor: bool) -> dict[str, tuple[float, float]]:
+def started(layers: int, *, each: bool, inductor: bool, keep_captures: bool) -> dict[str, tuple[float, float]]:
     """Seconds of the processor and of the clock, by part."""
     model = random_llama(LlamaShape(hidden=64, layers=layers, heads=4, kv_heads=2, mlp=128, vocabulary=256))
-    config = EngineConfig(implementation="triton", compile=inductor)
+    config = EngineConfig(implementation="triton", compile=inductor, keep_captures=keep_captures)
     if each:
         retrace.repeats = lambda *_: []
         compiling.cut = lambda *_: None

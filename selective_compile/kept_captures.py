@@ -7,8 +7,8 @@ made of, the versions and this package's own code.  In the file are the source f
 the attributes that it read, which must all be as they were.  What cannot be told, as a tensor of the code's own, is not
 kept.
 
-Only where the environment asks for it: the run is of a copy of the model, but what a model's code keeps elsewhere, as
-tables in a global or in a `functools.lru_cache`, would be left without data.
+Only where `EngineConfig.keep_captures` asks for it: the run is of a copy of the model, but what a model's code keeps
+elsewhere, as tables in a global or in a `functools.lru_cache`, would be left without data.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from selective_compile.same_logits import gives_logits_of
 
 MOST = 64  # files, of half a megabyte for 32 layers; the oldest go
 ENDING = ".capture"
-SWITCH = "SELECTIVE_COMPILE_KEEP_CAPTURES"  # of the environment: "1" takes kept captures and keeps others
 CHECKSUM = hashlib.sha256().digest_size  # bytes in front of a file's own
 UNFINISHED = "unfinished-"
 _logger = logging.getLogger(__name__)
@@ -64,8 +63,6 @@ def capture_once(model: nn.Module) -> Captured:
         ValueError, RefusedError: as `capture`.
     """
     check(model)
-    if os.environ.get(SWITCH) != "1":
-        return capture(model)
     parts, seen = "", None
     with attempt("look for a kept capture"):
         folder, parts = own_folder(), parts_of(model)

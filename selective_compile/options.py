@@ -61,7 +61,7 @@ class EngineConfig(_NamedOptions):
             `selective_compile.runtime.logit_error` measures by how much. What is no attention's key or value is kept as
             it is, as recurrent states and the keys of a sparse indexer. On a CPU, without Triton; refused for models in
             which not every attention is ragged. "fp8": e4m3, a byte for each number, with a scale for each head that
-            is measured in first steps, before any request, and stays when weights change. For GPUs of compute
+            is measured in first steps, before any request, and again when weights have changed. For GPUs of compute
             capability 8.9 and for ROCm; a CPU computes it in the slow reference, to measure the error.
         latents: of a model whose keys and values are linear maps of a few numbers for each token, as DeepSeek-V3's:
             "compressed" keeps those numbers alone, and multiplies queries and results by the maps instead; "expanded"
@@ -86,6 +86,10 @@ class EngineConfig(_NamedOptions):
             so few tokens that the device would wait for the host, which is measured when the engine is made, are
             captured when they first come, or by `Engine.warm_up`, for so many requests or tokens and up, and replayed
             from then on. False: each is launched kernel by kernel.
+        keep_captures: what Dynamo captures is kept on disk, and a later process that has the same model, code and
+            versions takes it from there instead of tracing, where a run without data and one on a few tokens prove it
+            to be the live model's. What a model's code keeps outside of its objects, as tables in a global, may be left
+            without data by such a run: ask for it where you know the model's code. Not with `compile=False`.
         dtype: the dtype that the model must have; None: whatever it has. The engine never converts weights.
         weights: "model": as the model has them. "int8", on a CPU: linear layers read int8 numbers with a scale for each
             row, kept beside the model's weights and made anew when these change, a fourth or half of the bytes that a
@@ -136,6 +140,7 @@ class EngineConfig(_NamedOptions):
     overlap: bool = False
     async_scheduling: bool | None = None
     cuda_graphs: bool = True
+    keep_captures: bool = False
     dtype: torch.dtype | None = None
     weights: Weights = "model"
     join_weights: bool = True
@@ -168,6 +173,7 @@ class EngineConfig(_NamedOptions):
         _require_bool("compile", self.compile)
         _require_bool("overlap", self.overlap)
         _require_bool("cuda_graphs", self.cuda_graphs)
+        _require_bool("keep_captures", self.keep_captures)
         if self.async_scheduling is not None:
             _require_bool("async_scheduling", self.async_scheduling)
         if self.async_scheduling and self.record is not None:

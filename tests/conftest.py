@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
-
-from selective_compile.kept_captures import SWITCH
 
 # The same examples in every run, so that a commit's tests end alike wherever and whenever they run. Others are tried by
 # `pytest --hypothesis-profile explore`, with as many examples as before or, by a test's own settings, as it says.
@@ -22,9 +19,6 @@ settings.load_profile("fixed")
 # Pytest gives every logger that hands nothing on a handler of its own. With any handler on this one torch writes down
 # all that it traces and compiles, graph after graph, as with TORCH_TRACE: a fifth of the time, and nobody reads it.
 logging.getLogger("torch.__trace").propagate = True
-
-# Tests are of captures that are made; those of captures that are kept say so.
-os.environ.pop(SWITCH, None)
 
 
 @pytest.fixture(autouse=True)

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from selective_compile import kept_captures
+from selective_compile import kept_captures, programs
 from selective_compile.capture import ATTENTION_MASK, capture
 from selective_compile.fake_run import operators_of
-from selective_compile.kept_captures import ENDING, SWITCH, capture_once
+from selective_compile.kept_captures import ENDING, capture_once
+from selective_compile.options import EngineConfig
 from selective_compile.passes import rewrite
 from tests.decoders import Small
 from tests.models import OWN, tiny
@@ -46,7 +47,6 @@ class Own(nn.Module):
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv(SWITCH, "1")
     return tmp_path / "selective_compile" / "captures"
 
 
@@ -243,13 +243,18 @@ def test_the_oldest_go(own: nn.Module, own_folder: Path, monkeypatch: pytest.Mon
     assert len(list(own_folder.iterdir())) == 2
 
 
-@pytest.mark.parametrize("value", [None, "0"])
-def test_nothing_is_kept_unless_the_environment_asks_for_it(
-    value: str | None, own: nn.Module, own_folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_nothing_is_kept_unless_it_is_asked_for(
+    own_folder: Path, traced: list[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(SWITCH) if value is None else monkeypatch.setenv(SWITCH, value)
-    capture_once(own)
-    assert not own_folder.exists()
+    monkeypatch.setattr(programs, "step_program", lambda *_: None)  # nothing is compiled
+
+    def start(**options: bool) -> int:
+        """How many captures there are then."""
+        programs.compile_step_program(tiny("llama"), EngineConfig(**options))
+        return len(kept(own_folder))
+
+    assert start() == start(keep_captures=True, compile=False) == 0
+    assert [start(keep_captures=True), len(traced), start(keep_captures=True), len(traced)] == [1, 1, 1, 1]
 
 
 def test_a_model_in_training_mode_is_refused(own: nn.Module) -> None:

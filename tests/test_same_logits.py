@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from selective_compile import kept_captures
 from selective_compile.capture import capture
-from selective_compile.kept_captures import ENDING, SWITCH, capture_once
+from selective_compile.kept_captures import ENDING, capture_once
 from selective_compile.same_logits import agree, gives_logits_of, ids_for
 from tests.decoders import Small
 from tests.models import tiny
@@ -23,7 +23,6 @@ FACTOR = 1.0
 def traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """The models that were captured by tracing; others are kept in a folder of the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv(SWITCH, "1")
     found: list[nn.Module] = []
     monkeypatch.setattr(kept_captures, "capture", lambda model: (found.append(model), capture(model))[1])
     return found

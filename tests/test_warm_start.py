@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from selective_compile.kept_captures import SWITCH
-
 ROOT = Path(__file__).parents[1]
 # The graph of a GPU's engine, with an operator that Inductor knows by its schema alone, and layers enough that one of
 # them is compiled for all.
@@ -24,7 +22,7 @@ from selective_compile.backend import compile_step_program
 from tests.models import tiny
 
 model = tiny("qwen3", num_hidden_layers=8, hidden_size=32, intermediate_size=48)
-program = compile_step_program(model, sc.EngineConfig(implementation="triton"))
+program = compile_step_program(model, sc.EngineConfig(implementation="triton", keep_captures=True))
 assert type(program._run._run).__name__ == "Layered"
 print(json.dumps({name: dict(counted) for name, counted in counters.items()}))
 """
@@ -33,7 +31,7 @@ print(json.dumps({name: dict(counted) for name, counted in counters.items()}))
 def start(folder: Path) -> tuple[dict[str, Any], set[Path]]:
     """What Dynamo, AOTAutograd and Inductor have counted, and the libraries in the folder, compiled by then."""
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder), "PYTHONPATH": str(ROOT)}
-    environment |= {"XDG_CACHE_HOME": str(folder / "home"), SWITCH: "1"}
+    environment |= {"XDG_CACHE_HOME": str(folder / "home")}
     environment |= {"TORCHINDUCTOR_VEC_ISA_OK": "1"}  # or each process would try what vectors the compiler knows
     run = [sys.executable, "-c", START]
     done = subprocess.run(run, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
