@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -81,8 +82,8 @@ def test_the_free_memory_of_this_machine() -> None:
 class CountingStream(DeviceStream):
     """Of a device with memory of its own, of which a step takes so many bytes."""
 
-    def __init__(self, taken: int) -> None:
-        self.taken, self.steps = taken, 0
+    def __init__(self, taken: int, *, captures: bool = False) -> None:
+        self.taken, self.steps, self.captures = taken, 0, captures
 
     def peak_bytes(self, work: Callable[[], None]) -> int:
         work()
@@ -102,6 +103,13 @@ def test_pools_leave_free_what_the_largest_step_takes(family: str, monkeypatch: 
     assert with_step.steps == without.steps == 1
     assert few.num_blocks != many.num_blocks
     assert many.kv_bytes - few.kv_bytes <= 9 * block and many.kv_bytes - few.kv_bytes >= 7 * block
+    graphs = [
+        ModelRunner(model, replace(config, cuda_graphs=each), program, stream=CountingStream(4 * block, captures=True))
+        for each in (True, False)
+    ]
+    half = ModelRunner(model, config, program, stream=CountingStream(4 * block))
+    found = [runner.num_blocks for runner in (*graphs, few, half)]
+    assert found[0] == found[2] != found[1] == found[3], "captured steps compute in memory of their own, as much again"
     told = CountingStream(0)
     ModelRunner(model, EngineConfig(compile=False, max_kv_tokens=64), program, stream=told)
     assert told.steps == 0, "how large the pools are is said"
