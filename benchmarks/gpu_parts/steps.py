@@ -99,6 +99,7 @@ def make_engine(context: Context, model: PreTrainedModel, most: int, records: li
         max_kv_tokens=max(most * sum(_tokens(context)), tokens.room()),
         block_reuse=False,
         compile=not context.tiny,
+        keep_captures=True,  # that of `start`, where there is one
     )
     return Engine(model, config, observers=[records.append])
 

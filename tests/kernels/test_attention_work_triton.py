@@ -60,37 +60,35 @@ def test_the_scale_is_folded_into_the_exponent(target: Any) -> None:
 
 
 @pytest.fixture
-def large_pool() -> Tensor:
-    """[num_blocks, 2, 1, 64, 64], of which nothing is touched: the last block begins behind 2^31 numbers."""
+def large_pools() -> Tensor:
+    """[2, num_blocks, 1, 64, 64], of which two blocks alone are touched, that begin behind 2^31 numbers."""
     try:
-        return torch.empty(2**31 // (2 * 64 * 64) + 8, 2, 1, 64, 64, dtype=torch.bfloat16)
+        pools = torch.empty(2**31 // (2 * 64 * 64) + 8, 2, 1, 64, 64, dtype=torch.bfloat16)
     except RuntimeError as error:
         pytest.skip(f"4 GiB of address space are not to be had: {error}")
+    pools[[-1, -3]] = torch.randn(2, 2, 1, 64, 64, dtype=torch.bfloat16)
+    return pools.transpose(0, 1)
 
 
-def test_offsets_into_large_pools(large_pool: Tensor) -> None:
-    blocks = large_pool.shape[0]
+def decoding_in(blocks: int) -> tuple[Tensor, ...]:
+    """The metadata of a row behind 69 others, which lie in the last block and the third from the end."""
     table = torch.tensor([[blocks - 1, blocks - 3]], dtype=torch.int32)
-    large_pool[table[0].long()] = torch.randn(2, 2, 1, 64, 64, dtype=torch.bfloat16)
-    keys, values = large_pool.unbind(1)
-    key, value = torch.randn(2, 1, 1, 64, dtype=torch.bfloat16)
-    step = (torch.tensor([0, 1], dtype=torch.int32), torch.tensor([70], dtype=torch.int32), table)
-    slots = torch.tensor([(blocks - 3) * 64 + 5])
-    arguments = (torch.randn(1, 2, 64, dtype=torch.bfloat16), key, value, keys, values, *step, slots, 0.1, 0, 0.0)
+    lengths = (torch.tensor([0, 1], dtype=torch.int32), torch.tensor([70], dtype=torch.int32))
+    return *lengths, table, torch.tensor([(blocks - 3) * 64 + 5])
+
+
+def test_offsets_into_large_pools(large_pools: Tensor) -> None:
+    keys, values = large_pools
+    query, (key, value) = torch.randn(1, 2, 64).bfloat16(), torch.randn(2, 1, 1, 64).bfloat16()
+    arguments = (query, key, value, keys, values, *decoding_in(len(keys)), 0.1, 0, 0.0)
     output = launcher.ragged_attention(*arguments)
-    assert torch.equal(keys[blocks - 3, 0, 5], key[0, 0]) and torch.equal(values[blocks - 3, 0, 5], value[0, 0])
+    assert torch.equal(keys[-3, 0, 5], key[0, 0]) and torch.equal(values[-3, 0, 5], value[0, 0])
     torch.testing.assert_close(output, reference.ragged_attention(*arguments), rtol=0, atol=3e-2)
 
 
-def test_offsets_into_large_pools_of_latents(large_pool: Tensor) -> None:
-    blocks = large_pool.shape[0]
-    table = torch.tensor([[blocks - 1, blocks - 3]], dtype=torch.int32)
-    large_pool[table[0].long()] = torch.randn(2, 2, 1, 64, 64, dtype=torch.bfloat16)
-    row = torch.randn(1, 1, 64, dtype=torch.bfloat16)
-    step = (torch.tensor([0, 1], dtype=torch.int32), torch.tensor([70], dtype=torch.int32), table)
-    slots = torch.tensor([(blocks - 3) * 64 + 5])
-    query = torch.randn(1, 2, 64, dtype=torch.bfloat16)
-    arguments = (query, row, large_pool[:, 1], *step, slots, 48, 0.1, 0, 0.0)
+def test_offsets_into_large_pools_of_latents(large_pools: Tensor) -> None:
+    query, row, rows = torch.randn(1, 2, 64).bfloat16(), torch.randn(1, 1, 64).bfloat16(), large_pools[1]
+    arguments = (query, row, rows, *decoding_in(len(rows)), 48, 0.1, 0, 0.0)
     output = latents.latent_attention(*arguments)
-    assert torch.equal(large_pool[blocks - 3, 1, 0, 5], row[0, 0])
+    assert torch.equal(rows[-3, 0, 5], row[0, 0])
     torch.testing.assert_close(output, reference.latent_attention(*arguments), rtol=0, atol=3e-2)

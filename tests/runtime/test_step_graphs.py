@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from selective_compile import Engine, EngineConfig
 from selective_compile.backend import compile_step_program
+from selective_compile.runtime import StepError
 from selective_compile.runtime.token_marks import needs_marks
 from selective_compile.step import StepInputs
 from tests.models import VOCABULARY, tiny
@@ -120,6 +122,42 @@ def test_changed_weights_are_seen_and_a_failed_step_leaves_nothing_wrong() -> No
     again = engine.submit(prompt, max_new_tokens=6)
     run_until_idle(engine)
     assert again.tokens == wanted.tokens
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_after_a_failed_step_all_that_was_to_arrive_is_sent_again(seed: int) -> None:
+    """Of block tables: the next request may have the slot and the blocks of one that failed."""
+    moods = random.Random(seed)
+    engine = simulated_engine(
+        SimulatedProgram(captured=True),
+        stream=PlayedStream(captures=True),
+        block_size=2,
+        max_kv_tokens=2 * 12,
+        max_requests=2,
+        token_budget=12,
+        block_reuse=False,
+    )
+    launch = engine._runner.launch
+
+    def launch_or_fail(step: Any) -> Any:
+        if moods.random() < 0.15:
+            raise MemoryError("no more")
+        return launch(step)
+
+    engine._runner.launch = launch_or_fail  # type: ignore[method-assign]
+    kinds: tuple[dict[str, Any], ...] = ({}, {"repetition_penalty": 1.5}, {"suppress_tokens": [0, 3]})
+    ended = []
+    for _ in range(60):
+        prompts = [[moods.randrange(9) for _ in range(moods.randint(1, 5))] for _ in range(2)]
+        requests = [engine.submit(prompt, max_new_tokens=5, **moods.choice(kinds)) for prompt in prompts]
+        working = True
+        while working:
+            with contextlib.suppress(StepError):
+                working = engine.step()
+        ended += [request for request in requests if request.finish_reason != "error"]
+    for request in ended:
+        expect(request)
+    assert 20 < len(ended) < 100
 
 
 def test_what_cannot_be_captured_is_launched_and_told_of(caplog: pytest.LogCaptureFixture) -> None:

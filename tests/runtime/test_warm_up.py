@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.utils import counters
 
 from selective_compile import Engine, EngineConfig
@@ -16,6 +17,7 @@ from selective_compile.backend import compile_step_program
 from selective_compile.progress import on_stderr, silent
 from selective_compile.runtime import engine as engine_module
 from selective_compile.runtime.token_marks import SEEN
+from selective_compile.step import StepInputs
 from tests.models import tiny
 from tests.oracle import assert_same_tokens
 from tests.runtime.engine_checks import assert_nothing_left, check, expect, run_until_idle
@@ -111,6 +113,20 @@ def test_nothing_is_left_of_it() -> None:
     stats = fresh.stats()
     assert (stats.blocks_idle, stats.tokens_admitted, stats.tokens_computed, stats.steps) == (0, 0, 0, 0)
     assert all(not pool.any() for pair in fresh._runner._pools for pool in pair) and any(p.any() for p in pools)
+
+
+def test_kernels_for_few_and_for_many_rows_of_a_request_are_compiled() -> None:
+    """The attention kernel has a tile for each: a step of either kind would compile it anew in traffic."""
+    few, stream = set(), PlayedStream()
+
+    class Seen(SimulatedProgram):
+        def __call__(self, inputs: StepInputs, *others: Any) -> Tensor:
+            few.add(len(inputs.input_ids) <= 2 * len(inputs.context_lens))
+            return super().__call__(inputs, *others)
+
+    simulated_engine(Seen(captured=True), stream=stream, token_budget=48).warm_up()
+    stream.call(lambda: None)
+    assert few == {True, False}
 
 
 def test_nobody_is_marked_for_what_nobody_has_said() -> None:
