@@ -95,7 +95,8 @@ def test_steps_of_any_size_have_one_tile(bulk: bool, group: int, dtype: torch.dt
     tiles = {choice.tile_config(num_rows=n, num_requests=n, **sizes) for n in (2, 3, 32, 33, 500, 8192)}
     assert len(tiles) == 1
     tiles.add(choice.tile_config(num_rows=32, num_requests=2, **sizes))
-    assert len(tiles) == 2
+    # Of 32 heads a tile of float32 has one row, tall or low.
+    assert len(tiles) == (1 if group == 32 and dtype == torch.float32 else 2)
 
 
 @pytest.mark.gpu

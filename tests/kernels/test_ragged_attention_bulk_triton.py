@@ -111,9 +111,10 @@ def test_steps_of_every_shape_share_two_compiled_kernels(launches, monkeypatch):
 
 
 def test_tall_tiles_are_large_enough_for_the_matrix_units() -> None:
-    """64 rows for each group of four warps on Hopper, 128 on Blackwell."""
+    """64 rows for each group of four warps on Hopper, 128 on Blackwell; where these would spill, half of them."""
     sizes = SimpleNamespace(num_rows=512, num_requests=8, bytes_per_element=2, block_size=64, bulk=True)
     for group in (1, 3, 4, 7, 8, 16, 64):
         for size in (32, 80, 128, 192, 256):
             tile = tiles.tile_config(group=group, key_size=size, value_size=size, **vars(sizes))
-            assert tile.bulk and tile.block_m == 128 and tile.num_warps == 8 and 64 % tile.block_n == 0
+            rows = 64 if group in (3, 7) and size > 128 else 128
+            assert tile.bulk and tile.block_m == rows and tile.num_warps == 8 and 64 % tile.block_n == 0
