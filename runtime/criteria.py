@@ -25,11 +25,18 @@ class Stop(NamedTuple):
 class RowCriteria:
     """Asks a request's criteria after each of its tokens in turn."""
 
-    def __init__(self, criteria: Sequence[Any], *, with_scores: bool) -> None:
-        """`with_scores`: they get the processed scores of all steps so far, in place of None, as in `generate`."""
+    def __init__(self, criteria: Sequence[Any], *, with_scores: bool, device: torch.device) -> None:
+        """
+        Args:
+            with_scores: they get the processed scores of all steps so far, in place of None, as in `generate`.
+            device: that the tokens are on, as in `generate`; those of transformers get them on the CPU, where nobody
+                waits for the device.
+        """
         self._clocks = kinds.StoppingCriteriaList(each for each in criteria if type(each) is kinds.MaxTimeCriteria)
         self._others = kinds.StoppingCriteriaList(each for each in criteria if each not in self._clocks)
         self._scores: tuple[Tensor, ...] | None = () if with_scores else None
+        ours = all(type(each) is kinds.StopStringCriteria for each in self._others)
+        self._device = torch.device("cpu") if ours else device
 
     @property
     def by_clock(self) -> bool:
@@ -37,9 +44,7 @@ class RowCriteria:
         return bool(self._clocks)
 
     @torch.no_grad()
-    def __call__(
-        self, history: Sequence[int], token: int, scores: Tensor | None, device: torch.device
-    ) -> Literal["stop", "length"] | None:
+    def __call__(self, history: Sequence[int], token: int, scores: Tensor | None) -> Literal["stop", "length"] | None:
         """Why the request ends with this token: "length" where only its time is up; None: it goes on.
 
         Args:
@@ -49,7 +54,7 @@ class RowCriteria:
         Raises:
             Whatever a criterion raises.
         """
-        ids = torch.from_numpy(np.array([*history, token], dtype=np.int64))[None].to(device)
+        ids = torch.from_numpy(np.array([*history, token], dtype=np.int64))[None].to(self._device)
         if self._scores is not None and scores is not None:
             self._scores += (scores[None],)
         if bool(self._others(ids, self._scores).all()):
@@ -57,11 +62,14 @@ class RowCriteria:
         return "length" if bool(self._clocks(ids, self._scores).all()) else None
 
 
-def row_criteria(values: Mapping[str, Any], prompt_length: int) -> tuple[RowCriteria | None, Stop]:
+def row_criteria(
+    values: Mapping[str, Any], prompt_length: int, device: torch.device
+) -> tuple[RowCriteria | None, Stop]:
     """The criteria to ask after each token, and those that are numbers.
 
     Args:
         values: the request's fields, checked; `max_new_tokens` is resolved.
+        device: of the logits.
 
     Raises:
         ValueError: stop strings without a tokenizer, or criteria that are none.
@@ -81,7 +89,7 @@ def row_criteria(values: Mapping[str, Any], prompt_length: int) -> tuple[RowCrit
     if not asked:
         return None, numbers
     with_scores = bool(values.get("output_scores"))
-    return RowCriteria(asked, with_scores=with_scores), numbers
+    return RowCriteria(asked, with_scores=with_scores, device=device), numbers
 
 
 def beam_criteria(values: Mapping[str, Any], prompt_length: int) -> Any:

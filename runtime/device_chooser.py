@@ -59,6 +59,7 @@ class DeviceChooser:
         self.last = torch.zeros(rows, dtype=torch.int64, device=device)
         self._sources = [Staged(stream, (token_budget,), torch.int64, device) for _ in range(TURNS)]
         self._slots = [Staged(stream, (rows,), torch.int64, device) for _ in range(TURNS)]
+        self._rows = [Staged(stream, (rows,), torch.int64, device) for _ in range(TURNS)]
         self._choices = [Staged(stream, (FIELDS * rows,), torch.float64, device) for _ in range(TURNS)]
         self._tokens = [torch.zeros(rows, dtype=torch.int64, pin_memory=device.type == "cuda") for _ in range(TURNS)]
         self._turn = 0
@@ -93,6 +94,10 @@ class DeviceChooser:
 
     def stage_slots(self, slots: Sequence[int]) -> Tensor:
         return self._slots[self._turn].put(np.array(slots, dtype=np.int64))
+
+    def stage_rows(self, rows: Sequence[int]) -> Tensor:
+        """[count] int64, of the logits that the device chooses from."""
+        return self._rows[self._turn].put(np.array(rows, dtype=np.int64))
 
     def choose(self, logits: Tensor, rows: Tensor | None, slots: Tensor | None = None) -> None:
         """The last tokens are from now on those of logits [R, V].

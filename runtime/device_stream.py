@@ -10,7 +10,7 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-Work = Callable[[], None]
+Work = Callable[[], object]
 T = TypeVar("T")
 # Of what else goes on in a process, as its garbage, little comes in each of so many times.
 TRIES = 3
@@ -56,6 +56,11 @@ class DeviceStream:
         """
         raise NotImplementedError("the device captures nothing")
 
+    def lend(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """What gives a tensor that work has computed to the host, once that is done; where the work is captured,
+        whenever it has been done again, until other captured work is. No memory is kept for it there."""
+        return lambda: tensor
+
     def peak_bytes(self, work: Work) -> int:
         """Memory of its own that the device takes for work while it is done; 0 where that is the host's, which others
         use, too: then it is not done."""
@@ -82,7 +87,18 @@ class DeviceStream:
 
 
 class CudaStream(DeviceStream):
-    """Of a CUDA or ROCm device: kernels and copies queue up in the thread's current stream, and the host goes on."""
+    """Of a CUDA or ROCm device: kernels and copies queue up in the thread's current stream, and the host goes on.
+
+    All that an engine gives to the device is done in the order in which it came, also where threads take turns that
+    have streams of their own (`_follow`). That is why the host may plan ahead of what it knows:
+
+    - A block that a request gives back while a step that writes to it is on its way belongs to somebody else at once:
+      whatever that one writes comes later, and nobody reads a slot before it is written in that order.
+    - Memory on the device that each step reads anew (inputs, changes of block tables, the last tokens, what graphs
+      compute in) is there once: what is written for the next step comes after what the last one reads.
+    - Memory on the host has no such order. What the device reads or writes there is there `TURNS` times, and written
+      again when the host has waited for the step before the last.
+    """
 
     separate = True
     captures = True
@@ -140,6 +156,10 @@ class CudaStream(DeviceStream):
                 torch.cuda.set_stream(before)  # where torch fails to end a capture, it stays in its stream
         return graph.replay
 
+    def lend(self, tensor: Tensor) -> Callable[[], Tensor]:
+        # Kept as it is, it would be memory that no other graph can compute in.
+        return Lent(tensor).tensor if torch.cuda.is_current_stream_capturing() else super().lend(tensor)
+
     def peak_bytes(self, work: Work) -> int:
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
@@ -159,6 +179,25 @@ class CudaStream(DeviceStream):
             event = torch.cuda.Event()
             event.record()
         return event.synchronize
+
+
+class Lent:
+    """The memory of a tensor that belongs to a captured graph, as the CUDA array interface describes it (version 3, in
+    Numba's documentation), by which torch takes memory that is another's."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        memory = tensor.untyped_storage()
+        self._dtype, self._device = tensor.dtype, tensor.device
+        self._layout = tensor.shape, tensor.stride(), tensor.storage_offset()
+        self.__cuda_array_interface__ = {
+            "shape": (memory.nbytes(),),
+            "typestr": "|u1",
+            "data": (memory.data_ptr(), False),
+            "version": 3,
+        }
+
+    def tensor(self) -> Tensor:
+        return torch.as_tensor(self, device=self._device).view(self._dtype).as_strided(*self._layout)
 
 
 def stream_of(device: torch.device) -> DeviceStream:

@@ -288,7 +288,7 @@ class Engine:
             yield self
 
     @property
-    def captured_step(self) -> Callable[[], None] | None:
+    def captured_step(self) -> Callable[[], object] | None:
         """The last step alone, if the device replayed a graph for it: a call replays that once more, without what the
         host does for a step. None: it was launched one by one, or there was none.
 

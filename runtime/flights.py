@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-
-from torch import Tensor
 
 from selective_compile.runtime.device_draw import NO_TOKEN
 from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.records import TokenRecord
 from selective_compile.runtime.request import Request
-from selective_compile.runtime.sampler import NO_TOKEN_LEFT
-from selective_compile.runtime.scheduled_step import ScheduledStep
+from selective_compile.runtime.sampler import NO_TOKEN_LEFT, asked_to_stop
+from selective_compile.runtime.scheduled_step import Launched, ScheduledStep
 from selective_compile.runtime.verify import Outcome
 
 
@@ -26,27 +24,32 @@ class Flight:
     Attributes:
         step: what was scheduled.
         started: when, on the engine's clock.
-        result: logits [R, V] on the device, from which the host chooses; or, where the device has chosen, tokens [R]
-            in the host's memory, which are there once `wait` has returned.
-        wait: returns when the step has been computed.
+        launched: where its results come to be.
         ended: when its tokens were known.
         number: of the step, once it has landed.
     """
 
     step: ScheduledStep
     started: float
-    result: Tensor
-    wait: Callable[[], None]
+    launched: Launched
     ended: float = 0.0
     number: int = 0
 
-    def tokens(self) -> list[Outcome]:
-        """Where the device has chosen: the token of each request that has one, or why there is none."""
-        assert self.step.chosen_for is not None
-        self.wait()
-        chosen = self.result.tolist()[: len(self.step.chosen_for)]
-        failed = TokenRecord(error=NO_TOKEN_LEFT)
-        return [(0, failed) if token == NO_TOKEN else (token, None) for token in chosen]
+    def chosen(self) -> dict[Request, Outcome]:
+        """Of each request for which the device has chosen, its token, or why it has none. Steps before have landed."""
+        self.launched.wait()
+        rows = self.step.rows
+        if rows is None:
+            return {}
+        tokens = self.launched.tokens.tolist()
+        pairs = zip(rows.chosen_for, self.launched.places, strict=True)
+        return {request: _outcome(request, tokens[place]) for (request, _), place in pairs}
+
+    def sample(self) -> list[list[Outcome]]:
+        """As `ScheduledStep.sample`, where there is something for the host to choose."""
+        chosen = self.chosen()
+        assert self.launched.logits is not None
+        return self.step.sample(self.launched.logits(), chosen)
 
 
 @dataclass
@@ -73,7 +76,7 @@ class Flights:
         Args:
             idle: nothing was added, so that there is nothing to wait for.
         """
-        left = self.ahead if not idle and self._flying and self._flying[-1].step.chosen_for is not None else 0
+        left = self.ahead if not idle and self._flying and self._flying[-1].step.expected else 0
         while len(self._flying) > left:
             yield self._flying[0]
             self._flying.popleft()  # not before it has landed
@@ -81,13 +84,13 @@ class Flights:
     def wait(self) -> None:
         """Until the device has done them all."""
         for flight in self._flying:
-            flight.wait()
+            flight.launched.wait()
 
     def give_up(self) -> None:
         """A step has failed: nobody gets anything of them, but what they read must not change until they are done."""
         for flight in self._flying:
             with suppress(RuntimeError, MemoryError):  # of the step that failed, or of one behind it
-                flight.wait()
+                flight.launched.wait()
         self._flying.clear()
 
     def sources(self, plan: StepPlan) -> array[int] | None:
@@ -106,24 +109,17 @@ class Flights:
         return found
 
     def _rows(self) -> Mapping[int, int]:
-        chosen_for = self._flying[-1].step.chosen_for if self._flying else None
-        return {request.state.number: row for row, (request, _) in enumerate(chosen_for or ())}
+        last = self._flying[-1].step if self._flying else None
+        chosen_for = last.rows.chosen_for if last is not None and last.rows is not None else ()
+        return {request.state.number: row for row, (request, _) in enumerate(chosen_for)}
 
 
-def chosen_on_device(
-    plan: StepPlan, requests: tuple[tuple[Request, ...], ...]
-) -> tuple[tuple[Request, int], ...] | None:
-    """The requests of a step's rows of logits, and how many tokens each has generated before.
-
-    None: the host has to choose, as it does for all of a step if one of its requests asks for more than a token, or if
-    it is the token that decides how that one goes on.
-    """
-    found = []
-    for share, (request, *samples) in zip(plan.shares, requests, strict=True):
-        state = share.state
-        apart = samples or share.drafted or state.group is not None or state.rows_from is not None
-        if apart or state.id_offset or state.shown is not None or not request.params.chosen_on_device:
-            return None
-        if share.samples:
-            found.append((request, state.generated))
-    return tuple(found)
+def _outcome(request: Request, token: int) -> Outcome:
+    """Though it may be a step late, criteria are asked with the tokens up to this one, and not after the last one."""
+    if token == NO_TOKEN:
+        return 0, TokenRecord(error=NO_TOKEN_LEFT)
+    if request.params.criteria is None or request.finished:
+        return token, None
+    state = request.state
+    history = state.history
+    return token, asked_to_stop(request.params.criteria, history[: len(history) - state.unknown], token)

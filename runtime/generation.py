@@ -156,9 +156,11 @@ class GenerationParams:
 
     @cached_property
     def chosen_on_device(self) -> bool:
-        """Whether each token follows from its row of logits and the tokens before it, and only tokens are wanted."""
-        own = self.processors or self.grammar or self.criteria or self.beams
-        return not (own or self.recorded or self.keeps_prompt)
+        """Whether each token follows from its row of logits and the tokens before it, and of it nothing else is kept.
+
+        Criteria that are asked after it can be asked a step late.
+        """
+        return not (self.processors or self.grammar or self.beams or self.recorded)
 
     @cached_property
     def device_choice(self) -> tuple[float, float, float, float]:
@@ -193,7 +195,7 @@ class GenerationParams:
             raise ValueError(f"generation_config must be a transformers.GenerationConfig, got {config!r}")
         values = _checked(merged(config, options, served.config))
         values["max_new_tokens"] = _max_new_tokens(values, len(prompt), served.max_positions)
-        criteria, stop = row_criteria(values, len(prompt))
+        criteria, stop = row_criteria(values, len(prompt), served.device)
         if values["num_beams"] > 1:
             _check_beams(values)
         grammar = served.grammars.processor(values, prompt_length=len(prompt), vocab_size=served.vocab_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -17,6 +17,7 @@ from selective_compile.options import EngineConfig
 from selective_compile.runtime.batch import SMALLEST_INVARIANT
 from selective_compile.runtime.device_chooser import DeviceChooser
 from selective_compile.runtime.device_draw import FIELDS
+from selective_compile.runtime.device_rows import DeviceRows
 from selective_compile.runtime.device_stream import DeviceStream, Work, stream_of
 from selective_compile.runtime.empty_steps import empty_step, largest_step
 from selective_compile.runtime.graph_sizes import decode_sizes, graph_sizes, mixed_sizes, worth_capturing
@@ -26,7 +27,7 @@ from selective_compile.runtime.kv_cache import allocate_pools, bytes_per_block, 
 from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.request import Request
 from selective_compile.runtime.request_state import RequestState
-from selective_compile.runtime.scheduled_step import ScheduledStep
+from selective_compile.runtime.scheduled_step import Launched, ScheduledStep
 from selective_compile.runtime.state_slots import StateSlots, allocate_states, num_slots
 from selective_compile.runtime.step_graphs import CapturedInputs, StepGraphs
 from selective_compile.runtime.token_marks import needs_marks
@@ -192,8 +193,11 @@ class ModelRunner:
         return replace(inputs, state_slots=self.stream.send(torch.tensor(slots), self.program.device))
 
     def run(self, step: ScheduledStep) -> Tensor:
-        """Compute the step's tokens, writing their keys and values into the pools; logits [R, V]."""
-        assert isinstance(step.inputs, StepInputs), "the device chooses for captured steps"
+        """Compute the step's tokens, writing their keys and values into the pools; logits [R, V].
+
+        For where the device chooses no tokens.
+        """
+        assert isinstance(step.inputs, StepInputs), "captured steps are launched"
         self._measure_kv_scales()
         self._chooser.next_turn()
         self._launched = None
@@ -254,10 +258,10 @@ class ModelRunner:
         graphs, launched = self._graphs, self._launched
         return None if graphs is None or launched is None else graphs.graph(launched)
 
-    def marked(self, chosen_for: Sequence[tuple[Request, int]] | None) -> list[int] | None:
+    def marked(self, chosen_for: Sequence[tuple[Request, int]]) -> list[int] | None:
         """For each of these requests where tokens are marked for it, which is brought up to date; None: nobody has a
         repetition penalty or a ban. For when the step is planned, and before it is expected."""
-        if chosen_for is None or not any(needs_marks(request.params) for request, _ in chosen_for):
+        if not any(needs_marks(request.params) for request, _ in chosen_for):
             return None
         marks, found = self._chooser.marks, []
         slots = self._slots.of([request.state for request, _ in chosen_for])
@@ -272,12 +276,12 @@ class ModelRunner:
     def captured(
         self,
         plan: StepPlan,
-        chosen_for: Sequence[tuple[Request, int]] | None,
+        rows: DeviceRows,
         sources: array[int] | None,
         marked: Sequence[int] | None,
     ) -> CapturedInputs | None:
         """The inputs of a step that is a captured graph, if it can be one; for when it is planned, as `with_slots`."""
-        return None if self._graphs is None else self._graphs.fill(plan, chosen_for, sources, marked)
+        return None if self._graphs is None else self._graphs.fill(plan, rows, sources, marked)
 
     def give_up(self) -> None:
         """A step has failed."""
@@ -301,19 +305,21 @@ class ModelRunner:
             if self._graphs is not None:
                 self._graphs.check(addresses)
 
-    def launch(self, step: ScheduledStep) -> tuple[Tensor, Work]:
-        """As `run`, for a step whose tokens the device chooses: the host's memory that they come to, [>= R], and what
-        waits for them. The one before the last must have been waited for."""
-        assert step.chosen_for is not None
+    def launch(self, step: ScheduledStep) -> Launched:
+        """As `run`, for a step of whose tokens the device chooses some or all. The one before the last must have been
+        waited for."""
+        rows = step.rows
+        assert rows is not None
         self._measure_kv_scales()
         self._chooser.next_turn()
         self._launched = step.inputs if isinstance(step.inputs, CapturedInputs) else None
+        arriving = self._chooser.arriving
         if self._graphs is not None and isinstance(step.inputs, CapturedInputs):
-            self._graphs.launch(step.inputs, self._chooser.arriving)
+            logits, places = self._graphs.launch(step.inputs, arriving), rows.rows
         else:
             assert isinstance(step.inputs, StepInputs), step
-            self._launch_eagerly(step.inputs, step.sources, step.chosen_for, step.marked)
-        return self._chooser.arriving, self.stream.mark()
+            logits, places = self._launch_eagerly(step.inputs, step, rows), tuple(range(len(rows.rows)))
+        return Launched(logits=None if rows.every else logits, tokens=arriving, places=places, wait=self.stream.mark())
 
     def _measure_kv_scales(self) -> None:
         """Where the weights have changed: then nothing is on the device, and the pools hold nothing of use."""
@@ -321,20 +327,22 @@ class ModelRunner:
         if isinstance(program, StepProgram) and not program.knows_kv_scales(version):
             self.stream.call(partial(program.measure_kv_scales, version))
 
-    def _launch_eagerly(
-        self,
-        inputs: StepInputs,
-        known: array[int] | None,
-        chosen_for: Sequence[tuple[Request, int]],
-        marked: Sequence[int] | None,
-    ) -> None:
-        sources = self._chooser.stage_sources(known)
-        params = [request.params for request, _ in chosen_for]
-        rows = self._chooser.stage_choices(params, [generated for _, generated in chosen_for])
-        count = len(params)
-        slots = None if marked is None else self._chooser.stage_slots(marked)
-        self.stream.enqueue(partial(self._choose, inputs, sources, rows, count, slots))
-        self.stream.copy(self._chooser.arriving[:count], self._chooser.last[:count])
+    def _launch_eagerly(self, inputs: StepInputs, step: ScheduledStep, rows: DeviceRows) -> Callable[[], Tensor]:
+        """What gives the logits, unless the device chooses from all of them."""
+        sources = self._chooser.stage_sources(step.sources)
+        params = [request.params for request, _ in rows.chosen_for]
+        choices = self._chooser.stage_choices(params, [generated for _, generated in rows.chosen_for])
+        ours = None if rows.leading else self._chooser.stage_rows(rows.rows)
+        slots = None if step.marked is None else self._chooser.stage_slots(step.marked)
+        found: list[Tensor] = []
+
+        def work() -> None:
+            logits = self._choose(inputs, sources, choices, len(params), slots, ours)
+            found.extend([] if rows.every else [logits])
+
+        self.stream.enqueue(work)
+        self.stream.copy(self._chooser.arriving[: len(params)], self._chooser.last[: len(params)])
+        return found.pop
 
     def _compute(self, inputs: StepInputs, sources: Tensor | None) -> Tensor:
         ids = self._chooser.input_ids(inputs.input_ids, sources)
@@ -342,11 +350,19 @@ class ModelRunner:
 
     @torch.no_grad()
     def _choose(
-        self, inputs: StepInputs, sources: Tensor | None, rows: Tensor | None, count: int, slots: Tensor | None = None
-    ) -> None:
+        self,
+        inputs: StepInputs,
+        sources: Tensor | None,
+        choices: Tensor | None,
+        count: int,
+        slots: Tensor | None = None,
+        ours: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [R, V], from which so many tokens are chosen: from the first rows, or from `ours` [count]."""
         logits = self._compute(inputs, sources)
         if count:
-            self._chooser.choose(logits[:count], rows, slots)
+            self._chooser.choose(logits[:count] if ours is None else logits[ours], choices, slots)
+        return logits
 
 
 def _host_slots(program: Program, config: EngineConfig, size: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from selective_compile.runtime.beam_request import RequestSearch
 from selective_compile.runtime.drafting import Drafting
@@ -80,14 +80,15 @@ class Publisher:
         for share in step.plan.shares:
             self._scheduler.expect(share)
 
-    def land(self, step: ScheduledStep, outcomes: Sequence[Outcome]) -> None:
+    def land(self, step: ScheduledStep, outcomes: Mapping[Request, Outcome]) -> None:
         """As `publish`, for a step that was expected: requests that have ended meanwhile get nothing of it."""
-        assert step.chosen_for is not None
+        assert step.rows is not None
         self._log.steps += 1
         self._log.tokens_computed += step.plan.num_tokens
         answered: list[tuple[Request, int, Outcome]] = []
-        for (request, generated), outcome in zip(step.chosen_for, outcomes, strict=True):
+        for request, generated in step.rows.chosen_for:
             if not request.finished:
+                outcome = outcomes[request]
                 if not failed(outcome):
                     request.state.learn(outcome[0])
                     self._drafting.observe(request.state, [outcome[0]])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from selective_compile.kernels.largest_cpu import largest
+from selective_compile.runtime.criteria import RowCriteria
 from selective_compile.runtime.draw import NUCLEUS, draw, draw_of_few, draw_of_nucleus
 from selective_compile.runtime.generation import GenerationParams
 from selective_compile.runtime.grammar import NONE_LEFT, mask
@@ -80,6 +81,16 @@ def sample(
     return SampledTokens(tokens=tokens, records=records)
 
 
+def asked_to_stop(
+    criteria: RowCriteria, history: Sequence[int], token: int, scores: Tensor | None = None
+) -> TokenRecord | None:
+    """What a request's criteria say of its token; None: it goes on."""
+    asked = attempt("stopping criteria", partial(criteria, history, token, scores))
+    if isinstance(asked, Failed):
+        return TokenRecord(error=asked.error)
+    return None if asked.result is None else TokenRecord(stop=asked.result)
+
+
 class _Chosen:
     """The rows that are not plainly greedy: S of them, with scores [S, V] that become the processed ones."""
 
@@ -119,17 +130,13 @@ class _Chosen:
         if not wanted.recorded and wanted.criteria is None:
             return None
         scores = self._scores[place] if self._keeps_scores(place) else None
-        stop = None
+        stopped = None
         if wanted.criteria is not None:
             copied = None if scores is None else scores.clone()
-            ask = partial(wanted.criteria, self._histories[place], token, copied, logits.device)
-            asked = attempt("stopping criteria", ask)
-            if isinstance(asked, Failed):
-                return TokenRecord(error=asked.error)
-            stop = asked.result
-        if not wanted.recorded and stop is None:
-            return None
-        return recorded(wanted, token, logits[row], scores, stop)
+            stopped = asked_to_stop(wanted.criteria, self._histories[place], token, copied)
+        if not wanted.recorded or (stopped is not None and stopped.error is not None):
+            return stopped
+        return recorded(wanted, token, logits[row], scores, None if stopped is None else stopped.stop)
 
     def _run_processors(self) -> None:
         for place, wanted in enumerate(self._params):

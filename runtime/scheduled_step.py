@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from selective_compile.runtime.beam_request import RequestSearch
+from selective_compile.runtime.device_rows import DeviceRows
+from selective_compile.runtime.device_stream import Work
 from selective_compile.runtime.plan import Share, StepPlan
 from selective_compile.runtime.records import logprobs_of
 from selective_compile.runtime.request import Request
@@ -21,12 +24,30 @@ NO_DRAFT: Final = array("q")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Launched:
+    """A step that has been given to the device.
+
+    Attributes:
+        logits: gives them, [R, V] on the device, once `wait` has returned and until another step is launched; None
+            where the host has nothing to choose.
+        tokens: in the host's memory, which those that the device has chosen come to; there once `wait` has returned.
+        places: of the token for each of `DeviceRows.chosen_for`, in `tokens`.
+        wait: returns when the step has been computed.
+    """
+
+    logits: Callable[[], Tensor] | None
+    tokens: Tensor = torch.empty(0, dtype=torch.int64)
+    places: Sequence[int] = ()
+    wait: Work = lambda: None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScheduledStep:
     """A step that is about to run.
 
     Attributes:
         requests: for each of the plan's shares its request, and behind it the samples that start from its prompt.
-        chosen_for: as `flights.chosen_on_device`; the host chooses where it is None.
+        rows: from which the device chooses; None: steps do not leave that to it.
         sources: as `flights.Flights.sources`.
         marked: as `ModelRunner.marked`.
     """
@@ -34,13 +55,24 @@ class ScheduledStep:
     plan: StepPlan
     requests: tuple[tuple[Request, ...], ...]
     inputs: StepInputs | CapturedInputs
-    chosen_for: tuple[tuple[Request, int], ...] | None = None
+    rows: DeviceRows | None = None
     sources: array[int] | None = None
     marked: Sequence[int] | None = None
 
-    def sample(self, logits: Tensor) -> list[list[Outcome]]:
-        """The tokens of each request of a share that samples; those of searches go to them."""
+    @property
+    def expected(self) -> bool:
+        """Whether the device chooses all of its tokens: what comes next is scheduled as if they were there."""
+        return self.rows is not None and self.rows.every
+
+    def sample(self, logits: Tensor, chosen: Mapping[Request, Outcome]) -> list[list[Outcome]]:
+        """The tokens of each request of a share that samples; those of searches go to them.
+
+        Args:
+            logits: [R, V].
+            chosen: what the device has chosen already.
+        """
         answering: list[Answering] = []
+        asked: list[Request] = []
         searched: dict[Request, RequestSearch] = {}
         end = 0
         for requests, share, rows in zip(self.requests, self.plan.shares, self.plan.rows, strict=True):
@@ -56,12 +88,14 @@ class ScheduledStep:
                 searched[requests[0]] = search
             else:
                 draft = state.draft[:drafted] if drafted else NO_DRAFT
-                answering += [Answering(each, row, draft) for each in requests]
+                asked += requests
+                answering += [Answering(each, row, draft) for each in requests if each not in chosen]
         if searched:
             computed = {share.state for share in self.plan.shares if share.samples}
             for search in searched.values():
                 search.advance(computed)
-        return answers(logits, answering, _ends)
+        answered = iter(answers(logits, answering, _ends))
+        return [[chosen[each]] if each in chosen else next(answered) for each in asked]
 
 
 def _keep_of_prompt(requests: Sequence[Request], share: Share, rows: Tensor) -> None:

@@ -25,11 +25,11 @@ from selective_compile.runtime.batch import token_ids
 from selective_compile.runtime.captured_inputs import CapturedMemory
 from selective_compile.runtime.device_chooser import TURNS, DeviceChooser
 from selective_compile.runtime.device_draw import choices
+from selective_compile.runtime.device_rows import DeviceRows
 from selective_compile.runtime.device_stream import DeviceStream, Work
 from selective_compile.runtime.device_tables import DeviceTables
 from selective_compile.runtime.graph_sizes import GraphSizes, Size
 from selective_compile.runtime.plan import StepPlan
-from selective_compile.runtime.request import Request
 from selective_compile.runtime.request_state import RequestState
 from selective_compile.runtime.state_slots import StateSlots
 from selective_compile.step import StepInputs
@@ -55,7 +55,7 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedInputs:
-    """A step whose inputs lie where its graph reads them; the device chooses `count` tokens."""
+    """A step whose inputs lie where its graph reads them; it has `count` rows of logits."""
 
     kind: Kind
     count: int
@@ -100,6 +100,7 @@ class StepGraphs:
         ]
         self.kinds = [Kind(size, *choice) for size in every for choice in CHOICES]
         self._graphs: dict[Kind, Work] = {}
+        self._logits: dict[Kind, Callable[[], Tensor]] = {}
         self._addresses: Sequence[int] = ()
 
     @property
@@ -120,6 +121,7 @@ class StepGraphs:
         """Capture anew where these, of the weights, are others than at the last call."""
         if self._addresses != addresses:
             self._graphs.clear()
+            self._logits.clear()
         self._addresses = addresses
 
     def give_up(self) -> None:
@@ -130,7 +132,7 @@ class StepGraphs:
     def fill(
         self,
         plan: StepPlan,
-        chosen_for: Sequence[tuple[Request, int]] | None,
+        device_rows: DeviceRows,
         sources: array[int] | None,
         marked: Sequence[int] | None,
     ) -> CapturedInputs | None:
@@ -138,8 +140,8 @@ class StepGraphs:
 
         For when the step is planned, and none of its requests can leave. The step before the last has ended.
         """
-        size = None if chosen_for is None else self._sizes.fitting(plan.num_tokens, len(plan.shares))
-        if size is None or chosen_for is None:
+        size = self._sizes.fitting(plan.num_tokens, len(plan.shares)) if device_rows.one_each else None
+        if size is None:
             return None
         host: Any = self._memory.next(size).host
         states = [share.state for share in plan.shares]
@@ -150,11 +152,10 @@ class StepGraphs:
             "sources": () if sources is None else sources,
             "positions": rows.positions,
             "logit_rows": rows.sampled,
-            "marked": () if marked is None else marked,
             **(rows.each_a_request(slots) if self._sizes.invariant else rows.of_requests(slots)),
         }
         # What is nobody's: rows of no request, requests without rows.
-        nobodys = {"sources": -1, "slots": self._nobody, "marked": self._nobody, "cu_seqlens_q": rows.ends[-1]}
+        nobodys = {"sources": -1, "slots": self._nobody, "cu_seqlens_q": rows.ends[-1]}
         for place, table in enumerate(self._tables):
             given[f"slot_mapping_{place}"] = rows.slot_mapping(place, self._block_size)
             nobodys[f"slot_mapping_{place}"], nobodys[f"places_{place}"] = -1, table.nobody
@@ -162,20 +163,29 @@ class StepGraphs:
         for name, values in given.items():
             host[name][: len(values)] = values
             host[name][len(values) :] = nobodys.get(name, 0)
+        chosen_for, ours = device_rows.chosen_for, list(device_rows.rows)
         drawn = choices([request.params for request, _ in chosen_for], [index for _, index in chosen_for])
-        host["choices"][:] = 0.0  # of a token of the largest logit
+        host["choices"][:] = 0.0  # of a token of the largest logit, as for rows that the host chooses from
+        host["marked"][:] = self._nobody
         if drawn is not None:
-            host["choices"][:, : len(chosen_for)] = drawn
+            host["choices"][:, ours] = drawn
+        if marked is not None:
+            host["marked"][ours] = marked
         kind = Kind(size, drawn is not None, marked is not None)
-        return CapturedInputs(kind=kind, count=len(chosen_for))
+        return CapturedInputs(kind=kind, count=len(rows.sampled))
 
-    def launch(self, inputs: CapturedInputs, to: Tensor) -> None:
-        """Give the step to the device; its tokens come to the host's memory `to` [>= count]."""
+    def launch(self, inputs: CapturedInputs, to: Tensor) -> Callable[[], Tensor]:
+        """Give the step to the device; its tokens come to the host's memory `to` [>= count].
+
+        Returns:
+            What gives the logits [count, V], when the step is done and until the next one is launched.
+        """
         if inputs.kind not in self._graphs:
             self._capture(inputs.kind)
         self._memory.send(inputs.kind.size)
         self._stream.enqueue(self._graphs[inputs.kind])
         self._stream.copy(to[: inputs.count], self._chooser.last[: inputs.count])
+        return lambda: self._logits[inputs.kind]()[: inputs.count]
 
     def _changes(
         self, table: DeviceTables, states: Sequence[RequestState], slots: Sequence[int], most: int
@@ -228,7 +238,9 @@ class StepGraphs:
             state_slots=views["slots"] % self._nobody if self._has_states else None,
         )
         choices = views["choices"] if kind.drawn else None
-        self._chooser.choose(self._compute(inputs), choices, views["marked"] if kind.marked else None)
+        logits = self._compute(inputs)
+        self._logits[kind] = self._stream.lend(logits)
+        self._chooser.choose(logits, choices, views["marked"] if kind.marked else None)
 
 
 class _Rows:

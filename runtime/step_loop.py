@@ -8,17 +8,16 @@ from contextlib import contextmanager
 from functools import partial
 from threading import Condition
 
-from torch import Tensor
-
 from selective_compile.progress import Stages
+from selective_compile.runtime.device_rows import DeviceRows
 from selective_compile.runtime.drafting import Drafting
 from selective_compile.runtime.engine_parts import EngineParts
-from selective_compile.runtime.flights import Flight, chosen_on_device
+from selective_compile.runtime.flights import Flight
 from selective_compile.runtime.outbox import Outbox
 from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.publisher import Publisher
 from selective_compile.runtime.roster import Roster
-from selective_compile.runtime.scheduled_step import ScheduledStep
+from selective_compile.runtime.scheduled_step import Launched, ScheduledStep
 from selective_compile.runtime.step_log import Observed, StepLog
 
 TOO_LATE = "deadline must leave time for the tokens asked for, at the pace of the steps so far: it cannot be met"
@@ -137,9 +136,9 @@ class StepLoop:
             requests = self._requests.of_shares(plan.shares)
             # Under the lock, since cancelling a request takes its blocks and its slot away.
             sources = self._flights.sources(plan)
-            chosen_for = chosen_on_device(plan, requests) if self._flights.ahead else None
-            marked = self._runner.marked(chosen_for)
-            captured = self._runner.captured(plan, chosen_for, sources, marked)
+            rows = DeviceRows.of(plan, requests) if self._flights.ahead else None
+            marked = None if rows is None else self._runner.marked(rows.chosen_for)
+            captured = None if rows is None else self._runner.captured(plan, rows, sources, marked)
             inputs = captured or self._runner.with_slots(self._assembler.assemble(plan))
             for state in plan.admitted:
                 self._requests.of(state).start()
@@ -147,11 +146,11 @@ class StepLoop:
                 plan=plan,
                 requests=requests,
                 inputs=inputs,
-                chosen_for=chosen_for,
+                rows=rows,
                 sources=sources,
                 marked=marked,
             )
-            if chosen_for is not None:
+            if step.expected:
                 self._publisher.expect(step)
             return step
 
@@ -172,15 +171,13 @@ class StepLoop:
         """Give it to the device; meanwhile the tokens of the step before are handed out, if that was left for now."""
         with self._guard:
             self._outbox.send()
-        if step.chosen_for is not None:
-            result, wait = self._runner.launch(step)
-            return Flight(step=step, started=started, result=result, wait=wait)
-        return Flight(step=step, started=started, result=self._run(step), wait=lambda: None)
+        launched = self._run(step) if step.rows is None else self._runner.launch(step)
+        return Flight(step=step, started=started, launched=launched)
 
-    def _run(self, step: ScheduledStep) -> Tensor:
-        """Logits [R, V]."""
+    def _run(self, step: ScheduledStep) -> Launched:
         try:
-            return self._runner.run(step)
+            logits = self._runner.run(step)
+            return Launched(logits=lambda: logits)
         finally:
             if self._keeps_requests:  # also something of those who left while the step was on its way
                 with self._guard:
@@ -199,11 +196,10 @@ class StepLoop:
         """Publish the steps that nobody needs to be ahead of."""
         landed = []
         for flight in self._flights.due(idle=idle):
-            if flight.step.chosen_for is not None:
-                outcomes = flight.tokens()
-                self._publish(partial(self._publisher.land, flight.step, outcomes))
+            if flight.step.expected:
+                self._publish(partial(self._publisher.land, flight.step, flight.chosen()))
             else:
-                self._publish(partial(self._publisher.publish, flight.step, flight.step.sample(flight.result)))
+                self._publish(partial(self._publisher.publish, flight.step, flight.sample()))
             flight.ended, flight.number = self._log.now(), self._log.steps - 1
             landed.append(flight)
         return landed

@@ -3,6 +3,7 @@ streams and events alone."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -45,7 +46,8 @@ class RecordedCuda:
         self._host = Recorded()  # what it has waited for, and so happens before all that it does next
         self._streams = [self.current]
         self._copies: list[tuple[str, Tensor, Tensor]] = []
-        self.namespace = SimpleNamespace(cuda=self)
+        self._capturing = False
+        self.namespace = SimpleNamespace(cuda=self, as_tensor=_of_another)
 
     def work(self, name: str, act: Callable[[], object] = lambda: None) -> Callable[[], None]:
         """What leaves a note of itself in the stream that it comes into."""
@@ -87,6 +89,9 @@ class RecordedCuda:
     def CUDAGraph(self) -> SimpleNamespace:
         return SimpleNamespace(replay=None)
 
+    def is_current_stream_capturing(self) -> bool:
+        return self._capturing
+
     def current_stream(self) -> Recorded:
         return self.current
 
@@ -108,8 +113,12 @@ class RecordedCuda:
         self.captures.append(given)
         before, self.current, tape = self.current, stream, Tape()
         values = [tensor.clone() for tensor in self.kept]
-        with tape:
-            yield
+        self._capturing = True
+        try:
+            with tape:
+                yield
+        finally:
+            self._capturing = False
         self.current = before
         for tensor, value in zip(self.kept, values, strict=True):
             tensor.copy_(value)
@@ -129,6 +138,14 @@ class RecordedCuda:
         assert not [name for name in self.rewritten() if name in done], "memory changed before it was read"
         self._copies = [each for each in self._copies if each[0] not in done]
         self._host.done |= done
+
+
+def _of_another(memory: Any, *, device: torch.device) -> Tensor:
+    """In the place of `torch.as_tensor`: memory that its owner describes, without any part in keeping it."""
+    described = memory.__cuda_array_interface__
+    assert described["typestr"] == "|u1" and described["data"][1] is False, "torch refuses what is read only"
+    (count,), (address, _) = described["shape"], described["data"]
+    return torch.frombuffer((ctypes.c_uint8 * count).from_address(address), dtype=torch.uint8)
 
 
 class RecordedEvent:

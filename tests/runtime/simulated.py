@@ -156,6 +156,8 @@ def expected_tokens(prompt: Sequence[int], params: GenerationParams, weights: in
         tokens = torch.tensor(context, dtype=torch.float64)
         logits = logits_of(tokens, torch.arange(len(context)).double(), torch.full_like(tokens, weights))
         generated = len(context) - len(prompt)
-        context += sample(logits[None], [params], [generated], [array("q", context)]).tokens
-        if context[-1] in params.eos_token_ids or generated + 1 == params.max_new_tokens:
+        sampled = sample(logits[None], [params], [generated], [array("q", context)])
+        context += sampled.tokens
+        stopped = sampled.records[0] is not None and sampled.records[0].stop is not None
+        if context[-1] in params.eos_token_ids or stopped or generated + 1 == params.max_new_tokens:
             return context[len(prompt) :]

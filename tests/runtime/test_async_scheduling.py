@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -16,13 +17,28 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import Tensor
 
 from selective_compile import EngineConfig
-from selective_compile.runtime import Engine, Request, StepError
+from selective_compile.runtime import Engine, Request, StepError, verify
+from selective_compile.runtime.block_names import extend_names
 from selective_compile.runtime.iterations import Iterations
+from selective_compile.runtime.sampler import sample
 from tests.runtime.engine_checks import assert_nothing_left, check, expect, run_until_idle
 from tests.runtime.played_stream import PlayedStream, WatchedStream
 from tests.runtime.simulated import SimulatedProgram, expected_tokens, simulated_engine
 
 ENDS = list(range(0, 61, 6))
+
+
+class EndsAt:
+    """A criterion that looks at the last token, and must have been told all."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = tokens
+
+    def __call__(self, input_ids: Tensor, scores: None) -> bool:
+        assert (input_ids >= 0).all()
+        return int(input_ids[0, -1]) in self._tokens
+
+
 KINDS: tuple[dict[str, Any], ...] = (
     {},
     {"eos_token_id": ENDS},
@@ -37,6 +53,10 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"num_beams": 3},
     {"prompt_lookup_num_tokens": 3},
     {"logprobs": True, "prompt_logits": True},
+    {"logprobs": True, "do_sample": True, "seed": 2, "eos_token_id": ENDS},
+    {"prompt_logprobs": True},
+    {"stopping_criteria": [EndsAt(ENDS)]},
+    {"stopping_criteria": [EndsAt(ENDS)], "repetition_penalty": 1.5, "do_sample": True, "seed": 7},
 )
 
 
@@ -251,6 +271,27 @@ def test_a_step_that_fails_takes_those_on_their_way_with_it() -> None:
     assert_nothing_left(engine)
 
 
+@pytest.mark.parametrize("first", range(5))
+def test_who_waits_when_a_step_fails_is_not_penalised_for_a_token_that_was_lost(first: int) -> None:
+    """It had been preempted with a token on its way, which the device has marked and nobody has got."""
+    engine, _ = played(block_size=2, max_kv_tokens=24, max_requests=2, scheduler_policy="max_utilization")
+    launch, lost = engine._runner.launch, []
+
+    def failing(step: Any) -> Any:
+        if step.plan.preempted and not lost:
+            lost.extend(state.unknown for state in step.plan.preempted)
+            raise MemoryError("no more")
+        return launch(step)
+
+    engine._runner.launch = failing  # type: ignore[method-assign]
+    requests = [engine.submit([first, n], max_new_tokens=18, repetition_penalty=9.0) for n in range(2)]
+    with pytest.raises(StepError, match="no more"):
+        run_until_idle(engine)
+    run_until_idle(engine)
+    assert lost == [1] and [request.finish_reason for request in requests] == ["error", "length"]
+    expect(requests[1])
+
+
 def test_scores_from_which_nothing_can_be_drawn_end_their_request_alone() -> None:
     program = SimulatedProgram()
     logits_of = program._logits
@@ -300,6 +341,98 @@ def test_a_step_that_the_host_chooses_for_leaves_the_one_before_what_it_reads() 
     run_until_idle(engine)
     expect(second)
     expect(third)
+
+
+@pytest.mark.parametrize("captures", [False, True])
+@pytest.mark.parametrize("odd", [{"logprobs": True}, {"logprobs": True, "do_sample": True, "seed": 1}])
+def test_the_host_chooses_for_nobody_but_who_asks_for_more_than_tokens(
+    captures: bool, odd: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the device chooses for the others is the same to the last bit, whoever is beside them."""
+    asked: list[Any] = []
+
+    def noted(logits: Tensor, params: Any, *arguments: Any, **options: Any) -> Any:
+        asked.extend(params)
+        return sample(logits, params, *arguments, **options)
+
+    monkeypatch.setattr(verify, "sample", noted)
+    stream = PlayedStream(captures=captures)
+    engine = simulated_engine(SimulatedProgram(captured=captures), stream=stream, max_requests=8)
+    requests = [engine.submit([1, 2, 3 + n], max_new_tokens=15, **each) for n, each in enumerate(CHOSEN_ON_DEVICE)]
+    alone = engine.submit([7, 8], max_new_tokens=8, **odd)
+    steps = 0
+    while not alone.finished:
+        engine.step()
+        steps += 1
+    assert len(asked) == 8 and all(params is alone.params for params in asked)
+    assert stream.replayed == (steps if captures else 0), "its steps are graphs, too"
+    waits = stream.waits
+    engine.step()
+    assert stream.waits == waits and stream.left > 0, "without it, nobody waits for the tokens again"
+    run_until_idle(engine)
+    for request in (*requests, alone):
+        expect(request)
+    (by_itself,) = (simulated_engine().submit([7, 8], max_new_tokens=8, **odd),)
+    by_itself.result()
+    assert alone.logprobs == by_itself.logprobs is not None
+
+
+def test_criteria_are_asked_while_the_next_step_is_computed_and_not_after_the_last_token() -> None:
+    told: list[list[int]] = []
+
+    def criterion(input_ids: Tensor, scores: None) -> bool:
+        told.append(input_ids[0].tolist())
+        assert stream.left or len(told) == 9, "a step is on its way, save behind the last token"
+        return len(told) == 5
+
+    engine, stream = played()
+    request = engine.submit([1, 2, 3], max_new_tokens=9, stopping_criteria=[criterion])
+    assert engine.step() and told == []
+    run_until_idle(engine)
+    assert request.finish_reason == "stop" and len(request.tokens) == 5
+    assert told == [[1, 2, 3, *request.tokens[:count]] for count in range(1, 6)]
+    told.clear()
+    cancelled = engine.submit([1, 2, 3], max_new_tokens=9, stopping_criteria=[criterion])
+    engine.step()
+    engine.step()
+    cancelled.cancel()
+    run_until_idle(engine)
+    assert len(told) == 1, "nobody asks for one that has left"
+
+
+def test_a_criterion_that_fails_a_step_late_ends_its_request_alone() -> None:
+    def criterion(input_ids: Tensor, scores: None) -> bool:
+        if input_ids.shape[1] == 5:
+            raise OSError("no such word")
+        return False
+
+    engine, _ = played()
+    bad = engine.submit([1, 2, 3], max_new_tokens=9, stopping_criteria=[criterion])
+    good = engine.submit([1, 2, 4], max_new_tokens=9)
+    run_until_idle(engine)
+    assert bad.finish_reason == "error" and "no such word" in str(bad.error) and len(bad.tokens) == 1
+    expect(good)
+
+
+@pytest.mark.parametrize("steps", range(1, 8))
+def test_no_block_is_named_by_a_token_that_nobody_knows(steps: int) -> None:
+    """Of one that leaves when a step has just been launched more is computed than is known."""
+    engine, _ = played(block_size=2)
+    request, launch, launched = engine.submit([1, 2, 3], max_new_tokens=12), engine._runner.launch, []
+
+    def leaving(step: Any) -> Any:
+        launched.append(launch(step))
+        if len(launched) == steps:
+            request.cancel()
+        return launched[-1]
+
+    engine._runner.launch = leaving  # type: ignore[method-assign]
+    run_until_idle(engine)
+    assert request.finish_reason == "cancelled"
+    tokens, names = array("q", [1, 2, 3, *expected_tokens([1, 2, 3], request.params)]), list[bytes]()
+    extend_names(names, tokens, None, len(tokens) // 2, 2)
+    (group,) = engine._scheduler.blocks.groups
+    assert set(group.pool._blocks) <= set(names)
 
 
 def test_an_interrupt_while_a_step_is_waited_for_leaves_nobody_waiting_for_ever() -> None:

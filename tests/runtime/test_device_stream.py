@@ -141,6 +141,26 @@ def test_what_cannot_be_captured_leaves_all_as_it_was(cuda: RecordedCuda, fails:
     assert stream.capture(work, [last]) is not None, "the next one finds the device free"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_captured_work_lends_is_where_it_is_computed_and_kept_by_nobody(
+    cuda: RecordedCuda, dtype: torch.dtype
+) -> None:
+    stream, given, lent = CudaStream(CPU), torch.zeros(3, 4, dtype=dtype), []
+
+    def work() -> None:
+        lent.append(stream.lend((given + 1).t()[1:, ::2]))  # with strides and an offset
+
+    stream.enqueue(work)
+    given.copy_(torch.arange(12).view(3, 4))
+    assert lent[-1]().tolist() == [[1, 1]] * 3, "what is computed at once is kept"
+    replay = stream.capture(work, [])
+    given += 1
+    stream.enqueue(replay)
+    kept = [each for each in vars(lent[-1].__self__).values() if isinstance(each, torch.Tensor)]
+    assert not kept, "memory is kept that other graphs are to compute in"
+    assert torch.equal(lent[-1](), (given + 1).t()[1:, ::2]) and lent[-1]().dtype == dtype
+
+
 def test_memory_is_measured_by_what_is_taken_from_the_device(cuda: RecordedCuda) -> None:
     cuda.reserved = 500  # of another's, kept for later
 
@@ -190,6 +210,7 @@ def test_an_engine_writes_over_no_memory_that_the_device_still_reads(
     config = EngineConfig(
         compile=False, block_size=4, max_kv_tokens=400, max_requests=3, token_budget=24, cuda_graphs=graphs
     )
+    alone = Engine(model, config, program=program)
     engine = Engine(model, config, program=program, stream=CudaStream(CPU))
     chosen = engine._runner._chooser.last
     cuda.kept = [chosen]
@@ -205,7 +226,8 @@ def test_an_engine_writes_over_no_memory_that_the_device_still_reads(
     draw, requests = Random(2), []
     for place in range(6):
         prompt = [draw.randrange(model.config.vocab_size) for _ in range(draw.randint(1, 20))]
-        requests.append(engine.submit(prompt, max_new_tokens=draw.randint(2, 9), do_sample=place == 3))
+        asked = {"do_sample": place == 3, "logprobs": place in (2, 4)}  # for which the host chooses
+        requests.append(engine.submit(prompt, max_new_tokens=draw.randint(2, 9), **asked))
         for _ in range(draw.randint(0, 3)):
             engine.step()
     while engine.step():
@@ -213,5 +235,8 @@ def test_an_engine_writes_over_no_memory_that_the_device_still_reads(
     for request in requests:
         if not request.params.do_sample:
             assert_same_tokens(model, request.prompt_ids, request.tokens)
+        if request.params.logprobs:
+            known = alone.score(request.prompt_ids, request.tokens)
+            assert request.logprobs == pytest.approx(known, abs=1e-4)
     assert any(name.startswith("copy") for name in cuda.before)
     assert bool(cuda.captures) == graphs

@@ -44,6 +44,10 @@ def submit_some(engine: Engine, seed: int, count: int, vocabulary: int) -> list[
             wanted["repetition_penalty"] = 1.4
         if place % 4 == 2:
             wanted |= {"min_new_tokens": 5, "eos_token_id": list(range(0, vocabulary, 3)), "suppress_tokens": [1, 2]}
+        if place % 4 == 0:  # the host chooses
+            wanted["logprobs"] = True
+        if place == 5:
+            wanted["stopping_criteria"] = [lambda ids, scores: ids[:, -1] % 3 == 0]
         requests.append(engine.submit(prompt, **wanted))
         for _ in range(choice.randint(0, 3)):
             engine.step()
@@ -79,6 +83,8 @@ def test_the_tokens_are_those_of_steps_that_are_not_captured(family: str, budget
             assert request.tokens == same.tokens
         else:
             assert_same_tokens(model, request.prompt_ids, request.tokens)
+        assert request.finish_reason == same.finish_reason and request.params.logprobs == bool(request.logprobs)
+        assert request.logprobs == (same.logprobs and pytest.approx(same.logprobs, abs=1e-4))
     assert stream.replayed > 10
     captured = engine.stats().captured
     again = submit_some(engine, 3, 8, vocabulary)
@@ -191,7 +197,7 @@ def test_the_last_step_alone_is_its_graph_and_none_where_it_has_none() -> None:
     stream.enqueue(again)
     assert stream.replayed == replayed + 1 and request.tokens == told, "it is a graph, and nobody is told of it"
     run_until_idle(engine)
-    engine.submit([3, 4, 5], max_new_tokens=2, logprobs=True)  # the host chooses
+    engine.submit([3, 4, 5], max_new_tokens=1, prompt_logprobs=True)  # more rows of logits than requests
     run_until_idle(engine)
     assert engine.captured_step is None
 
@@ -271,9 +277,13 @@ def test_on_a_gpu(family: str) -> None:
     engine.warm_up()
     found = submit_some(engine, 3, 8, model.config.vocab_size)
     run_until_idle(engine)
-    for request in found:
+    on_cpu = Engine(alone, config)
+    wanted = submit_some(on_cpu, 3, 8, model.config.vocab_size)
+    run_until_idle(on_cpu)
+    for request, same in zip(found, wanted, strict=True):
         if not request.params.do_sample:
             assert_same_tokens(alone, request.prompt_ids, request.tokens)
+            assert request.logprobs == (same.logprobs and pytest.approx(same.logprobs, abs=1e-3))
     assert engine.stats().captured == engine.stats().captured_max > 0
 
 
