@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from selective_compile.runtime.plan import Share, StepPlan
 from selective_compile.runtime.request import Request
@@ -36,22 +35,24 @@ class DeviceRows:
     @classmethod
     def of(cls, plan: StepPlan, requests: Sequence[Sequence[Request]]) -> DeviceRows:
         """`requests`: of each share, as in `ScheduledStep`."""
-        ends = accumulate(plan.rows)
-        shares = zip(plan.shares, ends, requests, strict=True)
-        given = [each for each, rows in zip(shares, plan.rows, strict=True) if rows]
-        ours = [(share, end, of_share[0]) for share, end, of_share in given if not _is_of_host(share, of_share)]
-        return cls(
-            chosen_for=tuple([(request, share.state.generated) for share, _, request in ours]),
-            rows=tuple([end - 1 for _, end, _ in ours]),
-            every=len(ours) == len(given),
-            one_each=all(rows == share.samples for rows, share in zip(plan.rows, plan.shares, strict=True)),
-        )
+        chosen_for, rows, end, others = [], [], 0, False
+        for share, count, of_share in zip(plan.shares, plan.rows, requests, strict=True):
+            end += count
+            if count and _is_of_device(share, of_share):
+                chosen_for.append((of_share[0], share.state.generated))
+                rows.append(end - 1)
+            elif count:
+                others = True
+        # A share has a row at least where it samples.
+        one_each = end == sum([share.samples for share in plan.shares])
+        return cls(chosen_for=tuple(chosen_for), rows=tuple(rows), every=not others, one_each=one_each)
 
 
-def _is_of_host(share: Share, requests: Sequence[Request]) -> bool:
-    """Whether more is asked for than a token that follows from one row of logits and the tokens before it, or the
-    token decides what of the request is computed next."""
+def _is_of_device(share: Share, requests: Sequence[Request]) -> bool:
+    """Whether no more is asked for than a token that follows from one row of logits and the tokens before it, and what
+    is computed next does not depend on which it is."""
     state = share.state
+    if len(requests) > 1 or share.drafted or state.group is not None or state.id_offset or state.shown is not None:
+        return False
     of_prompt = state.rows_from is not None and share.start < state.prompt_length
-    apart = len(requests) > 1 or share.drafted or of_prompt or state.group is not None
-    return bool(apart or state.id_offset or state.shown is not None or not requests[0].params.chosen_on_device)
+    return not of_prompt and requests[0].params.chosen_on_device

@@ -43,7 +43,7 @@ class Flight:
             return {}
         tokens = self.launched.tokens.tolist()
         pairs = zip(rows.chosen_for, self.launched.places, strict=True)
-        return {request: _outcome(request, tokens[place]) for (request, _), place in pairs}
+        return {request: _outcome(request, generated, tokens[place]) for (request, generated), place in pairs}
 
     def sample(self) -> list[list[Outcome]]:
         """As `ScheduledStep.sample`, where there is something for the host to choose."""
@@ -114,12 +114,11 @@ class Flights:
         return {request.state.number: row for row, (request, _) in enumerate(chosen_for)}
 
 
-def _outcome(request: Request, token: int) -> Outcome:
+def _outcome(request: Request, generated: int, token: int) -> Outcome:
     """Though it may be a step late, criteria are asked with the tokens up to this one, and not after the last one."""
     if token == NO_TOKEN:
         return 0, TokenRecord(error=NO_TOKEN_LEFT)
     if request.params.criteria is None or request.finished:
         return token, None
-    state = request.state
-    history = state.history
-    return token, asked_to_stop(request.params.criteria, history[: len(history) - state.unknown], token)
+    before = request.state.tokens[: request.state.prompt_length + generated]
+    return token, asked_to_stop(request.params.criteria, before, token)
