@@ -178,14 +178,15 @@ class StepGraphs:
         """Give the step to the device; its tokens come to the host's memory `to` [>= count].
 
         Returns:
-            What gives the logits [count, V], when the step is done and until the next one is launched.
+            What gives the logits [count, V], a copy, when the step is done and until the next one is launched.
         """
         if inputs.kind not in self._graphs:
             self._capture(inputs.kind)
         self._memory.send(inputs.kind.size)
         self._stream.enqueue(self._graphs[inputs.kind])
         self._stream.copy(to[: inputs.count], self._chooser.last[: inputs.count])
-        return lambda: self._logits[inputs.kind]()[: inputs.count]
+        # A copy: whoever keeps a row of it, as a beam does until the others are as far, would see the next step's.
+        return lambda: self._logits[inputs.kind]()[: inputs.count].clone()
 
     def _changes(
         self, table: DeviceTables, states: Sequence[RequestState], slots: Sequence[int], most: int

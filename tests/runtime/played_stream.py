@@ -42,6 +42,7 @@ class PlayedStream(DeviceStream):
         self.busy = 0.0
         self._queue: deque[Work] = deque()
         self._done = 0
+        self._lent: list[Tensor] = []
 
     @property
     def left(self) -> int:
@@ -74,6 +75,16 @@ class PlayedStream(DeviceStream):
         work()
         return Again(work)
 
+    def lend(self, tensor: Tensor) -> Callable[[], Tensor]:
+        self._lent.append(tensor)
+        return lambda: tensor
+
+    @torch.inference_mode()  # a tensor may be of that mode, or of none
+    def _compute_over_what_was_lent(self) -> None:
+        for lent in self._lent:
+            lent.fill_(torch.nan)
+        self._lent.clear()
+
     def mark(self) -> Work:
         until = self._done + len(self._queue)
 
@@ -86,7 +97,10 @@ class PlayedStream(DeviceStream):
     def _run(self, count: int) -> None:
         for _ in range(count):
             self._done += 1
-            self._queue.popleft()()
+            work = self._queue.popleft()
+            if isinstance(work, (Tape, Again)):  # graphs compute where others have computed
+                self._compute_over_what_was_lent()
+            work()
 
 
 class TapedStream(PlayedStream):

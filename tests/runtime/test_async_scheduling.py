@@ -123,9 +123,14 @@ class SameTokens(RuleBasedStateMachine):
             return
         run_until_idle(self.engine)
         for request in self.requests:
-            if request.params.beams is None:
+            ended = request.finish_reason != "cancelled"
+            if request.params.beams is not None:
+                alone = simulated_engine(max_requests=5).submit(
+                    request.prompt_ids, num_beams=3, max_new_tokens=request.params.max_new_tokens
+                )
+                assert not ended or request.tokens == list(alone.result().tokens), request
+            else:
                 wanted = expected_tokens(request.prompt_ids, request.params)
-                ended = request.finish_reason != "cancelled"
                 assert request.tokens == (wanted if ended else wanted[: len(request.tokens)]), request
 
 

@@ -166,6 +166,20 @@ def test_after_a_failed_step_all_that_was_to_arrive_is_sent_again(seed: int) -> 
     assert 20 < len(ended) < 100
 
 
+def test_rows_that_the_host_keeps_outlast_the_graph_that_computed_them() -> None:
+    """Beams that are not all in one step: the search goes on when the last of them is computed."""
+    model = tiny("llama")
+    stream = TapedStream(captures=True)
+    config = EngineConfig(compile=False, max_kv_tokens=400, max_requests=8, token_budget=6)
+    engine = Engine(model, config, stream=stream)
+    searches = [engine.submit([n, 5], max_new_tokens=8, num_beams=4) for n in (3, 4)]
+    run_until_idle(engine)
+    assert stream.replayed > 10
+    for search in searches:
+        wanted = model.generate(torch.tensor([search.prompt_ids]), max_new_tokens=8, num_beams=4, do_sample=False)
+        assert search.prompt_ids + search.tokens == wanted[0].tolist()
+
+
 def test_what_cannot_be_captured_is_launched_and_told_of(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny("llama")
     stream = TapedStream(captures=True)
