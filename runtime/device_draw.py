@@ -32,7 +32,7 @@ def choices(params: Sequence[GenerationParams], indices: Sequence[int]) -> NDArr
     Args:
         indices: for each row, how many tokens its request has generated before this one.
     """
-    if all(wanted.plain for wanted in params):
+    if all(wanted.unchanged for wanted in params):
         return None
     found = np.empty((FIELDS, len(params)), dtype=np.float64)
     found[:4] = np.array([wanted.device_choice for wanted in params]).T

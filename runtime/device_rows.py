@@ -13,7 +13,8 @@ from selective_compile.runtime.request import Request
 class DeviceRows:
     """The rows of logits of a step from which the device chooses; the host chooses from the others.
 
-    Who chooses for a request does not depend on who else is in its steps: their sums differ in the last bits.
+    Who chooses for a request depends on what it asks for alone, and not on who else is there, by drafts or preemption:
+    the sums of the two differ in the last bits.
 
     Attributes:
         chosen_for: the request of each of these rows, and how many tokens it has generated before.
@@ -38,11 +39,11 @@ class DeviceRows:
         chosen_for, rows, end, others = [], [], 0, False
         for share, count, of_share in zip(plan.shares, plan.rows, requests, strict=True):
             end += count
-            if count and _is_of_device(share, of_share):
+            if count and not _is_of_device(share, of_share):
+                others = True
+            elif share.samples:
                 chosen_for.append((of_share[0], share.state.generated))
                 rows.append(end - 1)
-            elif count:
-                others = True
         # A share has a row at least where it samples.
         one_each = end == sum([share.samples for share in plan.shares])
         return cls(chosen_for=tuple(chosen_for), rows=tuple(rows), every=not others, one_each=one_each)
@@ -52,7 +53,8 @@ def _is_of_device(share: Share, requests: Sequence[Request]) -> bool:
     """Whether no more is asked for than a token that follows from one row of logits and the tokens before it, and what
     is computed next does not depend on which it is."""
     state = share.state
-    if len(requests) > 1 or share.drafted or state.group is not None or state.id_offset or state.shown is not None:
+    if len(requests) > 1 or state.id_offset or state.shown is not None:
         return False
-    of_prompt = state.rows_from is not None and share.start < state.prompt_length
+    # Computed again after a preemption, the prompt's rows have been kept.
+    of_prompt = state.rows_from is not None and not state.generated
     return not of_prompt and requests[0].params.chosen_on_device

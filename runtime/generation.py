@@ -151,16 +151,22 @@ class GenerationParams:
     @cached_property
     def plain(self) -> bool:
         """Whether each token is that of the largest logit and nothing else is asked for."""
-        changed = self.do_sample or self.bans or self.repetition_penalty != 1.0
-        return not (changed or self.processors or self.grammar or self.criteria or self.recorded)
+        return self.unchanged and not (self.processors or self.grammar or self.criteria or self.recorded)
+
+    @cached_property
+    def unchanged(self) -> bool:
+        """Whether none of what is applied to all rows at once applies to it."""
+        return not (self.do_sample or self.bans or self.repetition_penalty != 1.0)
 
     @cached_property
     def chosen_on_device(self) -> bool:
         """Whether each token follows from its row of logits and the tokens before it, and of it nothing else is kept.
 
-        Criteria that are asked after it can be asked a step late.
+        Criteria that are asked after it can be asked a step late. Whether there is a draft may depend on who else is
+        there, and who chooses must not.
         """
-        return not (self.processors or self.grammar or self.beams or self.recorded)
+        drafts = self.lookup_tokens or self.assistant is not None
+        return not (self.processors or self.grammar or self.beams or self.recorded or drafts)
 
     @cached_property
     def device_choice(self) -> tuple[float, float, float, float]:

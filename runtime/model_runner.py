@@ -338,7 +338,8 @@ class ModelRunner:
 
         def work() -> None:
             logits = self._choose(inputs, sources, choices, len(params), slots, ours)
-            found.extend([] if rows.every else [logits])
+            if not rows.every:
+                found.append(logits)
 
         self.stream.enqueue(work)
         self.stream.copy(self._chooser.arriving[: len(params)], self._chooser.last[: len(params)])

@@ -17,10 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import Tensor
 
 from selective_compile import EngineConfig
-from selective_compile.runtime import Engine, Request, StepError, verify
+from selective_compile.runtime import Engine, Request, StepError
 from selective_compile.runtime.block_names import extend_names
 from selective_compile.runtime.iterations import Iterations
-from selective_compile.runtime.sampler import sample
 from tests.runtime.engine_checks import assert_nothing_left, check, expect, run_until_idle
 from tests.runtime.played_stream import PlayedStream, WatchedStream
 from tests.runtime.simulated import SimulatedProgram, expected_tokens, simulated_engine
@@ -176,7 +175,7 @@ CHOSEN_ON_DEVICE: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.5},
     {"min_new_tokens": 10, "eos_token_id": 6},  # which may come from a step on that is looked at
     {"suppress_tokens": [5, 6], "begin_suppress_tokens": [7], "do_sample": True, "seed": 4},
-    {},
+    {"stopping_criteria": [EndsAt([])]},
 )
 
 
@@ -346,77 +345,6 @@ def test_a_step_that_the_host_chooses_for_leaves_the_one_before_what_it_reads() 
     run_until_idle(engine)
     expect(second)
     expect(third)
-
-
-@pytest.mark.parametrize("captures", [False, True])
-@pytest.mark.parametrize("odd", [{"logprobs": True}, {"logprobs": True, "do_sample": True, "seed": 1}])
-def test_the_host_chooses_for_nobody_but_who_asks_for_more_than_tokens(
-    captures: bool, odd: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the device chooses for the others is the same to the last bit, whoever is beside them."""
-    asked: list[Any] = []
-
-    def noted(logits: Tensor, params: Any, *arguments: Any, **options: Any) -> Any:
-        asked.extend(params)
-        return sample(logits, params, *arguments, **options)
-
-    monkeypatch.setattr(verify, "sample", noted)
-    stream = PlayedStream(captures=captures)
-    engine = simulated_engine(SimulatedProgram(captured=captures), stream=stream, max_requests=8)
-    requests = [engine.submit([1, 2, 3 + n], max_new_tokens=15, **each) for n, each in enumerate(CHOSEN_ON_DEVICE)]
-    alone = engine.submit([7, 8], max_new_tokens=8, **odd)
-    steps = 0
-    while not alone.finished:
-        engine.step()
-        steps += 1
-    assert len(asked) == 8 and all(params is alone.params for params in asked)
-    assert stream.replayed == (steps if captures else 0), "its steps are graphs, too"
-    waits = stream.waits
-    engine.step()
-    assert stream.waits == waits and stream.left > 0, "without it, nobody waits for the tokens again"
-    run_until_idle(engine)
-    for request in (*requests, alone):
-        expect(request)
-    (by_itself,) = (simulated_engine().submit([7, 8], max_new_tokens=8, **odd),)
-    by_itself.result()
-    assert alone.logprobs == by_itself.logprobs is not None
-
-
-def test_criteria_are_asked_while_the_next_step_is_computed_and_not_after_the_last_token() -> None:
-    told: list[list[int]] = []
-
-    def criterion(input_ids: Tensor, scores: None) -> bool:
-        told.append(input_ids[0].tolist())
-        assert stream.left or len(told) == 9, "a step is on its way, save behind the last token"
-        return len(told) == 5
-
-    engine, stream = played()
-    request = engine.submit([1, 2, 3], max_new_tokens=9, stopping_criteria=[criterion])
-    assert engine.step() and told == []
-    run_until_idle(engine)
-    assert request.finish_reason == "stop" and len(request.tokens) == 5
-    assert told == [[1, 2, 3, *request.tokens[:count]] for count in range(1, 6)]
-    told.clear()
-    cancelled = engine.submit([1, 2, 3], max_new_tokens=9, stopping_criteria=[criterion])
-    engine.step()
-    engine.step()
-    cancelled.cancel()
-    run_until_idle(engine)
-    assert len(told) == 1, "nobody asks for one that has left"
-
-
-def test_a_criterion_that_fails_a_step_late_ends_its_request_alone() -> None:
-    def criterion(input_ids: Tensor, scores: None) -> bool:
-        if input_ids.shape[1] == 5:
-            raise OSError("no such word")
-        return False
-
-    engine, _ = played()
-    bad = engine.submit([1, 2, 3], max_new_tokens=9, stopping_criteria=[criterion])
-    good = engine.submit([1, 2, 4], max_new_tokens=9)
-    run_until_idle(engine)
-    assert bad.finish_reason == "error" and "no such word" in str(bad.error) and len(bad.tokens) == 1
-    expect(good)
 
 
 @pytest.mark.parametrize("steps", range(1, 8))
