@@ -2,7 +2,7 @@
 
     python benchmarks/cpu_linear.py --threads 2 --json result.json
 
-The times of int8 weights over those of the model's own in README are `int8` over `ours`:
+The times of int8 weights over those of the model's own in docs/engine.md are `int8` over `ours`:
 
     python benchmarks/cpu_linear.py --threads 2 --shapes 768x4096 2048x768 768x32000 --rows 1 2 4 8 16 32 64
 

@@ -225,7 +225,7 @@ def test_values_put_in_place_through_data_are_used_once_what_was_computed_is_dro
     engine = Engine(model, CONFIG)
     before = tokens_of(engine)
     other_values(model.head)
-    assert tokens_of(engine) == before  # as README says: nothing tells of it
+    assert tokens_of(engine) == before  # as docs/limits.md says: nothing tells of it
     request = engine.submit([5, 6, 7], max_new_tokens=4, do_sample=False)
     engine.step()
     engine.drop_computed(if_idle=True)
