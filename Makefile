@@ -20,13 +20,13 @@ demo: $(INSTALLED) ## serve mixed requests on the model that ships; ARGS='--help
 
 # A process for each core, with one thread each: teams of threads on shared cores wait for one another.
 # Lint, of one thread, runs beside them; what it says comes last. Inductor's own worker processes would be too many.
-test: $(INSTALLED) ## lint and the whole test suite; ARGS='-m "not slow"' goes to pytest
+test: $(INSTALLED)-test ## lint and the whole test suite; ARGS='-m "not slow"' goes to pytest
 	@$(MAKE) --no-print-directory lint >$(VENV)/lint.txt 2>&1 & lint=$$!; \
 	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
 	$(BIN)/python -m pytest -q -n auto --dist loadfile --durations=10 $(ARGS); tests=$$?; \
 	wait $$lint; lint=$$?; cat $(VENV)/lint.txt; exit $$((tests || lint))
 
-lint: $(INSTALLED) ## ruff and mypy
+lint: $(INSTALLED)-test ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p selective_compile
@@ -56,13 +56,10 @@ $(INSTALLED):
 	rm -f $(VENV)/installed-*
 	$(BIN)/python -m pip install "$$(grep '^torch==' constraints.txt)"
 	$(INSTALL) setuptools wheel
-	$(INSTALL) --no-build-isolation --editable '.[test]'
+	$(INSTALL) --no-build-isolation --editable .
 	touch $@
 
-$(INSTALLED)-bench: $(INSTALLED)
-	$(INSTALL) --no-build-isolation --editable '.[test,bench]'
-	touch $@
-
-$(INSTALLED)-hf-tests: $(INSTALLED)
-	$(INSTALL) --no-build-isolation --editable '.[test,hf-tests]'
+# What tests, benchmarks and transformers' own tests want beside it: a demo prints nothing of theirs, and waits for none.
+$(INSTALLED)-%: $(INSTALLED)
+	$(INSTALL) --no-build-isolation --editable '.[$*]'
 	touch $@

@@ -73,8 +73,8 @@ class Int8Weights:
 
     def _made_of(self, weights: tuple[Tensor, ...], seen: States) -> Made:
         with self._lock:
-            found = states(weights)
-            if self._made is None or self._made.states != found:
+            found = states(weights, None if self._made is None else self._made.states)
+            if self._made is None or self._made.states is not found:
                 self._made = None  # the old numbers go before the new ones are made
                 self._made = quantised(weights, found, seen)
             self._made = replace(self._made, seen=seen)

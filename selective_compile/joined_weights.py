@@ -72,7 +72,7 @@ class JoinedWeights:
         groups = self._of_groups(tensors)
         weights = tuple(weight for group in groups for weight in group)
         with self._joining:
-            if self._made is None or self._made.states != states(weights):
+            if self._made is None or not self._made.states.hold(weights):
                 wait_for(weights[0].device)  # what is on its way there reads the memory that they leave
                 self._made = None  # or memory that weights have left would be held until all are joined
                 self._made = Made(operands=joined(groups), weights=weights, states=states(weights), seen=seen)

@@ -45,6 +45,7 @@ class ModuleProgram(StepProgram):
             for pair in zip(model.get_submodule(path).modules(), copies.get_submodule(path).modules(), strict=True)
         ]
         self._changes = 0  # of plain attributes
+        self._seen: States | None = None  # of the modules' tensors
         self._lock = Lock()  # engines may share a program, and the modules' own attributes are one call's at a time
         self.weights_version = self._versions
 
@@ -65,7 +66,8 @@ class ModuleProgram(StepProgram):
                 copied._buffers.update(own._buffers)
                 self._changes += follow(own, copied)
         tensors = [t for own, _ in self._pairs for t in (*own._parameters.values(), *own._buffers.values())]
-        return version, self._changes, states(tensors)
+        self._seen = states(tensors, self._seen)
+        return version, self._changes, self._seen
 
     def _called_once(self, number: int, values: list[Tensor]) -> list[Tensor]:
         """The results of call ``number`` that are used; ``values`` are those that the graph computed."""

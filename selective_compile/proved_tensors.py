@@ -24,8 +24,8 @@ class ProvedTensors:
 
     def hold(self, tensors: Sequence[Any]) -> bool:
         """Whether ``tensors`` have the values still; looks at them only if one was replaced or written to."""
-        now = states(tensors)
-        if now != self._seen:
+        now = states(tensors, self._seen)
+        if now is not self._seen:
             if not all(map(same, self._copies, tensors)):
                 return False
             self._seen = now

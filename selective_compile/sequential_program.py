@@ -68,6 +68,7 @@ class SequentialProgram:
         self.device = next(model.parameters()).device
         self.max_positions = declared_positions(model)
         self._requests: dict[Hashable, OneRequest] = {}
+        self._seen: States | None = None
         self._lock = (
             Lock()
         )  # engines may share a program, and what the model keeps in itself is one request's at a time
@@ -91,8 +92,9 @@ class SequentialProgram:
         return bool(hook_refusals(model)) == any(refusal.node == HOOK for refusal in self.refusals)
 
     def weights_version(self) -> States:
-        """Of each weight; see `states`."""
-        return states(list(self._model.parameters()))
+        """Of each weight; see `States`."""
+        self._seen = states(list(self._model.parameters()), self._seen)
+        return self._seen
 
     def forget_weights(self) -> None:
         """Nothing is kept of their values."""

@@ -128,7 +128,7 @@ class LiveWeights:
         self.seen: tuple[Sequence[Any], States] = constants, states(constants)
 
     def version(self) -> States:
-        """Look the tensors up: identity, in-place version and address of each; see `states`.
+        """Look the tensors up; see `States`.
 
         Raises:
             ValueError: the graph is not that of the model any more: a module was replaced, or a tied weight in one of
@@ -143,11 +143,10 @@ class LiveWeights:
         if change := self.settings.change():
             raise ValueError(f"the model must stay as it was compiled: {change}")
         with self._lock:
-            tensors, (_, version) = self._slots.found(), self.seen
-            found = states(tensors)
-            if found != version:
+            tensors, (_, known) = self._slots.found(), self.seen
+            version = states(tensors, known)
+            if version is not known:
                 self._check_kinds(tensors)
-                version = found
             self.seen = tensors, version
         if not self._values.hold(self._proved.found()):
             names = ", ".join(sorted(set(self._proved.names)))
@@ -268,7 +267,7 @@ class StepProgram:
             return False
         version = self.weights.version()
         self.joined_weights.gather(*self.weights.seen)
-        return self.weights.version() != version
+        return self.weights.version() is not version
 
     @property
     def kv_scales(self) -> tuple[Tensor, ...]:

@@ -8,18 +8,43 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-States = tuple[list[int], list[int], list[int]]
+from torch.multiprocessing.reductions import StorageWeakRef
 
 _version = attrgetter("_version")
 
 
-def states(tensors: Sequence[Any]) -> States:
-    """Identity, address and in-place version of each, equal states are of the same tensors with the same values.
+class States:
+    """Identity, memory and in-place version of tensors at one time; two are equal only if they are one object.
 
-    Not after a change that PyTorch does not count, as one in place through ``.data``.  Tensors made in inference mode
-    count no versions, and what is no tensor has neither.
+    A tensor's memory is known by its address and by a weak reference: with an address alone, a tensor that was given
+    other memory twice could be back where it was, as an allocator hands out first what was freed last.
     """
+
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        self._told = _told(tensors)
+        self._memory = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if _has_memory(tensor)]
+        self._references = [reference.cdata for reference in self._memory]
+
+    def hold(self, tensors: Sequence[Any]) -> bool:
+        """Whether they are those of ``tensors``: then these are the same tensors, in the same memory.
+
+        Their values are the same too, unless they were changed in a way that PyTorch does not count, as in place
+        through ``.data``.  Tensors made in inference mode count no versions, and what is no tensor has neither.
+        """
+        return _told(tensors) == self._told and not any(map(torch.UntypedStorage._expired, self._references))
+
+
+def states(tensors: Sequence[Any], known: States | None = None) -> States:
+    """``known`` if these are the states of ``tensors`` still, else others."""
+    return known if known is not None and known.hold(tensors) else States(tensors)
+
+
+def strides(tensor: Tensor) -> tuple[int, ...]:
+    """Its strides; none of a tensor that has none, as a sparse one."""
+    return tensor.stride() if tensor.layout is torch.strided else ()
+
+
+def _told(tensors: Sequence[Any]) -> tuple[list[int], list[int], list[int]]:
     identities = list(map(id, tensors))
     try:  # in loops of C: a model has hundreds, and is asked before each step
         return identities, list(map(Tensor.data_ptr, tensors)), list(map(_version, tensors))
@@ -27,9 +52,8 @@ def states(tensors: Sequence[Any]) -> States:
         return identities, list(map(_address_of, tensors)), list(map(_version_of, tensors))
 
 
-def strides(tensor: Tensor) -> tuple[int, ...]:
-    """Its strides; none of a tensor that has none, as a sparse one."""
-    return tensor.stride() if tensor.layout is torch.strided else ()
+def _has_memory(tensor: Any) -> bool:
+    return _address_of(tensor) != 0
 
 
 def _address_of(tensor: Any) -> int:

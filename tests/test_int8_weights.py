@@ -201,7 +201,7 @@ def test_steps_look_at_the_weights_once_and_other_tensors_are_none_of_theirs(mon
     engine = Engine(model, CONFIG)
     looks: list[Any] = []
     made: list[Any] = []
-    monkeypatch.setattr(int8_weights, "states", lambda tensors: looks.append(1) or states(tensors))
+    monkeypatch.setattr(int8_weights, "states", lambda *given: looks.append(1) or states(*given))
     monkeypatch.setattr(int8_weights, "as_int8", lambda weight: made.append(1) or as_int8(weight))
     tokens_of(engine)
     assert not looks and not made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -23,9 +24,21 @@ def written(tensor: Tensor) -> None:
 def test_other_memory_and_writes_in_place_are_told(change: Callable[[Tensor], None]) -> None:
     tensors = [torch.ones(3), torch.ones(3)]
     before = states(tensors)
-    assert states(tensors) == before
+    assert states(tensors, before) is before
     change(tensors[1])
-    assert states(tensors) != before
+    assert states(tensors, before) is not before
+
+
+def test_a_tensor_that_comes_back_to_an_address_is_in_other_memory() -> None:
+    """As where an allocator hands out first what was freed last."""
+    memory = np.ones(1000, np.float32)
+    tensor = torch.empty(1000)
+    tensor.data = torch.from_numpy(memory)
+    before, address = states([tensor]), tensor.data_ptr()
+    tensor.data = torch.zeros(1000)
+    tensor.data = torch.from_numpy(memory)
+    assert tensor.data_ptr() == address
+    assert states([tensor], before) is not before
 
 
 def test_tensors_of_inference_mode_and_what_is_no_tensor_are_told_by_themselves() -> None:
@@ -34,7 +47,8 @@ def test_tensors_of_inference_mode_and_what_is_no_tensor_are_told_by_themselves(
     counted = torch.ones(3)
     tensors = [inference, counted, None]
     before = states(tensors)
-    assert states(tensors) == before
+    assert states(tensors, before) is before
     counted.add_(1)
-    assert states(tensors) != before
-    assert states([counted.clone(), counted, None]) != states(tensors) != states([inference, counted])
+    after = states(tensors, before)
+    assert after is not before
+    assert not after.hold([counted.clone(), counted, None]) and not after.hold([inference, counted])

@@ -235,7 +235,8 @@ def test_what_depends_on_an_unknown_node_is_not_reported_again() -> None:
 
 
 def test_an_unknown_operator_on_constants_alone_stays_constant() -> None:
-    assert ragged_error(lambda x, w: x @ torch.linalg.inv(w), WEIGHT) < 1e-5
+    # Far from singular: the error of a product with an inverse grows with the condition of what was inverted.
+    assert ragged_error(lambda x, w: x @ torch.linalg.inv(w), WEIGHT + 8 * torch.eye(8)) < 1e-5
 
 
 def test_analysis_runs_twice_with_one_result() -> None:
