@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Condition
+from typing import ParamSpec
 from weakref import WeakMethod
+
+P = ParamSpec("P")
 
 
 class BackgroundThread:
@@ -75,16 +78,16 @@ class BackgroundThread:
             return not self._stopping
 
 
-def weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """The method without a hold on its engine: a cycle would keep the KV pools until the garbage collector runs.
+def weakly(method: Callable[P, None]) -> Callable[P, None]:
+    """The method without a hold on its object: a cycle would keep the KV pools until the garbage collector runs.
 
     While the background thread runs, whoever entered `running` holds the engine.
     """
     reference = WeakMethod(method)
 
-    def call() -> None:
+    def call(*args: P.args, **kwargs: P.kwargs) -> None:
         bound = reference()
         if bound is not None:
-            bound()
+            bound(*args, **kwargs)
 
     return call

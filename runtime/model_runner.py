@@ -207,8 +207,9 @@ class ModelRunner:
     def capture_steps(self, config: EngineConfig, *, max_blocks: int) -> None:
         """From now on `captured` has inputs, for steps of as few tokens as the device would wait for the host with."""
         mixed = worth_capturing(mixed_sizes(config.token_budget, invariant=self.invariant), self._seconds_of)
+        program, pools, states = self.program, self._pools, self._states
         self._graphs = StepGraphs(
-            partial(self._compute, sources=None),
+            lambda inputs: program(inputs, pools, states),  # without the runner, which is to be freed with its pools
             self._chooser,
             self._slots,
             graph_sizes(self.max_requests, mixed, invariant=self.invariant),

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from selective_compile.runtime.background import weakly
 from selective_compile.runtime.batch import token_ids
 from selective_compile.runtime.captured_inputs import CapturedMemory
 from selective_compile.runtime.device_chooser import TURNS, DeviceChooser
@@ -85,7 +86,7 @@ class StepGraphs:
     ) -> None:
         """
         Args:
-            compute: logits [R, V] of a step.
+            compute: logits [R, V] of a step; it must not hold what these graphs belong to.
             slots: of requests, where their block tables are kept, and their states if there are any.
             max_blocks: the most that a table of one request has entries for.
         """
@@ -204,7 +205,7 @@ class StepGraphs:
         """The graph of a step; only that of nobody has been computed then."""
         views = self._memory.on_device(kind.size)
         self._stream.enqueue(lambda: self._clear(views))
-        step = partial(self._step, kind, views)
+        step = partial(weakly(self._step), kind, views)
         try:
             self._graphs[kind] = self._stream.capture(step, keep=[self._chooser.last])
         except RuntimeError as error:  # of what may be in a model, and of whose kernels, there is no end

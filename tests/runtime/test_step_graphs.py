@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -195,6 +197,34 @@ def test_what_cannot_be_captured_is_launched_and_told_of(caplog: pytest.LogCaptu
     assert_same_tokens(model, [3, 4, 5], request.tokens)
     assert "not captured" in caplog.text and "not permitted" in caplog.text
     assert engine.captured_step is None
+
+
+@pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize("stream_class", [PlayedStream, TapedStream])
+def test_pools_and_graphs_go_with_their_engine_and_wait_for_no_collection(
+    stream_class: Any, refused: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = stream_class(captures=True)
+    caplog.set_level("ERROR")  # a record of a warning would keep its error, and that the frames that it came through
+
+    def refuse(work: Any, keep: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    if refused:
+        stream.capture = refuse
+    engine = Engine(tiny("llama"), EngineConfig(compile=False, max_kv_tokens=400), stream=stream)
+    request = engine.submit([3, 4, 5], max_new_tokens=4)
+    run_until_idle(engine)
+    assert stream.replayed > 2 or refused
+    runner, gone = engine._runner, []
+    for what in (runner._pools[0][0], runner._graphs, runner):
+        weakref.finalize(what, gone.append, type(what).__name__)  # type: ignore[arg-type]
+    gc.disable()
+    try:
+        del engine, runner, request, what
+        assert set(gone) == {"Tensor", "StepGraphs", "ModelRunner"}
+    finally:
+        gc.enable()
 
 
 def test_the_last_step_alone_is_its_graph_and_none_where_it_has_none() -> None:
