@@ -142,7 +142,7 @@ class ModelRunner:
     def go_on_from(self, requests: Sequence[RequestState], parents: Sequence[RequestState]) -> None:
         """Each request goes on from what its parent has computed, as far as it is kept beside the blocks."""
         if self._states:
-            sources, targets = self._slots.of(parents), self._slots.of(requests)
+            sources, targets = self._sent(self._slots.of(parents), self._slots.of(requests))
             for pool in self._states:
                 pool[targets] = pool[sources]  # read before any is written: a parent may go on from another
         self.program.go_on_from(requests, parents)
@@ -161,12 +161,16 @@ class ModelRunner:
 
     def _copy_within(self, copies: Sequence[BlockCopy]) -> None:
         """The source of one is never what one before it wrote: nobody shares a block that was just copied."""
-        for table, run in groupby(copies, key=lambda copy: copy.table):
-            moved = {copy.block: copy.source for copy in run}
-            blocks, sources = list(moved), list(moved.values())
+        for table, every in groupby(sorted(copies, key=_table), key=_table):
+            moved = {copy.block: copy.source for copy in every}
+            blocks, sources = self._sent(list(moved), list(moved.values()))
             for site in self._sites_of[table]:
                 for pool in self._pools[site]:
                     pool[blocks] = pool[sources]
+
+    def _sent(self, *places: Sequence[int]) -> Tensor:
+        """Places in pools, on the device: as numbers, they would be copied there, and waited for, pool after pool."""
+        return self.stream.send(torch.tensor(places), self.program.device)
 
     def _copy_to_and_from_host(self, copies: Sequence[Copy]) -> None:
         for (to_host, table), run in groupby(copies, key=lambda copy: (copy.to_host, copy.table)):
@@ -365,6 +369,10 @@ class ModelRunner:
         if count:
             self._chooser.choose(logits[:count] if ours is None else logits[ours], choices, slots)
         return logits
+
+
+def _table(copy: BlockCopy) -> int:
+    return copy.table
 
 
 def _host_slots(program: Program, config: EngineConfig, size: int) -> int:
