@@ -110,7 +110,8 @@ class CudaStream(DeviceStream):
             # Graphs take turns, so that they can share what they compute in.
             self._memory = torch.cuda.graph_pool_handle()
             self._beside = torch.cuda.Stream()
-        self._last: torch.cuda.Stream | None = None
+            # What is made beside this, as the zeros of pools, is made in this thread; steps may run in another.
+            self._last = torch.cuda.current_stream()
 
     def enqueue(self, work: Work) -> None:
         self.call(work)
@@ -128,7 +129,7 @@ class CudaStream(DeviceStream):
     def _follow(self) -> None:
         """What comes now is behind what came before, in whatever stream that was."""
         current = torch.cuda.current_stream()
-        if self._last is not None and self._last != current:
+        if self._last != current:
             current.wait_stream(self._last)
         self._last = current
 

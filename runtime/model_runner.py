@@ -138,9 +138,12 @@ class ModelRunner:
         self._slots.forget(request)
         self.program.forget(request)
 
-    @torch.no_grad()
     def go_on_from(self, requests: Sequence[RequestState], parents: Sequence[RequestState]) -> None:
         """Each request goes on from what its parent has computed, as far as it is kept beside the blocks."""
+        self.stream.call(partial(self._go_on_from, requests, parents))
+
+    @torch.no_grad()
+    def _go_on_from(self, requests: Sequence[RequestState], parents: Sequence[RequestState]) -> None:
         if self._states:
             sources, targets = self._sent(self._slots.of(parents), self._slots.of(requests))
             for pool in self._states:

@@ -38,6 +38,15 @@ def test_work_of_two_threads_is_done_in_the_order_in_which_it_came(cuda: Recorde
     assert cuda.before["last"] == {"first", "of another thread"}
 
 
+def test_what_comes_first_is_behind_what_came_where_the_stream_was_made(cuda: RecordedCuda) -> None:
+    """As the zeros of an engine's pools, of whose steps another thread may run the first."""
+    with cuda.stream(cuda.Stream()):
+        stream = CudaStream(CPU)
+        cuda.work("zeros")()
+    stream.enqueue(cuda.work("step"))
+    assert cuda.before["step"] == {"zeros"}
+
+
 def test_the_host_waits_for_what_came_before_the_mark_and_for_nothing_after(cuda: RecordedCuda) -> None:
     stream = CudaStream(CPU)
     stream.enqueue(cuda.work("step"))

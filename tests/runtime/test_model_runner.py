@@ -88,3 +88,16 @@ def test_slots_of_states_that_requests_go_on_from_are_sent_once() -> None:
     assert len(stream.sent) == 1 and indexed.seen == 2 * 2
     for pool in runner._states:
         assert pool[slots][:, 0].tolist() == [1, 0, 0]
+
+
+def test_requests_go_on_from_what_steps_on_their_way_leave() -> None:
+    stream = PlayedStream()
+    runner = simulated_runner(stream)
+    states = [RequestState(number, number, [1], max_new_tokens=4) for number in range(2)]
+    source, target = runner._slots.of(states)
+    (pool, _), order = runner._states, []
+    stream.enqueue(lambda: pool[source].fill_(7.0))
+    runner.program.go_on_from = lambda *given: order.append(stream.left)  # type: ignore[method-assign]
+    runner.go_on_from([states[1]], [states[0]])
+    stream.call(lambda: None)
+    assert pool[target].tolist() == [7.0, 7.0] and order == [0]
