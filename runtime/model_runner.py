@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -292,7 +293,9 @@ class ModelRunner:
         return None if self._graphs is None else self._graphs.fill(plan, rows, sources, marked)
 
     def give_up(self) -> None:
-        """A step has failed."""
+        """A step has failed; what the device has of it still reads and writes blocks and the host's memory."""
+        with suppress(RuntimeError, MemoryError):  # of the step that failed
+            self.stream.mark()()
         self._chooser.marks.forget()
         if self._graphs is not None:
             self._graphs.give_up()

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from selective_compile.runtime import StepError
 from selective_compile.runtime.host_tier import BlockCopy
 from selective_compile.runtime.model_runner import ModelRunner
 from selective_compile.runtime.request_state import RequestState
 from selective_compile.step import Reach
 from selective_compile.step_program import CallSite, StateSite
+from tests.runtime.engine_checks import expect, run_until_idle
 from tests.runtime.played_stream import INDEXING, PlayedStream
 from tests.runtime.simulated import CPU, SimulatedProgram, simulated_engine
 
@@ -101,3 +104,40 @@ def test_requests_go_on_from_what_steps_on_their_way_leave() -> None:
     runner.go_on_from([states[1]], [states[0]])
     stream.call(lambda: None)
     assert pool[target].tolist() == [7.0, 7.0] and order == [0]
+
+
+@pytest.mark.parametrize("captures", [False, True])
+@pytest.mark.parametrize("fails_there", [False, True])
+def test_a_failed_step_is_waited_for_before_its_blocks_are_anybodys(captures: bool, fails_there: bool) -> None:
+    """Whether it fails on the host, with a part of it on the device, or there."""
+    stream = PlayedStream(captures=captures)
+    engine = simulated_engine(SimulatedProgram(captured=captures), stream=stream, block_size=2, max_kv_tokens=64)
+    doomed = engine.submit([1, 2, 3], max_new_tokens=9)
+    engine.step()
+    copy, left = stream.copy, []
+
+    def fail() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    def copy_to_the_host(target: Tensor, source: Tensor) -> None:
+        if source.data_ptr() != engine._runner._chooser.last.data_ptr():
+            return copy(target, source)
+        if not fails_there:
+            raise MemoryError("no more")
+        stream.enqueue(fail)
+        return fail()
+
+    leave = engine._roster.leave
+
+    def leaving(request: Any) -> None:
+        left.append(stream.left)
+        leave(request)
+
+    stream.copy, engine._roster.leave = copy_to_the_host, leaving  # type: ignore[method-assign]
+    with pytest.raises(StepError, match="illegal memory access" if fails_there else "no more"):
+        engine.step()
+    stream.copy = copy  # type: ignore[method-assign]
+    assert doomed.finish_reason == "error" and left == [0]
+    request = engine.submit([1, 2, 3], max_new_tokens=5)
+    run_until_idle(engine)
+    expect(request)
