@@ -110,8 +110,11 @@ class StepGraphs:
         return sum(not isinstance(work, partial) for work in self._graphs.values())
 
     def missing(self) -> list[Work]:
-        """What captures the graphs that no step has needed yet; nothing else is on the device then."""
-        return [partial(self._capture, kind) for kind in self.kinds if kind not in self._graphs]
+        """What captures the graphs that no step has needed yet; nothing else is on the device then.
+
+        The largest first: graphs share what they compute in, and one that is larger than those before takes more.
+        """
+        return [partial(self._capture, kind) for kind in sorted(self.kinds, reverse=True) if kind not in self._graphs]
 
     def graph(self, inputs: CapturedInputs) -> Work | None:
         """What replays the graph of a step; None: it is not captured, or could not be."""

@@ -76,6 +76,32 @@ def test_after_it_random_traffic_captures_nothing(seed: int, invariant: bool) ->
     assert stream.captured == most, "what is there is not captured again"
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+def test_the_largest_steps_are_captured_first(invariant: bool) -> None:
+    """So that the others compute in the memory that they leave: one that is larger than all before takes more."""
+    stream, computed, captured = PlayedStream(captures=True), [], []
+
+    class Seen(SimulatedProgram):
+        def __call__(self, inputs: StepInputs, *others: Any) -> Tensor:
+            computed.append((len(inputs.input_ids), len(inputs.context_lens), len(inputs.logit_rows)))
+            return super().__call__(inputs, *others)
+
+    capture = stream.capture
+
+    def noted(work: Any, keep: Any) -> Any:
+        found = capture(work, keep)
+        captured.append(computed[-1])
+        return found
+
+    stream.capture = noted  # type: ignore[method-assign]
+    engine = simulated_engine(
+        Seen(captured=True), stream=stream, token_budget=70, max_requests=20, batch_invariant=invariant
+    )
+    engine.warm_up()
+    assert captured == sorted(captured, reverse=True) and len(captured) == engine.stats().captured_max
+    assert len({tokens for tokens, _, _ in captured}) > 2
+
+
 def test_captured_by_it_steps_give_the_tokens_of_the_model() -> None:
     model, stream = tiny("llama"), TapedStream(captures=True)
     config = EngineConfig(compile=False, block_size=4, max_kv_tokens=400, max_requests=3, token_budget=32)
