@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from selective_compile.runtime.device_rows import DeviceRows
 from selective_compile.runtime.device_stream import DeviceStream, Work, stream_of
 from selective_compile.runtime.empty_steps import empty_step, largest_step
 from selective_compile.runtime.graph_sizes import decode_sizes, graph_sizes, mixed_sizes, worth_capturing
+from selective_compile.runtime.host_copies import copy_blocks
 from selective_compile.runtime.host_tier import BlockCopy, Copy
 from selective_compile.runtime.invariance import check_invariance
 from selective_compile.runtime.kv_cache import allocate_pools, bytes_per_block, num_blocks, reaches_of
@@ -180,13 +181,10 @@ class ModelRunner:
         for (to_host, table), run in groupby(copies, key=lambda copy: (copy.to_host, copy.table)):
             # By what is written: of two copies to one place the later holds.
             moved = {copy.slot if to_host else copy.block: copy for copy in run}.values()
-            blocks, slots = [copy.block for copy in moved], [copy.slot for copy in moved]
-            for site in self._sites_of[table]:
-                for pool, host in zip(self._pools[site], self._host_pools[site], strict=True):
-                    if to_host:
-                        host[slots] = pool[blocks].to(host.device)
-                    else:
-                        pool[blocks] = host[slots].to(pool.device)
+            (blocks,) = self._sent([copy.block for copy in moved])
+            slots = torch.tensor([copy.slot for copy in moved])
+            sites = [zip(self._pools[site], self._host_pools[site], strict=True) for site in self._sites_of[table]]
+            copy_blocks(self.stream, chain.from_iterable(sites), to_host=to_host, blocks=blocks, slots=slots)
 
     def with_slots(self, inputs: StepInputs) -> StepInputs:
         """The inputs with a slot for each request whose states are kept.
