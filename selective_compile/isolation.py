@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from selective_compile.capture import CANNOT, UNTRACEABLE, Captured, device_of, logits_call, recurrences_of
+from selective_compile.current_device import on_device_of
 from selective_compile.handed_inputs import handed_refusal
 from selective_compile.isolated_cache import Caches, caches_of
 from selective_compile.isolated_program import MODES, IsolatedProgram, Mode
@@ -89,9 +90,10 @@ def prove(
     try:
         if isinstance(model, nn.Module) and (hooks := hook_refusals(model)):
             raise RefusedError(hooks)  # not to be isolated: trials of a part would call them too
-        found = ragged(model, fallback, max_window, latents=latents, keep=keep)
-        departure = one_token_refusal(model, found.isolated, prefix=prefix_of(found)) or handed_refusal(model)
-        departure = departure or goes_on_otherwise(model, found)
+        with on_device_of(model):  # for trials
+            found = ragged(model, fallback, max_window, latents=latents, keep=keep)
+            departure = one_token_refusal(model, found.isolated, prefix=prefix_of(found)) or handed_refusal(model)
+            departure = departure or goes_on_otherwise(model, found)
         if departure is not None:  # not for isolated modules: `generate` has it in every step, and they see more tokens
             raise RefusedError([departure])
         return found

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from selective_compile.compiling import compiled
+from selective_compile.current_device import on
 from selective_compile.ops import forced_implementation
 from selective_compile.options import BackendOptions
 from selective_compile.passes import Rewrite
@@ -88,7 +89,7 @@ class PaddedProgram:
             return self._module(*arguments)
         if len(real.flat) < 2:
             return self._module(*arguments)  # T of 0 or 1 would be a graph of its own
-        with forced_implementation(self._options.implementation):
+        with on(self._device), forced_implementation(self._options.implementation):
             results = self._run(*self._flat_arguments(arguments, real, batch, length))
         return tuple(
             tail(padded(value, kind, real, batch, length)) if isinstance(kind, Axes) else size_value(kind, symbols)

@@ -16,6 +16,7 @@ from selective_compile import fp8_rows
 from selective_compile.capture import ATTENTION_MASK, Captured, capture, recurrences_of
 from selective_compile.compiled_step import CompiledStep, native_kernels_run
 from selective_compile.compiling import compiled
+from selective_compile.current_device import on
 from selective_compile.entries import Entries
 from selective_compile.first_steps import may_be_followed, run_first_steps
 from selective_compile.fp8_scales import BLOCK, SLOTS, KvScales, measure_scales, spread_ids
@@ -281,7 +282,8 @@ class StepProgram:
     def measure_kv_scales(self, version: object) -> None:
         """Find the scales of keys and values that are kept as e4m3, before any is kept of weights of that
         `weights_version`; see `fp8_scales`."""
-        self._scales.measure(version, self._measured)
+        with on(self.device):
+            self._scales.measure(version, self._measured)
 
     def _measured(self, scales: Sequence[Tensor]) -> None:
         kinds = [(site.num_kv_heads, site.pool_rows, site.pool_dtype) for site in self.call_sites]

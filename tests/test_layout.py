@@ -76,6 +76,7 @@ LAYERS = (
         "isolation",
         "kept_captures",
         "copied_alone",
+        "current_device",
         "fake_run",
         "same_logits",
         "operators_seen",
