@@ -2,7 +2,9 @@
 
 Kernels here that have a parameter ``PDL`` first wait (``gdc_wait``) until all kernels in front of them are complete and
 what these wrote can be read. Every program does, so that a kernel that is complete says the same of all in front of it.
-None gives the next one leave to begin before it ends (CUDA C++ Programming Guide, "Programmatic Dependent Launch").
+Only then a program gives the next kernel leave to begin (``gdc_launch_dependents``): the short ones at once, attention
+behind its keys. The next one begins when all programs have, so that none of them waits for a place that it takes, and
+waits for their results itself (CUDA C++ Programming Guide, "Programmatic Dependent Launch").
 
 It hides the time between two kernels, about a microsecond for each. Not measured on a GPU.
 """

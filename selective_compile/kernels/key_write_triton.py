@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from selective_compile.kernels.dependent_launch import begins_early, launch_options
 from selective_compile.kernels.fp8_triton import as_kept
@@ -41,6 +41,7 @@ def _write_kernel(
 ):
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + row)
     if slot < 0:

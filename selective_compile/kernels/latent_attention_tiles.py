@@ -85,8 +85,9 @@ def latent_tile(
         block_n=block_n if bulk else 16 if short else 32,
         # On ROCm, where they have 64 threads, four have twice the registers of eight.
         num_warps=4 if rocm else 8,
-        # A second stage takes registers, too, with float32 more than there are.
-        num_stages=1 if wide else 2,
+        # A second stage takes registers, too, with float32 more than there are. For bulk copies to begin an iteration
+        # ahead it takes five: Triton loads a block's number two stages in front of the block, and both are waited for.
+        num_stages=1 if wide else 5 if bulk else 2,
         large=not rocm,
         bulk=bulk,
     )

@@ -30,7 +30,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from selective_compile.kernels import selection_triton
@@ -112,9 +112,10 @@ def _latent_kernel(
     # Whether clear iterations are walked by themselves. Of keys that are selected none is clear; in float32 products
     # take so long that comparing adds little, and on gfx942 a second loop spills.
     APART: tl.constexpr = (selection is None) and query.dtype.element_ty.primitive_bitwidth < 32
+    PROGRAMS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H  # of a piece
     if PDL:
         gdc_wait()
-    number = tl.program_id(0)
+    number = num_pieces - 1 - tl.program_id(0) // PROGRAMS
     if SPLIT:
         request, row_end, first_row = piece_rows(pieces, num_pieces, cu_seqlens_q, num_requests, num_rows, number)
     else:
@@ -126,7 +127,7 @@ def _latent_kernel(
 
     m = tl.arange(0, BLOCK_M)
     row = first_row + m // BLOCK_H
-    head = tl.program_id(1) * BLOCK_H + m % BLOCK_H
+    head = tl.program_id(0) % PROGRAMS * BLOCK_H + m % BLOCK_H
     row_mask = (row < row_end) & (head < HEADS)
     position = context - row_end + row
     r = tl.arange(0, BLOCK_R)
@@ -227,6 +228,8 @@ def _latent_kernel(
             accumulator = widened_dot(weight.to(latent.dtype), latent, accumulator * correction[:, None], WIDEN)
             maximum = new_maximum
 
+    if PDL:
+        gdc_launch_dependents()
     if key_scales is not None:
         accumulator *= tl.load(key_scales)
     value_mask = row_mask[:, None] & (r < VALUE_SIZE)[None, :]
@@ -335,7 +338,7 @@ def _attend(
     block_r, block_e = (max(LEAST, triton.next_power_of_2(each)) for each in (value_size, size - value_size))
     early = begins_early(query.device)
     # fmt: off
-    on_device(_latent_kernel, query)[(num_pieces, blocks_of_heads)](
+    on_device(_latent_kernel, query)[(num_pieces * blocks_of_heads,)](
         output, *((None,) * 4 if split is None else (split.pieces, *parts)), query, pool,
         *_tiles(pool, tile, block_r, block_e, rest=size > value_size), *metadata, sinks, selection, key_scales,
         num_rows, num_requests, num_pieces, *query.stride()[:2],

@@ -19,10 +19,11 @@ Legend
                tile whose keys fit into one split needs no merge: its program writes the result
 
 The grid is an upper bound that depends on T and N only, never on lengths, which stay on the device; programs
-behind the last piece end. Without splits, request n gets the tiles from cu_seqlens_q[n] // BLOCK_Q + n up to those of
-request n + 1. They are enough, and at most one too many, because floor(b / q) - floor(a / q) + 1 >= ceil((b - a) / q),
-and a program finds its request by bisection. The padding rows behind the last request are a request N of context 0,
-whose result is 0.
+behind the last piece end. The last pieces are launched first, all heads of each: those of a prompt's last rows have
+most keys, and what is launched last should not be what takes longest. Without splits, request n gets the tiles from
+cu_seqlens_q[n] // BLOCK_Q + n up to those of request n + 1. They are enough, and at most one too many, because
+floor(b / q) - floor(a / q) + 1 >= ceil((b - a) / q), and a program finds its request by bisection. The padding rows
+behind the last request are a request N of context 0, whose result is 0.
 
 The scores are kept in base 2 (the scale times log2(e)): exp2 is what the hardware has.
 
@@ -40,7 +41,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from selective_compile.kernels.dependent_launch import begins_early, launch_options
@@ -147,11 +148,13 @@ def _attention_kernel(
     LOG2_E: tl.constexpr = 1.4426950408889634
     # Whether scores are multiplied behind the maximum over them, which is then one product a row.
     FOLDED: tl.constexpr = (SCALE > 0) and SOFTCAP == 0 and slopes is None
-    kv_head = tl.program_id(1) // PARTS
+    PROGRAMS: tl.constexpr = HEADS // GROUP  # of a piece
+    part_of_heads = tl.program_id(0) % PROGRAMS
+    kv_head = part_of_heads // PARTS
 
     if PDL:
         gdc_wait()
-    number = tl.program_id(0)
+    number = num_pieces - 1 - tl.program_id(0) // PROGRAMS
     if SPLIT:
         request, row_end, first_row = piece_rows(pieces, num_pieces, cu_seqlens_q, num_requests, num_rows, number)
     else:
@@ -166,7 +169,7 @@ def _attention_kernel(
 
     m = tl.arange(0, BLOCK_M)
     row = first_row + m // GROUP
-    head = tl.program_id(1) * GROUP + m % GROUP
+    head = part_of_heads * GROUP + m % GROUP
     row_mask = (m < BLOCK_Q * GROUP) & (row < row_end)
     position = context - row_end + row
     d = tl.arange(0, BLOCK_D)
@@ -225,8 +228,9 @@ def _attention_kernel(
     masked_steps = steps_in_front + (end - clear_end + BLOCK_N - 1) // BLOCK_N
     for MASKED in tl.static_range(1, -1, -1):
         steps = masked_steps if MASKED else (clear_end - clear_begin) // BLOCK_N
-        # Of the few masked iterations no load is begun early: the registers that this takes spilled in float32.
-        for step in tl.range(0, steps, num_stages=1 if MASKED else None):
+        # Of the few masked iterations no load is begun early but the bulk copies of tall tiles: elsewhere the registers
+        # that this takes spilled in float32, and low tiles would have shared memory for fewer programs at once.
+        for step in tl.range(0, steps, num_stages=1 if MASKED and (key_tiles is None or BLOCK_M < 128) else None):
             if MASKED:
                 start = begin + step * BLOCK_N + tl.where(step < steps_in_front, 0, clear_end - clear_begin)
             else:
@@ -287,6 +291,8 @@ def _attention_kernel(
             accumulator = widened_dot(weight.to(v.dtype), v, accumulator * correction[:, None], WIDEN)
             maximum = new_maximum
 
+    if PDL:
+        gdc_launch_dependents()
     if value_scales is not None:
         accumulator *= tl.load(value_scales + kv_head)
     if SPLIT:
@@ -353,7 +359,7 @@ def attend(
     # The interpreter would multiply the bit patterns of bfloat16.
     widen, early = not query.is_cuda, begins_early(query.device)
     # fmt: off
-    on_device(_attention_kernel, query)[(num_pieces, parts)](
+    on_device(_attention_kernel, query)[(num_pieces * parts,)](
         output, *((None,) * 4 if split is None else (split.pieces, *partial)), query, keys, values,
         *_tiles(keys, values, tile), *metadata, *per_head, num_rows, num_requests, num_pieces, *query.stride()[:2],
         *strides, block_table.stride(0), *score, tile.heads, group // tile.heads, heads, key_size, value_size,

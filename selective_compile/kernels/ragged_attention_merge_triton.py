@@ -21,14 +21,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from selective_compile.kernels.dependent_launch import begins_early, launch_options
 from selective_compile.kernels.interpreter import on_device
 from selective_compile.kernels.split_plan_triton import first_key, last_key
 
-# Twice as many spill a register for sm_80. Not measured on a GPU.
-BLOCK_S = 8
+
+def merged_at_once(block_dv: int) -> int:
+    """BLOCK_S for values of that padded size: of large ones twice as many spill a register for sm_80."""
+    return 32 if block_dv <= 128 else 8
 
 
 @triton.jit(
@@ -58,6 +60,7 @@ def _merge_kernel(
     head = tl.program_id(1)
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     tile = divided + tl.program_id(0)
     request = tl.load(tile)
     if request < 0:
@@ -129,6 +132,6 @@ def merge(
     # fmt: off
     on_device(_merge_kernel, output)[(num_divided, heads)](
         output, *parts, divided, *lengths, num_divided, window, chunk, prefix, heads, value_size, *rows_and_keys,
-        BLOCK_S, block_dv, early, num_warps=4, enable_fp_fusion=True, **launch_options(early),
+        merged_at_once(block_dv), block_dv, early, num_warps=4, enable_fp_fusion=True, **launch_options(early),
     )
     # fmt: on

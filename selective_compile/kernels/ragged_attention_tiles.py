@@ -45,6 +45,10 @@ PIECES_OF_SMALL, PIECES_OF_LARGE = 8, 2
 # reading the partial results of four query heads is 3 % of reading their keys and values of 16 bits. Not measured on a
 # GPU.
 SHORTEST = 256
+# Where longer ones leave each processor a piece all the same, they are not that short: of a program's time, the first
+# copies, which nothing runs beside, are a quarter with 256 keys of size 128, and an eighth with 512. Not measured on a
+# GPU.
+LONG = 512
 # Rows of a tile with head sizes of which more would spill registers. A group of more heads is cut into parts, each of
 # which reads all keys again.
 SHORT_TILE = 32
@@ -86,10 +90,15 @@ class TileConfig(LaunchConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SplitConfig:
-    """Keys are shared among `slots` pieces or a few more, of `shortest` keys at least; 0: they are not split."""
+    """Keys are shared among `slots` pieces or a few more, of `shortest` keys at least; 0: they are not split.
+
+    long: keys that a piece has at least where that leaves `few` pieces.
+    """
 
     slots: int
     shortest: int
+    few: int = 1
+    long: int = 0
 
 
 def tile_config(
@@ -209,7 +218,8 @@ def split_config(*, parts: int, keys: int | None, large: bool, processors: int) 
     if keys is not None and keys <= SHORTEST:
         return SplitConfig(slots=0, shortest=SHORTEST)
     pieces = PIECES_OF_LARGE if large else PIECES_OF_SMALL
-    return SplitConfig(slots=triton.cdiv(pieces * processors, parts), shortest=SHORTEST)
+    slots, few = (triton.cdiv(each * processors, parts) for each in (pieces, 1))
+    return SplitConfig(slots=slots, shortest=SHORTEST, few=few, long=LONG)
 
 
 def most_keys(*, rows: int, window: int, chunk: int, block_n: int) -> int | None:

@@ -22,14 +22,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from selective_compile.kernels.dependent_launch import begins_early, launch_options
 from selective_compile.kernels.fp8_triton import as_kept
 from selective_compile.kernels.interpreter import on_device
-
-# Elements of a part: for 128 threads, one load of 16 bytes each in 16 bits. Not measured on a GPU.
-PART = 1024
+from selective_compile.kernels.ragged_attention_write_triton import heads_of_a_part
 
 
 @triton.jit
@@ -126,6 +124,7 @@ def _rotate_kernel(
 ):
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     QUERY_PARTS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
@@ -198,7 +197,7 @@ def rotate_and_write(
     if num_rows == 0:
         return output
     block_d, block_dv = (triton.next_power_of_2(size) for size in (key_size, value_size))
-    block_h = min(max(1, PART // max(block_d, block_dv)), triton.next_power_of_2(max(heads, kv_heads)))
+    block_h = heads_of_a_part(max(heads, kv_heads), max(block_d, block_dv))
     grid = (num_rows, triton.cdiv(heads, block_h) + triton.cdiv(kv_heads, block_h))
     wide = tables[0].shape[1] == rotation[3]
     early = begins_early(query.device)

@@ -4,8 +4,9 @@ Legend
     tile       BLOCK_Q rows of one request at most. The rows behind those of all requests are of one more, without keys
     keys       of a request: from the iteration of the first key that its first row sees, to its last one
     length     keys that a split may have: those that all tiles walk over, shared among `slots`, but `shortest` at
-               least; a multiple of BLOCK_N, as splits begin at iterations. Each tile counts as if it saw all keys of
-               its request: of prompts twice as many as there are, so that they are cut into fewer pieces
+               least, and `long` where there are `few` pieces then; a multiple of BLOCK_N, as splits begin at
+               iterations. Each tile counts as if it saw all keys of its request: of prompts twice as many as there
+               are, so that they are cut into fewer pieces
     splits     of every tile of a request: keys / length, rounded up, as equal as iterations allow. A tile that sees
                fewer keys than the last one of its request may use fewer
     divided    a request of more than one split
@@ -32,7 +33,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from selective_compile.kernels.dependent_launch import begins_early, launch_options
 from selective_compile.kernels.interpreter import on_device
@@ -128,6 +129,8 @@ def _longest_split(
     num_rows,
     slots,
     shortest,
+    few,
+    long,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -145,12 +148,13 @@ def _longest_split(
         # fmt: on
         walked += tl.reduce(tiles.to(tl.int64) * keys, 0, tl.standard._sum_combine)
     LONGEST: tl.constexpr = 1 << 30
-    length = tl.minimum(tl.maximum((walked + slots - 1) // slots, shortest), LONGEST).to(tl.int32)
+    least = tl.maximum(tl.minimum((walked + few - 1) // few, long), shortest)
+    length = tl.minimum(tl.maximum((walked + slots - 1) // slots, least), LONGEST).to(tl.int32)
     return (length + BLOCK_N - 1) // BLOCK_N * BLOCK_N
 
 
 @triton.jit(
-    do_not_specialize=["num_pieces", "num_divided", "num_requests", "num_rows", "slots", "shortest"],
+    do_not_specialize=["num_pieces", "num_divided", "num_requests", "num_rows", "slots", "shortest", "few", "long"],
     do_not_specialize_on_alignment=["cu_seqlens_q", "context_lens"],
 )
 def _plan_kernel(
@@ -164,6 +168,8 @@ def _plan_kernel(
     num_rows,
     slots,
     shortest,
+    few,
+    long,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -173,10 +179,12 @@ def _plan_kernel(
 ):
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     number = tl.program_id(0)
     # fmt: off
     length = _longest_split(
-        cu_seqlens_q, context_lens, num_requests, num_rows, slots, shortest, WINDOW, CHUNK, BLOCK_Q, BLOCK_N, LANES,
+        cu_seqlens_q, context_lens, num_requests, num_rows, slots, shortest, few, long, WINDOW, CHUNK, BLOCK_Q,
+        BLOCK_N, LANES,
     )
     # fmt: on
     request = number * 0
@@ -262,8 +270,8 @@ def _plan(
     early = begins_early(cu_seqlens_q.device)
     # fmt: off
     on_device(_plan_kernel, cu_seqlens_q)[(sizes[0],)](
-        *told, cu_seqlens_q, context_lens, *sizes, num_requests, num_rows, splits.slots, splits.shortest, window, chunk,
-        *rows_and_keys, LANES, early, num_warps=4, **launch_options(early),
+        *told, cu_seqlens_q, context_lens, *sizes, num_requests, num_rows, splits.slots, splits.shortest, splits.few,
+        splits.long, window, chunk, *rows_and_keys, LANES, early, num_warps=4, **launch_options(early),
     )
     # fmt: on
     return SplitPlan(pieces=told[0], divided=told[1], places=min(2 * splits.slots, sizes[0]))

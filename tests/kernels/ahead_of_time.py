@@ -99,11 +99,12 @@ def assert_ships(compiled: Any, target: Target, folder: Path) -> None:
 
 
 def assert_waits(compiled: Any) -> None:
-    """A kernel that begins early reads and writes nothing, and no program of it returns, before it has waited."""
+    """A kernel that begins early reads and writes nothing before it has waited, and no program returns or says that
+    the next kernel may begin; behind it, all that do not return do say so."""
     early = getattr(compiled.metadata, "launch_pdl", False)
-    before, waits, _ = compiled.asm.get("ptx", "").partition("griddepcontrol.wait")
-    assert bool(waits) is early
-    assert not waits or not re.search(r"\b(ld|st|red|atom)\.global|\bret;", before)
+    before, waits, behind = compiled.asm.get("ptx", "").partition("griddepcontrol.wait")
+    assert bool(waits) is early and ("griddepcontrol.launch_dependents" in behind) is early
+    assert not waits or not re.search(r"\b(ld|st|red|atom)\.global|\bret;|griddepcontrol", before)
 
 
 def innermost_loops(compiled: Any) -> list[str]:

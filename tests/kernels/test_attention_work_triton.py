@@ -11,11 +11,13 @@ from torch import Tensor
 
 from selective_compile import reference
 from tests.kernels.ragged_cases import Case, make_inputs
+from tests.kernels.test_latent_attention import arguments
 
 triton = pytest.importorskip("triton")
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 attends = pytest.importorskip("selective_compile.kernels.ragged_attention_attend_triton")
 latents = pytest.importorskip("selective_compile.kernels.latent_attention_triton")
+tiles = pytest.importorskip("selective_compile.kernels.ragged_attention_tiles")
 launcher = pytest.importorskip("selective_compile.kernels.ragged_attention_triton")
 ahead = pytest.importorskip("tests.kernels.ahead_of_time")
 kernels = pytest.importorskip("tests.kernels.test_ragged_attention_triton")
@@ -50,6 +52,44 @@ def test_keys_that_no_row_sees_are_not_walked_over(
     assert len(products) < 2 * 1000 // block_n // 4
 
 
+@pytest.fixture
+def walks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many products each program makes, in the order of their launch."""
+    seen: list[int] = []
+    create_dot, set_grid_idx = interpreter.InterpreterBuilder.create_dot, interpreter.InterpreterBuilder.set_grid_idx
+
+    def begun(self: Any, *place: int) -> None:
+        seen.append(0)
+        set_grid_idx(self, *place)
+
+    def counted(self: Any, *given: Any) -> Any:
+        seen[-1] += 1
+        return create_dot(self, *given)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "set_grid_idx", begun)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", counted)
+    return seen
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("latent", [True, False])
+def test_the_longest_walks_of_a_prompt_are_launched_first(
+    split: bool, latent: bool, walks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is launched last should not be what takes longest: processors would wait for it."""
+    whole = {"slots": 4, "shortest": 4096} if split else {"slots": 0, "shortest": 0}
+    for module in (attends, latents):
+        monkeypatch.setattr(module, "split_config", lambda **sizes: tiles.SplitConfig(**whole))
+    case = Case(name="", requests=((300, 0),), query_heads=4, kv_heads=1 if latent else 2)
+    inputs = make_inputs(case, torch.float32)
+    if latent:
+        latents.latent_attention(*arguments(inputs, 16))
+    else:
+        launcher.ragged_attention(*inputs.ragged())
+    lengths = [walk for walk in walks if walk]
+    assert lengths == sorted(lengths, reverse=True) and len(set(lengths)) > 8
+
+
 @kernels.compiling
 @pytest.mark.parametrize("target", [ahead.TARGETS[1], ahead.TARGETS[3]], ids=str)
 def test_the_scale_is_folded_into_the_exponent(target: Any) -> None:
@@ -80,15 +120,15 @@ def decoding_in(blocks: int) -> tuple[Tensor, ...]:
 def test_offsets_into_large_pools(large_pools: Tensor) -> None:
     keys, values = large_pools
     query, (key, value) = torch.randn(1, 2, 64).bfloat16(), torch.randn(2, 1, 1, 64).bfloat16()
-    arguments = (query, key, value, keys, values, *decoding_in(len(keys)), 0.1, 0, 0.0)
-    output = launcher.ragged_attention(*arguments)
+    given = (query, key, value, keys, values, *decoding_in(len(keys)), 0.1, 0, 0.0)
+    output = launcher.ragged_attention(*given)
     assert torch.equal(keys[-3, 0, 5], key[0, 0]) and torch.equal(values[-3, 0, 5], value[0, 0])
-    torch.testing.assert_close(output, reference.ragged_attention(*arguments), rtol=0, atol=3e-2)
+    torch.testing.assert_close(output, reference.ragged_attention(*given), rtol=0, atol=3e-2)
 
 
 def test_offsets_into_large_pools_of_latents(large_pools: Tensor) -> None:
     query, row, rows = torch.randn(1, 2, 64).bfloat16(), torch.randn(1, 1, 64).bfloat16(), large_pools[1]
-    arguments = (query, row, rows, *decoding_in(len(rows)), 48, 0.1, 0, 0.0)
-    output = latents.latent_attention(*arguments)
+    given = (query, row, rows, *decoding_in(len(rows)), 48, 0.1, 0, 0.0)
+    output = latents.latent_attention(*given)
     assert torch.equal(rows[-3, 0, 5], row[0, 0])
-    torch.testing.assert_close(output, reference.latent_attention(*arguments), rtol=0, atol=3e-2)
+    torch.testing.assert_close(output, reference.latent_attention(*given), rtol=0, atol=3e-2)

@@ -80,9 +80,9 @@ def test_the_number_of_splits_changes_nothing(case: Case, slots: int, length: in
 
 
 def test_more_splits_than_are_merged_at_once(nan_filled_outputs, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(attends, "split_config", split_into(16))
+    monkeypatch.setattr(attends, "split_config", split_into(16, slots=200))
     inputs = make_inputs(
-        Case(name="", requests=((1, 150), (1, 127), (1, 128)), query_heads=2, kv_heads=1), torch.float32
+        Case(name="", requests=((1, 600), (1, 511), (1, 512)), query_heads=2, kv_heads=1), torch.float32
     )
     output = launcher.ragged_attention(*inputs.ragged())
     torch.testing.assert_close(output.double(), exact_ragged(inputs)[0], rtol=0, atol=2e-5)
@@ -202,7 +202,8 @@ def test_the_merge_compiles_ahead_of_time_without_spills(target, size, tmp_path)
         "BLOCK_Q": 4,
         "BLOCK_N": 64,
     }
-    constants |= {"BLOCK_S": merges.BLOCK_S, "BLOCK_DV": triton.next_power_of_2(size)}
+    block_dv = triton.next_power_of_2(size)
+    constants |= {"BLOCK_S": merges.merged_at_once(block_dv), "BLOCK_DV": block_dv}
     compiled = ahead.compile_ahead(merges._merge_kernel, target, types, constants, num_warps=4)
     ahead.assert_ships(compiled, target, tmp_path)
 

@@ -351,11 +351,13 @@ def test_attention_without_a_pool_compiles_ahead_of_time(target, tmp_path):
 
 
 @compiling
+@pytest.mark.parametrize("element,heads,key_size", [("bf16", 8, 128), ("fp32", 128, 192)])
 @pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_write_compiles_ahead_of_time(target, tmp_path):
-    constants = dict.fromkeys(SCALES) | {"KV_HEADS": 8, "KEY_SIZE": 128, "VALUE_SIZE": 128, "BLOCK_SIZE": 16}
-    constants |= {"BLOCK_K": 8, "BLOCK_D": 128, "BLOCK_DV": 128}
-    compiled = compile_ahead(writes._write_kernel, target, types("bf16"), constants, num_warps=4)
+def test_write_compiles_ahead_of_time(target, element, heads, key_size, tmp_path):
+    constants = dict.fromkeys(SCALES) | {"KV_HEADS": heads, "KEY_SIZE": key_size, "VALUE_SIZE": 128, "BLOCK_SIZE": 16}
+    block_d = triton.next_power_of_2(key_size)
+    constants |= {"BLOCK_K": writes.heads_of_a_part(heads, block_d), "BLOCK_D": block_d, "BLOCK_DV": 128}
+    compiled = compile_ahead(writes._write_kernel, target, types(element), constants, num_warps=4)
     assert_ships(compiled, target, tmp_path)
 
 

@@ -148,7 +148,7 @@ def test_it_ships(target: Any, element: str, size: int, norm: bool, fp8: bool, t
     constants = {"EPS": 1e-6 if norm else None, "WEIGHT_OFFSET": 0.0, "FIRST": 0, "ROTATED": size}
     constants |= {"INTERLEAVED": norm, "WIDE": not norm, "HEADS": 32, "KV_HEADS": 8, "BLOCK_SIZE": 16}
     constants |= {"KEY_SIZE": size, "VALUE_SIZE": size, "BLOCK_D": block_d, "BLOCK_DV": block_d}
-    constants |= {"BLOCK_H": writes.PART // block_d}
+    constants |= {"BLOCK_H": writes.heads_of_a_part(32, block_d)}
     constants |= {} if norm else {"query_weight": None, "key_weight": None}
     scales = dict.fromkeys(("key_scales", "value_scales"))
     types = dict.fromkeys(POINTERS, f"*{element}") | {"slot_mapping": "*i64"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,8 @@ class Step:
     window: int = 0
     slots: int = 8
     shortest: int = 32
+    few: int = 1
+    long: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -64,7 +67,9 @@ class Step:
         """As they should be told: request, tile, split, keys of a split, place."""
         tiles = self.tiles()
         keys = {n: self.keys(n) if n < len(self.requests) else 0 for n, _ in tiles}
-        length = up(max(self.shortest, -(-sum(keys[n] for n, _ in tiles) // self.slots)), self.block_n)
+        walked = sum(keys[n] for n, _ in tiles)
+        least = max(self.shortest, min(self.long, -(-walked // self.few)))
+        length = up(max(least, -(-walked // self.slots)), self.block_n)
         found: list[list[int]] = []
         place = 0
         for n, tile in tiles:
@@ -79,7 +84,7 @@ class Step:
         rows = torch.tensor([0, *(rows for rows, _ in self.requests)], dtype=torch.int32)
         bounds = rows.cumsum(0).to(torch.int32)
         contexts = torch.tensor([sum(each) for each in self.requests], dtype=torch.int32)
-        splits = tiles_of.SplitConfig(slots=self.slots, shortest=self.shortest)
+        splits = tiles_of.SplitConfig(slots=self.slots, shortest=self.shortest, few=self.few, long=self.long)
         sizes = {"num_rows": self.num_rows, "rows_and_keys": (self.block_q, self.block_n), "window": self.window}
         return plans.plan(bounds, contexts, splits, **sizes, chunk=0)
 
@@ -99,6 +104,8 @@ STEPS = st.builds(
     window=st.sampled_from((0, 0, 1, 100)),
     slots=st.integers(1, 20),
     shortest=st.integers(1, 300),
+    few=st.integers(1, 9),
+    long=st.sampled_from((0, 100, 600)),
 )
 
 
@@ -174,13 +181,24 @@ def test_more_keys_than_32_bits_can_count() -> None:
     check(Step(requests=((70, 61_500_000),), block_n=64, slots=1))
 
 
+def decoding(requests: tuple[tuple[int, int], ...]) -> Step:
+    splits = tiles_of.split_config(parts=8, keys=None, large=False, processors=PROCESSORS)
+    assert splits.slots == PROCESSORS
+    return Step(requests=requests, block_n=64, **dataclasses.asdict(splits))
+
+
 @pytest.mark.parametrize("requests", (1, 8, 12, 13, 40, 64, 256))
 @pytest.mark.parametrize("context", (512, 1024, 4096, 32768))
 def test_programs_of_decoding_have_alike_to_do_and_few_have_nothing(requests: int, context: int) -> None:
     """In a captured step, whose launch knows of no lengths: 8 key/value heads, eight pieces for each processor."""
-    step = Step(requests=((1, context - 1),) * requests, block_n=64, slots=PROCESSORS, shortest=256)
+    step = decoding(((1, context - 1),) * requests)
     pieces = step.pieces()
-    assert len(pieces) >= min(PROCESSORS, requests * context // 256) // 2
+    # Of 512 keys, unless some of the processors would have none.
+    assert (
+        len(pieces)
+        >= min(PROCESSORS, max(requests * context // 512, min(PROCESSORS // 8, requests * context // 256))) // 2
+    )
+    assert pieces[0][3] >= min(context, 512) or 8 * len(pieces) <= 2 * PROCESSORS
     assert step.most_tiles == requests and requests + step.slots - len(pieces) <= step.slots
     # How long the last processor has, to its share: with eight heads, a program for each piece and head.
     longest = -(-8 * len(pieces) // PROCESSORS) * min(pieces[0][3], context)
@@ -189,7 +207,7 @@ def test_programs_of_decoding_have_alike_to_do_and_few_have_nothing(requests: in
 
 @pytest.mark.parametrize("requests", (1, 12, 64, 255))
 def test_a_long_request_among_short_ones_is_cut_at_any_batch_size(requests: int) -> None:
-    step = Step(requests=((1, 1023),) * requests + ((1, 131071),), block_n=64, slots=PROCESSORS, shortest=256)
+    step = decoding(((1, 1023),) * requests + ((1, 131071),))
     total = 1024 * requests + 131072
     assert step.pieces()[-1][3] <= total / PROCESSORS + 64
 
