@@ -72,7 +72,9 @@ class EngineParts:
         pool_tokens = scheduler.blocks.most_tokens or LONGEST
         longest = min(pool_tokens, runner.program.max_positions or pool_tokens)
         flights = Flights(ahead=_steps_ahead(runner, config))
-        if flights.ahead and runner.stream.captures and config.cuda_graphs:
+        if (reason := runner.program.not_captured) and runner.stream.captures and config.cuda_graphs:
+            logger.info("steps are launched kernel by kernel, and not captured: %s", reason)
+        if flights.ahead and runner.captures(config):
             runner.capture_steps(config, max_blocks=-(-longest // config.block_size))
             runner.check_graphs()
             logger.info("steps are captured as %d graphs at most", runner.captured_graphs[1])

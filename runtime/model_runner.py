@@ -85,7 +85,7 @@ class ModelRunner:
         self._states: tuple[Tensor, ...] = ()
         if config.max_kv_tokens is None and not self.program.keeps_requests:
             # What graphs compute in is theirs alone.
-            taken += self._peak_bytes(config) * (1 + (self.stream.captures and config.cuda_graphs))
+            taken += self._peak_bytes(config) * (1 + self.captures(config))
         positions = self.program.max_positions
         blocks = num_blocks(sites, config, max_positions=positions, device=device, reserved=taken)
         self.num_blocks = dict(zip(reaches_of(sites), blocks, strict=True))
@@ -101,6 +101,10 @@ class ModelRunner:
         kinds = reaches_of(sites)
         self._sites_of = [[i for i, site in enumerate(sites) if site.reach == kind] for kind in kinds]
         self._weights_version = self.program.weights_version()
+
+    def captures(self, config: EngineConfig) -> bool:
+        """Whether steps can be captured, and are to be."""
+        return self.stream.captures and config.cuda_graphs and self.program.not_captured is None
 
     def _peak_bytes(self, config: EngineConfig) -> int:
         """What the largest step takes on a device with memory of its own, which the pools are to leave free."""

@@ -48,6 +48,8 @@ class ModuleProgram(StepProgram):
         self._seen: States | None = None  # of the modules' tensors
         self._lock = Lock()  # engines may share a program, and the modules' own attributes are one call's at a time
         self.weights_version = self._versions
+        paths = ", ".join(dict.fromkeys(call.module for call in self.calls))
+        self.not_captured = f"code of the model, which may read the device on the host, runs in each step: {paths}"
 
     def _logits(
         self,

@@ -60,6 +60,7 @@ class SequentialProgram:
     call_sites: tuple[Any, ...] = ()
     state_sites: tuple[Any, ...] = ()
     isolated: Mapping[str, Refusal] = MappingProxyType({})
+    not_captured = "the whole model runs as it is, one request after another"
 
     def __init__(self, model: Any, refusals: Sequence[Refusal]) -> None:
         """Raises `RefusedError` if a run changes an object in the model that cannot be kept for each request."""

@@ -30,6 +30,7 @@ from selective_compile.ops import forced_implementation
 from selective_compile.options import EngineConfig, KvDtype
 from selective_compile.passes import Refusal, RefusedError, Rewrite, rewrite
 from selective_compile.passes.flatten import FlatGraph, reach_of
+from selective_compile.passes.host_reads import host_read
 from selective_compile.passes.isolated_call import WholeModules
 from selective_compile.passes.position_limit import id_limit
 from selective_compile.passes.recurrence_match import Recognised
@@ -180,7 +181,8 @@ class StepProgram:
     ``num_ids``: ids of a prompt are less than this, as many as the model knows of the vocabulary, and those beside
     it that only a prompt can have;
     ``gives_every_row``: whether the logits of any token of a step can be asked for, or only of a request's last;
-    ``config``: what it was compiled for.
+    ``config``: what it was compiled for;
+    ``not_captured``: why its steps cannot be captured as CUDA graphs, None if nothing is known to prevent it.
     """
 
     keeps_requests = False
@@ -222,6 +224,7 @@ class StepProgram:
         families = [call.family for call in flat.calls if call.family is not None]
         self.prefix = flat.prefix
         self.counts_padding = any(family.window or family.chunk or family.prefix for family in families)
+        self.not_captured = why_not_captured(flat, config)
         self._flat = flat
         self.int8_weights = Int8Weights(flat.quantised)
         self.int8_weights.of(*self.weights.seen)  # at once: the memory for keys and values is what is left then
@@ -353,6 +356,13 @@ class StepProgram:
         finally:
             torch.set_grad_enabled(recording)
         return logits.view(-1, self.vocab_size)
+
+
+def why_not_captured(flat: FlatGraph, config: EngineConfig) -> str | None:
+    """What of the step has the host read what the device computes."""
+    if config.implementation == "reference" and flat.device.type != "cpu":
+        return "implementation='reference' reads the lengths of requests on the host"
+    return host_read(flat)
 
 
 def zeros_of(heads: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:

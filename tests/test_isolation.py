@@ -128,6 +128,7 @@ def random_prompts(vocabulary: int) -> list[list[int]]:
 
 def test_tokens_and_logits_are_the_models_own() -> None:
     model, program = compiled(Decay)
+    assert program.not_captured
     prompts = random_prompts(VOCABULARY)
     for prompt, tokens in zip(prompts, serve(model, program, prompts, [20] * 8), strict=True):
         assert_same_tokens(model, prompt, tokens)

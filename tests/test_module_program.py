@@ -18,6 +18,7 @@ from selective_compile.whole_modules import ModulesOf
 from tests.decoders import VOCABULARY, WIDTH, Decoder
 from tests.exactness import TOLERANCE, logits_in_chunks
 from tests.oracle import assert_same_tokens
+from tests.runtime.played_stream import TapedStream
 
 EXPERTS, CHOSEN = 4, 2
 CONFIG = sc.EngineConfig(compile=False, token_budget=24, block_size=8, max_kv_tokens=8 * 10)
@@ -101,6 +102,15 @@ def test_the_verdict_is_ragged_and_names_the_modules() -> None:
     assert report.called_once == ("experts.0", "experts.1") and len(report.calls) == 2
     assert "2 modules run as they are, once over the tokens of all requests" in str(report)
     assert json.loads(report.to_json())["called_once"] == ["experts.0", "experts.1"]
+
+
+def test_its_steps_are_not_captured_and_the_modules_are_named() -> None:
+    model, program = compiled()
+    stream = TapedStream(captures=True)
+    engine = sc.Engine(model, CONFIG, program=program, stream=stream)
+    request = engine.submit([5, 7, 9], max_new_tokens=4)
+    assert_same_tokens(model, [5, 7, 9], list(request.result().tokens))
+    assert stream.captured == 0 and program.not_captured.endswith("runs in each step: experts.0, experts.1")
 
 
 def test_logits_are_the_models_own() -> None:

@@ -55,7 +55,9 @@ def unproved(family: str) -> Any:
 
 
 def whole(model: Any) -> sc.Engine:
-    return sc.Engine(model, CONFIG, program=SequentialProgram(model, ()))
+    program = SequentialProgram(model, ())
+    assert program.not_captured
+    return sc.Engine(model, CONFIG, program=program)
 
 
 @pytest.mark.parametrize("family", UNPROVED)

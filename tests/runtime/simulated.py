@@ -47,6 +47,7 @@ class SimulatedProgram:
     cut_up_to: int | None = None
     prefix = 0
     pauses = True
+    not_captured: str | None = None
 
     def __init__(self, max_positions: int | None = None, *, captured: bool = False) -> None:
         """`captured`: its steps may be those of a graph, which have a size of their own."""

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from selective_compile import Engine, EngineConfig
 from selective_compile.backend import compile_step_program
-from selective_compile.runtime import StepError
+from selective_compile.runtime import StepError, model_runner
 from selective_compile.runtime.token_marks import needs_marks
 from selective_compile.step import StepInputs
 from tests.models import VOCABULARY, tiny
@@ -30,6 +30,18 @@ def tiny_mamba2() -> Any:
     sizes = {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8}
     config = AutoConfig.for_model("mamba2", vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, **sizes)
     model: Any = AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def tiny_mixtral() -> Any:
+    """Whose experts are an operator of transformers in float32, which loops over them on the host."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_local_experts": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model: Any = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("mixtral", vocab_size=VOCABULARY, **sizes, **heads)
+    ).eval()
     model.generation_config.eos_token_id = None
     return model
 
@@ -225,6 +237,50 @@ def test_pools_and_graphs_go_with_their_engine_and_wait_for_no_collection(
         assert set(gone) == {"Tensor", "StepGraphs", "ModelRunner"}
     finally:
         gc.enable()
+
+
+def test_of_a_step_that_reads_the_device_nothing_is_captured_and_the_log_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, stream = tiny_mixtral(), TapedStream(captures=True)
+    with caplog.at_level("INFO"):
+        engine = Engine(model, EngineConfig(compile=False, max_kv_tokens=400), stream=stream)
+    (told,) = (record for record in caplog.records if "not captured" in record.message)
+    assert told.levelname == "INFO" and "transformers.grouped_mm_fallback" in told.message
+    request = engine.submit([3, 4, 5], max_new_tokens=5)
+    engine.warm_up()
+    run_until_idle(engine)
+    assert_same_tokens(model, [3, 4, 5], request.tokens)
+    assert stream.captured == engine.stats().captured_max == 0 and engine.captured_step is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "graphs", "captured"), [(None, True, True), (None, False, False), ("it says so", True, False)]
+)
+def test_room_to_compute_in_is_kept_for_graphs_that_there_can_be(
+    reason: str | None, graphs: bool, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As much again as the largest step takes, where the blocks take what is left."""
+    program, stream, taken = SimulatedProgram(captured=True), PlayedStream(captures=True), []
+    program.not_captured = reason
+
+    def blocks(*arguments: Any, reserved: int, **others: Any) -> list[int]:
+        taken.append(reserved)
+        return [64]
+
+    monkeypatch.setattr(model_runner, "num_blocks", blocks)
+    monkeypatch.setattr(stream, "peak_bytes", lambda step: 100)
+    engine = simulated_engine(program, stream=stream, max_kv_tokens=None, cuda_graphs=graphs)
+    assert taken == [200 if captured else 100] and bool(engine.stats().captured_max) == captured
+
+
+def test_an_operator_of_another_library_is_not_captured_by_who_plays_a_device() -> None:
+    from transformers.integrations import moe  # noqa: F401 - registers it
+
+    experts = torch.ops.transformers.grouped_mm_fallback
+    rows, weights, ends = torch.randn(4, 8), torch.randn(2, 8, 8), torch.tensor([1, 4], dtype=torch.int32)
+    with pytest.raises(AssertionError, match="nobody knows"):
+        TapedStream(captures=True).capture(lambda: experts(rows, weights, ends), [])
 
 
 def test_the_last_step_alone_is_its_graph_and_none_where_it_has_none() -> None:

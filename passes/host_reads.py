@@ -1,0 +1,93 @@
+"""Which node of a flat graph has the host read what the device computes: such a step is no CUDA graph.
+
+While a step is captured nothing is computed, so that the host has nothing to wait for: CUDA ends the capture with an
+error.  An analysis of the graph, so that nobody tries.  Not looked into: what Inductor makes of a node, and what a
+weight's own class does in `torch.nn.functional.linear`, of which the capture tells.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from selective_compile.passes.flatten import FlatGraph
+from selective_compile.passes.traced_graph import source_line
+
+# Whose operators are known; what another library's does on the host, only that knows.
+KNOWN = ("aten", "prim", "prims", "selective")
+# The results are numbers of the host, or as long as the values say.
+READING = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+# Of those that read, what no tag says; those of linear algebra look whether it went well.
+UNTAGGED = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("is_nonzero", "nonzero_numpy", "combinations", "inverse", "cholesky", "_linalg_check_errors"),
+        *("linalg_inv", "linalg_cholesky", "linalg_solve", "linalg_eigh", "linalg_lu_factor", "linalg_ldl_factor"),
+    )
+)
+INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
+COPIES = frozenset({"aten::to", "aten::_to_copy", "aten::copy", "aten::copy_", "aten::cpu"})
+# torch 2.11 to 2.13 have a kernel for bfloat16 there; elsewhere a loop over the groups, whose ends the host reads.
+GROUPED_MAJORS = (9, 10)
+
+
+def host_read(flat: FlatGraph) -> str | None:
+    """The first node that has the host read the device, with its source line; None: there is none."""
+    for node in flat.module.graph.nodes:
+        if node.op == "call_function" and (reason := _reason(node, flat.device)):
+            return f"{node.target} {reason}: {source_line(node)}"
+    return None
+
+
+def _reason(node: fx.Node, device: torch.device) -> str | None:
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return "may read the device on the host"
+    if not isinstance(target, torch._ops.OpOverload):  # Python: sizes, items of a tuple
+        return None
+    if target.namespace not in KNOWN:
+        return "may read the device on the host"
+    return "reads the device on the host" if _reads(node, target, device) else None
+
+
+def _reads(node: fx.Node, target: torch._ops.OpOverload, device: torch.device) -> bool:
+    name = target._schema.name
+    if name in INDEXING:
+        return any(_value(index).dtype in (torch.bool, torch.uint8) for index in _argument(node, 1) if index)
+    if name == "aten::one_hot":
+        return bool(_argument(node, 1, -1) == -1)
+    if name == "aten::repeat_interleave":
+        return READING & set(target.tags) != set() and node.kwargs.get("output_size") is None
+    if name == "aten::histc":  # of no given range, which is that of the values
+        return bool(_argument(node, 2, 0) == _argument(node, 3, 0))
+    if name == "aten::_grouped_mm":
+        return _argument(node, 2) is not None and not _has_grouped_kernel(node, device)
+    if name in COPIES:
+        return _comes_to_the_host(node)
+    return name in UNTAGGED or not READING.isdisjoint(target.tags)
+
+
+def _argument(node: fx.Node, place: int, default: Any = None) -> Any:
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    name = target._schema.arguments[place].name
+    return node.args[place] if place < len(node.args) else node.kwargs.get(name, default)
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("val")
+
+
+def _has_grouped_kernel(node: fx.Node, device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    both = {_value(operand).dtype for operand in node.args[:2] if isinstance(operand, fx.Node)}
+    return both == {torch.bfloat16} and torch.cuda.get_device_capability(device)[0] in GROUPED_MAJORS
+
+
+def _comes_to_the_host(node: fx.Node) -> bool:
+    values = [_value(given) for given in node.all_input_nodes]
+    kinds = {value.device.type for value in values if isinstance(value, torch.Tensor)}
+    return _value(node).device.type == "cpu" and bool(kinds - {"cpu"})
