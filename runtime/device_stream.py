@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from threading import Lock
 from typing import ClassVar, TypeVar
 
@@ -12,6 +13,9 @@ from torch import Tensor
 
 Work = Callable[[], object]
 T = TypeVar("T")
+# From this torch on a graph lets go of its pool though its capture has failed: to do it, too, would take the memory of
+# other graphs.
+GRAPHS_LET_GO = (2, 14)
 # Of what else goes on in a process, as its garbage, little comes in each of so many times.
 TRIES = 3
 
@@ -103,6 +107,7 @@ class CudaStream(DeviceStream):
     separate = True
     captures = True
     _capturing: ClassVar[Lock] = Lock()  # one at a time in a process
+    _failed: ClassVar[list[torch.cuda.CUDAGraph]] = []
 
     def __init__(self, device: torch.device) -> None:
         self._device = device  # kernels are launched on the thread's current one
@@ -147,15 +152,46 @@ class CudaStream(DeviceStream):
                 before.wait_stream(self._beside)
                 for tensor, values in zip(keep, kept, strict=True):
                     tensor.copy_(values)
-            graph = torch.cuda.CUDAGraph()
             try:
-                # Not the stream that torch has for captures, which is of the device that captured first. Other
-                # threads, of the user's, may allocate meanwhile.
-                with torch.cuda.graph(graph, pool=self._memory, stream=self._beside, capture_error_mode="thread_local"):
-                    work()
+                graph = self._graph(work)
             finally:
                 torch.cuda.set_stream(before)  # where torch fails to end a capture, it stays in its stream
         return graph.replay
+
+    def _graph(self, work: Work) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        began = False
+        try:
+            # Not the stream that torch has for captures, which is of the device that captured first. Other threads, of
+            # the user's, may allocate meanwhile.
+            with torch.cuda.graph(graph, pool=self._memory, stream=self._beside, capture_error_mode="thread_local"):
+                began = True
+                work()
+        except BaseException as error:
+            self._leave_pool(graph, began=began)
+            if isinstance(error.__context__, RuntimeError):  # at the end the device says no more than that one was
+                raise error.__context__ from None
+            raise
+        return graph
+
+    def _leave_pool(self, graph: torch.cuda.CUDAGraph, *, began: bool) -> None:
+        """A capture has failed: what torch leaves of it would take what others allocate, and hold the pool for ever."""
+        try:
+            graph.pool()
+            ended = True  # where Python alone has failed: then the graph lets go of the pool when it goes
+        except RuntimeError:
+            ended = False
+        device, pool = torch.cuda.current_device(), self._memory
+        with suppress(RuntimeError):  # from torch 2.12 on this is done already
+            torch._C._cuda_endAllocateToPool(device, pool)
+            began = True
+        if began and not ended and _release() < GRAPHS_LET_GO:
+            torch._C._cuda_releasePool(device, pool)
+        graph.reset()
+        # In torch 2.11 the host's allocator, which nobody can tell to stop, goes on to ask the graph whether memory is
+        # its own; that is also why the pool is not used again.
+        self._failed.append(graph)
+        self._memory = torch.cuda.graph_pool_handle()
 
     def lend(self, tensor: Tensor) -> Callable[[], Tensor]:
         # Kept as it is, it would be memory that no other graph can compute in.
@@ -203,6 +239,10 @@ class Lent:
 
 def stream_of(device: torch.device) -> DeviceStream:
     return CudaStream(device) if device.type == "cuda" else DeviceStream()
+
+
+def _release() -> tuple[int, ...]:
+    return tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

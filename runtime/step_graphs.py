@@ -103,6 +103,7 @@ class StepGraphs:
         self._graphs: dict[Kind, Work] = {}
         self._logits: dict[Kind, Callable[[], Tensor]] = {}
         self._addresses: Sequence[int] = ()
+        self._failed = False  # a capture; others would, too
 
     @property
     def captured(self) -> int:
@@ -209,12 +210,16 @@ class StepGraphs:
         views = self._memory.on_device(kind.size)
         self._stream.enqueue(lambda: self._clear(views))
         step = partial(weakly(self._step), kind, views)
+        self._graphs[kind] = step if self._failed else self._captured(step, kind.size.tokens)
+
+    def _captured(self, step: partial[None], tokens: int) -> Work:
         try:
-            self._graphs[kind] = self._stream.capture(step, keep=[self._chooser.last])
+            return self._stream.capture(step, keep=[self._chooser.last])
         except RuntimeError as error:  # of what may be in a model, and of whose kernels, there is no end
-            tokens = kind.size.tokens
-            logger.warning("steps of %d tokens are not captured, but launched one by one: %s", tokens, error)
-            self._graphs[kind] = step
+            self._failed = True
+            told = "steps of %d tokens are not captured, nor others from now on, but launched kernel by kernel: %s"
+            logger.warning(told, tokens, str(error))  # not the error, which would keep what is freed with the graphs
+            return step
 
     def _clear(self, views: Any) -> None:
         """Of no request."""

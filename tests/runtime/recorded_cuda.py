@@ -4,6 +4,7 @@ streams and events alone."""
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -25,6 +26,76 @@ class Recorded:
         self.done |= other.done
 
 
+class RecordedPools:
+    """Memory of graphs, by the rules of torch's allocator; of a capture that has failed, torch 2.11 neither stops to
+    record what is allocated nor lets go of the pool, 2.12 and 2.13 stop, and those of later do both.
+
+    Attributes:
+        recording: pools that what is allocated comes from.
+        uses: how often each pool is held.
+    """
+
+    def __init__(self) -> None:
+        self.release = (2, 13)
+        self.recording: set[Any] = set()
+        self.uses: Counter[Any] = Counter()
+        self.handles: list[Any] = []
+
+    def begin(self, pool: Any) -> None:
+        self.uses[pool] += 1
+        if pool in self.recording:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        self.recording.add(pool)
+
+    def end(self, device: int, pool: Any) -> None:
+        if pool not in self.recording:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.recording.remove(pool)
+
+    def let_go(self, device: int, pool: Any) -> None:
+        assert self.uses[pool] > 0, "somebody else's graphs would lose their memory"
+        self.uses[pool] -= 1
+        self.uses += Counter()  # of those that are 0 nothing is left
+
+
+class RecordedGraph:
+    def __init__(self, pools: RecordedPools) -> None:
+        self._pools = pools
+        self._pool: Any = None
+        self._holds = False
+        self.ended = False
+        self.done: Callable[[], None] = lambda: None
+
+    def begin(self, pool: Any) -> None:
+        self._pool = pool
+        self._pools.begin(pool)
+        self._holds = self._pools.release >= (2, 14)
+
+    def end(self, *, invalid: bool) -> None:
+        if not invalid or self._pools.release >= (2, 12):
+            self._pools.end(0, self._pool)
+        if invalid:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self._holds = self.ended = True
+
+    def pool(self) -> Any:
+        if not self.ended:
+            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+        return self._pool
+
+    def replay(self) -> None:
+        assert self.ended
+        self.done()
+
+    def reset(self) -> None:
+        if self._holds:
+            self._pools.let_go(0, self._pool)
+        self._holds = self.ended = False
+
+    def __del__(self) -> None:
+        self.reset()
+
+
 class RecordedCuda:
     """In the place of `torch.cuda`: work is done at once, and noted with all that was certain to be done before.
 
@@ -33,6 +104,7 @@ class RecordedCuda:
         before: for each work, what happens before it.
         reserved: bytes that torch has taken from the device.
         captures: what `torch.cuda.graph` was given.
+        pools: of graphs.
         kept: tensors that captures leave alone, as all that a device captures without computing it; played, it is
             computed.
     """
@@ -46,8 +118,10 @@ class RecordedCuda:
         self._host = Recorded()  # what it has waited for, and so happens before all that it does next
         self._streams = [self.current]
         self._copies: list[tuple[str, Tensor, Tensor]] = []
-        self._capturing = False
-        self.namespace = SimpleNamespace(cuda=self, as_tensor=_of_another)
+        self._capturing = self._invalid = False
+        self.pools = RecordedPools()
+        self.namespace = SimpleNamespace(cuda=self, as_tensor=_of_another, __version__="2.13.0+recorded")
+        self.namespace._C = SimpleNamespace(_cuda_endAllocateToPool=self.pools.end, _cuda_releasePool=self.pools.let_go)
 
     def work(self, name: str, act: Callable[[], object] = lambda: None) -> Callable[[], None]:
         """What leaves a note of itself in the stream that it comes into."""
@@ -66,6 +140,15 @@ class RecordedCuda:
         self.work(name, lambda: target.copy_(source))()
         self._copies.append((name, source, source.clone()))
 
+    def of_release(self, major: int, minor: int) -> None:
+        """Behave as that one of torch."""
+        self.pools.release = major, minor
+        self.namespace.__version__ = f"{major}.{minor}.0.dev1+recorded"
+
+    def invalidate(self) -> None:
+        """As what must not be done while a stream is captured, by this or by another thread."""
+        self._invalid = self._capturing
+
     def rewritten(self) -> list[str]:
         """Copies whose source has changed since, of those that the host has not waited for before it looked."""
         return [name for name, source, values in self._copies if not torch.equal(source, values)]
@@ -76,8 +159,12 @@ class RecordedCuda:
     def device(self, device: object) -> Iterator[None]:
         yield
 
-    def graph_pool_handle(self) -> str:
-        return "the pool of this stream's graphs"
+    def current_device(self) -> int:
+        return 0
+
+    def graph_pool_handle(self) -> tuple[int, int]:
+        self.pools.handles.append((0, len(self.pools.handles) + 1))
+        return self.pools.handles[-1]
 
     def Stream(self) -> Recorded:
         self._streams.append(Recorded())
@@ -86,8 +173,8 @@ class RecordedCuda:
     def Event(self) -> RecordedEvent:
         return RecordedEvent(self)
 
-    def CUDAGraph(self) -> SimpleNamespace:
-        return SimpleNamespace(replay=None)
+    def CUDAGraph(self) -> RecordedGraph:
+        return RecordedGraph(self.pools)
 
     def is_current_stream_capturing(self) -> bool:
         return self._capturing
@@ -107,22 +194,24 @@ class RecordedCuda:
             self.current = before
 
     @contextmanager
-    def graph(self, graph: SimpleNamespace, *, stream: Recorded, **given: Any) -> Iterator[None]:
+    def graph(self, graph: RecordedGraph, *, stream: Recorded, **given: Any) -> Iterator[None]:
         """Where the work raises, the stream stays that of the capture, as it may with torch."""
         self.synchronize()
         self.captures.append(given)
         before, self.current, tape = self.current, stream, Tape()
+        graph.begin(given["pool"])
         values = [tensor.clone() for tensor in self.kept]
-        self._capturing = True
+        self._capturing, self._invalid = True, False
         try:
             with tape:
                 yield
         finally:
             self._capturing = False
+            graph.end(invalid=self._invalid)
         self.current = before
         for tensor, value in zip(self.kept, values, strict=True):
             tensor.copy_(value)
-        graph.replay = self.work(f"replay {len(self.captures)}", tape)
+        graph.done = self.work(f"replay {len(self.captures)}", tape)
 
     def synchronize(self) -> None:
         for stream in self._streams:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from selective_compile.runtime import device_stream
 from selective_compile.runtime.device_stream import CudaStream, DeviceStream
 from tests.models import tiny
 from tests.oracle import assert_same_tokens
-from tests.runtime.recorded_cuda import RecordedCuda
+from tests.runtime.recorded_cuda import RecordedCuda, RecordedGraph
 
 CPU = torch.device("cpu")
 
@@ -115,7 +116,8 @@ def test_work_is_tried_and_captured_behind_all_that_was_there(cuda: RecordedCuda
     assert {"step", "work 1", "between"} <= cuda.before["replay 1"] and last.tolist() == [8]
     stream.capture(work, [last])
     # Graphs of one pool may share what they compute in, as they take turns in one stream.
-    assert [given["pool"] for given in cuda.captures] == 2 * [cuda.graph_pool_handle()]
+    (pool,) = cuda.pools.handles
+    assert [given["pool"] for given in cuda.captures] == 2 * [pool]
     # Other threads allocate meanwhile.
     assert all(given["capture_error_mode"] == "thread_local" for given in cuda.captures)
 
@@ -148,6 +150,54 @@ def test_what_cannot_be_captured_leaves_all_as_it_was(cuda: RecordedCuda, fails:
     assert last.tolist() == [7] and cuda.current is thread
     count = fails
     assert stream.capture(work, [last]) is not None, "the next one finds the device free"
+
+
+@pytest.mark.parametrize("release", [(2, 11), (2, 12), (2, 13), (2, 14)])
+@pytest.mark.parametrize("invalid", [False, True])
+def test_a_capture_that_fails_holds_no_memory_and_none_is_lost_for_the_next(
+    cuda: RecordedCuda, release: tuple[int, int], invalid: bool
+) -> None:
+    """Neither of this stream's graphs, nor of what others allocate, which must not be taken for the graph's."""
+    cuda.of_release(*release)
+    stream, count = CudaStream(CPU), 0
+    (first,) = cuda.pools.handles
+    replay = stream.capture(lambda: None, [])
+
+    def work() -> None:
+        nonlocal count
+        count += 1
+        if count % 2 == 0:
+            if invalid:
+                cuda.invalidate()
+            raise RuntimeError("not permitted when stream is capturing")
+
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="not permitted"):
+            stream.capture(work, [])
+        gc.collect()
+        assert not cuda.pools.recording and cuda.pools.uses == {first: 1}
+    again = stream.capture(lambda: None, [])
+    last = cuda.captures[-1]["pool"]
+    assert last != first, "what is left of the host's pool of that name, nobody can end from Python"
+    stream.enqueue(again)
+    del replay, again
+    gc.collect()
+    assert not cuda.pools.uses
+
+
+def test_a_capture_that_does_not_even_begin_lets_go_of_nothing(
+    cuda: RecordedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = CudaStream(CPU)
+    replay = stream.capture(lambda: None, [])
+
+    def fail(graph: RecordedGraph, pool: Any) -> None:
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(RecordedGraph, "begin", fail)
+    with pytest.raises(RuntimeError, match="no device"):
+        stream.capture(lambda: None, [])
+    assert set(cuda.pools.uses.values()) == {1} and replay is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

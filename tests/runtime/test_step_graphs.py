@@ -213,11 +213,8 @@ def test_what_cannot_be_captured_is_launched_and_told_of(caplog: pytest.LogCaptu
 
 @pytest.mark.parametrize("refused", [False, True])
 @pytest.mark.parametrize("stream_class", [PlayedStream, TapedStream])
-def test_pools_and_graphs_go_with_their_engine_and_wait_for_no_collection(
-    stream_class: Any, refused: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pools_and_graphs_go_with_their_engine_and_wait_for_no_collection(stream_class: Any, refused: bool) -> None:
     stream = stream_class(captures=True)
-    caplog.set_level("ERROR")  # a record of a warning would keep its error, and that the frames that it came through
 
     def refuse(work: Any, keep: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -237,6 +234,33 @@ def test_pools_and_graphs_go_with_their_engine_and_wait_for_no_collection(
         assert set(gone) == {"Tensor", "StepGraphs", "ModelRunner"}
     finally:
         gc.enable()
+
+
+def test_when_a_capture_has_failed_none_is_tried_again_and_the_log_tells_it_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was captured before is replayed."""
+    stream, tried = PlayedStream(captures=True), 0
+    capture = stream.capture
+
+    def sometimes(work: Any, keep: Any) -> Any:
+        nonlocal tried
+        tried += 1
+        if tried > 2:
+            raise RuntimeError("operation not permitted")
+        return capture(work, keep)
+
+    monkeypatch.setattr(stream, "capture", sometimes)
+    engine = simulated_engine(SimulatedProgram(captured=True), stream=stream, max_requests=4)
+    with caplog.at_level("WARNING"):
+        engine.warm_up()
+        requests = [engine.submit([1, 2, n], max_new_tokens=6, do_sample=n > 2, seed=3) for n in range(4)]
+        run_until_idle(engine)
+    for request in requests:
+        expect(request)
+    (told,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert "not permitted" in told.message and engine.stats().captured == 2 < engine.stats().captured_max
+    assert tried <= 4
 
 
 def test_of_a_step_that_reads_the_device_nothing_is_captured_and_the_log_says_why(
