@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from threading import Lock
 from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
+
+from selective_compile.whole_device import ALONE
 
 Work = Callable[[], object]
 T = TypeVar("T")
@@ -106,7 +107,6 @@ class CudaStream(DeviceStream):
 
     separate = True
     captures = True
-    _capturing: ClassVar[Lock] = Lock()  # one at a time in a process
     _failed: ClassVar[list[torch.cuda.CUDAGraph]] = []
 
     def __init__(self, device: torch.device) -> None:
@@ -139,7 +139,7 @@ class CudaStream(DeviceStream):
         self._last = current
 
     def capture(self, work: Work, keep: Sequence[Tensor]) -> Work:
-        with torch.cuda.device(self._device), self._capturing:
+        with torch.cuda.device(self._device), ALONE:
             self._follow()
             torch.cuda.synchronize()
             kept = [tensor.clone() for tensor in keep]
@@ -198,7 +198,7 @@ class CudaStream(DeviceStream):
         return Lent(tensor).tensor if torch.cuda.is_current_stream_capturing() else super().lend(tensor)
 
     def peak_bytes(self, work: Work) -> int:
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), ALONE:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # or the work would be given what lies there
             # What torch takes from the device it keeps until it is told to, so that this tells the peak, and the user's

@@ -127,6 +127,7 @@ class StepGraphs:
         if self._addresses != addresses:
             self._graphs.clear()
             self._logits.clear()
+            self._failed = False
         self._addresses = addresses
 
     def give_up(self) -> None:
@@ -213,13 +214,18 @@ class StepGraphs:
         self._graphs[kind] = step if self._failed else self._captured(step, kind.size.tokens)
 
     def _captured(self, step: partial[None], tokens: int) -> Work:
-        try:
-            return self._stream.capture(step, keep=[self._chooser.last])
-        except RuntimeError as error:  # of what may be in a model, and of whose kernels, there is no end
-            self._failed = True
-            told = "steps of %d tokens are not captured, nor others from now on, but launched kernel by kernel: %s"
-            logger.warning(told, tokens, str(error))  # not the error, which would keep what is freed with the graphs
-            return step
+        for again in (True, False):
+            try:
+                return self._stream.capture(step, keep=[self._chooser.last])
+            except RuntimeError as error:  # of what may be in a model, and of whose kernels, there is no end
+                said = str(error)  # logged in place of it, since it would keep what is freed with the graphs
+                if again:  # it may have been another thread's
+                    logger.info("the capture of a step of %d tokens is tried again: %s", tokens, said)
+                    continue
+                told = "steps of %d tokens are not captured, nor others from now on, but launched kernel by kernel: %s"
+                logger.warning(told, tokens, said)
+        self._failed = True
+        return step
 
     def _clear(self, views: Any) -> None:
         """Of no request."""

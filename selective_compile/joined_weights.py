@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from threading import Lock
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from selective_compile.tensor_state import States, states
+from selective_compile.whole_device import ALONE
 
 logger = logging.getLogger(__name__)
 # Bytes: of addresses that are a multiple of it libraries and compiled code read and write more at once.
@@ -42,8 +42,6 @@ class JoinedWeights:
 
     Programs over one model do not fight for where its weights lie: what lies in order stays.
     """
-
-    _joining: ClassVar[Lock] = Lock()  # one at a time in a process: several programs may be of one model
 
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:
         self._groups = tuple(map(tuple, groups))
@@ -71,7 +69,7 @@ class JoinedWeights:
         """
         groups = self._of_groups(tensors)
         weights = tuple(weight for group in groups for weight in group)
-        with self._joining:
+        with ALONE:  # several programs may be of one model
             if self._made is None or not self._made.states.hold(weights):
                 wait_for(weights[0].device)  # what is on its way there reads the memory that they leave
                 self._made = None  # or memory that weights have left would be held until all are joined

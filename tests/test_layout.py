@@ -51,6 +51,7 @@ LAYERS = (
         "module_state",
         "proved_tensors",
         "tensor_state",
+        "whole_device",
         "joined_weights",
         "entries",
         "shared_cores",

@@ -1,0 +1,75 @@
+"""What concerns the whole device is done by one thread at a time, and others wait for it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from selective_compile import joined_weights
+from selective_compile.joined_weights import JoinedWeights
+from selective_compile.runtime import device_stream
+from selective_compile.runtime.device_stream import CudaStream
+from selective_compile.tensor_state import states
+from selective_compile.whole_device import ALONE
+from tests.runtime.recorded_cuda import RecordedCuda
+
+CPU = torch.device("cpu")
+
+
+def others_wait() -> bool:
+    """Whether another thread would have to, if it came now."""
+    found: list[bool] = []
+
+    def come() -> None:
+        found.append(not ALONE.acquire(blocking=False))
+        if not found[0]:
+            ALONE.release()
+
+    thread = threading.Thread(target=come)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("what", ["capture", "peak_bytes"])
+def test_others_wait_for_a_capture_and_for_who_measures_memory(
+    what: str, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_stream, "torch", RecordedCuda().namespace)
+    stream, waited = CudaStream(CPU), []
+
+    def work() -> None:
+        waited.append(others_wait())
+        if fails:
+            raise RuntimeError("no more")
+
+    assert not others_wait()
+    try:
+        stream.capture(work, []) if what == "capture" else stream.peak_bytes(work)
+    except RuntimeError:
+        assert fails
+    assert waited and all(waited) and not others_wait()
+
+
+def test_others_wait_until_weights_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited, joined = [], joined_weights.joined
+
+    def noted(*arguments: Any) -> Any:
+        waited.append(others_wait())
+        return joined(*arguments)
+
+    monkeypatch.setattr(joined_weights, "joined", noted)
+    weights = [torch.nn.Parameter(torch.randn(4, 8)) for _ in range(2)]
+    JoinedWeights([(0, 1)]).gather(weights, states(weights))
+    assert waited == [True] and not others_wait()
+
+
+def test_who_has_the_device_alone_may_ask_for_it_again() -> None:
+    """As an engine that is made while another one's work is measured, in one thread."""
+    with ALONE, ALONE:
+        assert others_wait()
+    assert not others_wait()
