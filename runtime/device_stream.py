@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import ClassVar, TypeVar
 
 import torch
@@ -47,6 +47,11 @@ class DeviceStream:
     def send(self, values: Tensor, device: torch.device) -> Tensor:
         """On the device, values that must not change any more: maybe no copy. Nothing waits for it."""
         return values.to(device)
+
+    def aside(self) -> AbstractContextManager[object]:
+        """What is given to the device within comes behind what the host has waited for, and behind what came so before,
+        but not behind all that was enqueued: to read of it waits for no more. For code of the user's."""
+        return nullcontext()
 
     def capture(self, work: Work, keep: Sequence[Tensor]) -> Work:
         """What does the same again, on the same memory, when it is enqueued.
@@ -115,6 +120,7 @@ class CudaStream(DeviceStream):
             # Graphs take turns, so that they can share what they compute in.
             self._memory = torch.cuda.graph_pool_handle()
             self._beside = torch.cuda.Stream()
+            self._aside = torch.cuda.Stream()
             # What is made beside this, as the zeros of pools, is made in this thread; steps may run in another.
             self._last = torch.cuda.current_stream()
 
@@ -130,6 +136,9 @@ class CudaStream(DeviceStream):
         # From memory that is not pinned, the copy would begin when all before it is done, and the host wait for that.
         # torch keeps the pinned copy until it has been read.
         return self.call(lambda: values.pin_memory().to(device, non_blocking=True))
+
+    def aside(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._aside)  # which is of the device, and makes that the current one
 
     def _follow(self) -> None:
         """What comes now is behind what came before, in whatever stream that was."""

@@ -43,7 +43,17 @@ class Flight:
             return {}
         tokens = self.launched.tokens.tolist()
         pairs = zip(rows.chosen_for, self.launched.places, strict=True)
-        return {request: _outcome(request, generated, tokens[place]) for (request, generated), place in pairs}
+        return {request: self._outcome(request, generated, tokens[place]) for (request, generated), place in pairs}
+
+    def _outcome(self, request: Request, generated: int, token: int) -> Outcome:
+        """Though it may be a step late, criteria are asked with the tokens up to this one, and not after the last."""
+        if token == NO_TOKEN:
+            return 0, TokenRecord(error=NO_TOKEN_LEFT)
+        if request.params.criteria is None or request.finished:
+            return token, None
+        before = request.state.tokens[: request.state.prompt_length + generated]
+        with self.launched.aside():  # or what they read of the device would come behind the next step
+            return token, asked_to_stop(request.params.criteria, before, token)
 
     def sample(self) -> list[list[Outcome]]:
         """As `ScheduledStep.sample`, where there is something for the host to choose."""
@@ -112,13 +122,3 @@ class Flights:
         last = self._flying[-1].step if self._flying else None
         chosen_for = last.rows.chosen_for if last is not None and last.rows is not None else ()
         return {request.state.number: row for row, (request, _) in enumerate(chosen_for)}
-
-
-def _outcome(request: Request, generated: int, token: int) -> Outcome:
-    """Though it may be a step late, criteria are asked with the tokens up to this one, and not after the last one."""
-    if token == NO_TOKEN:
-        return 0, TokenRecord(error=NO_TOKEN_LEFT)
-    if request.params.criteria is None or request.finished:
-        return token, None
-    before = request.state.tokens[: request.state.prompt_length + generated]
-    return token, asked_to_stop(request.params.criteria, before, token)

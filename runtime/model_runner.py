@@ -332,7 +332,13 @@ class ModelRunner:
         else:
             assert isinstance(step.inputs, StepInputs), step
             logits, places = self._launch_eagerly(step.inputs, step, rows), tuple(range(len(rows.rows)))
-        return Launched(logits=None if rows.every else logits, tokens=arriving, places=places, wait=self.stream.mark())
+        return Launched(
+            logits=None if rows.every else logits,
+            tokens=arriving,
+            places=places,
+            wait=self.stream.mark(),
+            aside=self.stream.aside,
+        )
 
     def _measure_kv_scales(self) -> None:
         """Where the weights have changed: then nothing is on the device, and the pools hold nothing of use."""

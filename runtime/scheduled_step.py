@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Final
 
@@ -33,12 +34,14 @@ class Launched:
         tokens: in the host's memory, which those that the device has chosen come to; there once `wait` has returned.
         places: of the token for each of `DeviceRows.chosen_for`, in `tokens`.
         wait: returns when the step has been computed.
+        aside: within, code of the user's is asked about it while the next one is computed; see `DeviceStream.aside`.
     """
 
     logits: Callable[[], Tensor] | None
     tokens: Tensor = torch.empty(0, dtype=torch.int64)
     places: Sequence[int] = ()
     wait: Work = lambda: None
+    aside: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ class PlayedStream(DeviceStream):
         captured: how often work was captured.
         replayed: how often captured work was enqueued.
         launching: how long it takes the host, on the clock of `seconds`, to give work to the device.
+        besides: how many are asked within `aside`.
         busy: how long the device has computed on that clock; whoever plays what computes adds to it.
     """
 
@@ -37,7 +38,7 @@ class PlayedStream(DeviceStream):
         self.eager = eager
         self.captures = captures
         self.waits = 0
-        self.captured = self.replayed = 0
+        self.captured = self.replayed = self.besides = 0
         self.launching = 1.0
         self.busy = 0.0
         self._queue: deque[Work] = deque()
@@ -56,6 +57,14 @@ class PlayedStream(DeviceStream):
     def call(self, work: Callable[[], T]) -> T:
         self._run(len(self._queue))
         return work()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        self.besides += 1
+        try:
+            yield
+        finally:
+            self.besides -= 1
 
     def seconds(self, work: Work) -> tuple[float, float]:
         before = self.busy

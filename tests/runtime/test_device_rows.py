@@ -63,6 +63,7 @@ def test_criteria_are_asked_while_the_next_step_is_computed_and_not_after_the_la
     def criterion(input_ids: Tensor, scores: None) -> bool:
         told.append(input_ids[0].tolist())
         assert stream.left, "no step is on its way"
+        assert stream.besides, "what it reads comes behind that step"
         return len(told) == 5
 
     stream = PlayedStream()
@@ -70,7 +71,7 @@ def test_criteria_are_asked_while_the_next_step_is_computed_and_not_after_the_la
     request = engine.submit([1, 2, 3], max_new_tokens=9, stopping_criteria=[criterion])
     assert engine.step() and told == []
     run_until_idle(engine)
-    assert request.finish_reason == "stop" and len(request.tokens) == 5
+    assert request.finish_reason == "stop" and len(request.tokens) == 5 and not stream.besides
     assert told == [[1, 2, 3, *request.tokens[:count]] for count in range(1, 6)]
     told.clear()
     cancelled = engine.submit([1, 2, 3], max_new_tokens=9, stopping_criteria=[criterion])

@@ -62,6 +62,24 @@ def test_the_host_waits_for_what_came_before_the_mark_and_for_nothing_after(cuda
     assert cuda.before["then"] == {"step", "copy 1"} and seen.tolist() == [0, 1, 2]
 
 
+def test_what_is_done_aside_waits_for_nothing_but_what_the_host_has_waited_for(cuda: RecordedCuda) -> None:
+    stream, current = CudaStream(CPU), cuda.current
+    stream.enqueue(cuda.work("step"))
+    wait = stream.mark()
+    stream.enqueue(cuda.work("next step"))
+    wait()
+    for name in ("criterion", "another criterion"):
+        with stream.aside():
+            cuda.work(name)()
+    assert cuda.before["criterion"] == {"step"}
+    assert cuda.before["another criterion"] == {"step", "criterion"}, "what one keeps, the next finds"
+    assert cuda.current is current
+    with pytest.raises(OSError), stream.aside():
+        raise OSError
+    stream.enqueue(cuda.work("the step behind them"))
+    assert "next step" in cuda.before["the step behind them"] and cuda.current is current
+
+
 def test_memory_that_changes_before_the_host_has_waited_is_told_of(cuda: RecordedCuda) -> None:
     stream = CudaStream(CPU)
     pinned = torch.arange(3)
