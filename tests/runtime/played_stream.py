@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from selective_compile.runtime.device_stream import DeviceStream, Work
+from tests.runtime.blocking_calls import blocks
 
 T = TypeVar("T")
 
@@ -182,7 +183,8 @@ READS |= {"__int__", "__float__", "__bool__", "__index__", "__array__", "__conta
 
 class WatchedStream(PlayedStream):
     """Notes where the host reads what the device has computed, other than from what was copied to the host, and where
-    work that it was given does, which is not the model's: what is `kernels` here are kernels there.
+    work that it was given does, which is not the model's: what is `kernels` here are kernels there. And where the host
+    would wait for a copy (`blocking_calls`), but where the user's code is asked `aside`.
 
     Attributes:
         reads: what was called for it, within `watched`.
@@ -192,7 +194,8 @@ class WatchedStream(PlayedStream):
         super().__init__(captures=captures)
         self.reads: list[str] = []
         self._of_device: dict[int, Any] = {}  # storages, which are kept: another could get the address of one
-        self._working = self._watching = self._in_kernels = False
+        self._pinned: dict[int, Any] = {}
+        self._working = self._watching = self._in_kernels = self._copying = False
 
     @contextmanager
     def kernels(self) -> Iterator[None]:
@@ -204,13 +207,49 @@ class WatchedStream(PlayedStream):
             self._in_kernels = was
 
     def copy(self, target: Tensor, source: Tensor) -> None:
+        if self._watching and not any(each.untyped_storage().data_ptr() in self._pinned for each in (target, source)):
+            self.reads.append("a copy of memory that is not pinned")
+
         def done() -> None:
             to_host = self.is_of_device(source)
-            target.copy_(source)
+            with self.copies():
+                target.copy_(source)
             if to_host:
                 self._of_device.pop(target.untyped_storage().data_ptr(), None)
 
         self.enqueue(done)
+
+    def send(self, values: Tensor, device: torch.device) -> Tensor:
+        with self.copies():
+            sent = values.clone()
+        self.computed(sent)
+        return sent
+
+    @contextmanager
+    def copies(self) -> Iterator[None]:
+        """What is copied within is pinned, and nobody waits for it."""
+        was, self._copying = self._copying, True
+        try:
+            yield
+        finally:
+            self._copying = was
+
+    @contextmanager
+    def built(self) -> Iterator[None]:
+        """Memory of the host that is made within is known to be pinned, if it would be with a GPU: if it is asked
+        for."""
+        with HostReads(self):
+            yield
+
+    def made(self, tensor: Tensor, *, asked: Mapping[str, Any]) -> None:
+        """Of no other, and of the host where no device was asked for, though work may have done it."""
+        memory = tensor.untyped_storage()
+        if "pin_memory" in asked:
+            self._pinned[memory.data_ptr()] = memory
+        elif asked.get("device") is not None:
+            self.computed(tensor)
+        else:
+            self._of_device.pop(memory.data_ptr(), None)
 
     def is_of_device(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._of_device
@@ -242,8 +281,15 @@ class WatchedStream(PlayedStream):
 
     def read(self, name: str, tensor: Tensor) -> None:
         stays = self._working and name == "to"  # where it is: work knows no other memory
-        if not stays and not self._in_kernels and self.is_of_device(tensor):
+        if self._watching and not stays and not self._in_kernels and self.is_of_device(tensor):
             self.reads.append(name)
+
+    def called(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A function of torch is."""
+        if not self._watching or self._in_kernels or self._copying or self.besides:
+            return
+        if blocks(name, args, kwargs, self.is_of_device, working=self._working):
+            self.reads.append(f"{name} of memory of the host")
 
 
 class Computed(TorchDispatchMode):
@@ -271,7 +317,12 @@ class HostReads(TorchFunctionMode):
         if name in READS:
             for tensor in filter(_is_tensor, args):
                 self._stream.read(name, tensor)
-        return func(*args, **(kwargs or {}))
+        given = kwargs or {}
+        self._stream.called(name, args, given)
+        found = func(*args, **given)
+        if _is_tensor(found) and not any(map(_is_tensor, tree_leaves((args, given)))):
+            self._stream.made(found, asked=given)
+        return found
 
 
 def _is_tensor(value: Any) -> bool:
