@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 
 from selective_compile.joined_weights import ALIGNMENT, can_be_joined
 from selective_compile.passes.flatten import FlatGraph
@@ -131,5 +132,6 @@ def computed(flat: FlatGraph, target: Any, *args: Any) -> fx.Node:
 
 def value_of(flat: FlatGraph, node: fx.Node) -> Any:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda given: given.meta["val"])
-    with flat.symbols.mode:
+    # Some operators are made of others in C++, which in torch 2.11 has no sizes that are symbols.
+    with flat.symbols.mode, enable_python_dispatcher():
         return node.target(*args, **kwargs)  # type: ignore[operator]
