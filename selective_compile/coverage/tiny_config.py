@@ -29,7 +29,7 @@ def shrunk(kind: type[PreTrainedConfig], given: Fields, own: Mapping[str, Any]) 
     ``own`` goes over the tiny fields.  A mapping for a part goes over the fields of the part, None leaves it out.
     """
     default = kind(**given)
-    parts = [name for name in kind.sub_configs_defaults if isinstance(getattr(default, name), PreTrainedConfig)]
+    parts = [name for name in kind.sub_configs if isinstance(getattr(default, name), PreTrainedConfig)]
     fields = {**given, **tiny_fields(kind, given)}
     for name in parts:
         inner = own.get(name, {})
@@ -40,7 +40,9 @@ def shrunk(kind: type[PreTrainedConfig], given: Fields, own: Mapping[str, Any]) 
 
 
 def initial(kind: type[PreTrainedConfig], part: str) -> Fields:
-    return dict(getattr(kind.sub_configs_defaults[part], "init_kwargs", {}))
+    """Arguments of the part's own default; transformers 5.17 declares none."""
+    defaults = getattr(kind, "sub_configs_defaults", {})
+    return dict(getattr(defaults.get(part), "init_kwargs", {}))
 
 
 def declared(kind: type[PreTrainedConfig], given: Mapping[str, Any]) -> Fields:
