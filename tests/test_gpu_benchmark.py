@@ -459,16 +459,13 @@ def test_the_sample_counts_when_all_is_captured(slow: float, served: int, monkey
     asked: list[Trace] = []
 
     def peer(context: Any, model: Any, whole: Trace) -> Any:
-        def seconds(of: Trace) -> float:
+        def serve(of: Trace) -> trace.Took:
             asked.append(of)
-            return 2 * slow + 0.1 if len(asked) == 2 else slow + 0.1
+            return trace.Took(2 * slow + 0.1 if len(asked) == 2 else slow + 0.1, 0.0)
 
-        return (lambda: "none"), seconds
+        return (lambda: "none"), serve
 
-    monkeypatch.setitem(trace.PEERS, "generate", peer)
-    monkeypatch.setattr(
-        trace, "random_model", lambda *what, **how: SimpleNamespace(config=SimpleNamespace(vocab_size=9))
-    )
+    play_a_peer(monkeypatch, "generate", peer)
     rows: list[Row] = []
     trace.run(Context(a_job(part="trace", name="generate", requests=4), rows.append))
     sample = rows[0]
@@ -477,6 +474,61 @@ def test_the_sample_counts_when_all_is_captured(slow: float, served: int, monkey
     assert [row.state for row in rows] == ["measured", "measured" if served == 2 else "skipped"]
     prompts = [[one.prompt_ids for one in each.requests] for each in asked[1:]]
     assert prompts == [prompts[0]] * len(prompts), "the sample has the prompts of the trace"
+
+
+def play_a_peer(monkeypatch: pytest.MonkeyPatch, name: str, peer: Any) -> None:
+    """In place of who has that name, without a model."""
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=9))
+    monkeypatch.setitem(trace.PEERS, name, peer)
+    monkeypatch.setattr(trace, "random_model", lambda *what, **how: model)
+
+
+def test_prompts_of_a_sample_are_all_prompts() -> None:
+    """Of 6.3 s for a sample, 5 were prompts: the other 1.3 are eight times as many in the trace, and not all of it."""
+    whole = trace.uniform_trace(64, (8, 64), 9)
+    sample = trace.shortened(whole)
+    expected = trace.seconds_by(trace.Took(6.3, 5.0), sample, whole)
+    assert expected == pytest.approx(5 + trace.HASTE * 1.3 * whole.new_tokens / sample.new_tokens) and expected < 20
+    assert trace.seconds_by(trace.Took(2.0, 1.0), sample, sample) == 1 + trace.HASTE
+
+
+@pytest.mark.parametrize(("name", "state"), [("engine", "measured"), ("generate", "skipped")])
+def test_the_engine_serves_the_trace_however_long_it_may_take(
+    name: str, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play_a_peer(monkeypatch, name, lambda *what: ((lambda: "none"), lambda of: trace.Took(30.0, 1.0)))
+    rows: list[Row] = []
+    trace.run(Context(a_job(part="trace", name=name, requests=4), rows.append))
+    assert (rows[-1].name, rows[-1].state) == (f"{name}, the trace", state)
+
+
+def test_the_engine_tells_prompts_from_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All prompts are computed when the last request has its first token, at the third of four steps."""
+    moments = iter([0.0, 2.0, 3.0, 9.0, 9.0, 9.0])
+    monkeypatch.setattr(trace, "time", SimpleNamespace(perf_counter=lambda: next(moments)))
+    handles = [SimpleNamespace(tokens=[]), SimpleNamespace(tokens=[])]
+    steps = iter([handles[:1], [], handles[1:], handles, []])
+
+    class Server:
+        def __init__(self, *what: Any) -> None:
+            self._left = iter(handles)
+
+        def submit(self, *what: Any) -> Any:
+            return next(self._left)
+
+        def step(self) -> bool:
+            some = next(steps)
+            for handle in some:
+                handle.tokens.append(1)
+            return bool(some) or any(not handle.tokens for handle in handles)
+
+    monkeypatch.setattr(trace, "Engine", Server)
+    _, serve = trace.engine(Context(a_job(), print), SimpleNamespace(), whole := two_requests())  # type: ignore[arg-type]
+    assert serve(whole) == trace.Took(9.0, 3.0)
+
+
+def two_requests() -> Trace:
+    return trace.uniform_trace(2, (2, 2), 9)
 
 
 def test_a_file_is_whole_at_any_time(tmp_path: Path) -> None:

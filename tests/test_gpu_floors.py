@@ -77,6 +77,12 @@ def test_all_time_together_is_under_eight_minutes() -> None:
     assert sum(SECONDS.values()) + 2 * GRACE <= 7.5 * 60 and set(SECONDS) == set(WEIGHTS)
 
 
+def test_the_engine_has_a_minute_for_the_trace() -> None:
+    """For a model, what is compiled of it, two samples, and the trace at the 7,400 tokens a second of its bar."""
+    weights = WEIGHTS["trace"]
+    assert SECONDS["trace"] * weights["engine"] / sum(weights.values()) >= 60
+
+
 @pytest.mark.parametrize(("name", "billions"), [("llama-3.1-8b", 8.03), ("llama-3.2-1b", 1.236), ("qwen3-0.6b", 0.596)])
 def test_shapes_are_those_of_the_models(name: str, billions: float) -> None:
     model = random_model(name, torch.device("meta"), tiny=False)
