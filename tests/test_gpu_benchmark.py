@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +22,10 @@ import torch.nn.attention.varlen
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.gpu_parts import attention_peers, ceilings, command, decoding, isolated, timing, tokens, trace
+from benchmarks.gpu_parts import attention_peers, ceilings, command, decoding, isolated, jobs, timing, tokens, trace
 from benchmarks.gpu_parts.command import measure
 from benchmarks.gpu_parts.isolated import Worker
-from benchmarks.gpu_parts.jobs import CACHES, ROOT, WEIGHTS, Context, Job
+from benchmarks.gpu_parts.jobs import CACHES, ROOT, SECONDS, WEIGHTS, Context, Job
 from benchmarks.gpu_parts.measures import Measure, without_found
 from benchmarks.gpu_parts.ragged_step import TINY, make_step
 from benchmarks.gpu_parts.rows import Row
@@ -162,11 +163,14 @@ class WorkerHere:
     """Stands for `Worker`: tells what `ceilings` would, and what job it got."""
 
     def __init__(self, environment: dict[str, str]) -> None:
-        self.environment, self.jobs, self.closed = environment, [], False
+        self.environment, self.jobs, self.closed, self.ready = environment, [], False, False
         WORKERS.append(self)
 
+    def wait_until_ready(self) -> None:
+        self.ready = True
+
     def perform(self, job: Job, tell: Any) -> None:
-        assert not self.closed
+        assert self.ready and not self.closed
         self.alone = WORKERS[-1] is self
         self.jobs.append(job)
         values = {"bytes_per_second": 4e12, "flops_per_second": 8e14} if job.part == "ceilings" else {}
@@ -211,6 +215,29 @@ def test_without_time_nothing_is_begun_and_the_status_tells(tmp_path: Path, work
     status, found = full_run(tmp_path / "found.json", 1e-3)
     assert status == 1 and {row["text"] for row in found["rows"]} == {"no time was left"}
     assert not any(worker.jobs for worker in workers) and all(worker.closed for worker in workers)
+    assert [worker.ready for worker in workers] == [True] + [False] * (len(workers) - 1), (
+        "nobody waits for their imports"
+    )
+
+
+def test_time_begins_when_a_process_is_ready(
+    tmp_path: Path, workers: list[WorkerHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first job has all that is its own; later ones share what is left then."""
+    now = 0.0
+
+    def imports(worker: WorkerHere) -> None:
+        nonlocal now
+        now, worker.ready = now + 7.0, True
+
+    monkeypatch.setattr(WorkerHere, "wait_until_ready", imports)
+    allowance = partial(jobs.Allowance, clock=lambda: now)
+    monkeypatch.setattr(command, "Allowance", allowance)
+    full_run(tmp_path / "found.json", sum(SECONDS.values()) / 60)
+    made = {job.name: job.seconds for worker in workers for job in worker.jobs}
+    assert made["ceilings"] == pytest.approx(SECONDS["ceilings"])
+    of_attention = WEIGHTS["attention"]["decode"] / sum(WEIGHTS["attention"].values())
+    assert made["decode"] == pytest.approx((SECONDS["ceilings"] + SECONDS["attention"] - 7) * of_attention)
 
 
 def test_a_bar_that_is_not_reached_is_named(
@@ -233,6 +260,36 @@ def test_a_worker_hands_on_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(row.name, row.state) for row in rows] == [("copy", "measured"), ("bf16 product", "measured")]
 
 
+def test_a_worker_says_when_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, rows = Worker({}), []
+    worker.wait_until_ready()
+    began = Path(f"/proc/{worker._process.pid}/maps").read_text()
+    assert "libtorch" in began, "it has imported what it needs"
+    worker.perform(a_job(), rows.append)
+    assert [row.state for row in rows] == ["measured"] * 2
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [("raise ImportError('no triton')", "ended with status 1: ImportError: no triton")],
+)
+def test_a_worker_that_ends_before_it_is_ready_is_named(monkeypatch: pytest.MonkeyPatch, code: str, said: str) -> None:
+    start_in_its_place(monkeypatch, code)
+    rows: list[Row] = []
+    worker = Worker({})
+    worker.wait_until_ready()
+    worker.perform(a_job(), rows.append)
+    assert [(row.state, row.text) for row in rows] == [("failed", said)]
+
+
+def start_in_its_place(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """A process of other code than a worker's."""
+    started = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, **options: started([sys.executable, "-c", code], **options)
+    )
+
+
 @pytest.mark.parametrize(
     ("code", "said"),
     [
@@ -243,10 +300,7 @@ def test_a_worker_hands_on_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["fault", "error", "hang"],
 )
 def test_what_ends_a_worker_is_named(monkeypatch: pytest.MonkeyPatch, code: str, said: str) -> None:
-    started = subprocess.Popen
-    monkeypatch.setattr(
-        subprocess, "Popen", lambda command, **options: started([sys.executable, "-c", code], **options)
-    )
+    start_in_its_place(monkeypatch, code)
     monkeypatch.setattr(isolated, "GRACE", 0.0)
     rows: list[Row] = []
     Worker({}).perform(a_job(seconds=0.2 if "sleep" in code else 60.0), rows.append)

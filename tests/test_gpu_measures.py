@@ -122,14 +122,44 @@ def test_wrong_tokens_leave_no_figure_of_an_engine(job: str, name: str) -> None:
     assert all(measure.found is not None for measure in measures([*WHOLE, other]))
 
 
-def test_figures_of_an_engine_whose_tokens_nobody_compared_are_blank() -> None:
-    for job, why in (("tokens", "steps of tokens did not run"), ("llama-3.1-8b", "steps of llama-3.1-8b did not run")):
-        rows = [each for each in WHOLE if each.part != "steps" or each.job != job]
-        blank = [measure for measure in measures(rows) if measure.found is None]
-        assert len(blank) == 5 and {measure.why for measure in blank} == {why}
+def without(job: str) -> list[Row]:
+    """All but the comparison of tokens of that job."""
+    return [each for each in WHOLE if each.part != "steps" or each.job != job or not each.name.endswith(": tokens")]
+
+
+OF_ENGINES = 5  # measures
+
+
+@pytest.mark.parametrize(
+    ("job", "name", "text"),
+    [
+        ("tokens", "tokens", "stopped after 25 s"),
+        ("tokens", "tokens", "no time was left"),
+        ("tokens", "tokens", "ended with status -9: it said nothing"),
+        ("llama-3.1-8b", "llama-3.1-8b: tokens", "not compared: OutOfMemoryError: "),
+    ],
+)
+def test_figures_of_an_engine_are_kept_where_a_comparison_had_no_time(job: str, name: str, text: str) -> None:
+    rows = [*without(job), row("steps", job, name, "failed", text)]
+    noted = [measure for measure in measures(rows) if measure.why.endswith(f"; tokens not compared: {name}: {text}")]
+    assert len(noted) == OF_ENGINES
+    same = [(measure.found, measure.reached) for measure in measures(rows)]
+    assert same == [(measure.found, measure.reached) for measure in measures(WHOLE)]
+
+
+def test_without_steps_of_the_8b_its_trace_has_figures() -> None:
     killed = row("steps", "llama-3.1-8b", "llama-3.1-8b", "failed", "ended with status -9: it said nothing")
     rows = [killed, *(each for each in WHOLE if each.part != "steps" or each.job != "llama-3.1-8b")]
-    assert of(rows, "tokens/s").found is None and "status -9" in of(rows, "tokens/s").why
+    assert of(rows, "tokens/s").found == 0.8 and of(rows, "tokens/s").reached == "goal"
+    assert "tokens not compared: llama-3.1-8b: ended with status -9" in of(rows, "tokens/s").why
+    assert of(rows, "floor over it").found is None and "status -9" in of(rows, "floor over it").why
+
+
+def test_without_any_comparison_of_tokens_no_bar_of_an_engine_is_reached() -> None:
+    rows = [each for each in WHOLE if not each.name.endswith(": tokens")]
+    noted = [measure for measure in measures(rows) if "tokens not compared" in measure.why]
+    assert len(noted) == OF_ENGINES and {measure.reached for measure in noted} == {"unknown"}
+    assert all(measure.found is not None for measure in noted)
 
 
 def test_idle_that_cannot_be_told_from_0_is_no_figure_beyond_the_bar() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,3 +94,24 @@ def test_tokens_of_random_models_go_by_the_context(name: str, monkeypatch: pytes
     monkeypatch.setattr(tokens, "GENERATED", 20)
     assert tokens.behind_best(model, [3, 4, 5, 6], request.tokens).max() < 1e-4
     assert (tokens.behind_best(model, [3, 4, 6, 5], request.tokens) > 1e-3).any()
+
+
+def test_a_comparison_that_fails_says_nothing_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*what: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(tokens, "behind_best", failing)
+    row = looked_at(monkeypatch)
+    assert row.state == "failed" and row.text == "not compared: OutOfMemoryError: out of memory"
+
+
+def test_a_request_that_lost_tokens_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = tokens.generate
+
+    def fewer(engine: Any) -> Any:
+        requests, captured = found(engine)
+        return [SimpleNamespace(prompt_ids=[1], tokens=[1]), *requests[1:]], captured
+
+    monkeypatch.setattr(tokens, "generate", fewer)
+    row = looked_at(monkeypatch)
+    assert row.state == "failed" and row.text == "[1, 12, 12, 12, 12] tokens, each must get 12"

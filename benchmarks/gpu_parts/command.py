@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +81,11 @@ def measure(arguments: argparse.Namespace) -> int:
     parts = [part for part in SECONDS if part in arguments.parts]
     minutes = arguments.minutes or (3 if arguments.quick else sum(SECONDS.values()) / 60)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches:
-        jobs = _jobs(arguments, found, parts, 60 * minutes)
+        jobs = Jobs(arguments, found, parts, 60 * minutes)
         if arguments.dry_run:
             _in_this_process(jobs, found)
         else:
-            _one_after_another(jobs, found, [_caches(Path(caches), part) for part, _ in _names(arguments, parts)])
+            _one_after_another(jobs, found, Path(caches))
     found.complete()
     print("", HEADER, *(measure.line for measure in found.measures), "", sep="\n")
     for row in found.failures:
@@ -102,15 +102,30 @@ def _names(arguments: argparse.Namespace, parts: list[str]) -> list[tuple[str, s
     return [(part, name) for part, name in every if part != "steps" or name in ("tokens", *models)]
 
 
-def _jobs(arguments: argparse.Namespace, found: Found, parts: list[str], seconds: float) -> Iterator[Job]:
-    """Each made when it is its turn, by the time that is left and the ceilings that are known."""
-    allowance, names = Allowance(parts, seconds), _names(arguments, parts)
-    for number, (part, name) in enumerate(names):
-        yield Job(
+class Jobs:
+    """Each made when it is its turn, by the time that is left and the ceilings that are known.
+
+    Attributes:
+        names: of all of them, (part, name).
+    """
+
+    def __init__(self, arguments: argparse.Namespace, found: Found, parts: list[str], seconds: float) -> None:
+        self.names = _names(arguments, parts)
+        self._arguments, self._found, self._parts, self._seconds = arguments, found, parts, seconds
+
+    @cached_property
+    def _allowance(self) -> Allowance:
+        """Its time begins with the first job."""
+        return Allowance(self._parts, self._seconds)
+
+    def make(self, number: int) -> Job:
+        part, name = self.names[number]
+        arguments = self._arguments
+        return Job(
             part=part,
             name=name,
-            seconds=allowance.of(part, [other for of, other in names[number:] if of == part]),
-            ceilings=found.ceilings,
+            seconds=self._allowance.of(part, [other for of, other in self.names[number:] if of == part]),
+            ceilings=self._found.ceilings,
             quick=arguments.quick,
             tiny=arguments.dry_run,
             requests=arguments.requests or (3 if arguments.dry_run else 32 if arguments.quick else 256),
@@ -124,28 +139,32 @@ def _caches(folder: Path, part: str) -> dict[str, str]:
     return caches_in(folder / ("programs" if part in ("start", "steps", "trace") else "kernels"))
 
 
-def _one_after_another(jobs: Iterator[Job], found: Found, environments: list[dict[str, str]]) -> None:
+def _one_after_another(jobs: Jobs, found: Found, caches: Path) -> None:
     """Each in a process that was started beside the job before it, since half of a short one is importing; but not
-    beside a start, which is of the host's time."""
-    coming = iter(environments)
-    waiting: Worker | None = None
+    beside a start, which is of the host's time. A job's time begins when its process is ready."""
+    workers: list[Worker] = []
     try:
-        for job in jobs:
-            worker, waiting = waiting or Worker(next(coming)), None
-            if job.part != "start" and (environment := next(coming, None)) is not None:
-                waiting = Worker(environment)
+        for number, (part, _) in enumerate(jobs.names):
+            if number == len(workers):
+                workers.append(Worker(_caches(caches, part)))
+            if number == 0 or jobs.make(number).seconds >= LEAST:
+                workers[number].wait_until_ready()
+            if part != "start" and number + 1 < len(jobs.names):
+                workers.append(Worker(_caches(caches, jobs.names[number + 1][0])))
+            job = jobs.make(number)
             if job.seconds < LEAST:
                 found.tell(job.row(job.name, state="failed", text="no time was left"))
-                worker.close()
+                workers[number].close()
             else:
-                worker.perform(job, found.tell)
+                workers[number].perform(job, found.tell)
     finally:
-        if waiting is not None:
-            waiting.close()
+        for worker in workers:
+            worker.close()
 
 
-def _in_this_process(jobs: Iterator[Job], found: Found) -> None:
-    for job in jobs:
+def _in_this_process(jobs: Jobs, found: Found) -> None:
+    for number in range(len(jobs.names)):
+        job = jobs.make(number)
         try:
             perform(job, found.tell)
         except FAILURES as error:

@@ -19,10 +19,14 @@ from benchmarks.gpu_parts.jobs import ROOT, Job
 from benchmarks.gpu_parts.rows import Row
 
 GRACE = 5.0  # seconds beyond those of a job, which looks at the time itself
+READY = "ready"  # a worker's first line
+# Seconds for a process's imports, of which only those right behind a start are not over by then: ten where files were
+# read before, several times as many where they were not.
+IMPORTS = 60.0
 
 
 class Worker:
-    """A process that has imported what it needs by the time that it gets its job."""
+    """A process that gets its job when it has imported what it needs, from when on its time counts."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """`environment` comes on top of this process's own."""
@@ -37,6 +41,15 @@ class Worker:
             text=True,
             start_new_session=True,
         )
+        assert self._process.stdout is not None
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=_read, args=(self._process.stdout, self._lines), daemon=True).start()
+
+    def wait_until_ready(self) -> None:
+        """Until it has imported what it needs, or has ended, or takes too long: its job fails by that, then."""
+        with contextlib.suppress(queue.Empty):
+            if self._lines.get(timeout=IMPORTS) is None:
+                self._lines.put(None)
 
     def perform(self, job: Job, tell: Callable[[Row], None]) -> None:
         """Hand on the job's rows as they come, and one more if it fails or takes too long; then end the process."""
@@ -48,16 +61,15 @@ class Worker:
 
     def _followed(self, job: Job, tell: Callable[[Row], None]) -> str | None:
         """How the job failed, or None."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        threading.Thread(target=_read, args=(self._process.stdout, lines), daemon=True).start()
+        assert self._process.stdin is not None
         ends = time.monotonic() + job.seconds + GRACE
         with contextlib.suppress(BrokenPipeError):  # its status says more
             self._process.stdin.write(job.to_json() + "\n")
             self._process.stdin.close()
         try:
-            while (line := lines.get(timeout=max(0.0, ends - time.monotonic()))) is not None:
-                tell(Row(**json.loads(line)))
+            while (line := self._lines.get(timeout=max(0.0, ends - time.monotonic()))) is not None:
+                if line.strip() != READY:  # of who was not waited for
+                    tell(Row(**json.loads(line)))
             status = self._process.wait(timeout=max(1.0, ends - time.monotonic()))
         except (queue.Empty, subprocess.TimeoutExpired):
             return f"stopped after {job.seconds + GRACE:.0f} s"

@@ -1,21 +1,22 @@
 """What the run is to show: measures, each with a bar and a goal, and what was found of it.
 
 A worst of several cells is blank if one of them failed: it may be the worst. What did not fit the device's memory is
-named beside the figure.  Figures of engines count only if their tokens were compared, and found right.
+named beside the figure.  Figures of engines whose tokens are wrong do not count; where nobody compared them, for lack
+of time or since the comparison failed, that is named, and without any comparison no bar is reached.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from benchmarks.gpu_parts.rows import Row
+from benchmarks.gpu_parts.rows import NOT_COMPARED, Row
 from benchmarks.gpu_parts.start import KEPT
 
 MODEL = "llama-3.1-8b"  # of which the measures are
 TRACE_CEILING = 13_500.0  # output tokens a second
-TOKENS = "tokens"  # the job that compares them in float32
+COMPARED = ("tokens", MODEL)  # the jobs that compare them: in float32, and what is timed
 LONG_PREFILL = 4096
 IDLE_BAR = 0.02
 # Of a mixed step over its parts. Decodes are bound by memory and prompts by products, so that together they should take
@@ -24,10 +25,11 @@ OVER_SUM_BAR = 1.25
 
 
 class Value(NamedTuple):
-    """A figure and what it is of; or None, and why there is none."""
+    """A figure and what it is of; or None, and why there is none. `whole` as of `Measure`."""
 
     found: float | None
     why: str
+    whole: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ class Measure:
     less: bool = False
     found: float | None = None
     why: str = "not measured"
-    whole: bool = True  # of all that the bar is for; False: of a quick run
+    whole: bool = True  # of all that the bar is for; else it is not known to be reached
 
     @property
     def reached(self) -> Literal["goal", "bar", "neither", "unknown"]:
@@ -100,25 +102,40 @@ def mixed_over_sum(rows: Sequence[Row]) -> Value:
     return _of_cells(_of(rows, "attention", "mixed"), "over_sum", max)
 
 
+def of_right_tokens(value: Callable[[Sequence[Row]], Value]) -> Callable[[Sequence[Row]], Value]:
+    """The same figure of an engine, if its tokens are not wrong, in float32 or of the 8B."""
+
+    def judged(rows: Sequence[Row]) -> Value:
+        if (row := next(_wrong_tokens(rows), None)) is not None:
+            return Value(None, f"{row.name}: {row.text}")
+        found, why_not = value(rows), _not_compared(rows)
+        if found.found is None or not why_not:
+            return found
+        # Either comparison is of the engine's way from step to step.
+        whole = found.whole and len(why_not) < len(COMPARED)
+        return found._replace(why=f"{found.why}; tokens not compared: {'; '.join(why_not)}", whole=whole)
+
+    return judged
+
+
+@of_right_tokens
 def step_share(rows: Sequence[Row]) -> Value:
-    return _without_tokens(rows) or _of_cells(_of(rows, "steps", MODEL), "share_of_floor", min)
+    return _of_cells(_steps(rows), "share_of_floor", min)
 
 
+@of_right_tokens
 def idle(rows: Sequence[Row]) -> Value:
     """The worst cell's, or as much as the profiler could not have told from 0; blank if that is more than the bar."""
-    steps = _of(rows, "steps", MODEL)
-    worst, finest = (_of_cells(steps, figure, max) for figure in ("idle", "idle_resolution"))
-    blank = _without_tokens(rows)
-    if blank is not None or worst.found is None or finest.found is None:
-        return blank or worst
+    worst, finest = (_of_cells(_steps(rows), figure, max) for figure in ("idle", "idle_resolution"))
+    if worst.found is None or finest.found is None:
+        return worst
     if worst.found <= finest.found > IDLE_BAR:
         return Value(None, f"{worst.found:.3g} was seen, which cannot be told from 0: {finest.found:.3g} cannot")
     return Value(max(worst.found, finest.found), f"{worst.why}; {finest.found:.3g} cannot be told from 0")
 
 
+@of_right_tokens
 def trace_share(rows: Sequence[Row]) -> Value:
-    if (blank := _without_tokens(rows)) is not None:
-        return blank
     if (row := _served(rows, "engine", sample=False)) is None:
         return Value(None, _why_none(_of(rows, "trace", "engine")))
     figures = row.figures
@@ -128,9 +145,8 @@ def trace_share(rows: Sequence[Row]) -> Value:
 def over(peer: str) -> Callable[[Sequence[Row]], Value]:
     """The engine's tokens a second over a peer's, of the same requests: of the trace, or of the sample."""
 
+    @of_right_tokens
     def ratio(rows: Sequence[Row]) -> Value:
-        if (blank := _without_tokens(rows)) is not None:
-            return blank
         for sample in (False, True):
             ours, theirs = (_served(rows, name, sample=sample) for name in ("engine", peer))
             if ours is not None and theirs is not None and _asked(ours) == _asked(theirs):
@@ -177,6 +193,10 @@ def _of(rows: Sequence[Row], part: str, job: str) -> list[Row]:
     return [row for row in rows if (row.part, row.job) == (part, job)]
 
 
+def _steps(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in _of(rows, "steps", MODEL) if not row.name.endswith(": tokens")]
+
+
 def _of_cells(rows: Sequence[Row], figure: str, worst: Callable[[list[float]], float]) -> Value:
     """The worst of the cells that count; rows without the figure are those of cells that have none, or of no cell."""
     cells = [row for row in rows if row.state == "measured" and row.figures.get("counts")]
@@ -198,17 +218,21 @@ def _why_none(rows: Sequence[Row]) -> str:
     return said[0] if said else "not measured"
 
 
-def _without_tokens(rows: Sequence[Row]) -> Value | None:
-    """Why no figure of an engine counts: its tokens are wrong, or nobody compared them, in float32 and of the 8B."""
-    for job in (TOKENS, MODEL):
+def _wrong_tokens(rows: Sequence[Row]) -> Iterator[Row]:
+    """Rows of comparisons that came to an end, and found wrong tokens."""
+    compared = [row for job in COMPARED for row in _of(rows, "steps", job) if row.name.endswith(": tokens")]
+    return (row for row in compared if row.state == "failed" and not row.text.startswith(NOT_COMPARED))
+
+
+def _not_compared(rows: Sequence[Row]) -> list[str]:
+    """For each of the comparisons that there is none of, why."""
+    found = []
+    for job in COMPARED:
         of_job = _of(rows, "steps", job)
-        compared = [row for row in of_job if row.name.endswith(": tokens")]
-        if any(row.state == "measured" for row in compared) and all(row.state == "measured" for row in compared):
-            continue
-        failed = [row for row in (*compared, *of_job) if row.state == "failed"]
-        said = f"{failed[0].name}: {failed[0].text}" if failed else f"steps of {job} did not run"
-        return Value(None, said if any(rows) else "not measured")
-    return None
+        if not any(row.state == "measured" and row.name.endswith(": tokens") for row in of_job):
+            failed = [row for row in of_job if row.state == "failed"]
+            found.append(f"{failed[0].name}: {failed[0].text}" if failed else f"there was no job {job}")
+    return found
 
 
 def _served(rows: Sequence[Row], job: str, *, sample: bool) -> Row | None:

@@ -15,6 +15,7 @@ State = Literal["measured", "skipped", "failed"]
 
 # What a cell of a part can fail with and the next one go on: wrong results, memory, compilers, what a peer refuses.
 FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, ImportError, OSError, TritonError)
+NOT_COMPARED = "not compared: "  # before what a comparison of tokens failed with, which says nothing of them
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Whether an engine's tokens are those of the model itself, as transformers runs it: else no figure of it counts.
+"""Whether an engine's tokens are those of the model itself, as transformers runs it: if not, no figure of it counts.
 
 The model computes its logits over what the engine generated, request by request, and each token is to be its likeliest
 one, but for near ties. How far one may be behind goes by the spread of the row: a token that has nothing to do with the
@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.gpu_parts.jobs import Context
 from benchmarks.gpu_parts.models import random_model
+from benchmarks.gpu_parts.rows import FAILURES, NOT_COMPARED, reason
 from selective_compile.bench.peers import greedy_without_end
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.engine import Engine
@@ -64,17 +65,29 @@ def room() -> int:
 
 def compare(context: Context, name: str, model: PreTrainedModel, engine: Engine) -> None:
     """Tell what came of it, as a row of that name."""
-    requests, captured = generate(engine)
-    behind = torch.cat([behind_best(model, request.prompt_ids, request.tokens) for request in requests])
-    allowed = ALLOWED[model.dtype]
+    try:
+        requests, captured = generate(engine)
+        if any(len(request.tokens) != GENERATED for request in requests):
+            context.fail(name, f"{[len(request.tokens) for request in requests]} tokens, each must get {GENERATED}")
+            return
+        behind = torch.cat([behind_best(model, request.prompt_ids, request.tokens) for request in requests])
+    except FAILURES as error:
+        context.fail(name, f"{NOT_COMPARED}{reason(error)}")
+        return
+    _judge(context, name, behind, ALLOWED[model.dtype], captured)
+
+
+def _judge(context: Context, name: str, behind: torch.Tensor, allowed: Allowed, captured: int) -> None:
     wrong = int((~(behind <= allowed.behind)).sum())  # also where it is NaN
     text = f"{wrong} of {len(behind)} are {allowed.behind} spreads behind, {captured} steps were captured"
-    # Where steps are captured, others say nothing of those that are timed.
-    if wrong > (1 - allowed.part) * len(behind) or (context.device.type == "cuda" and not captured):
+    if wrong > (1 - allowed.part) * len(behind):
         context.fail(name, text)
-        return
-    figures = {"tokens": len(behind), "behind": wrong, "worst_behind": float(behind.max()), "captured": captured}
-    context.tell(context.job.row(name, figures=figures, text=text))
+    elif context.device.type == "cuda" and not captured:
+        # Where steps are captured, others say nothing of those that are timed.
+        context.fail(name, f"{NOT_COMPARED}{text}")
+    else:
+        figures = {"tokens": len(behind), "behind": wrong, "worst_behind": float(behind.max()), "captured": captured}
+        context.tell(context.job.row(name, figures=figures, text=text))
 
 
 def generate(engine: Engine) -> tuple[list[Request], int]:

@@ -1,7 +1,7 @@
 """A process for one job: `python -m benchmarks.gpu_parts.worker`.
 
-It imports what jobs need, reads a `Job` from its input, and writes rows to its output, a line each. What anything else
-prints goes to its error output.
+It imports what jobs need, says that it is ready, reads a `Job` from its input, and writes rows to its output, a line
+each. What anything else prints goes to its error output.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
+from benchmarks.gpu_parts.isolated import READY
 from benchmarks.gpu_parts.jobs import Job, perform
 from benchmarks.gpu_parts.rows import Row
 
@@ -20,6 +21,7 @@ def main() -> None:
     import benchmarks.gpu_parts.steps
     import benchmarks.gpu_parts.trace  # noqa: F401
 
+    print(READY, file=out, flush=True)
     if not (line := sys.stdin.readline()):
         return
 
