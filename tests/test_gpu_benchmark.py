@@ -98,7 +98,7 @@ def test_steps_and_the_trace(tmp_path: Path, measured: set[str]) -> None:
     assert names == [
         f"{tokens.MODEL}, {tokens.LAYERS} layers, float32: tokens",
         *(f"{model}{':' if what == 'tokens' else ','} {what}" for model in command.TINY_MODELS for what in of_models),
-        *(f"{peer}, {what}" for peer in WEIGHTS["trace"] for what in ("a sample", "the trace")),
+        *(f"{peer}, {what}" for peer in WEIGHTS["trace"] for what in ("a small sample", "a sample", "the trace")),
     ]
 
 
@@ -508,7 +508,7 @@ def test_a_graph_alone_is_replayed_back_to_back(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("slow", "served"), [(0.0, 2), (30.0, 1), (1000.0, 1)])
-def test_the_sample_counts_when_all_is_captured(slow: float, served: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_counts_when_all_is_captured(slow: float, served: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that takes so many seconds for a sample, with 60 of them left; the first time twice as many."""
     asked: list[Trace] = []
 
@@ -521,13 +521,29 @@ def test_the_sample_counts_when_all_is_captured(slow: float, served: int, monkey
 
     play_a_peer(monkeypatch, "generate", peer)
     rows: list[Row] = []
-    trace.run(Context(a_job(part="trace", name="generate", requests=4), rows.append))
-    sample = rows[0]
-    assert sample.figures["served"] == served and asked[1:][:served] == [asked[1]] * served
-    assert sample.figures["seconds"] == (slow + 0.1 if served == 2 else 2 * slow + 0.1)
-    assert [row.state for row in rows] == ["measured", "measured" if served == 2 else "skipped"]
+    trace.run(Context(a_job(part="trace", name="generate", requests=8), rows.append))
+    small = rows[0]
+    assert small.figures["served"] == served and asked[1:][:served] == [asked[1]] * served
+    assert small.figures["seconds"] == (slow + 0.1 if served == 2 else 2 * slow + 0.1)
+    assert [row.state for row in rows] == (["measured"] * 3 if served == 2 else ["measured", "skipped"])
+    assert [len(each.requests) for each in asked[1:]] == ([2, 2, 8, 8, 8] if served == 2 else [2])
     prompts = [[one.prompt_ids for one in each.requests] for each in asked[1:]]
-    assert prompts == [prompts[0]] * len(prompts), "the sample has the prompts of the trace"
+    assert all(some == prompts[-1][: len(some)] for some in prompts), "samples have the prompts of the trace"
+    outputs = [[one.new_tokens for one in each.requests] for each in asked[1:]]
+    assert served == 1 or outputs[2] == [-(-length // trace.SHORTENED) for length in outputs[-1]]
+
+
+def test_a_peer_goes_on_as_far_as_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 60 s; what it has served twice by then costs nothing here."""
+    seconds = {2: trace.Took(4.0, 2.0), 8: trace.Took(14.0, 4.0)}
+    play_a_peer(monkeypatch, "generate", lambda *what: ((lambda: "none"), lambda of: seconds[len(of.requests)]))
+    rows: list[Row] = []
+    trace.run(Context(a_job(part="trace", name="generate", requests=8), rows.append))
+    assert [(row.name, row.state) for row in rows] == [
+        ("generate, a small sample", "measured"),
+        ("generate, a sample", "measured"),
+        ("generate, the trace", "skipped"),
+    ]
 
 
 def play_a_peer(monkeypatch: pytest.MonkeyPatch, name: str, peer: Any) -> None:
@@ -544,6 +560,9 @@ def test_prompts_of_a_sample_are_all_prompts() -> None:
     expected = trace.seconds_by(trace.Took(6.3, 5.0), sample, whole)
     assert expected == pytest.approx(5 + trace.HASTE * 1.3 * whole.new_tokens / sample.new_tokens) and expected < 20
     assert trace.seconds_by(trace.Took(2.0, 1.0), sample, sample) == 1 + trace.HASTE
+    small = trace.fewer(sample)
+    of_more = 3.0 * sample.prompt_tokens / small.prompt_tokens, sample.new_tokens / small.new_tokens / trace.FEWER
+    assert trace.seconds_by(trace.Took(5.0, 3.0), small, sample) == pytest.approx(of_more[0] + 2.4 * of_more[1])
 
 
 @pytest.mark.parametrize(("name", "state"), [("engine", "measured"), ("generate", "skipped")])

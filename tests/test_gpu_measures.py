@@ -97,6 +97,25 @@ def test_a_ratio_is_of_the_same_requests_and_says_of_which() -> None:
     assert of(without, "padded").found == pytest.approx(8000 / 2500) and of(without, "tokens/s").found is None
 
 
+def small(job: str, rate: float, served: int) -> Row:
+    figures = {"output_tokens_per_second": rate, "is_sample": True, "attention": f"{job} sdpa"}
+    figures |= {"requests": 64, "output_tokens": 4500, "served": served}
+    return row("trace", job, f"{job}, a small sample", **figures)
+
+
+def test_a_ratio_is_of_the_most_that_both_have_served() -> None:
+    both = [*WHOLE, small("engine", 6000.0, 2), small("generate_batch", 1000.0, 1)]
+    assert of(both, "generate_batch").found == 4.0, "of all requests"
+    less = [each for each in both if each.name != "generate_batch, a sample"]
+    assert of(less, "generate_batch").found == 6.0
+    assert of(less, "generate_batch").why == (
+        "generate_batch sdpa attention; a sample, prompts with an eighth of the outputs: 64 requests, 4500 tokens; "
+        "of 2 times the last, and of 1 the peer's"
+    )
+    late = row("trace", "generate_batch", "generate_batch", "failed", "stopped after 25 s")
+    assert of([*less, late], "generate_batch").found == 6.0
+
+
 def test_without_rows_all_are_blank() -> None:
     assert {(measure.found, measure.reached, measure.why) for measure in measures([])} == {
         (None, "unknown", "not measured")

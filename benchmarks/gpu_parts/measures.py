@@ -136,23 +136,27 @@ def idle(rows: Sequence[Row]) -> Value:
 
 @of_right_tokens
 def trace_share(rows: Sequence[Row]) -> Value:
-    if (row := _served(rows, "engine", sample=False)) is None:
+    whole = [row for row in _served(rows, "engine") if not row.figures["is_sample"]]
+    if not whole:
         return Value(None, _why_none(_of(rows, "trace", "engine")))
-    figures = row.figures
-    return Value(figures["output_tokens_per_second"] / TRACE_CEILING, _asked(row))
+    return Value(whole[-1].figures["output_tokens_per_second"] / TRACE_CEILING, _asked(whole[-1]))
 
 
 def over(peer: str) -> Callable[[Sequence[Row]], Value]:
-    """The engine's tokens a second over a peer's, of the same requests: of the trace, or of the sample."""
+    """The engine's tokens a second over a peer's, of the most requests and outputs that both have served."""
 
     @of_right_tokens
     def ratio(rows: Sequence[Row]) -> Value:
-        for sample in (False, True):
-            ours, theirs = (_served(rows, name, sample=sample) for name in ("engine", peer))
-            if ours is not None and theirs is not None and _asked(ours) == _asked(theirs):
-                rates = [row.figures["output_tokens_per_second"] for row in (ours, theirs)]
-                return Value(rates[0] / rates[1], f"{theirs.figures['attention']} attention; {_asked(theirs)}")
-        return Value(None, _why_none([row for name in (peer, "engine") for row in _of(rows, "trace", name)]))
+        ours = {_asked(row): row for row in _served(rows, "engine")}
+        both = [(ours[_asked(row)], row) for row in _served(rows, peer) if _asked(row) in ours]
+        if not both:
+            return Value(None, _why_none([row for name in (peer, "engine") for row in _of(rows, "trace", name)]))
+        pair = max(both, key=lambda rows: rows[0].figures["output_tokens"])
+        rates = [row.figures["output_tokens_per_second"] for row in pair]
+        times = [row.figures.get("served") for row in pair]
+        counted = "" if times[0] == times[1] else f"; of {times[0]} times the last, and of {times[1]} the peer's"
+        why = f"{pair[1].figures['attention']} attention; {_asked(pair[1])}{counted}"
+        return Value(rates[0] / rates[1], why)
 
     return ratio
 
@@ -235,13 +239,12 @@ def _not_compared(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def _served(rows: Sequence[Row], job: str, *, sample: bool) -> Row | None:
-    found = [row for row in _of(rows, "trace", job) if row.figures.get("is_sample") is sample]
-    return found[-1] if found else None
+def _served(rows: Sequence[Row], job: str) -> list[Row]:
+    return [row for row in _of(rows, "trace", job) if "is_sample" in row.figures]
 
 
 def _asked(row: Row) -> str:
     """What was served, in words."""
     figures = row.figures
-    what = "a sample, all prompts with an eighth of the outputs" if figures["is_sample"] else "the trace"
+    what = "a sample, prompts with an eighth of the outputs" if figures["is_sample"] else "the trace"
     return f"{what}: {figures['requests']} requests, {figures['output_tokens']} tokens"

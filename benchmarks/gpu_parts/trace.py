@@ -1,9 +1,10 @@
 """256 requests at once, prompts and outputs uniform in 100 to 1024 tokens, through the engine and its peers.
 
-Each serves a sample first, the same prompts with an eighth of the outputs, and a peer the trace itself only if by the
-sample there is time for it; so they compare on the sample at least. It is served twice where that takes a third of the
-time or less, and the second time counts: graphs are captured, by us and by peers, when a step first needs one. The
-peers are those of transformers. All models have the same weights, each an object of its own in a process of its own.
+Each serves a small sample first, a fourth of the requests with an eighth of the outputs; then a sample, all requests
+with an eighth of the outputs; then the trace. A peer goes on only if by what it has served there is time for the next;
+so they compare on the small sample at least. A sample is served twice where that takes a third of the time or less, and
+the second time counts: graphs are captured, by us and by peers, when a step first needs one. The peers are those of
+transformers. All models have the same weights, each an object of its own in a process of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from selective_compile.options import EngineConfig
 from selective_compile.runtime.engine import Engine
 
 MODEL = "llama-3.1-8b"
-SHORTENED = 8
+FEWER, SHORTENED = 4, 8  # requests and outputs of samples
+SMALL, SAMPLE, TRACE = "a small sample", "a sample", "the trace"
 HASTE = 1.2  # a trace takes longer by its outputs, of which later ones have longer contexts
 
 
@@ -51,30 +53,37 @@ def run(context: Context) -> None:
     model = random_model(MODEL, context.device, tiny=context.tiny)
     limits = (3, 12) if context.tiny else (100, 1024)
     trace = uniform_trace(context.job.requests, limits, model.config.vocab_size)
-    sample = shortened(trace)
     about, serve = PEERS[context.job.name](context, model, trace)
     serve(shortened(uniform_trace(2, limits, model.config.vocab_size, seed=1)))  # warms up
     if context.seconds_left < 0:
-        context.fail(f"{context.job.name}, a sample", "no time was left")
+        context.fail(f"{context.job.name}, {SMALL}", "no time was left")
         return
-    took, served = serve(sample), 1
-    if HASTE * took.seconds < context.seconds_left / 3:
-        took, served = serve(sample), 2
-    _tell(context, "a sample", sample, took.seconds, about(), served)
-    expected = seconds_by(took, sample, trace)
-    # A bar is for ours: at worst it is stopped, which costs what comes behind it nothing.
-    if expected > context.seconds_left and not context.job.ours:
-        left = f"{context.seconds_left:.0f} s are left"
-        context.skip(f"{context.job.name}, the trace", f"by the sample it would take {expected:.0f} s, {left}")
-        return
-    _tell(context, "the trace", trace, serve(trace).seconds, about(), 1)
+    sample = shortened(trace)
+    before: tuple[Took, Trace] | None = None
+    for what, asked in ((SMALL, fewer(sample)), (SAMPLE, sample), (TRACE, trace)):
+        expected = seconds_by(*before, asked) if before is not None else 0.0
+        # A bar is for ours: at worst it is stopped, which costs what comes behind it nothing.
+        if expected > context.seconds_left and not context.job.ours:
+            left = f"{context.seconds_left:.0f} s are left"
+            context.skip(f"{context.job.name}, {what}", f"by what was served it would take {expected:.0f} s, {left}")
+            return
+        took, served = serve(asked), 1
+        if what != TRACE and HASTE * took.seconds < context.seconds_left / 3:
+            took, served = serve(asked), 2
+        _tell(context, what, asked, took.seconds, about(), served)
+        before = took, asked
 
 
 def seconds_by(took: Took, sample: Trace, trace: Trace) -> float:
-    """What a trace would take by what a sample of it took: prompts as many times as long as they are more tokens, and
-    what came behind them as many times as there are more outputs."""
-    prompts, outputs = trace.prompt_tokens / sample.prompt_tokens, trace.new_tokens / sample.new_tokens
+    """What a trace would take by what a sample of it took, or not much less: prompts as many times as long as they are
+    more tokens, and what came behind them as many times as a request has more outputs. That more requests decode
+    beside each other makes a step longer, by how much depends on who serves."""
+    prompts, outputs = trace.prompt_tokens / sample.prompt_tokens, _mean_outputs(trace) / _mean_outputs(sample)
     return took.prompts * prompts + HASTE * (took.seconds - took.prompts) * outputs
+
+
+def _mean_outputs(trace: Trace) -> float:
+    return trace.new_tokens / len(trace.requests)
 
 
 def uniform_trace(requests: int, limits: tuple[int, int], vocabulary: int, seed: int = 0) -> Trace:
@@ -87,6 +96,11 @@ def uniform_trace(requests: int, limits: tuple[int, int], vocabulary: int, seed:
         return Asked(prompt_ids=prompt, new_tokens=draw.randint(*limits), arrival=0.0)
 
     return Trace(requests=tuple(asked() for _ in range(requests)))
+
+
+def fewer(trace: Trace) -> Trace:
+    """The first fourth of the requests."""
+    return Trace(requests=trace.requests[: max(1, len(trace.requests) // FEWER)])
 
 
 def shortened(trace: Trace) -> Trace:
@@ -151,7 +165,7 @@ def _tell(context: Context, what: str, trace: Trace, seconds: float, attention: 
         "seconds": seconds,
         "requests": len(trace.requests),
         "output_tokens": trace.new_tokens,
-        "is_sample": what != "the trace",
+        "is_sample": what != TRACE,
         "attention": attention,
         "served": served,
     }
