@@ -18,7 +18,9 @@ from benchmarks.gpu_parts.floors import (
 )
 from benchmarks.gpu_parts.isolated import GRACE
 from benchmarks.gpu_parts.jobs import SECONDS, WEIGHTS, Allowance
+from benchmarks.gpu_parts.measures import MODEL
 from benchmarks.gpu_parts.models import SHAPES, random_model, step_work
+from benchmarks.gpu_parts.steps import COUNTS
 
 CEILINGS = Ceilings(4.0e12, 8.0e14)
 
@@ -75,6 +77,14 @@ def test_a_part_hands_on_the_time_that_it_did_not_need() -> None:
 
 def test_all_time_together_is_under_eight_minutes() -> None:
     assert sum(SECONDS.values()) + 2 * GRACE <= 7.5 * 60 and set(SECONDS) == set(WEIGHTS)
+
+
+def test_what_has_bars_has_most_of_the_time() -> None:
+    assert WEIGHTS["attention"]["decode"] == max(WEIGHTS["attention"].values())
+    assert (
+        WEIGHTS["steps"][MODEL] > sum(WEIGHTS["steps"].values()) - WEIGHTS["steps"][MODEL] - WEIGHTS["steps"]["tokens"]
+    )
+    assert COUNTS[:2] == (1, 256) and sorted(COUNTS) == [1, 8, 32, 128, 256]
 
 
 def test_the_engine_has_a_minute_for_the_trace() -> None:

@@ -132,6 +132,23 @@ def test_a_cell_that_failed_may_be_the_worst() -> None:
     assert idle.found is None and idle.why == "llama-3.1-8b, 32 requests: idle is not known; 0.004 of 2 others"
 
 
+def test_a_worst_of_what_there_was_time_for_reaches_no_bar_and_says_so() -> None:
+    late = row("attention", "decode", "decode 1 x 32768", "failed", "no time was left")
+    measure = of([*WHOLE, late], "KV bytes")
+    assert (measure.found, measure.reached) == (0.8, "unknown")
+    assert measure.why == "2 cells, too few: decode 1 x 32768: no time was left"
+    stopped = row("steps", "llama-3.1-8b", "llama-3.1-8b", "failed", "stopped after 53 s")
+    more = [*WHOLE, stopped, row("steps", "llama-3.1-8b", "llama-3.1-8b, 8 requests", "failed", "no time was left")]
+    for part, found in (("floor over it", 0.8), ("idle", 0.004)):
+        measure = of(more, part)
+        assert (measure.found, measure.reached) == (found, "unknown")
+        assert "2 cells, too few: llama-3.1-8b: stopped after 53 s, and 1 more" in measure.why
+    wrong = row("attention", "decode", "decode 8 x 512", "failed", "got NaN")
+    assert of([*WHOLE, late, wrong], "KV bytes").found is None, "which may be the worst at any time"
+    nothing = of([late], "KV bytes")
+    assert nothing.found is None and nothing.why == "decode 1 x 32768: no time was left"
+
+
 @pytest.mark.parametrize(("job", "name"), [("tokens", "qwen3-0.6b: tokens"), ("llama-3.1-8b", "llama-3.1-8b: tokens")])
 def test_wrong_tokens_leave_no_figure_of_an_engine(job: str, name: str) -> None:
     wrong = row("steps", job, name, "failed", "3 of 480 are wrong")

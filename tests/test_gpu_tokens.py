@@ -115,3 +115,23 @@ def test_a_request_that_lost_tokens_is_wrong(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(tokens, "generate", fewer)
     row = looked_at(monkeypatch)
     assert row.state == "failed" and row.text == "[1, 12, 12, 12, 12] tokens, each must get 12"
+
+
+def test_fewer_requests_go_on_with_what_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those that leave, leave their blocks."""
+    records: list[StepRecord] = []
+    model = random_model("llama-3.1-8b", CPU, tiny=True)
+    config = EngineConfig(compile=False, max_requests=4, max_kv_tokens=4 * 80)
+    engine = Engine(model, config, observers=[records.append], stream=TapedStream(captures=True))
+    context = Context(Job(part="steps", name="llama-3.1-8b", seconds=60.0, ceilings=None, tiny=True), print)
+    running: list[Any] = []
+    for count in (1, 4, 3, 2, 4):
+        first = running[:1]
+        steps.resize(context, engine, running, count)
+        steps.settle(engine, running)
+        records.clear()
+        engine.step()
+        engine.step()
+        assert [len(record.shares) for record in records[-1:]] == [count] == [len(running)]
+        assert running[:1] == first or not first
+    assert not any(request.finished for request in running)

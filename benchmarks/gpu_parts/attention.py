@@ -17,7 +17,7 @@ from benchmarks.gpu_parts.floors import LARGE_KV, share, spread
 from benchmarks.gpu_parts.jobs import Context
 from benchmarks.gpu_parts.measures import LONG_PREFILL
 from benchmarks.gpu_parts.ragged_step import TINY, AttentionShape, RaggedStep, bytes_needed, make_step, ragged
-from benchmarks.gpu_parts.rows import FAILURES, reason
+from benchmarks.gpu_parts.rows import FAILURES, NO_TIME, reason
 from benchmarks.gpu_parts.step_check import check, nan_filled_outputs
 from benchmarks.gpu_parts.timing import Timer, free_bytes
 from selective_compile.kernels.one_step import one_step
@@ -116,7 +116,7 @@ def each(
     shape = TINY if context.tiny else shape or AttentionShape()
     for name, requests in cells:
         if context.seconds_left < 0:
-            context.fail(name, "no time was left")
+            context.fail(name, NO_TIME)
             continue
         try:
             _cell(context, name, requests, measure, shape, make)

@@ -12,7 +12,7 @@ from benchmarks.gpu_parts import ceilings
 from benchmarks.gpu_parts.floors import share
 from benchmarks.gpu_parts.jobs import Context
 from benchmarks.gpu_parts.models import SHAPES
-from benchmarks.gpu_parts.rows import FAILURES, reason
+from benchmarks.gpu_parts.rows import FAILURES, NO_TIME, reason
 from benchmarks.gpu_parts.step_check import nan_filled_outputs
 from benchmarks.gpu_parts.timing import Timer
 from selective_compile.kernels import choose_triton
@@ -32,7 +32,7 @@ def run(context: Context) -> None:
         for how, fields in (("greedy", None), ("top-k, top-p", drawn(count, context.device))):
             name = f"{how}, {count} x {vocabulary}"
             if context.seconds_left < 0:
-                context.fail(name, "no time was left")
+                context.fail(name, NO_TIME)
                 continue
             try:
                 check(logits, fields)

@@ -13,7 +13,7 @@ from benchmarks.gpu_parts.floors import Ceilings
 from benchmarks.gpu_parts.isolated import Worker
 from benchmarks.gpu_parts.jobs import SECONDS, WEIGHTS, Allowance, Job, caches_in, perform
 from benchmarks.gpu_parts.measures import HEADER, Measure, measures, of_less, without_found
-from benchmarks.gpu_parts.rows import FAILURES, Row, reason, store
+from benchmarks.gpu_parts.rows import FAILURES, NO_TIME, Row, reason, store
 from selective_compile.bench.machine import machine, versions
 
 QUICK_MODELS = ("llama-3.2-1b", "qwen3-0.6b")
@@ -153,7 +153,7 @@ def _one_after_another(jobs: Jobs, found: Found, caches: Path) -> None:
                 workers.append(Worker(_caches(caches, jobs.names[number + 1][0])))
             job = jobs.make(number)
             if job.seconds < LEAST:
-                found.tell(job.row(job.name, state="failed", text="no time was left"))
+                found.tell(job.row(job.name, state="failed", text=NO_TIME))
                 workers[number].close()
             else:
                 workers[number].perform(job, found.tell)

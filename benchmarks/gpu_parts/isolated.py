@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import IO
 
 from benchmarks.gpu_parts.jobs import ROOT, Job
-from benchmarks.gpu_parts.rows import Row
+from benchmarks.gpu_parts.rows import STOPPED, Row
 
 GRACE = 5.0  # seconds beyond those of a job, which looks at the time itself
 READY = "ready"  # a worker's first line
@@ -72,7 +72,7 @@ class Worker:
                     tell(Row(**json.loads(line)))
             status = self._process.wait(timeout=max(1.0, ends - time.monotonic()))
         except (queue.Empty, subprocess.TimeoutExpired):
-            return f"stopped after {job.seconds + GRACE:.0f} s"
+            return f"{STOPPED} {job.seconds + GRACE:.0f} s"
         return f"ended with status {status}: {self._last_error()}" if status else None
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.gpu_parts.jobs import Context
 from benchmarks.gpu_parts.models import SHAPES
-from benchmarks.gpu_parts.rows import FAILURES, reason
+from benchmarks.gpu_parts.rows import FAILURES, NO_TIME, reason
 from benchmarks.gpu_parts.step_check import nan_filled_outputs
 from benchmarks.gpu_parts.timing import Timer
 
@@ -22,7 +22,7 @@ def run(context: Context) -> None:
     timer = Timer(context.device)
     for name, count, depth, sizes in cells(context):
         if context.seconds_left < 0:
-            context.fail(name, "no time was left")
+            context.fail(name, NO_TIME)
             continue
         x, whole = operands(count, depth, sum(sizes), context.device)
         calls = joined(x, whole), apart(x, whole.split(list(sizes)))

@@ -1,8 +1,9 @@
 """What the run is to show: measures, each with a bar and a goal, and what was found of it.
 
-A worst of several cells is blank if one of them failed: it may be the worst. What did not fit the device's memory is
-named beside the figure.  Figures of engines whose tokens are wrong do not count; where nobody compared them, for lack
-of time or since the comparison failed, that is named, and without any comparison no bar is reached.
+A worst of several cells is blank if one of them failed: it may be the worst. Where only time lacked, it is that of the
+others, and no bar is known to be reached. What did not fit the device's memory is named beside the figure. Figures of
+engines whose tokens are wrong do not count; where nobody compared them, for lack of time or since the comparison
+failed, that is named, and without any comparison no bar is reached.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def idle(rows: Sequence[Row]) -> Value:
         return worst
     if worst.found <= finest.found > IDLE_BAR:
         return Value(None, f"{worst.found:.3g} was seen, which cannot be told from 0: {finest.found:.3g} cannot")
-    return Value(max(worst.found, finest.found), f"{worst.why}; {finest.found:.3g} cannot be told from 0")
+    return Value(max(worst.found, finest.found), f"{worst.why}; {finest.found:.3g} cannot be told from 0", worst.whole)
 
 
 @of_right_tokens
@@ -205,16 +206,19 @@ def _of_cells(rows: Sequence[Row], figure: str, worst: Callable[[list[float]], f
     """The worst of the cells that count; rows without the figure are those of cells that have none, or of no cell."""
     cells = [row for row in rows if row.state == "measured" and row.figures.get("counts")]
     known = [row.figures[figure] for row in cells if row.figures[figure] is not None]
-    lost = [row for row in rows if row.state == "failed"]
+    late = [row for row in rows if row.lacked_time]
+    lost = [row for row in rows if row.state == "failed" and not row.lacked_time]
     lost += [replace(row, text=f"{figure} is not known") for row in cells if row.figures[figure] is None]
     if not known:
-        return Value(None, _why_none(lost or rows))
+        return Value(None, _why_none(lost or late or rows))
     if lost:
         others = f"{worst(known):.3g} of {len(known)} others"
         return Value(None, f"{lost[0].name}: {lost[0].text}; {others}")
     left_out = [row.name for row in rows if row.state == "skipped"]
     without = f", without {'; '.join(left_out)}" if left_out else ""
-    return Value(worst(known), f"{len(known)} cells{without}")
+    if late:
+        without += f", too few: {late[0].name}: {late[0].text}" + f", and {len(late) - 1} more" * (len(late) > 1)
+    return Value(worst(known), f"{len(known)} cells{without}", whole=not late)
 
 
 def _why_none(rows: Sequence[Row]) -> str:

@@ -15,6 +15,9 @@ State = Literal["measured", "skipped", "failed"]
 
 # What a cell of a part can fail with and the next one go on: wrong results, memory, compilers, what a peer refuses.
 FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, ImportError, OSError, TritonError)
+# What a row says that has no figure for lack of time alone.
+NO_TIME = "no time was left"
+STOPPED = "stopped after"
 NOT_COMPARED = "not compared: "  # before what a comparison of tokens failed with, which says nothing of them
 
 
@@ -36,6 +39,10 @@ class Row:
     ours: bool = True
     figures: Mapping[str, Any] = field(default_factory=dict)
     text: str = ""
+
+    @property
+    def lacked_time(self) -> bool:
+        return self.state == "failed" and self.text.startswith((NO_TIME, STOPPED))
 
     @property
     def line(self) -> str:

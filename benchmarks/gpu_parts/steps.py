@@ -20,7 +20,7 @@ from benchmarks.gpu_parts.decoding import Decoded, Idle, decoded, idle_in, repla
 from benchmarks.gpu_parts.floors import idle_share
 from benchmarks.gpu_parts.jobs import Context
 from benchmarks.gpu_parts.models import random_model, step_work
-from benchmarks.gpu_parts.rows import FAILURES, Row, reason
+from benchmarks.gpu_parts.rows import FAILURES, NO_TIME, Row, reason
 from benchmarks.gpu_parts.timing import free_bytes
 from selective_compile.bench.peers import greedy_without_end
 from selective_compile.options import EngineConfig
@@ -28,6 +28,8 @@ from selective_compile.runtime.engine import Engine
 from selective_compile.runtime.request import Request
 from selective_compile.runtime.stats import StepRecord
 
+# Requests that decode together, those first that say most: the next has some fewer, whose contexts are longer by then.
+COUNTS = (1, 256, 128, 32, 8)
 # The second is enough for the steps of all counts, and those in which prompts are computed.
 PROMPT, GENERATED = 1024, 512
 TINY_PROMPT, TINY_GENERATED = 12, 64
@@ -45,16 +47,15 @@ def run(context: Context) -> None:
     records: list[StepRecord] = []
     engine = make_engine(context, model, max(counts), records)
     tokens.compare(context, f"{context.job.name}: tokens", model, engine)
-    running = 0
+    running: list[Request] = []
     for count in counts:
         name = f"{context.job.name}, {count} requests"
         if context.seconds_left < 0:
-            context.fail(name, "no time was left")
+            context.fail(name, NO_TIME)
             continue
         try:
-            more = _start(context, engine, count - running)
-            running = count
-            settle(engine, more)
+            resize(context, engine, running, count)
+            settle(engine, running)
             found = decoded(engine, records, 2 if context.tiny else TIMED)
             alone = replayed(engine, TIMED)
             idle = idle_in(engine, 2 if context.tiny else PROFILED)
@@ -103,7 +104,7 @@ def make_engine(context: Context, model: PreTrainedModel, most: int, records: li
 
 def _that_fit(context: Context, kv_bytes_per_token: int) -> Iterator[int]:
     free = free_bytes(context.device) - SPARE * (not context.tiny)
-    for count in (1, 2) if context.tiny else (1, 32) if context.quick else (1, 8, 32, 128, 256):
+    for count in (1, 2) if context.tiny else (1, 32) if context.quick else COUNTS:
         needed = count * sum(_tokens(context)) * kv_bytes_per_token
         if needed <= free:
             yield count
@@ -117,15 +118,18 @@ def _tokens(context: Context) -> tuple[int, int]:
     return (TINY_PROMPT, TINY_GENERATED) if context.tiny else (PROMPT, GENERATED)
 
 
-def _start(context: Context, engine: Engine, count: int) -> list[Request]:
-    """So many more requests, of random tokens, that go on to the end of the job."""
+def resize(context: Context, engine: Engine, running: list[Request], count: int) -> None:
+    """So many requests, which go on to the end of the job: more of random tokens, or fewer, of those that there are."""
+    for request in running[count:]:
+        engine.cancel(request)
+    del running[count:]
     draw, (prompt, generated) = Random(count), _tokens(context)
     words, config = range(engine.vocab_size), greedy_without_end(generated)
-    return [engine.submit(draw.choices(words, k=prompt), config) for _ in range(count)]
+    running += [engine.submit(draw.choices(words, k=prompt), config) for _ in range(count - len(running))]
 
 
 def settle(engine: Engine, requests: list[Request]) -> None:
-    """Until all prompts are computed, and some steps on."""
+    """Until the prompts of all are computed, and some steps on."""
     while not all(request.tokens for request in requests) and engine.step():
         pass
     for _ in range(WARM):

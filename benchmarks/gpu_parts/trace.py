@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.gpu_parts.jobs import Context
 from benchmarks.gpu_parts.models import random_model
+from benchmarks.gpu_parts.rows import NO_TIME
 from selective_compile.bench.peers import greedy_without_end, slots_needed
 from selective_compile.bench.settings import BenchSettings
 from selective_compile.bench.trace import Asked, Trace
@@ -56,7 +57,7 @@ def run(context: Context) -> None:
     about, serve = PEERS[context.job.name](context, model, trace)
     serve(shortened(uniform_trace(2, limits, model.config.vocab_size, seed=1)))  # warms up
     if context.seconds_left < 0:
-        context.fail(f"{context.job.name}, {SMALL}", "no time was left")
+        context.fail(f"{context.job.name}, {SMALL}", NO_TIME)
         return
     sample = shortened(trace)
     before: tuple[Took, Trace] | None = None
