@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -26,7 +27,7 @@ from benchmarks.gpu_parts import attention_peers, ceilings, command, decoding, i
 from benchmarks.gpu_parts.command import measure
 from benchmarks.gpu_parts.isolated import Worker
 from benchmarks.gpu_parts.jobs import CACHES, ROOT, SECONDS, WEIGHTS, Context, Job
-from benchmarks.gpu_parts.measures import Measure, without_found
+from benchmarks.gpu_parts.measures import HEADER, Measure, without_found
 from benchmarks.gpu_parts.ragged_step import TINY, make_step
 from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.step_check import check, nan_filled_outputs, worst_error
@@ -248,6 +249,57 @@ def test_a_bar_that_is_not_reached_is_named(
     monkeypatch.setattr(command, "measures", lambda rows: found)
     full_run(tmp_path / "found.json", 7.5)
     assert capsys.readouterr().out.splitlines()[-1] == "bar not reached: low: 2 cells"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_ended_by_a_signal_it_tells_what_there_is(
+    number: int,
+    tmp_path: Path,
+    workers: list[WorkerHere],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    perform = WorkerHere.perform
+
+    def until_prefill(worker: WorkerHere, job: Job, tell: Any) -> None:
+        if job.name == "prefill":
+            os.kill(os.getpid(), number)
+        perform(worker, job, tell)
+
+    monkeypatch.setattr(WorkerHere, "perform", until_prefill)
+    handler = signal.getsignal(signal.SIGTERM)
+    status, found = full_run(tmp_path / "found.json", 7.5)
+    assert status == 1 and not found["complete"] and [row["name"] for row in found["rows"]] == ["ceilings", "decode"]
+    assert len(workers) == 4 and all(worker.closed for worker in workers)
+    said = capsys.readouterr().out
+    assert "ended by a signal" in said and HEADER in said and signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_a_worker_ends_when_its_parent_has_ended() -> None:
+    """With what it started: nobody holds the other end of its output then."""
+    seen, held = os.pipe()
+    child = f"""
+import subprocess, sys, time
+from benchmarks.gpu_parts.isolated import end_with
+end_with(int(sys.argv[1]))
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], pass_fds=[{held}])
+print("ready", flush=True)
+time.sleep(1000)
+"""
+    parent = f"""
+import os, subprocess, sys
+command = [sys.executable, "-c", sys.stdin.read(), str(os.getpid())]
+child = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, pass_fds=[{held}])
+os.write(1, child.stdout.readline())
+os._exit(0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", parent], input=child, cwd=ROOT, capture_output=True, text=True, pass_fds=[held]
+    )
+    os.close(held)
+    assert done.stdout == "ready\n", done.stderr
+    assert os.read(seen, 1) == b""
+    os.close(seen)
 
 
 def a_job(**values: Any) -> Job:

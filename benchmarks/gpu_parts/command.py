@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +26,11 @@ LEAST = 2.0  # seconds: with less, a job is not begun
 
 
 class Found:
-    """The rows so far, and what they say together."""
+    """The rows so far, and what they say together.
+
+    Attributes:
+        is_complete: all jobs were run.
+    """
 
     def __init__(self, path: Path | None, *, dry_run: bool, quick: bool) -> None:
         self._path = path
@@ -32,7 +40,7 @@ class Found:
             self._about["machine"] = machine()
         self._rows: list[Row] = []
         self._shown: list[Row] = []
-        self._complete = False
+        self.is_complete = False
         self._keep()
 
     def tell(self, row: Row) -> None:
@@ -42,8 +50,7 @@ class Found:
         self._keep()
 
     def complete(self) -> None:
-        """All jobs were run."""
-        self._complete = True
+        self.is_complete = True
         self._keep()
 
     @property
@@ -67,7 +74,7 @@ class Found:
 
     def _keep(self) -> None:
         known = {
-            "complete": self._complete,
+            "complete": self.is_complete,
             "failed": [f"{row.part}: {row.name}" for row in self.failures],
             "measures": [{**asdict(measure), "reached": measure.reached} for measure in self.measures],
             "rows": [asdict(row) for row in self._shown],
@@ -76,24 +83,47 @@ class Found:
 
 
 def measure(arguments: argparse.Namespace) -> int:
-    """The exit status."""
+    """The exit status. Ended by SIGTERM or SIGINT it tells what there is by then, and ends its workers."""
     found = Found(arguments.json, dry_run=arguments.dry_run, quick=arguments.quick)
     parts = [part for part in SECONDS if part in arguments.parts]
     minutes = arguments.minutes or (3 if arguments.quick else sum(SECONDS.values()) / 60)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches:
-        jobs = Jobs(arguments, found, parts, 60 * minutes)
-        if arguments.dry_run:
-            _in_this_process(jobs, found)
-        else:
-            _one_after_another(jobs, found, Path(caches))
-    found.complete()
+    jobs = Jobs(arguments, found, parts, 60 * minutes)
+    try:
+        with _sigterm_interrupts(), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches:
+            if arguments.dry_run:
+                _in_this_process(jobs, found)
+            else:
+                _one_after_another(jobs, found, Path(caches))
+        found.complete()
+    except KeyboardInterrupt:
+        print("ended by a signal, before all was measured")
+    _summarise(found)
+    return 1 if found.failures or not found.is_complete else 0
+
+
+def _summarise(found: Found) -> None:
     print("", HEADER, *(measure.line for measure in found.measures), "", sep="\n")
     for row in found.failures:
         print(f"failed: {row.part}: {row.name}: {row.text}")
     for missed in found.measures:
         if missed.reached == "neither":
             print(f"bar not reached: {missed.name}: {missed.why}")
-    return 1 if found.failures else 0
+    sys.stdout.flush()
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """The first one, so that whatever is entered is left; another one would keep it from that."""
+
+    def interrupt(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _names(arguments: argparse.Namespace, parts: list[str]) -> list[tuple[str, str]]:

@@ -23,6 +23,7 @@ READY = "ready"  # a worker's first line
 # Seconds for a process's imports, of which only those right behind a start are not over by then: ten where files were
 # read before, several times as many where they were not.
 IMPORTS = 60.0
+LOOK = 0.5  # seconds between two looks at whether the parent is there
 
 
 class Worker:
@@ -32,7 +33,7 @@ class Worker:
         """`environment` comes on top of this process's own."""
         self._errors = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.gpu_parts.worker"],
+            [sys.executable, "-m", "benchmarks.gpu_parts.worker", str(os.getpid())],
             cwd=ROOT,
             env={**os.environ, **environment},
             stdin=subprocess.PIPE,
@@ -86,6 +87,21 @@ class Worker:
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         return lines[-1][:300] if lines else "it said nothing"
+
+
+def end_with(parent: int) -> None:
+    """Kill this process, and those that it started, when its parent has ended, which then can do it no more: what it
+    measures nobody reads, and it would hold its device.
+
+    Of a process with a session of its own. A call that never gives up the interpreter's lock is not ended.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(LOOK)
+        os.killpg(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _read(stream: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
