@@ -2,18 +2,22 @@
 
     python benchmarks/gpu.py
 
-Needs a CUDA device, torch, triton and transformers, but no network and no installation: models are made at random in
-the shapes of Llama-3.1-8B, Llama-3.2-1B, Qwen3-0.6B and a small mixture of experts.  A line is printed as soon as it is
-known, and the file is written anew with it.  Each job of each part runs in a process of its own, for as long as its
-share of `--minutes` lasts.  The exit status is 1 if anything of this project failed, was wrong or was not reached; what
-a peer fails with is named.  `gpu_parts/` says what each part measures.
+Needs a CUDA device, torch, triton and transformers, and for Triton a C compiler and Python's headers, but no network
+and no installation: models are made at random in the shapes of Llama-3.1-8B, Llama-3.2-1B, Qwen3-0.6B and a small
+mixture of experts. A line is printed as soon as it is known, and the file is written anew with it. Each job of each
+part runs in a process of its own, for as long as its share of `--minutes` lasts. The exit status is 1 if anything of
+this project failed, was wrong or was not reached; what a peer fails with is named. `gpu_parts/` says what each part
+measures.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
+import shutil
 import sys
+import sysconfig
 from pathlib import Path
 
 PARTS = ("ceilings", "attention", "start", "steps", "trace")
@@ -31,9 +35,22 @@ def main() -> None:
 
     if not arguments.dry_run and not torch.cuda.is_available():
         raise SystemExit(f"a CUDA device must be there, torch {torch.__version__} finds none; --dry-run needs none")
+    if not arguments.dry_run and (lacking := _not_found_by_triton()) is not None:
+        raise SystemExit(f"Triton must find {lacking}, since it compiles what launches its kernels")
     from benchmarks.gpu_parts.command import measure
 
     sys.exit(measure(arguments))
+
+
+def _not_found_by_triton() -> str | None:
+    """What of it is not there, where Triton looks for it: every kernel would fail, after minutes."""
+    if "CC" not in os.environ and not any(map(shutil.which, ("gcc", "clang"))):
+        return "a C compiler, gcc or clang, or one that the environment variable CC names"
+    scheme = sysconfig.get_default_scheme()
+    headers = sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"]
+    if not (Path(headers) / "Python.h").exists():
+        return f"Python.h in {headers}, which comes with the package python3-dev or python3-devel"
+    return None
 
 
 def _arguments() -> argparse.Namespace:

@@ -7,9 +7,11 @@ import contextlib
 import json
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -123,6 +125,21 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "sympy", None)
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry-run"])
     with pytest.raises(SystemExit, match="must be installed, and are not: sympy"):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+@pytest.mark.parametrize("lacking", ["a C compiler", "Python.h"])
+def test_without_what_triton_compiles_launchers_with_it_says_so(
+    lacking: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: None if lacking == "a C compiler" else f"/usr/bin/{name}")
+    if lacking == "Python.h":
+        monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit, match=f"Triton must find {lacking}"):
         runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
