@@ -135,3 +135,19 @@ def test_fewer_requests_go_on_with_what_they_have(monkeypatch: pytest.MonkeyPatc
         assert [len(record.shares) for record in records[-1:]] == [count] == [len(running)]
         assert running[:1] == first or not first
     assert not any(request.finished for request in running)
+
+
+@pytest.mark.parametrize(("name", "told"), [("llama-3.2-1b", 1), ("llama-3.1-8b", 0)])
+def test_an_engine_of_the_1b_finds_its_pool_itself(name: str, told: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[Row] = []
+    context = Context(Job(part="steps", name=name, seconds=60.0, ceilings=None, tiny=True), rows.append)
+    engine = steps.make_engine(context, random_model(name, CPU, tiny=True), 12, [])
+    stats = engine.stats()
+    # As many positions as the model has, of each request; or what they need.
+    slots = 12 * 512 if told else max(12 * (steps.TINY_PROMPT + steps.TINY_GENERATED), tokens.room())
+    assert slots - stats.block_size < stats.blocks_max * stats.block_size <= slots + 12 * stats.block_size
+    assert [row.state for row in rows] == ["measured"] * told
+    assert not told or rows[0].figures["tokens"] == stats.blocks_max * stats.block_size
+    monkeypatch.setattr(steps, "TINY_GENERATED", 1000)
+    steps.make_engine(context, random_model(name, CPU, tiny=True), 12, [])
+    assert [row.state for row in rows] == ["measured", "failed"][: 2 * told]

@@ -34,6 +34,9 @@ COUNTS = (1, 256, 128, 32, 8)
 PROMPT, GENERATED = 1024, 512
 TINY_PROMPT, TINY_GENERATED = 12, 64
 WARM, TIMED, PROFILED = 6, 30, 12
+# Its engine finds out how much memory a step takes, and gives the rest to its pool, as engines do by default; that of
+# the others is what their requests need, which takes no time.
+PROFILED_POOL = "llama-3.2-1b"
 SPARE = 4e9  # for activations, and what compiling tries
 
 
@@ -91,15 +94,31 @@ def row(context: Context, name: str, found: Decoded, idle: Idle | None, alone: f
 
 def make_engine(context: Context, model: PreTrainedModel, most: int, records: list[StepRecord]) -> Engine:
     """With room for so many requests, and no block shared: each has keys and values of its own."""
+    needed = max(most * sum(_tokens(context)), tokens.room())
     config = EngineConfig(
         token_budget=context.job.token_budget,
         max_requests=most,
-        max_kv_tokens=max(most * sum(_tokens(context)), tokens.room()),
+        max_kv_tokens=None if context.job.name == PROFILED_POOL else needed,
         block_reuse=False,
         compile=not context.tiny,
         keep_captures=True,  # that of `start`, where there is one
     )
-    return Engine(model, config, observers=[records.append])
+    engine = Engine(model, config, observers=[records.append])
+    if config.max_kv_tokens is None:
+        _tell_pool(context, engine, needed)
+    return engine
+
+
+def _tell_pool(context: Context, engine: Engine, needed: int) -> None:
+    """How large the pool is that the engine found room for, and what it left."""
+    name, stats, free = f"{context.job.name}: pool", engine.stats(), free_bytes(context.device)
+    slots = stats.blocks_max * stats.block_size
+    text = f"{slots} tokens, {stats.kv_bytes / 1e9:.1f} GB, {free / 1e9:.1f} GB are left"
+    if slots < needed:
+        context.fail(name, f"must be of at least {needed} tokens, got {text}")
+        return
+    figures = {"tokens": slots, "kv_bytes": stats.kv_bytes, "free_bytes": free}
+    context.tell(context.job.row(name, figures=figures, text=text))
 
 
 def _that_fit(context: Context, kv_bytes_per_token: int) -> Iterator[int]:
