@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_parts import steps, tokens
+from benchmarks.gpu_parts.decoding import Decoded
 from benchmarks.gpu_parts.jobs import Context, Job
 from benchmarks.gpu_parts.models import random_model
 from benchmarks.gpu_parts.rows import Row
@@ -151,3 +152,19 @@ def test_an_engine_of_the_1b_finds_its_pool_itself(name: str, told: int, monkeyp
     monkeypatch.setattr(steps, "TINY_GENERATED", 1000)
     steps.make_engine(context, random_model(name, CPU, tiny=True), 12, [])
     assert [row.state for row in rows] == ["measured", "failed"][: 2 * told]
+
+
+@pytest.mark.parametrize(("requests", "rows"), [(1, 2), (3, 4), (8, 8)])
+def test_a_step_says_how_many_rows_it_multiplies(requests: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request alone has a step of two rows, as the engine's own replays show."""
+    model = random_model("llama-3.1-8b", CPU, tiny=True)
+    config = EngineConfig(compile=False, max_requests=8, max_kv_tokens=2000)
+    engine = Engine(model, config, stream=TapedStream(captures=True))
+    context = Context(Job(part="steps", name="llama-3.1-8b", seconds=60.0, ceilings=None, tiny=True), print)
+    steps.resize(context, engine, running := [], requests)
+    steps.settle(engine, running)
+    launched = engine._runner._launched
+    assert launched is not None and launched.kind.size.tokens == rows
+    found = Decoded(wall=2e-3, last_wall=2e-3, span=None, contexts=(20,) * requests)
+    told = steps.row(context, "some", found, None, None, 1e-3)
+    assert told.figures["rows"] == rows and (f"{rows} rows" in told.text) == (rows != requests)

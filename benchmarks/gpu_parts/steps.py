@@ -3,6 +3,9 @@
 over_replay: what the last of the timed steps took beside their captured graph, replayed back to back right behind them
 with the inputs of the very last: contexts are two tokens longer then.
 
+rows: that matrix products have in the step. No step has less than two (`runtime.batch.SMALLEST`), so that one request
+alone is computed beside a row that is nobody's; its floor is that of one.
+
 idle_between_runs: the part of a step's time on the host that lies outside of the events around the model's run.
 idle: the part in which no kernel and no copy ran on the device, of a window of steps under torch's profiler
 (`decoding.Idle`, which says how fine that is).
@@ -25,6 +28,7 @@ from benchmarks.gpu_parts.timing import free_bytes
 from selective_compile.bench.peers import greedy_without_end
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.engine import Engine
+from selective_compile.runtime.graph_sizes import decode_sizes
 from selective_compile.runtime.request import Request
 from selective_compile.runtime.stats import StepRecord
 
@@ -69,14 +73,17 @@ def run(context: Context) -> None:
 
 def row(context: Context, name: str, found: Decoded, idle: Idle | None, alone: float | None, floor: float) -> Row:
     between = None if found.span is None else idle_share(found.span, found.wall)
+    count = len(found.contexts)
+    rows = next(size for size in decode_sizes(count) if size >= count)
     figures = {
         "microseconds": 1e6 * found.wall,
         "floor_microseconds": 1e6 * floor,
         "share_of_floor": floor / found.wall,
         "replay_microseconds": None if alone is None else 1e6 * alone,
         "over_replay_microseconds": None if alone is None else 1e6 * (found.last_wall - alone),
-        "tokens_per_second": len(found.contexts) / found.wall,
-        "mean_context": sum(found.contexts) / len(found.contexts),
+        "tokens_per_second": count / found.wall,
+        "rows": rows,
+        "mean_context": sum(found.contexts) / count,
         "idle": None if idle is None else idle.share,
         "idle_by_host": None if idle is None else idle.by_host,
         "idle_resolution": None if idle is None else idle.resolution,
@@ -86,6 +93,7 @@ def row(context: Context, name: str, found: Decoded, idle: Idle | None, alone: f
     parts = (None, None, between) if idle is None else (idle.share, idle.resolution, between)
     shown = ["unknown" if part is None else f"{part:.2%}" for part in parts]
     text = f"{1e6 * found.wall:9.0f} us  {floor / found.wall:6.1%} of speed at the floor of {1e6 * floor:.0f} us"
+    text += f", {rows} rows" * (rows != count)
     over = "no graph" if alone is None else f"{1e6 * (found.last_wall - alone):.0f} us over its graph alone"
     return context.job.row(
         name, figures=figures, text=f"{text}; {over}; idle {shown[0]} (to {shown[1]}), between runs {shown[2]}"
