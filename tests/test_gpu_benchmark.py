@@ -634,6 +634,17 @@ def test_prompts_of_a_sample_are_all_prompts() -> None:
     assert trace.seconds_by(trace.Took(5.0, 3.0), small, sample) == pytest.approx(of_more[0] + 2.4 * of_more[1])
 
 
+@pytest.mark.parametrize(("captured", "said"), [(0, ""), (3, "; 3 graphs were captured meanwhile"), (None, "")])
+def test_graphs_that_were_captured_meanwhile_are_told(
+    captured: int | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play_a_peer(monkeypatch, "engine", lambda *what: ((lambda: "none"), lambda of: trace.Took(1.0, 0.5, captured)))
+    rows: list[Row] = []
+    trace.run(Context(a_job(part="trace", name="engine", requests=4), rows.append))
+    assert len(rows) == 3 and all(row.figures["captured"] == captured for row in rows)
+    assert all(row.text.endswith(f"none){said}") for row in rows)
+
+
 @pytest.mark.parametrize(("name", "state"), [("engine", "measured"), ("generate", "skipped")])
 def test_the_engine_serves_the_trace_however_long_it_may_take(
     name: str, state: str, monkeypatch: pytest.MonkeyPatch
@@ -649,6 +660,7 @@ def test_the_engine_tells_prompts_from_the_rest(monkeypatch: pytest.MonkeyPatch)
     moments = iter([0.0, 2.0, 3.0, 9.0, 9.0, 9.0])
     monkeypatch.setattr(trace, "time", SimpleNamespace(perf_counter=lambda: next(moments)))
     handles = [SimpleNamespace(tokens=[]), SimpleNamespace(tokens=[])]
+    captured = iter([5, 7])
     steps = iter([handles[:1], [], handles[1:], handles, []])
 
     class Server:
@@ -658,6 +670,9 @@ def test_the_engine_tells_prompts_from_the_rest(monkeypatch: pytest.MonkeyPatch)
         def submit(self, *what: Any) -> Any:
             return next(self._left)
 
+        def stats(self) -> Any:
+            return SimpleNamespace(captured=next(captured))
+
         def step(self) -> bool:
             some = next(steps)
             for handle in some:
@@ -666,7 +681,7 @@ def test_the_engine_tells_prompts_from_the_rest(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(trace, "Engine", Server)
     _, serve = trace.engine(Context(a_job(), print), SimpleNamespace(), whole := two_requests())  # type: ignore[arg-type]
-    assert serve(whole) == trace.Took(9.0, 3.0)
+    assert serve(whole) == trace.Took(9.0, 3.0, captured=2)
 
 
 def two_requests() -> Trace:

@@ -3,8 +3,10 @@
 Each serves a small sample first, a fourth of the requests with an eighth of the outputs; then a sample, all requests
 with an eighth of the outputs; then the trace. A peer goes on only if by what it has served there is time for the next;
 so they compare on the small sample at least. A sample is served twice where that takes a third of the time or less, and
-the second time counts: graphs are captured, by us and by peers, when a step first needs one. The peers are those of
-transformers. All models have the same weights, each an object of its own in a process of its own.
+the second time counts: graphs are captured, by us and by peers, when a step first needs one. `Engine.warm_up` is not
+called, which captures all that there can be, of tokens that are drawn, too; those that the trace is first to need are
+captured in its time, and counted beside it. The peers are those of transformers. All models have the same weights, each
+an object of its own in a process of its own.
 """
 
 from __future__ import annotations
@@ -33,10 +35,12 @@ HASTE = 1.2  # a trace takes longer by its outputs, of which later ones have lon
 
 
 class Took(NamedTuple):
-    """Seconds of all, and of them those until every request had its first token, in which prompts are computed."""
+    """Seconds of all, and of them those until every request had its first token, in which prompts are computed; and how
+    many graphs of steps were captured meanwhile, None: who served does not tell."""
 
     seconds: float
     prompts: float
+    captured: int | None = None
 
 
 Serve = Callable[[Trace], Took]
@@ -71,7 +75,7 @@ def run(context: Context) -> None:
         took, served = serve(asked), 1
         if what != TRACE and HASTE * took.seconds < context.seconds_left / 3:
             took, served = serve(asked), 2
-        _tell(context, what, asked, took.seconds, about(), served)
+        _tell(context, what, asked, took, about(), served)
         before = took, asked
 
 
@@ -121,6 +125,7 @@ def engine(context: Context, model: PreTrainedModel, trace: Trace) -> tuple[Call
     server = Engine(model, config)
 
     def serve(asked: Trace) -> Took:
+        captured = server.stats().captured
         began, prompts, begun = time.perf_counter(), 0.0, 0
         handles = [server.submit(one.prompt_ids, greedy_without_end(one.new_tokens)) for one in asked.requests]
         while server.step():
@@ -128,7 +133,7 @@ def engine(context: Context, model: PreTrainedModel, trace: Trace) -> tuple[Call
                 begun, prompts = begun + 1, time.perf_counter() - began
         took = time.perf_counter() - began
         _check(asked, [len(handle.tokens) for handle in handles])
-        return Took(took, prompts)
+        return Took(took, prompts, server.stats().captured - captured)
 
     return lambda: "selective::ragged_attention", serve
 
@@ -159,16 +164,18 @@ def _check(trace: Trace, lengths: list[int]) -> None:
         raise ValueError(f"all requests must get their {sum(wanted)} tokens, got {sum(lengths)}")
 
 
-def _tell(context: Context, what: str, trace: Trace, seconds: float, attention: str, served: int) -> None:
-    rate = trace.new_tokens / seconds
+def _tell(context: Context, what: str, trace: Trace, took: Took, attention: str, served: int) -> None:
+    rate = trace.new_tokens / took.seconds
     figures = {
         "output_tokens_per_second": rate,
-        "seconds": seconds,
+        "seconds": took.seconds,
         "requests": len(trace.requests),
         "output_tokens": trace.new_tokens,
         "is_sample": what != TRACE,
         "attention": attention,
         "served": served,
+        "captured": took.captured,
     }
     text = f"{rate:9.0f} output tokens/s  ({len(trace.requests)} requests, {trace.new_tokens} tokens; {attention})"
+    text += f"; {took.captured} graphs were captured meanwhile" if took.captured else ""
     context.tell(context.job.row(f"{context.job.name}, {what}", figures=figures, text=text))
