@@ -184,8 +184,8 @@ class WorkerHere:
         self.environment, self.jobs, self.closed, self.ready = environment, [], False, False
         WORKERS.append(self)
 
-    def wait_until_ready(self) -> None:
-        self.ready = True
+    def wait_until_ready(self, seconds: float) -> None:
+        self.ready, self.waited = True, seconds
 
     def perform(self, job: Job, tell: Any) -> None:
         assert self.ready and not self.closed
@@ -209,9 +209,9 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[WorkerHere]]:
     WORKERS.clear()
 
 
-def full_run(path: Path, minutes: float) -> tuple[int, dict[str, Any]]:
+def full_run(path: Path, minutes: float | None, began: float | None = None) -> tuple[int, dict[str, Any]]:
     options = {"requests": None, "token_budget": 64, "quick": False, "dry_run": False}
-    status = measure(argparse.Namespace(parts=list(WEIGHTS), json=path, minutes=minutes, **options))
+    status = measure(argparse.Namespace(parts=list(WEIGHTS), json=path, minutes=minutes, **options), began)
     return status, json.loads(path.read_text())
 
 
@@ -229,6 +229,34 @@ def test_jobs_of_a_full_run(tmp_path: Path, workers: list[WorkerHere]) -> None:
         assert caches["attention"] != caches["start"] == caches["steps"] == caches["trace"]
 
 
+@pytest.mark.parametrize(
+    ("asked", "imports", "expected"), [(None, 15.0, 440.0), (None, 50.0, 410.0), (9.0, 50.0, 540.0)]
+)
+def test_all_is_over_in_eight_minutes_however_long_imports_take(
+    asked: float | None, imports: float, expected: float, tmp_path: Path, workers: list[WorkerHere], monkeypatch: Any
+) -> None:
+    """Unless more time is asked for. Jobs have what is left of it when the first process is ready."""
+    given: list[float] = []
+
+    def allowance(parts: Any, seconds: float) -> jobs.Allowance:
+        given.append(seconds)
+        return jobs.Allowance(parts, seconds)
+
+    monkeypatch.setattr(command, "Allowance", allowance)
+    full_run(tmp_path / "found.json", asked, began=time.monotonic() - imports)
+    waited = [worker.waited for worker in workers]
+    assert max(waited) <= isolated.IMPORTS and all(seconds <= expected for seconds in waited[1:])
+    assert given == [pytest.approx(expected, abs=1)] and sum(SECONDS.values()) == 440
+    assert asked or expected + imports + isolated.GRACE < 8 * 60 - isolated.GRACE
+
+
+def test_the_help_has_the_minutes_of_a_full_run(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--help"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert f"default: {sum(SECONDS.values()) / 60:.2f}, with --quick 3" in " ".join(capsys.readouterr().out.split())
+
+
 def test_without_time_nothing_is_begun_and_the_status_tells(tmp_path: Path, workers: list[WorkerHere]) -> None:
     status, found = full_run(tmp_path / "found.json", 1e-3)
     assert status == 1 and {row["text"] for row in found["rows"]} == {"no time was left"}
@@ -244,7 +272,7 @@ def test_time_begins_when_a_process_is_ready(
     """The first job has all that is its own; later ones share what is left then."""
     now = 0.0
 
-    def imports(worker: WorkerHere) -> None:
+    def imports(worker: WorkerHere, seconds: float) -> None:
         nonlocal now
         now, worker.ready = now + 7.0, True
 

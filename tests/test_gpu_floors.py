@@ -71,7 +71,9 @@ def test_a_part_hands_on_the_time_that_it_did_not_need() -> None:
     now = 5.0
     left, weights = SECONDS["ceilings"] + SECONDS["trace"] - 5, WEIGHTS["trace"]
     assert allowance.of("trace", list(weights)) == pytest.approx(left * weights["engine"] / sum(weights.values()))
+    assert allowance.left == left
     now = 1e4
+    assert allowance.left < 0
     assert allowance.of("trace", ["generate"]) == 0
 
 

@@ -6,6 +6,7 @@ import argparse
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_parts.floors import Ceilings
-from benchmarks.gpu_parts.isolated import Worker
+from benchmarks.gpu_parts.isolated import GRACE, IMPORTS, Worker
 from benchmarks.gpu_parts.jobs import SECONDS, WEIGHTS, Allowance, Job, caches_in, perform
 from benchmarks.gpu_parts.measures import HEADER, Measure, measures, of_less, without_found
 from benchmarks.gpu_parts.rows import FAILURES, NO_TIME, Row, reason, store
@@ -22,6 +23,9 @@ from selective_compile.bench.machine import machine, versions
 
 QUICK_MODELS = ("llama-3.2-1b", "qwen3-0.6b")
 TINY_MODELS = ("llama-3.1-8b", "qwen3-moe-small")  # the others are of the same layers
+# Seconds of a run from its start to its end, with its imports and those of its first process, if no time is asked for:
+# it has to be over in eight minutes, and to free a device's memory takes some of them.
+WHOLE = 470.0
 LEAST = 2.0  # seconds: with less, a job is not begun
 
 
@@ -82,12 +86,15 @@ class Found:
         store(self._path, {**self._about, **known})
 
 
-def measure(arguments: argparse.Namespace) -> int:
-    """The exit status. Ended by SIGTERM or SIGINT it tells what there is by then, and ends its workers."""
+def measure(arguments: argparse.Namespace, began: float | None = None) -> int:
+    """The exit status. Ended by SIGTERM or SIGINT it tells what there is by then, and ends its workers.
+
+    Args:
+        began: when this process did, by `time.monotonic`.
+    """
     found = Found(arguments.json, dry_run=arguments.dry_run, quick=arguments.quick)
     parts = [part for part in SECONDS if part in arguments.parts]
-    minutes = arguments.minutes or (3 if arguments.quick else sum(SECONDS.values()) / 60)
-    jobs = Jobs(arguments, found, parts, 60 * minutes)
+    jobs = Jobs(arguments, found, parts, time.monotonic() if began is None else began)
     try:
         with _sigterm_interrupts(), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches:
             if arguments.dry_run:
@@ -139,14 +146,22 @@ class Jobs:
         names: of all of them, (part, name).
     """
 
-    def __init__(self, arguments: argparse.Namespace, found: Found, parts: list[str], seconds: float) -> None:
+    def __init__(self, arguments: argparse.Namespace, found: Found, parts: list[str], began: float) -> None:
         self.names = _names(arguments, parts)
-        self._arguments, self._found, self._parts, self._seconds = arguments, found, parts, seconds
+        self._arguments, self._found, self._parts, self._began = arguments, found, parts, began
 
     @cached_property
     def _allowance(self) -> Allowance:
-        """Its time begins with the first job."""
-        return Allowance(self._parts, self._seconds)
+        """Its time begins with the first job, whose process is ready by then."""
+        if (asked := self._arguments.minutes) is not None:
+            return Allowance(self._parts, 60 * asked)
+        left = WHOLE - 2 * GRACE - (time.monotonic() - self._began)
+        return Allowance(self._parts, min(left, 180.0 if self._arguments.quick else sum(SECONDS.values())))
+
+    @property
+    def seconds_left(self) -> float:
+        """Of all jobs together."""
+        return self._allowance.left
 
     def make(self, number: int) -> Job:
         part, name = self.names[number]
@@ -177,8 +192,10 @@ def _one_after_another(jobs: Jobs, found: Found, caches: Path) -> None:
         for number, (part, _) in enumerate(jobs.names):
             if number == len(workers):
                 workers.append(Worker(_caches(caches, part)))
-            if number == 0 or jobs.make(number).seconds >= LEAST:
-                workers[number].wait_until_ready()
+            if number == 0:
+                workers[number].wait_until_ready(IMPORTS)
+            elif jobs.make(number).seconds >= LEAST:
+                workers[number].wait_until_ready(min(IMPORTS, jobs.seconds_left))
             if part != "start" and number + 1 < len(jobs.names):
                 workers.append(Worker(_caches(caches, jobs.names[number + 1][0])))
             job = jobs.make(number)

@@ -46,10 +46,10 @@ class Worker:
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=_read, args=(self._process.stdout, self._lines), daemon=True).start()
 
-    def wait_until_ready(self) -> None:
-        """Until it has imported what it needs, or has ended, or takes too long: its job fails by that, then."""
+    def wait_until_ready(self, seconds: float = IMPORTS) -> None:
+        """Until it has imported what it needs, or has ended, or takes longer: its job fails by that, then."""
         with contextlib.suppress(queue.Empty):
-            if self._lines.get(timeout=IMPORTS) is None:
+            if self._lines.get(timeout=seconds) is None:
                 self._lines.put(None)
 
     def perform(self, job: Job, tell: Callable[[Row], None]) -> None:

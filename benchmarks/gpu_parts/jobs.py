@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[2]
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "XDG_CACHE_HOME": "captures"}
 
 # In this order: a cold start is one only before the steps of its model have left compiled code in the caches, and
-# these have use for it. Of each part the seconds of a full run, which with its start and the end of its last job is to
-# stay below 450; a part that is done earlier leaves the rest to those behind it. A cold and two warm starts that
-# just reach their bars take 110, and the ends of their processes some more.
+# these have use for it. Of each part the seconds of a full run, from when its first process is ready; a part that is
+# done earlier leaves the rest to those behind it. A cold and two warm starts that just reach their bars take 110, and
+# the ends of their processes some more.
 SECONDS = {"ceilings": 12, "attention": 109, "start": 114, "steps": 102, "trace": 103}
 # Of these the models behind the first, which alone has bars, compile theirs anew, in the time that a start has left.
 WEIGHTS = {
@@ -140,6 +140,11 @@ class Allowance:
     def __init__(self, parts: Sequence[str], seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._parts, self._clock, self._began = parts, clock, clock()
         self._scale = seconds / sum(SECONDS[part] for part in parts)
+
+    @property
+    def left(self) -> float:
+        """Seconds to the end of all."""
+        return self._began + self._scale * sum(SECONDS[part] for part in self._parts) - self._clock()
 
     def of(self, part: str, jobs: Sequence[str]) -> float:
         """Seconds for the first of the jobs that are left of a part."""
