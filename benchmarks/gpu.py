@@ -63,7 +63,9 @@ def _arguments() -> argparse.Namespace:
         "--json", type=Path, help="write what is known to this file, after every line; gpu.json, or none of a dry run"
     )
     parser.add_argument(
-        "--minutes", type=float, help="for all parts, without the start and the end; default: 7.33, with --quick 3"
+        "--minutes",
+        type=float,
+        help="for all parts, without the start and the end; default: 7.33, with --quick 3, of a dry run 60",
     )
     parser.add_argument("--requests", type=int, help="of the trace; default: 256, with --quick 32")
     parser.add_argument("--token-budget", type=int, default=8192, help="of the engine and generate_batch; 8192")

@@ -250,11 +250,22 @@ def test_all_is_over_in_eight_minutes_however_long_imports_take(
     assert asked or expected + imports + isolated.GRACE < 8 * 60 - isolated.GRACE
 
 
+def test_a_dry_run_goes_through_everything_however_slow_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds: list[float] = []
+    monkeypatch.setattr(command, "perform", lambda job, tell: seconds.append(job.seconds))
+    options = {"minutes": None, "requests": None, "token_budget": 64, "quick": False, "dry_run": True}
+    began = time.monotonic() - 10_000
+    assert measure(argparse.Namespace(parts=list(WEIGHTS), json=None, **options), began) == 0
+    assert len(seconds) == sum(map(len, WEIGHTS.values())) - 2 and min(seconds) > 60, "of four models two"
+
+
 def test_the_help_has_the_minutes_of_a_full_run(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--help"])
     with pytest.raises(SystemExit):
         runpy.run_path(str(SCRIPT), run_name="__main__")
-    assert f"default: {sum(SECONDS.values()) / 60:.2f}, with --quick 3" in " ".join(capsys.readouterr().out.split())
+    assert f"default: {sum(SECONDS.values()) / 60:.2f}, with --quick 3, of a dry run 60" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_without_time_nothing_is_begun_and_the_status_tells(tmp_path: Path, workers: list[WorkerHere]) -> None:

@@ -153,10 +153,15 @@ class Jobs:
     @cached_property
     def _allowance(self) -> Allowance:
         """Its time begins with the first job, whose process is ready by then."""
-        if (asked := self._arguments.minutes) is not None:
-            return Allowance(self._parts, 60 * asked)
-        left = WHOLE - 2 * GRACE - (time.monotonic() - self._began)
-        return Allowance(self._parts, min(left, 180.0 if self._arguments.quick else sum(SECONDS.values())))
+        arguments = self._arguments
+        if arguments.minutes is not None:
+            seconds = 60 * arguments.minutes
+        elif arguments.dry_run:
+            seconds = 3600.0  # which is of what runs, however slow the machine is
+        else:
+            left = WHOLE - 2 * GRACE - (time.monotonic() - self._began)
+            seconds = min(left, 180.0 if arguments.quick else sum(SECONDS.values()))
+        return Allowance(self._parts, seconds)
 
     @property
     def seconds_left(self) -> float:
