@@ -8,13 +8,11 @@ import json
 import os
 import runpy
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,16 +23,15 @@ import torch.nn.attention.varlen
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.gpu_parts import attention_peers, ceilings, command, decoding, isolated, jobs, timing, tokens, trace
+from benchmarks.gpu_parts import attention_peers, ceilings, command, decoding, timing, tokens
 from benchmarks.gpu_parts.command import measure
-from benchmarks.gpu_parts.isolated import Worker
-from benchmarks.gpu_parts.jobs import CACHES, ROOT, SECONDS, WEIGHTS, Context, Job
-from benchmarks.gpu_parts.measures import HEADER, Measure, without_found
+from benchmarks.gpu_parts.jobs import ROOT, WEIGHTS, Context, Job
+from benchmarks.gpu_parts.measures import Measure, without_found
 from benchmarks.gpu_parts.ragged_step import TINY, make_step
 from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.step_check import check, nan_filled_outputs, worst_error
 from selective_compile import reference
-from selective_compile.bench.trace import Trace
+from tests.gpu_job import a_job
 
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
 CPU = torch.device("cpu")
@@ -175,249 +172,6 @@ def test_a_failure_is_named_and_the_exit_status_tells(tmp_path: Path, monkeypatc
     status, found = dry_run(tmp_path / "found.json", "attention")
     assert status == 1 and found["failed"] == ["attention: prefill"] and len(found["rows"]) == len(WEIGHTS["attention"])
     assert found["rows"][1]["text"] == "RuntimeError: misaligned address"
-
-
-class WorkerHere:
-    """Stands for `Worker`: tells what `ceilings` would, and what job it got."""
-
-    def __init__(self, environment: dict[str, str]) -> None:
-        self.environment, self.jobs, self.closed, self.ready = environment, [], False, False
-        WORKERS.append(self)
-
-    def wait_until_ready(self, seconds: float) -> None:
-        self.ready, self.waited = True, seconds
-
-    def perform(self, job: Job, tell: Any) -> None:
-        assert self.ready and not self.closed
-        self.alone = WORKERS[-1] is self
-        self.jobs.append(job)
-        values = {"bytes_per_second": 4e12, "flops_per_second": 8e14} if job.part == "ceilings" else {}
-        tell(job.row(job.name, figures=values))
-
-    def close(self) -> None:
-        self.closed = True
-
-
-WORKERS: list[WorkerHere] = []
-
-
-@pytest.fixture
-def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[WorkerHere]]:
-    monkeypatch.setattr(command, "Worker", WorkerHere)
-    WORKERS.clear()
-    yield WORKERS
-    WORKERS.clear()
-
-
-def full_run(path: Path, minutes: float | None, began: float | None = None) -> tuple[int, dict[str, Any]]:
-    options = {"requests": None, "token_budget": 64, "quick": False, "dry_run": False}
-    status = measure(argparse.Namespace(parts=list(WEIGHTS), json=path, minutes=minutes, **options), began)
-    return status, json.loads(path.read_text())
-
-
-def test_jobs_of_a_full_run(tmp_path: Path, workers: list[WorkerHere]) -> None:
-    """Each has a process, the ceilings once they are known, and caches by which only a second start is a warm one."""
-    status, found = full_run(tmp_path / "found.json", 7.5)
-    jobs = [job for worker in workers for job in worker.jobs]
-    assert status == 0 and found["complete"] and [len(worker.jobs) for worker in workers] == [1] * len(workers)
-    assert [(job.part, job.name) for job in jobs] == [(part, name) for part in WEIGHTS for name in WEIGHTS[part]]
-    assert [job.ceilings for job in jobs] == [None, *[(4e12, 8e14)] * (len(jobs) - 1)]
-    # What imports beside a start makes it slower.
-    assert [job.part for worker in workers for job in worker.jobs if worker.alone] == ["start", "trace"]
-    for name in CACHES:
-        caches = {job.part: worker.environment[name] for worker in workers for job in worker.jobs}
-        assert caches["attention"] != caches["start"] == caches["steps"] == caches["trace"]
-
-
-@pytest.mark.parametrize(
-    ("asked", "imports", "expected"), [(None, 15.0, 440.0), (None, 50.0, 410.0), (9.0, 50.0, 540.0)]
-)
-def test_all_is_over_in_eight_minutes_however_long_imports_take(
-    asked: float | None, imports: float, expected: float, tmp_path: Path, workers: list[WorkerHere], monkeypatch: Any
-) -> None:
-    """Unless more time is asked for. Jobs have what is left of it when the first process is ready."""
-    given: list[float] = []
-
-    def allowance(parts: Any, seconds: float) -> jobs.Allowance:
-        given.append(seconds)
-        return jobs.Allowance(parts, seconds)
-
-    monkeypatch.setattr(command, "Allowance", allowance)
-    full_run(tmp_path / "found.json", asked, began=time.monotonic() - imports)
-    waited = [worker.waited for worker in workers]
-    assert max(waited) <= isolated.IMPORTS and all(seconds <= expected for seconds in waited[1:])
-    assert given == [pytest.approx(expected, abs=1)] and sum(SECONDS.values()) == 440
-    assert asked or expected + imports + isolated.GRACE < 8 * 60 - isolated.GRACE
-
-
-def test_a_dry_run_goes_through_everything_however_slow_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds: list[float] = []
-    monkeypatch.setattr(command, "perform", lambda job, tell: seconds.append(job.seconds))
-    options = {"minutes": None, "requests": None, "token_budget": 64, "quick": False, "dry_run": True}
-    began = time.monotonic() - 10_000
-    assert measure(argparse.Namespace(parts=list(WEIGHTS), json=None, **options), began) == 0
-    assert len(seconds) == sum(map(len, WEIGHTS.values())) - 2 and min(seconds) > 60, "of four models two"
-
-
-def test_the_help_has_the_minutes_of_a_full_run(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--help"])
-    with pytest.raises(SystemExit):
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-    assert f"default: {sum(SECONDS.values()) / 60:.2f}, with --quick 3, of a dry run 60" in " ".join(
-        capsys.readouterr().out.split()
-    )
-
-
-def test_without_time_nothing_is_begun_and_the_status_tells(tmp_path: Path, workers: list[WorkerHere]) -> None:
-    status, found = full_run(tmp_path / "found.json", 1e-3)
-    assert status == 1 and {row["text"] for row in found["rows"]} == {"no time was left"}
-    assert not any(worker.jobs for worker in workers) and all(worker.closed for worker in workers)
-    assert [worker.ready for worker in workers] == [True] + [False] * (len(workers) - 1), (
-        "nobody waits for their imports"
-    )
-
-
-def test_time_begins_when_a_process_is_ready(
-    tmp_path: Path, workers: list[WorkerHere], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first job has all that is its own; later ones share what is left then."""
-    now = 0.0
-
-    def imports(worker: WorkerHere, seconds: float) -> None:
-        nonlocal now
-        now, worker.ready = now + 7.0, True
-
-    monkeypatch.setattr(WorkerHere, "wait_until_ready", imports)
-    allowance = partial(jobs.Allowance, clock=lambda: now)
-    monkeypatch.setattr(command, "Allowance", allowance)
-    full_run(tmp_path / "found.json", sum(SECONDS.values()) / 60)
-    made = {job.name: job.seconds for worker in workers for job in worker.jobs}
-    assert made["ceilings"] == pytest.approx(SECONDS["ceilings"])
-    of_attention = WEIGHTS["attention"]["decode"] / sum(WEIGHTS["attention"].values())
-    assert made["decode"] == pytest.approx((SECONDS["ceilings"] + SECONDS["attention"] - 7) * of_attention)
-
-
-def test_a_bar_that_is_not_reached_is_named(
-    tmp_path: Path, workers: list[WorkerHere], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    low = Measure(name="low", bar=1, goal=2, found=0.5, why="2 cells")
-    found = (low, Measure(name="right", bar=1, goal=2, found=1))
-    monkeypatch.setattr(command, "measures", lambda rows: found)
-    full_run(tmp_path / "found.json", 7.5)
-    assert capsys.readouterr().out.splitlines()[-1] == "bar not reached: low: 2 cells"
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_ended_by_a_signal_it_tells_what_there_is(
-    number: int,
-    tmp_path: Path,
-    workers: list[WorkerHere],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    perform = WorkerHere.perform
-
-    def until_prefill(worker: WorkerHere, job: Job, tell: Any) -> None:
-        if job.name == "prefill":
-            os.kill(os.getpid(), number)
-        perform(worker, job, tell)
-
-    monkeypatch.setattr(WorkerHere, "perform", until_prefill)
-    handler = signal.getsignal(signal.SIGTERM)
-    status, found = full_run(tmp_path / "found.json", 7.5)
-    assert status == 1 and not found["complete"] and [row["name"] for row in found["rows"]] == ["ceilings", "decode"]
-    assert len(workers) == 4 and all(worker.closed for worker in workers)
-    said = capsys.readouterr().out
-    assert "ended by a signal" in said and HEADER in said and signal.getsignal(signal.SIGTERM) is handler
-
-
-def test_a_worker_ends_when_its_parent_has_ended() -> None:
-    """With what it started: nobody holds the other end of its output then."""
-    seen, held = os.pipe()
-    child = f"""
-import subprocess, sys, time
-from benchmarks.gpu_parts.isolated import end_with
-end_with(int(sys.argv[1]))
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], pass_fds=[{held}])
-print("ready", flush=True)
-time.sleep(1000)
-"""
-    parent = f"""
-import os, subprocess, sys
-command = [sys.executable, "-c", sys.stdin.read(), str(os.getpid())]
-child = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, pass_fds=[{held}])
-os.write(1, child.stdout.readline())
-os._exit(0)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", parent], input=child, cwd=ROOT, capture_output=True, text=True, pass_fds=[held]
-    )
-    os.close(held)
-    assert done.stdout == "ready\n", done.stderr
-    assert os.read(seen, 1) == b""
-    os.close(seen)
-
-
-def a_job(**values: Any) -> Job:
-    return Job(**{"part": "ceilings", "name": "ceilings", "seconds": 60.0, "ceilings": None, "tiny": True, **values})
-
-
-def test_a_worker_hands_on_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows: list[Row] = []
-    Worker({}).perform(a_job(), rows.append)
-    assert [(row.name, row.state) for row in rows] == [("copy", "measured"), ("bf16 product", "measured")]
-
-
-def test_a_worker_says_when_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, rows = Worker({}), []
-    worker.wait_until_ready()
-    began = Path(f"/proc/{worker._process.pid}/maps").read_text()
-    assert "libtorch" in began, "it has imported what it needs"
-    worker.perform(a_job(), rows.append)
-    assert [row.state for row in rows] == ["measured"] * 2
-
-
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [("raise ImportError('no triton')", "ended with status 1: ImportError: no triton")],
-)
-def test_a_worker_that_ends_before_it_is_ready_is_named(monkeypatch: pytest.MonkeyPatch, code: str, said: str) -> None:
-    start_in_its_place(monkeypatch, code)
-    rows: list[Row] = []
-    worker = Worker({})
-    worker.wait_until_ready()
-    worker.perform(a_job(), rows.append)
-    assert [(row.state, row.text) for row in rows] == [("failed", said)]
-
-
-def start_in_its_place(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    """A process of other code than a worker's."""
-    started = subprocess.Popen
-    monkeypatch.setattr(
-        subprocess, "Popen", lambda command, **options: started([sys.executable, "-c", code], **options)
-    )
-
-
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        ("import os; os.kill(os.getpid(), 11)", "ended with status -11: it said nothing"),
-        ("raise ValueError('no such thing')", "ended with status 1: ValueError: no such thing"),
-        ("import time; time.sleep(60)", "stopped after 0 s"),
-    ],
-    ids=["fault", "error", "hang"],
-)
-def test_what_ends_a_worker_is_named(monkeypatch: pytest.MonkeyPatch, code: str, said: str) -> None:
-    start_in_its_place(monkeypatch, code)
-    monkeypatch.setattr(isolated, "GRACE", 0.0)
-    rows: list[Row] = []
-    Worker({}).perform(a_job(seconds=0.2 if "sleep" in code else 60.0), rows.append)
-    assert [(row.state, row.text) for row in rows] == [("failed", said)]
-
-
-def test_a_job_is_the_same_behind_a_pipe() -> None:
-    job = a_job(ceilings=(1.0, 2.0), requests=7)
-    assert Job.from_json(job.to_json()) == job
 
 
 def test_the_check_of_a_step_can_fail() -> None:
@@ -613,118 +367,6 @@ def test_a_graph_alone_is_replayed_back_to_back(monkeypatch: pytest.MonkeyPatch)
     assert decoding.replayed(engine, 3) == pytest.approx(7.0) and len(replays) == 4, "the first is not timed"
     engine.captured_step = None
     assert decoding.replayed(engine, 3) is None
-
-
-@pytest.mark.parametrize(("slow", "served"), [(0.0, 2), (30.0, 1), (1000.0, 1)])
-def test_a_sample_counts_when_all_is_captured(slow: float, served: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer that takes so many seconds for a sample, with 60 of them left; the first time twice as many."""
-    asked: list[Trace] = []
-
-    def peer(context: Any, model: Any, whole: Trace) -> Any:
-        def serve(of: Trace) -> trace.Took:
-            asked.append(of)
-            return trace.Took(2 * slow + 0.1 if len(asked) == 2 else slow + 0.1, 0.0)
-
-        return (lambda: "none"), serve
-
-    play_a_peer(monkeypatch, "generate", peer)
-    rows: list[Row] = []
-    trace.run(Context(a_job(part="trace", name="generate", requests=8), rows.append))
-    small = rows[0]
-    assert small.figures["served"] == served and asked[1:][:served] == [asked[1]] * served
-    assert small.figures["seconds"] == (slow + 0.1 if served == 2 else 2 * slow + 0.1)
-    assert [row.state for row in rows] == (["measured"] * 3 if served == 2 else ["measured", "skipped"])
-    assert [len(each.requests) for each in asked[1:]] == ([2, 2, 8, 8, 8] if served == 2 else [2])
-    prompts = [[one.prompt_ids for one in each.requests] for each in asked[1:]]
-    assert all(some == prompts[-1][: len(some)] for some in prompts), "samples have the prompts of the trace"
-    outputs = [[one.new_tokens for one in each.requests] for each in asked[1:]]
-    assert served == 1 or outputs[2] == [-(-length // trace.SHORTENED) for length in outputs[-1]]
-
-
-def test_a_peer_goes_on_as_far_as_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 60 s; what it has served twice by then costs nothing here."""
-    seconds = {2: trace.Took(4.0, 2.0), 8: trace.Took(14.0, 4.0)}
-    play_a_peer(monkeypatch, "generate", lambda *what: ((lambda: "none"), lambda of: seconds[len(of.requests)]))
-    rows: list[Row] = []
-    trace.run(Context(a_job(part="trace", name="generate", requests=8), rows.append))
-    assert [(row.name, row.state) for row in rows] == [
-        ("generate, a small sample", "measured"),
-        ("generate, a sample", "measured"),
-        ("generate, the trace", "skipped"),
-    ]
-
-
-def play_a_peer(monkeypatch: pytest.MonkeyPatch, name: str, peer: Any) -> None:
-    """In place of who has that name, without a model."""
-    model = SimpleNamespace(config=SimpleNamespace(vocab_size=9))
-    monkeypatch.setitem(trace.PEERS, name, peer)
-    monkeypatch.setattr(trace, "random_model", lambda *what, **how: model)
-
-
-def test_prompts_of_a_sample_are_all_prompts() -> None:
-    """Of 6.3 s for a sample, 5 were prompts: the other 1.3 are eight times as many in the trace, and not all of it."""
-    whole = trace.uniform_trace(64, (8, 64), 9)
-    sample = trace.shortened(whole)
-    expected = trace.seconds_by(trace.Took(6.3, 5.0), sample, whole)
-    assert expected == pytest.approx(5 + trace.HASTE * 1.3 * whole.new_tokens / sample.new_tokens) and expected < 20
-    assert trace.seconds_by(trace.Took(2.0, 1.0), sample, sample) == 1 + trace.HASTE
-    small = trace.fewer(sample)
-    of_more = 3.0 * sample.prompt_tokens / small.prompt_tokens, sample.new_tokens / small.new_tokens / trace.FEWER
-    assert trace.seconds_by(trace.Took(5.0, 3.0), small, sample) == pytest.approx(of_more[0] + 2.4 * of_more[1])
-
-
-@pytest.mark.parametrize(("captured", "said"), [(0, ""), (3, "; 3 graphs were captured meanwhile"), (None, "")])
-def test_graphs_that_were_captured_meanwhile_are_told(
-    captured: int | None, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    play_a_peer(monkeypatch, "engine", lambda *what: ((lambda: "none"), lambda of: trace.Took(1.0, 0.5, captured)))
-    rows: list[Row] = []
-    trace.run(Context(a_job(part="trace", name="engine", requests=4), rows.append))
-    assert len(rows) == 3 and all(row.figures["captured"] == captured for row in rows)
-    assert all(row.text.endswith(f"none){said}") for row in rows)
-
-
-@pytest.mark.parametrize(("name", "state"), [("engine", "measured"), ("generate", "skipped")])
-def test_the_engine_serves_the_trace_however_long_it_may_take(
-    name: str, state: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    play_a_peer(monkeypatch, name, lambda *what: ((lambda: "none"), lambda of: trace.Took(30.0, 1.0)))
-    rows: list[Row] = []
-    trace.run(Context(a_job(part="trace", name=name, requests=4), rows.append))
-    assert (rows[-1].name, rows[-1].state) == (f"{name}, the trace", state)
-
-
-def test_the_engine_tells_prompts_from_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All prompts are computed when the last request has its first token, at the third of four steps."""
-    moments = iter([0.0, 2.0, 3.0, 9.0, 9.0, 9.0])
-    monkeypatch.setattr(trace, "time", SimpleNamespace(perf_counter=lambda: next(moments)))
-    handles = [SimpleNamespace(tokens=[]), SimpleNamespace(tokens=[])]
-    captured = iter([5, 7])
-    steps = iter([handles[:1], [], handles[1:], handles, []])
-
-    class Server:
-        def __init__(self, *what: Any) -> None:
-            self._left = iter(handles)
-
-        def submit(self, *what: Any) -> Any:
-            return next(self._left)
-
-        def stats(self) -> Any:
-            return SimpleNamespace(captured=next(captured))
-
-        def step(self) -> bool:
-            some = next(steps)
-            for handle in some:
-                handle.tokens.append(1)
-            return bool(some) or any(not handle.tokens for handle in handles)
-
-    monkeypatch.setattr(trace, "Engine", Server)
-    _, serve = trace.engine(Context(a_job(), print), SimpleNamespace(), whole := two_requests())  # type: ignore[arg-type]
-    assert serve(whole) == trace.Took(9.0, 3.0, captured=2)
-
-
-def two_requests() -> Trace:
-    return trace.uniform_trace(2, (2, 2), 9)
 
 
 def test_a_file_is_whole_at_any_time(tmp_path: Path) -> None:

@@ -1,0 +1,267 @@
+"""A run of the GPU benchmark: jobs in processes of their own, their time, and what ends them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu_parts import command, isolated, jobs
+from benchmarks.gpu_parts.command import measure
+from benchmarks.gpu_parts.isolated import Worker
+from benchmarks.gpu_parts.jobs import CACHES, ROOT, SECONDS, WEIGHTS, Job
+from benchmarks.gpu_parts.measures import HEADER, Measure
+from benchmarks.gpu_parts.rows import Row
+from tests.gpu_job import a_job
+
+SCRIPT = ROOT / "benchmarks" / "gpu.py"
+
+
+class WorkerHere:
+    """Stands for `Worker`: tells what `ceilings` would, and what job it got."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.environment, self.jobs, self.closed, self.ready = environment, [], False, False
+        WORKERS.append(self)
+
+    def wait_until_ready(self, seconds: float) -> None:
+        self.ready, self.waited = True, seconds
+
+    def perform(self, job: Job, tell: Any) -> None:
+        assert self.ready and not self.closed
+        self.alone = WORKERS[-1] is self
+        self.jobs.append(job)
+        values = {"bytes_per_second": 4e12, "flops_per_second": 8e14} if job.part == "ceilings" else {}
+        tell(job.row(job.name, figures=values))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+WORKERS: list[WorkerHere] = []
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[WorkerHere]]:
+    monkeypatch.setattr(command, "Worker", WorkerHere)
+    WORKERS.clear()
+    yield WORKERS
+    WORKERS.clear()
+
+
+def full_run(path: Path, minutes: float | None, began: float | None = None) -> tuple[int, dict[str, Any]]:
+    options = {"requests": None, "token_budget": 64, "quick": False, "dry_run": False}
+    status = measure(argparse.Namespace(parts=list(WEIGHTS), json=path, minutes=minutes, **options), began)
+    return status, json.loads(path.read_text())
+
+
+def test_jobs_of_a_full_run(tmp_path: Path, workers: list[WorkerHere]) -> None:
+    """Each has a process, the ceilings once they are known, and caches by which only a second start is a warm one."""
+    status, found = full_run(tmp_path / "found.json", 7.5)
+    jobs = [job for worker in workers for job in worker.jobs]
+    assert status == 0 and found["complete"] and [len(worker.jobs) for worker in workers] == [1] * len(workers)
+    assert [(job.part, job.name) for job in jobs] == [(part, name) for part in WEIGHTS for name in WEIGHTS[part]]
+    assert [job.ceilings for job in jobs] == [None, *[(4e12, 8e14)] * (len(jobs) - 1)]
+    # What imports beside a start makes it slower.
+    assert [job.part for worker in workers for job in worker.jobs if worker.alone] == ["start", "trace"]
+    for name in CACHES:
+        caches = {job.part: worker.environment[name] for worker in workers for job in worker.jobs}
+        assert caches["attention"] != caches["start"] == caches["steps"] == caches["trace"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "imports", "expected"), [(None, 15.0, 440.0), (None, 50.0, 410.0), (9.0, 50.0, 540.0)]
+)
+def test_all_is_over_in_eight_minutes_however_long_imports_take(
+    asked: float | None, imports: float, expected: float, tmp_path: Path, workers: list[WorkerHere], monkeypatch: Any
+) -> None:
+    """Unless more time is asked for. Jobs have what is left of it when the first process is ready."""
+    given: list[float] = []
+
+    def allowance(parts: Any, seconds: float) -> jobs.Allowance:
+        given.append(seconds)
+        return jobs.Allowance(parts, seconds)
+
+    monkeypatch.setattr(command, "Allowance", allowance)
+    full_run(tmp_path / "found.json", asked, began=time.monotonic() - imports)
+    waited = [worker.waited for worker in workers]
+    assert max(waited) <= isolated.IMPORTS and all(seconds <= expected for seconds in waited[1:])
+    assert given == [pytest.approx(expected, abs=1)] and sum(SECONDS.values()) == 440
+    assert asked or expected + imports + isolated.GRACE < 8 * 60 - isolated.GRACE
+
+
+def test_a_dry_run_goes_through_everything_however_slow_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds: list[float] = []
+    monkeypatch.setattr(command, "perform", lambda job, tell: seconds.append(job.seconds))
+    options = {"minutes": None, "requests": None, "token_budget": 64, "quick": False, "dry_run": True}
+    began = time.monotonic() - 10_000
+    assert measure(argparse.Namespace(parts=list(WEIGHTS), json=None, **options), began) == 0
+    assert len(seconds) == sum(map(len, WEIGHTS.values())) - 2 and min(seconds) > 60, "of four models two"
+
+
+def test_the_help_has_the_minutes_of_a_full_run(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--help"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert f"default: {sum(SECONDS.values()) / 60:.2f}, with --quick 3, of a dry run 60" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_without_time_nothing_is_begun_and_the_status_tells(tmp_path: Path, workers: list[WorkerHere]) -> None:
+    status, found = full_run(tmp_path / "found.json", 1e-3)
+    assert status == 1 and {row["text"] for row in found["rows"]} == {"no time was left"}
+    assert not any(worker.jobs for worker in workers) and all(worker.closed for worker in workers)
+    assert [worker.ready for worker in workers] == [True] + [False] * (len(workers) - 1), (
+        "nobody waits for their imports"
+    )
+
+
+def test_time_begins_when_a_process_is_ready(
+    tmp_path: Path, workers: list[WorkerHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first job has all that is its own; later ones share what is left then."""
+    now = 0.0
+
+    def imports(worker: WorkerHere, seconds: float) -> None:
+        nonlocal now
+        now, worker.ready = now + 7.0, True
+
+    monkeypatch.setattr(WorkerHere, "wait_until_ready", imports)
+    allowance = partial(jobs.Allowance, clock=lambda: now)
+    monkeypatch.setattr(command, "Allowance", allowance)
+    full_run(tmp_path / "found.json", sum(SECONDS.values()) / 60)
+    made = {job.name: job.seconds for worker in workers for job in worker.jobs}
+    assert made["ceilings"] == pytest.approx(SECONDS["ceilings"])
+    of_attention = WEIGHTS["attention"]["decode"] / sum(WEIGHTS["attention"].values())
+    assert made["decode"] == pytest.approx((SECONDS["ceilings"] + SECONDS["attention"] - 7) * of_attention)
+
+
+def test_a_bar_that_is_not_reached_is_named(
+    tmp_path: Path, workers: list[WorkerHere], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    low = Measure(name="low", bar=1, goal=2, found=0.5, why="2 cells")
+    found = (low, Measure(name="right", bar=1, goal=2, found=1))
+    monkeypatch.setattr(command, "measures", lambda rows: found)
+    full_run(tmp_path / "found.json", 7.5)
+    assert capsys.readouterr().out.splitlines()[-1] == "bar not reached: low: 2 cells"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_ended_by_a_signal_it_tells_what_there_is(
+    number: int,
+    tmp_path: Path,
+    workers: list[WorkerHere],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    perform = WorkerHere.perform
+
+    def until_prefill(worker: WorkerHere, job: Job, tell: Any) -> None:
+        if job.name == "prefill":
+            os.kill(os.getpid(), number)
+        perform(worker, job, tell)
+
+    monkeypatch.setattr(WorkerHere, "perform", until_prefill)
+    handler = signal.getsignal(signal.SIGTERM)
+    status, found = full_run(tmp_path / "found.json", 7.5)
+    assert status == 1 and not found["complete"] and [row["name"] for row in found["rows"]] == ["ceilings", "decode"]
+    assert len(workers) == 4 and all(worker.closed for worker in workers)
+    said = capsys.readouterr().out
+    assert "ended by a signal" in said and HEADER in said and signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_a_worker_ends_when_its_parent_has_ended() -> None:
+    """With what it started: nobody holds the other end of its output then."""
+    seen, held = os.pipe()
+    child = f"""
+import subprocess, sys, time
+from benchmarks.gpu_parts.isolated import end_with
+end_with(int(sys.argv[1]))
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], pass_fds=[{held}])
+print("ready", flush=True)
+time.sleep(1000)
+"""
+    parent = f"""
+import os, subprocess, sys
+command = [sys.executable, "-c", sys.stdin.read(), str(os.getpid())]
+child = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, pass_fds=[{held}])
+os.write(1, child.stdout.readline())
+os._exit(0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", parent], input=child, cwd=ROOT, capture_output=True, text=True, pass_fds=[held]
+    )
+    os.close(held)
+    assert done.stdout == "ready\n", done.stderr
+    assert os.read(seen, 1) == b""
+    os.close(seen)
+
+
+def test_a_worker_hands_on_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[Row] = []
+    Worker({}).perform(a_job(), rows.append)
+    assert [(row.name, row.state) for row in rows] == [("copy", "measured"), ("bf16 product", "measured")]
+
+
+def test_a_worker_says_when_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, rows = Worker({}), []
+    worker.wait_until_ready()
+    began = Path(f"/proc/{worker._process.pid}/maps").read_text()
+    assert "libtorch" in began, "it has imported what it needs"
+    worker.perform(a_job(), rows.append)
+    assert [row.state for row in rows] == ["measured"] * 2
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [("raise ImportError('no triton')", "ended with status 1: ImportError: no triton")],
+)
+def test_a_worker_that_ends_before_it_is_ready_is_named(monkeypatch: pytest.MonkeyPatch, code: str, said: str) -> None:
+    start_in_its_place(monkeypatch, code)
+    rows: list[Row] = []
+    worker = Worker({})
+    worker.wait_until_ready()
+    worker.perform(a_job(), rows.append)
+    assert [(row.state, row.text) for row in rows] == [("failed", said)]
+
+
+def start_in_its_place(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """A process of other code than a worker's."""
+    started = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, **options: started([sys.executable, "-c", code], **options)
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import os; os.kill(os.getpid(), 11)", "ended with status -11: it said nothing"),
+        ("raise ValueError('no such thing')", "ended with status 1: ValueError: no such thing"),
+        ("import time; time.sleep(60)", "stopped after 0 s"),
+    ],
+    ids=["fault", "error", "hang"],
+)
+def test_what_ends_a_worker_is_named(monkeypatch: pytest.MonkeyPatch, code: str, said: str) -> None:
+    start_in_its_place(monkeypatch, code)
+    monkeypatch.setattr(isolated, "GRACE", 0.0)
+    rows: list[Row] = []
+    Worker({}).perform(a_job(seconds=0.2 if "sleep" in code else 60.0), rows.append)
+    assert [(row.state, row.text) for row in rows] == [("failed", said)]
+
+
+def test_a_job_is_the_same_behind_a_pipe() -> None:
+    job = a_job(ceilings=(1.0, 2.0), requests=7)
+    assert Job.from_json(job.to_json()) == job
