@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from triton.runtime import interpreter
 
 from selective_compile.kernels import choose_triton
 from selective_compile.kernels.registers import warps
@@ -51,18 +52,51 @@ def both(logits: Tensor, params: Any, marks: Tensor | None = None) -> tuple[Tens
     seed=st.integers(0, 2**31),
     ties=st.booleans(),
     marked=st.booleans(),
+    room=st.sampled_from([3, 40, 300]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
 def test_rows_have_the_tokens_of_the_definition(
-    wanted: list[dict[str, Any]], vocabulary: int, seed: int, ties: bool, marked: bool, dtype: torch.dtype
+    wanted: list[dict[str, Any]], vocabulary: int, seed: int, ties: bool, marked: bool, room: int, dtype: torch.dtype
 ) -> None:
+    """Whether there is room for all that may be left or not."""
     params = asked(wanted, vocabulary)
     logits = random_logits(len(params), vocabulary, seed, ties).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     drawn = [torch.rand(len(params) + 1, vocabulary, generator=generator) < 0.2 for _ in range(2)]
     marks = drawn[0] * SEEN + drawn[1].to(torch.uint8) * BANNED
-    expected, found = both(logits, params, marks.clone() if marked else None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choose_triton, "ROOM", room)
+        expected, found = both(logits, params, marks.clone() if marked else None)
     assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    "asked_for", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.01}, {"top_k": 40, "top_p": 0.8, "min_p": 0.01}], ids=str
+)
+def test_few_tokens_are_gone_over_again(asked_for: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a row with few likely tokens, those that may be left: of what is behind each other token nothing is read."""
+    gone_over: list[int] = []
+    of = interpreter.InterpreterBuilder.create_masked_load
+
+    def noted(self: Any, ptrs: Any, mask: Any, *others: Any) -> Any:
+        gone_over.append(int(mask.data.sum()))
+        return of(self, ptrs, mask, *others)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", noted)
+    logits = random_logits(1, 2000) * 4
+    expected, found = both(logits, [dataclasses.replace(SAMPLED, **asked_for)])
+    assert found.tolist() == expected.tolist()
+    assert sum(gone_over) < 2.2 * 2000 + 2 * 40 * 130
+
+
+@pytest.mark.parametrize("limit", [0.3, 0.999999])
+def test_what_weighs_next_to_nothing_is_of_the_sum_all_the_same(limit: float) -> None:
+    """Many tokens that go before anything is compared weigh as much together as others of those that are left."""
+    logits = torch.cat([torch.tensor([0.0, -0.5, -1.0, -3.0]), torch.full((296,), -12.0)])[None]
+    for seed in range(8):
+        params = [dataclasses.replace(SAMPLED, top_p=1 - limit, seed=seed)]
+        expected, found = both(logits, params)
+        assert found.tolist() == expected.tolist()
 
 
 def test_what_is_chosen_is_marked_and_nothing_else() -> None:
@@ -96,8 +130,15 @@ def test_rows_that_lie_apart_and_a_row_of_one_value() -> None:
 
 @pytest.mark.parametrize("target", ahead.TARGETS, ids=str)
 def test_it_ships(target: Any, triton_cache: None, tmp_path: Any) -> None:
-    constants = {"BLOCK": BLOCK, "SEARCHES": choose_triton.SEARCHES, "NO_TOKEN": NO_TOKEN}
-    types = {"tokens": "*i64", "logits": "*bf16", "fields": "*fp64", "marks": "*u8", "slots": "*i64"}
+    constants = {"BLOCK": BLOCK, "SEARCHES": choose_triton.SEARCHES, "ROOM": choose_triton.ROOM, "NO_TOKEN": NO_TOKEN}
+    types = {
+        "tokens": "*i64",
+        "candidates": "*i32",
+        "logits": "*bf16",
+        "fields": "*fp64",
+        "marks": "*u8",
+        "slots": "*i64",
+    }
     options = warps(choose_triton.WARPS, target.backend)
     compiled = ahead.compile_ahead(choose_triton._choose_kernel, target, types, constants, **options)
     ahead.assert_ships(compiled, target, tmp_path)
@@ -105,10 +146,11 @@ def test_it_ships(target: Any, triton_cache: None, tmp_path: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_on_a_gpu(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("spread", [1, 8])  # whether most tokens, or few, may be left
+def test_on_a_gpu(spread: int, dtype: torch.dtype) -> None:
     params = [dataclasses.replace(SAMPLED, seed=n, top_k=10 * n, top_p=1 - n / 20) for n in range(16)]
     found = choices(params, list(range(16)))
     assert found is not None
-    fields, logits = torch.from_numpy(found), random_logits(16, 128_256).to(dtype)
+    fields, logits = torch.from_numpy(found), (spread * random_logits(16, 128_256)).to(dtype)
     given = logits.cuda(), fields.cuda()
     assert choose_triton.choose(*given, None, None, no_token=NO_TOKEN).tolist() == choose(logits, fields).tolist()
