@@ -100,9 +100,10 @@ def test_rows_of_many_tiles_are_split(nan_filled_outputs, monkeypatch):  # noqa:
         torch.testing.assert_close(output.double(), exact_ragged(inputs)[0], rtol=0, atol=2e-5)
 
 
-def test_the_choice_splits_a_long_context_by_itself(nan_filled_outputs, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize("processors,pieces", [(1, 3), (8, 5)])  # of 512 keys at least, or of 256
+def test_the_choice_splits_a_long_context_by_itself(processors, pieces, nan_filled_outputs, monkeypatch):  # noqa: F811
     """And a wide block table, of which short requests use little."""
-    monkeypatch.setattr(attends, "processors", lambda device: 1)
+    monkeypatch.setattr(attends, "processors", lambda device: processors)
     inputs = make_inputs(Case(name="", requests=((1, 1100), (1, 3), (0, 9)), query_heads=2, kv_heads=1), torch.float32)
     divided = []
 
@@ -113,7 +114,7 @@ def test_the_choice_splits_a_long_context_by_itself(nan_filled_outputs, monkeypa
     monkeypatch.setattr(attends, "merge", noted)
     output = launcher.ragged_attention(*inputs.ragged())
     torch.testing.assert_close(output.double(), exact_ragged(inputs)[0], rtol=0, atol=2e-5)
-    assert divided == [5]  # of 256 keys at least
+    assert divided == [pieces]
 
 
 def recorded(run, launch=lambda kernel, grid, args, options: grid) -> list:
