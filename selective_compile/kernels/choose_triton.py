@@ -2,7 +2,7 @@
 
 Legend
     row       a program each; it goes over the V logits two or three times, and some forty times over its candidates,
-              out of the cache, and never sorts them
+              which may be all V, out of the cache, and never sorts them
     key       a score's bits as an integer of the same order. A limit between scores is looked for in its 32 bits, two
               of them each time the candidates are gone over: SEARCHES times
     candidates  tokens that top-k, top-p and min-p may leave, in their order; if they are more than ROOM, all V are:
@@ -165,6 +165,7 @@ def _top_p(
 ):
     """The largest key that all below it go with, and how many of the tokens that have it go. rest: of what has gone."""
     total = rest + _sum_kept(logits, marks, penalty, scale, candidates, whole, length, top, kept, BLOCK)
+    largest = _keys(top)
     found = tl.full([], 0, tl.int64)
     below = rest
     for search in range(SEARCHES):
@@ -181,14 +182,13 @@ def _top_p(
             second += tl.where(key < _key_at(found, 2, shift), weight, 0.0)
             third += tl.where(key < _key_at(found, 3, shift), weight, 0.0)
         shares = rest + _sum(first), rest + _sum(second), rest + _sum(third)
-        # In float32, as transformers compares.
-        one = (shares[0] / total).to(tl.float32) <= limit
-        two = (shares[1] / total).to(tl.float32) <= limit
-        three = (shares[2] / total).to(tl.float32) <= limit
+        # In float32, as transformers compares. What is rounded to a limit of 1 would reach behind the likeliest tokens.
+        one = ((shares[0] / total).to(tl.float32) <= limit) & (_key_at(found, 1, shift) <= largest)
+        two = ((shares[1] / total).to(tl.float32) <= limit) & (_key_at(found, 2, shift) <= largest)
+        three = ((shares[2] / total).to(tl.float32) <= limit) & (_key_at(found, 3, shift) <= largest)
         below = tl.where(three, shares[2], tl.where(two, shares[1], tl.where(one, shares[0], below)))
         found += (one.to(tl.int64) + two.to(tl.int64) + three.to(tl.int64)) << shift
-    largest = _keys(top)
-    edge = tl.minimum(_key_at(found, 0, 0), largest)
+    edge = _key_at(found, 0, 0)
     ties = tl.full([], 0, tl.int32)
     gone = tl.full([], 0, tl.int32)
     for start in range(0, length, BLOCK):
@@ -337,7 +337,7 @@ def choose(logits: Tensor, fields: Tensor, marks: Tensor | None, slots: Tensor |
     num_rows, vocabulary = logits.shape
     assert logits.stride(-1) == 1 and fields.is_contiguous() and fields.shape == (6, num_rows)
     tokens = logits.new_empty(num_rows, dtype=torch.int64)
-    candidates = logits.new_empty(num_rows, ROOM, dtype=torch.int32)
+    candidates = logits.new_empty(num_rows, ROOM, dtype=torch.int32)  # as wide for any V: the kernel is one for all
     # fmt: off
     on_device(_choose_kernel, logits)[(num_rows,)](
         tokens, candidates, logits, fields, marks, slots, vocabulary, num_rows, logits.stride(0),

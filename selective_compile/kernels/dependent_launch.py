@@ -6,6 +6,8 @@ Only then a program gives the next kernel leave to begin (``gdc_launch_dependent
 behind its keys. The next one begins when all programs have, so that none of them waits for a place that it takes, and
 waits for their results itself (CUDA C++ Programming Guide, "Programmatic Dependent Launch").
 
+A kernel of another library that is launched so behind one of these has to wait, too, before it reads or writes.
+
 It hides the time between two kernels, about a microsecond for each. Not measured on a GPU.
 """
 

@@ -228,7 +228,7 @@ def _attention_kernel(
     masked_steps = steps_in_front + (end - clear_end + BLOCK_N - 1) // BLOCK_N
     for MASKED in tl.static_range(1, -1, -1):
         steps = masked_steps if MASKED else (clear_end - clear_begin) // BLOCK_N
-        # Of the few masked iterations no load is begun early but the bulk copies of tall tiles: elsewhere the registers
+        # Of the few masked iterations no load is begun early but the bulk copies of 128 rows: elsewhere the registers
         # that this takes spilled in float32, and low tiles would have shared memory for fewer programs at once.
         for step in tl.range(0, steps, num_stages=1 if MASKED and (key_tiles is None or BLOCK_M < 128) else None):
             if MASKED:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from typing import Any
 
 import pytest
@@ -89,14 +91,55 @@ def test_few_tokens_are_gone_over_again(asked_for: dict[str, float], monkeypatch
     assert sum(gone_over) < 2.2 * 2000 + 2 * 40 * 130
 
 
-@pytest.mark.parametrize("limit", [0.3, 0.999999])
-def test_what_weighs_next_to_nothing_is_of_the_sum_all_the_same(limit: float) -> None:
-    """Many tokens that go before anything is compared weigh as much together as others of those that are left."""
-    logits = torch.cat([torch.tensor([0.0, -0.5, -1.0, -3.0]), torch.full((296,), -12.0)])[None]
-    for seed in range(8):
-        params = [dataclasses.replace(SAMPLED, top_p=1 - limit, seed=seed)]
-        expected, found = both(logits, params)
-        assert found.tolist() == expected.tolist()
+ASKED = ({"top_p": 0.5}, {"top_p": 0.9}, {"min_p": 0.2}, {"top_k": 7}, {"top_k": 30, "top_p": 0.6, "min_p": 0.01})
+
+
+@pytest.mark.parametrize("room", [choose_triton.ROOM, 5])
+@pytest.mark.parametrize("asked_for", ASKED, ids=str)
+def test_what_may_be_left_is_what_is_drawn_from(
+    asked_for: dict[str, float], room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is room for it and where there is not; nothing is written behind the room of a row."""
+    monkeypatch.setattr(choose_triton, "ROOM", room)
+    written = new_empty_in_front_of(monkeypatch, torch.int32, -7)
+    logits = torch.cat([random_logits(1, 200, seed) for seed in range(16)])
+    expected, found = both(logits, [dataclasses.replace(SAMPLED, seed=n, **asked_for) for n in range(16)])
+    assert found.tolist() == expected.tolist()
+    (candidates,) = written
+    assert (candidates[16 * room :] == -7).all() and (candidates[: 16 * room] != -7).any()
+
+
+def new_empty_in_front_of(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, value: int) -> list[Tensor]:
+    """Tensors of that dtype that a launcher allocates have 100 numbers more behind them, of that value, as all."""
+    made, new_empty = [], Tensor.new_empty
+
+    def larger(self: Tensor, *size: int, **options: Any) -> Tensor:
+        if options.get("dtype") is not dtype:
+            return new_empty(self, *size, **options)
+        made.append(torch.full((math.prod(size) + 100,), value, dtype=dtype))
+        return made[-1][:-100].view(size)
+
+    monkeypatch.setattr(Tensor, "new_empty", larger)
+    return made
+
+
+@pytest.mark.parametrize("asked_for,left", [({"top_p": 0.5}, {3, 200}), ({"top_p": 0.62, "top_k": 2}, {3})], ids=str)
+def test_what_weighs_next_to_nothing_is_of_the_sum_all_the_same(asked_for: dict[str, float], left: set[int]) -> None:
+    """Tokens that go before anything is compared have a fifth of it together; of the sum behind top-k they are not."""
+    logits = torch.full((1, 400), math.log(4.5e-4 * 2.5))
+    logits[0, [3, 200, 390]] = torch.tensor([1.0, 0.6, 0.1]).log()
+    expected, found = both(
+        logits.expand(12, -1), [dataclasses.replace(SAMPLED, seed=n, **asked_for) for n in range(12)]
+    )
+    assert found.tolist() == expected.tolist() and set(found.tolist()) == left
+
+
+def test_of_tokens_that_are_likeliest_alike_a_limit_of_1_leaves_the_last() -> None:
+    """1 - top_p is rounded to 1 there, so that no sum is more."""
+    logits = torch.zeros(4, 60)
+    logits[:, [10, 20, 30]] = 3.0
+    expected, found = both(logits, [dataclasses.replace(SAMPLED, top_p=1e-9, seed=seed) for seed in range(4)])
+    assert found.tolist() == expected.tolist() == [30] * 4
 
 
 def test_what_is_chosen_is_marked_and_nothing_else() -> None:
@@ -142,13 +185,15 @@ def test_it_ships(target: Any, triton_cache: None, tmp_path: Any) -> None:
     options = warps(choose_triton.WARPS, target.backend)
     compiled = ahead.compile_ahead(choose_triton._choose_kernel, target, types, constants, **options)
     ahead.assert_ships(compiled, target, tmp_path)
+    assert re.search(r"(ttg|gpu)\.barrier", compiled.asm["ttgir"])  # between threads that list candidates and read them
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("spread", [1, 8])  # whether most tokens, or few, may be left
+@pytest.mark.parametrize("spread", [1, 8])  # by which top-p alone has more candidates than there is room for, or few
 def test_on_a_gpu(spread: int, dtype: torch.dtype) -> None:
-    params = [dataclasses.replace(SAMPLED, seed=n, top_k=10 * n, top_p=1 - n / 20) for n in range(16)]
+    asked_for = [{"top_k": 10 * n, "top_p": 1 - n / 20} for n in range(4)] + [*ASKED, {}, {"top_p": 0.999}] * 2
+    params = [dataclasses.replace(SAMPLED, seed=n, **each) for n, each in enumerate(asked_for[:16])]
     found = choices(params, list(range(16)))
     assert found is not None
     fields, logits = torch.from_numpy(found), (spread * random_logits(16, 128_256)).to(dtype)
