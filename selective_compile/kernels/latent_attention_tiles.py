@@ -52,6 +52,7 @@ def latent_tile(
     num_rows: int,
     num_requests: int,
     heads: int,
+    width: int,
     bytes_per_element: int,
     block_size: int,
     window: int,
@@ -64,6 +65,7 @@ def latent_tile(
     """Choose the tile from what the host knows: shapes, not lengths. Any choice is correct for any step.
 
     Args:
+        width: of a row: how many numbers the latent and the rest have, each padded to a power of two.
         bytes_per_element: of queries.
         narrow: the pool is e4m3, whose numbers take registers on their way to the query's dtype.
         selected: each row has a selection of keys of its own, so that a tile is one row.
@@ -78,6 +80,8 @@ def latent_tile(
     block_h = block_m if selected else min(block_m, triton.next_power_of_2(heads))
     block_n = 32 if narrow or window else 64
     bulk = bulk and not wide and not selected and block_size % block_n == 0
+    # The latents of two iterations, the query and the weights.
+    ahead = (2 * block_n * (1 if narrow else 2) + 2 * block_m) * width + 2 * block_m * block_n + 1024 <= shared_memory
     short = wide or (not rocm and shared_memory < ROOMY)
     return LatentTile(
         block_q=block_m // block_h,
@@ -87,7 +91,7 @@ def latent_tile(
         num_warps=4 if rocm else 8,
         # A second stage takes registers, too, with float32 more than there are. For bulk copies to begin an iteration
         # ahead it takes five: Triton loads a block's number two stages in front of the block, and both are waited for.
-        num_stages=1 if wide else 5 if bulk else 2,
+        num_stages=1 if wide else 5 if bulk and ahead else 2,
         large=not rocm,
         bulk=bulk,
     )

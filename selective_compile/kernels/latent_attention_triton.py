@@ -311,10 +311,12 @@ def _attend(
     num_requests = context_lens.shape[0]
     assert query.stride(-1) == pool.stride(-1) == 1, "rows must be contiguous"
     assert sinks is None or sinks.is_contiguous(), "heads must be contiguous"
+    block_r, block_e = (max(LEAST, triton.next_power_of_2(each)) for each in (value_size, size - value_size))
     tile = latent_tile(
         num_rows=num_rows,
         num_requests=num_requests,
         heads=heads,
+        width=block_r + block_e,
         bytes_per_element=query.element_size(),
         block_size=block_size,
         window=window,
@@ -335,7 +337,6 @@ def _attend(
         lengths, sizes = (cu_seqlens_q, context_lens), (block_q, block_n)
         split = plan(*lengths, splits, num_rows=num_rows, rows_and_keys=sizes, window=window, chunk=0)
         parts, num_pieces = new_parts(query, value_size, places=split.places, rows=block_q), split.pieces.shape[1]
-    block_r, block_e = (max(LEAST, triton.next_power_of_2(each)) for each in (value_size, size - value_size))
     early = begins_early(query.device)
     # fmt: off
     on_device(_latent_kernel, query)[(num_pieces * blocks_of_heads,)](

@@ -36,10 +36,17 @@ def tile_of(heads: int, *, rows: int = 8, **changes: Any) -> Any:
         "shared_memory": 227 * 1024,
         "block_size": 64,
         "window": 0,
+        "width": 512 + 64,
         "bulk": True,
         "backend": "cuda",
     } | changes
     return tiles.latent_tile(num_rows=rows, num_requests=8, heads=heads, **given)
+
+
+def test_copies_begin_an_iteration_ahead_where_there_is_room_for_two() -> None:
+    stages = [tile_of(128, width=512 + rest).num_stages for rest in (64, 128, 256, 512)]
+    assert stages == [5, 5, 2, 2]
+    assert tile_of(128, width=512 + 256, narrow=True).num_stages == 5
 
 
 def test_a_tile_has_as_many_heads_as_fit_and_rows_where_there_are_fewer() -> None:
@@ -149,24 +156,24 @@ COMPILED += [(20, 512, name) for name in ("float32_window_and_sinks", "fp8_windo
 OPTIONAL = ("sinks", "selection", "key_scales")
 
 
-def compile_latents(target: Any, name: str, heads: int, rows: int) -> Any:
-    """For a latent of 512 numbers and 64 more, as the launcher would ask for it."""
+def compile_latents(target: Any, name: str, heads: int, rows: int, rest: int = 64) -> Any:
+    """For a latent of 512 numbers and 64 more, or another `rest`, as the launcher would ask for it."""
     element, changes = VARIANTS[name]
     bulk = target.arch in (90, 100)
     width, block_size = 4 if element == "fp32" else 2, changes.get("BLOCK_SIZE", 64)
     window = changes.get("WINDOW", 0)
     stored = changes.get("rows", "*" + element)[1:]
     others = {"selected": "selection" in changes, "shared_memory": target.shared_memory}
-    others |= {"bytes_per_element": width, "narrow": "fp8" in stored}
+    others |= {"bytes_per_element": width, "narrow": "fp8" in stored, "width": 512 + rest}
     tile = tile_of(heads, rows=rows, block_size=block_size, window=window, bulk=bulk, backend=target.backend, **others)
     types = dict.fromkeys(("output", "query"), "*" + element) | {"rows": "*" + stored}
     types |= dict.fromkeys(("sums", "maxima", "totals"), "*fp32")
     types |= dict.fromkeys(("pieces", "cu_seqlens_q", "context_lens", "block_table"), "*i32")
     types |= {name: changes[name] for name in OPTIONAL if name in changes}
-    for name, padded in (("latent_tiles", 512), ("rest_tiles", 64)):
+    for name, padded in (("latent_tiles", 512), ("rest_tiles", rest)):
         types |= {name: f"tensordesc<{stored}[1, 1, {tile.block_n}, {padded}]>"} if tile.bulk else {}
-    constants = {"SCALE": 0.1, "WINDOW": 0, "COUNT": 0, "HEADS": heads, "VALUE_SIZE": 512, "REST_SIZE": 64}
-    constants |= {"BLOCK_Q": tile.block_q, "BLOCK_N": tile.block_n, "BLOCK_R": 512, "BLOCK_E": 64}
+    constants = {"SCALE": 0.1, "WINDOW": 0, "COUNT": 0, "HEADS": heads, "VALUE_SIZE": 512, "REST_SIZE": rest}
+    constants |= {"BLOCK_Q": tile.block_q, "BLOCK_N": tile.block_n, "BLOCK_R": 512, "BLOCK_E": rest}
     constants |= {"BLOCK_H": tile.block_h, "BLOCK_SIZE": block_size}
     constants |= {"WIDEN": False, "SPLIT": True} | changes
     constants |= {} if tile.bulk else {"latent_tiles": None, "rest_tiles": None}
@@ -183,6 +190,13 @@ def test_it_compiles_ahead_of_time_without_spills(target: Any, heads: int, rows:
     if "fp8" in name and target == TARGETS[0]:
         pytest.skip("no numbers of e4m3 below compute capability 8.9")
     ahead.assert_ships(compile_latents(target, name, heads, rows), target, tmp_path)
+
+
+@compiling
+@pytest.mark.parametrize("rest", [128, 256])
+@pytest.mark.parametrize("target", TARGETS[1:3], ids=str)
+def test_wider_rows_fit_into_shared_memory(target: Any, rest: int, tmp_path: Any) -> None:
+    ahead.assert_ships(compile_latents(target, "step", 128, 8, rest), target, tmp_path)
 
 
 @compiling
