@@ -170,17 +170,25 @@ class CudaStream(DeviceStream):
     def _graph(self, work: Work) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         began = False
+        raised: BaseException | None = None
         try:
             # Not the stream that torch has for captures, which is of the device that captured first. Other threads, of
             # the user's, may allocate meanwhile.
             with torch.cuda.graph(graph, pool=self._memory, stream=self._beside, capture_error_mode="thread_local"):
                 began = True
-                work()
+                try:
+                    work()
+                except BaseException as error:
+                    raised = error
+                    raise
         except BaseException as error:
             self._leave_pool(graph, began=began)
-            if isinstance(error.__context__, RuntimeError):  # at the end the device says no more than that one was
-                raise error.__context__ from None
+            # At the end the device says no more than that one was; of what is no error, as Ctrl-C, it knows nothing.
+            if isinstance(error, RuntimeError) and raised is not None and _tells_more(raised):
+                raise raised from None
             raise
+        finally:
+            raised = None  # or it would be held by a frame that it holds, with all that the work holds
         return graph
 
     def _leave_pool(self, graph: torch.cuda.CUDAGraph, *, began: bool) -> None:
@@ -248,6 +256,10 @@ class Lent:
 
 def stream_of(device: torch.device) -> DeviceStream:
     return CudaStream(device) if device.type == "cuda" else DeviceStream()
+
+
+def _tells_more(raised: BaseException) -> bool:
+    return isinstance(raised, RuntimeError) or not isinstance(raised, Exception)
 
 
 def _release() -> tuple[int, ...]:

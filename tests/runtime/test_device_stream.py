@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import weakref
+from contextlib import suppress
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -201,6 +203,73 @@ def test_a_capture_that_fails_holds_no_memory_and_none_is_lost_for_the_next(
     del replay, again
     gc.collect()
     assert not cuda.pools.uses
+
+
+@pytest.mark.parametrize(
+    ("kind", "invalid"),
+    [(KeyboardInterrupt, True), (KeyboardInterrupt, False), (SystemExit, True), (SystemExit, False), (OSError, False)],
+)
+def test_what_ends_work_that_is_captured_is_not_taken_for_what_the_device_says(
+    cuda: RecordedCuda, kind: type[BaseException], invalid: bool
+) -> None:
+    """Whoever presses Ctrl-C while an error is handled, or while the capture is no good any more, is heard: a capture
+    that fails with a RuntimeError is tried again."""
+    stream, count = CudaStream(CPU), 0
+
+    def work() -> None:
+        nonlocal count
+        count += 1
+        if count == 2:
+            if invalid:
+                cuda.invalidate()
+            try:
+                raise RuntimeError("not permitted when stream is capturing")
+            except RuntimeError:
+                raise kind from None
+
+    with pytest.raises(kind):
+        stream.capture(work, [])
+    assert stream.capture(work, []) is not None
+
+
+def test_what_the_device_says_at_the_end_gives_way_to_what_it_said_before(cuda: RecordedCuda) -> None:
+    stream, count = CudaStream(CPU), 0
+
+    def work() -> None:
+        nonlocal count
+        count += 1
+        if count % 2 == 0:
+            cuda.invalidate()
+            if count == 2:
+                try:
+                    raise RuntimeError("handled")
+                except RuntimeError as error:
+                    raise RuntimeError("not permitted") from error
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        stream.capture(work, [])
+    with pytest.raises(RuntimeError, match="previous error"):  # nothing was raised before it
+        stream.capture(work, [])
+
+
+def test_what_a_failed_capture_has_raised_holds_nothing_once_it_is_handled(cuda: RecordedCuda) -> None:
+    """As the memory that the work computes in, which is to be free at once, and not with the next garbage."""
+    stream, counts = CudaStream(CPU), iter(range(2))
+
+    def work() -> None:
+        if next(counts):
+            raise RuntimeError("not permitted")
+
+    held = weakref.ref(work)
+    gc.collect()
+    gc.disable()
+    try:
+        with suppress(RuntimeError):
+            stream.capture(work, [])
+        del work
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 def test_a_capture_that_does_not_even_begin_lets_go_of_nothing(
