@@ -24,9 +24,13 @@ UNTAGGED = frozenset(
     f"aten::{name}"
     for name in (
         *("is_nonzero", "nonzero_numpy", "combinations", "inverse", "cholesky", "_linalg_check_errors"),
-        *("linalg_inv", "linalg_cholesky", "linalg_solve", "linalg_eigh", "linalg_lu_factor", "linalg_ldl_factor"),
+        *("linalg_inv", "linalg_cholesky", "linalg_solve", "linalg_lu_factor", "linalg_ldl_factor", "linalg_lstsq"),
+        *("linalg_svd", "_linalg_svd", "linalg_svdvals", "svd", "linalg_pinv", "pinverse", "linalg_matrix_rank"),
+        *("linalg_eigh", "_linalg_eigh", "linalg_eigvalsh", "linalg_eig", "linalg_eigvals", "_linalg_eigvals"),
+        *("multinomial", "_pack_padded_sequence"),
     )
 )
+POWERS = frozenset({"aten::linalg_matrix_power", "aten::matrix_power"})
 INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
 COPIES = frozenset({"aten::to", "aten::_to_copy", "aten::copy", "aten::copy_", "aten::cpu"})
 # torch 2.11 to 2.13 have a kernel for bfloat16 there; elsewhere a loop over the groups, whose ends the host reads.
@@ -62,6 +66,8 @@ def _reads(node: fx.Node, target: torch._ops.OpOverload, device: torch.device) -
         return READING & set(target.tags) != set() and node.kwargs.get("output_size") is None
     if name == "aten::histc":  # of no given range, which is that of the values
         return bool(_argument(node, 2, 0) == _argument(node, 3, 0))
+    if name in POWERS:  # below 0 of the inverse
+        return bool(_argument(node, 1) < 0)
     if name == "aten::_grouped_mm":
         return _argument(node, 2) is not None and not _has_grouped_kernel(node, device)
     if name in COPIES:

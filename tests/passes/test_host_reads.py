@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from selective_compile.options import EngineConfig
 from selective_compile.passes.flatten import FlatGraph, flatten
-from selective_compile.passes.host_reads import host_read
+from selective_compile.passes.host_reads import POWERS, UNTAGGED, host_read
 from selective_compile.step_program import why_not_captured
 from tests.passes.graphs import analysed
 
@@ -64,6 +64,9 @@ READING: dict[str, tuple[Any, ...]] = {
     "classes of the values": (aten.one_hot.default, IDS),
     "a range of the values": (aten.histc.default, ROWS, 4),
     "an inverse": (aten.linalg_inv.default, torch.eye(3)),
+    "a draw": (aten.multinomial.default, ROWS, 1),
+    "a power below 0": (aten.linalg_matrix_power.default, torch.eye(3), -1),
+    "packed lengths": (aten._pack_padded_sequence.default, ROWS[None], torch.tensor([6]), True),
     "groups": (aten._grouped_mm.default, ROWS, EXPERTS, ENDS),
 }
 SILENT: dict[str, tuple[Any, ...]] = {
@@ -73,6 +76,7 @@ SILENT: dict[str, tuple[Any, ...]] = {
     "a number of classes": (aten.one_hot.default, IDS, 6),
     "a range": (aten.histc.default, ROWS, 4, 0, 3),
     "as many as there are": (aten._grouped_mm.default, EXPERTS, EXPERTS.transpose(1, 2)),
+    "a power": (aten.linalg_matrix_power.default, torch.eye(3), 2),
     "a copy where it is": (aten._to_copy.default, ROWS),
     "one of ours": (torch.ops.selective.linear.default, ROWS, torch.randn(4, 8), None),
 }
@@ -82,6 +86,26 @@ SILENT: dict[str, tuple[Any, ...]] = {
 def test_what_reads_the_device_is_named_with_its_operator(name: str) -> None:
     target, *args = READING[name]
     assert str(host_read(flat_with(target, *args))).startswith(f"{target} reads the device on the host: ")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("linalg_svd", "_linalg_svd", "linalg_svdvals", "svd", "linalg_pinv", "pinverse", "linalg_matrix_rank"),
+        *("linalg_eigh", "_linalg_eigh", "linalg_eigvalsh", "linalg_eig", "linalg_eigvals", "_linalg_eigvals"),
+    ],
+)
+def test_linear_algebra_looks_whether_it_went_well(name: str) -> None:
+    assert " reads the device on the host: " in str(host_read(flat_with(getattr(aten, name).default, torch.eye(3))))
+
+
+def test_least_squares_look_at_the_rank() -> None:
+    assert host_read(flat_with(aten.linalg_lstsq.default, torch.eye(3), torch.eye(3)))
+
+
+def test_each_name_is_that_of_an_operator() -> None:
+    names = {schema.name for schema in torch._C._jit_get_all_schemas()}
+    assert UNTAGGED | POWERS <= names
 
 
 @pytest.mark.parametrize("name", SILENT)
