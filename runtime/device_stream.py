@@ -71,6 +71,11 @@ class DeviceStream:
         whenever it has been done again, until other captured work is. No memory is kept for it there."""
         return lambda: tensor
 
+    def alone(self) -> AbstractContextManager[object]:
+        """What memory is found free within is so until it is taken, also where engines are made in several threads;
+        where it is the host's, nobody waits: others use that, too."""
+        return nullcontext()
+
     def peak_bytes(self, work: Work) -> int:
         """Memory of its own that the device takes for work while it is done; 0 where that is the host's, which others
         use, too: then it is not done."""
@@ -213,6 +218,9 @@ class CudaStream(DeviceStream):
     def lend(self, tensor: Tensor) -> Callable[[], Tensor]:
         # Kept as it is, it would be memory that no other graph can compute in.
         return Lent(tensor).tensor if torch.cuda.is_current_stream_capturing() else super().lend(tensor)
+
+    def alone(self) -> AbstractContextManager[object]:
+        return ALONE
 
     def peak_bytes(self, work: Work) -> int:
         with torch.cuda.device(self._device), ALONE:

@@ -68,31 +68,32 @@ class ModelRunner:
         sites, states, device = self.program.call_sites, self.program.state_sites, self.program.device
         # A program that runs one request after another computes nothing else with it.
         self.invariant = config.batch_invariant and bool(sites)
-        self.max_requests = num_slots(states, config, device=device)
-        taken = self.max_requests * sum(site.num_bytes for site in states)
         self.stream = stream if stream is not None else stream_of(device)
-        rows = decode_sizes(self.max_requests, invariant=self.invariant)[-1]
-        self._chooser = DeviceChooser(
-            self.stream,
-            device,
-            token_budget=config.token_budget,
-            rows=rows,
-            slots=self.max_requests,
-            vocab_size=self.program.vocab_size,
-        )
         self._graphs: StepGraphs | None = None
         self._launched: CapturedInputs | None = None  # the last step, if it was a captured one
         self._states: tuple[Tensor, ...] = ()
-        if config.max_kv_tokens is None and not self.program.keeps_requests:
-            # What graphs compute in is theirs alone.
-            taken += self._peak_bytes(config) * (1 + self.captures(config))
-        positions = self.program.max_positions
-        blocks = num_blocks(sites, config, max_positions=positions, device=device, reserved=taken)
+        with self.stream.alone():  # two that were made at once would share out the same memory
+            self.max_requests = num_slots(states, config, device=device)
+            taken = self.max_requests * sum(site.num_bytes for site in states)
+            rows = decode_sizes(self.max_requests, invariant=self.invariant)[-1]
+            self._chooser = DeviceChooser(
+                self.stream,
+                device,
+                token_budget=config.token_budget,
+                rows=rows,
+                slots=self.max_requests,
+                vocab_size=self.program.vocab_size,
+            )
+            if config.max_kv_tokens is None and not self.program.keeps_requests:
+                # What graphs compute in is theirs alone.
+                taken += self._peak_bytes(config) * (1 + self.captures(config))
+            positions = self.program.max_positions
+            blocks = num_blocks(sites, config, max_positions=positions, device=device, reserved=taken)
+            self._pools = allocate_pools(sites, blocks, config.block_size)
+            self._states = allocate_states(states, self.max_requests)
         self.num_blocks = dict(zip(reaches_of(sites), blocks, strict=True))
-        self._pools = allocate_pools(sites, blocks, config.block_size)
         self.kv_bytes = sum(pool.nbytes for pair in self._pools for pool in pair)
         self.kv_bytes_per_token = bytes_per_block(sites, 1)
-        self._states = allocate_states(states, self.max_requests)
         self._slots = StateSlots(self.max_requests)
         size = bytes_per_block(sites, config.block_size)
         self.host_slots = _host_slots(self.program, config, size)

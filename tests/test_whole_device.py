@@ -10,11 +10,12 @@ import torch
 
 from selective_compile import joined_weights
 from selective_compile.joined_weights import JoinedWeights
-from selective_compile.runtime import device_stream
-from selective_compile.runtime.device_stream import CudaStream
+from selective_compile.runtime import device_stream, model_runner
+from selective_compile.runtime.device_stream import CudaStream, DeviceStream
 from selective_compile.tensor_state import states
 from selective_compile.whole_device import ALONE
 from tests.runtime.recorded_cuda import RecordedCuda
+from tests.runtime.simulated import simulated_engine
 
 CPU = torch.device("cpu")
 
@@ -66,6 +67,30 @@ def test_others_wait_until_weights_are_joined(monkeypatch: pytest.MonkeyPatch) -
     weights = [torch.nn.Parameter(torch.randn(4, 8)) for _ in range(2)]
     JoinedWeights([(0, 1)]).gather(weights, states(weights))
     assert waited == [True] and not others_wait()
+
+
+@pytest.mark.parametrize("kind", [CudaStream, DeviceStream])
+def test_others_wait_until_an_engine_has_taken_the_memory_that_it_found_free(
+    kind: type[DeviceStream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is the device's own: that of the host others take, too, whoever waits."""
+    monkeypatch.setattr(device_stream, "torch", RecordedCuda().namespace)
+    waited: dict[str, bool] = {}
+
+    def noted(name: str) -> None:
+        function = getattr(model_runner, name)
+
+        def called(*arguments: Any, **given: Any) -> Any:
+            waited.setdefault(name, others_wait())  # the first: the second may be of memory of the host
+            return function(*arguments, **given)
+
+        monkeypatch.setattr(model_runner, name, called)
+
+    names = ("num_slots", "num_blocks", "allocate_pools", "allocate_states")
+    for name in names:
+        noted(name)
+    simulated_engine(stream=kind(CPU) if kind is CudaStream else kind(), cuda_graphs=False)
+    assert waited == dict.fromkeys(names, kind is CudaStream) and not others_wait()
 
 
 def test_who_has_the_device_alone_may_ask_for_it_again() -> None:
