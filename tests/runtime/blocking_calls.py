@@ -1,4 +1,4 @@
-"""Calls of torch that have the host wait for a GPU though they read nothing from it: copies that begin only when all
+"""Calls of torch that have the host wait for a GPU: that read what it has computed, and copies that begin only when all
 before them is done, since the memory of the host is not pinned, or that are waited for."""
 
 from __future__ import annotations
@@ -9,8 +9,32 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+# What waits for the device on a GPU, where it is called on memory of the device.
+READS = {"item", "tolist", "cpu", "numpy", "to", "nonzero", "equal", "is_nonzero", "masked_select", "unique"}
+READS |= {"__int__", "__float__", "__bool__", "__index__", "__complex__", "__array__", "__dlpack__", "__contains__"}
+READS |= {"__repr__", "__format__"}
+MAKING = {"tensor", "as_tensor", "asarray"}
 INDEXING = {"__getitem__", "__setitem__", "index_put", "index_put_"}
+
+
+def reads(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], of_device: Callable[[Tensor], bool], *, working: bool
+) -> bool:
+    """Whether a function of torch of that name, called so, has the host know what the device has computed; as `blocks`.
+    Where the device is all that work knows, `to` stays there unless a place is named."""
+    if not any(isinstance(each, Tensor) and of_device(each) for each in tree_leaves((args, kwargs))):
+        return False
+    if name == "to" and working:
+        places = [*args[1:], kwargs.get("device"), kwargs.get("other")]
+        return any(isinstance(p, (torch.device, str)) or (isinstance(p, Tensor) and not of_device(p)) for p in places)
+    if name == "type":  # of a tensor that is said with its place, as "torch.LongTensor"
+        kind = args[1] if len(args) > 1 else kwargs.get("dtype")
+        return kind is not None and not isinstance(kind, torch.dtype)
+    if name in MAKING:  # of one tensor: another beside it, unless the host's was asked for
+        return isinstance(kwargs.get("device"), str) or not (args and isinstance(args[0], Tensor))
+    return name in READS
 
 
 def blocks(
@@ -35,6 +59,8 @@ def blocks(
         index = others[0] if isinstance(others[0], tuple) else (others[0],)
         lists = any(isinstance(each, (list, np.ndarray)) or of_host(each) for each in index)
         return lists or any(map(of_host, others[1:]))
+    if name == "new_tensor" and of_device(first):
+        return not isinstance(kwargs.get("device"), str) and not (others and isinstance(others[0], Tensor))
     if name == "copy_":
         return of_device(first) != of_device(others[0])
     if name in ("to", "cuda"):

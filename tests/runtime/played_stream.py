@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from selective_compile.runtime.device_stream import DeviceStream, Work
-from tests.runtime.blocking_calls import blocks
 
 T = TypeVar("T")
 
@@ -151,12 +149,10 @@ class Tape(TorchDispatchMode):
     @torch.no_grad()
     def __call__(self) -> None:
         for func, args, kwargs, found in self._calls:
-            given = {
-                tensor.untyped_storage().data_ptr() for tensor in tree_leaves((args, kwargs)) if _is_tensor(tensor)
-            }
+            given = {tensor.untyped_storage().data_ptr() for tensor in tree_leaves((args, kwargs)) if is_tensor(tensor)}
             again = func(*args, **kwargs)
             for old, new in zip(tree_leaves(found), tree_leaves(again), strict=True):
-                if _is_tensor(old) and old.untyped_storage().data_ptr() not in given:
+                if is_tensor(old) and old.untyped_storage().data_ptr() not in given:
                     old.copy_(new)
 
 
@@ -165,6 +161,8 @@ aten = torch.ops.aten
 # captured. With an index of booleans, those of indices do, too. What copies to the host is seen by its caller alone.
 WAITING = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.is_nonzero, aten.item}
 WAITING |= {aten._unique2, aten.unique_dim, aten.unique_consecutive, aten._unique, aten.bincount}
+WAITING |= {aten.unique_dim_consecutive, aten.argwhere, aten.nonzero_numpy, aten.allclose, aten.multinomial}
+WAITING |= {aten._linalg_check_errors, aten.linalg_inv}
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 
 
@@ -173,157 +171,8 @@ def waits_for_the_device(func: Any, args: Sequence[Any]) -> bool:
     if packet in INDEXING:
         indices = [index for index in args[1] if index is not None]
         return any(index.dtype in (torch.bool, torch.uint8) for index in indices)
-    return packet in WAITING or (packet is aten.repeat_interleave and func is aten.repeat_interleave.Tensor)
+    return packet in WAITING or func in (aten.repeat_interleave.Tensor, aten.where.default)
 
 
-# What waits for the device on a GPU, where it is called on memory of the device.
-READS = {"item", "tolist", "cpu", "numpy", "to", "nonzero", "equal", "is_nonzero", "masked_select", "unique"}
-READS |= {"__int__", "__float__", "__bool__", "__index__", "__array__", "__contains__"}
-
-
-class WatchedStream(PlayedStream):
-    """Notes where the host reads what the device has computed, other than from what was copied to the host, and where
-    work that it was given does, which is not the model's: what is `kernels` here are kernels there. And where the host
-    would wait for a copy (`blocking_calls`), but where the user's code is asked `aside`.
-
-    Attributes:
-        reads: what was called for it, within `watched`.
-    """
-
-    def __init__(self, *, captures: bool) -> None:
-        super().__init__(captures=captures)
-        self.reads: list[str] = []
-        self._of_device: dict[int, Any] = {}  # storages, which are kept: another could get the address of one
-        self._pinned: dict[int, Any] = {}
-        self._working = self._watching = self._in_kernels = self._copying = False
-
-    @contextmanager
-    def kernels(self) -> Iterator[None]:
-        """What runs within stands for a model's kernels, which wait for nothing."""
-        was, self._in_kernels = self._in_kernels, True
-        try:
-            yield
-        finally:
-            self._in_kernels = was
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        if self._watching and not any(each.untyped_storage().data_ptr() in self._pinned for each in (target, source)):
-            self.reads.append("a copy of memory that is not pinned")
-
-        def done() -> None:
-            to_host = self.is_of_device(source)
-            with self.copies():
-                target.copy_(source)
-            if to_host:
-                self._of_device.pop(target.untyped_storage().data_ptr(), None)
-
-        self.enqueue(done)
-
-    def send(self, values: Tensor, device: torch.device) -> Tensor:
-        with self.copies():
-            sent = values.clone()
-        self.computed(sent)
-        return sent
-
-    @contextmanager
-    def copies(self) -> Iterator[None]:
-        """What is copied within is pinned, and nobody waits for it."""
-        was, self._copying = self._copying, True
-        try:
-            yield
-        finally:
-            self._copying = was
-
-    @contextmanager
-    def built(self) -> Iterator[None]:
-        """Memory of the host that is made within is known to be pinned, if it would be with a GPU: if it is asked
-        for."""
-        with HostReads(self):
-            yield
-
-    def made(self, tensor: Tensor, *, asked: Mapping[str, Any]) -> None:
-        """Of no other, and of the host where no device was asked for, though work may have done it."""
-        memory = tensor.untyped_storage()
-        if "pin_memory" in asked:
-            self._pinned[memory.data_ptr()] = memory
-        elif asked.get("device") is not None:
-            self.computed(tensor)
-        else:
-            self._of_device.pop(memory.data_ptr(), None)
-
-    def is_of_device(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._of_device
-
-    def computed(self, tensor: Tensor) -> None:
-        self._of_device[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-
-    def _run(self, count: int) -> None:
-        was, self._working = self._working, True
-        try:
-            with Computed(self):
-                super()._run(count)
-        finally:
-            self._working = was
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        self._watching = True
-        try:
-            with HostReads(self):
-                yield
-        finally:
-            self._watching = False
-
-    def worked(self, func: Any, args: Sequence[Any]) -> None:
-        """The device has called it."""
-        if self._watching and not self._in_kernels and waits_for_the_device(func, args):
-            self.reads.append(str(func))
-
-    def read(self, name: str, tensor: Tensor) -> None:
-        stays = self._working and name == "to"  # where it is: work knows no other memory
-        if self._watching and not stays and not self._in_kernels and self.is_of_device(tensor):
-            self.reads.append(name)
-
-    def called(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """A function of torch is."""
-        if not self._watching or self._in_kernels or self._copying or self.besides:
-            return
-        if blocks(name, args, kwargs, self.is_of_device, working=self._working):
-            self.reads.append(f"{name} of memory of the host")
-
-
-class Computed(TorchDispatchMode):
-    """Within, what is computed is the device's."""
-
-    def __init__(self, stream: WatchedStream) -> None:
-        super().__init__()
-        self._stream = stream
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._stream.worked(func, args)
-        found = func(*args, **(kwargs or {}))
-        for tensor in filter(_is_tensor, tree_leaves(found)):
-            self._stream.computed(tensor)
-        return found
-
-
-class HostReads(TorchFunctionMode):
-    def __init__(self, stream: WatchedStream) -> None:
-        super().__init__()
-        self._stream = stream
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in READS:
-            for tensor in filter(_is_tensor, args):
-                self._stream.read(name, tensor)
-        given = kwargs or {}
-        self._stream.called(name, args, given)
-        found = func(*args, **given)
-        if _is_tensor(found) and not any(map(_is_tensor, tree_leaves((args, given)))):
-            self._stream.made(found, asked=given)
-        return found
-
-
-def _is_tensor(value: Any) -> bool:
+def is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)

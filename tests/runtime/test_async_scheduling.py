@@ -21,8 +21,9 @@ from selective_compile.runtime import Engine, Request, StepError
 from selective_compile.runtime.block_names import extend_names
 from selective_compile.runtime.iterations import Iterations
 from tests.runtime.engine_checks import assert_nothing_left, check, expect, run_until_idle
-from tests.runtime.played_stream import PlayedStream, WatchedStream
+from tests.runtime.played_stream import PlayedStream
 from tests.runtime.simulated import SimulatedProgram, expected_tokens, simulated_engine
+from tests.runtime.watched_stream import Kernels, WatchedStream
 
 ENDS = list(range(0, 61, 6))
 
@@ -207,18 +208,6 @@ BLOCKING: dict[str, Callable[[Any, Tensor], object]] = {
     "copied from there": lambda stream, last: BACK.copy_(last[:2]),
     "not pinned": lambda stream, last: stream.copy(HOST.clone(), last[:2]),
 }
-
-
-class Kernels(SimulatedProgram):
-    """Whose kernels, here, are Python that looks at tensors."""
-
-    def __init__(self, stream: WatchedStream, *, captured: bool) -> None:
-        super().__init__(captured=captured)
-        self._stream = stream
-
-    def __call__(self, *arguments: Any) -> Tensor:
-        with self._stream.kernels():
-            return super().__call__(*arguments)
 
 
 @pytest.mark.parametrize("captures", [False, True])
