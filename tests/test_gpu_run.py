@@ -175,7 +175,11 @@ def test_ended_by_a_signal_it_tells_what_there_is(
 
     monkeypatch.setattr(WorkerHere, "perform", until_prefill)
     handler = signal.getsignal(signal.SIGTERM)
-    status, found = full_run(tmp_path / "found.json", 7.5)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who is run in the background may ignore it
+    try:
+        status, found = full_run(tmp_path / "found.json", 7.5)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert status == 1 and not found["complete"] and [row["name"] for row in found["rows"]] == ["ceilings", "decode"]
     assert len(workers) == 4 and all(worker.closed for worker in workers)
     said = capsys.readouterr().out
