@@ -298,6 +298,7 @@ def test_of_a_step_that_reads_the_device_nothing_is_captured_and_the_log_says_wh
         engine = Engine(model, EngineConfig(compile=False, max_kv_tokens=400), stream=stream)
     (told,) = (record for record in caplog.records if "not captured" in record.message)
     assert told.levelname == "INFO" and "transformers.grouped_mm_fallback" in told.message
+    assert "moe.py:" in told.message and "\n" not in told.message
     request = engine.submit([3, 4, 5], max_new_tokens=5)
     engine.warm_up()
     run_until_idle(engine)
