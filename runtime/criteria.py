@@ -47,6 +47,9 @@ class RowCriteria:
     def __call__(self, history: Sequence[int], token: int, scores: Tensor | None) -> Literal["stop", "length"] | None:
         """Why the request ends with this token: "length" where only its time is up; None: it goes on.
 
+        The host waits for the answer, so that what they keep on the device is there for whoever asks them next, in
+        whatever stream.
+
         Args:
             history: the tokens before it.
             scores: [V], the processed scores that it was chosen by, where they are kept.

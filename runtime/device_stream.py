@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 import torch
@@ -49,8 +50,9 @@ class DeviceStream:
         return values.to(device)
 
     def aside(self) -> AbstractContextManager[object]:
-        """What is given to the device within comes behind what the host has waited for, and behind what came so before,
-        but not behind all that was enqueued: to read of it waits for no more. For code of the user's."""
+        """What is given to the device within comes behind what the host has last waited for, behind what else the
+        device was given before the next work was enqueued, and behind what came so before; not behind that next work:
+        to read of it waits for no more. For code of the user's."""
         return nullcontext()
 
     def capture(self, work: Work, keep: Sequence[Tensor]) -> Work:
@@ -128,6 +130,8 @@ class CudaStream(DeviceStream):
             self._aside = torch.cuda.Stream()
             # What is made beside this, as the zeros of pools, is made in this thread; steps may run in another.
             self._last = torch.cuda.current_stream()
+        self._marked: Mark | None = None  # the last mark, if nothing has come since
+        self._waited: Mark | None = None
 
     def enqueue(self, work: Work) -> None:
         self.call(work)
@@ -142,8 +146,16 @@ class CudaStream(DeviceStream):
         # torch keeps the pinned copy until it has been read.
         return self.call(lambda: values.pin_memory().to(device, non_blocking=True))
 
-    def aside(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._aside)  # which is of the device, and makes that the current one
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        with torch.cuda.device(self._device):
+            if self._waited is None or self._waited.next is None:
+                self._follow()
+                self._aside.wait_stream(torch.cuda.current_stream())
+            else:
+                self._aside.wait_event(self._waited.next)
+            with torch.cuda.stream(self._aside):
+                yield
 
     def _follow(self) -> None:
         """What comes now is behind what came before, in whatever stream that was."""
@@ -151,6 +163,10 @@ class CudaStream(DeviceStream):
         if self._last != current:
             current.wait_stream(self._last)
         self._last = current
+        if self._marked is not None:
+            self._marked.next = torch.cuda.Event()
+            self._marked.next.record()
+            self._marked = None
 
     def capture(self, work: Work, keep: Sequence[Tensor]) -> Work:
         with torch.cuda.device(self._device), ALONE:
@@ -238,9 +254,24 @@ class CudaStream(DeviceStream):
     def mark(self) -> Work:
         with torch.cuda.device(self._device):
             self._follow()
-            event = torch.cuda.Event()
-            event.record()
-        return event.synchronize
+            mark = Mark(torch.cuda.Event())
+            mark.event.record()
+        self._marked = mark
+
+        def wait() -> None:
+            mark.event.synchronize()
+            self._waited = mark
+
+        return wait
+
+
+@dataclass
+class Mark:
+    """`event`: after the work that was enqueued before.  `next`: before what was enqueued then, if anything was, and
+    after what the user's code has given to that stream in between."""
+
+    event: torch.cuda.Event
+    next: torch.cuda.Event | None = None
 
 
 class Lent:

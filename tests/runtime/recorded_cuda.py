@@ -25,6 +25,9 @@ class Recorded:
     def wait_stream(self, other: Recorded) -> None:
         self.done |= other.done
 
+    def wait_event(self, event: RecordedEvent) -> None:
+        self.done |= event.done
+
 
 class RecordedPools:
     """Memory of graphs, by the rules of torch's allocator; of a capture that has failed, torch 2.11 neither stops to
@@ -242,7 +245,7 @@ class RecordedEvent:
         self._cuda = cuda
 
     def record(self) -> None:
-        self._done = set(self._cuda.current.done)
+        self.done = set(self._cuda.current.done)
 
     def synchronize(self) -> None:
-        self._cuda.waited(self._done)
+        self._cuda.waited(self.done)

@@ -82,6 +82,29 @@ def test_what_is_done_aside_waits_for_nothing_but_what_the_host_has_waited_for(c
     assert "next step" in cuda.before["the step behind them"] and cuda.current is current
 
 
+@pytest.mark.parametrize("another", [False, True])
+def test_what_is_done_aside_finds_what_the_users_code_did_before_the_next_step(
+    cuda: RecordedCuda, another: bool
+) -> None:
+    """As to memory that a criterion looks at; in the stream that steps are given to, also where that is another."""
+    stream = CudaStream(CPU)
+    stream.enqueue(cuda.work("step"))
+    wait = stream.mark()
+    with cuda.stream(cuda.Stream() if another else cuda.current):
+        cuda.work("of the user")()
+        stream.enqueue(cuda.work("next step"))
+        wait_for_next = stream.mark()
+        cuda.work("of the user, too late")()
+        wait()
+        with stream.aside():
+            cuda.work("criterion")()
+        wait_for_next()
+        with stream.aside():  # no step comes
+            cuda.work("last criterion")()
+    assert cuda.before["criterion"] == {"step", "of the user"}
+    assert cuda.before["last criterion"] >= {"next step", "of the user, too late", "criterion"}
+
+
 def test_memory_that_changes_before_the_host_has_waited_is_told_of(cuda: RecordedCuda) -> None:
     stream = CudaStream(CPU)
     pinned = torch.arange(3)
