@@ -69,6 +69,9 @@ class JoinedWeights:
         """
         groups = self._of_groups(tensors)
         weights = tuple(weight for group in groups for weight in group)
+        if (lying := self._as_they_lie(groups, weights, seen)) is not None:
+            self._made = lying
+            return
         with ALONE:  # several programs may be of one model
             if self._made is None or not self._made.states.hold(weights):
                 wait_for(weights[0].device)  # what is on its way there reads the memory that they leave
@@ -76,8 +79,29 @@ class JoinedWeights:
                 self._made = Made(operands=joined(groups), weights=weights, states=states(weights), seen=seen)
             self._made = replace(self._made, seen=seen)
 
+    def _as_they_lie(
+        self, groups: Sequence[Sequence[Tensor]], weights: tuple[Tensor, ...], seen: States
+    ) -> Made | None:
+        """What was made, or would be, where none is to be moved: then nobody is waited for. None: some lie apart, or
+        another thread has moved some meanwhile."""
+        made = self._made
+        if made is not None and made.states.hold(weights):
+            return replace(made, seen=seen)
+        before = states(weights)
+        if not all(map(lie_in_order, groups)):
+            return None
+        made = Made(operands=over_each(groups), weights=weights, states=before, seen=seen)
+        return made if before.hold(weights) else None
+
     def _of_groups(self, tensors: Sequence[Any]) -> list[list[Tensor]]:
         return [[tensors[place] for place in group] for group in self._groups]
+
+
+@torch.inference_mode(False)  # as in `joined`
+@torch.no_grad()
+def over_each(groups: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+    """Of weights that lie in order."""
+    return tuple(map(over, groups))
 
 
 @torch.inference_mode(False)  # or parameters would become tensors of that mode

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -91,6 +93,50 @@ def test_others_wait_until_an_engine_has_taken_the_memory_that_it_found_free(
         noted(name)
     simulated_engine(stream=kind(CPU) if kind is CudaStream else kind(), cuda_graphs=False)
     assert waited == dict.fromkeys(names, kind is CudaStream) and not others_wait()
+
+
+@pytest.mark.parametrize("change", ["nothing", "values"])
+def test_who_moves_no_weights_waits_for_nobody(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an engine whose weights have other values in the same memory: its requests would wait, too."""
+    weights = [torch.nn.Parameter(torch.randn(4, 8)) for _ in range(2)]
+    joined = JoinedWeights([(0, 1)])
+    joined.gather(weights, states(weights))
+    if change == "values":
+        with torch.no_grad():
+            weights[1].fill_(3.0)
+    seen = states(weights)
+
+    @contextmanager
+    def taken() -> Iterator[None]:
+        raise AssertionError("it would wait for another engine")
+        yield
+
+    monkeypatch.setattr(joined_weights, "ALONE", taken())
+    joined.gather(weights, seen)
+    (operand,) = joined.of(weights, seen)
+    assert operand is joined.of(weights, seen)[0], "it is not kept"
+    assert torch.equal(operand, torch.cat([weight.detach() for weight in weights]))
+
+
+def test_weights_that_are_moved_while_somebody_looks_are_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [torch.nn.Parameter(torch.randn(4, 8)) for _ in range(2)]
+    values = torch.cat([weight.detach() for weight in weights])
+    JoinedWeights([(0, 1)]).gather(weights, states(weights))
+    over, moved = joined_weights.over, []
+
+    def moving(group: Any) -> torch.Tensor:
+        found = over(group)
+        if not moved:
+            for weight in weights:
+                moved.append(weight.data)
+                weight.data = weight.data.clone()
+        return found
+
+    monkeypatch.setattr(joined_weights, "over", moving)
+    joined = JoinedWeights([(0, 1)])
+    joined.gather(weights, states(weights))
+    (operand,) = joined.of(weights, states(weights))
+    assert operand.data_ptr() == weights[0].data_ptr() != moved[0].data_ptr() and torch.equal(operand, values)
 
 
 def test_who_has_the_device_alone_may_ask_for_it_again() -> None:
