@@ -63,7 +63,7 @@ def _reads(node: fx.Node, target: torch._ops.OpOverload, device: torch.device) -
     if name == "aten::one_hot":
         return bool(_argument(node, 1, -1) == -1)
     if name == "aten::repeat_interleave":
-        return READING & set(target.tags) != set() and node.kwargs.get("output_size") is None
+        return not READING.isdisjoint(target.tags) and node.kwargs.get("output_size") is None
     if name == "aten::histc":  # of no given range, which is that of the values
         return bool(_argument(node, 2, 0) == _argument(node, 3, 0))
     if name in POWERS:  # below 0 of the inverse

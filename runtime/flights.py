@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from selective_compile.runtime.device_draw import NO_TOKEN
@@ -97,10 +96,8 @@ class Flights:
             flight.launched.wait()
 
     def give_up(self) -> None:
-        """A step has failed: nobody gets anything of them, but what they read must not change until they are done."""
-        for flight in self._flying:
-            with suppress(RuntimeError, MemoryError):  # of the step that failed, or of one behind it
-                flight.launched.wait()
+        """A step has failed, and `ModelRunner.give_up` has waited for what the device has of these: nobody gets
+        anything of them."""
         self._flying.clear()
 
     def sources(self, plan: StepPlan) -> array[int] | None:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, groupby
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -171,7 +172,8 @@ class ModelRunner:
 
     def _copy_within(self, copies: Sequence[BlockCopy]) -> None:
         """The source of one is never what one before it wrote: nobody shares a block that was just copied."""
-        for table, every in groupby(sorted(copies, key=_table), key=_table):
+        by_table = attrgetter("table")
+        for table, every in groupby(sorted(copies, key=by_table), key=by_table):
             moved = {copy.block: copy.source for copy in every}
             blocks, sources = self._sent(list(moved), list(moved.values()))
             for site in self._sites_of[table]:
@@ -183,7 +185,7 @@ class ModelRunner:
         return self.stream.send(torch.tensor(places), self.program.device)
 
     def _copy_to_and_from_host(self, copies: Sequence[Copy]) -> None:
-        for (to_host, table), run in groupby(copies, key=lambda copy: (copy.to_host, copy.table)):
+        for (to_host, table), run in groupby(copies, key=attrgetter("to_host", "table")):
             # By what is written: of two copies to one place the later holds.
             moved = {copy.slot if to_host else copy.block: copy for copy in run}.values()
             (blocks,) = self._sent([copy.block for copy in moved])
@@ -384,10 +386,6 @@ class ModelRunner:
         if count:
             self._chooser.choose(logits[:count] if ours is None else logits[ours], choices, slots)
         return logits
-
-
-def _table(copy: BlockCopy) -> int:
-    return copy.table
 
 
 def _host_slots(program: Program, config: EngineConfig, size: int) -> int:

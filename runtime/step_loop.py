@@ -223,8 +223,8 @@ class StepLoop:
                 doomed = list(self._scheduler.running())
                 if not doomed and isinstance(error, Exception):  # or whoever waits for them would step for ever
                     doomed = list(self._scheduler.waiting())
-                self._flights.give_up()
                 self._runner.give_up()
+                self._flights.give_up()
                 self._scheduler.settle()
                 for state in doomed:
                     if state.finished:
