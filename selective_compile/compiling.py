@@ -62,7 +62,8 @@ def compiled(
             pieces,
             lambda part, given: through_inductor(flat, part.module, given, inputs_are_checked=inputs_are_checked),
         )
-    give_back_memory()
+    if flat.device.type == "cpu":  # elsewhere weights and pools are not beside it, and looking takes 0.3 s of a start
+        give_back_memory()
     return run
 
 
