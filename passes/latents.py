@@ -16,10 +16,10 @@ data movement on element numbers, as in `heads`.  A weight's rows must then lie 
 columns that are made of it side by side, and all others must be the same for all heads.
 
 Declines, leaving the call as it is: maps with a bias; weights that are computed, or of a class of their own; keys that
-several query heads share; and what does not pay.  Decoding reads all that is kept for few products, so that it takes
-less time by as much as less is kept; products with rows are longer than those with keys and values, by which prompts
-take more.  It pays where the first factor is at least the second: 71 and 3.4 for DeepSeek-V3, and not for ordinary keys
-and values, which are linear maps of the whole hidden state.
+several query heads share; on a GPU, rows of which no tile fits into shared memory; and what does not pay.  Decoding
+reads all that is kept for few products, so that it takes less time by as much as less is kept; products with rows are
+longer than those with keys and values, by which prompts take more.  It pays where the first factor is at least the
+second: 71 and 3.4 for DeepSeek-V3, and not for ordinary keys and values, which are maps of the whole hidden state.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ MOVERS = {
 }
 # What is made to be written over: an element that is left of it is no element of a layer's result.
 CREATORS = {aten.new_empty, aten.new_zeros, aten.empty, aten.zeros, aten.empty_like, aten.zeros_like}
+# Numbers that a tile on a GPU has room for, of the latent and beside it.
+MOST_IN_LATENT, MOST_BESIDE = 512, 256
 TENSOR = 2**40  # elements of one tensor are numbered from a multiple of this
 
 
@@ -56,9 +58,15 @@ def recognise_latents(traced: TracedGraph) -> int:
             found = latent_of(traced, call)
         except Unreadable:  # a dimension of something on the way has no reading
             continue
-        if found is not None and pays(call, found):
+        if found is not None and fits_a_tile(found, call.query.node.meta["val"].device) and pays(call, found):
             call.latent = found
     return sum(call.latent is not None for call in traced.calls)
+
+
+def fits_a_tile(latent: Latent, device: torch.device) -> bool:
+    """Whether there is a kernel for its rows: without one, keys and values are kept."""
+    beside = latent.row_size - latent.size
+    return device.type == "cpu" or (latent.size <= MOST_IN_LATENT and beside <= MOST_BESIDE)
 
 
 def pays(call: AttentionCall, latent: Latent) -> bool:

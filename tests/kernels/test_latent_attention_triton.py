@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from selective_compile.passes.latents import MOST_BESIDE
 from tests.kernels.ragged_cases import MIXED, PREFILL, Inputs, make_inputs
 from tests.kernels.test_latent_attention import CASES, VALUES, case, check, nan_filled_outputs  # noqa: F401
 from tests.kernels.test_ragged_attention_triton import COMPARED, triton_cache  # noqa: F401
@@ -193,8 +194,8 @@ def test_it_compiles_ahead_of_time_without_spills(target: Any, heads: int, rows:
 
 
 @compiling
-@pytest.mark.parametrize("rest", [128, 256])
-@pytest.mark.parametrize("target", TARGETS[1:3], ids=str)
+@pytest.mark.parametrize("rest", [128, MOST_BESIDE])
+@pytest.mark.parametrize("target", [*TARGETS, CONSUMER], ids=str)
 def test_wider_rows_fit_into_shared_memory(target: Any, rest: int, tmp_path: Any) -> None:
     ahead.assert_ships(compile_latents(target, "step", 128, 8, rest), target, tmp_path)
 

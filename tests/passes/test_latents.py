@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selective_compile.passes import latent_rows
+from selective_compile.passes import latent_rows, latents
 from selective_compile.passes.flatten import FlatGraph, flatten
 from selective_compile.passes.latents import recognise_latents
 from selective_compile.passes.sampled_rows import keep_sampled_rows
@@ -161,6 +161,19 @@ def test_on_a_gpu_the_maps_are_multiplied_by_a_library(monkeypatch: pytest.Monke
     request = [sample(n, 1, 5) for n in "qxy"]
     ours = in_chunks(flat, request, torch.zeros(2, 1, BLOCK, RANK + ROPE), 0)
     torch.testing.assert_close(ours, interleaved(*request, UP)[0], rtol=0, atol=1e-5)
+
+
+def test_on_a_gpu_keys_and_values_are_kept_where_no_tile_has_room_for_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, gpu = latent(interleaved, UP), torch.device("cuda")
+    for most, beside, fits in ((RANK, ROPE, True), (RANK - 1, ROPE, False), (RANK, ROPE - 1, False)):
+        monkeypatch.setattr(latents, "MOST_IN_LATENT", most)
+        monkeypatch.setattr(latents, "MOST_BESIDE", beside)
+        assert latents.fits_a_tile(found, gpu) is fits and latents.fits_a_tile(found, torch.device("cpu"))
+    monkeypatch.setattr(latents, "fits_a_tile", lambda found, device: False)
+    traced = analysed(interleaved, UP)
+    assert recognise_latents(traced) == 0
+    targets = [str(node.target) for node in flatten(traced, paged=True).module.graph.nodes]
+    assert targets.count("selective.ragged_attention.default") == 1
 
 
 def test_rows_are_selected_behind_the_attention() -> None:
