@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from torch import fx
 
 
+def size_expression(size: Any) -> sympy.Expr:
+    """A size, symbolic or not, as an expression."""
+    return size.node.expr if hasattr(size, "node") else sympy.sympify(size)
+
+
 class Axis(Enum):
     """A factor of a dimension that is not a plain constant."""
 
@@ -209,7 +214,7 @@ class Sizes:
 
     def expression(self, size: Any) -> sympy.Expr:
         """A size as it is up to ``limit``: ``64 - max(0, 64 - S)`` is ``S`` for up to 64 tokens."""
-        expression = size.node.expr if hasattr(size, "node") else sympy.sympify(size)
+        expression = size_expression(size)
         if self.limit is None:
             return expression
         return sympy.expand(expression.replace(is_maximum, lambda found: self.greatest(found)))

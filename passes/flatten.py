@@ -72,11 +72,6 @@ class FlatGraph:
     quantised: tuple[int, ...] = ()  # of ``weights``: behind all placeholders, int8 numbers and scales for each
     joined: tuple[tuple[int, ...], ...] = ()  # of ``weights``: behind those, a tensor over each group
 
-    @staticmethod
-    def sizes_expression(size: Any) -> sympy.Expr:
-        """A size, symbolic or not, as an expression."""
-        return size.node.expr if hasattr(size, "node") else sympy.Integer(size)
-
     @property
     def prefix(self) -> int:
         """How many of a request's first positions are seen by tokens in front of them, by any call; 0: none."""

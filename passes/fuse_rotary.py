@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from selective_compile.passes.axes import size_expression
 from selective_compile.passes.batch_dependence import is_kernel
 from selective_compile.passes.elements import CASTS, SPLITS, UnreadableError, dependents
 from selective_compile.passes.equal_values import first_of_equal
@@ -35,7 +36,6 @@ from selective_compile.passes.heads import MOVES
 from selective_compile.passes.rotation import Rotation, Rotations, Table, rows_first
 
 aten, ops = torch.ops.aten, torch.ops.selective
-flat_size = FlatGraph.sizes_expression
 # Nodes in front of an attention among which the heads are looked for before they are rotated: a layer has fewer.
 NEAR = 200
 
@@ -119,7 +119,7 @@ def heads_of(rotations: Rotations, end: fx.Node) -> Heads | None:
 
 def sources(end: fx.Node) -> Iterator[fx.Node]:
     """Values that ``end`` is computed from and that have as many elements, the nearest first."""
-    needed, node, count = set(end.all_input_nodes), end, flat_size(end.meta["val"].numel())
+    needed, node, count = set(end.all_input_nodes), end, size_expression(end.meta["val"].numel())
     for _ in range(NEAR):
         node = node.prev
         if node.op == "root":
@@ -127,7 +127,8 @@ def sources(end: fx.Node) -> Iterator[fx.Node]:
         if node in needed:
             needed.update(node.all_input_nodes)
             value = node.meta.get("val")
-            if isinstance(value, torch.Tensor) and value.is_floating_point() and flat_size(value.numel()) == count:
+            floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+            if floating and size_expression(value.numel()) == count:
                 yield node
 
 
@@ -150,7 +151,7 @@ def unrotated(rotations: Rotations, source: fx.Node, end: fx.Node, rotation: Rot
 def is_of(norm: HeadNorm, result: fx.Node, dtype: torch.dtype) -> bool:
     """Whether a norm is of values of that dtype, as many as it results in, and computed in no narrower one."""
     value = norm.x.meta["val"]
-    alike = [*map(flat_size, value.shape)] == [*map(flat_size, result.meta["val"].shape)]
+    alike = [*map(size_expression, value.shape)] == [*map(size_expression, result.meta["val"].shape)]
     return alike and value.dtype == dtype and dtypes(norm.x, result) <= {torch.float32, dtype}
 
 
@@ -162,8 +163,8 @@ def dtypes(first: fx.Node, last: fx.Node) -> set[torch.dtype]:
 
 def is_rotated(rotations: Rotations, source: fx.Node, end: fx.Node, rotation: Rotation) -> bool:
     """Whether the same rotation leads to ``end`` from further back."""
-    value, count = source.meta["val"], flat_size(end.meta["val"].numel())
-    if not value.is_floating_point() or flat_size(value.numel()) != count:
+    value, count = source.meta["val"], size_expression(end.meta["val"].numel())
+    if not value.is_floating_point() or size_expression(value.numel()) != count:
         return False
     try:
         return rotations.read(source, end) == rotation

@@ -25,11 +25,11 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from selective_compile.joined_weights import ALIGNMENT, can_be_joined
+from selective_compile.passes.axes import size_expression
 from selective_compile.passes.flatten import FlatGraph
 from selective_compile.passes.merge import readers_of_same_rows
 
 aten = torch.ops.aten
-flat_size = FlatGraph.sizes_expression
 
 
 def join(flat: FlatGraph) -> int:
@@ -121,7 +121,7 @@ def follow_strides(flat: FlatGraph, parts: Sequence[fx.Node]) -> None:
 def strides(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return list(map(strides, value))
-    return [*map(flat_size, value.stride())] if isinstance(value, torch.Tensor) else None
+    return [*map(size_expression, value.stride())] if isinstance(value, torch.Tensor) else None
 
 
 def computed(flat: FlatGraph, target: Any, *args: Any) -> fx.Node:

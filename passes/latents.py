@@ -46,7 +46,7 @@ MOVERS = {
 }
 # What is made to be written over: an element that is left of it is no element of a layer's result.
 CREATORS = {aten.new_empty, aten.new_zeros, aten.empty, aten.zeros, aten.empty_like, aten.zeros_like}
-# Numbers that a tile on a GPU has room for, of the latent and beside it.
+# Numbers that a tile on a GPU has room for, of the latent and beside it; of float32 half as many beside it.
 MOST_IN_LATENT, MOST_BESIDE = 512, 256
 TENSOR = 2**40  # elements of one tensor are numbered from a multiple of this
 
@@ -58,15 +58,17 @@ def recognise_latents(traced: TracedGraph) -> int:
             found = latent_of(traced, call)
         except Unreadable:  # a dimension of something on the way has no reading
             continue
-        if found is not None and fits_a_tile(found, call.query.node.meta["val"].device) and pays(call, found):
+        if found is not None and fits_a_tile(found, call.query.node.meta["val"]) and pays(call, found):
             call.latent = found
     return sum(call.latent is not None for call in traced.calls)
 
 
-def fits_a_tile(latent: Latent, device: torch.device) -> bool:
+def fits_a_tile(latent: Latent, query: Tensor) -> bool:
     """Whether there is a kernel for its rows: without one, keys and values are kept."""
-    beside = latent.row_size - latent.size
-    return device.type == "cpu" or (latent.size <= MOST_IN_LATENT and beside <= MOST_BESIDE)
+    if query.device.type == "cpu":
+        return True
+    most_beside = MOST_BESIDE // 2 if query.dtype == torch.float32 else MOST_BESIDE  # more would spill
+    return latent.size <= MOST_IN_LATENT and latent.row_size - latent.size <= most_beside
 
 
 def pays(call: AttentionCall, latent: Latent) -> bool:

@@ -23,6 +23,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._pytree import tree_leaves
 
+from selective_compile.passes.axes import size_expression
 from selective_compile.passes.repeats import KEPT, Repeat, alike_from, repeats, spelled
 from selective_compile.passes.vmapped import interpreter_of
 
@@ -49,13 +50,8 @@ def kind_of(fake: Any) -> Hashable:
     """What tracing can tell of an input."""
     if not isinstance(fake, torch.Tensor):
         return type(fake), str(fake)
-    sizes, strides = (tuple(map(expression, numbers)) for numbers in (fake.shape, fake.stride()))
-    return type(fake), fake.dtype, fake.device, sizes, strides, expression(fake.storage_offset()), fake.is_conj()
-
-
-def expression(size: Any) -> Hashable:
-    """Equal where ``size`` reads alike; to write it out takes six times as long."""
-    return size.node.expr if isinstance(size, torch.SymInt) else size
+    numbers = tuple(map(size_expression, (*fake.shape, *fake.stride(), fake.storage_offset())))
+    return type(fake), fake.dtype, fake.device, fake.dim(), numbers, fake.is_conj()
 
 
 def traced(

@@ -13,6 +13,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from selective_compile.passes.axes import size_expression
 from selective_compile.passes.elements import SIGN, SOURCE, TABLE, Reader, Spelling, UnreadableError
 from selective_compile.passes.flatten import FlatGraph
 
@@ -160,7 +161,7 @@ def token_symbol(flat: FlatGraph) -> sympy.Symbol:
 
 def rows_first(flat: FlatGraph, node: fx.Node) -> list[int]:
     """The permutation that brings the one dimension of tokens to the front."""
-    sizes = [flat.sizes_expression(size) for size in node.meta["val"].shape]
+    sizes = [size_expression(size) for size in node.meta["val"].shape]
     tokens = [dim for dim, size in enumerate(sizes) if size.free_symbols]
     if len(tokens) != 1 or sizes[tokens[0]] != token_symbol(flat):
         raise UnreadableError(f"{node} must have one dimension of tokens")

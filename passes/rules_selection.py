@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.utils._sympy.functions import Min
 
-from selective_compile.passes.axes import Axes, Axis, Mixes, Selected, Sizes
+from selective_compile.passes.axes import Axes, Axis, Mixes, Selected, Sizes, size_expression
 
 aten = torch.ops.aten
 AxesOf = Callable[[Any], Axes]
@@ -31,7 +31,7 @@ def select_keys(node: fx.Node, axes: Axes, dim: int, sizes: Sizes) -> tuple[str,
 
 def most_selected(size: Any, sizes: Sizes) -> int:
     """``k`` of a size that is the smaller of ``k`` and the number of tokens; `Mixes` for any other size."""
-    expression = size.meta["val"].node.expr if isinstance(size, fx.Node) else sympy.sympify(size)
+    expression = size_expression(size.meta["val"] if isinstance(size, fx.Node) else size)
     if expression == 1:
         return 1
     if expression.func in (Min, sympy.Min) and len(expression.args) == 2 and sizes.token in expression.args:

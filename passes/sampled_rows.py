@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from selective_compile.passes.axes import size_expression
 from selective_compile.passes.flatten import FlatGraph
 
 aten = torch.ops.aten
@@ -78,6 +79,6 @@ def token_dim(flat: FlatGraph, node: fx.Node) -> Any:
     if not isinstance(value, torch.Tensor):
         return None
     total = flat.symbols.size("token", 0).node.expr
-    sizes = [flat.sizes_expression(size) for size in value.shape]
+    sizes = [size_expression(size) for size in value.shape]
     symbolic = [i for i, size in enumerate(sizes) if size.free_symbols]
     return symbolic[0] if len(symbolic) == 1 and sizes[symbolic[0]] == total else None

@@ -62,8 +62,7 @@ def compiled(
             pieces,
             lambda part, given: through_inductor(flat, part.module, given, inputs_are_checked=inputs_are_checked),
         )
-    if flat.device.type == "cpu":  # elsewhere weights and pools are not beside it, and looking takes 0.3 s of a start
-        give_back_memory()
+    give_back_memory()
     return run
 
 

@@ -194,10 +194,10 @@ def test_it_compiles_ahead_of_time_without_spills(target: Any, heads: int, rows:
 
 
 @compiling
-@pytest.mark.parametrize("rest", [128, MOST_BESIDE])
+@pytest.mark.parametrize(("name", "rest"), [("step", 128), ("step", MOST_BESIDE), ("float32", MOST_BESIDE // 2)])
 @pytest.mark.parametrize("target", [*TARGETS, CONSUMER], ids=str)
-def test_wider_rows_fit_into_shared_memory(target: Any, rest: int, tmp_path: Any) -> None:
-    ahead.assert_ships(compile_latents(target, "step", 128, 8, rest), target, tmp_path)
+def test_wider_rows_fit_into_shared_memory(target: Any, name: str, rest: int, tmp_path: Any) -> None:
+    ahead.assert_ships(compile_latents(target, name, 128, 8, rest), target, tmp_path)
 
 
 @compiling

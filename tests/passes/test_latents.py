@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from selective_compile.passes import latent_rows, latents
 from selective_compile.passes.flatten import FlatGraph, flatten
@@ -164,12 +165,20 @@ def test_on_a_gpu_the_maps_are_multiplied_by_a_library(monkeypatch: pytest.Monke
 
 
 def test_on_a_gpu_keys_and_values_are_kept_where_no_tile_has_room_for_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, gpu = latent(interleaved, UP), torch.device("cuda")
-    for most, beside, fits in ((RANK, ROPE, True), (RANK - 1, ROPE, False), (RANK, ROPE - 1, False)):
+    found, half, single = latent(interleaved, UP), torch.bfloat16, torch.float32
+    for most, beside, dtype, fits in (
+        (RANK, ROPE, half, True),
+        (RANK - 1, ROPE, half, False),
+        (RANK, ROPE - 1, half, False),
+        (RANK, ROPE, single, False),
+        (RANK, 2 * ROPE, single, True),
+    ):
         monkeypatch.setattr(latents, "MOST_IN_LATENT", most)
         monkeypatch.setattr(latents, "MOST_BESIDE", beside)
-        assert latents.fits_a_tile(found, gpu) is fits and latents.fits_a_tile(found, torch.device("cpu"))
-    monkeypatch.setattr(latents, "fits_a_tile", lambda found, device: False)
+        with FakeTensorMode():
+            assert latents.fits_a_tile(found, torch.empty(0, dtype=dtype, device="cuda")) is fits
+        assert latents.fits_a_tile(found, torch.empty(0, dtype=dtype))
+    monkeypatch.setattr(latents, "fits_a_tile", lambda found, query: False)
     traced = analysed(interleaved, UP)
     assert recognise_latents(traced) == 0
     targets = [str(node.target) for node in flatten(traced, paged=True).module.graph.nodes]
