@@ -126,7 +126,7 @@ def sources(end: fx.Node) -> Iterator[fx.Node]:
             return
         if node in needed:
             needed.update(node.all_input_nodes)
-            value = node.meta.get("val")
+            value: Any = node.meta.get("val")
             floating = isinstance(value, torch.Tensor) and value.is_floating_point()
             if floating and size_expression(value.numel()) == count:
                 yield node
