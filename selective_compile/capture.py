@@ -21,10 +21,13 @@ from selective_compile.passes.lengths import CAPTURE_TOKENS, bounds_requests, lo
 from selective_compile.passes.normalise import keep_sources
 from selective_compile.passes.recurrence_match import Recognised
 from selective_compile.passes.traced_graph import Refusal, RefusedError
+from selective_compile.trace_conditions import Condition, conditions_of
 from selective_compile.where_refused import GuardsByModule, module_of_frames, watch_guards
 from selective_compile.whole_functions import Place, known_recurrences, left_whole
 
-ATTENTION_MASK = "L['attention_mask']"  # Dynamo's name for that argument of the captured call
+# Dynamo's names for the arguments of the captured call.
+ATTENTION_MASK = "L['attention_mask']"
+TOKEN_INPUTS = ("L['input_ids']", ATTENTION_MASK)
 UNTRACEABLE = "graph capture"  # stands as the operator of what Dynamo cannot trace
 
 # What models and modules raise when they are called in a way that they do not support.
@@ -37,12 +40,14 @@ class Captured:
 
     ``max_tokens``: the largest S that it holds for, where the model has a table of positions that ends; None if any.
     ``read``: the attributes that the trace depends on, and the code.
+    ``conditions``: what it holds for; None where that cannot be told.
     """
 
     module: fx.GraphModule
     examples: list[Any]
     max_tokens: int | None
     read: Read = Read()
+    conditions: tuple[Condition, ...] | None = None
 
 
 class CaptureDone(BaseException):
@@ -64,7 +69,13 @@ def capture(model: nn.Module, functions: Mapping[Place, Recognised] | None = Non
     def keep(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
         keep_sources(module)
         found.append(
-            Captured(module=module, examples=list(examples), max_tokens=longest_of_graph(), read=read_by_trace())
+            Captured(
+                module=module,
+                examples=list(examples),
+                max_tokens=longest_of_graph(),
+                read=read_by_trace(),
+                conditions=conditions_of(guards_of_trace()),
+            )
         )
         return leave
 
@@ -163,10 +174,16 @@ def longest_of_graph() -> int | None:
     return longest_request(guard.expr for guard in guards)
 
 
+def guards_of_trace() -> Iterator[Any]:
+    context = TracingContext.try_get()
+    assert context is not None
+    return iter(context.guards_context.dynamo_guards)
+
+
 def read_by_trace() -> Read:
     context = TracingContext.try_get()
     assert context is not None
-    names, keys = names_read(context.guards_context.dynamo_guards)
+    names, keys = names_read(guards_of_trace())
     return Read(names=names, keys=keys, code=frozenset(context.traced_code))
 
 

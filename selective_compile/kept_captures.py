@@ -1,14 +1,9 @@
 """Captures on disk, so that a second start of a model does not trace it again: Dynamo takes seconds for many layers.
 
-It is kept only where a run of the captured graph without data asks for the same operators as one of the model's Python
-does (`fake_run`), and taken only where the live model's does, and where it gives the live model's logits on a few
-tokens: code may ask for a type, which without data is another.  The file's name has their digest, and what the model is
-made of, the versions and this package's own code.  In the file are the source files of the code that was traced, and
-the attributes that it read, which must all be as they were.  What cannot be told, as a tensor of the code's own, is not
-kept.
-
-Only where `EngineConfig.keep_captures` asks for it: the run is of a copy of the model, but what a model's code keeps
-elsewhere, as tables in a global or in a `functools.lru_cache`, would be left without data.
+It is taken only where all that Dynamo guards of the trace is as it was (`trace_conditions`), the source files of the
+code that was traced are, and the attributes that it read (`live_settings`), and where it gives the live model's logits
+on a few tokens.  What the model is made of, the versions and this package's own code are in the file's name.  What
+cannot be told from one process to the next, as a tensor of the code's own, is not kept.
 """
 
 from __future__ import annotations
@@ -27,22 +22,27 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._dynamo.utils import get_torch_function_mode_stack
+from torch.utils._device import DeviceContext
+from transformers.utils import output_capturing
 
-from selective_compile.capture import Captured, capture, check
-from selective_compile.fake_run import Seen, operators_of, operators_of_graph
+from selective_compile.capture import Captured, capture, check, logits_call
 from selective_compile.kernels.native import cache_folder
-from selective_compile.live_settings import LiveSettings, Read
-from selective_compile.operators_seen import all_tensors_of, kind_of
+from selective_compile.live_settings import LiveSettings, Read, words_of
+from selective_compile.named_tensors import all_tensors_of, kind_of
 from selective_compile.packed_graph import PackedGraph, packed, unpacked
-from selective_compile.same_logits import gives_logits_of
+from selective_compile.same_logits import gives_logits_of, ids_for
+from selective_compile.trace_conditions import Conditions, hold, told, variables_named
 
 MOST = 64  # files, of half a megabyte for 32 layers; the oldest go
 ENDING = ".capture"
 CHECKSUM = hashlib.sha256().digest_size  # bytes in front of a file's own
 UNFINISHED = "unfinished-"
+TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 _logger = logging.getLogger(__name__)
 
 
@@ -54,6 +54,8 @@ class Kept:
     code: tuple[bytes, ...]
     files: dict[str, str]
     settings: tuple[str, ...]
+    variables: dict[str, str]
+    conditions: Conditions
 
 
 def capture_once(model: nn.Module) -> Captured:
@@ -63,18 +65,17 @@ def capture_once(model: nn.Module) -> Captured:
         ValueError, RefusedError: as `capture`.
     """
     check(model)
-    parts, seen = "", None
+    parts = ""
     with attempt("look for a kept capture"):
-        folder, parts = own_folder(), parts_of(model)
-        if any(folder.glob(f"{parts}-*{ENDING}")):
-            seen = operators_of(model)
-            file = folder / f"{parts}-{seen.digest}{ENDING}"
-            if file.exists() and (found := loaded(file, model)) is not None:
-                return found
+        parts = parts_of(model)
+        for file in sorted(own_folder().glob(f"{parts}-*{ENDING}")):
+            with attempt(f"take {file}"):
+                if (found := loaded(file, model)) is not None:
+                    return found
     captured = capture(model)
     if parts:
         with attempt("keep a capture"):
-            save(captured, model, own_folder(), parts, seen)
+            save(captured, model, own_folder(), parts)
     return captured
 
 
@@ -107,7 +108,9 @@ def loaded(file: Path, model: nn.Module) -> Captured | None:
     if any(digest_of(Path(path)) != known for path, known in kept.files.items()):
         return None
     read = Read(names=kept.names, keys=kept.keys, code=frozenset(map(marshal.loads, kept.code)))
-    if LiveSettings(model, read).told() != kept.settings:
+    if variables_named(read.code) != kept.variables or LiveSettings(model, read).told() != kept.settings:
+        return None
+    if not hold(kept.conditions, *logits_call(model, ids_for(model))):
         return None
     captured = unpacked(kept.graph, model, read)
     if not gives_logits_of(captured, model):
@@ -117,15 +120,10 @@ def loaded(file: Path, model: nn.Module) -> Captured | None:
     return captured
 
 
-def save(captured: Captured, model: nn.Module, folder: Path, parts: str, seen: Seen | None) -> None:
-    """``seen``, if it is known, is that of the model.
-
-    The model's Python is run last, when everything else says that the capture can be kept: not where it leaves
-    something in the model, of which Dynamo's graph would have more results.
-
-    Raises:
-        ValueError: the graph is not what the model's Python asks for, in a run without data or on tokens.
-    """
+def save(captured: Captured, model: nn.Module, folder: Path, parts: str) -> None:
+    """Raises ValueError for what cannot be told, or gives other logits than the model."""
+    if captured.conditions is None:
+        raise ValueError("what a trace holds for must be told in plain values")
     read = captured.read
     kept = Kept(
         graph=packed(captured, model),
@@ -134,21 +132,18 @@ def save(captured: Captured, model: nn.Module, folder: Path, parts: str, seen: S
         code=tuple(map(marshal.dumps, read.code)),
         files={path: digest_of(Path(path)) for path in source_files(read.code)},
         settings=LiveSettings(model, read).told(),
+        variables=variables_named(read.code),
+        conditions=told(captured.conditions, *logits_call(model, ids_for(model))),
     )
     data = pickle.dumps(kept)
-    again = unpacked(pickle.loads(data).graph, model, read)
-    of_graph = operators_of_graph(again, model)
-    if not gives_logits_of(again, model):
+    if not gives_logits_of(unpacked(pickle.loads(data).graph, model, read), model):
         raise ValueError("the capture must give the model's logits")
-    seen = seen or operators_of(model)
-    if seen.max_tokens != captured.max_tokens or seen.result != of_graph:
-        raise ValueError("the capture must be what a run without data asks for")
-    file = folder / f"{parts}-{seen.digest}{ENDING}"
+    digest = hashlib.sha256(data).digest()
     with tempfile.NamedTemporaryFile(dir=folder, delete=False, prefix=UNFINISHED) as written:
         try:
-            written.write(hashlib.sha256(data).digest() + data)
+            written.write(digest + data)
             written.close()
-            os.replace(written.name, file)
+            os.replace(written.name, folder / f"{parts}-{digest.hex()[:32]}{ENDING}")
         except BaseException:
             os.unlink(written.name)
             raise
@@ -172,13 +167,45 @@ def generated(code: CodeType) -> bool:
 
 
 def parts_of(model: nn.Module) -> str:
-    """A digest of what a model is made of and of everything beside it that a capture could depend on."""
+    """A digest of what a model is made of and of everything beside it that a capture could depend on.
+
+    Raises:
+        ValueError: a weight is of a class of its own, as quantised weights are.
+    """
+    if odd := [type(tensor).__name__ for _, tensor in all_tensors_of(model) if type(tensor) not in TENSORS]:
+        raise ValueError(f"weights must be plain tensors, got {odd[0]}")
     told = [f"{path} {kind.__module__}.{kind.__qualname__}" for path, kind in kinds_of(model)]
-    told += [f"{name} {type(tensor).__name__} {kind_of(tensor)}" for name, tensor in all_tensors_of(model)]
-    told += [torch.__version__, sys.version, platform.machine(), own_code()]
-    told += [str(torch.get_default_dtype()), str(torch.get_default_device())]
-    told += [str(torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda")]
+    first: dict[int, str] = {}  # of the names of one tensor
+    for name, tensor in all_tensors_of(model):
+        told.append(f"{name} {first.setdefault(id(tensor), name)} {type(tensor).__name__} {kind_of(tensor)}")
+    told += [words_of(recorders) for recorders in recorders_of(model)]
+    told += [torch.__version__, sys.version, platform.machine(), own_code(), *settings_of_process()]
     return hashlib.sha256("\n".join(told).encode()).hexdigest()[:32]
+
+
+def recorders_of(model: nn.Module) -> list[Any]:
+    """What transformers could record of modules of these classes, of which a model asks when it is called."""
+    kinds = dict.fromkeys(str(kind) for _, kind in kinds_of(model))
+    return [dict.get(output_capturing._CAN_RECORD_REGISTRY, kind) for kind in kinds]
+
+
+def settings_of_process() -> list[str]:
+    """Of PyTorch, that a trace may follow.
+
+    Raises:
+        ValueError: a mode, which may change what any function of PyTorch is, is active.
+    """
+    if modes := [mode for mode in get_torch_function_mode_stack() if not isinstance(mode, DeviceContext)]:
+        raise ValueError(f"no mode must be active, got {type(modes[0]).__name__}")
+    devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+    return [
+        str(torch.get_default_dtype()),
+        str(torch.get_default_device()),
+        str(torch.are_deterministic_algorithms_enabled()),
+        *(str(torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda")),
+        str(torch.cuda.is_available()),
+        *(str(torch.cuda.get_device_capability(device)) for device in devices),
+    ]
 
 
 def kinds_of(model: nn.Module) -> list[tuple[str, type]]:

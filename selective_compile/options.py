@@ -87,9 +87,8 @@ class EngineConfig(_NamedOptions):
             captured when they first come, or by `Engine.warm_up`, for so many requests or tokens and up, and replayed
             from then on. False: each is launched kernel by kernel.
         keep_captures: what Dynamo captures is kept on disk, and a later process that has the same model, code and
-            versions takes it from there instead of tracing, where a run without data and one on a few tokens prove it
-            to be the live model's. What a model's code keeps outside of its objects, as tables in a global, may be left
-            without data by such a run: ask for it where you know the model's code. Not with `compile=False`.
+            versions takes it from there instead of tracing, where all that Dynamo guards is as it was, and a run on a
+            few tokens gives the live model's logits. False: every start traces.
         dtype: the dtype that the model must have; None: whatever it has. The engine never converts weights.
         weights: "model": as the model has them. "int8", on a CPU: linear layers read int8 numbers with a scale for each
             row, kept beside the model's weights and made anew when these change, a fourth or half of the bytes that a
@@ -140,7 +139,7 @@ class EngineConfig(_NamedOptions):
     overlap: bool = False
     async_scheduling: bool | None = None
     cuda_graphs: bool = True
-    keep_captures: bool = False
+    keep_captures: bool = True
     dtype: torch.dtype | None = None
     weights: Weights = "model"
     join_weights: bool = True

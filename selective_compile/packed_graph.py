@@ -14,14 +14,16 @@ from torch import Tensor, fx, nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from selective_compile.capture import Captured
-from selective_compile.fake_run import TOKEN_INPUTS
+from selective_compile.capture import TOKEN_INPUTS, Captured
 from selective_compile.live_settings import Read
-from selective_compile.operators_seen import PLAIN, all_tensors_of
+from selective_compile.named_tensors import all_tensors_of
 from selective_compile.passes.lengths import CAPTURE_TOKENS
 from selective_compile.passes.normalise import SOURCE, Symbols, source_name
 
 TEXTS = ("stack_trace", SOURCE)
+# What stands in arguments beside nodes.
+PLAIN = (bool, int, float, complex, str, type(None), type(Ellipsis))
+OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 VALUE = "example_value"
 
 
@@ -93,7 +95,7 @@ def packed(captured: Captured, model: nn.Module) -> PackedGraph:
     def plain(value: Any) -> Any:
         if isinstance(value, fx.Node):
             return Reference(numbers[value])
-        if isinstance(value, (*PLAIN, torch.memory_format, type(Ellipsis))):
+        if isinstance(value, (*PLAIN, *OF_TORCH)):
             return value
         raise ValueError(f"arguments must be nodes and plain values, got {type(value).__name__}")
 

@@ -52,7 +52,7 @@ def _compiled(model: nn.Module, config: EngineConfig) -> Program:
             config.fallback,
             config.max_attention_window,
             latents=keeps_latents(model, config),
-            keep=config.keep_captures and config.compile,
+            keep=config.keep_captures,
         )
     except RefusedError as error:
         if config.fallback != "sequential":

@@ -7,8 +7,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from selective_compile.capture import Captured, device_of, logits_call
-from selective_compile.fake_run import TOKEN_INPUTS
+from selective_compile.capture import TOKEN_INPUTS, Captured, device_of, logits_call
+from selective_compile.module_state import unchanged
 from selective_compile.passes.lengths import CAPTURE_TOKENS
 from selective_compile.passes.normalise import source_name
 from selective_compile.passes.vmapped import interpreter_of
@@ -21,13 +21,14 @@ OF_SIXTEEN_BITS: Final = 5e-2
 
 @torch.no_grad()
 def gives_logits_of(captured: Captured, model: nn.Module) -> bool:
-    """Runs both once, on `CAPTURE_TOKENS` tokens; the model as any caller would.
+    """Runs both once, on `CAPTURE_TOKENS` tokens; what that leaves in the model is gone afterwards.
 
     Raises:
         Exception: whatever the model or an operator raises.
     """
     call, arguments = logits_call(model, ids_for(model))
-    expected = call(*arguments)
+    with unchanged(model):
+        expected = call(*arguments)
     tokens = dict(zip(TOKEN_INPUTS, arguments, strict=False))
     inputs = [
         CAPTURE_TOKENS if isinstance(example, torch.SymInt) else tokens.get(source_name(node), example)

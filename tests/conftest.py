@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+
+from selective_compile import kept_captures
 
 # The same examples in every run, so that a commit's tests end alike wherever and whenever they run. Others are tried by
 # `pytest --hypothesis-profile explore`, with as many examples as before or, by a test's own settings, as it says.
@@ -19,6 +23,20 @@ settings.load_profile("fixed")
 # Pytest gives every logger that hands nothing on a handler of its own. With any handler on this one torch writes down
 # all that it traces and compiles, graph after graph, as with TORCH_TRACE: a fifth of the time, and nobody reads it.
 logging.getLogger("torch.__trace").propagate = True
+
+
+@pytest.fixture(scope="session")
+def folder_of_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all worker processes of a run, and of no other run."""
+    own = tmp_path_factory.getbasetemp()
+    return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "kept"
+
+
+@pytest.fixture(autouse=True)
+def kept_in_run(folder_of_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one test has captured another need not: a half of the time that an engine of a small model takes."""
+    monkeypatch.setattr(kept_captures, "cache_folder", lambda: folder_of_run)
+    monkeypatch.setattr(kept_captures, "MOST", 10_000)
 
 
 @pytest.fixture(autouse=True)

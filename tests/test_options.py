@@ -32,7 +32,7 @@ def test_defaults() -> None:
         "overlap": False,
         "async_scheduling": None,
         "cuda_graphs": True,
-        "keep_captures": False,
+        "keep_captures": True,
         "dtype": None,
         "weights": "model",
         "join_weights": True,

@@ -1,0 +1,245 @@
+"""What a trace holds for: the conditions that Dynamo guards, told in words that are the same in another process.
+
+Dynamo's guards are on objects of one process, by their addresses.  Here each is what its object is: a value; a class, a
+module or a function by its name, and a function by its code, too; which keys a dictionary has.  What cannot be told,
+as which one an object is, is refused, so that a trace is either held to all of its guards or not kept at all.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import inspect
+import marshal
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, ModuleType, WrapperDescriptorType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch._dynamo.guards import _get_closure_vars
+from torch._guards import Source
+from torch._ops import OpOverload, OpOverloadPacket
+
+from selective_compile.live_settings import words_of_code
+from selective_compile.named_tensors import kind_of
+
+PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device)
+ALIAS: Final = "__import_"  # Dynamo's names for modules among the globals
+BUILTINS: Final = "__builtins_dict__"
+BUILT_IN: Final = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
+# Of the process and not of an object: `settings_of_process` has those that a graph depends on, and the number of
+# tokens is looked at where it is traced (`capture.longest_of_graph`).
+OF_PROCESS: Final = frozenset(
+    {
+        "GRAD_MODE",
+        "FSDP_TRAINING_STATE",
+        "GLOBAL_STATE",
+        "DEFAULT_DEVICE",
+        "DETERMINISTIC_ALGORITHMS",
+        "TORCH_FUNCTION_STATE",
+        "AUTOGRAD_SAVED_TENSORS_HOOKS",
+        "SHAPE_ENV",
+    }
+)
+# A table of transformers with every class of which the process has made a model, in the order that they came. A model
+# looks up its own, which a kept capture tells apart (`kept_captures.recorders_of`); Dynamo guards them all.
+RECORDERS: Final = "._CAN_RECORD_REGISTRY"
+# Whose question has a part beside the object; what others are given is of Dynamo's own use.
+ASKED_WITH: Final = frozenset(
+    {
+        "DUPLICATE_INPUT",
+        "HASATTR",
+        "NOT_PRESENT_IN_GENERIC_DICT",
+        "DICT_CONTAINS",
+        "DICT_NOT_CONTAINS",
+        "SET_CONTAINS",
+        "SET_NOT_CONTAINS",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """``source`` is an expression of the locals ``L`` and globals ``G`` of the traced call, ``kind`` one of Dynamo's
+    names, and ``given`` what it was asked with: plain values, or another expression."""
+
+    source: str
+    kind: str
+    given: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """``code``: an expression, compiled, that gives the objects of ``asked`` in order; ``digest``: of what was told."""
+
+    code: bytes
+    asked: tuple[tuple[str, tuple[Any, ...]], ...]
+    digest: str
+
+
+def conditions_of(guards: Iterable[Any]) -> tuple[Condition, ...] | None:
+    """Of Dynamo's guards; None if one is asked with what is not plain."""
+    found: dict[Condition, None] = {}
+    for guard in guards:
+        kind, made, source = guard.create_fn_name(), guard.create_fn, told_source(guard.originating_source)
+        if kind in OF_PROCESS or RECORDERS in source:
+            continue
+        given: tuple[Any, ...] = ()
+        if kind in ASKED_WITH and isinstance(made, functools.partial):
+            arguments = (*made.args, *made.keywords.values())
+            given = tuple(told_source(value) if isinstance(value, Source) else value for value in arguments)
+        if not all(isinstance(value, PLAIN) for value in given):
+            return None
+        found[Condition(source, kind, given)] = None
+    return tuple(found)
+
+
+def told_source(source: Source) -> str:
+    """Dynamo names PyTorch, where a class is asked for, by its address."""
+    return re.sub(rf"G\['_{id(torch)}_c[^']*'\]", f"G['{alias_of('torch')}']", source.name)
+
+
+def told(conditions: tuple[Condition, ...], call: Callable[..., Any], arguments: list[Tensor]) -> Conditions:
+    """The ``conditions`` of the traced ``call`` as they are now.
+
+    Raises:
+        ValueError: one cannot be told.
+    """
+    sources = [f"({one.source},{others_of(one)})" for one in conditions]
+    code = compile(f"[{','.join(sources)}]", "<guards>", "eval")
+    asked = tuple((one.kind, one.given) for one in conditions)
+    return Conditions(marshal.dumps(code), asked, digest_of(code, asked, call, arguments))
+
+
+def others_of(condition: Condition) -> str:
+    return f"{condition.given[0]}," if condition.kind == "DUPLICATE_INPUT" else ""
+
+
+def hold(known: Conditions, call: Callable[..., Any], arguments: list[Tensor]) -> bool:
+    """Whether all of it is told in the same words of a ``call`` of this process.
+
+    Raises:
+        Exception: something is not there any more, or cannot be told.
+    """
+    return digest_of(marshal.loads(known.code), known.asked, call, arguments) == known.digest
+
+
+def digest_of(code: CodeType, asked: tuple[Any, ...], call: Callable[..., Any], arguments: list[Tensor]) -> str:
+    namespace = {**_get_closure_vars(), "L": locals_of(call, arguments), "G": Globals(call)}
+    digest = hashlib.sha256()
+    words = Words()
+    for (kind, given), objects in zip(asked, eval(code, namespace), strict=True):
+        digest.update(f"{kind} {given} {words.of(kind, given, objects)}\n".encode())
+    return digest.hexdigest()
+
+
+def locals_of(call: Callable[..., Any], arguments: list[Tensor]) -> dict[str, Any]:
+    assert isinstance(call, FunctionType)
+    return {
+        **dict(zip(inspect.signature(call).parameters, arguments, strict=True)),
+        **inspect.getclosurevars(call).nonlocals,
+    }
+
+
+class Globals(dict[str, Any]):
+    """Of a function, and the names that Dynamo adds for modules that are loaded."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        assert isinstance(call, FunctionType)
+        super().__init__({name: value for name, value in call.__globals__.items() if not name.startswith(ALIAS)})
+        self._modules = {alias_of(name): module for name, module in list(sys.modules.items())}
+
+    def __missing__(self, name: str) -> Any:
+        if name.startswith(BUILTINS):
+            return vars(sys.modules["builtins"])
+        return self._modules[name]
+
+
+def alias_of(module: str) -> str:
+    return ALIAS + module.replace(">", "_").replace("<", "_").replace(".", "_dot_")
+
+
+class Words:
+    """Objects by what a guard of a kind asks of them."""
+
+    def __init__(self) -> None:
+        self._codes: dict[int, str] = {}
+
+    def of(self, kind: str, given: tuple[Any, ...], objects: tuple[Any, ...]) -> str:
+        """Raises ValueError for what is the same in one process alone, and for guards that are not known here."""
+        value = objects[0]
+        match kind:
+            case "TYPE_MATCH":
+                return name_of(type(value))
+            case (
+                "CONSTANT_MATCH" | "EQUALS_MATCH" | "BOOL_MATCH" | "NONE_MATCH" | "ID_MATCH" | "FUNCTION_MATCH"
+                | "CLOSURE_MATCH" | "BUILTIN_MATCH" | "CLASS_MATCH" | "MODULE_MATCH"
+            ):  # fmt: skip
+                return self.of_value(value)
+            case "TENSOR_MATCH":
+                return f"{name_of(type(value))} {kind_of(value)}"
+            case "DUPLICATE_INPUT":
+                return str(value is objects[1])
+            case "EMPTY_NN_MODULE_HOOKS_DICT" | "SEQUENCE_LENGTH":
+                return f"{name_of(type(value))} {len(value)}"
+            case "DICT_KEYS_MATCH" | "MAPPING_KEYS_CHECK":
+                return f"{name_of(type(value))} {[self.of_value(key) for key in value]}"
+            case "HASATTR":
+                return str(hasattr(value, given[0]))
+            case "NOT_PRESENT_IN_GENERIC_DICT":
+                return str(given[0] in vars(value))
+            case "DICT_CONTAINS" | "DICT_NOT_CONTAINS":
+                return str(dict.__contains__(value, given[0]))
+            case "SET_CONTAINS" | "SET_NOT_CONTAINS":
+                return str(set.__contains__(value, given[0]))
+        raise ValueError(f"conditions must be told alike in every process, got {kind} of {type(value).__name__}")
+
+    def of_value(self, value: Any) -> str:
+        if isinstance(value, (list, tuple)):
+            return f"{name_of(type(value))} {[self.of_value(part) for part in value]}"
+        if isinstance(value, (set, frozenset)):
+            return f"{name_of(type(value))} {sorted(map(self.of_value, value))}"
+        if isinstance(value, (range, slice)):
+            return repr(value)
+        if isinstance(value, enum.Enum):
+            return f"{name_of(type(value))} {value.name}"
+        if isinstance(value, PLAIN):
+            return f"{name_of(type(value))} {value!r}"
+        if isinstance(value, type):
+            return name_of(value)
+        if isinstance(value, ModuleType):
+            return f"module {value.__name__}"
+        if isinstance(value, (OpOverload, OpOverloadPacket)):
+            return f"operator {value}"
+        if isinstance(value, BUILT_IN):
+            return f"{name_of(type(value))} {getattr(value, '__module__', '')} {value.__qualname__}"
+        if isinstance(value, FunctionType) and not getattr(value, "_dynamo_marked_constant", False):
+            return f"{value.__module__}.{value.__qualname__} {self.of_code(value.__code__)}"
+        if isinstance(value, CodeType):
+            return self.of_code(value)
+        raise ValueError(f"conditions must be told alike in every process, got one of a {type(value).__name__}")
+
+    def of_code(self, code: CodeType) -> str:
+        if id(code) not in self._codes:
+            self._codes[id(code)] = words_of_code(code)
+        return self._codes[id(code)]
+
+
+def variables_named(codes: Iterable[CodeType]) -> dict[str, str]:
+    """Variables of the environment, as they are set, of which code has the name: Dynamo guards none of them."""
+    found: dict[str, str] = {}
+    for code in codes:
+        texts = {text for text in code.co_consts if isinstance(text, str)}
+        found |= {name: os.environ[name] for name in texts & os.environ.keys()}
+        found |= variables_named(part for part in code.co_consts if isinstance(part, CodeType))
+    return found
+
+
+def name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
