@@ -43,7 +43,6 @@ WHOLE = [
     row("attention", "mixed", "mixed: 258 rows and 255 x 4096", over_sum=1.3, counts=True),
     row("start", "start", "llama-3.1-8b, cold start", seconds=40.0),
     row("start", "start", "llama-3.1-8b, warm start", seconds=12.0),
-    row("start", "start", "llama-3.1-8b, kept-capture start", seconds=9.0),
     row("steps", "tokens", "qwen3-0.6b: tokens"),
     row("steps", "llama-3.1-8b", "llama-3.1-8b: tokens"),
     step(1, 0.8, 0.001),

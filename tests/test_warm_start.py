@@ -22,7 +22,7 @@ from selective_compile.backend import compile_step_program
 from tests.models import tiny
 
 model = tiny("qwen3", num_hidden_layers=8, hidden_size=32, intermediate_size=48)
-program = compile_step_program(model, sc.EngineConfig(implementation="triton", keep_captures=True))
+program = compile_step_program(model, sc.EngineConfig(implementation="triton"))
 assert type(program._run._run).__name__ == "Layered"
 print(json.dumps({name: dict(counted) for name, counted in counters.items()}))
 """

@@ -1,8 +1,8 @@
 """A process that gets to its first token, and says when it had come how far.
 
-    python -m benchmarks.gpu_parts.first_token MODEL STARTED [--keep] [--tiny]
+    python -m benchmarks.gpu_parts.first_token MODEL STARTED [--tiny]
 
---keep: the engine keeps its capture.  STARTED: when it was started, in seconds since the epoch.
+STARTED: when it was started, in seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("started", type=float)
-    parser.add_argument("--keep", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     stamps = {}
@@ -36,7 +35,7 @@ def main() -> None:
     stamp("imports")
     model = random_model(arguments.model, torch.device("cpu" if arguments.tiny else "cuda"), tiny=arguments.tiny)
     stamp("weights")
-    engine = Engine(model, EngineConfig(max_kv_tokens=2048, keep_captures=arguments.keep))
+    engine = Engine(model, EngineConfig(max_kv_tokens=2048))
     stamp("engine")
     next(iter(engine.submit(range(100), greedy_without_end(2))))
     stamp("first token")

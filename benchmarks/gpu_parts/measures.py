@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from benchmarks.gpu_parts.rows import NOT_COMPARED, Row
-from benchmarks.gpu_parts.start import KEPT
 
 MODEL = "llama-3.1-8b"  # of which the measures are
 TRACE_CEILING = 13_500.0  # output tokens a second
@@ -190,7 +189,6 @@ MEASURES: tuple[tuple[Measure, Callable[[Sequence[Row]], Value]], ...] = (
     (Measure(name="GPU idle in decode steps of the 8B, worst of N", bar=IDLE_BAR, goal=0.005, less=True), idle),
     (Measure(name="cold start to the first token", bar=90, goal=30, unit="s", less=True), first_token("cold")),
     (Measure(name="warm start to the first token", bar=10, goal=3, unit="s", less=True), first_token("warm")),
-    (Measure(name="the same, with its capture kept", bar=10, goal=3, unit="s", less=True), first_token(KEPT)),
 )
 
 

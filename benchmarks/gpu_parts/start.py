@@ -1,5 +1,4 @@
-"""From the start of a process to its first token: with nothing compiled before, and with all that on disk, as engines
-start by default and with the capture on disk, too.
+"""From the start of a process to its first token: with nothing captured or compiled before, and with all that on disk.
 
 Weights are made at random on the device, which takes the place of loading them. The device's own caches of what it
 compiled from a kernel's intermediate code are the driver's, and may be warm.
@@ -20,27 +19,25 @@ from benchmarks.gpu_parts.first_token import TRACED
 from benchmarks.gpu_parts.jobs import ROOT, Context, caches_in
 from benchmarks.gpu_parts.rows import reason
 
-KEPT = "kept-capture"
-# Whether the engine keeps its capture. That one is kept may cost the cold start a second.
-STARTS = {"cold": True, "warm": False, KEPT: True}
+GRAPHS = {"cold": 1, "warm": 0}  # that each start traces
 
 
 def run(context: Context) -> None:
     """In this process's caches; of a dry run, which has none, in some of its own."""
     if not context.tiny:
-        start_thrice(context, os.environ)
+        start_twice(context, os.environ)
         return
     with tempfile.TemporaryDirectory() as folder:
-        start_thrice(context, os.environ | caches_in(Path(folder)))
+        start_twice(context, os.environ | caches_in(Path(folder)))
 
 
-def start_thrice(context: Context, environment: Mapping[str, str]) -> None:
-    for name, keep in STARTS.items():
+def start_twice(context: Context, environment: Mapping[str, str]) -> None:
+    for name, graphs in GRAPHS.items():
         try:
-            stamps = first_token(context, environment, keep=keep)
+            stamps = first_token(context, environment)
             traced = stamps.pop(TRACED)
-            if context.tiny and traced != (name != KEPT):
-                raise ValueError(f"a start must trace one graph, and a {KEPT} one none, got {traced} in the {name} one")
+            if context.tiny and traced != graphs:
+                raise ValueError(f"a {name} start must trace {graphs} graphs, got {traced}")
         except (subprocess.SubprocessError, ValueError) as error:
             context.fail(f"{context.job.start_model}, {name} start", reason(error))
             return
@@ -50,7 +47,7 @@ def start_thrice(context: Context, environment: Mapping[str, str]) -> None:
         context.tell(context.job.row(f"{context.job.start_model}, {name} start", figures=figures, text=text))
 
 
-def first_token(context: Context, environment: Mapping[str, str], *, keep: bool) -> dict[str, float]:
+def first_token(context: Context, environment: Mapping[str, str]) -> dict[str, float]:
     """Seconds from the start of a process to each of its stages, and how many graphs it `TRACED`; the next one finds
     what it compiled and captured.
 
@@ -59,7 +56,7 @@ def first_token(context: Context, environment: Mapping[str, str], *, keep: bool)
         ValueError: it failed.
     """
     command = [sys.executable, "-m", "benchmarks.gpu_parts.first_token", context.job.start_model]
-    command += [str(time.time()), *(["--keep"] if keep else []), *(["--tiny"] if context.tiny else [])]
+    command += [str(time.time()), *(["--tiny"] if context.tiny else [])]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=max(1.0, context.seconds_left)
     )

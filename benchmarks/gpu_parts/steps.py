@@ -109,7 +109,6 @@ def make_engine(context: Context, model: PreTrainedModel, most: int, records: li
         max_kv_tokens=None if context.job.name == PROFILED_POOL else needed,
         block_reuse=False,
         compile=not context.tiny,
-        keep_captures=True,  # that of `start`, where there is one
     )
     engine = Engine(model, config, observers=[records.append])
     if config.max_kv_tokens is None:

@@ -120,7 +120,6 @@ def engine(context: Context, model: PreTrainedModel, trace: Trace) -> tuple[Call
         max_kv_tokens=slots_needed(trace),
         block_reuse=False,  # the sample has the prompts of the trace
         compile=not context.tiny,
-        keep_captures=True,  # that of `start`, where there is one
     )
     server = Engine(model, config)
 
