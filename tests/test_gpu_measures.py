@@ -83,7 +83,6 @@ def test_each_measure_is_of_what_it_says() -> None:
         (0.004, "goal"),
         (40.0, "bar"),
         (12.0, "neither"),
-        (9.0, "bar"),
     ]
 
 
