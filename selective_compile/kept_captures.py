@@ -8,6 +8,7 @@ cannot be told from one process to the next, as a tensor of the code's own, is n
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import hashlib
@@ -31,12 +32,13 @@ from torch.utils._device import DeviceContext
 from transformers.utils import output_capturing
 
 from selective_compile.capture import Captured, capture, check, logits_call
+from selective_compile.environment_read import variables_read
 from selective_compile.kernels.native import cache_folder
 from selective_compile.live_settings import LiveSettings, Read, words_of
 from selective_compile.named_tensors import all_tensors_of, kind_of
 from selective_compile.packed_graph import PackedGraph, packed, unpacked
 from selective_compile.same_logits import gives_logits_of, ids_for
-from selective_compile.trace_conditions import Conditions, hold, told, variables_named
+from selective_compile.trace_conditions import Conditions, hold, told
 
 MOST = 64  # files, of half a megabyte for 32 layers; the oldest go
 ENDING = ".capture"
@@ -52,7 +54,7 @@ class Kept:
     names: frozenset[str]
     keys: frozenset[str]
     code: tuple[bytes, ...]
-    files: dict[str, str]
+    files: dict[str, str]  # by the module whose code it is
     settings: tuple[str, ...]
     variables: dict[str, str]
     conditions: Conditions
@@ -105,10 +107,10 @@ def loaded(file: Path, model: nn.Module) -> Captured | None:
     if hashlib.sha256(data).digest() != written[:CHECKSUM]:
         raise ValueError(f"a kept capture must be as it was written, got {file}")
     kept: Kept = pickle.loads(data)
-    if any(digest_of(Path(path)) != known for path, known in kept.files.items()):
+    if any(told_file(module) != known for module, known in kept.files.items()):
         return None
     read = Read(names=kept.names, keys=kept.keys, code=frozenset(map(marshal.loads, kept.code)))
-    if variables_named(read.code) != kept.variables or LiveSettings(model, read).told() != kept.settings:
+    if variables_read(read.code) != kept.variables or LiveSettings(model, read).told() != kept.settings:
         return None
     if not hold(kept.conditions, *logits_call(model, ids_for(model))):
         return None
@@ -130,9 +132,9 @@ def save(captured: Captured, model: nn.Module, folder: Path, parts: str) -> None
         names=read.names,
         keys=read.keys,
         code=tuple(map(marshal.dumps, read.code)),
-        files={path: digest_of(Path(path)) for path in source_files(read.code)},
+        files={module: told_file(module) for module in modules_of(read.code)},
         settings=LiveSettings(model, read).told(),
-        variables=variables_named(read.code),
+        variables=variables_read(read.code),
         conditions=told(captured.conditions, *logits_call(model, ids_for(model))),
     )
     data = pickle.dumps(kept)
@@ -152,13 +154,21 @@ def save(captured: Captured, model: nn.Module, folder: Path, parts: str) -> None
         old.unlink(missing_ok=True)
 
 
-def source_files(codes: Iterable[CodeType]) -> set[str]:
-    """Raises ValueError for code of which there is no file, as of a notebook."""
-    found = {code.co_filename for code in codes if not code.co_filename.startswith("<frozen ") and not generated(code)}
-    missing = sorted(path for path in found if not Path(path).is_file())
-    if missing:
-        raise ValueError(f"code must come from files, got {missing[0]}")
-    return found
+def modules_of(codes: Iterable[CodeType]) -> set[str]:
+    """Raises ValueError for code that is of no module with a file, as of a notebook."""
+    files = {code.co_filename for code in codes if not code.co_filename.startswith("<frozen ") and not generated(code)}
+    modules = {str(getattr(module, "__file__", None)): name for name, module in list(sys.modules.items())}
+    if missing := sorted(files - modules.keys()):
+        raise ValueError(f"code must come from the files of modules, got {missing[0]}")
+    return {modules[file] for file in files}
+
+
+def told_file(module: str) -> str:
+    """And the names of built-in functions that the module has for its own, which Dynamo does not look for."""
+    own = sys.modules.get(module)
+    file = str(getattr(own, "__file__", ""))
+    names = sorted(name for name in vars(own) if name in vars(builtins) and not name.startswith("__")) if own else []
+    return f"{file} {digest_of(Path(file))} {names}"
 
 
 def generated(code: CodeType) -> bool:
@@ -202,7 +212,8 @@ def settings_of_process() -> list[str]:
         str(torch.get_default_dtype()),
         str(torch.get_default_device()),
         str(torch.are_deterministic_algorithms_enabled()),
-        *(str(torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda")),
+        *(f"{torch.is_autocast_enabled(kind)} {torch.get_autocast_dtype(kind)}" for kind in ("cpu", "cuda")),
+        str(torch.backends.cuda.matmul.allow_tf32),
         str(torch.cuda.is_available()),
         *(str(torch.cuda.get_device_capability(device)) for device in devices),
     ]

@@ -24,6 +24,7 @@ from selective_compile.passes import Refusal
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 FORWARD = "forward"
 HOOK = "hook"  # the node of refusals that are for a hook
+CONSTANTS = (bytes, complex, type(Ellipsis))  # that code may have beside
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
 # What torch keeps in every module: hooks are looked at by themselves, tensors and modules elsewhere.
 TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
@@ -152,7 +153,7 @@ def words_of(value: Any) -> str:
         return f"{type(value).__name__} {list(map(words_of, value))}"
     if isinstance(value, dict):
         return f"{type(value).__name__} {[(words_of(key), words_of(part)) for key, part in value.items()]}"
-    if isinstance(value, PLAIN):
+    if isinstance(value, (*PLAIN, *CONSTANTS)):
         return f"{type(value).__name__} {value!r}"
     codes = sorted(map(words_of_code, codes_of(value)))
     return f"{type(value).__module__}.{type(value).__qualname__} {getattr(value, '__qualname__', '')} {codes}"
@@ -160,7 +161,9 @@ def words_of(value: Any) -> str:
 
 def words_of_code(code: CodeType) -> str:
     constants = [words_of_code(c) if isinstance(c, CodeType) else words_of(c) for c in code.co_consts]
-    return f"{code.co_qualname} {code.co_names} {code.co_code.hex()} {constants}"
+    counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
+    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
+    return f"{code.co_qualname} {counts} {names} {code.co_code.hex()} {constants}"
 
 
 def path_of(path: str, name: str) -> str:

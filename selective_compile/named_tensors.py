@@ -15,4 +15,6 @@ def all_tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def kind_of(tensor: Tensor) -> str:
     shape, strides = list(tensor.shape), list(tensor.stride())
-    return f"{tensor.dtype} {tensor.device} {shape} {strides} {tensor.is_conj()} {tensor.is_neg()}"
+    return (
+        f"{tensor.dtype} {tensor.device} {shape} {strides} {tensor.is_conj()} {tensor.is_neg()} {tensor.requires_grad}"
+    )

@@ -7,32 +7,26 @@ as which one an object is, is refused, so that a trace is either held to all of 
 
 from __future__ import annotations
 
-import enum
 import functools
 import hashlib
 import inspect
 import marshal
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, ModuleType, WrapperDescriptorType
+from types import CodeType, FunctionType
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch._dynamo.guards import _get_closure_vars
 from torch._guards import Source
-from torch._ops import OpOverload, OpOverloadPacket
 
-from selective_compile.live_settings import words_of_code
-from selective_compile.named_tensors import kind_of
+from selective_compile.told_objects import PLAIN, Words
 
-PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device)
 ALIAS: Final = "__import_"  # Dynamo's names for modules among the globals
 BUILTINS: Final = "__builtins_dict__"
-BUILT_IN: Final = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
 # Of the process and not of an object: `settings_of_process` has those that a graph depends on, and the number of
 # tokens is looked at where it is traced (`capture.longest_of_graph`).
 OF_PROCESS: Final = frozenset(
@@ -163,83 +157,3 @@ class Globals(dict[str, Any]):
 
 def alias_of(module: str) -> str:
     return ALIAS + module.replace(">", "_").replace("<", "_").replace(".", "_dot_")
-
-
-class Words:
-    """Objects by what a guard of a kind asks of them."""
-
-    def __init__(self) -> None:
-        self._codes: dict[int, str] = {}
-
-    def of(self, kind: str, given: tuple[Any, ...], objects: tuple[Any, ...]) -> str:
-        """Raises ValueError for what is the same in one process alone, and for guards that are not known here."""
-        value = objects[0]
-        match kind:
-            case "TYPE_MATCH":
-                return name_of(type(value))
-            case (
-                "CONSTANT_MATCH" | "EQUALS_MATCH" | "BOOL_MATCH" | "NONE_MATCH" | "ID_MATCH" | "FUNCTION_MATCH"
-                | "CLOSURE_MATCH" | "BUILTIN_MATCH" | "CLASS_MATCH" | "MODULE_MATCH"
-            ):  # fmt: skip
-                return self.of_value(value)
-            case "TENSOR_MATCH":
-                return f"{name_of(type(value))} {kind_of(value)}"
-            case "DUPLICATE_INPUT":
-                return str(value is objects[1])
-            case "EMPTY_NN_MODULE_HOOKS_DICT" | "SEQUENCE_LENGTH":
-                return f"{name_of(type(value))} {len(value)}"
-            case "DICT_KEYS_MATCH" | "MAPPING_KEYS_CHECK":
-                return f"{name_of(type(value))} {[self.of_value(key) for key in value]}"
-            case "HASATTR":
-                return str(hasattr(value, given[0]))
-            case "NOT_PRESENT_IN_GENERIC_DICT":
-                return str(given[0] in vars(value))
-            case "DICT_CONTAINS" | "DICT_NOT_CONTAINS":
-                return str(dict.__contains__(value, given[0]))
-            case "SET_CONTAINS" | "SET_NOT_CONTAINS":
-                return str(set.__contains__(value, given[0]))
-        raise ValueError(f"conditions must be told alike in every process, got {kind} of {type(value).__name__}")
-
-    def of_value(self, value: Any) -> str:
-        if isinstance(value, (list, tuple)):
-            return f"{name_of(type(value))} {[self.of_value(part) for part in value]}"
-        if isinstance(value, (set, frozenset)):
-            return f"{name_of(type(value))} {sorted(map(self.of_value, value))}"
-        if isinstance(value, (range, slice)):
-            return repr(value)
-        if isinstance(value, enum.Enum):
-            return f"{name_of(type(value))} {value.name}"
-        if isinstance(value, PLAIN):
-            return f"{name_of(type(value))} {value!r}"
-        if isinstance(value, type):
-            return name_of(value)
-        if isinstance(value, ModuleType):
-            return f"module {value.__name__}"
-        if isinstance(value, (OpOverload, OpOverloadPacket)):
-            return f"operator {value}"
-        if isinstance(value, BUILT_IN):
-            return f"{name_of(type(value))} {getattr(value, '__module__', '')} {value.__qualname__}"
-        if isinstance(value, FunctionType) and not getattr(value, "_dynamo_marked_constant", False):
-            return f"{value.__module__}.{value.__qualname__} {self.of_code(value.__code__)}"
-        if isinstance(value, CodeType):
-            return self.of_code(value)
-        raise ValueError(f"conditions must be told alike in every process, got one of a {type(value).__name__}")
-
-    def of_code(self, code: CodeType) -> str:
-        if id(code) not in self._codes:
-            self._codes[id(code)] = words_of_code(code)
-        return self._codes[id(code)]
-
-
-def variables_named(codes: Iterable[CodeType]) -> dict[str, str]:
-    """Variables of the environment, as they are set, of which code has the name: Dynamo guards none of them."""
-    found: dict[str, str] = {}
-    for code in codes:
-        texts = {text for text in code.co_consts if isinstance(text, str)}
-        found |= {name: os.environ[name] for name in texts & os.environ.keys()}
-        found |= variables_named(part for part in code.co_consts if isinstance(part, CodeType))
-    return found
-
-
-def name_of(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"

@@ -78,6 +78,8 @@ LAYERS = (
         "kept_captures",
         "current_device",
         "named_tensors",
+        "environment_read",
+        "told_objects",
         "trace_conditions",
         "same_logits",
         "packed_graph",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import abc
 import enum
+import importlib
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +43,21 @@ def closed_over(factor: float) -> Callable[[Tensor], Tensor]:
     return lambda rows: rows * factor
 
 
-class Settings:
+class Wider:
+    width = 1
+
+    def times(self) -> int:
+        return 1
+
+
+class Likes(abc.ABC):
+    """Of which others may become a kind."""
+
+    @abc.abstractmethod
+    def liked(self) -> None: ...
+
+
+class Settings(Wider):
     def __init__(self) -> None:
         self.kind = Kind.PLAIN
         self.sizes = [1, 2]
@@ -58,6 +75,7 @@ class Reads(Small):
     def __init__(self) -> None:
         super().__init__()
         self.settings, self.function, self.closed = Settings(), doubled, closed_over(2.0)
+        self.constant: Any = lambda first, second: (first - second) * abs(int.from_bytes(b"a"))
         self.parts = nn.ModuleList([nn.Identity() for _ in range(3)])
 
     def forward(self, input_ids: Tensor, scale: float = 1.0) -> Tensor:
@@ -68,7 +86,8 @@ class Reads(Small):
             rows = part(rows)
         if os.environ.get("OF_THIS_TEST") == "1" or torch.get_default_dtype() == torch.float64:
             rows = rows * 5
-        return self.head(rows * self.settings.count)
+        rows = rows * self.settings.times() * self.settings.width * self.constant(first=3, second=1)
+        return self.head(rows * self.settings.count * (3 if isinstance(self.settings, Likes) else 1) * len(self.parts))
 
 
 @pytest.fixture
@@ -142,6 +161,35 @@ def of_modules(model: Any, patch: pytest.MonkeyPatch) -> None:
     model.parts = model.parts[:2]
 
 
+def of_inherited_method(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Wider, "times", lambda self: 2)
+
+
+def of_inherited_value(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Wider, "width", 2)
+
+
+def of_new_method(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Settings, "times", lambda self: 2, raising=False)
+
+
+def of_constant(model: Any, patch: pytest.MonkeyPatch) -> None:
+    model.constant = lambda first, second: (first - second) * abs(int.from_bytes(b"b"))
+
+
+def of_order(model: Any, patch: pytest.MonkeyPatch) -> None:
+    model.constant = lambda second, first: (second - first) * abs(int.from_bytes(b"a"))
+
+
+def of_every_module(model: Any, patch: pytest.MonkeyPatch) -> None:
+    called = nn.Module.__call__
+    patch.setattr(nn.Module, "__call__", lambda self, *args, **given: called(self, *args, **given))
+
+
+def of_builtin(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sys.modules[__name__], "abs", lambda value: 5, raising=False)
+
+
 def of_environment(model: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setenv("OF_THIS_TEST", "1")
 
@@ -165,6 +213,13 @@ CHANGES = (
     of_property,
     of_new_attribute,
     of_modules,
+    of_inherited_method,
+    of_inherited_value,
+    of_new_method,
+    of_constant,
+    of_order,
+    of_every_module,
+    of_builtin,
     of_environment,
     of_default_dtype,
 )
@@ -196,10 +251,58 @@ class ReadsConstant(Small):
         return self.head(self.embed(input_ids) * constant())
 
 
-def test_what_cannot_be_told_in_another_process_is_not_kept(traced: list[nn.Module]) -> None:
+class Named(Small):
+    """Reads a variable of the environment whose name does not stand where it is read."""
+
+    name = "OF_THIS_TEST"
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.embed(input_ids) * (2 if os.environ.get(self.name) else 1))
+
+
+class Made(Small):
+    part = "TEST"
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.embed(input_ids) * (2 if os.environ.get(f"OF_THIS_{self.part}") else 1))
+
+
+@pytest.mark.parametrize("kind", [ReadsConstant, Named, Made])
+def test_what_cannot_be_told_in_another_process_is_not_kept(kind: type[Small], traced: list[nn.Module]) -> None:
     for _ in range(2):
-        capture_once(ReadsConstant().eval())
+        capture_once(kind().eval())
     assert len(traced) == 2
+
+
+def test_a_class_that_is_said_to_be_of_a_kind_is_another(traced: list[nn.Module]) -> None:
+    capture_once(Reads().eval())
+    Likes.register(Settings)  # for the rest of the process
+    capture_once(Reads().eval())
+    assert len(traced) == 2
+
+
+def test_code_is_that_of_the_module_that_is_loaded(
+    traced: list[nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two modules of one name, both still where they were, of which the second one computes something else."""
+    for number in (1, 2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "helper_of_test.py").write_text(f"class Helper:\n    def of(self):\n        return {number}\n")
+        monkeypatch.syspath_prepend(str(folder))
+        sys.modules.pop("helper_of_test", None)
+        helper = importlib.import_module("helper_of_test").Helper()
+        capture_once(WithHelper(helper).eval())
+        assert len(traced) == number
+
+
+class WithHelper(Small):
+    def __init__(self, helper: Any) -> None:
+        super().__init__()
+        self.helper = helper
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.embed(input_ids) * self.helper.of())
 
 
 def test_the_order_in_which_models_were_made_does_not_matter(traced: list[nn.Module]) -> None:
