@@ -94,7 +94,7 @@ class Words:
         if isinstance(value, BUILT_IN):
             return f"{name_of(type(value))} {getattr(value, '__module__', '')} {value.__qualname__}"
         if isinstance(value, FunctionType) and not getattr(value, "_dynamo_marked_constant", False):
-            return f"{value.__module__}.{value.__qualname__} {self.of_code(value.__code__)}"
+            return f"{value.__module__}.{value.__qualname__} {self.of_code(value.__code__)} {defaults_of(value)}"
         if isinstance(value, CodeType):
             return self.of_code(value)
         raise ValueError(f"conditions must be told alike in every process, got one of a {type(value).__name__}")
@@ -113,11 +113,17 @@ class Words:
 
     def _parts(self, base: type) -> list[str]:
         names = sorted(vars(base).keys() - OF_THE_INTERPRETER - (PUT_BY_DYNAMO if base is nn.Module else set()))
-        own = [f"{name} {words_of(vars(base)[name])}" for name in names]
+        own = [f"{name} {words_of(vars(base)[name])} {defaults_of(vars(base)[name])}" for name in names]
         if isinstance(base, abc.ABCMeta) and base.__module__.partition(".")[0] not in sys.stdlib_module_names:
             known = [reference() for reference in abc._get_dump(base)[0]]  # type: ignore[attr-defined]
             own += sorted(name_of(kind) for kind in known if kind is not None)
         return [name_of(base), file_of(base), *own]
+
+
+def defaults_of(value: Any) -> str:
+    """Of a function's arguments, or a method's as it stands in a class."""
+    function = getattr(value, "__func__", value)
+    return words_of((getattr(function, "__defaults__", None), getattr(function, "__kwdefaults__", None)))
 
 
 def name_of(kind: type) -> str:

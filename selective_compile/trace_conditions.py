@@ -81,16 +81,18 @@ def conditions_of(guards: Iterable[Any]) -> tuple[Condition, ...] | None:
     """Of Dynamo's guards; None if one is asked with what is not plain."""
     found: dict[Condition, None] = {}
     for guard in guards:
-        kind, made, source = guard.create_fn_name(), guard.create_fn, told_source(guard.originating_source)
-        if kind in OF_PROCESS or RECORDERS in source:
+        kind, asked = guard.create_fn_name(), guard.originating_source
+        if kind in OF_PROCESS or RECORDERS in asked.name:
             continue
         given: tuple[Any, ...] = ()
-        if kind in ASKED_WITH and isinstance(made, functools.partial):
-            arguments = (*made.args, *made.keywords.values())
+        if kind in ASKED_WITH and isinstance(guard.create_fn, functools.partial):
+            arguments = (*guard.create_fn.args, *guard.create_fn.keywords.values())
             given = tuple(told_source(value) if isinstance(value, Source) else value for value in arguments)
+        elif kind == "HASATTR":  # of torch 2.11, which asks with the attribute itself, though it may not be there
+            given, asked = (asked.member,), asked.base
         if not all(isinstance(value, PLAIN) for value in given):
             return None
-        found[Condition(source, kind, given)] = None
+        found[Condition(told_source(asked), kind, given)] = None
     return tuple(found)
 
 

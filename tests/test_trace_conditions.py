@@ -75,7 +75,7 @@ class Reads(Small):
     def __init__(self) -> None:
         super().__init__()
         self.settings, self.function, self.closed = Settings(), doubled, closed_over(2.0)
-        self.constant: Any = lambda first, second: (first - second) * abs(int.from_bytes(b"a"))
+        self.constant: Any = lambda first, second: (first - second) * abs(len(b"a"))
         self.parts = nn.ModuleList([nn.Identity() for _ in range(3)])
 
     def forward(self, input_ids: Tensor, scale: float = 1.0) -> Tensor:
@@ -174,11 +174,11 @@ def of_new_method(model: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def of_constant(model: Any, patch: pytest.MonkeyPatch) -> None:
-    model.constant = lambda first, second: (first - second) * abs(int.from_bytes(b"b"))
+    model.constant = lambda first, second: (first - second) * abs(len(b"bc"))
 
 
 def of_order(model: Any, patch: pytest.MonkeyPatch) -> None:
-    model.constant = lambda second, first: (second - first) * abs(int.from_bytes(b"a"))
+    model.constant = lambda second, first: (second - first) * abs(len(b"a"))
 
 
 def of_every_module(model: Any, patch: pytest.MonkeyPatch) -> None:
