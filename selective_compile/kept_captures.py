@@ -38,6 +38,7 @@ from selective_compile.live_settings import LiveSettings, Read, words_of
 from selective_compile.named_tensors import all_tensors_of, kind_of
 from selective_compile.packed_graph import PackedGraph, packed, unpacked
 from selective_compile.same_logits import gives_logits_of, ids_for
+from selective_compile.told_objects import file_of
 from selective_compile.trace_conditions import Conditions, hold, told
 
 MOST = 64  # files, of half a megabyte for 32 layers; the oldest go
@@ -157,7 +158,7 @@ def save(captured: Captured, model: nn.Module, folder: Path, parts: str) -> None
 def modules_of(codes: Iterable[CodeType]) -> set[str]:
     """Raises ValueError for code that is of no module with a file, as of a notebook."""
     files = {code.co_filename for code in codes if not code.co_filename.startswith("<frozen ") and not generated(code)}
-    modules = {str(getattr(module, "__file__", None)): name for name, module in list(sys.modules.items())}
+    modules = {file_of(module): name for name, module in list(sys.modules.items())}
     if missing := sorted(files - modules.keys()):
         raise ValueError(f"code must come from the files of modules, got {missing[0]}")
     return {modules[file] for file in files}
@@ -166,7 +167,7 @@ def modules_of(codes: Iterable[CodeType]) -> set[str]:
 def told_file(module: str) -> str:
     """And the names of built-in functions that the module has for its own, which Dynamo does not look for."""
     own = sys.modules.get(module)
-    file = str(getattr(own, "__file__", ""))
+    file = file_of(own)
     names = sorted(name for name in vars(own) if name in vars(builtins) and not name.startswith("__")) if own else []
     return f"{file} {digest_of(Path(file))} {names}"
 

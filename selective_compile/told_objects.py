@@ -30,9 +30,8 @@ from selective_compile.named_tensors import kind_of
 
 PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device)
 BUILT_IN: Final = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
-# In the dictionaries of classes: what the interpreter or a caller keeps there, and no code asks for.
+# What is in the dictionaries of classes and none of their code.
 OF_THE_INTERPRETER: Final = frozenset({"__abstractmethods__", "_abc_impl", "__weakref__", "__dict__", "__doc__"})
-
 PUT_BY_DYNAMO: Final = frozenset({"__init__", "__setstate__", "___needs_generation_tag_patch"})  # when it first traces
 
 
@@ -80,7 +79,7 @@ class Words:
         if isinstance(value, (range, slice)):
             return repr(value)
         if isinstance(value, enum.Enum):
-            return f"{name_of(type(value))} {value.name}"
+            return f"{name_of(type(value))} {value.name} {words_of(value.value)}"
         if isinstance(value, PLAIN):
             return f"{name_of(type(value))} {value!r}"
         if isinstance(value, type):
@@ -88,7 +87,7 @@ class Words:
         if isinstance(value, UnionType):
             return f"any of {[self.of_value(part) for part in value.__args__]}"
         if isinstance(value, ModuleType):
-            return f"module {value.__name__} {getattr(value, '__file__', '')}"
+            return f"module {value.__name__} {file_of(value)}"
         if isinstance(value, (OpOverload, OpOverloadPacket)):
             return f"operator {value}"
         if isinstance(value, BUILT_IN):
@@ -117,7 +116,7 @@ class Words:
         if isinstance(base, abc.ABCMeta) and base.__module__.partition(".")[0] not in sys.stdlib_module_names:
             known = [reference() for reference in abc._get_dump(base)[0]]  # type: ignore[attr-defined]
             own += sorted(name_of(kind) for kind in known if kind is not None)
-        return [name_of(base), file_of(base), *own]
+        return [name_of(base), file_of(sys.modules.get(base.__module__)), *own]
 
 
 def defaults_of(value: Any) -> str:
@@ -130,5 +129,6 @@ def name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def file_of(kind: type) -> str:
-    return str(getattr(sys.modules.get(kind.__module__), "__file__", ""))
+def file_of(module: ModuleType | None) -> str:
+    """Without asking a module that imports what it is asked for."""
+    return str(getattr(module, "__dict__", {}).get("__file__", ""))
