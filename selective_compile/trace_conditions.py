@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch._dynamo.guards import _get_closure_vars
+from torch._dynamo.source import AttrSource
 from torch._guards import Source
 
 from selective_compile.told_objects import PLAIN, Words
@@ -78,7 +79,7 @@ class Conditions:
 
 
 def conditions_of(guards: Iterable[Any]) -> tuple[Condition, ...] | None:
-    """Of Dynamo's guards; None if one is asked with what is not plain."""
+    """Of Dynamo's guards; None if one is asked in a way that is not known here."""
     found: dict[Condition, None] = {}
     for guard in guards:
         kind, asked = guard.create_fn_name(), guard.originating_source
@@ -89,6 +90,8 @@ def conditions_of(guards: Iterable[Any]) -> tuple[Condition, ...] | None:
             arguments = (*guard.create_fn.args, *guard.create_fn.keywords.values())
             given = tuple(told_source(value) if isinstance(value, Source) else value for value in arguments)
         elif kind == "HASATTR":  # of torch 2.11, which asks with the attribute itself, though it may not be there
+            if not isinstance(asked, AttrSource):
+                return None
             given, asked = (asked.member,), asked.base
         if not all(isinstance(value, PLAIN) for value in given):
             return None
