@@ -128,6 +128,6 @@ def test_gpu_spills(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
 def test_startup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = run("startup", tmp_path, monkeypatch, "--quick")["rows"]
     assert [(row["each"], row["start"]) for row in rows] == [
-        (each, s) for each in (False, True) for s in ("cold", "warm", "kept")
+        (each, s) for each in (False, True) for s in ("cold", "warm", "traced")
     ]
     assert all(0 < row["capture"][0] < row["all"][0] and row["passes"][0] > 0 for row in rows)
