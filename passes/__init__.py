@@ -26,6 +26,7 @@ from selective_compile.passes.merge import merge
 from selective_compile.passes.narrow_windows import narrow_windows
 from selective_compile.passes.normalise import normalise
 from selective_compile.passes.output_tails import Tail, take_off_tails
+from selective_compile.passes.packed_trace import Traces
 from selective_compile.passes.recurrences import recognise_recurrences, whole_convolutions
 from selective_compile.passes.sampled_rows import keep_sampled_rows
 from selective_compile.passes.selections import recognise_selections
@@ -99,6 +100,7 @@ def rewrite(
     max_window: int | None = None,
     modules: WholeModules | None = None,
     latents: bool = True,
+    traces: Traces | None = None,
 ) -> Rewrite:
     """Run the pipeline on Dynamo's graph.
 
@@ -106,11 +108,12 @@ def rewrite(
     is the source of a token input that is never anything but 1, as the engine's attention mask.  ``functions`` are what
     capture left whole, by name, with what they compute; ``modules`` are those that it left whole.  ``max_window``: let
     no attention see farther, whatever the model says; that is no part of the pipeline, for it changes results.
-    ``latents``: pools keep what keys and values are made of, where that pays.  What cannot be proved stands in
+    ``latents``: pools keep what keys and values are made of, where that pays.  ``traces`` has graphs that were traced
+    to ATen before, and gets others.  What cannot be proved stands in
     ``refusals`` and leaves ``flat`` None.  Raises `RefusedError` when the graph's inputs are not those of a decoder at
     all.
     """
-    traced = normalise(module, examples)
+    traced = normalise(module, examples, traces)
     traced.functions, traced.modules = functions or {}, modules
     if ones is not None:
         all_ones(traced, ones)
@@ -130,7 +133,7 @@ def rewrite(
     if max_window is not None:
         result.timed("narrow windows", lambda: narrow_windows(traced, max_window))
     try:
-        result.timed("flatten", lambda: flatten_into(result, paged=paged))
+        result.timed("flatten", lambda: flatten_into(result, paged=paged, traces=traces))
     except RefusedError as error:  # a trace of the flat graph that fails has its refusals in the error alone
         traced.refusals += [refusal for refusal in error.refusals if refusal not in traced.refusals]
         return result
@@ -157,6 +160,6 @@ def drop_stored_weights(traced: TracedGraph) -> int:
     return len(results) - len(kept)
 
 
-def flatten_into(result: Rewrite, *, paged: bool) -> int:
-    result.flat = flatten(result.traced, paged=paged)
+def flatten_into(result: Rewrite, *, paged: bool, traces: Traces | None) -> int:
+    result.flat = flatten(result.traced, paged=paged, traces=traces)
     return len(result.traced.calls) + len(result.traced.recurrences)

@@ -22,6 +22,7 @@ from selective_compile.passes.axes import Axes, Axis, Sizes
 from selective_compile.passes.isolate import replace_isolated
 from selective_compile.passes.latent_rows import latent_query, latent_row, latent_value
 from selective_compile.passes.normalise import Symbols, retrace, tidy
+from selective_compile.passes.packed_trace import Traces
 from selective_compile.passes.positional import is_positional_root, straight_line
 from selective_compile.passes.rules_lookup import reads_own_index
 from selective_compile.passes.rules_order import is_inverse
@@ -85,8 +86,8 @@ class FlatGraph:
 class Flattener:
     """Builds the flat graph in place of the ``[B, S]`` one."""
 
-    def __init__(self, traced: TracedGraph, *, paged: bool) -> None:
-        self.traced, self.paged = traced, paged
+    def __init__(self, traced: TracedGraph, *, paged: bool, traces: Traces | None) -> None:
+        self.traced, self.paged, self.traces = traced, paged, traces
         self.graph = traced.graph
         found = [*map(reach_of, traced.calls), *map(reach_of, traced.selections)]
         self.reaches = reaches(found) if paged else ()
@@ -366,7 +367,7 @@ class Flattener:
         self.traced.module.recompile()
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         fakes = tuple(self.fake(node) for node in placeholders)
-        module = retrace(self.traced.module, self.symbols, fakes)
+        module = retrace(self.traced.module, self.symbols, fakes, self.traces)
         tidy(module)
         self.check_generality()
         return FlatGraph(
@@ -459,8 +460,8 @@ def reach_of(call: AttentionCall | KeySelection) -> Reach:
     return Reach(window=call.family.window, chunk=call.family.chunk)
 
 
-def flatten(traced: TracedGraph, *, paged: bool) -> FlatGraph:
-    """Raises `RefusedError` with everything that was refused so far and in this pass."""
+def flatten(traced: TracedGraph, *, paged: bool, traces: Traces | None = None) -> FlatGraph:
+    """``traces``: as in `retraced`.  Raises `RefusedError` with everything that was refused so far and in this pass."""
     if traced.refusals:
         raise RefusedError(traced.refusals)
-    return Flattener(traced, paged=paged).run()
+    return Flattener(traced, paged=paged, traces=traces).run()

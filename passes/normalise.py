@@ -25,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from selective_compile.passes.axes import Sizes, is_symbolic
 from selective_compile.passes.functional import make_functional
 from selective_compile.passes.lengths import bounds_requests, longest_request
+from selective_compile.passes.packed_trace import Traces
 from selective_compile.passes.retrace import retraced
 from selective_compile.passes.traced_graph import (
     Input,
@@ -116,8 +117,11 @@ class Symbols:
         return Sizes(batch=None if batch is None else batch.node.expr, token=token, limit=limit)
 
 
-def normalise(module: fx.GraphModule, examples: Sequence[Any]) -> TracedGraph:
-    """Retrace Dynamo's ``module`` called with ``examples`` (weights real, sizes SymInt).  Raises `RefusedError`."""
+def normalise(module: fx.GraphModule, examples: Sequence[Any], traces: Traces | None = None) -> TracedGraph:
+    """Retrace Dynamo's ``module`` called with ``examples`` (weights real, sizes SymInt).  Raises `RefusedError`.
+
+    ``traces``: as in `retraced`.
+    """
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     places = [place_of(node) for node in placeholders]
     refused = [refused_input(node) for node, place in zip(placeholders, places, strict=True) if place == "other"]
@@ -130,7 +134,7 @@ def normalise(module: fx.GraphModule, examples: Sequence[Any]) -> TracedGraph:
     with symbols.mode:
         names = size_names(placeholders)
         fakes = [fake_input(symbols, names, node, place) for node, place in zip(placeholders, places, strict=True)]
-    traced = retrace(module, symbols, fakes)
+    traced = retrace(module, symbols, fakes, traces)
     refuse_constants(symbols)
     inputs = [
         Input(index=index, node=node, source=source_name(old), place=place, example=example)
@@ -201,11 +205,13 @@ def bounding(symbols: Symbols) -> list[Any]:
     return [condition for condition in conditions if condition.free_symbols == tokens and bounds_requests(condition)]
 
 
-def retrace(module: fx.GraphModule, symbols: Symbols, fakes: Sequence[Any]) -> fx.GraphModule:
+def retrace(
+    module: fx.GraphModule, symbols: Symbols, fakes: Sequence[Any], traces: Traces | None = None
+) -> fx.GraphModule:
     """``module`` traced once more to ATen with ``fakes``, keeping stack traces and composite operators."""
 
     try:
-        return retraced(module, fakes, SPELT_OUT, symbols.mode)
+        return retraced(module, fakes, SPELT_OUT, symbols.mode, traces)
     except RuntimeError as error:  # an operator finds that symbolic sizes do not fit
         reason = f"it cannot be traced with symbolic sizes: {str(error).strip().splitlines()[0]}"
         refusal = Refusal(node="graph", operator="trace", reason=reason, source_line="source line unknown", module="")

@@ -24,26 +24,32 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._pytree import tree_leaves
 
 from selective_compile.passes.axes import size_expression
+from selective_compile.passes.packed_trace import OF_SOURCE, Traces, asked_of, key_of, packed_trace, unpacked_trace
 from selective_compile.passes.repeats import KEPT, Repeat, alike_from, repeats, spelled
 from selective_compile.passes.vmapped import interpreter_of
 
 COPIED = KEPT - 2  # the piece before the last that is kept is what those between are copies of
-# What a copy has from the piece that it stands for, not from the one that it is a copy of.
-OF_SOURCE = ("nn_module_stack", "source_fn_stack", "stack_trace")
 
 
 def retraced(
-    module: fx.GraphModule, fakes: Sequence[Any], decompositions: Mapping[Any, Any], mode: FakeTensorMode
+    module: fx.GraphModule,
+    fakes: Sequence[Any],
+    decompositions: Mapping[Any, Any],
+    mode: FakeTensorMode,
+    traces: Traces | None = None,
 ) -> fx.GraphModule:
-    """``module`` traced with ``fakes`` of ``mode``, keeping stack traces and composite operators."""
+    """``module`` traced with ``fakes`` of ``mode``, keeping stack traces and composite operators.
+
+    ``traces`` has those that were made before, and gets others.
+    """
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     found = repeats(module.graph, dict(zip(placeholders, map(kind_of, fakes), strict=True)))
     if found:
         folded = Folded(module, found)
-        unfolded = folded.unfolded(*traced(folded.module, fakes, decompositions, mode))
+        unfolded = folded.unfolded(*traced(folded.module, fakes, decompositions, mode, traces))
         if unfolded is not None:
             return unfolded
-    return traced(module, fakes, decompositions, mode)[0]
+    return traced(module, fakes, decompositions, mode, traces)[0]
 
 
 def kind_of(fake: Any) -> Hashable:
@@ -55,9 +61,33 @@ def kind_of(fake: Any) -> Hashable:
 
 
 def traced(
-    module: fx.GraphModule, fakes: Sequence[Any], decompositions: Mapping[Any, Any], mode: FakeTensorMode
+    module: fx.GraphModule,
+    fakes: Sequence[Any],
+    decompositions: Mapping[Any, Any],
+    mode: FakeTensorMode,
+    traces: Traces | None = None,
 ) -> tuple[fx.GraphModule, dict[str, fx.Node]]:
     """And of each of its nodes, by name, the node of ``module`` that it was made for."""
+    key = None if traces is None else key_of(module, fakes, decompositions, mode)
+    if traces is None or key is None:
+        return traced_now(module, fakes, decompositions, mode)
+    found = traces.get(key)
+    if found is None:
+        result, sources = traced_now(module, fakes, decompositions, mode)
+        if asked_of(mode):
+            return result, sources
+        try:
+            found = packed_trace(result, sources, module, fakes)
+        except ValueError:
+            return result, sources
+        traces.keep(key, found)
+    # Unpacked at once, too: what is compiled from it has the same digest then as in a start that finds the trace.
+    return unpacked_trace(found, module, fakes, mode)
+
+
+def traced_now(
+    module: fx.GraphModule, fakes: Sequence[Any], decompositions: Mapping[Any, Any], mode: FakeTensorMode
+) -> tuple[fx.GraphModule, dict[str, fx.Node]]:
     sources: dict[str, fx.Node] = {}
     interpreter = interpreter_of(module)
     run_node = interpreter.run_node

@@ -9,17 +9,14 @@ cannot be told from one process to the next, as a tensor of the code's own, is n
 from __future__ import annotations
 
 import builtins
-import contextlib
 import functools
 import hashlib
-import logging
 import marshal
 import os
 import pickle
 import platform
 import sys
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
@@ -33,7 +30,7 @@ from transformers.utils import output_capturing
 
 from selective_compile.capture import Captured, capture, check, logits_call
 from selective_compile.environment_read import variables_read
-from selective_compile.kernels.native import cache_folder
+from selective_compile.kept_files import attempt, data_of, own_folder, was_of_use, write
 from selective_compile.live_settings import LiveSettings, Read, words_of
 from selective_compile.named_tensors import all_tensors_of, kind_of
 from selective_compile.packed_graph import PackedGraph, packed, unpacked
@@ -41,12 +38,8 @@ from selective_compile.same_logits import gives_logits_of, ids_for
 from selective_compile.told_objects import file_of
 from selective_compile.trace_conditions import Conditions, hold, told
 
-MOST = 64  # files, of half a megabyte for 32 layers; the oldest go
 ENDING = ".capture"
-CHECKSUM = hashlib.sha256().digest_size  # bytes in front of a file's own
-UNFINISHED = "unfinished-"
 TENSORS = (Tensor, nn.Parameter, nn.Buffer)
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -82,32 +75,9 @@ def capture_once(model: nn.Module) -> Captured:
     return captured
 
 
-@contextlib.contextmanager
-def attempt(to: str) -> Iterator[None]:
-    """Where it fails the model is captured, and that is all."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 - a model's code may raise anything on fake tensors
-        _logger.info("could not %s: %s: %s", to, type(error).__name__, error)
-
-
-def own_folder() -> Path:
-    """Raises ValueError for one that others can write to: what is in it is run."""
-    folder = cache_folder() / "captures"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    state = folder.stat()
-    if state.st_uid != os.getuid() or state.st_mode & 0o022:
-        raise ValueError(f"a folder of captures must be writable by its user alone, got {folder}")
-    return folder
-
-
 def loaded(file: Path, model: nn.Module) -> Captured | None:
     """None if the code that was traced, or what it read, is not as it was, or its logits are not the model's."""
-    written = file.read_bytes()
-    data = written[CHECKSUM:]
-    if hashlib.sha256(data).digest() != written[:CHECKSUM]:
-        raise ValueError(f"a kept capture must be as it was written, got {file}")
-    kept: Kept = pickle.loads(data)
+    kept: Kept = pickle.loads(data_of(file))
     if any(told_file(module) != known for module, known in kept.files.items()):
         return None
     read = Read(names=kept.names, keys=kept.keys, code=frozenset(map(marshal.loads, kept.code)))
@@ -118,8 +88,7 @@ def loaded(file: Path, model: nn.Module) -> Captured | None:
     captured = unpacked(kept.graph, model, read)
     if not gives_logits_of(captured, model):
         return None
-    with contextlib.suppress(OSError):
-        file.touch()  # it was of use
+    was_of_use(file)
     return captured
 
 
@@ -141,18 +110,7 @@ def save(captured: Captured, model: nn.Module, folder: Path, parts: str) -> None
     data = pickle.dumps(kept)
     if not gives_logits_of(unpacked(pickle.loads(data).graph, model, read), model):
         raise ValueError("the capture must give the model's logits")
-    digest = hashlib.sha256(data).digest()
-    with tempfile.NamedTemporaryFile(dir=folder, delete=False, prefix=UNFINISHED) as written:
-        try:
-            written.write(digest + data)
-            written.close()
-            os.replace(written.name, folder / f"{parts}-{digest.hex()[:32]}{ENDING}")
-        except BaseException:
-            os.unlink(written.name)
-            raise
-    oldest = sorted([*folder.glob(f"*{ENDING}"), *folder.glob(f"{UNFINISHED}*")], key=lambda path: path.stat().st_mtime)
-    for old in oldest[:-MOST]:
-        old.unlink(missing_ok=True)
+    write(folder / f"{parts}-{hashlib.sha256(data).hexdigest()[:32]}{ENDING}", data)
 
 
 def modules_of(codes: Iterable[CodeType]) -> set[str]:
@@ -190,7 +148,7 @@ def parts_of(model: nn.Module) -> str:
     for name, tensor in all_tensors_of(model):
         told.append(f"{name} {first.setdefault(id(tensor), name)} {type(tensor).__name__} {kind_of(tensor)}")
     told += [words_of(recorders) for recorders in recorders_of(model)]
-    told += [torch.__version__, sys.version, platform.machine(), own_code(), *settings_of_process()]
+    told += of_process()
     return hashlib.sha256("\n".join(told).encode()).hexdigest()[:32]
 
 
@@ -198,6 +156,15 @@ def recorders_of(model: nn.Module) -> list[Any]:
     """What transformers could record of modules of these classes, of which a model asks when it is called."""
     kinds = dict.fromkeys(str(kind) for _, kind in kinds_of(model))
     return [dict.get(output_capturing._CAN_RECORD_REGISTRY, kind) for kind in kinds]
+
+
+def of_process() -> list[str]:
+    """Versions, this package's own code, and what a trace may follow of a process.
+
+    Raises:
+        ValueError: as `settings_of_process`.
+    """
+    return [torch.__version__, sys.version, platform.machine(), own_code(), *settings_of_process()]
 
 
 def settings_of_process() -> list[str]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from selective_compile.capture import TOKEN_INPUTS, Captured
@@ -19,19 +18,10 @@ from selective_compile.live_settings import Read
 from selective_compile.named_tensors import all_tensors_of
 from selective_compile.passes.lengths import CAPTURE_TOKENS
 from selective_compile.passes.normalise import SOURCE, Symbols, source_name
+from selective_compile.passes.packed_nodes import PackedCall, packed_call, unpacked_call
 
 TEXTS = ("stack_trace", SOURCE)
-# What stands in arguments beside nodes.
-PLAIN = (bool, int, float, complex, str, type(None), type(Ellipsis))
-OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 VALUE = "example_value"
-
-
-@dataclass(frozen=True)
-class Reference:
-    """In the arguments of a node: the node before it with this number."""
-
-    number: int
 
 
 @dataclass(frozen=True)
@@ -54,21 +44,8 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class Operator:
-    """One of PyTorch's, which has no place where Python would find it; without an overload, all of its overloads."""
-
-    namespace: str
-    name: str
-    overload: str | None
-
-
-@dataclass(frozen=True)
 class PackedNode:
-    op: str
-    name: str
-    target: Any
-    args: Any
-    kwargs: Any
+    call: PackedCall
     meta: Mapping[str, Any]
     given: Size | Weight | Tokens | None
 
@@ -92,16 +69,7 @@ def packed(captured: Captured, model: nn.Module) -> PackedGraph:
     numbers = {node: number for number, node in enumerate(captured.module.graph.nodes)}
     texts: dict[str, str] = {}  # of which there are few, as of a layer's lines: each is written once
 
-    def plain(value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return Reference(numbers[value])
-        if isinstance(value, (*PLAIN, *OF_TORCH)):
-            return value
-        raise ValueError(f"arguments must be nodes and plain values, got {type(value).__name__}")
-
     def node_of(node: fx.Node) -> PackedNode:
-        if node.op in ("get_attr", "call_module"):
-            raise ValueError(f"a graph must have nothing of its own, got {node.target!r}")
         stack = node.meta.get("nn_module_stack")
         meta: dict[str, Any] = {
             key: texts.setdefault(node.meta[key], node.meta[key]) for key in TEXTS if key in node.meta
@@ -112,11 +80,7 @@ def packed(captured: Captured, model: nn.Module) -> PackedGraph:
                 for key, (path, kind) in stack.items()
             }
         return PackedNode(
-            op=node.op,
-            name=node.name,
-            target=packed_target(node.target),
-            args=fx.node.map_aggregate(node.args, plain),
-            kwargs=fx.node.map_aggregate(node.kwargs, plain),
+            call=packed_call(node, numbers),
             meta=meta,
             given=given_by(node, next(examples), names) if node.op == "placeholder" else None,
         )
@@ -136,23 +100,6 @@ def given_by(node: fx.Node, example: Any, names: Mapping[int, str]) -> Size | We
     raise ValueError(f"an input must be of the model or tokens, got {source}")
 
 
-def packed_target(target: Any) -> Any:
-    if isinstance(target, OpOverload):
-        namespace, name = target._schema.name.split("::")
-        return Operator(namespace, name, target._overloadname)
-    if isinstance(target, OpOverloadPacket):
-        namespace, name = target._qualified_op_name.split("::")
-        return Operator(namespace, name, None)
-    return target
-
-
-def unpacked_target(target: Any) -> Any:
-    if isinstance(target, Operator):
-        packet = getattr(getattr(torch.ops, target.namespace), target.name)
-        return packet if target.overload is None else getattr(packet, target.overload)
-    return target
-
-
 def unpacked(graph: PackedGraph, model: nn.Module, read: Read) -> Captured:
     """The graph with the weights that ``model`` has."""
     tensors = dict(all_tensors_of(model))
@@ -160,9 +107,6 @@ def unpacked(graph: PackedGraph, model: nn.Module, read: Read) -> Captured:
     made: list[fx.Node] = []
     examples: list[Any] = []
     result = fx.Graph()
-
-    def live(value: Any) -> Any:
-        return made[value.number] if isinstance(value, Reference) else value
 
     def value_of(given: Size | Weight | Tokens) -> tuple[Any, Any]:
         """What the node is said to be given, and an example of it."""
@@ -179,8 +123,7 @@ def unpacked(graph: PackedGraph, model: nn.Module, read: Read) -> Captured:
         return fake, torch.ones(numbers, dtype=given.dtype, device=given.device)
 
     for node in graph.nodes:
-        args, kwargs = fx.node.map_aggregate(node.args, live), fx.node.map_aggregate(node.kwargs, live)
-        new = result.create_node(node.op, unpacked_target(node.target), args, kwargs, node.name)
+        new = unpacked_call(node.call, result, made)
         new.meta = dict(node.meta)
         if node.given is not None:
             new.meta[VALUE], example = value_of(node.given)

@@ -24,6 +24,7 @@ from selective_compile.int8_rows import row_bytes
 from selective_compile.int8_weights import Int8Weights
 from selective_compile.joined_weights import JoinedWeights
 from selective_compile.kept_captures import capture_once
+from selective_compile.kept_traces import KeptTraces
 from selective_compile.kernels.one_step import one_step
 from selective_compile.live_settings import NOTHING, LiveSettings, Read
 from selective_compile.ops import forced_implementation
@@ -436,7 +437,7 @@ def captured_and_rewritten(
     latents: bool = True,
     keep: bool = False,
 ) -> tuple[Captured, Rewrite]:
-    """``functions`` and ``modules`` are left whole; ``keep``, as in `proved`, is where none are."""
+    """``functions`` and ``modules`` are left whole; ``keep``, as in `proved`, is where none are, and for traces too."""
     captured = capture_once(model) if keep else capture(model, functions)
     named = {str(place): known for place, known in functions.items()}
     rewritten = rewrite(
@@ -448,5 +449,6 @@ def captured_and_rewritten(
         max_window=max_window,
         modules=modules,
         latents=latents,
+        traces=KeptTraces() if keep else None,
     )
     return captured, rewritten

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from selective_compile import kept_captures
+from selective_compile import kept_files
 
 # The same examples in every run, so that a commit's tests end alike wherever and whenever they run. Others are tried by
 # `pytest --hypothesis-profile explore`, with as many examples as before or, by a test's own settings, as it says.
@@ -35,8 +35,8 @@ def folder_of_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def kept_in_run(folder_of_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one test has captured another need not: a half of the time that an engine of a small model takes."""
-    monkeypatch.setattr(kept_captures, "cache_folder", lambda: folder_of_run)
-    monkeypatch.setattr(kept_captures, "MOST", 10_000)
+    monkeypatch.setattr(kept_files, "cache_folder", lambda: folder_of_run)
+    monkeypatch.setattr(kept_files, "MOST", 10_000)
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from selective_compile import kept_captures, programs
+from selective_compile import kept_captures, kept_files, programs
 from selective_compile.capture import ATTENTION_MASK, capture
 from selective_compile.kept_captures import ENDING, capture_once
 from selective_compile.options import EngineConfig
@@ -46,7 +46,7 @@ class Own(nn.Module):
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(kept_captures, "cache_folder", lambda: tmp_path / "selective_compile")
+    monkeypatch.setattr(kept_files, "cache_folder", lambda: tmp_path / "selective_compile")
     return tmp_path / "selective_compile" / "captures"
 
 
@@ -229,14 +229,14 @@ def test_a_folder_that_cannot_be_made_is_done_without(
     own: nn.Module, traced: list[nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(kept_captures, "cache_folder", lambda: tmp_path / "file")
+    monkeypatch.setattr(kept_files, "cache_folder", lambda: tmp_path / "file")
     capture_once(own)
     capture_once(own)
     assert len(traced) == 2
 
 
 def test_the_oldest_go(own: nn.Module, own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_captures, "MOST", 2)
+    monkeypatch.setattr(kept_files, "MOST", 2)
     for scale in (1.0, 2.0, 3.0):
         own.scale = scale  # type: ignore[assignment]
         capture_once(own)

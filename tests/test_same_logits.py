@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from selective_compile import kept_captures
+from selective_compile import kept_captures, kept_files
 from selective_compile.capture import capture
 from selective_compile.kept_captures import capture_once
 from selective_compile.same_logits import agree, gives_logits_of, ids_for
@@ -22,7 +22,7 @@ FACTOR = 1.0
 @pytest.fixture
 def traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """The models that were captured by tracing; others are kept in a folder of the test."""
-    monkeypatch.setattr(kept_captures, "cache_folder", lambda: tmp_path / "selective_compile")
+    monkeypatch.setattr(kept_files, "cache_folder", lambda: tmp_path / "selective_compile")
     found: list[nn.Module] = []
     monkeypatch.setattr(kept_captures, "capture", lambda model: (found.append(model), capture(model))[1])
     return found

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from selective_compile import kept_captures
+from selective_compile import kept_captures, kept_files
 from selective_compile.capture import capture
 from selective_compile.kept_captures import capture_once
 from tests.decoders import Small
@@ -99,7 +99,7 @@ def traced(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
         found.append(model)
         return capture(model)
 
-    monkeypatch.setattr(kept_captures, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(kept_files, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(kept_captures, "capture", noted)
     monkeypatch.setattr(kept_captures, "gives_logits_of", lambda *_: True)
     return found
