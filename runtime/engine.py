@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from threading import Condition, Lock
+from threading import Lock
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from selective_compile.runtime.request_state import RequestId
 from selective_compile.runtime.roster import Roster
 from selective_compile.runtime.samples import Asked
 from selective_compile.runtime.scheduler import Scheduler
+from selective_compile.runtime.state_guard import StateGuard
 from selective_compile.runtime.stats import EngineStats, StepObserver
 from selective_compile.runtime.step_lock import StepLock
 from selective_compile.runtime.step_log import StepLog
@@ -86,7 +87,7 @@ class Engine:
         self._intake, self._recording = parts.intake, parts.recording
         self._program = self._runner.program
         self._log = StepLog(observers, clock)
-        self._guard = Condition()  # notified when there is work
+        self._guard = StateGuard()  # notified when there is work
         # A log tells of requests that each compute their own prompt. Drafts change no token; but how long they are
         # goes by measured times in a way that a log does not tell.
         recorded = self.config.record is not None
@@ -237,7 +238,7 @@ class Engine:
             StepError: the step failed. All running requests have ended with "error"; waiting ones go on, unless
                 none was running: then no step would get further, and they have ended too.
         """
-        with self._stepping, self._threads:
+        with self._stepping.of_one_step(), self._guard.listening(), self._threads:
             return self._steps.step()
 
     def warm_up(self, *, progress: bool = True) -> None:
@@ -255,7 +256,7 @@ class Engine:
             StepError: steps were on the device, and one of them failed.
         """
         stages = on_stderr() if progress else silent
-        with self._stepping, self._threads, torch.inference_mode(False):
+        with self._stepping.of_one_step(), self._guard.listening(), self._threads, torch.inference_mode(False):
             self._steps.warm_up(stages)
 
     def cancel(self, request: Request) -> None:
@@ -349,7 +350,7 @@ class Engine:
         Args:
             if_idle: not if there are unfinished requests.
         """
-        with self._stepping:
+        with self._stepping.of_one_step(), self._guard.listening():
             self._steps.land()
             with self._guard:
                 if if_idle and self._requests:

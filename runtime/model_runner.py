@@ -205,8 +205,9 @@ class ModelRunner:
         slots += [0] * (len(inputs.context_lens) - len(slots))  # of requests without rows
         return replace(inputs, state_slots=self.stream.send(torch.tensor(slots), self.program.device))
 
-    def run(self, step: ScheduledStep) -> Tensor:
-        """Compute the step's tokens, writing their keys and values into the pools; logits [R, V].
+    def run(self, step: ScheduledStep) -> Callable[[], Tensor]:
+        """Compute the step's tokens, writing their keys and values into the pools; gives logits [R, V], once the device
+        is through.
 
         For where the device chooses no tokens.
         """
@@ -215,7 +216,10 @@ class ModelRunner:
         self._chooser.next_turn()
         self._launched = None
         sources = self._chooser.stage_sources(step.sources)
-        return self.stream.call(partial(self._compute, step.inputs, sources))
+        found: list[Tensor] = []
+        compute = partial(self._compute, step.inputs, sources)
+        self.stream.enqueue(lambda: found.append(compute()))
+        return lambda: found[0]
 
     def capture_steps(self, config: EngineConfig, *, max_blocks: int) -> None:
         """From now on `captured` has inputs, for steps of as few tokens as the device would wait for the host with."""

@@ -315,7 +315,10 @@ class Scheduler:
     def _prefill_budget(self) -> int:
         if not self.pace.bounds_prefill:
             return self.token_budget
-        decoding = sum(state.pending > 0 and not state.in_prefill for state in self._running.values())
+        # Who awaits its last token gets no share, so that a step of prompts alone is beside nobody.
+        decoding = sum(
+            state.pending > 0 and not (state.in_prefill or state.awaits_its_last) for state in self._running.values()
+        )
         return self.pace.prefill_budget(decoding)
 
     def _continue(self, draft: Draft, but: Container[int] = ()) -> None:

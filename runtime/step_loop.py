@@ -177,7 +177,8 @@ class StepLoop:
     def _run(self, step: ScheduledStep) -> Launched:
         try:
             logits = self._runner.run(step)
-            return Launched(logits=lambda: logits)
+            # Waited for though nobody may read its logits: the next step's inputs are written where its own are.
+            return Launched(logits=logits, wait=self._runner.stream.mark())
         finally:
             if self._keeps_requests:  # also something of those who left while the step was on its way
                 with self._guard:

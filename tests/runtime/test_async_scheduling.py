@@ -6,6 +6,7 @@ import random
 from array import array
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,16 +66,16 @@ class SameTokens(RuleBasedStateMachine):
 
     @initialize(
         blocks=st.integers(24, 60),
-        policy=st.sampled_from(["max_utilization", "guaranteed_no_evict"]),
+        scheduler_policy=st.sampled_from(["max_utilization", "guaranteed_no_evict"]),
         batching=st.sampled_from(["inflight_fused", "inflight", "static"]),
-        order=st.sampled_from(["first_come", "fair"]),
+        waiting_order=st.sampled_from(["first_come", "fair"]),
         overlap=st.booleans(),
         captured=st.booleans(),
+        async_scheduling=st.sampled_from([None, None, False]),
+        prefill_slowdown=st.sampled_from([None, 1.5]),
         seed=st.integers(0, 99),
     )
-    def start(
-        self, blocks: int, policy: str, batching: str, order: str, overlap: bool, captured: bool, seed: int
-    ) -> None:
+    def start(self, blocks: int, captured: bool, seed: int, **config: Any) -> None:
         moods = random.Random(seed)
         self.program = SimulatedProgram(captured=captured)
         self.engine = simulated_engine(
@@ -84,10 +85,7 @@ class SameTokens(RuleBasedStateMachine):
             max_kv_tokens=2 * blocks,
             token_budget=7 if seed % 2 else 70,
             max_requests=5,
-            scheduler_policy=policy,
-            batching=batching,
-            waiting_order=order,
-            overlap=overlap,
+            **config,
         )
         self.requests: list[Request] = []
         self.cancelled: set[Any] = set()
@@ -141,6 +139,26 @@ TestSameTokens.settings = settings(max_examples=60, stateful_step_count=25, dead
 def played(**config: Any) -> tuple[Engine, PlayedStream]:
     stream = PlayedStream()
     return simulated_engine(stream=stream, **config), stream
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_step_that_gives_no_token_is_waited_for_though_none_is_ahead(recorded: bool, tmp_path: Path) -> None:
+    """As a part of a long prompt: the next step's inputs are written where the copy of its own may still read."""
+    config: dict[str, Any] = {"record": tmp_path / "run"} if recorded else {"async_scheduling": False}
+    engine, _ = played(token_budget=4, block_size=16, **config)
+    request = engine.submit(list(range(1, 20)), max_new_tokens=5)
+    run_until_idle(engine)
+    expect(request)
+
+
+@pytest.mark.parametrize("new", [1, 2, 3])
+def test_whoever_awaits_its_last_token_holds_up_no_prompt(new: int) -> None:
+    """It gets no share, so that with room for none of the prompt the step would have none."""
+    engine, _ = played(token_budget=8, prefill_slowdown=2.0)
+    requests = [engine.submit([1, 2, 3], max_new_tokens=new), engine.submit(list(range(30)), max_new_tokens=3)]
+    run_until_idle(engine)
+    for request in requests:
+        expect(request)
 
 
 def test_the_next_step_is_given_to_the_device_before_the_tokens_are_known() -> None:
