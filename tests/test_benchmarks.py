@@ -125,6 +125,16 @@ def test_gpu_spills(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert ended.value.code == 0 and capsys.readouterr().out == "0 of 3 configurations spill or do not fit\n"
 
 
+def test_split_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    rows = run("split_plan", tmp_path, monkeypatch, "--quick", "--most", "0.7")["rows"]
+    assert [(row["plan"], row["steps"]) for row in rows] == [
+        (plan, steps) for plan in ("at once", "finer") for steps in ("alike", "unequal")
+    ]
+    assert all(0.3 < row["worst"] <= row["mean"] <= 1 for row in rows)
+    assert rows[0]["mean"] > rows[2]["mean"] and rows[1]["worst"] >= rows[3]["worst"]
+
+
 def test_startup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = run("startup", tmp_path, monkeypatch, "--quick")["rows"]
     assert [(row["each"], row["start"]) for row in rows] == [

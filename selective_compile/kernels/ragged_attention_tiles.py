@@ -12,7 +12,7 @@ A tile's keys and values are read in one of two ways, by one bulk copy of a bloc
 | where | how | rows of tall tiles | from head size 129 on |
 |---|---|---|---|
 | Hopper and Blackwell, 16 bits, sizes up to 256, blocks of whole tiles | by bulk copies | 128 | odd groups, ALiBi: 64 |
-| elsewhere, 16 bits | by addresses | 64 | with ALiBi or groups of more than 64 heads 32, as all from 257 on |
+| elsewhere, 16 bits | by addresses | 64 | ALiBi, groups of more than 64 heads: 32, as all from 257 on; 16 from 513 |
 | float32 | by addresses | 32 | 16 |
 
 Groups are odd here that are no power of two.  A tile has the heads of a whole group, so that they read keys and values
@@ -37,10 +37,14 @@ from selective_compile.kernels.registers import Backend, warps
 
 # Pieces for each processor. Of small programs, a processor has room for two or more at once, which wait for their keys
 # most of the time; the last ones to end leave processors idle, for an eighth of a step at most if they are eight.
-# Large ones are of many rows, as of prompts, which give processors enough to do by themselves, or of latents, and
-# their partial results are large: with 32 heads of size 128, two pieces take 35 MB on 132 processors, and eight of low
-# tiles 17 MB. Not measured on a GPU.
-PIECES_OF_SMALL, PIECES_OF_LARGE = 8, 2
+# Large ones are of many rows, as of prompts, or of latents; a processor has room for one, and one piece too many is
+# half as long again as the step with two, a quarter with four: with latents of 34 requests of 4,096 tokens on 132
+# processors. Their partial results are large: with 32 heads of size 128, four pieces take 70 MB on 132 processors, and
+# eight of low tiles 17 MB. Not measured on a GPU.
+PIECES_OF_SMALL, PIECES_OF_LARGE = 8, 4
+# Programs that a processor has room for at once, by registers and shared memory on sm_90 (of low tiles with heads of
+# 128 numbers, 146 for each of 128 threads, and 71 KiB).
+AT_ONCE_OF_SMALL, AT_ONCE_OF_LARGE = 3, 1
 # Keys of a split, at least. Below that the launch of the merge costs about what the shorter walk saves; writing and
 # reading the partial results of four query heads is 3 % of reading their keys and values of 16 bits. Not measured on a
 # GPU.
@@ -93,12 +97,14 @@ class SplitConfig:
     """Keys are shared among `slots` pieces or a few more, of `shortest` keys at least; 0: they are not split.
 
     long: keys that a piece has at least where that leaves `few` pieces.
+    at_once: pieces that run at once, of which there are no more where they need not be much longer for that.
     """
 
     slots: int
     shortest: int
     few: int = 1
     long: int = 0
+    at_once: int = 0
 
 
 def tile_config(
@@ -137,7 +143,8 @@ def tile_config(
             return tile
     largest = max(block_d, block_dv)
     short = wide or largest > (128 if slopes or group > 64 else 256)
-    rows = 16 if wide and largest > 128 else SHORT_TILE if short else 64
+    widest = block_dv > 512
+    rows = 16 if widest or (wide and largest > 128) else SHORT_TILE if short else 64
     if short:
         group = _part_of(group, rows)
     # The largest tiles that compile without a register spill for every target. A float32 product runs on the vector
@@ -149,14 +156,15 @@ def tile_config(
     fitting = 32768 // ((block_d + block_dv) * bytes_per_element)
     block_n = max(16, min(block_n, 1 << fitting.bit_length() - 1))
     # Of float32 beyond head size 256 a tile of 16 keys is 64 KiB, and two of them are more than sm_80 has.
-    single = (wide and largest > 256) or (backend == "hip" and fitting < 16)
+    # And copies of single bytes, which nothing makes beside the products, are kept in registers until they are float32.
+    single = (wide and (largest > 256 or (narrow and backend == "cuda"))) or (backend == "hip" and fitting < 16)
     return TileConfig(
         heads=group,
         block_m=block_m,
         block_n=block_n,
         block_d=block_d,
         block_dv=block_dv,
-        num_warps=_warps(backend, many=many, widest=wide and block_dv > 512),
+        num_warps=_warps(backend, many=many, widest=wide and widest),
         num_stages=1 if single else 2,
         large=many,
         bulk=False,
@@ -217,9 +225,10 @@ def split_config(*, parts: int, keys: int | None, large: bool, processors: int) 
     """
     if keys is not None and keys <= SHORTEST:
         return SplitConfig(slots=0, shortest=SHORTEST)
-    pieces = PIECES_OF_LARGE if large else PIECES_OF_SMALL
+    pieces, at_once = (PIECES_OF_LARGE, AT_ONCE_OF_LARGE) if large else (PIECES_OF_SMALL, AT_ONCE_OF_SMALL)
     slots, few = (triton.cdiv(each * processors, parts) for each in (pieces, 1))
-    return SplitConfig(slots=slots, shortest=SHORTEST, few=few, long=LONG)
+    at_once = at_once * processors // parts
+    return SplitConfig(slots=slots, shortest=SHORTEST, few=few, long=LONG, at_once=at_once)
 
 
 def most_keys(*, rows: int, window: int, chunk: int, block_n: int) -> int | None:

@@ -4,9 +4,9 @@ Legend
     tile       BLOCK_Q rows of one request at most. The rows behind those of all requests are of one more, without keys
     keys       of a request: from the iteration of the first key that its first row sees, to its last one
     length     keys that a split may have: those that all tiles walk over, shared among `slots`, but `shortest` at
-               least, and `long` where there are `few` pieces then; a multiple of BLOCK_N, as splits begin at
-               iterations. Each tile counts as if it saw all keys of its request: of prompts twice as many as there
-               are, so that they are cut into fewer pieces
+               least, and `long` where there are `few` pieces then; but up to TIMES as many where all pieces run
+               `at_once` then. A multiple of BLOCK_N, as splits begin at iterations. Each tile counts as if it saw all
+               keys of its request: of prompts twice as many as there are, so that they are cut into fewer pieces
     splits     of every tile of a request: keys / length, rounded up, as equal as iterations allow. A tile that sees
                fewer keys than the last one of its request may use fewer
     divided    a request of more than one split
@@ -42,6 +42,11 @@ from selective_compile.kernels.ragged_attention_tiles import SplitConfig
 
 # Lengths that a program of four warps looks at at once. Not measured on a GPU.
 LANES = 256
+# Of pieces that do not all run at once, the last ones have the device for themselves: of 512 programs where 396 have
+# room, these are a quarter. Longer pieces end that, where steps have up to three times too many; more would be too
+# long where one begins late, behind requests of few keys. By `benchmarks/split_plan.py`, which simulates it; not
+# measured on a GPU.
+TIMES = tl.constexpr(3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +136,7 @@ def _longest_split(
     shortest,
     few,
     long,
+    at_once,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -139,6 +145,7 @@ def _longest_split(
 ):
     """The `length` of a step."""
     walked = tl.cast(num_rows * 0, tl.int64)
+    all_tiles = num_rows * 0
     for start in range(0, num_requests, LANES):
         request = start + tl.arange(0, LANES)
         # fmt: off
@@ -147,14 +154,24 @@ def _longest_split(
         )
         # fmt: on
         walked += tl.reduce(tiles.to(tl.int64) * keys, 0, tl.standard._sum_combine)
+        theirs = tl.where(request < num_requests, tiles, 0)  # those of rows of nobody walk over nothing
+        all_tiles += tl.reduce(theirs, 0, tl.standard._sum_combine)
     LONGEST: tl.constexpr = 1 << 30
     least = tl.maximum(tl.minimum((walked + few - 1) // few, long), shortest)
-    length = tl.minimum(tl.maximum((walked + slots - 1) // slots, least), LONGEST).to(tl.int32)
+    length = tl.maximum((walked + slots - 1) // slots, least)
+    # With up to one piece more for each tile.
+    room = at_once - all_tiles
+    alike = (walked + room - 1) // tl.maximum(room, 1)
+    fits = (room > 0) & (walked > room.to(tl.int64) * length) & (alike <= TIMES * length)
+    length = tl.minimum(tl.where(fits, alike, length), LONGEST).to(tl.int32)
     return (length + BLOCK_N - 1) // BLOCK_N * BLOCK_N
 
 
+COUNTS = "num_pieces num_divided num_requests num_rows slots shortest few long at_once".split()
+
+
 @triton.jit(
-    do_not_specialize=["num_pieces", "num_divided", "num_requests", "num_rows", "slots", "shortest", "few", "long"],
+    do_not_specialize=COUNTS,
     do_not_specialize_on_alignment=["cu_seqlens_q", "context_lens"],
 )
 def _plan_kernel(
@@ -170,6 +187,7 @@ def _plan_kernel(
     shortest,
     few,
     long,
+    at_once,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -183,8 +201,8 @@ def _plan_kernel(
     number = tl.program_id(0)
     # fmt: off
     length = _longest_split(
-        cu_seqlens_q, context_lens, num_requests, num_rows, slots, shortest, few, long, WINDOW, CHUNK, BLOCK_Q,
-        BLOCK_N, LANES,
+        cu_seqlens_q, context_lens, num_requests, num_rows, slots, shortest, few, long, at_once, WINDOW,
+        CHUNK, BLOCK_Q, BLOCK_N, LANES,
     )
     # fmt: on
     request = number * 0
@@ -271,7 +289,8 @@ def _plan(
     # fmt: off
     on_device(_plan_kernel, cu_seqlens_q)[(sizes[0],)](
         *told, cu_seqlens_q, context_lens, *sizes, num_requests, num_rows, splits.slots, splits.shortest, splits.few,
-        splits.long, window, chunk, *rows_and_keys, LANES, early, num_warps=4, **launch_options(early),
+        splits.long, splits.at_once, window, chunk, *rows_and_keys, LANES, early, num_warps=4,
+        **launch_options(early),
     )
     # fmt: on
     return SplitPlan(pieces=told[0], divided=told[1], places=min(2 * splits.slots, sizes[0]))

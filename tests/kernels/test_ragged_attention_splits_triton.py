@@ -100,7 +100,7 @@ def test_rows_of_many_tiles_are_split(nan_filled_outputs, monkeypatch):  # noqa:
         torch.testing.assert_close(output.double(), exact_ragged(inputs)[0], rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("processors,pieces", [(1, 3), (8, 5)])  # of 512 keys at least, or of 256
+@pytest.mark.parametrize("processors,pieces", [(2, 3), (8, 5)])  # of 512 keys at least, or of 256
 def test_the_choice_splits_a_long_context_by_itself(processors, pieces, nan_filled_outputs, monkeypatch):  # noqa: F811
     """And a wide block table, of which short requests use little."""
     monkeypatch.setattr(attends, "processors", lambda device: processors)

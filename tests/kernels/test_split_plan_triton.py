@@ -39,6 +39,7 @@ class Step:
     shortest: int = 32
     few: int = 1
     long: int = 0
+    at_once: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -69,7 +70,11 @@ class Step:
         keys = {n: self.keys(n) if n < len(self.requests) else 0 for n, _ in tiles}
         walked = sum(keys[n] for n, _ in tiles)
         least = max(self.shortest, min(self.long, -(-walked // self.few)))
-        length = up(max(least, -(-walked // self.slots)), self.block_n)
+        length = max(least, -(-walked // self.slots))
+        room = self.at_once - len([n for n, _ in tiles if n < len(self.requests)])
+        if room > 0 and length * room < walked <= 3 * length * room:
+            length = -(-walked // room)
+        length = up(length, self.block_n)
         found: list[list[int]] = []
         place = 0
         for n, tile in tiles:
@@ -84,7 +89,8 @@ class Step:
         rows = torch.tensor([0, *(rows for rows, _ in self.requests)], dtype=torch.int32)
         bounds = rows.cumsum(0).to(torch.int32)
         contexts = torch.tensor([sum(each) for each in self.requests], dtype=torch.int32)
-        splits = tiles_of.SplitConfig(slots=self.slots, shortest=self.shortest, few=self.few, long=self.long)
+        bounds_of = {name: getattr(self, name) for name in ("slots", "shortest", "few", "long", "at_once")}
+        splits = tiles_of.SplitConfig(**bounds_of)
         sizes = {"num_rows": self.num_rows, "rows_and_keys": (self.block_q, self.block_n), "window": self.window}
         return plans.plan(bounds, contexts, splits, **sizes, chunk=0)
 
@@ -106,7 +112,8 @@ STEPS = st.builds(
     shortest=st.integers(1, 300),
     few=st.integers(1, 9),
     long=st.sampled_from((0, 100, 600)),
-)
+    at_once=st.integers(0, 40),
+).filter(lambda step: step.at_once <= step.slots)
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -148,6 +155,18 @@ def test_pieces_have_all_keys_of_a_tile_and_are_none_too_many(step: Step) -> Non
         keys = step.keys(request) if request < len(step.requests) else 0
         assert [each[2] for each in parts] == list(range(len(parts))) and parts
         assert keys <= parts[0][3] * len(parts) < keys + step.block_n * len(parts)
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("requests", [1, 2, 3, 8])
+def test_of_few_requests_all_pieces_run_at_once(requests: int, large: bool) -> None:
+    """Of 512 keys, as before, a quarter of those of one request of 32,768 would begin when all others are done."""
+    splits = tiles_of.split_config(parts=8, keys=None, large=large, processors=PROCESSORS)
+    keys = (8_192 if large else 32_768) // requests
+    step = Step(requests=((1, keys - 1),) * requests, block_n=64, **dataclasses.asdict(splits))
+    programs = 8 * len(step.pieces())
+    room = (tiles_of.AT_ONCE_OF_LARGE if large else tiles_of.AT_ONCE_OF_SMALL) * PROCESSORS
+    assert 0.4 * room <= programs <= room
 
 
 def test_more_requests_than_are_walked_over_at_once() -> None:
@@ -193,11 +212,9 @@ def test_programs_of_decoding_have_alike_to_do_and_few_have_nothing(requests: in
     """In a captured step, whose launch knows of no lengths: 8 key/value heads, eight pieces for each processor."""
     step = decoding(((1, context - 1),) * requests)
     pieces = step.pieces()
-    # Of 512 keys, unless some of the processors would have none.
-    assert (
-        len(pieces)
-        >= min(PROCESSORS, max(requests * context // 512, min(PROCESSORS // 8, requests * context // 256))) // 2
-    )
+    # Of 512 keys, unless some of the processors would have none, or more could not run at once.
+    least = min(PROCESSORS, max(requests * context // 512, min(PROCESSORS // 8, requests * context // 256))) // 2
+    assert len(pieces) >= min(step.at_once // 2, least)
     assert pieces[0][3] >= min(context, 512) or 8 * len(pieces) <= 2 * PROCESSORS
     assert step.most_tiles == requests and requests + step.slots - len(pieces) <= step.slots
     # How long the last processor has, to its share: with eight heads, a program for each piece and head.
@@ -209,7 +226,9 @@ def test_programs_of_decoding_have_alike_to_do_and_few_have_nothing(requests: in
 def test_a_long_request_among_short_ones_is_cut_at_any_batch_size(requests: int) -> None:
     step = decoding(((1, 1023),) * requests + ((1, 131071),))
     total = 1024 * requests + 131072
-    assert step.pieces()[-1][3] <= total / PROCESSORS + 64
+    pieces = step.pieces()
+    assert pieces[-1][3] <= total / PROCESSORS + 64 or len(pieces) <= step.at_once
+    assert pieces[-1][3] <= 3 * total / PROCESSORS + 64
 
 
 @pytest.mark.skipif(not hasattr(plans._plan_kernel, "params"), reason="TRITON_INTERPRET is set")
