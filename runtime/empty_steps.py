@@ -13,11 +13,10 @@ def largest_step(
     config: EngineConfig, *, max_requests: int, max_positions: int | None, num_tables: int, device: torch.device
 ) -> StepInputs:
     """The step that takes most memory beside weights and pools: as many tokens as the budget has, a row of logits for
-    as many requests as there can be, and block tables of the longest one: a sparse indexer ranks all their slots."""
-    width = -(-(max_positions or UNBOUNDED) // config.block_size)
-    return empty_step(
-        config.token_budget, max_requests, rows=max_requests, width=width, num_tables=num_tables, device=device
-    )
+    each, as where log probabilities of prompts are asked for, or for as many requests as there can be, and block tables
+    of the longest one: a sparse indexer ranks all their slots."""
+    width, rows = -(-(max_positions or UNBOUNDED) // config.block_size), max(config.token_budget, max_requests)
+    return empty_step(config.token_budget, max_requests, rows=rows, width=width, num_tables=num_tables, device=device)
 
 
 def empty_step(

@@ -36,6 +36,7 @@ from selective_compile.runtime.step_graphs import CapturedInputs, StepGraphs
 from selective_compile.runtime.token_marks import needs_marks
 from selective_compile.sequential_program import SequentialProgram
 from selective_compile.step import StepInputs
+from selective_compile.tensor_state import read_by_graphs
 
 logger = logging.getLogger(__name__)
 # Of two requests: as in decoding, and more than a few for each.
@@ -123,7 +124,7 @@ class ModelRunner:
         def step() -> None:
             self._pools = allocate_pools(sites, [1] * num_tables, config.block_size)
             self._states = allocate_states(states, 1)
-            count = inputs.logit_rows.shape[0]
+            count = min(inputs.logit_rows.shape[0], max(2, self.max_requests))
             nobody = torch.full((count,), self._chooser.marks.nobody, device=device)
             # Tokens that are drawn, some with a penalty: the choice that takes most.
             self._choose(inputs, None, torch.ones(FIELDS, count, dtype=torch.float64, device=device), count, nobody)
@@ -320,7 +321,7 @@ class ModelRunner:
             if isinstance(self.program, StepProgram):
                 if self.program.gather_weights():
                     self._weights_version = self.program.weights_version()  # of the same values
-                addresses = [tensor.data_ptr() for tensor in self.program.weights.seen[0]]
+                addresses = read_by_graphs(self.program.weights.seen[0], self.program.device)
         finally:  # where weights could not be joined, some may have left what captured steps read
             if self._graphs is not None:
                 self._graphs.check(addresses)

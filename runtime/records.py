@@ -13,6 +13,8 @@ from torch import Tensor
 
 from selective_compile.runtime.generation import GenerationParams
 
+AT_A_TIME = 32  # rows of log probabilities: in float32, 16 MB with a vocabulary of 128,256
+
 
 class TopLogprobs(NamedTuple):
     """The likeliest tokens of a step, the likeliest first, with their log probabilities."""
@@ -75,9 +77,13 @@ def recorded(
 
 @torch.no_grad()
 def logprobs_of(logits: Tensor, tokens: Sequence[int]) -> list[float]:
-    """Of each token under its row of logits [N, V]; bit for bit what the record of a generated token has."""
-    rows = _log_softmax(logits.float())
-    return rows.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    """Of each token under its row of logits [N, V]; bit for bit what the record of a generated token has.
+
+    Some rows at a time: those of a prompt come to gigabytes in float32, of which no memory is kept free.
+    """
+    places = torch.tensor(tokens, device=logits.device)[:, None]
+    pieces = zip(logits.split(AT_A_TIME), places.split(AT_A_TIME), strict=True)
+    return torch.cat([_log_softmax(rows.float()).gather(1, each)[:, 0] for rows, each in pieces]).tolist()
 
 
 def joined_rows(pieces: Sequence[Tensor]) -> Tensor | None:

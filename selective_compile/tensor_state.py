@@ -39,6 +39,13 @@ def states(tensors: Sequence[Any], known: States | None = None) -> States:
     return known if known is not None and known.hold(tensors) else States(tensors)
 
 
+def read_by_graphs(tensors: Sequence[Any], device: torch.device) -> list[int]:
+    """What graphs that were captured on ``device`` hold of tensors that they read: addresses there; of the host's, of
+    which there are single numbers, values as they were, told by address and version."""
+    elsewhere = [each for each in tensors if isinstance(each, Tensor) and each.device.type != device.type]
+    return [*map(_address_of, tensors), *map(_version_of, elsewhere)]
+
+
 def strides(tensor: Tensor) -> tuple[int, ...]:
     """Its strides; none of a tensor that has none, as a sparse one."""
     return tensor.stride() if tensor.layout is torch.strided else ()

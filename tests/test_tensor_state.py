@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from selective_compile.tensor_state import states
+from selective_compile.tensor_state import read_by_graphs, states
 
 
 def moved(tensor: Tensor) -> None:
@@ -52,3 +52,13 @@ def test_tensors_of_inference_mode_and_what_is_no_tensor_are_told_by_themselves(
     after = states(tensors, before)
     assert after is not before
     assert not after.hold([counted.clone(), counted, None]) and not after.hold([inference, counted])
+
+
+def test_of_a_number_in_the_hosts_memory_a_graph_holds_the_value() -> None:
+    """It is passed to kernels as it was when they were captured; what is on the device, by its address."""
+    scale, weight = torch.tensor(2.0), torch.ones(3, device="meta")
+    of_device, of_host = (read_by_graphs([weight, scale, 3], torch.device(kind)) for kind in ("meta", "cpu"))
+    assert read_by_graphs([weight, scale, 3], torch.device("meta")) == of_device
+    scale.mul_(2)
+    assert read_by_graphs([weight, scale, 3], torch.device("meta")) != of_device
+    assert read_by_graphs([scale], torch.device("cpu")) == of_host[1:2]

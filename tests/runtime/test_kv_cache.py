@@ -13,6 +13,7 @@ from selective_compile.backend import CallSite, compile_step_program
 from selective_compile.options import EngineConfig
 from selective_compile.runtime import kv_cache
 from selective_compile.runtime.device_stream import DeviceStream
+from selective_compile.runtime.empty_steps import largest_step
 from selective_compile.runtime.kv_cache import allocate_pools, bytes_per_block, free_memory, num_blocks
 from selective_compile.runtime.model_runner import ModelRunner
 from tests.models import tiny
@@ -101,6 +102,10 @@ def test_pools_leave_free_what_the_largest_step_takes(family: str, monkeypatch: 
     without, with_step = CountingStream(0), CountingStream(8 * block)
     few, many = (ModelRunner(model, config, program, stream=stream) for stream in (with_step, without))
     assert with_step.steps == without.steps == 1
+    step = largest_step(config, max_requests=3, max_positions=64, num_tables=1, device=CPU)
+    assert len(step.logit_rows) == len(step.input_ids) == 40, (
+        "a request may ask for the log probabilities of its prompt"
+    )
     assert few.num_blocks != many.num_blocks
     assert many.kv_bytes - few.kv_bytes <= 9 * block and many.kv_bytes - few.kv_bytes >= 7 * block
     graphs = [
