@@ -86,9 +86,9 @@ class EngineConfig(_NamedOptions):
             so few tokens that the device would wait for the host, which is measured when the engine is made, are
             captured when they first come, or by `Engine.warm_up`, for so many requests or tokens and up, and replayed
             from then on. False: each is launched kernel by kernel.
-        keep_captures: what Dynamo captures is kept on disk, and a later process that has the same model, code and
-            versions takes it from there instead of tracing, where all that Dynamo guards is as it was, and a run on a
-            few tokens gives the live model's logits. False: every start traces.
+        keep_captures: what Dynamo captures, and what passes trace of it, is kept on disk, and a later process that has
+            the same model, code and versions takes it from there instead of tracing, where all that Dynamo guards is as
+            it was, and a run on a few tokens gives the live model's logits. False: every start traces.
         dtype: the dtype that the model must have; None: whatever it has. The engine never converts weights.
         weights: "model": as the model has them. "int8", on a CPU: linear layers read int8 numbers with a scale for each
             row, kept beside the model's weights and made anew when these change, a fourth or half of the bytes that a
