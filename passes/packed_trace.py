@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_map
 from selective_compile.passes.axes import size_expression
 from selective_compile.passes.packed_nodes import Operator, PackedCall, packed_call, unpacked_call
 
-# Whose operators are PyTorch's or ours: those of others may be anything by the next time.
-NAMESPACES = ("aten", "prims", "selective")
+# Whose operators are PyTorch's, ours or transformers': those of others may be anything by the next time.
+NAMESPACES = ("aten", "prims", "selective", "transformers")
 MODULES = ("torch", "_operator", "math")  # and those in them: whose functions are
 # What a node of the trace has from the node that it was made for.
 OF_SOURCE = ("nn_module_stack", "source_fn_stack", "stack_trace")

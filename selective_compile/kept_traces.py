@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import pickle
 
+import transformers
+
 from selective_compile.kept_captures import of_process
 from selective_compile.kept_files import attempt, data_of, own_folder, was_of_use, write
 from selective_compile.passes.packed_trace import PackedTrace
@@ -34,4 +36,5 @@ class KeptTraces:
 
 def named(key: str) -> str:
     """Raises ValueError where what tracing depends on cannot be told."""
-    return hashlib.sha256("\n".join([key, *of_process()]).encode()).hexdigest()[:32] + ENDING
+    told = [key, transformers.__version__, *of_process()]
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:32] + ENDING

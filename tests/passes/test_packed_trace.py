@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from selective_compile.capture import capture
+from selective_compile.coverage.random_model import random_model
 from selective_compile.passes import retrace as tracing
 from selective_compile.passes import rewrite
 from selective_compile.passes.normalise import SPELT_OUT, Symbols
@@ -70,8 +71,17 @@ def spied(monkeypatch: pytest.MonkeyPatch, name: str) -> list[list[Any]]:
 
 @pytest.mark.parametrize("family", FOUND)
 def test_what_is_found_is_what_tracing_would_make(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(tiny(family), monkeypatch)
+
+
+def test_of_experts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which call an operator of transformers'."""
+    check(random_model("mixtral"), monkeypatch)
+
+
+def check(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     traced, unpacked = spied(monkeypatch, "traced_now"), spied(monkeypatch, "unpacked_trace")
-    traces, captured = Traces(), capture(tiny(family))
+    traces, captured = Traces(), capture(model)
     for _ in range(2):  # passes change no graph of Dynamo's
         found = rewrite(captured.module, captured.examples, paged=True, ones=ATTENTION_MASK, traces=traces)
         assert found.flat is not None and not found.flat.symbols.env.guards
