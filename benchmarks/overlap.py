@@ -24,8 +24,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from selective_compile.backend import Program, compile_step_program
 from selective_compile.bench.arguments import benchmark_parser, keep, parsed
 from selective_compile.bench.peers import greedy_without_end
@@ -85,11 +83,10 @@ def timed(engine: Engine, serve: Server, arguments: argparse.Namespace) -> tuple
     prompts = [draw.choices(range(engine.vocab_size), k=32) for _ in range(arguments.requests)]
     run, model_seconds = engine._runner.run, [0.0]
 
-    def clocked(inputs: Any) -> Any:
+    def clocked(step: Any) -> Any:
         started = time.perf_counter()
-        logits = run(inputs)
-        if logits.is_cuda:
-            torch.cuda.synchronize()
+        logits = run(step)
+        engine._runner.stream.mark()()
         model_seconds[0] += time.perf_counter() - started
         return logits
 
@@ -132,15 +129,21 @@ def through_batch_manager(engine: Engine, prompts: list[list[int]], tokens: int)
         queue.clear()
         return taken
 
+    errors: list[str] = []
+
     def send_response(request_id: Any, tensors: dict[str, Any], is_final: bool, error: str) -> None:
-        assert not error, error
-        json.dumps({"id": request_id, "tokens": tensors["output_ids"].tolist()})
-        if is_final:
+        if error:
+            errors.append(error)
+        else:
+            json.dumps({"id": request_id, "tokens": tensors["output_ids"].tolist()})
+        if is_final or error:
             left.release()
 
     with BatchManager(engine, get_requests, send_response, set, json.loads):
         for _ in prompts:
             left.acquire()
+    if errors:
+        raise RuntimeError(f"{len(errors)} of {len(prompts)} requests failed: {errors[0]}")
 
 
 SERVERS: dict[str, Server] = {"readers": to_readers, "batch manager": through_batch_manager}
