@@ -1,19 +1,26 @@
 """Choosing a token for each row of logits in Triton, for CUDA and ROCm: what `runtime.device_draw.choose` defines.
 
 Legend
-    row       a program each; it goes over the V logits two or three times, and some forty times over its candidates,
-              which may be all V, out of the cache, and never sorts them
+    row       R of them, of V logits each. The first launch has a program for each part of every row, the second one for
+              each row. Where that is drawn by its temperature alone, it looks at what is known of the parts, and then
+              at the part that the draw falls into. Else it goes over the V logits once more, and some forty times over
+              its candidates, which may be all V, out of the cache; it never sorts them
+    part      `part` scores, a multiple of BLOCK, so that there are at most PARTS, by V alone: the order of sums depends
+              on nothing else of a step. `best` is its largest score
+    lanes     what a part's scores are dealt to, LANES of them, one after another; each has a largest score
     key       a score's bits as an integer of the same order. A limit between scores is looked for in its 32 bits, two
               of them each time the candidates are gone over: SEARCHES times
     candidates  tokens that top-k, top-p and min-p may leave, in their order; if they are more than ROOM, all V are:
-              `whole`. For top-k: of the largest score in each place of the BLOCKs the k-th largest, and what is not
-              less. For top-p: what weighs 1/V of the limit; all others together come to less than the limit of the
-              likeliest token alone, whose weight is 1. What they weigh is the `rest`
+              `whole`. For top-k: of the largest score in each lane the k-th largest, and what is not less. For top-p:
+              what weighs 1/V of the limit; all others together come to less than the limit of the likeliest token
+              alone, whose weight is 1. What they weigh is the `rest`
     length    of candidates, or V
     kept      the key of the k-th largest score: those that are not less stay
-    weight    exp(score - top), top being the largest score: the probability but for a factor. float32, sums float64
-    edge      the least key that top-p leaves. Of the tokens that have it, which are as likely as one another, the
-              first `gone` go
+    weight    exp(score - top), top being the largest score: the probability but for a factor. float32, sums float64.
+              In a part it is exp(score - best), and the part's sum is multiplied by exp(best - top)
+    edge      the least key that top-p leaves. Of the tokens that have it, which are as likely as one another, those up
+              to the token `gone` go
+    segment   of the candidates, as a part is of the scores: what it weighs is found first, and a draw then looks at one
     BLOCK     scores that are looked at at once. Counts and sums are kept for each place in it and added up behind the
               walk over the row: added up at each step, threads would wait for each other all the time
 
@@ -34,7 +41,18 @@ from selective_compile.kernels.registers import backend, warps
 # With 8 warps, twice as many spill for sm_80. Not measured on a GPU.
 BLOCK = 1024
 WARPS = 8
+# A thread has eight scores at once, so that what it waits for is loaded together. Not measured on a GPU.
+PART_WARPS = 4
+# A walk over 128,000 scores takes one processor of a GPU tens of microseconds, and all others wait for it in a step of
+# one request. Each of 64 parts is two blocks long then, and two numbers of each thread of a warp say what they weigh.
+# Not measured on a GPU.
+PARTS = 64
+# A thousand lanes of a row: top-k of more has all V for candidates.
+LANES = 16
 SEARCHES = 16
+# Blocks that are looked at at once where candidates are listed, behind each of which threads wait for one another eight
+# times: a step takes longer for that than for its scores. With four, 188 registers for sm_90. Not measured on a GPU.
+LISTED = 4
 # 128 KB for each row. Not measured on a GPU.
 ROOM = 32768
 NEVER = tl.constexpr(2147483647)
@@ -105,10 +123,12 @@ def _find_candidates(
         score = _scores(logits, marks, penalty, scale, j, j < vocabulary)
         weight = tl.exp(score - top).to(tl.float64)
         likely = (j < vocabulary) & (_keys(score) >= least) & (weight >= lightest)
-        place = count - 1 + tl.associative_scan(likely.to(tl.int32), 0, tl.standard._sum_combine)
-        tl.store(candidates + place, j, likely & (place < ROOM))
         rest += tl.where(likely, 0.0, weight)
-        count += _sum(likely.to(tl.int32))
+        here = _sum(likely.to(tl.int32))
+        if here > 0:  # of a sharp row there is mostly none
+            place = count - 1 + tl.associative_scan(likely.to(tl.int32), 0, tl.standard._sum_combine)
+            tl.store(candidates + place, j, likely & (place < ROOM))
+        count += here
     tl.debug_barrier()  # each thread reads what others have found
     return count, _sum(rest)
 
@@ -163,7 +183,10 @@ def _top_p(
     BLOCK: tl.constexpr,
     SEARCHES: tl.constexpr,
 ):
-    """The largest key that all below it go with, and how many of the tokens that have it go. rest: of what has gone."""
+    """The largest key that all below it go with, and the last of the tokens that have it that goes, or -1.
+
+    rest: of what has gone.
+    """
     total = rest + _sum_kept(logits, marks, penalty, scale, candidates, whole, length, top, kept, BLOCK)
     largest = _keys(top)
     found = tl.full([], 0, tl.int64)
@@ -190,22 +213,36 @@ def _top_p(
         found += (one.to(tl.int64) + two.to(tl.int64) + three.to(tl.int64)) << shift
     edge = _key_at(found, 0, 0)
     ties = tl.full([], 0, tl.int32)
-    gone = tl.full([], 0, tl.int32)
+    gone = tl.full([], -1, tl.int32)
+    last = gone
     for start in range(0, length, BLOCK):
         place = start + tl.arange(0, BLOCK)
-        _, score, mask = _scores_at(place, logits, marks, penalty, scale, candidates, whole, length)
+        j, score, mask = _scores_at(place, logits, marks, penalty, scale, candidates, whole, length)
         tied = mask & (_keys(score) == edge)
-        rank = ties + tl.associative_scan(tied.to(tl.int32), 0, tl.standard._sum_combine)
-        share = (below + rank.to(tl.float64) * tl.exp(score - top).to(tl.float64)) / total
-        goes = tied & (share.to(tl.float32) <= limit)
-        gone += tl.reduce(goes.to(tl.int32), 0, tl.standard._sum_combine)
-        ties += tl.reduce(tied.to(tl.int32), 0, tl.standard._sum_combine)
+        here = _sum(tied.to(tl.int32))
+        if here > 0:  # mostly in one step alone
+            rank = ties + tl.associative_scan(tied.to(tl.int32), 0, tl.standard._sum_combine)
+            share = (below + rank.to(tl.float64) * tl.exp(score - top).to(tl.float64)) / total
+            goes = tied & (share.to(tl.float32) <= limit)
+            gone = tl.maximum(gone, tl.reduce(tl.where(goes, j, -1), 0, tl.standard._elementwise_max))
+            last = tl.maximum(last, tl.reduce(tl.where(tied, j, -1), 0, tl.standard._elementwise_max))
+        ties += here
     # The likeliest token stays, whatever the limit.
-    return edge, tl.where(edge == largest, tl.minimum(gone, ties - 1), gone)
+    return edge, tl.where(edge == largest, tl.minimum(gone, last - 1), gone)
 
 
 @triton.jit
-def _draw(
+def _left(place, logits, marks, penalty, scale, candidates, whole, length, best, kept, edge, gone, min_p):
+    """The tokens of candidates and their weights next to the score `best`, 0 of those that are not left."""
+    j, score, mask = _scores_at(place, logits, marks, penalty, scale, candidates, whole, length)
+    key = _keys(score)
+    weight = tl.exp(score - best).to(tl.float64)
+    left = mask & (key >= kept) & ((key > edge) | ((key == edge) & (j > gone))) & (weight >= min_p)
+    return j, tl.where(left, weight, 0.0)
+
+
+@triton.jit
+def _segments(
     logits,
     marks,
     penalty,
@@ -218,111 +255,228 @@ def _draw(
     edge,
     gone,
     min_p,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """[PARTS], what is left of each segment weighs; and how many candidates a segment has."""
+    each = (length + PARTS * BLOCK - 1) // (PARTS * BLOCK) * BLOCK
+    number = tl.arange(0, PARTS)
+    sums = tl.full([PARTS], 0.0, tl.float64)
+    for segment in range((length + each - 1) // each):
+        weights = tl.full([BLOCK], 0.0, tl.float64)
+        for start in range(segment * each, tl.minimum(segment * each + each, length), BLOCK):
+            place = start + tl.arange(0, BLOCK)
+            # fmt: off
+            _, weight = _left(
+                place, logits, marks, penalty, scale, candidates, whole, length, top, kept, edge, gone, min_p,
+            )
+            # fmt: on
+            weights += weight
+        sums = tl.where(number == segment, _sum(weights), sums)
+    return sums, each
+
+
+@triton.jit
+def _draw(
+    logits,
+    marks,
+    penalty,
+    scale,
+    candidates,
+    whole,
+    length,
+    top,
+    best,
+    sums,
+    each,
+    kept,
+    edge,
+    gone,
+    min_p,
     fraction,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """The first token where the running sum of the weights that are left exceeds that share of all."""
-    total = tl.full([], 0.0, tl.float64)
+    """The first token where the running sum of the weights that are left exceeds that share of all.
+
+    best, sums: of segments of `each` candidates [PARTS], the score that weights are next to, and what is left of them.
+    """
+    number = tl.arange(0, PARTS)
+    factor = tl.exp((best - top).to(tl.float64))
+    sums *= factor
+    limit = fraction * _sum(sums)
+    over = (tl.associative_scan(sums, 0, tl.standard._sum_combine) > limit) & (sums > 0)
+    segment = tl.reduce(tl.where(over, number, PARTS), 0, tl.standard._elementwise_min)
+    # Rounded, the share may be the whole sum; then it is the last token that has any. So it is within a segment.
+    segment = tl.minimum(segment, tl.reduce(tl.where(sums > 0, number, 0), 0, tl.standard._elementwise_max))
+    limit = (limit - _sum(tl.where(number < segment, sums, 0.0))) / _sum(tl.where(number == segment, factor, 0.0))
+    best = tl.reduce(tl.where(number == segment, best, float("-inf")), 0, tl.standard._elementwise_max)
     last = tl.full([], 0, tl.int32)
     found = tl.full([], NEVER, tl.int32)
-    for again in range(2):
-        running = tl.full([], 0.0, tl.float64)
-        ties = tl.full([], 0, tl.int32)
-        for start in range(0, length, BLOCK):
-            place = start + tl.arange(0, BLOCK)
-            j, score, mask = _scores_at(place, logits, marks, penalty, scale, candidates, whole, length)
-            key = _keys(score)
-            weight = tl.exp(score - top).to(tl.float64)
-            tied = mask & (key == edge)
-            rank = ties + tl.associative_scan(tied.to(tl.int32), 0, tl.standard._sum_combine)
-            left = mask & (key >= kept) & ((key > edge) | (tied & (rank > gone))) & (weight >= min_p)
-            weight = tl.where(left, weight, 0.0)
-            sums = running + tl.associative_scan(weight, 0, tl.standard._sum_combine)
-            over = left & (sums > fraction * total) & (again == 1)
-            found = tl.minimum(found, tl.reduce(tl.where(over, j, NEVER), 0, tl.standard._elementwise_min))
-            last = tl.maximum(last, tl.reduce(tl.where(weight > 0, j, 0), 0, tl.standard._elementwise_max))
-            running += tl.reduce(weight, 0, tl.standard._sum_combine)
-            ties += tl.reduce(tied.to(tl.int32), 0, tl.standard._sum_combine)
-        total = running
-    # Rounded, the share may be the whole sum; then it is the last token that has any.
+    running = tl.full([], 0.0, tl.float64)
+    for start in range(segment * each, tl.minimum(segment * each + each, length), BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        # fmt: off
+        j, weight = _left(
+            place, logits, marks, penalty, scale, candidates, whole, length, best, kept, edge, gone, min_p,
+        )
+        # fmt: on
+        drawn = (weight > 0) & (running + tl.associative_scan(weight, 0, tl.standard._sum_combine) > limit)
+        found = tl.minimum(found, tl.reduce(tl.where(drawn, j, NEVER), 0, tl.standard._elementwise_min))
+        last = tl.maximum(last, tl.reduce(tl.where(weight > 0, j, 0), 0, tl.standard._elementwise_max))
+        running += _sum(weight)
     return tl.minimum(found, last)
 
 
+@triton.jit
+def _asked(fields, num_rows, row, vocabulary):
+    """Of a row: temperature, repetition penalty, 1 - top-p, min-p and top-k, which is 0 where it leaves all tokens; and
+    whether one of the last three lets tokens go."""
+    temperature = tl.load(fields + row).to(tl.float32)
+    limit = tl.load(fields + num_rows + row).to(tl.float32)
+    min_p = tl.load(fields + 2 * num_rows + row)
+    top_k = tl.load(fields + 3 * num_rows + row)
+    penalty = tl.load(fields + 5 * num_rows + row).to(tl.float32)
+    top_k = tl.where(top_k < vocabulary.to(tl.float64), top_k, 0.0)
+    return temperature, penalty, limit, min_p, top_k, (top_k > 0) | (limit > 0) | (min_p > 0)
+
+
 @triton.jit(do_not_specialize=["vocabulary", "num_rows"], do_not_specialize_on_alignment=["fields", "marks", "slots"])
-def _choose_kernel(
-    tokens,  # [R] int64
-    candidates,  # [R, ROOM] int32, to be written
+def _part_kernel(
+    bests,  # [R, PARTS], the largest score of each part, NaN where it has one; behind the last part not written
+    places,  # [R, PARTS] int32, the first token that has it
+    sums,  # [R, PARTS] float64, what the part weighs; of a row that is drawn by its temperature alone
+    lanes,  # [R, PARTS, LANES], largest scores; of a row with top-k
     logits,  # [R, V]
     fields,  # [6, R] float64
     marks,  # [slots + 1, V] uint8, of bits SEEN and BANNED, or None
     slots,  # [R] int64, or None
     vocabulary,
     num_rows,
+    part,
     logits_stride,
     marks_stride,
     BLOCK: tl.constexpr,
-    SEARCHES: tl.constexpr,
-    ROOM: tl.constexpr,
-    NO_TOKEN: tl.constexpr,
+    PARTS: tl.constexpr,
+    LANES: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    temperature = tl.load(fields + row).to(tl.float32)
-    limit = tl.load(fields + num_rows + row).to(tl.float32)
-    min_p = tl.load(fields + 2 * num_rows + row)
-    top_k = tl.load(fields + 3 * num_rows + row)
-    fraction = tl.load(fields + 4 * num_rows + row)
-    penalty = tl.load(fields + 5 * num_rows + row).to(tl.float32)
+    row, number = tl.program_id(0), tl.program_id(1)
+    temperature, penalty, _, _, top_k, few = _asked(fields, num_rows, row, vocabulary)
+    scale = tl.where(temperature == 0, 1.0, temperature)
     logits += row.to(tl.int64) * logits_stride
-    candidates += row.to(tl.int64) * ROOM
     if marks is not None:
         marks += tl.load(slots + row) * marks_stride
-    greedy = temperature == 0
-    scale = tl.where(greedy, 1.0, temperature)
-
-    # A NaN is the largest of all, as `argmax` has it.
+    begin = number * part
+    end = tl.minimum(begin + part, vocabulary)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     place = tl.full([BLOCK], NEVER, tl.int32)
     first_nan = tl.full([BLOCK], NEVER, tl.int32)
-    for start in range(0, vocabulary, BLOCK):
+    for start in range(begin, end, BLOCK):
         j = start + tl.arange(0, BLOCK)
-        score = _scores(logits, marks, penalty, scale, j, j < vocabulary)
+        score = _scores(logits, marks, penalty, scale, j, j < end)
         none = score != score
         first_nan = tl.where(none, tl.minimum(first_nan, j), first_nan)
         better = score > best
         place = tl.where(better, j, place)
         best = tl.where(better, score, best)
     top = tl.reduce(best, 0, tl.standard._elementwise_max)
+    first = tl.reduce(tl.where(best == top, place, NEVER), 0, tl.standard._elementwise_min)
+    nan = tl.reduce(first_nan, 0, tl.standard._elementwise_min)
+    of_part = row.to(tl.int64) * PARTS + number
+    tl.store(bests + of_part, tl.where(nan < NEVER, float("nan"), top))
+    tl.store(places + of_part, tl.where(nan < NEVER, nan, first))
+    if top_k > 0:
+        largest = tl.reduce(tl.reshape(best, [BLOCK // LANES, LANES]), 0, tl.standard._elementwise_max)
+        tl.store(lanes + of_part * LANES + tl.arange(0, LANES), largest)
+    if (temperature != 0) & (few == 0) & (top < float("inf")):
+        top = tl.where(top == float("-inf"), 0.0, top)  # what -inf is less than -inf is NaN
+        weights = tl.full([BLOCK], 0.0, tl.float64)
+        for start in range(begin, end, BLOCK):
+            j = start + tl.arange(0, BLOCK)
+            weights += tl.exp(_scores(logits, marks, penalty, scale, j, j < end) - top).to(tl.float64)
+        tl.store(sums + of_part, _sum(weights))
+
+
+@triton.jit(do_not_specialize=["vocabulary", "num_rows"], do_not_specialize_on_alignment=["fields", "marks", "slots"])
+def _choose_kernel(
+    tokens,  # [R] int64
+    candidates,  # [R, ROOM] int32, to be written
+    bests,  # of `_part_kernel`, as all up to the lanes
+    places,
+    sums,
+    lanes,
+    logits,  # [R, V]
+    fields,  # [6, R] float64
+    marks,  # [slots + 1, V] uint8, of bits SEEN and BANNED, or None
+    slots,  # [R] int64, or None
+    vocabulary,
+    num_rows,
+    part,
+    logits_stride,
+    marks_stride,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    LANES: tl.constexpr,
+    SEARCHES: tl.constexpr,
+    LISTED: tl.constexpr,
+    ROOM: tl.constexpr,
+    NO_TOKEN: tl.constexpr,
+):
+    row = tl.program_id(0)
+    temperature, penalty, limit, min_p, top_k, few = _asked(fields, num_rows, row, vocabulary)
+    scale = tl.where(temperature == 0, 1.0, temperature)
+    logits += row.to(tl.int64) * logits_stride
+    candidates += row.to(tl.int64) * ROOM
+    if marks is not None:
+        marks += tl.load(slots + row) * marks_stride
+
+    number = tl.arange(0, PARTS)
+    of_parts = row.to(tl.int64) * PARTS + number
+    parts = (vocabulary + part - 1) // part
+    best = tl.load(bests + of_parts, number < parts, float("-inf"))
+    place = tl.load(places + of_parts, number < parts, NEVER)
+    # A NaN is the largest of all, as `argmax` has it.
+    nan = tl.reduce(tl.where(best != best, place, NEVER), 0, tl.standard._elementwise_min)
+    is_nan = nan < NEVER
+    best = tl.where(best != best, float("-inf"), best)
+    top = tl.reduce(best, 0, tl.standard._elementwise_max)
     chosen = tl.reduce(tl.where(best == top, place, NEVER), 0, tl.standard._elementwise_min)
     chosen = tl.where(chosen == NEVER, 0, chosen)  # no score is above -inf
-    nan = tl.reduce(first_nan, 0, tl.standard._elementwise_min)
-    is_nan = nan < NEVER
     chosen = tl.where(is_nan, nan, chosen)
     if temperature != 0:
         chosen = tl.where(is_nan | (top == float("inf")) | (top == float("-inf")), NO_TOKEN, chosen)
         if chosen != NO_TOKEN:
+            fraction = tl.load(fields + 4 * num_rows + row)
             kept = tl.full([], -2147483648, tl.int32)
-            edge, gone = kept, tl.full([], 0, tl.int32)
+            edge, gone = kept, tl.full([], -1, tl.int32)
             count, rest = tl.full([], NEVER, tl.int32), tl.full([], 0.0, tl.float64)
-            has_top_k = (top_k > 0) & (top_k < vocabulary.to(tl.float64))
-            if has_top_k | (limit > 0) | (min_p > 0):
+            if few:
                 least, lightest = kept, tl.where(limit > 0, limit.to(tl.float64) / vocabulary, min_p)
-                if has_top_k:
-                    least, lightest = _kth_largest(_keys(best), top_k, SEARCHES), lightest * 0
+                if top_k > 0:
+                    lane = tl.arange(0, PARTS * LANES)
+                    of_lanes = lanes + row.to(tl.int64) * PARTS * LANES + lane
+                    largest = tl.load(of_lanes, lane < parts * LANES, float("-inf"))
+                    least, lightest = _kth_largest(_keys(largest), top_k, SEARCHES), lightest * 0
                 # fmt: off
                 count, rest = _find_candidates(
-                    candidates, logits, marks, penalty, scale, vocabulary, top, least, lightest, ROOM, BLOCK,
+                    candidates, logits, marks, penalty, scale, vocabulary, top, least, lightest, ROOM, LISTED * BLOCK,
                 )
                 # fmt: on
             whole = count > ROOM
             length = tl.where(whole, vocabulary, count)
             # What top-k lets go has no share that top-p could be of.
-            rest = tl.where(whole | has_top_k, 0.0, rest)
+            rest = tl.where(whole | (top_k > 0), 0.0, rest)
             of_row = (logits, marks, penalty, scale, candidates, whole, length)
-            if has_top_k:
+            if top_k > 0:
                 kept = _top_k(*of_row, top_k, BLOCK, SEARCHES)
             if limit > 0:
                 edge, gone = _top_p(*of_row, top, kept, rest, limit, BLOCK, SEARCHES)
-            chosen = _draw(*of_row, top, kept, edge, gone, min_p, fraction, BLOCK)
+            if few:
+                weighs, each = _segments(*of_row, top, kept, edge, gone, min_p, BLOCK, PARTS)
+                best = tl.full([PARTS], 0.0, tl.float32) + top
+            else:
+                weighs, each = tl.load(sums + of_parts, number < parts, 0.0), part
+            chosen = _draw(*of_row, top, best, weighs, each, kept, edge, gone, min_p, fraction, BLOCK, PARTS)
     tl.store(tokens + row, chosen.to(tl.int64))
     if marks is not None:
         marks += tl.maximum(chosen, 0)
@@ -336,13 +490,20 @@ def choose(logits: Tensor, fields: Tensor, marks: Tensor | None, slots: Tensor |
     """
     num_rows, vocabulary = logits.shape
     assert logits.stride(-1) == 1 and fields.is_contiguous() and fields.shape == (6, num_rows)
+    part = triton.cdiv(vocabulary, PARTS * BLOCK) * BLOCK
     tokens = logits.new_empty(num_rows, dtype=torch.int64)
     candidates = logits.new_empty(num_rows, ROOM, dtype=torch.int32)  # as wide for any V: the kernel is one for all
+    of_parts = [logits.new_empty(num_rows, PARTS, dtype=each) for each in (torch.float32, torch.int32, torch.float64)]
+    of_parts.append(logits.new_empty(num_rows, PARTS, LANES, dtype=torch.float32))
+    strides = logits.stride(0), 0 if marks is None else marks.stride(0)
     # fmt: off
+    on_device(_part_kernel, logits)[(num_rows, triton.cdiv(vocabulary, part))](
+        *of_parts, logits, fields, marks, slots, vocabulary, num_rows, part, *strides, BLOCK, PARTS, LANES,
+        enable_fp_fusion=False, num_warps=PART_WARPS,
+    )
     on_device(_choose_kernel, logits)[(num_rows,)](
-        tokens, candidates, logits, fields, marks, slots, vocabulary, num_rows, logits.stride(0),
-        0 if marks is None else marks.stride(0), BLOCK, SEARCHES, ROOM, no_token,
-        enable_fp_fusion=False, **warps(WARPS, backend()),
+        tokens, candidates, *of_parts, logits, fields, marks, slots, vocabulary, num_rows, part, *strides,
+        BLOCK, PARTS, LANES, SEARCHES, LISTED, ROOM, no_token, enable_fp_fusion=False, **warps(WARPS, backend()),
     )
     # fmt: on
     return tokens

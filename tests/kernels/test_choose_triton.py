@@ -105,7 +105,7 @@ def test_what_may_be_left_is_what_is_drawn_from(
     logits = torch.cat([random_logits(1, 200, seed) for seed in range(16)])
     expected, found = both(logits, [dataclasses.replace(SAMPLED, seed=n, **asked_for) for n in range(16)])
     assert found.tolist() == expected.tolist()
-    (candidates,) = written
+    candidates = written[0]  # the first that is made
     assert (candidates[16 * room :] == -7).all() and (candidates[: 16 * room] != -7).any()
 
 
@@ -171,21 +171,100 @@ def test_rows_that_lie_apart_and_a_row_of_one_value() -> None:
     assert found.tolist() == expected.tolist() and found[1] == 5 and found[0] >= 100
 
 
+@pytest.mark.parametrize("asked_for", [{}, {"top_p": 0.7}], ids=str)
+def test_wherever_in_the_sum_it_is_drawn(asked_for: dict[str, float]) -> None:
+    """At its ends, at those of parts and anywhere; with parts of which nothing can be drawn, or next to nothing."""
+    logits = random_logits(1, 600, 5)
+    logits[0, 64:128], logits[0, 300:330], logits[0, 512:] = -torch.inf, -60.0, -90.0
+    generator = torch.Generator().manual_seed(2)
+    cumulative = (logits[0].double() - logits.max()).exp().cumsum(dim=0)
+    ends = cumulative[63::64] / cumulative[-1]
+    fractions = torch.cat(
+        [
+            torch.rand(8, dtype=torch.float64, generator=generator),
+            ends - 1e-5,
+            ends + 1e-5,
+            torch.tensor([0, 1 - 2**-53]),
+        ]
+    )
+    fractions = fractions[(fractions >= 0) & (fractions < 1)]
+    found = choices([dataclasses.replace(SAMPLED, **asked_for)], [0])
+    assert found is not None
+    fields = torch.from_numpy(found).repeat(1, len(fractions))
+    fields[4] = fractions
+    rows = logits.expand(len(fractions), -1)
+    chosen = choose_triton.choose(rows, fields, None, None, no_token=NO_TOKEN)
+    assert chosen.tolist() == choose(rows, fields).tolist()
+
+
+LARGE: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.7},
+    {"top_k": 40, "top_p": 0.9},
+    {"top_p": 0.9},
+    {"min_p": 0.1},
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spread", [1, 4])
+def test_a_large_vocabulary_in_steps_as_long_as_a_gpu_takes_them(spread: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a row's token is that which it has alone."""
+    monkeypatch.setattr(choose_triton, "BLOCK", BLOCK)
+    logits = (spread * random_logits(len(LARGE) + 1, 128_256)).to(torch.bfloat16)
+    params = [dataclasses.replace(SAMPLED, seed=n, **each) for n, each in enumerate(LARGE)] + [GREEDY]
+    listed = choices(params, list(range(len(params))))
+    assert listed is not None
+    fields = torch.from_numpy(listed)
+    found = choose_triton.choose(logits, fields, None, None, no_token=NO_TOKEN)
+    assert found.tolist() == choose(logits, fields).tolist()
+    for n in (0, 3):
+        alone = logits[n : n + 1], fields[:, n : n + 1].contiguous()
+        assert choose_triton.choose(*alone, None, None, no_token=NO_TOKEN).item() == found[n]
+
+
+def test_a_row_drawn_by_its_temperature_alone_is_gone_over_by_many_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program that chooses looks at one part of the row."""
+    read: list[int] = []
+    part = choose_triton._part_kernel
+    of = interpreter.InterpreterBuilder.create_masked_load
+
+    def noted(self: Any, ptrs: Any, mask: Any, *others: Any) -> Any:
+        read.append(int(mask.data.sum()))
+        return of(self, ptrs, mask, *others)
+
+    def on_device(kernel: Any, tensor: Tensor) -> Any:
+        interpreted = choose_kernels(kernel, tensor)
+        if kernel is not part:
+            monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", noted)
+        return interpreted
+
+    choose_kernels = choose_triton.on_device
+    monkeypatch.setattr(choose_triton, "on_device", on_device)
+    logits = random_logits(1, 8000)
+    expected, found = both(logits, [SAMPLED])
+    assert found.tolist() == expected.tolist()
+    assert sum(read) <= 8192 // choose_triton.PARTS + 4 * choose_triton.PARTS
+
+
+def compile_choice(kernel: Any, target: Any) -> Any:
+    names = ("PARTS", "LANES", "SEARCHES", "LISTED", "ROOM")
+    constants = {"BLOCK": BLOCK, "NO_TOKEN": NO_TOKEN} | {name: getattr(choose_triton, name) for name in names}
+    types = {"tokens": "*i64", "candidates": "*i32", "logits": "*bf16", "fields": "*fp64", "marks": "*u8"}
+    types |= {"slots": "*i64", "bests": "*fp32", "places": "*i32", "sums": "*fp64", "lanes": "*fp32"}
+    whole = kernel is choose_triton._choose_kernel
+    options = warps(choose_triton.WARPS, target.backend) if whole else {"num_warps": choose_triton.PART_WARPS}
+    of_kernel = {parameter.name for parameter in kernel.params}
+    constants = {name: value for name, value in constants.items() if name in of_kernel}
+    return ahead.compile_ahead(kernel, target, types, constants, **options)
+
+
 @pytest.mark.parametrize("target", ahead.TARGETS, ids=str)
 def test_it_ships(target: Any, triton_cache: None, tmp_path: Any) -> None:
-    constants = {"BLOCK": BLOCK, "SEARCHES": choose_triton.SEARCHES, "ROOM": choose_triton.ROOM, "NO_TOKEN": NO_TOKEN}
-    types = {
-        "tokens": "*i64",
-        "candidates": "*i32",
-        "logits": "*bf16",
-        "fields": "*fp64",
-        "marks": "*u8",
-        "slots": "*i64",
-    }
-    options = warps(choose_triton.WARPS, target.backend)
-    compiled = ahead.compile_ahead(choose_triton._choose_kernel, target, types, constants, **options)
+    compiled = compile_choice(choose_triton._choose_kernel, target)
     ahead.assert_ships(compiled, target, tmp_path)
     assert re.search(r"(ttg|gpu)\.barrier", compiled.asm["ttgir"])  # between threads that list candidates and read them
+    ahead.assert_ships(compile_choice(choose_triton._part_kernel, target), target, tmp_path)
 
 
 @pytest.mark.gpu

@@ -227,6 +227,6 @@ def test_the_merge_of_so_large_values_compiles_ahead_of_time(target: Any, tmp_pa
     types = {"output": "*bf16"} | dict.fromkeys(("cu_seqlens_q", "context_lens", "divided"), "*i32")
     types |= dict.fromkeys(("sums", "maxima", "totals"), "*fp32")
     constants = {"WINDOW": 0, "CHUNK": 0, "PREFIX": 0, "HEADS": 128, "VALUE_SIZE": 512, "BLOCK_Q": 1, "BLOCK_N": 32}
-    constants |= {"BLOCK_S": merges.merged_at_once(512), "BLOCK_DV": 512}
+    constants |= {"ROWS": merges.ROWS, "BLOCK_R": 1, "BLOCK_S": merges.merged_at_once(512), "BLOCK_DV": 512}
     compiled = ahead.compile_ahead(merges._merge_kernel, target, types, constants, num_warps=4)
     ahead.assert_ships(compiled, target, tmp_path)

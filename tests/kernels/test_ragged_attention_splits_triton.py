@@ -100,6 +100,32 @@ def test_rows_of_many_tiles_are_split(nan_filled_outputs, monkeypatch):  # noqa:
         torch.testing.assert_close(output.double(), exact_ragged(inputs)[0], rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("group", "requests", "programs", "at_once"),
+    [
+        (1, ((1, 70), (4, 90), (1, 5), (1, 30)), 4, 1),
+        (4, ((4, 90), (1, 130), (0, 3)), 1, 1),
+        (2, ((19, 100), (2, 90)), 4, 4),
+        (4, ((7, 200),), 2, 4),
+        (16, ((3, 130),), 1, 2),
+    ],
+)
+def test_a_program_merges_a_few_rows(group, requests, programs, at_once, nan_filled_outputs, monkeypatch):  # noqa: F811
+    """One at a time where most tiles have one; the last tile of a request is not full."""
+    monkeypatch.setattr(attends, "split_config", split_into(16))
+    case = Case(name="", requests=requests, query_heads=2 * group, kv_heads=2, padding_rows=1)
+    inputs = make_inputs(case, torch.float32)
+    launches = recorded(
+        lambda: launcher.ragged_attention(*inputs.ragged()), lambda kernel, grid, args, _: (kernel, grid, args)
+    )
+    at = [parameter.name for parameter in merges._merge_kernel.params].index("BLOCK_R")
+    assert [(grid[2], args[at]) for kernel, grid, args in launches if kernel is merges._merge_kernel] == [
+        (programs, at_once)
+    ]
+    output = launcher.ragged_attention(*inputs.ragged())
+    torch.testing.assert_close(output.double(), exact_ragged(inputs)[0], rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize("processors,pieces", [(2, 3), (8, 5)])  # of 512 keys at least, or of 256
 def test_the_choice_splits_a_long_context_by_itself(processors, pieces, nan_filled_outputs, monkeypatch):  # noqa: F811
     """And a wide block table, of which short requests use little."""
@@ -188,25 +214,34 @@ def test_splits_compile_ahead_of_time_without_spills(target, name, tmp_path):
     ahead.assert_ships(compiled, target, tmp_path)
 
 
-@compiling
-@pytest.mark.parametrize("size", (80, 512))
-@pytest.mark.parametrize("target", ahead.TARGETS, ids=str)
-def test_the_merge_compiles_ahead_of_time_without_spills(target, size, tmp_path):
+def compile_merge(target, *, size: int, block_q: int, at_once: int, heads: int = 32, masks: tuple[int, int, int]):
+    """masks: window, chunk and prefix."""
     types = {"output": "*bf16"} | dict.fromkeys(("cu_seqlens_q", "context_lens", "divided"), "*i32")
     types |= dict.fromkeys(("sums", "maxima", "totals"), "*fp32")
-    constants = {
-        "WINDOW": 128,
-        "CHUNK": 8192,
-        "PREFIX": 300,
-        "HEADS": 32,
-        "VALUE_SIZE": size,
-        "BLOCK_Q": 4,
-        "BLOCK_N": 64,
-    }
+    constants = dict(zip(("WINDOW", "CHUNK", "PREFIX"), masks, strict=True)) | {"HEADS": heads, "VALUE_SIZE": size}
     block_dv = triton.next_power_of_2(size)
-    constants |= {"BLOCK_S": merges.merged_at_once(block_dv), "BLOCK_DV": block_dv}
-    compiled = ahead.compile_ahead(merges._merge_kernel, target, types, constants, num_warps=4)
+    constants |= {"BLOCK_Q": block_q, "BLOCK_N": 64, "ROWS": merges.ROWS, "BLOCK_R": at_once, "BLOCK_DV": block_dv}
+    constants |= {"BLOCK_S": merges.merged_at_once(block_dv, rows=at_once)}
+    options = merges.merge_options(block_dv, rows=at_once, backend=target.backend)
+    return ahead.compile_ahead(merges._merge_kernel, target, types, constants, **options)
+
+
+@compiling
+@pytest.mark.parametrize(
+    ("size", "block_q", "at_once"),
+    [(80, 4, 1), (512, 4, 1), (64, 32, 4), (80, 32, 4), (128, 32, 4), (256, 2, 2), (256, 32, 4), (576, 16, 4)],
+)
+@pytest.mark.parametrize("target", ahead.TARGETS, ids=str)
+def test_the_merge_compiles_ahead_of_time_without_spills(target, size, block_q, at_once, tmp_path):
+    compiled = compile_merge(target, size=size, block_q=block_q, at_once=at_once, masks=(128, 8192, 300))
     ahead.assert_ships(compiled, target, tmp_path)
+
+
+@compiling
+@pytest.mark.parametrize(("at_once", "waiting"), [(1, True), (4, False)])
+def test_a_warp_of_several_rows_merged_at_once_waits_for_no_other(at_once, waiting):
+    compiled = compile_merge(ahead.TARGETS[1], size=128, block_q=32, at_once=at_once, masks=(0, 0, 0))
+    assert ("bar.sync" in compiled.asm["ptx"]) is waiting
 
 
 @pytest.mark.gpu
