@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 BEGAN = time.monotonic()
-PARTS = ("ceilings", "attention", "start", "steps", "trace")
+PARTS = ("ceilings", "attention", "start", "steps", "trace", "drift")
 # Of a machine where nothing of this project was installed: what the engine imports at once.
 IMPORTED = ("torch", "triton", "transformers", "numpy", "sympy")
 

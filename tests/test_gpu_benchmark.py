@@ -13,6 +13,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,9 +24,21 @@ import torch.nn.attention.varlen
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.gpu_parts import attention_peers, ceilings, command, decoding, timing, tokens
+from benchmarks.gpu_parts import (
+    attention_peers,
+    ceilings,
+    command,
+    decoding,
+    start,
+    steps,
+    steps_profiled,
+    timing,
+    tokens,
+)
+from benchmarks.gpu_parts import found as found_so_far
 from benchmarks.gpu_parts.command import measure
-from benchmarks.gpu_parts.jobs import ROOT, WEIGHTS, Context, Job
+from benchmarks.gpu_parts.floors import Ceilings
+from benchmarks.gpu_parts.jobs import ROOT, WEIGHTS, Context, Job, perform
 from benchmarks.gpu_parts.measures import Measure, without_found
 from benchmarks.gpu_parts.ragged_step import TINY, make_step
 from benchmarks.gpu_parts.rows import Row
@@ -64,10 +77,14 @@ def test_kernels_and_their_peers(tmp_path: Path, measured: set[str]) -> None:
     assert {"copy", "bf16 product", "decode 1 x 40", "decode 3 x 40", "prefill 24"} <= set(names)
     assert "share_of_copy" in names["decode 3 x 40"]["figures"]["names"]
     others = {"fp8 decode 3 x 40", "latent decode 3 x 40, 16 heads", "rotary, prefill 24", "top-k, top-p, 3 x 300"}
+    others |= {"temperature, 3 x 300", "greedy, 1 x 300"}
     others |= {"heads of 64, decode 3 x 40", "window of 9, decode 3 x 40", "softcap, decode 3 x 40"}
     others |= {"query, key and value joined, 3 rows", "gate and up joined, 1 rows"}
     assert {names[name]["state"] for name in others} == {"measured"}
-    assert names["mixed: 24 rows and 3 x 40"]["figures"]["names"] == ["counts", "microseconds", "over_sum"]
+    assert {"counts", "microseconds", "over_sum"} < set(names["mixed: 24 rows and 3 x 40"]["figures"]["names"])
+    timed = [row["figures"]["names"] for row in found["rows"] if row["state"] == "measured"]
+    for kind in ("clock_microseconds", "quartile_microseconds"):  # but for the summary of the decodes
+        assert sum(any(name.endswith(kind) for name in names) for names in timed) == len(timed) - 1 > 20
     assert names["flex_attention, prefill 24"]["state"] == "measured"
     assert names["flex_attention, mixed: 24 rows and 3 x 40"]["text"].startswith("ValueError: all requests must be")
     # What torch does not have on a CPU is named, and the others have gone on.
@@ -84,28 +101,32 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
         names.update([measure.name] if measure.found is not None else [])
         return without_found(measure)
 
-    monkeypatch.setattr(command, "without_found", hidden)
+    monkeypatch.setattr(found_so_far, "without_found", hidden)
     yield names
 
 
 @pytest.mark.slow
 def test_steps_and_the_trace(tmp_path: Path, measured: set[str]) -> None:
     status, found = dry_run(tmp_path / "found.json", "steps", "trace")
-    assert len(measured) == 4, measured
+    assert len(measured) == 4, measured  # without a device no graph is replayed, and its idle part not known
     assert status == 0 and not found["failed"] and not list(numbers(found))
     names = [row["name"] for row in found["rows"] if row["state"] == "measured"]
-    of_models = ("tokens", "1 requests", "2 requests")
-    assert names == [
+    of_models = (": tokens", ", 1 requests", ", 2 requests", ": all timed")
+    pool = f"{steps.PROFILED_POOL}: pool"
+    assert pool in names
+    kinds = ("a short sample", "a sample", "the trace")
+    assert [name for name in names if name != pool] == [
         f"{tokens.MODEL}, {tokens.LAYERS} layers, float32: tokens",
-        *(f"{model}{':' if what == 'tokens' else ','} {what}" for model in command.TINY_MODELS for what in of_models),
-        *(f"{peer}, {what}" for peer in WEIGHTS["trace"] for what in ("a small sample", "a sample", "the trace")),
+        *(f"{model}{what}" for model in command.TINY_MODELS for what in of_models),
+        *(f"engine, {what}" for what in (kinds[0], kinds[2], kinds[1], f"{kinds[0]}, again")),
+        *(f"{peer}, {what}" for peer in ("generate_batch", "generate") for what in kinds),
     ]
 
 
 @pytest.mark.slow
 def test_a_start_is_a_process_of_its_own(tmp_path: Path, measured: set[str]) -> None:
     status, found = dry_run(tmp_path / "found.json", "start")
-    assert status == 0 and [row["figures"]["names"] for row in found["rows"]] == [["seconds", "stamps"]] * 2
+    assert status == 0 and [row["figures"]["names"] for row in found["rows"]] == [["seconds", "stamps", "traced"]] * 3
     starts = {"cold start to the first token", "warm start to the first token"}
     assert measured == starts
 
@@ -172,6 +193,8 @@ def test_a_failure_is_named_and_the_exit_status_tells(tmp_path: Path, monkeypatc
     status, found = dry_run(tmp_path / "found.json", "attention")
     assert status == 1 and found["failed"] == ["attention: prefill"] and len(found["rows"]) == len(WEIGHTS["attention"])
     assert found["rows"][1]["text"] == "RuntimeError: misaligned address"
+    assert "in perform" in found["rows"][1]["detail"] and "more of it" in found["rows"][1]["detail"]
+    assert {row["detail"] for row in found["rows"] if row["state"] == "measured"} == {""}
 
 
 def test_the_check_of_a_step_can_fail() -> None:
@@ -219,8 +242,8 @@ def packed(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
     scale: float, window_size: tuple[int, int],
 ) -> Tensor:  # fmt: skip
-    """That of one without, nor with heads that share keys, by the same."""
-    assert key.shape[1] == query.shape[1] and cu_seq_k[-1] == len(key)
+    """That of torch 2.11, without, by the same: heads share keys as they have them, and nothing has to say so."""
+    assert cu_seq_k[-1] == len(key)
     block, lengths = int(cu_seq_k.diff().max()), cu_seq_k.diff().tolist()
     pools = torch.zeros(2, len(lengths), block, *key.shape[1:])
     for pool, each in zip(pools, (key, value), strict=True):
@@ -232,13 +255,57 @@ def packed(
     return paged(query, *pools, cu_seq_q, None, max_q, max_k, enable_gqa=True, **both)
 
 
-@pytest.mark.parametrize(("attend", "how"), [(paged, "blocks of 256"), (packed, "keys in one piece, repeated")])
+def apart(query: Tensor, key: Tensor, *rest: Any, scale: float, window_size: tuple[int, int]) -> Tensor:
+    """That of one which takes as many heads of keys only."""
+    if key.shape[1] != query.shape[1]:
+        raise RuntimeError("as many heads, please")
+    return packed(query, key, *rest, scale=scale, window_size=window_size)
+
+
+def mistaken(query: Tensor, key: Tensor, *rest: Any, scale: float, window_size: tuple[int, int]) -> Tensor:
+    """That of one which takes fewer, and gets them wrong."""
+    found = packed(query, key, *rest, scale=scale, window_size=window_size)
+    return found if key.shape[1] == query.shape[1] else found.flip(1)
+
+
+@pytest.mark.parametrize(
+    ("attend", "how"),
+    [
+        (paged, "blocks of 256"),
+        (packed, "keys in one piece"),
+        (apart, "keys in one piece, repeated for each head; in one piece RuntimeError: as many heads, please"),
+        (mistaken, "keys in one piece, repeated for each head; in one piece ValueError: the error of a row"),
+    ],
+)
 def test_varlen_attn_gets_what_it_takes(attend: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", attend)
     step = make_step(STEP, TINY, CPU)
     step()
     made = attention_peers.varlen(step)
     assert made.how.startswith(how) and check(step, made.call()) < 1e-5
+    assert ("repeated" in made.how) == ("repeated" in how)
+
+
+def test_varlen_attn_that_takes_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(*what: Any, scale: float, window_size: tuple[int, int]) -> Tensor:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", refusing)
+    with pytest.raises(RuntimeError, match="no such device"):
+        attention_peers.varlen(make_step(STEP, TINY, CPU))
+
+
+def test_flex_attention_gets_what_lies_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.nn.attention.flex_attention as flex
+
+    given: list[Tensor] = []
+    attend = flex.flex_attention
+    monkeypatch.setattr(flex, "flex_attention", lambda *what, **how: given.extend(what) or attend(*what, **how))
+    step = make_step(((1, 40), (1, 40)), TINY, CPU)
+    step()
+    made = attention_peers.flex(step)
+    assert check(step, made.as_rows(made.call())) < 1e-5
+    assert len(given) == 3 and all(each.is_contiguous() for each in given)
 
 
 class HostEvent:
@@ -275,6 +342,7 @@ def test_the_span_of_a_step_is_that_of_the_models_run(monkeypatch: pytest.Monkey
 
     found = decoding.decoded(Engine(), records, 3)  # type: ignore[arg-type]
     assert found.span is not None and 0.01 <= found.span <= found.wall - 0.02
+    assert 0.03 <= found.quartiles[0] <= found.wall <= found.quartiles[1]
     assert found.contexts == (12,) and "run" not in vars(Engine._runner)
 
 
@@ -294,8 +362,8 @@ class CountedEvent:
 
     def elapsed_time(self, other: CountedEvent) -> float:
         between = self.calls[self.moment : other.moment]
-        assert between == ["call"], "the cache is overwritten outside of the events"
-        return 5.0
+        assert between in (["call"], []), "the cache is overwritten outside of the events"
+        return 5.0 if between else 0.5
 
 
 @pytest.mark.parametrize("captures", [True, False])
@@ -313,8 +381,23 @@ def test_kernels_are_timed_in_a_graph_or_else_between_events(captures: bool, mon
     assert timer.seconds(lambda: None, 2) >= 0 and timer.how == "host"
     timer._flush = lambda: calls.append("flush")
     assert timer.seconds(lambda: calls.append("call"), 4) == 5e-3
-    assert calls == ["call"] * 2 + ["flush", "call"] * 4
-    assert (timer.how, len(replays)) == (("graph", 2) if captures else ("events", 0))
+    assert calls == ["call"] * 2 + ["flush", "call"] * 4 + ["flush"] * 4, "and the clock itself, by the same way"
+    how, replayed = ("graph", 4) if captures else ("events", 0)
+    assert (timer.how, len(replays)) == (how, replayed)
+    about = {"timed_by": how, "quartile_microseconds": [5e3, 5e3], "clock_microseconds": 500.0}
+    assert timer.about() == about and timer.about("apart_") == {f"apart_{name}": about[name] for name in about}
+    assert timer.seconds(lambda: calls.append("call"), 4) == 5e-3 and len(replays) == replayed * 3 // 2, "once"
+
+
+def test_quartiles_are_of_the_repeats() -> None:
+    assert timing.quartiles([1.0, 9.0, 2.0, 3.0, 4.0]) == (2.0, 4.0)
+
+
+def test_two_that_are_timed_side_by_side() -> None:
+    times = iter([2e-6, 3e-6])
+    timer: Any = SimpleNamespace(seconds=lambda call, repeats: next(times), about=lambda whose: {f"{whose}how": 1})
+    found = timing.beside(timer, print, print, 1)
+    assert found == pytest.approx({"microseconds": 2, "how": 1, "apart_microseconds": 3, "apart_how": 1})
 
 
 class Seen(TorchDispatchMode):
@@ -345,11 +428,62 @@ def test_the_copy_is_of_random_bytes() -> None:
     assert len(copied[0].unique()) == 256
 
 
+def test_ceilings_at_the_end_are_told_beside_those_of_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings, "copy_rate", lambda *what: 2e12)
+    monkeypatch.setattr(ceilings, "product_rate", lambda *what: 9e14)
+    monkeypatch.setattr(timing.Timer, "about", lambda timer: {})
+    rows: list[Row] = []
+    for part, first in (("ceilings", None), ("drift", Ceilings(4e12, 6e14))):
+        perform(a_job(part=part, name=part, ceilings=first), rows.append)
+    assert [row.figures.get("over_first") for row in rows] == [None, None, 0.5, 1.5]
+    found = found_so_far.Found(None, dry_run=False, quick=False)
+    for row in rows[:2] + [replace(row, figures={**row.figures, "bytes_per_second": 1.0}) for row in rows[2:]]:
+        found.tell(row)
+    assert found.ceilings == (2e12, 9e14), "those of the beginning"
+
+
+def test_the_device_is_told_by_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    about = {"name": "some GPU", "total_memory": 8 * 10**10, "multi_processor_count": 99, "L2_cache_size": 5}
+    about |= {"major": 9, "minor": 0}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**about))
+    rows: list[Row] = []
+    ceilings._tell_device(Context(a_job(), rows.append))
+    assert rows[0].figures["device"] == "some GPU" and rows[0].figures["memory_bytes"] == 8 * 10**10
+    assert rows[0].text.startswith("some GPU, 80 GB, 99 processors, CUDA")
+
+
+@pytest.mark.parametrize(("seconds", "states"), [(60.0, ["measured"] * 3), (9.0, ["measured", "measured", "skipped"])])
+def test_a_warm_start_is_made_again_if_there_is_time(
+    seconds: float, states: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = iter([1, 0, 0])
+    monkeypatch.setattr(
+        start, "first_token", lambda *what: {"imports": 4.0, "first token": 9.5, start.TRACED: next(graphs)}
+    )
+    rows: list[Row] = []
+    start.start_each(Context(a_job(part="start", name="start", seconds=seconds), rows.append), {})
+    assert [row.name for row in rows] == [f"llama-3.1-8b, {each}" for each in start.GRAPHS]
+    assert [row.state for row in rows] == states
+    assert [row.figures["traced"] for row in rows if row.figures] == [1, 0, 0][: states.count("measured")]
+
+
+def test_what_a_start_prints_is_told_and_its_rows_are_not_mistaken(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = subprocess.run
+    code = "import sys; print('a warning', file=sys.stderr); raise ImportError('no module\\n\\nSet this for more')"
+    monkeypatch.setattr(subprocess, "run", lambda command, **how: run([sys.executable, "-c", code], **how))
+    rows: list[Row] = []
+    start.start_each(Context(a_job(part="start", name="start"), rows.append), os.environ)
+    assert [row.text for row in rows] == ["ValueError: the process must end well, got status 1: ImportError: no module"]
+    assert "a warning" in capfd.readouterr().err
+
+
 def test_idle_is_of_one_window_by_one_clock() -> None:
-    found = decoding.idle_of([(100.0, 140.0), (130.0, 150.0), (160.0, 200.0)], wall=200e-6)
+    found = steps_profiled.idle_of([(100.0, 140.0), (130.0, 150.0), (160.0, 200.0)], wall=200e-6)
     assert found is not None and found.share == pytest.approx(0.1)
     assert found.by_host == pytest.approx(0.55) and found.resolution == pytest.approx(0.03)
-    assert decoding.idle_of([], 1.0) is None
+    assert steps_profiled.idle_of([], 1.0) is None
 
 
 def test_a_graph_alone_is_replayed_back_to_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,16 @@ from benchmarks.gpu_parts import (
     attention_peers,
     attention_variants,
     choice,
+    jobs,
     joined,
     kept_otherwise,
     mixed,
     rotary,
+    timing,
 )
-from benchmarks.gpu_parts.jobs import Job
+from benchmarks.gpu_parts.failures import DeviceLost
+from benchmarks.gpu_parts.floors import Ceilings
+from benchmarks.gpu_parts.jobs import Job, perform
 from benchmarks.gpu_parts.ragged_step import TINY, AttentionShape, in_eight_bits, make_step
 from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.step_check import check, nan_filled_outputs
@@ -27,6 +32,7 @@ from selective_compile import reference
 from selective_compile.kernels import choose_triton
 from selective_compile.kernels.one_step import once
 from selective_compile.kernels.ragged_attention_tiles import tile_config
+from tests.gpu_job import a_job
 
 CPU = torch.device("cpu")
 STEP = ((3, 40), (1, 33))
@@ -74,8 +80,9 @@ def test_mixed_steps_are_on_both_sides_of_where_tiles_become_tall() -> None:
 def test_a_mixed_step_beyond_its_bar_says_so() -> None:
     rows: list[Row] = []
     context: Any = SimpleNamespace(tell=rows.append, job=Job(part="attention", name="mixed", seconds=1, ceilings=None))
-    mixed.tell(context, "mixed", [1e-3, 2e-3, 3e-3])
-    mixed.tell(context, "mixed", [1e-3, 2e-3, 3.9e-3])
+    mixed.tell(context, "mixed", [1e-3, 2e-3, 3e-3], {"both_timed_by": "graph"})
+    mixed.tell(context, "mixed", [1e-3, 2e-3, 3.9e-3], {})
+    assert rows[0].figures["both_timed_by"] == "graph"
     assert [row.figures["over_sum"] for row in rows] == pytest.approx([1.0, 1.3])
     assert ["failed" in row.text for row in rows] == [False, True]
 
@@ -103,9 +110,9 @@ def test_a_layer_shares_out_no_keys_but_the_first() -> None:
         call()
         return 64e-6 if len(shared_out) > before else 32e-6
 
-    timer: Any = SimpleNamespace(seconds=seconds)
-    mean, first = attention.of_a_layer(lambda: once("key", lambda: shared_out.append(1)), timer, 1)
-    assert (mean, first) == (pytest.approx(33e-6), 64e-6)
+    timer: Any = SimpleNamespace(seconds=seconds, about=lambda whose: {f"{whose}timed_by": "graph"})
+    mean, first, about = attention.of_a_layer(lambda: once("key", lambda: shared_out.append(1)), timer, 1)
+    assert (mean, first) == (pytest.approx(33e-6), 64e-6) and about == {"layer_timed_by": "graph"}
 
 
 def test_peers_begin_with_the_cells_that_say_most() -> None:
@@ -158,12 +165,57 @@ def test_shapes_of_joined_products() -> None:
     assert found["gate and up joined, 256 rows"] == (256, 4096, (14_336, 14_336))
 
 
-def test_tokens_that_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", choice.DRAWN)
+def test_tokens_that_are_chosen(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    logits, fields = 3 * torch.randn(5, 200), choice.drawn(5, CPU)
+    logits, fields = 3 * torch.randn(5, 200), choice.drawn(5, choice.DRAWN[how], CPU)
     choice.check(logits, None)
     choice.check(logits, fields)
     right = choose_triton.choose
     monkeypatch.setattr(choose_triton, "choose", lambda *what, **rest: right(*what, **rest).flip(0))
     with pytest.raises(ValueError, match="tokens must be those of the definition"):
         choice.check(logits, fields)
+
+
+@pytest.mark.parametrize("name", ["decode", "choice", "joined"])
+def test_a_cell_that_fails_while_it_is_timed_leaves_the_others(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[Row] = []
+    seconds = timing.Timer.seconds
+    calls: list[int] = []
+
+    def failing(timer: timing.Timer, call: Any, repeats: int) -> float:
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyError("no such kernel")
+        return seconds(timer, call, repeats)
+
+    monkeypatch.setattr(timing.Timer, "seconds", failing)
+    perform(a_job(part="attention", name=name, ceilings=Ceilings(1e12, 1e12)), rows.append)
+    assert [row.state for row in rows].count("failed") == 1 and rows[0].text == "KeyError: 'no such kernel'"
+    assert "in failing" in rows[0].detail and len(rows) > 1
+
+
+@pytest.mark.parametrize("name", ["decode", "choice", "joined", "mixed"])
+def test_cells_that_there_are_already_are_not_made_again(name: str) -> None:
+    rows: list[Row] = []
+    again: list[Row] = []
+    job = a_job(part="attention", name=name, ceilings=Ceilings(1e12, 1e12))
+    perform(job, rows.append)
+    perform(replace(job, done=(rows[0].name,)), again.append)
+    assert {row.name for row in again} == {row.name for row in rows[1:]}
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_behind_an_error_that_stays_nothing_is_tried(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[Row] = []
+    monkeypatch.setattr(jobs, "is_lost", lambda device: lost)
+
+    def failing(*what: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nSearch for it")
+
+    monkeypatch.setattr(attention, "_cell", failing)
+    context = jobs.Context(a_job(part="attention", name="decode", ceilings=Ceilings(1e12, 1e12)), rows.append)
+    with pytest.raises(DeviceLost) if lost else contextlib.nullcontext():
+        attention.run(context)
+    assert len(rows) == (1 if lost else 2)
+    assert rows[0].text == "RuntimeError: CUDA error: an illegal memory access was encountered"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu_parts.measures import HEADER, Measure, measures, of_less, without_found
-from benchmarks.gpu_parts.rows import Row
+from benchmarks.gpu_parts.rows import ALL_TIMED, SAMPLE, SHORT, TRACE, Row
 
 
 def row(part: str, job: str, name: str, state: Any = "measured", text: str = "", **figures: Any) -> Row:
@@ -19,17 +19,23 @@ def decode(name: str, share: float, *, counts: bool = True) -> Row:
     return row("attention", "decode", name, share_of_copy=share, counts=counts)
 
 
-def step(requests: int, share: float, idle: float | None, resolution: float = 0.001) -> Row:
+def step(requests: int, share: float, idle: float | None) -> Row:
     name = f"llama-3.1-8b, {requests} requests"
-    return row("steps", "llama-3.1-8b", name, share_of_floor=share, idle=idle, idle_resolution=resolution, counts=True)
+    return row("steps", "llama-3.1-8b", name, share_of_floor=share, idle=idle, counts=True)
 
 
-def served(job: str, rate: float, *, sample: bool) -> Row:
-    figures = {"output_tokens_per_second": rate, "is_sample": sample, "attention": f"{job} sdpa"}
-    figures |= {"requests": 256, "output_tokens": 18_000 if sample else 144_000}
-    return row("trace", job, f"{job}, {'a sample' if sample else 'the trace'}", **figures)
+def profiled(requests: int, idle: float, resolution: float) -> Row:
+    name = f"llama-3.1-8b, {requests} requests: profiled"
+    return row("steps", "llama-3.1-8b", name, strict_idle=idle, resolution=resolution)
 
 
+def served(job: str, rate: float, of: str = TRACE, *, again: bool = False) -> Row:
+    requests, tokens = {SHORT: (256, 18_500), SAMPLE: (32, 18_000), TRACE: (256, 144_000)}[of]
+    figures = {"output_tokens_per_second": rate, "of": of, "again": again, "attention": f"{job} sdpa"}
+    return row("trace", job, f"{job}, {of}", **figures, requests=requests, output_tokens=tokens)
+
+
+ALL = row("steps", "llama-3.1-8b", f"llama-3.1-8b: {ALL_TIMED}")
 WHOLE = [
     decode("decode 1 x 512", 0.2, counts=False),
     decode("decode 8 x 4096", 0.8),
@@ -41,18 +47,25 @@ WHOLE = [
     row("attention", "prefill", "prefill 8192", share_of_product=0.8, counts=True),
     row("attention", "mixed", "mixed: 257 rows and 255 x 4096", over_sum=1.1, counts=True),
     row("attention", "mixed", "mixed: 258 rows and 255 x 4096", over_sum=1.3, counts=True),
-    row("start", "start", "llama-3.1-8b, cold start", seconds=40.0),
-    row("start", "start", "llama-3.1-8b, warm start", seconds=12.0),
+    row("start", "start", "llama-3.1-8b, cold start", seconds=40.0, traced=1),
+    row("start", "start", "llama-3.1-8b, warm start", seconds=13.0, traced=1),
+    row("start", "start", "llama-3.1-8b, warm start, again", seconds=11.0, traced=0),
     row("steps", "tokens", "qwen3-0.6b: tokens"),
     row("steps", "llama-3.1-8b", "llama-3.1-8b: tokens"),
     step(1, 0.8, 0.001),
     step(8, 0.95, 0.004),
     row("steps", "llama-3.2-1b", "llama-3.2-1b, 1 requests", share_of_floor=0.3, idle=0.5, counts=True),
-    served("engine", 8000.0, sample=True),
-    served("engine", 10_800.0, sample=False),
-    served("generate_batch", 2000.0, sample=True),
-    served("generate", 2500.0, sample=True),
-    served("generate", 1800.0, sample=False),
+    ALL,
+    profiled(8, 0.03, 0.02),
+    served("engine", 5000.0, SHORT),
+    served("engine", 10_800.0),
+    served("engine", 2000.0, SAMPLE),
+    served("engine", 6000.0, SHORT, again=True),
+    served("generate_batch", 500.0, SHORT),
+    served("generate_batch", 400.0, SAMPLE),
+    row("trace", "generate_batch", "generate_batch, the trace", "skipped", "by what was served it takes 99 s"),
+    served("generate", 2500.0, SAMPLE),
+    served("generate", 1800.0),
 ]
 
 
@@ -78,7 +91,7 @@ def test_each_measure_is_of_what_it_says() -> None:
         (1.3, "neither"),
         (0.8, "bar"),
         (pytest.approx(0.8), "goal"),
-        (4.0, "bar"),
+        (5.0, "unknown"),
         (6.0, "bar"),
         (0.004, "goal"),
         (40.0, "bar"),
@@ -87,31 +100,35 @@ def test_each_measure_is_of_what_it_says() -> None:
 
 
 def test_a_ratio_is_of_the_same_requests_and_says_of_which() -> None:
-    assert of(WHOLE, "generate_batch").why.startswith("generate_batch sdpa attention; a sample")
-    assert "18000 tokens" in of(WHOLE, "generate_batch").why and "the trace: 256" in of(WHOLE, "padded").why
+    ratio = of(WHOLE, "generate_batch")
+    assert ratio.why == (
+        "generate_batch sdpa attention; a sample: 32 requests, 18000 tokens; no more: by what was served it takes 99 s"
+    )
+    assert of(WHOLE, "padded").why == "generate sdpa attention; the trace: 256 requests, 144000 tokens"
     other = [each if each.job != "generate" else replace_tokens(each) for each in WHOLE]
     assert of(other, "padded").found is None, "of other requests"
     without = [each for each in WHOLE if each.name != "engine, the trace"]
-    assert of(without, "padded").found == pytest.approx(8000 / 2500) and of(without, "tokens/s").found is None
+    assert of(without, "padded").found == pytest.approx(2000 / 2500) and of(without, "tokens/s").found is None
 
 
-def small(job: str, rate: float, served: int) -> Row:
-    figures = {"output_tokens_per_second": rate, "is_sample": True, "attention": f"{job} sdpa"}
-    figures |= {"requests": 64, "output_tokens": 4500, "served": served}
-    return row("trace", job, f"{job}, a small sample", **figures)
+@pytest.mark.parametrize("rate", [1.0, 1e6])
+def test_a_sample_neither_reaches_a_bar_nor_misses_it(rate: float) -> None:
+    rows = [each for each in WHOLE if each.job != "generate_batch"]
+    assert of([*rows, served("generate_batch", rate, SAMPLE)], "generate_batch").reached == "unknown"
+    assert of([*rows, served("generate_batch", rate)], "generate_batch").reached != "unknown"
 
 
 def test_a_ratio_is_of_the_most_that_both_have_served() -> None:
-    both = [*WHOLE, small("engine", 6000.0, 2), small("generate_batch", 1000.0, 1)]
-    assert of(both, "generate_batch").found == 4.0, "of all requests"
-    less = [each for each in both if each.name != "generate_batch, a sample"]
-    assert of(less, "generate_batch").found == 6.0
-    assert of(less, "generate_batch").why == (
-        "generate_batch sdpa attention; a sample, prompts with an eighth of the outputs: 64 requests, 4500 tokens; "
-        "of 2 times the last, and of 1 the peer's"
-    )
+    """Of a kind by the last row; the short sample has more tokens than the other, and says less of the trace."""
+    less = [each for each in WHOLE if each.name != "generate_batch, a sample"]
+    assert of(WHOLE, "generate_batch").found == 5.0 and of(less, "generate_batch").found == 12.0
+    assert "a short sample: 256 requests" in of(less, "generate_batch").why
+    assert "; served again, and by the peer once" in of(less, "generate_batch").why
+    both = [*less, served("generate_batch", 600.0, SHORT, again=True)]
+    assert of(both, "generate_batch").found == 10.0 and "; served" not in of(both, "generate_batch").why
     late = row("trace", "generate_batch", "generate_batch", "failed", "stopped after 25 s")
-    assert of([*less, late], "generate_batch").found == 6.0
+    assert of([*both, late], "generate_batch").found == 10.0
+    assert of([*both, late], "generate_batch").why.endswith("no more: stopped after 25 s")
 
 
 def test_without_rows_all_are_blank() -> None:
@@ -126,8 +143,10 @@ def test_a_cell_that_failed_may_be_the_worst() -> None:
     assert measure.found is None and measure.why == "decode 256 x 32768: got NaN; 0.8 of 2 others"
     skipped = row("attention", "decode", "decode 256 x 32768", "skipped", "needs 34 GB")
     assert of([*WHOLE, skipped], "KV bytes").why == "2 cells, without decode 256 x 32768"
-    idle = of([*WHOLE, step(32, 0.9, None)], "idle")
-    assert idle.found is None and idle.why == "llama-3.1-8b, 32 requests: idle is not known; 0.004 of 2 others"
+    idle = of([step(32, 0.9, None), *WHOLE], "idle")
+    assert idle.found is None and idle.why == (
+        "llama-3.1-8b, 32 requests: idle is not known, without a graph of the step to replay; 0.004 of 2 others"
+    )
 
 
 def test_a_worst_of_what_there_was_time_for_reaches_no_bar_and_says_so() -> None:
@@ -136,7 +155,8 @@ def test_a_worst_of_what_there_was_time_for_reaches_no_bar_and_says_so() -> None
     assert (measure.found, measure.reached) == (0.8, "unknown")
     assert measure.why == "2 cells, too few: decode 1 x 32768: no time was left"
     stopped = row("steps", "llama-3.1-8b", "llama-3.1-8b", "failed", "stopped after 53 s")
-    more = [*WHOLE, stopped, row("steps", "llama-3.1-8b", "llama-3.1-8b, 8 requests", "failed", "no time was left")]
+    untold = row("steps", "llama-3.1-8b", "llama-3.1-8b, 8 requests", "failed", "no time was left")
+    more = [*(each for each in WHOLE if each is not ALL), stopped, untold]
     for part, found in (("floor over it", 0.8), ("idle", 0.004)):
         measure = of(more, part)
         assert (measure.found, measure.reached) == (found, "unknown")
@@ -196,14 +216,45 @@ def test_without_any_comparison_of_tokens_no_bar_of_an_engine_is_reached() -> No
     assert all(measure.found is not None for measure in noted)
 
 
-def test_idle_that_cannot_be_told_from_0_is_no_figure_beyond_the_bar() -> None:
-    def idle(seen: float, resolution: float) -> Measure:
-        kept = [each for each in WHOLE if "requests" not in each.name or each.part != "steps"]
-        return of([*kept, step(1, 0.9, seen, resolution)], "idle")
+@pytest.mark.parametrize(("idle", "reached"), [(0.0, "goal"), (0.01, "bar"), (0.2, "neither")])
+def test_idle_is_that_of_the_host_whatever_a_profiler_sees(idle: float, reached: str) -> None:
+    rows = [*(each for each in WHOLE if each is not ALL and "profiled" not in each.name), step(32, 0.9, idle)]
+    assert (of(rows, "idle").found, of(rows, "idle").reached) == (max(idle, 0.004), reached)
+    assert of(rows, "idle").why == "3 cells"
+    more = [*rows, ALL, profiled(8, 0.03, 0.02), profiled(1, 0.5, 0.04)]
+    assert (of(more, "idle").found, of(more, "idle").reached) == (max(idle, 0.004), reached)
+    strict = "between kernels, too, by a profiler 0.5, of which 0.04 may be the profiler's"
+    assert of(more, "idle").why == f"3 cells; {strict}"
 
-    assert idle(0.03, 0.08).found is None and idle(0.03, 0.08).reached == "unknown"
-    assert (idle(0.001, 0.01).found, idle(0.001, 0.01).reached) == (0.01, "bar"), "so much it may be"
-    assert (idle(0.2, 0.08).found, idle(0.2, 0.08).reached) == (0.2, "neither")
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        row("steps", "llama-3.1-8b", "llama-3.1-8b", "failed", "stopped after 53 s"),
+        row("steps", "llama-3.1-8b", "llama-3.1-8b", "failed", "ended with status -11: Fatal Python error"),
+        row("steps", "llama-3.1-8b", "llama-3.1-8b, 8 requests: profiled", "failed", "RuntimeError: no profiler"),
+    ],
+    ids=["hang", "crash", "error"],
+)
+def test_what_ends_in_the_profiler_takes_no_timed_row(end: Row) -> None:
+    for part, found in (("floor over it", 0.8), ("idle", 0.004)):
+        same, without = of([*WHOLE, end], part), of([end, *WHOLE], part)
+        assert (same.found, same.reached) == (found, of(WHOLE, part).reached) != (without.found, without.reached)
+
+
+def test_a_row_that_a_measure_cannot_read_takes_that_measure_alone() -> None:
+    odd = row("attention", "decode", "decode 256 x 4096", counts=True)
+    broken = of([*WHOLE, odd], "KV bytes")
+    assert broken.found is None and broken.why == "KeyError: 'share_of_copy'"
+    assert of([*WHOLE, odd], "tokens/s").found == of(WHOLE, "tokens/s").found
+
+
+def test_starts_are_their_median_and_say_how_many_graphs_each_traced() -> None:
+    assert of(WHOLE, "warm").why.startswith("13.0 s with 1 graphs traced; 11.0 s with 0 graphs traced; weights")
+    once = [each for each in WHOLE if not each.name.endswith("again")]
+    assert of(once, "warm").found == 13.0
+    skipped = row("start", "start", "llama-3.1-8b, warm start, again", "skipped", "the one before it took 90 s")
+    assert of([*once, skipped], "warm").found == 13.0
 
 
 def test_a_quick_run_reaches_no_bar() -> None:

@@ -9,6 +9,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu_parts import command, isolated, jobs
+from benchmarks.gpu_parts import found as found_so_far
 from benchmarks.gpu_parts.command import measure
 from benchmarks.gpu_parts.isolated import Worker
 from benchmarks.gpu_parts.jobs import CACHES, ROOT, SECONDS, WEIGHTS, Job
@@ -38,12 +40,14 @@ class WorkerHere:
     def wait_until_ready(self, seconds: float) -> None:
         self.ready, self.waited = True, seconds
 
-    def perform(self, job: Job, tell: Any) -> None:
+    def perform(self, job: Job, tell: Any, keep_log: Any) -> bool:
         assert self.ready and not self.closed
         self.alone = WORKERS[-1] is self
         self.jobs.append(job)
         values = {"bytes_per_second": 4e12, "flops_per_second": 8e14} if job.part == "ceilings" else {}
         tell(job.row(job.name, figures=values))
+        keep_log(f"{job.name} said this")
+        return False
 
     def close(self) -> None:
         self.closed = True
@@ -74,7 +78,8 @@ def test_jobs_of_a_full_run(tmp_path: Path, workers: list[WorkerHere]) -> None:
     assert [(job.part, job.name) for job in jobs] == [(part, name) for part in WEIGHTS for name in WEIGHTS[part]]
     assert [job.ceilings for job in jobs] == [None, *[(4e12, 8e14)] * (len(jobs) - 1)]
     # What imports beside a start makes it slower.
-    assert [job.part for worker in workers for job in worker.jobs if worker.alone] == ["start", "trace"]
+    assert [job.part for worker in workers for job in worker.jobs if worker.alone] == ["start", "drift"]
+    assert all(found["logs"][job.part][job.name] == f"{job.name} said this" for job in jobs)
     for name in CACHES:
         caches = {job.part: worker.environment[name] for worker in workers for job in worker.jobs}
         assert caches["attention"] != caches["start"] == caches["steps"] == caches["trace"]
@@ -107,7 +112,7 @@ def test_a_dry_run_goes_through_everything_however_slow_the_machine_is(monkeypat
     options = {"minutes": None, "requests": None, "token_budget": 64, "quick": False, "dry_run": True}
     began = time.monotonic() - 10_000
     assert measure(argparse.Namespace(parts=list(WEIGHTS), json=None, **options), began) == 0
-    assert len(seconds) == sum(map(len, WEIGHTS.values())) - 2 and min(seconds) > 60, "of four models two"
+    assert len(seconds) == sum(map(len, WEIGHTS.values())) - 1 and min(seconds) > 60, "of four models three"
 
 
 def test_the_help_has_the_minutes_of_a_full_run(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -153,7 +158,7 @@ def test_a_bar_that_is_not_reached_is_named(
 ) -> None:
     low = Measure(name="low", bar=1, goal=2, found=0.5, why="2 cells")
     found = (low, Measure(name="right", bar=1, goal=2, found=1))
-    monkeypatch.setattr(command, "measures", lambda rows: found)
+    monkeypatch.setattr(found_so_far, "measures", lambda rows: found)
     full_run(tmp_path / "found.json", 7.5)
     assert capsys.readouterr().out.splitlines()[-1] == "bar not reached: low: 2 cells"
 
@@ -168,10 +173,10 @@ def test_ended_by_a_signal_it_tells_what_there_is(
 ) -> None:
     perform = WorkerHere.perform
 
-    def until_prefill(worker: WorkerHere, job: Job, tell: Any) -> None:
+    def until_prefill(worker: WorkerHere, job: Job, *where: Any) -> bool:
         if job.name == "prefill":
             os.kill(os.getpid(), number)
-        perform(worker, job, tell)
+        return perform(worker, job, *where)
 
     monkeypatch.setattr(WorkerHere, "perform", until_prefill)
     handler = signal.getsignal(signal.SIGTERM)
@@ -215,7 +220,7 @@ os._exit(0)
 
 def test_a_worker_hands_on_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[Row] = []
-    Worker({}).perform(a_job(), rows.append)
+    assert not Worker({}).perform(a_job(), rows.append, print)
     assert [(row.name, row.state) for row in rows] == [("copy", "measured"), ("bf16 product", "measured")]
 
 
@@ -224,7 +229,7 @@ def test_a_worker_says_when_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None
     worker.wait_until_ready()
     began = Path(f"/proc/{worker._process.pid}/maps").read_text()
     assert "libtorch" in began, "it has imported what it needs"
-    worker.perform(a_job(), rows.append)
+    worker.perform(a_job(), rows.append, print)
     assert [row.state for row in rows] == ["measured"] * 2
 
 
@@ -235,10 +240,12 @@ def test_a_worker_says_when_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_worker_that_ends_before_it_is_ready_is_named(monkeypatch: pytest.MonkeyPatch, code: str, said: str) -> None:
     start_in_its_place(monkeypatch, code)
     rows: list[Row] = []
+    logs: list[str] = []
     worker = Worker({})
     worker.wait_until_ready()
-    worker.perform(a_job(), rows.append)
+    worker.perform(a_job(), rows.append, logs.append)
     assert [(row.state, row.text) for row in rows] == [("failed", said)]
+    assert rows[0].detail == logs[0] and "Traceback" in logs[0] and "no triton" in logs[0]
 
 
 def start_in_its_place(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
@@ -254,18 +261,202 @@ def start_in_its_place(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     [
         ("import os; os.kill(os.getpid(), 11)", "ended with status -11: it said nothing"),
         ("raise ValueError('no such thing')", "ended with status 1: ValueError: no such thing"),
+        (
+            "raise ValueError('no such thing\\n\\nSet TORCHDYNAMO_VERBOSE=1 for more')",
+            "ended with status 1: ValueError: no such thing",
+        ),
         ("import time; time.sleep(60)", "stopped after 0 s"),
     ],
-    ids=["fault", "error", "hang"],
+    ids=["fault", "error", "wordy", "hang"],
 )
 def test_what_ends_a_worker_is_named(monkeypatch: pytest.MonkeyPatch, code: str, said: str) -> None:
     start_in_its_place(monkeypatch, code)
     monkeypatch.setattr(isolated, "GRACE", 0.0)
     rows: list[Row] = []
-    Worker({}).perform(a_job(seconds=0.2 if "sleep" in code else 60.0), rows.append)
+    Worker({}).perform(a_job(seconds=0.2 if "sleep" in code else 60.0), rows.append, print)
     assert [(row.state, row.text) for row in rows] == [("failed", said)]
 
 
 def test_a_job_is_the_same_behind_a_pipe() -> None:
-    job = a_job(ceilings=(1.0, 2.0), requests=7)
+    job = a_job(ceilings=(1.0, 2.0), requests=7, done=("decode 1 x 512",))
     assert Job.from_json(job.to_json()) == job
+
+
+GARBLED = """
+import json, sys
+print("a library greets")
+print("\\nready", flush=True)
+job = json.loads(sys.stdin.readline())
+row = {"part": job["part"], "name": "copy", "job": job["name"]}
+for line in ("it warns", json.dumps({"no": "row"}), "7", json.dumps(row), '{"part": '):
+    print(line, flush=True)
+sys.stdout.buffer.write(b"\\xff\\n")
+print("and an engine, that steps are not captured", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_is_no_row_goes_to_the_log(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a job that ends well, too."""
+    start_in_its_place(monkeypatch, GARBLED)
+    rows: list[Row] = []
+    logs: list[str] = []
+    worker = Worker({})
+    if waits:
+        worker.wait_until_ready()
+        assert worker._lines.empty(), "the greeting is not taken for what says that it is ready"
+    assert not worker.perform(a_job(), rows.append, logs.append)
+    assert [(row.name, row.state) for row in rows] == [("copy", "measured")]
+    said = ["a library greets", "it warns", '{"no": "row"}', "7", '{"part": ', "\ufffd"]
+    assert [line for line in logs[0].splitlines() if line] == [*said, "and an engine, that steps are not captured"]
+
+
+def test_a_worker_writes_nothing_but_rows_where_they_are_read() -> None:
+    """Whatever is imported, by that also which prints on import."""
+    code = """
+import io, os, runpy, sys
+import importlib.abc
+class Loud(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name in ("torch", "triton"):
+            os.write(1, f"greetings of {name}\\n".encode())
+sys.meta_path.insert(0, Loud())
+sys.argv = ["worker", str(os.getppid())]
+runpy.run_module("benchmarks.gpu_parts.worker", run_name="__main__")
+"""
+    command_line = [sys.executable, "-c", code]
+    done = subprocess.run(command_line, cwd=ROOT, input=a_job().to_json(), capture_output=True, text=True)
+    ready, *rows = (line for line in done.stdout.splitlines() if line)
+    assert ready == isolated.READY and len(rows) == 2 and all(map(Row.from_line, rows)), done.stderr
+    assert "greetings of torch" in done.stderr
+
+
+def test_the_log_is_the_end_of_what_was_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    start_in_its_place(monkeypatch, "import sys; sys.stderr.write('x' * 100_000 + 'the end')")
+    logs: list[str] = []
+    Worker({}).perform(a_job(), lambda row: None, logs.append)
+    assert len(logs[0]) == isolated.LOG and logs[0].endswith("xthe end")
+
+
+def test_a_log_that_is_read_leaves_the_process_writing_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import sys; sys.stderr.write('one '); sys.stderr.flush(); input(); sys.stderr.write('two')"
+    start_in_its_place(monkeypatch, code)
+    worker, logs = Worker({}), []
+    while worker._log() != "one ":
+        time.sleep(0.01)
+    worker.perform(a_job(), lambda row: None, logs.append)
+    assert logs == ["one two"]
+
+
+def test_where_a_job_hangs_is_in_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = """
+import sys, time
+from benchmarks.gpu_parts import jobs, worker
+def hang_here(job, tell):
+    time.sleep(60)
+jobs.perform = hang_here
+sys.argv = ["worker", str(__import__("os").getppid())]
+worker.main()
+"""
+    start_in_its_place(monkeypatch, code)
+    monkeypatch.setattr(isolated, "GRACE", isolated.GRACE + 20)  # the worker's is not changed
+    rows: list[Row] = []
+    logs: list[str] = []
+    worker = Worker({})
+    worker.wait_until_ready()
+    threading.Thread(target=end_when_said, args=(worker, "hang_here"), daemon=True).start()
+    worker.perform(a_job(seconds=0.1), rows.append, logs.append)
+    assert "in hang_here" in logs[0] and rows[0].state == "failed"
+
+
+def end_when_said(worker: Worker, what: str) -> None:
+    while what not in worker._log():
+        time.sleep(0.05)
+    worker._process.kill()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of the blue"), KeyError("figure")])
+def test_whatever_ends_a_run_it_prints_its_table(
+    error: Exception, tmp_path: Path, workers: list[WorkerHere], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    perform = WorkerHere.perform
+
+    def until_prefill(worker: WorkerHere, job: Job, *where: Any) -> bool:
+        if job.name == "prefill":
+            raise error
+        return perform(worker, job, *where)
+
+    monkeypatch.setattr(WorkerHere, "perform", until_prefill)
+    with pytest.raises(type(error)):
+        full_run(tmp_path / "found.json", 7.5)
+    kept = json.loads((tmp_path / "found.json").read_text())
+    assert not kept["complete"] and [row["name"] for row in kept["rows"]] == ["ceilings", "decode"]
+    assert HEADER in capsys.readouterr().out and all(worker.closed for worker in workers)
+
+
+def test_a_file_that_cannot_be_written_does_not_end_a_run(
+    tmp_path: Path, workers: list[WorkerHere], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def full(*what: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(found_so_far, "store", full)
+    with pytest.raises(FileNotFoundError):  # of this test, which looks for it
+        full_run(tmp_path / "found.json", 7.5)
+    said = capsys.readouterr().out
+    assert "the file is not written: OSError: No space left on device" in said and HEADER in said
+
+
+@pytest.mark.parametrize("losses", [1, 2])
+def test_cells_behind_a_lost_device_go_to_another_process_once(
+    losses: int, tmp_path: Path, workers: list[WorkerHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, ...]] = []
+
+    def losing(worker: WorkerHere, job: Job, tell: Any, keep_log: Any) -> bool:
+        worker.jobs.append(job)
+        keep_log(".")
+        if job.name != "prefill":
+            return False
+        worker.close()
+        told.append(job.done)
+        tell(job.row(f"prefill {len(told)}", state="failed", text="AcceleratorError: CUDA error"))
+        return len(told) <= losses
+
+    monkeypatch.setattr(WorkerHere, "perform", losing)
+    _, found = full_run(tmp_path / "found.json", 7.5)
+    assert told == [(), ("prefill 1",)] and found["logs"]["attention"]["prefill"] == ".."
+    lost_for_good = [row["text"] for row in found["rows"] if row["name"] == "prefill"]
+    assert lost_for_good == ["the device was lost twice, and what is left not measured"] * (losses - 1)
+    assert [job.name for worker in workers for job in worker.jobs].count("mixed") == 1
+    assert all(worker.closed for worker in workers)
+
+
+def test_a_worker_says_that_its_device_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = """
+import sys
+from benchmarks.gpu_parts import failures, jobs, worker
+def lose(job, tell):
+    jobs.is_lost = lambda device: True
+    jobs.Context(job, tell).failed("prefill 1024", RuntimeError("CUDA error: an illegal memory access"))
+jobs.perform = lose
+sys.argv = ["worker", str(__import__("os").getppid())]
+worker.main()
+"""
+    start_in_its_place(monkeypatch, code)
+    rows: list[Row] = []
+    assert Worker({}).perform(a_job(part="attention", name="prefill"), rows.append, print)
+    assert [(row.name, row.text) for row in rows] == [
+        ("prefill 1024", "RuntimeError: CUDA error: an illegal memory access")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "variable", "value"),
+    [("rotary", "TORCHINDUCTOR_COMPILE_THREADS", "1"), ("generate", "PYTORCH_ALLOC_CONF", "expandable_segments:True")],
+)
+def test_jobs_with_an_environment_of_their_own(name: str, variable: str, value: str, tmp_path: Path) -> None:
+    for part in WEIGHTS:
+        for each in WEIGHTS[part]:
+            found = jobs.environment(part, each, tmp_path)
+            assert found.get(variable) == (value if each == name else None) and found["HF_HUB_OFFLINE"] == "1"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu_parts import steps, tokens
+from benchmarks.gpu_parts import steps, steps_profiled, tokens
 from benchmarks.gpu_parts.decoding import Decoded
 from benchmarks.gpu_parts.jobs import Context, Job
 from benchmarks.gpu_parts.models import random_model
@@ -165,6 +165,53 @@ def test_a_step_says_how_many_rows_it_multiplies(requests: int, rows: int, monke
     steps.settle(engine, running)
     launched = engine._runner._launched
     assert launched is not None and launched.kind.size.tokens == rows
-    found = Decoded(wall=2e-3, last_wall=2e-3, span=None, contexts=(20,) * requests)
-    told = steps.row(context, "some", found, None, None, 1e-3)
+    found = Decoded(wall=2e-3, last_wall=2.5e-3, quartiles=(1e-3, 3e-3), span=None, contexts=(20,) * requests)
+    told = steps.row(context, "some", found, None, 1e-3)
     assert told.figures["rows"] == rows and (f"{rows} rows" in told.text) == (rows != requests)
+    assert told.figures["idle"] is None and "no graph" in told.text
+    assert told.figures["quartile_microseconds"] == [1e3, 3e3]
+    beside_its_graph = steps.row(context, "some", found, 2e-3, 1e-3)
+    assert beside_its_graph.figures["idle"] == pytest.approx(0.2) and "idle 20.00%" in beside_its_graph.text
+    assert steps.row(context, "some", found, 3e-3, 1e-3).figures["idle"] == 0
+
+
+def test_all_counts_are_timed_before_any_is_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those that are profiled go on with the requests that there are."""
+    rows: list[Row] = []
+    context = Context(Job(part="steps", name="llama-3.1-8b", seconds=600.0, ceilings=None, tiny=True), rows.append)
+    monkeypatch.setattr(steps, "_that_fit", lambda context, of_a_token: iter((1, 3, 2)))
+    monkeypatch.setattr(tokens, "compare", lambda *what: None)
+    seen: list[str] = []
+
+    def profile(context: Context, name: str, engine: Engine) -> None:
+        seen.append(name)
+        if len(seen) == 2:
+            raise RuntimeError("CUPTI_ERROR_INVALID_DEVICE")
+
+    monkeypatch.setattr(steps, "profile_steps", profile)
+    steps.run(context)
+    model = "llama-3.1-8b"
+    timed = [f"{model}, {count} requests" for count in (1, 3, 2)]
+    assert [row.name for row in rows] == [*timed, f"{model}: all timed", f"{model}, 1 requests: profiled"]
+    assert seen == [f"{model}, 2 requests: profiled", f"{model}, 1 requests: profiled"]
+    assert [row.state for row in rows] == ["measured"] * 4 + ["failed"]
+
+
+def test_a_process_goes_on_where_another_lost_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[Row] = []
+    done = ("llama-3.1-8b: tokens", "llama-3.1-8b, 1 requests")
+    job = Job(part="steps", name="llama-3.1-8b", seconds=600.0, ceilings=None, tiny=True, done=done)
+    monkeypatch.setattr(steps, "profile_counts", lambda *what: None)
+    steps.run(Context(job, rows.append))
+    assert [row.name for row in rows] == ["llama-3.1-8b, 2 requests", "llama-3.1-8b: all timed"]
+
+
+@pytest.mark.parametrize(("seen", "state"), [(True, "measured"), (False, "skipped")])
+def test_what_a_profiler_sees_has_figures_of_its_own(seen: bool, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[Row] = []
+    idle = steps_profiled.Idle(share=0.03, by_host=0.05, resolution=0.02) if seen else None
+    monkeypatch.setattr(steps_profiled, "idle_in", lambda engine, count: idle)
+    context = Context(Job(part="steps", name="llama-3.1-8b", seconds=60.0, ceilings=None, tiny=True), rows.append)
+    steps_profiled.profile_steps(context, "some", SimpleNamespace())  # type: ignore[arg-type]
+    assert [row.state for row in rows] == [state] and "idle" not in rows[0].figures
+    assert not seen or rows[0].figures == {"strict_idle": 0.03, "strict_idle_by_host": 0.05, "resolution": 0.02}

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_parts import ceilings
+from benchmarks.gpu_parts.failures import FAILURES
 from benchmarks.gpu_parts.floors import LARGE_KV, share, spread
 from benchmarks.gpu_parts.jobs import Context
 from benchmarks.gpu_parts.measures import LONG_PREFILL
 from benchmarks.gpu_parts.ragged_step import TINY, AttentionShape, RaggedStep, bytes_needed, make_step, ragged
-from benchmarks.gpu_parts.rows import FAILURES, NO_TIME, reason
+from benchmarks.gpu_parts.rows import NO_TIME
 from benchmarks.gpu_parts.step_check import check, nan_filled_outputs
 from benchmarks.gpu_parts.timing import Timer, free_bytes
 from selective_compile.kernels.one_step import one_step
@@ -55,13 +56,13 @@ def decode(context: Context) -> None:
     large: list[float] = []
 
     def measure(name: str, step: RaggedStep) -> None:
-        seconds, first = of_a_layer(step, timer, context.repeats)
+        seconds, first, about = of_a_layer(step, timer, context.repeats)
         found = share(step.kv_bytes, seconds, best.bytes_per_second)
         counts = step.kv_bytes >= LARGE_KV or context.tiny
         if counts:
             large.append(found)
         figures = {"microseconds": 1e6 * seconds, "kv_bytes": step.kv_bytes, "share_of_copy": found, "counts": counts}
-        figures |= {"timed_by": timer.how, "first_layer_microseconds": 1e6 * first}
+        figures |= {**about, "first_layer_microseconds": 1e6 * first}
         text = f"{1e6 * seconds:9.1f} us  {found:6.1%} of copy bandwidth{'' if counts else '  (below 64 MB)'}"
         text = f"{text}; {1e6 * first:.1f} us in the first layer"
         context.tell(context.job.row(name, figures=figures, text=text))
@@ -73,12 +74,13 @@ def decode(context: Context) -> None:
         context.tell(context.job.row("decode, 64 MB of keys and values or more", figures=figures, text=text))
 
 
-def of_a_layer(step: Callable[[], Any], timer: Timer, repeats: int) -> tuple[float, float]:
-    """Seconds of a layer of the 8B's step, in the mean, and of the first one, which alone shares out the keys."""
+def of_a_layer(step: Callable[[], Any], timer: Timer, repeats: int) -> tuple[float, float, dict[str, Any]]:
+    """Seconds of a layer of the 8B's step, in the mean, and of the first one, which alone shares out the keys; and how
+    those of the others were timed."""
     first = timer.seconds(step, repeats)
     with one_step():  # the timer's first calls, before those that count, share them out
         other = timer.seconds(step, repeats)
-    return (first + (LAYERS - 1) * other) / LAYERS, first
+    return (first + (LAYERS - 1) * other) / LAYERS, first, timer.about("layer_")
 
 
 def prefill(context: Context) -> None:
@@ -93,7 +95,7 @@ def prefill(context: Context) -> None:
             "flops_per_second": rate,
             "share_of_product": found,
             "counts": counts,
-            "timed_by": timer.how,
+            **timer.about(),
         }
         text = f"{1e6 * seconds:9.1f} us  {rate / 1e12:6.0f} TFLOP/s, {found:.1%} of product"
         context.tell(context.job.row(name, figures=figures, text=text))
@@ -115,13 +117,15 @@ def each(
     """Make, check and measure one cell after another; one that fails or does not fit is named, and the next goes on."""
     shape = TINY if context.tiny else shape or AttentionShape()
     for name, requests in cells:
+        if name in context.job.done:
+            continue
         if context.seconds_left < 0:
             context.fail(name, NO_TIME)
             continue
         try:
             _cell(context, name, requests, measure, shape, make)
         except FAILURES as error:
-            context.fail(name, reason(error))
+            context.failed(name, error)
 
 
 def _cell(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -17,10 +18,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_parts.attention import Requests, each, prefill_cells
+from benchmarks.gpu_parts.failures import FAILURES, reason
 from benchmarks.gpu_parts.jobs import Context
 from benchmarks.gpu_parts.mixed import mixed_steps
 from benchmarks.gpu_parts.ragged_step import RaggedStep
-from benchmarks.gpu_parts.rows import FAILURES, reason
 from benchmarks.gpu_parts.step_check import check
 from benchmarks.gpu_parts.timing import Timer, free_bytes
 
@@ -47,10 +48,10 @@ def run(context: Context) -> None:
             return
         made = make(step)
         check(step, made.as_rows(made.call()))
-        theirs, how = timer.seconds(made.call, context.repeats), timer.how
+        theirs, about = timer.seconds(made.call, context.repeats), timer.about()
         ours = timer.seconds(step, context.repeats)
         figures = {"microseconds": 1e6 * theirs, "ours_microseconds": 1e6 * ours, "theirs_over_ours": theirs / ours}
-        figures |= {"timed_by": how, "ours_timed_by": timer.how}
+        figures = {**figures, **about, **timer.about("ours_")}
         text = f"{1e6 * theirs:9.1f} us  {theirs / ours:5.2f} of ours ({made.how})"
         context.tell(context.job.row(name, figures=figures, text=text))
 
@@ -72,22 +73,29 @@ def cells(context: Context) -> Iterator[tuple[str, Requests]]:
 
 
 def varlen(step: RaggedStep) -> Made:
-    """`torch.nn.attention.varlen.varlen_attn`, with what this torch has of its arguments.
+    """`torch.nn.attention.varlen.varlen_attn`, in the first of some ways whose result is right; what the others fail
+    with stands beside it. Only the last of these reads keys and values more than once.
 
     Raises:
         ImportError: this torch does not have it.
     """
     attend = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     known = inspect.signature(attend).parameters
+    in_one_piece = partial(varlen_in_one_piece, attend, known, step)
+    ways = {"in one piece": in_one_piece, "repeated": partial(in_one_piece, repeated=True)}
     if "block_table" in known:
+        ways = {"in blocks": partial(varlen_in_blocks, attend, step), **ways}
+    refused = ""
+    for name, way in ways.items():
         try:
-            made = varlen_in_blocks(attend, step)
-            made.call()
+            made = way()
+            check(step, made.as_rows(made.call()))
+            return made._replace(how=f"{made.how}{refused}")
         except FAILURES as error:
-            made = varlen_in_one_piece(attend, known, step)
-            return made._replace(how=f"{made.how}; in blocks {reason(error)}")
-        return made
-    return varlen_in_one_piece(attend, known, step)
+            if name == "repeated":
+                raise
+            refused += f"; {name} {reason(error)}"
+    raise AssertionError("the last way must return or raise")
 
 
 def varlen_in_blocks(attend: Callable[..., Any], step: RaggedStep) -> Made:
@@ -110,15 +118,17 @@ def varlen_in_blocks(attend: Callable[..., Any], step: RaggedStep) -> Made:
     return Made(f"blocks of {BLOCK}", lambda: attend(*arguments, scale=step.scale, **rest))
 
 
-def varlen_in_one_piece(attend: Callable[..., Any], known: Any, step: RaggedStep) -> Made:
+def varlen_in_one_piece(attend: Callable[..., Any], known: Any, step: RaggedStep, *, repeated: bool = False) -> Made:
+    """With fewer heads of keys than of queries, as the library takes them where nothing asks for it in so many words;
+    or `repeated` for each head of queries."""
     keys, values = step.keys_and_values()
     how, rest = "keys in one piece", {}
-    if "enable_gqa" in known:
-        rest["enable_gqa"] = True
-    else:  # then it must read them once for each head
+    if repeated:
         group = step.shape.heads // step.shape.kv_heads
         keys, values = (rows.repeat_interleave(group, dim=1) for rows in (keys, values))
         how = f"{how}, repeated for each head"
+    elif "enable_gqa" in known:
+        rest["enable_gqa"] = True
     rest |= {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
     ends = step.context_lens.cumsum(0, dtype=torch.int32)
     bounds = torch.cat([ends.new_zeros(1), ends])
@@ -137,8 +147,11 @@ def flex(step: RaggedStep) -> Made:
     if len(set(step.requests)) != 1:
         raise ValueError("all requests must be as long for flex_attention without a block mask of their own")
     (rows, context), batch = step.requests[0], len(step.requests)
-    keys, values = (each.unflatten(0, (batch, context)).transpose(1, 2) for each in step.keys_and_values())
-    query = step.query.unflatten(0, (batch, rows)).transpose(1, 2)  # [N, H, rows, D]
+    whole = ((each, context) for each in step.keys_and_values())
+    # [N, H, rows, D] and twice [N, K, context, D]
+    query, keys, values = (
+        each.unflatten(0, (batch, count)).transpose(1, 2).contiguous() for each, count in ((step.query, rows), *whole)
+    )
     if rows > 1:
         assert rows == context, step.requests
         mask = module.create_block_mask(causal, None, None, rows, context, device=query.device)

@@ -29,7 +29,7 @@ def run(context: Context) -> None:
             share(step.flops, seconds, best.flops_per_second),
         )
         figures = {"microseconds": 1e6 * seconds, "share_of_copy": read, "share_of_product": multiplied}
-        figures |= {"kv_bytes": step.kv_bytes, "timed_by": timer.how}
+        figures |= {"kv_bytes": step.kv_bytes, **timer.about()}
         text = f"{1e6 * seconds:9.1f} us  {read:6.1%} of copy bandwidth, {multiplied:.1%} of product"
         context.tell(context.job.row(name, figures=figures, text=text))
 

@@ -10,16 +10,43 @@ from benchmarks.gpu_parts.timing import Timer
 
 
 def run(context: Context) -> None:
-    """Rows "copy" and "bf16 product", from which the other parts have their `Ceilings`."""
+    """Rows "copy" and "bf16 product", from which the other parts have their `Ceilings`; at the end of a run once more,
+    beside those of its beginning: a device that grows warm multiplies more slowly."""
     timer = Timer(context.device)
+    if context.device.type == "cuda" and context.job.part == "ceilings":
+        _tell_device(context)
+    first = context.ceilings
     copied = copy_rate(context, timer)
-    _tell(context, "copy", "bytes_per_second", copied, f"{copied / 1e12:.2f} TB/s, read and written")
+    text = f"{copied / 1e12:.2f} TB/s, read and written"
+    _tell(context, timer, "copy", {"bytes_per_second": copied}, text, first and copied / first.bytes_per_second)
     multiplied = product_rate(context, timer)
-    _tell(context, "bf16 product", "flops_per_second", multiplied, f"{multiplied / 1e12:.0f} TFLOP/s")
+    text = f"{multiplied / 1e12:.0f} TFLOP/s"
+    over_first = first and multiplied / first.flops_per_second
+    _tell(context, timer, "bf16 product", {"flops_per_second": multiplied}, text, over_first)
 
 
-def _tell(context: Context, name: str, unit: str, rate: float, text: str) -> None:
-    context.tell(context.job.row(name, figures={unit: rate}, text=text))
+def _tell(
+    context: Context, timer: Timer, name: str, rate: dict[str, float], text: str, over_first: float | None
+) -> None:
+    figures = {**rate, **timer.about()}
+    if over_first is not None:
+        figures["over_first"] = over_first
+        text = f"{text}, {over_first:.3f} of what it was at first"
+    context.tell(context.job.row(name, figures=figures, text=text))
+
+
+def _tell_device(context: Context) -> None:
+    about = torch.cuda.get_device_properties(context.device)
+    figures = {
+        "device": about.name,
+        "memory_bytes": about.total_memory,
+        "processors": about.multi_processor_count,
+        "capability": [about.major, about.minor],
+        "cache_bytes": getattr(about, "L2_cache_size", None),  # not of every kind of device
+        "cuda": torch.version.cuda,
+    }
+    text = f"{about.name}, {about.total_memory / 1e9:.0f} GB, {about.multi_processor_count} processors"
+    context.tell(context.job.row("device", figures=figures, text=f"{text}, CUDA {torch.version.cuda}"))
 
 
 def measured(context: Context) -> Ceilings:

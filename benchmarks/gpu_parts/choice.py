@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_parts import ceilings
+from benchmarks.gpu_parts.failures import FAILURES
 from benchmarks.gpu_parts.floors import share
 from benchmarks.gpu_parts.jobs import Context
 from benchmarks.gpu_parts.models import SHAPES
-from benchmarks.gpu_parts.rows import FAILURES, NO_TIME, reason
+from benchmarks.gpu_parts.rows import NO_TIME
 from benchmarks.gpu_parts.step_check import nan_filled_outputs
 from benchmarks.gpu_parts.timing import Timer
 from selective_compile.kernels import choose_triton
@@ -20,8 +21,9 @@ from selective_compile.runtime.device_draw import FIELDS, NO_TOKEN, choose
 
 ROWS = (1, 32, 256)
 CHECKED = 8  # rows, on the host
-# Temperature, 1 - top_p, min_p, top_k; then where in the sum of probabilities, and the repetition penalty.
-DRAWN = (0.8, 0.1, 0.0, 50.0)
+# Temperature, 1 - top_p, min_p, top_k; then where in the sum of probabilities, and the repetition penalty. Of the first
+# alone, a token is drawn from the whole vocabulary.
+DRAWN = {"temperature": (0.8, 0.0, 0.0, 0.0), "top-k, top-p": (0.8, 0.1, 0.0, 50.0)}
 
 
 def run(context: Context) -> None:
@@ -29,27 +31,30 @@ def run(context: Context) -> None:
     vocabulary = 300 if context.tiny else SHAPES["llama-3.1-8b"]["vocab_size"]
     for count in (1, 3) if context.tiny else ROWS:
         logits = 3 * torch.randn(count, vocabulary, device=context.device).to(torch.bfloat16)
-        for how, fields in (("greedy", None), ("top-k, top-p", drawn(count, context.device))):
+        ways = {how: drawn(count, limits, context.device) for how, limits in DRAWN.items()}
+        for how, fields in {"greedy": None, **ways}.items():
             name = f"{how}, {count} x {vocabulary}"
+            if name in context.job.done:
+                continue
             if context.seconds_left < 0:
                 context.fail(name, NO_TIME)
                 continue
             try:
                 check(logits, fields)
+                seconds = timer.seconds(chosen(logits, fields), context.repeats)
             except FAILURES as error:
-                context.fail(name, reason(error))
+                context.failed(name, error)
                 continue
-            seconds = timer.seconds(chosen(logits, fields), context.repeats)
             found = share(logits.nbytes, seconds, best.bytes_per_second)
-            figures = {"microseconds": 1e6 * seconds, "share_of_copy": found, "timed_by": timer.how}
+            figures = {"microseconds": 1e6 * seconds, "share_of_copy": found, **timer.about()}
             text = f"{1e6 * seconds:9.1f} us  {found:6.1%} of copy bandwidth"
             context.tell(context.job.row(name, figures=figures, text=text))
 
 
-def drawn(count: int, device: torch.device) -> Tensor:
+def drawn(count: int, limits: tuple[float, ...], device: torch.device) -> Tensor:
     """[FIELDS, count] float64, as `device_draw.choices` has them; each row is drawn elsewhere."""
     fields = torch.ones(FIELDS, count, dtype=torch.float64)
-    fields[:4] = torch.tensor(DRAWN, dtype=torch.float64)[:, None]
+    fields[:4] = torch.tensor(limits, dtype=torch.float64)[:, None]
     fields[4] = torch.rand(count, dtype=torch.float64)
     return fields.to(device)
 

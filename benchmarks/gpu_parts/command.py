@@ -9,85 +9,27 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
-from benchmarks.gpu_parts.floors import Ceilings
+from benchmarks.gpu_parts.failures import FAILURES, detail, reason
+from benchmarks.gpu_parts.found import Found
 from benchmarks.gpu_parts.isolated import GRACE, IMPORTS, Worker
-from benchmarks.gpu_parts.jobs import SECONDS, WEIGHTS, Allowance, Job, caches_in, perform
-from benchmarks.gpu_parts.measures import HEADER, Measure, measures, of_less, without_found
-from benchmarks.gpu_parts.rows import FAILURES, NO_TIME, Row, reason, store
-from selective_compile.bench.machine import machine, versions
+from benchmarks.gpu_parts.jobs import SECONDS, WEIGHTS, Allowance, Job, environment, perform
+from benchmarks.gpu_parts.measures import HEADER
+from benchmarks.gpu_parts.rows import NO_TIME
 
 QUICK_MODELS = ("llama-3.2-1b", "qwen3-0.6b")
-TINY_MODELS = ("llama-3.1-8b", "qwen3-moe-small")  # the others are of the same layers
+TINY_MODELS = ("llama-3.1-8b", "llama-3.2-1b", "qwen3-moe-small")  # the other is of the same layers
 # Seconds of a run from its start to its end, with its imports and those of its first process, if no time is asked for:
 # it has to be over in eight minutes, and to free a device's memory takes some of them.
 WHOLE = 470.0
 LEAST = 2.0  # seconds: with less, a job is not begun
 
 
-class Found:
-    """The rows so far, and what they say together.
-
-    Attributes:
-        is_complete: all jobs were run.
-    """
-
-    def __init__(self, path: Path | None, *, dry_run: bool, quick: bool) -> None:
-        self._path = path
-        self._dry_run = dry_run
-        self._about: dict[str, Any] = {"dry_run": dry_run, "quick": quick, "versions": versions()}
-        if not dry_run:
-            self._about["machine"] = machine()
-        self._rows: list[Row] = []
-        self._shown: list[Row] = []
-        self.is_complete = False
-        self._keep()
-
-    def tell(self, row: Row) -> None:
-        self._rows.append(row)
-        self._shown.append(row.without_figures() if self._dry_run else row)
-        print(self._shown[-1].line, flush=True)
-        self._keep()
-
-    def complete(self) -> None:
-        self.is_complete = True
-        self._keep()
-
-    @property
-    def failures(self) -> list[Row]:
-        """Of this project, not of its peers."""
-        return [row for row in self._rows if row.state == "failed" and row.ours]
-
-    @property
-    def ceilings(self) -> Ceilings | None:
-        """None: they are not known, or this is a dry run."""
-        known = {name: value for row in self._shown if row.part == "ceilings" for name, value in row.figures.items()}
-        if not set(Ceilings._fields) <= set(known):
-            return None
-        return Ceilings(*(known[name] for name in Ceilings._fields))
-
-    @property
-    def measures(self) -> tuple[Measure, ...]:
-        found = measures(self._rows)
-        less = without_found if self._dry_run else of_less if self._about["quick"] else None
-        return found if less is None else tuple(map(less, found))
-
-    def _keep(self) -> None:
-        known = {
-            "complete": self.is_complete,
-            "failed": [f"{row.part}: {row.name}" for row in self.failures],
-            "measures": [{**asdict(measure), "reached": measure.reached} for measure in self.measures],
-            "rows": [asdict(row) for row in self._shown],
-        }
-        store(self._path, {**self._about, **known})
-
-
 def measure(arguments: argparse.Namespace, began: float | None = None) -> int:
-    """The exit status. Ended by SIGTERM or SIGINT it tells what there is by then, and ends its workers.
+    """The exit status. However it ends, it tells what there is by then, and ends its workers.
 
     Args:
         began: when this process did, by `time.monotonic`.
@@ -104,7 +46,8 @@ def measure(arguments: argparse.Namespace, began: float | None = None) -> int:
         found.complete()
     except KeyboardInterrupt:
         print("ended by a signal, before all was measured")
-    _summarise(found)
+    finally:
+        _summarise(found)
     return 1 if found.failures or not found.is_complete else 0
 
 
@@ -184,34 +127,46 @@ class Jobs:
         )
 
 
-def _caches(folder: Path, part: str) -> dict[str, str]:
-    """Where what is compiled and captured is kept: nothing is there at first, and kernels make no start a warm one."""
-    return caches_in(folder / ("programs" if part in ("start", "steps", "trace") else "kernels"))
-
-
 def _one_after_another(jobs: Jobs, found: Found, caches: Path) -> None:
     """Each in a process that was started beside the job before it, since half of a short one is importing; but not
     beside a start, which is of the host's time. A job's time begins when its process is ready."""
     workers: list[Worker] = []
     try:
-        for number, (part, _) in enumerate(jobs.names):
+        for number, (part, name) in enumerate(jobs.names):
             if number == len(workers):
-                workers.append(Worker(_caches(caches, part)))
+                workers.append(Worker(environment(part, name, caches)))
             if number == 0:
+                found.look_at_devices("before")
                 workers[number].wait_until_ready(IMPORTS)
             elif jobs.make(number).seconds >= LEAST:
                 workers[number].wait_until_ready(min(IMPORTS, jobs.seconds_left))
             if part != "start" and number + 1 < len(jobs.names):
-                workers.append(Worker(_caches(caches, jobs.names[number + 1][0])))
-            job = jobs.make(number)
-            if job.seconds < LEAST:
-                found.tell(job.row(job.name, state="failed", text=NO_TIME))
-                workers[number].close()
-            else:
-                workers[number].perform(job, found.tell)
+                workers.append(Worker(environment(*jobs.names[number + 1], caches)))
+            if _performed(workers[number], jobs.make(number), found):
+                workers[number] = Worker(environment(part, name, caches))
+                _go_on(workers[number], jobs, number, found)
+            if all(other != part for other, _ in jobs.names[number + 1 :]):
+                found.look_at_devices(f"after {part}")
     finally:
         for worker in workers:
             worker.close()
+
+
+def _performed(worker: Worker, job: Job, found: Found) -> bool:
+    """Whether the device was lost, and the cells behind that are to be measured by another process."""
+    if job.seconds < LEAST:
+        found.tell(job.row(job.name, state="failed", text=NO_TIME))
+        worker.close()
+        return False
+    return worker.perform(job, found.tell, partial(found.keep_log, job.part, job.name))
+
+
+def _go_on(worker: Worker, jobs: Jobs, number: int, found: Found) -> None:
+    """Once: what takes the device from two processes takes it from a third."""
+    worker.wait_until_ready(min(IMPORTS, max(0.0, jobs.seconds_left)))
+    job = jobs.make(number)
+    if _performed(worker, replace(job, done=found.names_told(job.part, job.name)), found):
+        found.tell(job.row(job.name, state="failed", text="the device was lost twice, and what is left not measured"))
 
 
 def _in_this_process(jobs: Jobs, found: Found) -> None:
@@ -220,4 +175,4 @@ def _in_this_process(jobs: Jobs, found: Found) -> None:
         try:
             perform(job, found.tell)
         except FAILURES as error:
-            found.tell(job.row(job.name, state="failed", text=reason(error)))
+            found.tell(job.row(job.name, state="failed", text=reason(error), detail=detail(error)))

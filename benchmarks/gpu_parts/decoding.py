@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu_parts.floors import busy_seconds, idle_share
+from benchmarks.gpu_parts.timing import quartiles
 from selective_compile.runtime.engine import Engine
 from selective_compile.runtime.stats import StepRecord
 
@@ -26,6 +24,7 @@ class Decoded:
     Attributes:
         wall: of a step on the host: from one step's start to the next one's.
         last_wall: of the last `LAST` of them.
+        quartiles: of a step on the host: a fourth of the steps took less, and a fourth more.
         span: on the device, by events recorded when the model's run is called and when the call has returned: what lies
             between the spans is planning, sampling and handing out. None: no device, or the run was not found.
         contexts: tokens in the context of each request, in the middle one of the steps.
@@ -33,6 +32,7 @@ class Decoded:
 
     wall: float
     last_wall: float
+    quartiles: tuple[float, float]
     span: float | None
     contexts: tuple[int, ...]
 
@@ -51,6 +51,7 @@ def decoded(engine: Engine, records: list[StepRecord], steps: int) -> Decoded:
     return Decoded(
         wall=statistics.median(walls),
         last_wall=statistics.median(walls[-LAST:]),
+        quartiles=quartiles(walls),
         span=spans.median(),
         contexts=tuple(share.start + share.tokens for share in middle.shares),
     )
@@ -108,53 +109,3 @@ def replayed(engine: Engine, count: int) -> float | None:
     after.record()
     torch.cuda.synchronize()
     return before.elapsed_time(after) / 1e3 / count
-
-
-@dataclass(frozen=True, kw_only=True)
-class Idle:
-    """The part of a window of steps in which no kernel and no copy ran, by torch's profiler.
-
-    Attributes:
-        share: of the time from the start of the first kernel to the end of the last, which the profiler stamps: 1 -
-            busy / window, both by one clock.
-        by_host: of the host's time for the window, from one synchronisation to another. It has the first step's
-            planning in it, behind which the device has nothing to do.
-        resolution: what a microsecond behind each kernel is of the window. So much is put between two kernels of a
-            graph by the profiler alone; a share that is not above it cannot be told from 0.
-    """
-
-    share: float
-    by_host: float
-    resolution: float
-
-
-def idle_in(engine: Engine, steps: int) -> Idle | None:
-    """Of so many steps of their own; None: the profiler saw nothing of the device."""
-    activities = [ProfilerActivity.CUDA] if torch.cuda.is_available() else [ProfilerActivity.CPU]
-    with profile(activities=activities) as seen:
-        _synchronize()  # what was enqueued before is not in the window
-        began = time.perf_counter()
-        for _ in range(steps):
-            engine.step()
-        _synchronize()
-        wall = time.perf_counter() - began
-    on_device = [event for event in seen.events() if event.device_type == DeviceType.CUDA]
-    # An annotation spans the kernels that it names, and what is between them.
-    on_device = [event for event in on_device if not event.is_user_annotation]
-    return idle_of([(event.time_range.start, event.time_range.end) for event in on_device], wall)
-
-
-def idle_of(spans: list[tuple[float, float]], wall: float) -> Idle | None:
-    """From what ran on the device, (start, end) in microseconds, and the host's seconds."""
-    if not spans:
-        return None
-    window = max(end for _, end in spans) - min(start for start, _ in spans)
-    busy = busy_seconds(spans)
-    return Idle(
-        share=idle_share(busy, window), by_host=idle_share(busy / 1e6, wall), resolution=min(1.0, len(spans) / window)
-    )
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

@@ -1,14 +1,18 @@
 """A process that gets to its first token, and says when it had come how far.
 
-    python -m benchmarks.gpu_parts.first_token MODEL STARTED [--tiny]
+    python -m benchmarks.gpu_parts.first_token MODEL STARTED SECONDS [--tiny]
 
-STARTED: when it was started, in seconds since the epoch.
+STARTED: when it was started, in seconds since the epoch. SECONDS: it is ended then, and says before where it is. What
+anything else prints goes to its error output.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
+import logging
+import os
 import time
 
 TRACED = "graphs traced"
@@ -18,8 +22,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("started", type=float)
+    parser.add_argument("seconds", type=float)
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("selective_compile").setLevel(logging.INFO)  # why a capture was not taken, say
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(max(0.5, arguments.seconds - 0.5))
     stamps = {}
 
     def stamp(stage: str) -> None:
@@ -41,7 +52,7 @@ def main() -> None:
     stamp("first token")
     from torch._dynamo.utils import counters
 
-    print(json.dumps(stamps | {TRACED: counters["stats"]["unique_graphs"]}))
+    print(json.dumps(stamps | {TRACED: counters["stats"]["unique_graphs"]}), file=out, flush=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
 import signal
@@ -15,15 +14,18 @@ import time
 from collections.abc import Callable, Mapping
 from typing import IO
 
+from benchmarks.gpu_parts.failures import said_in
 from benchmarks.gpu_parts.jobs import ROOT, Job
 from benchmarks.gpu_parts.rows import STOPPED, Row
 
 GRACE = 5.0  # seconds beyond those of a job, which looks at the time itself
-READY = "ready"  # a worker's first line
+READY = "ready"  # a worker's line when it has imported what it needs
+LOST = 75  # the status of a worker whose device is of no more use to it
 # Seconds for a process's imports, of which only those right behind a start are not over by then: ten where files were
 # read before, several times as many where they were not.
 IMPORTS = 60.0
 LOOK = 0.5  # seconds between two looks at whether the parent is there
+LOG = 8000  # characters that are kept of what a process printed
 
 
 class Worker:
@@ -40,24 +42,38 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
+            errors="replace",
             start_new_session=True,
         )
         assert self._process.stdout is not None
+        self._strays = ""  # what it printed among its rows
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=_read, args=(self._process.stdout, self._lines), daemon=True).start()
 
     def wait_until_ready(self, seconds: float = IMPORTS) -> None:
         """Until it has imported what it needs, or has ended, or takes longer: its job fails by that, then."""
+        ends = time.monotonic() + seconds
         with contextlib.suppress(queue.Empty):
-            if self._lines.get(timeout=seconds) is None:
-                self._lines.put(None)
+            while (line := self._lines.get(timeout=max(0.0, ends - time.monotonic()))) is not None:
+                if line.strip() == READY:
+                    return
+                self._strays += line
+            self._lines.put(None)
 
-    def perform(self, job: Job, tell: Callable[[Row], None]) -> None:
-        """Hand on the job's rows as they come, and one more if it fails or takes too long; then end the process."""
+    def perform(self, job: Job, tell: Callable[[Row], None], keep_log: Callable[[str], None]) -> bool:
+        """Hand on the job's rows as they come, and one more if it fails or takes too long; then end the process, and
+        hand on the end of what it printed besides.
+
+        Returns:
+            It ended since its device was lost, which the row of that cell says; another may go on with the others.
+        """
         try:
-            if (failure := self._followed(job, tell)) is not None:
-                tell(job.row(job.name, state="failed", text=failure))
+            failure = self._followed(job, tell)
+            if failure is not None and self._process.poll() != LOST:
+                tell(job.row(job.name, state="failed", text=failure, detail=self._log()))
+            return self._process.poll() == LOST
         finally:
+            keep_log(self._log())
             self.close()
 
     def _followed(self, job: Job, tell: Callable[[Row], None]) -> str | None:
@@ -69,12 +85,14 @@ class Worker:
             self._process.stdin.close()
         try:
             while (line := self._lines.get(timeout=max(0.0, ends - time.monotonic()))) is not None:
-                if line.strip() != READY:  # of who was not waited for
-                    tell(Row(**json.loads(line)))
+                if (row := Row.from_line(line)) is not None:
+                    tell(row)
+                elif line.strip() != READY:  # of who was not waited for
+                    self._strays += line
             status = self._process.wait(timeout=max(1.0, ends - time.monotonic()))
         except (queue.Empty, subprocess.TimeoutExpired):
             return f"{STOPPED} {job.seconds + GRACE:.0f} s"
-        return f"ended with status {status}: {self._last_error()}" if status else None
+        return f"ended with status {status}: {said_in(self._log())}" if status else None
 
     def close(self) -> None:
         """End the process, and those that it started."""
@@ -83,10 +101,11 @@ class Worker:
             self._process.wait()
         self._errors.close()
 
-    def _last_error(self) -> str:
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1][:300] if lines else "it said nothing"
+    def _log(self) -> str:
+        """The end of what it printed: among its rows, and to its error output."""
+        errors = self._errors.fileno()  # whose place is that of the process, too, which may go on writing there
+        said = os.pread(errors, LOG, max(0, os.fstat(errors).st_size - LOG))
+        return (self._strays.lstrip() + said.decode(errors="replace"))[-LOG:]
 
 
 def end_with(parent: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 
+from benchmarks.gpu_parts.failures import DeviceLost, detail, is_lost, reason
 from benchmarks.gpu_parts.floors import Ceilings
 from benchmarks.gpu_parts.rows import Row
 
@@ -23,7 +24,7 @@ CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "
 # these have use for it. Of each part the seconds of a full run, from when its first process is ready; a part that is
 # done earlier leaves the rest to those behind it. A cold and two warm starts that just reach their bars take 110, and
 # the ends of their processes some more.
-SECONDS = {"ceilings": 12, "attention": 109, "start": 114, "steps": 102, "trace": 103}
+SECONDS = {"ceilings": 12, "attention": 105, "start": 114, "steps": 100, "trace": 103, "drift": 6}
 # Of these the models behind the first, which alone has bars, compile theirs anew, in the time that a start has left.
 WEIGHTS = {
     "ceilings": {"ceilings": 1},
@@ -47,6 +48,7 @@ WEIGHTS = {
     "steps": {"tokens": 6, "llama-3.1-8b": 8, "llama-3.2-1b": 1, "qwen3-0.6b": 1, "qwen3-moe-small": 1},
     # A bar is for the engine's, which is to be served whole: 60 s, and peers have what it leaves.
     "trace": {"engine": 6, "generate_batch": 2, "generate": 2},
+    "drift": {"drift": 1},
 }
 # Of jobs that have one of their own; the others have that of their part.
 MODULES = {
@@ -60,6 +62,15 @@ MODULES = {
     ("attention", "varlen_attn"): "attention_peers",
     ("attention", "flex_attention"): "attention_peers",
     ("steps", "tokens"): "tokens",
+    ("drift", "drift"): "ceilings",
+}
+# Beside the caches; nothing that a job loads comes from a network, which may be there and slow.
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
+OF_JOBS = {
+    # Its time is for one small graph, and processes that compile beside it would take some of that to start.
+    "rotary": {"TORCHINDUCTOR_COMPILE_THREADS": "1"},
+    # Its cache grows by a copy of itself in every step, which leaves holes that nothing fits into.
+    "generate": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
 }
 PEERS = ("varlen_attn", "flex_attention", "generate_batch", "generate")
 
@@ -74,6 +85,7 @@ class Job:
         quick: fewer and smaller cells.
         tiny: of a dry run: as small as can be, on a CPU.
         requests: of the trace.
+        done: names of rows that there are from a process which lost its device, and that are not to be made again.
     """
 
     part: str
@@ -85,6 +97,7 @@ class Job:
     requests: int = 256
     token_budget: int = 8192
     start_model: str = "llama-3.1-8b"
+    done: tuple[str, ...] = ()
 
     @property
     def ours(self) -> bool:
@@ -98,6 +111,7 @@ class Job:
         values = json.loads(text)
         if values["ceilings"] is not None:
             values["ceilings"] = Ceilings(*values["ceilings"])
+        values["done"] = tuple(values["done"])
         return cls(**values)
 
     def row(self, name: str, **values: Any) -> Row:
@@ -125,6 +139,16 @@ class Context:
 
     def fail(self, name: str, why: str) -> None:
         self.tell(self.job.row(name, state="failed", text=why))
+
+    def failed(self, name: str, error: BaseException, said: str = "") -> None:
+        """With `said` in front of what the error says.
+
+        Raises:
+            DeviceLost: whatever comes next in this process would fail, too.
+        """
+        self.tell(self.job.row(name, state="failed", text=f"{said}{reason(error)}", detail=detail(error)))
+        if is_lost(self.device):
+            raise DeviceLost from error
 
 
 def perform(job: Job, tell: Callable[[Row], None]) -> None:
@@ -157,3 +181,9 @@ class Allowance:
 def caches_in(folder: Path) -> dict[str, str]:
     """The environment of processes that keep everything there."""
     return {name: str(folder / kind) for name, kind in CACHES.items()}
+
+
+def environment(part: str, name: str, caches: Path) -> dict[str, str]:
+    """Of a job's process. Nothing is in its caches at first, and what kernels leave there makes no start a warm one."""
+    folder = caches / ("programs" if part in ("start", "steps", "trace") else "kernels")
+    return {**OFFLINE, **caches_in(folder), **OF_JOBS.get(name, {})}

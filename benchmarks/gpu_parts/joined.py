@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.gpu_parts.failures import FAILURES
 from benchmarks.gpu_parts.jobs import Context
 from benchmarks.gpu_parts.models import SHAPES
-from benchmarks.gpu_parts.rows import FAILURES, NO_TIME, reason
+from benchmarks.gpu_parts.rows import NO_TIME
 from benchmarks.gpu_parts.step_check import nan_filled_outputs
-from benchmarks.gpu_parts.timing import Timer
+from benchmarks.gpu_parts.timing import Timer, beside
 
 ROWS = (1, 8, 32, 128, 256)
 MOST_ERROR = 2**-7  # of all numbers to their root mean square, of a product that rounds to bfloat16
@@ -21,21 +22,22 @@ MOST_ERROR = 2**-7  # of all numbers to their root mean square, of a product tha
 def run(context: Context) -> None:
     timer = Timer(context.device)
     for name, count, depth, sizes in cells(context):
+        if name in context.job.done:
+            continue
         if context.seconds_left < 0:
             context.fail(name, NO_TIME)
             continue
-        x, whole = operands(count, depth, sum(sizes), context.device)
-        calls = joined(x, whole), apart(x, whole.split(list(sizes)))
         try:
+            x, whole = operands(count, depth, sum(sizes), context.device)
+            calls = joined(x, whole), apart(x, whole.split(list(sizes)))
             with nan_filled_outputs():
                 check(x, whole, *calls)
+            figures = beside(timer, *calls, context.repeats)
         except FAILURES as error:
-            context.fail(name, reason(error))
+            context.failed(name, error)
             continue
-        seconds = [timer.seconds(call, context.repeats) for call in calls]
-        figures = {"microseconds": 1e6 * seconds[0], "apart_microseconds": 1e6 * seconds[1], "timed_by": timer.how}
-        saved = 1e6 * (seconds[1] - seconds[0])
-        text = f"{1e6 * seconds[0]:9.1f} us  {saved:.1f} us less than {len(sizes)} products"
+        saved = figures["apart_microseconds"] - figures["microseconds"]
+        text = f"{figures['microseconds']:9.1f} us  {saved:.1f} us less than {len(sizes)} products"
         context.tell(context.job.row(name, figures=figures, text=text))
 
 

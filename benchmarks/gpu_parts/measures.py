@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Literal, NamedTuple
 
-from benchmarks.gpu_parts.rows import NOT_COMPARED, Row
+from benchmarks.gpu_parts.failures import FAILURES, reason
+from benchmarks.gpu_parts.rows import ALL_TIMED, KINDS, NOT_COMPARED, TRACE, Row
 
 MODEL = "llama-3.1-8b"  # of which the measures are
 TRACE_CEILING = 13_500.0  # output tokens a second
@@ -73,7 +75,15 @@ HEADER = f"{'measure':54} {'bar':>6} {'goal':>6} {'found':>7} {'reached':8} of w
 
 def measures(rows: Sequence[Row]) -> tuple[Measure, ...]:
     """All of them, by the rows so far."""
-    return tuple(replace(measure, **value(rows)._asdict()) for measure, value in MEASURES)
+    return tuple(replace(measure, **_or_why_not(value, rows)._asdict()) for measure, value in MEASURES)
+
+
+def _or_why_not(value: Callable[[Sequence[Row]], Value], rows: Sequence[Row]) -> Value:
+    """A row that is not as a measure expects it takes that measure, and not the run whose rows come after it."""
+    try:
+        return value(rows)
+    except FAILURES as error:
+        return Value(None, reason(error))
 
 
 def without_found(measure: Measure) -> Measure:
@@ -125,51 +135,57 @@ def step_share(rows: Sequence[Row]) -> Value:
 
 @of_right_tokens
 def idle(rows: Sequence[Row]) -> Value:
-    """The worst cell's, or as much as the profiler could not have told from 0; blank if that is more than the bar."""
-    worst, finest = (_of_cells(_steps(rows), figure, max) for figure in ("idle", "idle_resolution"))
-    if worst.found is None or finest.found is None:
+    """What the host leaves idle in the worst cell. Beside it, for information, what the profiler saw between kernels,
+    too, in which its own part may be the larger one."""
+    worst = _of_cells(_steps(rows), "idle", max, "not known, without a graph of the step to replay")
+    profiled = [row for row in _of(rows, "steps", MODEL) if "strict_idle" in row.figures]
+    if worst.found is None or not profiled:
         return worst
-    if worst.found <= finest.found > IDLE_BAR:
-        return Value(None, f"{worst.found:.3g} was seen, which cannot be told from 0: {finest.found:.3g} cannot")
-    return Value(max(worst.found, finest.found), f"{worst.why}; {finest.found:.3g} cannot be told from 0", worst.whole)
+    most = max(profiled, key=lambda row: float(row.figures["strict_idle"]))
+    strict = f"{most.figures['strict_idle']:.3g}, of which {most.figures['resolution']:.3g} may be the profiler's"
+    return worst._replace(why=f"{worst.why}; between kernels, too, by a profiler {strict}")
 
 
 @of_right_tokens
 def trace_share(rows: Sequence[Row]) -> Value:
-    whole = [row for row in _served(rows, "engine") if not row.figures["is_sample"]]
+    whole = [row for row in _served(rows, "engine") if row.figures["of"] == TRACE]
     if not whole:
         return Value(None, _why_none(_of(rows, "trace", "engine")))
     return Value(whole[-1].figures["output_tokens_per_second"] / TRACE_CEILING, _asked(whole[-1]))
 
 
 def over(peer: str) -> Callable[[Sequence[Row]], Value]:
-    """The engine's tokens a second over a peer's, of the most requests and outputs that both have served."""
+    """The engine's tokens a second over a peer's, of the most that both have served. Bars are for the trace."""
 
     @of_right_tokens
     def ratio(rows: Sequence[Row]) -> Value:
-        ours = {_asked(row): row for row in _served(rows, "engine")}
-        both = [(ours[_asked(row)], row) for row in _served(rows, peer) if _asked(row) in ours]
+        ours, theirs = ({_asked(row): row for row in _served(rows, name)} for name in ("engine", peer))
+        both = [(ours[asked], theirs[asked]) for asked in ours if asked in theirs]  # by the last row of each kind
         if not both:
             return Value(None, _why_none([row for name in (peer, "engine") for row in _of(rows, "trace", name)]))
-        pair = max(both, key=lambda rows: rows[0].figures["output_tokens"])
+        pair = max(both, key=lambda rows: KINDS.index(rows[0].figures["of"]))
         rates = [row.figures["output_tokens_per_second"] for row in pair]
-        times = [row.figures.get("served") for row in pair]
-        counted = "" if times[0] == times[1] else f"; of {times[0]} times the last, and of {times[1]} the peer's"
+        times = ["again" if row.figures["again"] else "once" for row in pair]
+        counted = "" if times[0] == times[1] else f"; served {times[0]}, and by the peer {times[1]}"
         why = f"{pair[1].figures['attention']} attention; {_asked(pair[1])}{counted}"
-        return Value(rates[0] / rates[1], why)
+        whole = pair[0].figures["of"] == TRACE
+        more = [row for row in _of(rows, "trace", peer) if row.state != "measured"]
+        why += "" if whole or not more else f"; no more: {more[-1].text}"
+        return Value(rates[0] / rates[1], why, whole)
 
     return ratio
 
 
 def first_token(start: str) -> Callable[[Sequence[Row]], Value]:
-    """Seconds of one of `STARTS`."""
+    """Seconds of one of the starts, the median of those that there were."""
 
     def seconds(rows: Sequence[Row]) -> Value:
-        of_start = [row for row in _of(rows, "start", "start") if row.name == f"{MODEL}, {start} start"]
-        for row in of_start:
-            if row.state == "measured":
-                return Value(row.figures["seconds"], "weights made on the device, not loaded")
-        return Value(None, _why_none(of_start or _of(rows, "start", "start")))
+        of_start = [row for row in _of(rows, "start", "start") if row.name.startswith(f"{MODEL}, {start} start")]
+        known = [row.figures for row in of_start if row.state == "measured"]
+        if not known:
+            return Value(None, _why_none(of_start or _of(rows, "start", "start")))
+        each = "; ".join(f"{one['seconds']:.1f} s with {one['traced']} graphs traced" for one in known)
+        return Value(median(one["seconds"] for one in known), f"{each}; weights made on the device, not loaded")
 
     return seconds
 
@@ -186,7 +202,7 @@ MEASURES: tuple[tuple[Measure, Callable[[Sequence[Row]], Value]], ...] = (
     (Measure(name="whole trace on the 8B: tokens/s over 13,500", bar=0.55, goal=0.80), trace_share),
     (Measure(name="the same over generate_batch", bar=3, goal=10, unit="x"), over("generate_batch")),
     (Measure(name="the same over padded generate", bar=4, goal=8, unit="x"), over("generate")),
-    (Measure(name="GPU idle in decode steps of the 8B, worst of N", bar=IDLE_BAR, goal=0.005, less=True), idle),
+    (Measure(name="GPU idle for the host, decode of the 8B, worst of N", bar=IDLE_BAR, goal=0.005, less=True), idle),
     (Measure(name="cold start to the first token", bar=90, goal=30, unit="s", less=True), first_token("cold")),
     (Measure(name="warm start to the first token", bar=10, goal=3, unit="s", less=True), first_token("warm")),
 )
@@ -197,16 +213,21 @@ def _of(rows: Sequence[Row], part: str, job: str) -> list[Row]:
 
 
 def _steps(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in _of(rows, "steps", MODEL) if not row.name.endswith(": tokens")]
+    """Those that are timed. A job that fails behind them fails with none of them."""
+    of_job = _of(rows, "steps", MODEL)
+    ends = next((place for place, row in enumerate(of_job) if row.name.endswith(ALL_TIMED)), len(of_job))
+    return [row for row in of_job[:ends] if not row.name.endswith(": tokens")]
 
 
-def _of_cells(rows: Sequence[Row], figure: str, worst: Callable[[list[float]], float]) -> Value:
+def _of_cells(
+    rows: Sequence[Row], figure: str, worst: Callable[[list[float]], float], unknown: str = "not known"
+) -> Value:
     """The worst of the cells that count; rows without the figure are those of cells that have none, or of no cell."""
     cells = [row for row in rows if row.state == "measured" and row.figures.get("counts")]
     known = [row.figures[figure] for row in cells if row.figures[figure] is not None]
     late = [row for row in rows if row.lacked_time]
     lost = [row for row in rows if row.state == "failed" and not row.lacked_time]
-    lost += [replace(row, text=f"{figure} is not known") for row in cells if row.figures[figure] is None]
+    lost += [replace(row, text=f"{figure} is {unknown}") for row in cells if row.figures[figure] is None]
     if not known:
         return Value(None, _why_none(lost or late or rows))
     if lost:
@@ -242,11 +263,10 @@ def _not_compared(rows: Sequence[Row]) -> list[str]:
 
 
 def _served(rows: Sequence[Row], job: str) -> list[Row]:
-    return [row for row in _of(rows, "trace", job) if "is_sample" in row.figures]
+    return [row for row in _of(rows, "trace", job) if "of" in row.figures]
 
 
 def _asked(row: Row) -> str:
     """What was served, in words."""
     figures = row.figures
-    what = "a sample, prompts with an eighth of the outputs" if figures["is_sample"] else "the trace"
-    return f"{what}: {figures['requests']} requests, {figures['output_tokens']} tokens"
+    return f"{figures['of']}: {figures['requests']} requests, {figures['output_tokens']} tokens"

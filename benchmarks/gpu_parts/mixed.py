@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.gpu_parts.attention import Requests, each
 from benchmarks.gpu_parts.jobs import Context
@@ -26,22 +26,26 @@ class MixedStep(NamedTuple):
 def run(context: Context) -> None:
     timer = Timer(context.device)
     seconds: dict[Requests, float] = {}
+    about: dict[Requests, dict[str, Any]] = {}
 
     def measure(name: str, step: RaggedStep) -> None:
         seconds[step.requests] = timer.seconds(step, context.repeats)
+        about[step.requests] = timer.about("both_")
 
     for step in mixed_steps(context):
+        if step.name in context.job.done:
+            continue
         parts = {"the prompt": step.prompt, "the decodes": step.decodes, "both": step.both}
         cells = [(f"{step.name}: {part}", requests) for part, requests in parts.items() if requests not in seconds]
         each(context, cells, measure)
         if all(requests in seconds for requests in parts.values()):
-            tell(context, step.name, [seconds[requests] for requests in parts.values()])
+            tell(context, step.name, [seconds[requests] for requests in parts.values()], about[step.both])
 
 
-def tell(context: Context, name: str, seconds: list[float]) -> None:
-    """By the seconds of the prompt, of the decodes, and of both together."""
+def tell(context: Context, name: str, seconds: list[float], about: dict[str, Any]) -> None:
+    """By the seconds of the prompt, of the decodes, and of both together, and how these were timed."""
     ratio = seconds[2] / (seconds[0] + seconds[1])
-    figures = {"microseconds": [1e6 * each for each in seconds], "over_sum": ratio, "counts": True}
+    figures = {"microseconds": [1e6 * each for each in seconds], "over_sum": ratio, "counts": True, **about}
     above = "" if ratio <= OVER_SUM_BAR else f": failed, must be at most {OVER_SUM_BAR}"
     text = f"{1e6 * seconds[2]:9.1f} us  {ratio:.2f} of the two apart{above}"
     context.tell(context.job.row(name, figures=figures, text=text))

@@ -13,7 +13,7 @@ from benchmarks.gpu_parts.attention import Requests, each
 from benchmarks.gpu_parts.jobs import Context
 from benchmarks.gpu_parts.ragged_step import RaggedStep, ragged
 from benchmarks.gpu_parts.step_check import check, nan_filled_outputs
-from benchmarks.gpu_parts.timing import Timer
+from benchmarks.gpu_parts.timing import Timer, beside
 from selective_compile import ops, reference, rotary_ops
 
 # Of a key: an element that two kernels round to either side is a last bit of bfloat16 apart.
@@ -30,10 +30,9 @@ def run(context: Context) -> None:
             output = fused(step, tables)()
         query, key = reference.rotated_heads(step.query, step.key, *tables, *plain(step))
         check(replace(step, query=query, key=key), output, WRITTEN[step.shape.dtype])
-        seconds = [timer.seconds(call(step, tables), context.repeats) for call in (fused, apart(rotated))]
-        figures = {"microseconds": 1e6 * seconds[0], "apart_microseconds": 1e6 * seconds[1], "timed_by": timer.how}
-        saved = 1e6 * (seconds[1] - seconds[0])
-        text = f"{1e6 * seconds[0]:9.1f} us  {saved:.1f} us less than rotated by Inductor, then written"
+        figures = beside(timer, fused(step, tables), apart(rotated)(step, tables), context.repeats)
+        saved = figures["apart_microseconds"] - figures["microseconds"]
+        text = f"{figures['microseconds']:9.1f} us  {saved:.1f} us less than rotated by Inductor, then written"
         context.tell(context.job.row(name, figures=figures, text=text))
 
     each(context, cells(context), measure)

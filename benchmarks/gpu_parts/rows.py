@@ -9,15 +9,16 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from triton.errors import TritonError
-
 State = Literal["measured", "skipped", "failed"]
 
-# What a cell of a part can fail with and the next one go on: wrong results, memory, compilers, what a peer refuses.
-FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, ImportError, OSError, TritonError)
 # What a row says that has no figure for lack of time alone.
 NO_TIME = "no time was left"
 STOPPED = "stopped after"
+# Behind this row of a job nothing has a measure, so that how it ends then counts for none.
+ALL_TIMED = "all timed"
+# What is served, that which says least of the trace first: all its requests, with an eighth of their tokens; an eighth
+# of them, as they are; the trace.
+SHORT, SAMPLE, TRACE = KINDS = "a short sample", "a sample", "the trace"
 NOT_COMPARED = "not compared: "  # before what a comparison of tokens failed with, which says nothing of them
 
 
@@ -30,6 +31,7 @@ class Row:
         ours: it is this project's, and not a peer's: its failure is one of the run.
         figures: by name, with the unit in it; None: not known, and `text` says why.
         text: for people, the figures in short, or why there are none.
+        detail: of an error, for the file alone: the end of its traceback.
     """
 
     part: str
@@ -39,6 +41,7 @@ class Row:
     ours: bool = True
     figures: Mapping[str, Any] = field(default_factory=dict)
     text: str = ""
+    detail: str = ""
 
     @property
     def lacked_time(self) -> bool:
@@ -52,18 +55,20 @@ class Row:
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
+    @classmethod
+    def from_line(cls, line: str) -> Row | None:
+        """None: it is no row, but what some library printed."""
+        try:
+            return cls(**json.loads(line))
+        except (ValueError, TypeError):
+            return None
+
     def without_figures(self) -> Row:
         """Of a dry run: which figures there would be, and none of them."""
         if self.state != "measured":
             return self
         names = sorted(self.figures)
         return replace(self, figures={"names": names}, text="ran")
-
-
-def reason(error: BaseException) -> str:
-    """The error in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:160]
 
 
 def store(path: Path | None, found: Mapping[str, Any]) -> None:

@@ -2,13 +2,16 @@
 
 over_replay: what the last of the timed steps took beside their captured graph, replayed back to back right behind them
 with the inputs of the very last: contexts are two tokens longer then.
+idle: that as a part of the step: where the device waits for the host. What lies between the kernels of the graph is not
+in it, but in the step's distance from its floor.
 
 rows: that matrix products have in the step. No step has less than two (`runtime.batch.SMALLEST`), so that one request
 alone is computed beside a row that is nobody's; its floor is that of one.
 
 idle_between_runs: the part of a step's time on the host that lies outside of the events around the model's run.
-idle: the part in which no kernel and no copy ran on the device, of a window of steps under torch's profiler
-(`decoding.Idle`, which says how fine that is).
+
+Behind all that is timed, since what it leaves on the device may slow it down, torch's profiler looks at some steps
+(`steps_profiled`).
 """
 
 from __future__ import annotations
@@ -19,11 +22,13 @@ from random import Random
 from transformers import PreTrainedModel
 
 from benchmarks.gpu_parts import ceilings, tokens
-from benchmarks.gpu_parts.decoding import Decoded, Idle, decoded, idle_in, replayed
+from benchmarks.gpu_parts.decoding import Decoded, decoded, replayed
+from benchmarks.gpu_parts.failures import FAILURES
 from benchmarks.gpu_parts.floors import idle_share
 from benchmarks.gpu_parts.jobs import Context
 from benchmarks.gpu_parts.models import random_model, step_work
-from benchmarks.gpu_parts.rows import FAILURES, NO_TIME, Row, reason
+from benchmarks.gpu_parts.rows import ALL_TIMED, NO_TIME, Row
+from benchmarks.gpu_parts.steps_profiled import profile_steps
 from benchmarks.gpu_parts.timing import free_bytes
 from selective_compile.bench.peers import greedy_without_end
 from selective_compile.options import EngineConfig
@@ -37,7 +42,7 @@ COUNTS = (1, 256, 128, 32, 8)
 # The second is enough for the steps of all counts, and those in which prompts are computed.
 PROMPT, GENERATED = 1024, 512
 TINY_PROMPT, TINY_GENERATED = 12, 64
-WARM, TIMED, PROFILED = 6, 30, 12
+WARM, TIMED = 6, 30
 # Its engine finds out how much memory a step takes, and gives the rest to its pool, as engines do by default; that of
 # the others is what their requests need, which takes no time.
 PROFILED_POOL = "llama-3.2-1b"
@@ -57,6 +62,8 @@ def run(context: Context) -> None:
     running: list[Request] = []
     for count in counts:
         name = f"{context.job.name}, {count} requests"
+        if name in context.job.done:
+            continue
         if context.seconds_left < 0:
             context.fail(name, NO_TIME)
             continue
@@ -65,13 +72,28 @@ def run(context: Context) -> None:
             settle(engine, running)
             found = decoded(engine, records, 2 if context.tiny else TIMED)
             alone = replayed(engine, TIMED)
-            idle = idle_in(engine, 2 if context.tiny else PROFILED)
-            context.tell(row(context, name, found, idle, alone, work.floor_seconds(found.contexts, best)))
+            context.tell(row(context, name, found, alone, work.floor_seconds(found.contexts, best)))
         except FAILURES as error:
-            context.fail(name, reason(error))
+            context.failed(name, error)
+    context.tell(context.job.row(f"{context.job.name}: {ALL_TIMED}", text="what follows is of torch's profiler"))
+    profile_counts(context, engine, running, counts)
 
 
-def row(context: Context, name: str, found: Decoded, idle: Idle | None, alone: float | None, floor: float) -> Row:
+def profile_counts(context: Context, engine: Engine, running: list[Request], counts: list[int]) -> None:
+    """Fewer and fewer of the requests that there are, so that no prompt has to be computed for it."""
+    for count in sorted({count for count in counts if count <= len(running)}, reverse=True):
+        name = f"{context.job.name}, {count} requests: profiled"
+        if context.seconds_left < 0 or name in context.job.done:
+            return
+        try:
+            resize(context, engine, running, count)
+            settle(engine, running)
+            profile_steps(context, name, engine)
+        except FAILURES as error:
+            context.failed(name, error)
+
+
+def row(context: Context, name: str, found: Decoded, alone: float | None, floor: float) -> Row:
     between = None if found.span is None else idle_share(found.span, found.wall)
     count = len(found.contexts)
     rows = next(size for size in decode_sizes(count) if size >= count)
@@ -84,29 +106,26 @@ def row(context: Context, name: str, found: Decoded, idle: Idle | None, alone: f
         "tokens_per_second": count / found.wall,
         "rows": rows,
         "mean_context": sum(found.contexts) / count,
-        "idle": None if idle is None else idle.share,
-        "idle_by_host": None if idle is None else idle.by_host,
-        "idle_resolution": None if idle is None else idle.resolution,
+        "quartile_microseconds": [1e6 * seconds for seconds in found.quartiles],
+        "idle": None if alone is None else idle_share(alone, found.last_wall),
         "idle_between_runs": between,
         "counts": True,
     }
-    parts = (None, None, between) if idle is None else (idle.share, idle.resolution, between)
-    shown = ["unknown" if part is None else f"{part:.2%}" for part in parts]
     text = f"{1e6 * found.wall:9.0f} us  {floor / found.wall:6.1%} of speed at the floor of {1e6 * floor:.0f} us"
     text += f", {rows} rows" * (rows != count)
-    over = "no graph" if alone is None else f"{1e6 * (found.last_wall - alone):.0f} us over its graph alone"
-    return context.job.row(
-        name, figures=figures, text=f"{text}; {over}; idle {shown[0]} (to {shown[1]}), between runs {shown[2]}"
-    )
+    text += "; no graph" if alone is None else f"; {1e6 * (found.last_wall - alone):.0f} us over its graph alone, idle "
+    text += "" if alone is None else f"{idle_share(alone, found.last_wall):.2%}"
+    text += f"; between runs {'unknown' if between is None else format(between, '.2%')}"
+    return context.job.row(name, figures=figures, text=text)
 
 
 def make_engine(context: Context, model: PreTrainedModel, most: int, records: list[StepRecord]) -> Engine:
     """With room for so many requests, and no block shared: each has keys and values of its own."""
-    needed = max(most * sum(_tokens(context)), tokens.room())
+    needed = most * sum(_tokens(context))
     config = EngineConfig(
         token_budget=context.job.token_budget,
         max_requests=most,
-        max_kv_tokens=None if context.job.name == PROFILED_POOL else needed,
+        max_kv_tokens=None if context.job.name == PROFILED_POOL else max(needed, tokens.room()),
         block_reuse=False,
         compile=not context.tiny,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -30,24 +30,47 @@ class Timer:
     Attributes:
         how: the last calls were timed: in a graph; launched one by one, between events, since they could not be
             captured; or by the host's clock.
+        quartiles: of the last calls, in seconds: a fourth took less, and a fourth more.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._flush = flush_of(device) if device.type == "cuda" else None
+        self._clocks: dict[How, float] = {}
         self.how: How = "host"
+        self.quartiles = (0.0, 0.0)
+
+    def about(self, whose: str = "") -> dict[str, Any]:
+        """Figures of how the last calls were timed, with `whose` in front of their names. What the clock itself takes,
+        between two moments with nothing between them, is in every time, and not subtracted."""
+        return {
+            f"{whose}timed_by": self.how,
+            f"{whose}quartile_microseconds": [1e6 * seconds for seconds in self.quartiles],
+            f"{whose}clock_microseconds": 1e6 * self._clocks[self.how],
+        }
 
     def seconds(self, call: Callable[[], Any], repeats: int) -> float:
         """The call is made twice before on a GPU, so that what is compiled at first sight is."""
         if self._flush is None:
-            return statistics.median(_by_host(call, repeats))
-        for _ in range(2):
-            call()
-        try:
-            found, self.how = self._in_a_graph(call, repeats, self._flush), "graph"
-        except RuntimeError:  # of peers, and of what a torch knows of events in graphs
-            found, self.how = self._one_by_one(call, repeats, self._flush), "events"
+            found = _by_host(call, repeats)
+        else:
+            for _ in range(2):
+                call()
+            try:
+                found, self.how = self._in_a_graph(call, repeats, self._flush), "graph"
+            except RuntimeError:  # of peers, and of what a torch knows of events in graphs
+                found, self.how = self._one_by_one(call, repeats, self._flush), "events"
+        self.quartiles = quartiles(found)
+        if self.how not in self._clocks:
+            self._clocks[self.how] = self._clock(repeats)
         return statistics.median(found)
+
+    def _clock(self, repeats: int) -> float:
+        """Seconds of no call, by the way in which the last calls were timed."""
+        if self._flush is None:
+            return statistics.median(_by_host(_nothing, repeats))
+        timed = self._in_a_graph if self.how == "graph" else self._one_by_one
+        return statistics.median(timed(_nothing, repeats, self._flush))
 
     def _in_a_graph(self, call: Callable[[], Any], repeats: int, flush: Callable[[], None]) -> list[float]:
         """All calls in one graph, replayed twice; the second time counts."""
@@ -71,6 +94,23 @@ class Timer:
         _record(call, pairs, flush)
         torch.cuda.synchronize(self._device)
         return _elapsed(pairs)
+
+
+def beside(timer: Timer, ours: Callable[[], Any], apart: Callable[[], Any], repeats: int) -> dict[str, Any]:
+    """Figures of both, those of the second with "apart_" before their names."""
+    figures: dict[str, Any] = {}
+    for whose, call in (("", ours), ("apart_", apart)):
+        figures |= {f"{whose}microseconds": 1e6 * timer.seconds(call, repeats), **timer.about(whose)}
+    return figures
+
+
+def quartiles(found: Sequence[float]) -> tuple[float, float]:
+    first, _, last = statistics.quantiles(found, n=4, method="inclusive")
+    return first, last
+
+
+def _nothing() -> None:
+    pass
 
 
 def flush_of(device: torch.device) -> Callable[[], None]:

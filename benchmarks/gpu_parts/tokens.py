@@ -21,9 +21,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
+from benchmarks.gpu_parts.failures import FAILURES
 from benchmarks.gpu_parts.jobs import Context
 from benchmarks.gpu_parts.models import random_model
-from benchmarks.gpu_parts.rows import FAILURES, NOT_COMPARED, reason
+from benchmarks.gpu_parts.rows import NOT_COMPARED
 from selective_compile.bench.peers import greedy_without_end
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.engine import Engine
@@ -64,7 +65,9 @@ def room() -> int:
 
 
 def compare(context: Context, name: str, model: PreTrainedModel, engine: Engine) -> None:
-    """Tell what came of it, as a row of that name."""
+    """Tell what came of it, as a row of that name, unless there is one."""
+    if name in context.job.done:
+        return
     try:
         requests, captured = generate(engine)
         if any(len(request.tokens) != GENERATED for request in requests):
@@ -72,7 +75,7 @@ def compare(context: Context, name: str, model: PreTrainedModel, engine: Engine)
             return
         behind = torch.cat([behind_best(model, request.prompt_ids, request.tokens) for request in requests])
     except FAILURES as error:
-        context.fail(name, f"{NOT_COMPARED}{reason(error)}")
+        context.failed(name, error, NOT_COMPARED)
         return
     _judge(context, name, behind, ALLOWED[model.dtype], captured)
 

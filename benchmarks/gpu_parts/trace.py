@@ -1,12 +1,15 @@
 """256 requests at once, prompts and outputs uniform in 100 to 1024 tokens, through the engine and its peers.
 
-Each serves a small sample first, a fourth of the requests with an eighth of the outputs; then a sample, all requests
-with an eighth of the outputs; then the trace. A peer goes on only if by what it has served there is time for the next;
-so they compare on the small sample at least. A sample is served twice where that takes a third of the time or less, and
-the second time counts: graphs are captured, by us and by peers, when a step first needs one. `Engine.warm_up` is not
-called, which captures all that there can be, of tokens that are drawn, too; those that the trace is first to need are
-captured in its time, and counted beside it. The peers are those of transformers. All models have the same weights, each
-an object of its own in a process of its own.
+All serve a short sample first: every request with an eighth of its prompt and of its outputs, so that as many decode
+beside each other as in the trace, and graphs are captured, by us and by peers, that a step first needs. Then the engine
+serves the trace, for which there is a bar, and what it then has time for: a sample, every eighth request as it is, and
+the short one again. A peer serves the sample, and then the trace, if by what it has served there is time. Both
+compare by what says most of what both have served, and a bar is for the trace alone. What is served again counts by the
+last time.
+
+`Engine.warm_up` is not called, which captures all that there can be, of tokens that are drawn, too; those that the
+trace is first to need are captured in its time, and counted beside it. The peers are those of transformers, one after
+another. All models have the same weights, each an object of its own in a process of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.gpu_parts.jobs import Context
 from benchmarks.gpu_parts.models import random_model
-from benchmarks.gpu_parts.rows import NO_TIME
+from benchmarks.gpu_parts.rows import NO_TIME, SAMPLE, SHORT, TRACE
 from selective_compile.bench.peers import greedy_without_end, slots_needed
 from selective_compile.bench.settings import BenchSettings
 from selective_compile.bench.trace import Asked, Trace
@@ -29,9 +32,12 @@ from selective_compile.options import EngineConfig
 from selective_compile.runtime.engine import Engine
 
 MODEL = "llama-3.1-8b"
-FEWER, SHORTENED = 4, 8  # requests and outputs of samples
-SMALL, SAMPLE, TRACE = "a small sample", "a sample", "the trace"
+EIGHTH = 8
 HASTE = 1.2  # a trace takes longer by its outputs, of which later ones have longer contexts
+# What is served, one after the other. The engine ends with what it can serve again when all graphs are captured.
+OURS = (SHORT, TRACE, SAMPLE, SHORT)
+# With the short one again only where by its first time, in which graphs are captured, there is none for the sample.
+OF_PEERS = (SHORT, SAMPLE, SHORT, SAMPLE, TRACE)
 
 
 class Took(NamedTuple):
@@ -59,32 +65,40 @@ def run(context: Context) -> None:
     limits = (3, 12) if context.tiny else (100, 1024)
     trace = uniform_trace(context.job.requests, limits, model.config.vocab_size)
     about, serve = PEERS[context.job.name](context, model, trace)
-    serve(shortened(uniform_trace(2, limits, model.config.vocab_size, seed=1)))  # warms up
+    serve(shortened(shortened(uniform_trace(2, limits, model.config.vocab_size, seed=1))))  # warms up
     if context.seconds_left < 0:
-        context.fail(f"{context.job.name}, {SMALL}", NO_TIME)
+        context.fail(f"{context.job.name}, {SHORT}", NO_TIME)
         return
-    sample = shortened(trace)
-    before: tuple[Took, Trace] | None = None
-    for what, asked in ((SMALL, fewer(sample)), (SAMPLE, sample), (TRACE, trace)):
-        expected = seconds_by(*before, asked) if before is not None else 0.0
+    asked = {SHORT: shortened(trace), SAMPLE: sampled(trace), TRACE: trace}
+    order = OURS if context.job.ours else OF_PEERS
+    served: dict[str, Took] = {}
+    expected = 0.0
+    for place, what in enumerate(order):
+        if not context.job.ours and SAMPLE in served and what != TRACE:
+            continue
+        if served:
+            last = list(served)[-1]
+            expected = seconds_by(served[last], asked[last], asked[what])
         # A bar is for ours: at worst it is stopped, which costs what comes behind it nothing.
-        if expected > context.seconds_left and not context.job.ours:
-            left = f"{context.seconds_left:.0f} s are left"
-            context.skip(f"{context.job.name}, {what}", f"by what was served it would take {expected:.0f} s, {left}")
-            return
-        took, served = serve(asked), 1
-        if what != TRACE and HASTE * took.seconds < context.seconds_left / 3:
-            took, served = serve(asked), 2
-        _tell(context, what, asked, took, about(), served)
-        before = took, asked
+        if expected > context.seconds_left and not (context.job.ours and what == TRACE):
+            if what not in served and what not in order[place + 1 :]:
+                left = f"{context.seconds_left:.0f} s are left"
+                context.skip(f"{context.job.name}, {what}", f"by what was served it takes {expected:.0f} s, {left}")
+            continue
+        took, again = serve(asked[what]), what in served
+        served.pop(what, None)  # so that it is the last
+        served[what] = took
+        _tell(context, what, asked[what], took, about(), again=again)
 
 
 def seconds_by(took: Took, sample: Trace, trace: Trace) -> float:
     """What a trace would take by what a sample of it took, or not much less: prompts as many times as long as they are
     more tokens, and what came behind them as many times as a request has more outputs. That more requests decode
-    beside each other makes a step longer, by how much depends on who serves."""
+    beside each other makes a step longer, by how much depends on who serves; that as many do with longer contexts,
+    too."""
     prompts, outputs = trace.prompt_tokens / sample.prompt_tokens, _mean_outputs(trace) / _mean_outputs(sample)
-    return took.prompts * prompts + HASTE * (took.seconds - took.prompts) * outputs
+    haste = HASTE if len(trace.requests) >= len(sample.requests) else 1.0
+    return took.prompts * prompts + haste * (took.seconds - took.prompts) * outputs
 
 
 def _mean_outputs(trace: Trace) -> float:
@@ -103,14 +117,24 @@ def uniform_trace(requests: int, limits: tuple[int, int], vocabulary: int, seed:
     return Trace(requests=tuple(asked() for _ in range(requests)))
 
 
-def fewer(trace: Trace) -> Trace:
-    """The first fourth of the requests."""
-    return Trace(requests=trace.requests[: max(1, len(trace.requests) // FEWER)])
+def sampled(trace: Trace) -> Trace:
+    """Every eighth request."""
+    return Trace(requests=trace.requests[::EIGHTH])
 
 
 def shortened(trace: Trace) -> Trace:
-    """The same prompts, with an eighth of the outputs."""
-    return Trace(requests=tuple(replace(one, new_tokens=-(-one.new_tokens // SHORTENED)) for one in trace.requests))
+    """The same requests, each with an eighth of its prompt and of its outputs."""
+
+    def shorter(one: Asked) -> Asked:
+        return replace(
+            one, prompt_ids=one.prompt_ids[: _eighth(len(one.prompt_ids))], new_tokens=_eighth(one.new_tokens)
+        )
+
+    return Trace(requests=tuple(map(shorter, trace.requests)))
+
+
+def _eighth(number: int) -> int:
+    return -(-number // EIGHTH)
 
 
 def engine(context: Context, model: PreTrainedModel, trace: Trace) -> tuple[Callable[[], str], Serve]:
@@ -118,7 +142,7 @@ def engine(context: Context, model: PreTrainedModel, trace: Trace) -> tuple[Call
         token_budget=context.job.token_budget,
         max_requests=len(trace.requests),
         max_kv_tokens=slots_needed(trace),
-        block_reuse=False,  # the sample has the prompts of the trace
+        block_reuse=False,  # the samples have prompts of the trace
         compile=not context.tiny,
     )
     server = Engine(model, config)
@@ -163,18 +187,19 @@ def _check(trace: Trace, lengths: list[int]) -> None:
         raise ValueError(f"all requests must get their {sum(wanted)} tokens, got {sum(lengths)}")
 
 
-def _tell(context: Context, what: str, trace: Trace, took: Took, attention: str, served: int) -> None:
+def _tell(context: Context, what: str, trace: Trace, took: Took, attention: str, *, again: bool) -> None:
     rate = trace.new_tokens / took.seconds
     figures = {
         "output_tokens_per_second": rate,
         "seconds": took.seconds,
+        "of": what,
         "requests": len(trace.requests),
         "output_tokens": trace.new_tokens,
-        "is_sample": what != TRACE,
         "attention": attention,
-        "served": served,
+        "again": again,
         "captured": took.captured,
     }
     text = f"{rate:9.0f} output tokens/s  ({len(trace.requests)} requests, {trace.new_tokens} tokens; {attention})"
     text += f"; {took.captured} graphs were captured meanwhile" if took.captured else ""
-    context.tell(context.job.row(f"{context.job.name}, {what}", figures=figures, text=text))
+    name = f"{context.job.name}, {what}{', again' * again}"
+    context.tell(context.job.row(name, figures=figures, text=text))
