@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from selective_compile import kept_captures, kept_files, programs
+from selective_compile import kept_captures, kept_files, kept_traces, programs
 from selective_compile.kept_traces import ENDING, KeptTraces, named
 from selective_compile.options import EngineConfig
 from selective_compile.passes import retrace
@@ -96,30 +95,26 @@ def test_a_folder_that_cannot_be_made_is_done_without(
     assert len(made) == 4
 
 
-def test_a_trace_is_found_with_the_same_settings_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    traces, names = KeptTraces(), {named("a"), named("b")}
+@pytest.mark.parametrize(
+    ("place", "name", "value"),
+    [
+        (torch, "__version__", "2.14.0"),
+        (kept_traces.transformers, "__version__", "5.24.0"),  # as it is read: not what another test may have put there
+        (sys, "version", "3.12"),
+        (kept_captures, "own_code", lambda: "other code of ours"),
+        (torch, "get_default_dtype", lambda: torch.float64),
+        (torch, "is_autocast_enabled", lambda kind: "neither"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_trace_is_found_with_the_same_settings_alone(
+    place: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traces = KeptTraces()
     traces.keep("a", TRACE)
-    assert traces.get("a") == TRACE and traces.get("b") is None
-    torch.set_default_dtype(torch.float64)
-    try:
-        names.add(named("a"))
-        assert traces.get("a") is None
-    finally:
-        torch.set_default_dtype(torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        names.add(named("a"))
-    monkeypatch.setattr(torch, "__version__", "2.14.0")
-    names.add(named("a"))
-    monkeypatch.undo()
-    monkeypatch.setattr(transformers, "__version__", "5.24.0")
-    names.add(named("a"))
-    monkeypatch.undo()
-    monkeypatch.setattr(sys, "version", "3.12")
-    names.add(named("a"))
-    monkeypatch.undo()
-    monkeypatch.setattr(kept_captures, "own_code", lambda: "other code of ours")
-    names.add(named("a"))
-    assert len(names) == 8
+    assert traces.get("a") == TRACE and traces.get("b") is None and named("a") == named("a") != named("b")
+    monkeypatch.setattr(place, name, value)
+    assert traces.get("a") is None
 
 
 class Mode(TorchFunctionMode):
