@@ -43,9 +43,8 @@ FEATURES: tuple[dict[str, Any], ...] = (
 
 def attention(drawn: random.Random) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     dtype, size, rows = drawn.choice(("bf16", "fp16", "fp32")), drawn.choice(SIZES), drawn.choice((8, 512))
-    options = {"group": drawn.choice(GROUPS), "fp8": drawn.choice((False, True)), **drawn.choice(FEATURES)}
-    if options["fp8"] and (dtype, size) == ("fp32", 576):  # which AMD's registers do not hold
-        options["fp8"] = False
+    options = {"group": drawn.choice(GROUPS), **drawn.choice(FEATURES)}
+    options["fp8"] = drawn.choice((False, True)) and dtype != "fp32"  # which is refused
     return compile_attention, (dtype, size, rows), options
 
 

@@ -114,8 +114,11 @@ def is_built_in(target: Any) -> bool:
 
 
 def is_of_file(target: Any, module: str) -> bool:
-    """Whether the file of the module has its code, which is not so of what was put in the place of a function."""
-    return isinstance(target, FunctionType) and target.__code__.co_filename == sys.modules[module].__file__
+    """Whether the file of the module has its code, which is not so of what was put in the place of a function; and
+    nothing else is in it, as in one that another function has made."""
+    if not isinstance(target, FunctionType) or target.__closure__ is not None:
+        return False
+    return target.__code__.co_filename == getattr(sys.modules.get(module), "__file__", None)
 
 
 def told_input(fake: Any) -> str:

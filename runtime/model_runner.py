@@ -124,7 +124,7 @@ class ModelRunner:
         def step() -> None:
             self._pools = allocate_pools(sites, [1] * num_tables, config.block_size)
             self._states = allocate_states(states, 1)
-            count = min(inputs.logit_rows.shape[0], max(2, self.max_requests))
+            count = len(inputs.context_lens)
             nobody = torch.full((count,), self._chooser.marks.nobody, device=device)
             # Tokens that are drawn, some with a penalty: the choice that takes most.
             self._choose(inputs, None, torch.ones(FIELDS, count, dtype=torch.float64, device=device), count, nobody)

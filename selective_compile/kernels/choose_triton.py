@@ -1,13 +1,11 @@
 """Choosing a token for each row of logits in Triton, for CUDA and ROCm: what `runtime.device_draw.choose` defines.
 
 Legend
-    row       R of them, of V logits each. The first launch has a program for each part of every row, the second one for
-              each row. Where that is drawn by its temperature alone, it looks at what is known of the parts, and then
-              at the part that the draw falls into. Else it goes over the V logits once more, and some forty times over
-              its candidates, which may be all V, out of the cache; it never sorts them
-    part      `part` scores, a multiple of BLOCK, so that there are at most PARTS, by V alone: the order of sums depends
-              on nothing else of a step. `best` is its largest score
-    lanes     what a part's scores are dealt to, LANES of them, one after another; each has a largest score
+    row       R of them, of V logits each, and a program for each, behind those that look at the parts of every row.
+              Where it is drawn by its temperature alone, the program looks at what is known of the parts, and then at
+              the part that the draw falls into. Else it goes over the V logits once more, and some forty times over its
+              candidates, which may be all V, out of the cache; it never sorts them
+    part, best, lanes  of `choose_parts_triton`
     key       a score's bits as an integer of the same order. A limit between scores is looked for in its 32 bits, two
               of them each time the candidates are gone over: SEARCHES times
     candidates  tokens that top-k, top-p and min-p may leave, in their order; if they are more than ROOM, all V are:
@@ -17,7 +15,7 @@ Legend
     length    of candidates, or V
     kept      the key of the k-th largest score: those that are not less stay
     weight    exp(score - top), top being the largest score: the probability but for a factor. float32, sums float64.
-              In a part it is exp(score - best), and the part's sum is multiplied by exp(best - top)
+              What is known of parts is next to their `best`, and is multiplied by exp(best - top)
     edge      the least key that top-p leaves. Of the tokens that have it, which are as likely as one another, those up
               to the token `gone` go
     segment   of the candidates, as a part is of the scores: what it weighs is found first, and a draw then looks at one
@@ -35,42 +33,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from selective_compile.kernels.choose_parts_triton import (
+    LANES,
+    NEVER,
+    PARTS,
+    SEEN,
+    asked,
+    look_at_parts,
+    scores_of,
+    total_of,
+)
 from selective_compile.kernels.interpreter import on_device
 from selective_compile.kernels.registers import backend, warps
 
 # With 8 warps, twice as many spill for sm_80. Not measured on a GPU.
 BLOCK = 1024
 WARPS = 8
-# A thread has eight scores at once, so that what it waits for is loaded together. Not measured on a GPU.
-PART_WARPS = 4
-# A walk over 128,000 scores takes one processor of a GPU tens of microseconds, and all others wait for it in a step of
-# one request. Each of 64 parts is two blocks long then, and two numbers of each thread of a warp say what they weigh.
-# Not measured on a GPU.
-PARTS = 64
-# A thousand lanes of a row: top-k of more has all V for candidates.
-LANES = 16
 SEARCHES = 16
 # Blocks that are looked at at once where candidates are listed, behind each of which threads wait for one another eight
 # times: a step takes longer for that than for its scores. With four, 188 registers for sm_90. Not measured on a GPU.
 LISTED = 4
 # 128 KB for each row. Not measured on a GPU.
 ROOM = 32768
-NEVER = tl.constexpr(2147483647)
-# As in `runtime.token_marks`, which no kernel knows of.
-SEEN = tl.constexpr(1)
-BANNED = tl.constexpr(2)
-
-
-@triton.jit
-def _scores(logits, marks, penalty, scale, j, mask):
-    """float32 [BLOCK], with the repetition penalty, the bans and the temperature; -inf where there is none."""
-    score = tl.load(logits + j, mask, float("-inf")).to(tl.float32)
-    if marks is not None:
-        mark = tl.load(marks + j, mask, 0)
-        penalised = tl.where(score < 0, score * penalty, tl.div_rn(score, penalty))
-        score = tl.where((mark & SEEN) != 0, penalised, score)
-        score = tl.where((mark & BANNED) != 0, float("-inf"), score)
-    return tl.div_rn(score, scale)
 
 
 @triton.jit
@@ -78,18 +62,13 @@ def _scores_at(place, logits, marks, penalty, scale, candidates, whole, length):
     """The tokens of candidates and their scores, and whether there are so many."""
     mask = place < length
     j = tl.where(whole, place, tl.load(candidates + place, place < tl.where(whole, 0, length), 0))
-    return j, _scores(logits, marks, penalty, scale, j, mask), mask
+    return j, scores_of(logits, marks, penalty, scale, j, mask), mask
 
 
 @triton.jit
 def _keys(score):
     bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)  # there is one zero
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-@triton.jit
-def _sum(each):
-    return tl.reduce(each, 0, tl.standard._sum_combine)
 
 
 @triton.jit
@@ -104,9 +83,9 @@ def _kth_largest(keys, k, SEARCHES: tl.constexpr):
     found = tl.full([], 0, tl.int64)
     for search in range(SEARCHES):
         shift = 30 - 2 * search
-        one = _sum((keys >= _key_at(found, 1, shift)).to(tl.int32)) >= k
-        two = _sum((keys >= _key_at(found, 2, shift)).to(tl.int32)) >= k
-        three = _sum((keys >= _key_at(found, 3, shift)).to(tl.int32)) >= k
+        one = total_of((keys >= _key_at(found, 1, shift)).to(tl.int32)) >= k
+        two = total_of((keys >= _key_at(found, 2, shift)).to(tl.int32)) >= k
+        three = total_of((keys >= _key_at(found, 3, shift)).to(tl.int32)) >= k
         found += (one.to(tl.int64) + two.to(tl.int64) + three.to(tl.int64)) << shift
     return _key_at(found, 0, 0)
 
@@ -120,17 +99,17 @@ def _find_candidates(
     rest = tl.full([BLOCK], 0.0, tl.float64)
     for start in range(0, vocabulary, BLOCK):
         j = start + tl.arange(0, BLOCK)
-        score = _scores(logits, marks, penalty, scale, j, j < vocabulary)
+        score = scores_of(logits, marks, penalty, scale, j, j < vocabulary)
         weight = tl.exp(score - top).to(tl.float64)
         likely = (j < vocabulary) & (_keys(score) >= least) & (weight >= lightest)
         rest += tl.where(likely, 0.0, weight)
-        here = _sum(likely.to(tl.int32))
+        here = total_of(likely.to(tl.int32))
         if here > 0:  # of a sharp row there is mostly none
             place = count - 1 + tl.associative_scan(likely.to(tl.int32), 0, tl.standard._sum_combine)
             tl.store(candidates + place, j, likely & (place < ROOM))
         count += here
     tl.debug_barrier()  # each thread reads what others have found
-    return count, _sum(rest)
+    return count, total_of(rest)
 
 
 @triton.jit
@@ -151,7 +130,7 @@ def _top_k(
             first += (key >= _key_at(found, 1, shift)).to(tl.int32)
             second += (key >= _key_at(found, 2, shift)).to(tl.int32)
             third += (key >= _key_at(found, 3, shift)).to(tl.int32)
-        one, two, three = _sum(first) >= top_k, _sum(second) >= top_k, _sum(third) >= top_k
+        one, two, three = total_of(first) >= top_k, total_of(second) >= top_k, total_of(third) >= top_k
         found += (one.to(tl.int64) + two.to(tl.int64) + three.to(tl.int64)) << shift
     return _key_at(found, 0, 0)
 
@@ -164,7 +143,7 @@ def _sum_kept(logits, marks, penalty, scale, candidates, whole, length, top, kep
         place = start + tl.arange(0, BLOCK)
         _, score, _ = _scores_at(place, logits, marks, penalty, scale, candidates, whole, length)
         total += tl.where(_keys(score) >= kept, tl.exp(score - top), 0.0).to(tl.float64)
-    return _sum(total)
+    return total_of(total)
 
 
 @triton.jit
@@ -204,7 +183,7 @@ def _top_p(
             first += tl.where(key < _key_at(found, 1, shift), weight, 0.0)
             second += tl.where(key < _key_at(found, 2, shift), weight, 0.0)
             third += tl.where(key < _key_at(found, 3, shift), weight, 0.0)
-        shares = rest + _sum(first), rest + _sum(second), rest + _sum(third)
+        shares = rest + total_of(first), rest + total_of(second), rest + total_of(third)
         # In float32, as transformers compares. What is rounded to a limit of 1 would reach behind the likeliest tokens.
         one = ((shares[0] / total).to(tl.float32) <= limit) & (_key_at(found, 1, shift) <= largest)
         two = ((shares[1] / total).to(tl.float32) <= limit) & (_key_at(found, 2, shift) <= largest)
@@ -219,7 +198,7 @@ def _top_p(
         place = start + tl.arange(0, BLOCK)
         j, score, mask = _scores_at(place, logits, marks, penalty, scale, candidates, whole, length)
         tied = mask & (_keys(score) == edge)
-        here = _sum(tied.to(tl.int32))
+        here = total_of(tied.to(tl.int32))
         if here > 0:  # mostly in one step alone
             rank = ties + tl.associative_scan(tied.to(tl.int32), 0, tl.standard._sum_combine)
             share = (below + rank.to(tl.float64) * tl.exp(score - top).to(tl.float64)) / total
@@ -272,7 +251,7 @@ def _segments(
             )
             # fmt: on
             weights += weight
-        sums = tl.where(number == segment, _sum(weights), sums)
+        sums = tl.where(number == segment, total_of(weights), sums)
     return sums, each
 
 
@@ -304,12 +283,13 @@ def _draw(
     number = tl.arange(0, PARTS)
     factor = tl.exp((best - top).to(tl.float64))
     sums *= factor
-    limit = fraction * _sum(sums)
+    limit = fraction * total_of(sums)
     over = (tl.associative_scan(sums, 0, tl.standard._sum_combine) > limit) & (sums > 0)
     segment = tl.reduce(tl.where(over, number, PARTS), 0, tl.standard._elementwise_min)
     # Rounded, the share may be the whole sum; then it is the last token that has any. So it is within a segment.
     segment = tl.minimum(segment, tl.reduce(tl.where(sums > 0, number, 0), 0, tl.standard._elementwise_max))
-    limit = (limit - _sum(tl.where(number < segment, sums, 0.0))) / _sum(tl.where(number == segment, factor, 0.0))
+    before = total_of(tl.where(number < segment, sums, 0.0))
+    limit = (limit - before) / total_of(tl.where(number == segment, factor, 0.0))
     best = tl.reduce(tl.where(number == segment, best, float("-inf")), 0, tl.standard._elementwise_max)
     last = tl.full([], 0, tl.int32)
     found = tl.full([], NEVER, tl.int32)
@@ -324,77 +304,8 @@ def _draw(
         drawn = (weight > 0) & (running + tl.associative_scan(weight, 0, tl.standard._sum_combine) > limit)
         found = tl.minimum(found, tl.reduce(tl.where(drawn, j, NEVER), 0, tl.standard._elementwise_min))
         last = tl.maximum(last, tl.reduce(tl.where(weight > 0, j, 0), 0, tl.standard._elementwise_max))
-        running += _sum(weight)
+        running += total_of(weight)
     return tl.minimum(found, last)
-
-
-@triton.jit
-def _asked(fields, num_rows, row, vocabulary):
-    """Of a row: temperature, repetition penalty, 1 - top-p, min-p and top-k, which is 0 where it leaves all tokens; and
-    whether one of the last three lets tokens go."""
-    temperature = tl.load(fields + row).to(tl.float32)
-    limit = tl.load(fields + num_rows + row).to(tl.float32)
-    min_p = tl.load(fields + 2 * num_rows + row)
-    top_k = tl.load(fields + 3 * num_rows + row)
-    penalty = tl.load(fields + 5 * num_rows + row).to(tl.float32)
-    top_k = tl.where(top_k < vocabulary.to(tl.float64), top_k, 0.0)
-    return temperature, penalty, limit, min_p, top_k, (top_k > 0) | (limit > 0) | (min_p > 0)
-
-
-@triton.jit(do_not_specialize=["vocabulary", "num_rows"], do_not_specialize_on_alignment=["fields", "marks", "slots"])
-def _part_kernel(
-    bests,  # [R, PARTS], the largest score of each part, NaN where it has one; behind the last part not written
-    places,  # [R, PARTS] int32, the first token that has it
-    sums,  # [R, PARTS] float64, what the part weighs; of a row that is drawn by its temperature alone
-    lanes,  # [R, PARTS, LANES], largest scores; of a row with top-k
-    logits,  # [R, V]
-    fields,  # [6, R] float64
-    marks,  # [slots + 1, V] uint8, of bits SEEN and BANNED, or None
-    slots,  # [R] int64, or None
-    vocabulary,
-    num_rows,
-    part,
-    logits_stride,
-    marks_stride,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    row, number = tl.program_id(0), tl.program_id(1)
-    temperature, penalty, _, _, top_k, few = _asked(fields, num_rows, row, vocabulary)
-    scale = tl.where(temperature == 0, 1.0, temperature)
-    logits += row.to(tl.int64) * logits_stride
-    if marks is not None:
-        marks += tl.load(slots + row) * marks_stride
-    begin = number * part
-    end = tl.minimum(begin + part, vocabulary)
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    place = tl.full([BLOCK], NEVER, tl.int32)
-    first_nan = tl.full([BLOCK], NEVER, tl.int32)
-    for start in range(begin, end, BLOCK):
-        j = start + tl.arange(0, BLOCK)
-        score = _scores(logits, marks, penalty, scale, j, j < end)
-        none = score != score
-        first_nan = tl.where(none, tl.minimum(first_nan, j), first_nan)
-        better = score > best
-        place = tl.where(better, j, place)
-        best = tl.where(better, score, best)
-    top = tl.reduce(best, 0, tl.standard._elementwise_max)
-    first = tl.reduce(tl.where(best == top, place, NEVER), 0, tl.standard._elementwise_min)
-    nan = tl.reduce(first_nan, 0, tl.standard._elementwise_min)
-    of_part = row.to(tl.int64) * PARTS + number
-    tl.store(bests + of_part, tl.where(nan < NEVER, float("nan"), top))
-    tl.store(places + of_part, tl.where(nan < NEVER, nan, first))
-    if top_k > 0:
-        largest = tl.reduce(tl.reshape(best, [BLOCK // LANES, LANES]), 0, tl.standard._elementwise_max)
-        tl.store(lanes + of_part * LANES + tl.arange(0, LANES), largest)
-    if (temperature != 0) & (few == 0) & (top < float("inf")):
-        top = tl.where(top == float("-inf"), 0.0, top)  # what -inf is less than -inf is NaN
-        weights = tl.full([BLOCK], 0.0, tl.float64)
-        for start in range(begin, end, BLOCK):
-            j = start + tl.arange(0, BLOCK)
-            weights += tl.exp(_scores(logits, marks, penalty, scale, j, j < end) - top).to(tl.float64)
-        tl.store(sums + of_part, _sum(weights))
 
 
 @triton.jit(do_not_specialize=["vocabulary", "num_rows"], do_not_specialize_on_alignment=["fields", "marks", "slots"])
@@ -423,7 +334,7 @@ def _choose_kernel(
     NO_TOKEN: tl.constexpr,
 ):
     row = tl.program_id(0)
-    temperature, penalty, limit, min_p, top_k, few = _asked(fields, num_rows, row, vocabulary)
+    temperature, penalty, limit, min_p, top_k, few = asked(fields, num_rows, row, vocabulary)
     scale = tl.where(temperature == 0, 1.0, temperature)
     logits += row.to(tl.int64) * logits_stride
     candidates += row.to(tl.int64) * ROOM
@@ -490,17 +401,11 @@ def choose(logits: Tensor, fields: Tensor, marks: Tensor | None, slots: Tensor |
     """
     num_rows, vocabulary = logits.shape
     assert logits.stride(-1) == 1 and fields.is_contiguous() and fields.shape == (6, num_rows)
-    part = triton.cdiv(vocabulary, PARTS * BLOCK) * BLOCK
     tokens = logits.new_empty(num_rows, dtype=torch.int64)
     candidates = logits.new_empty(num_rows, ROOM, dtype=torch.int32)  # as wide for any V: the kernel is one for all
-    of_parts = [logits.new_empty(num_rows, PARTS, dtype=each) for each in (torch.float32, torch.int32, torch.float64)]
-    of_parts.append(logits.new_empty(num_rows, PARTS, LANES, dtype=torch.float32))
+    of_parts, part = look_at_parts(logits, fields, marks, slots, block=BLOCK)
     strides = logits.stride(0), 0 if marks is None else marks.stride(0)
     # fmt: off
-    on_device(_part_kernel, logits)[(num_rows, triton.cdiv(vocabulary, part))](
-        *of_parts, logits, fields, marks, slots, vocabulary, num_rows, part, *strides, BLOCK, PARTS, LANES,
-        enable_fp_fusion=False, num_warps=PART_WARPS,
-    )
     on_device(_choose_kernel, logits)[(num_rows,)](
         tokens, candidates, *of_parts, logits, fields, marks, slots, vocabulary, num_rows, part, *strides,
         BLOCK, PARTS, LANES, SEARCHES, LISTED, ROOM, no_token, enable_fp_fusion=False, **warps(WARPS, backend()),

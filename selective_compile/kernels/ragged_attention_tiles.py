@@ -156,8 +156,7 @@ def tile_config(
     fitting = 32768 // ((block_d + block_dv) * bytes_per_element)
     block_n = max(16, min(block_n, 1 << fitting.bit_length() - 1))
     # Of float32 beyond head size 256 a tile of 16 keys is 64 KiB, and two of them are more than sm_80 has.
-    # And copies of single bytes, which nothing makes beside the products, are kept in registers until they are float32.
-    single = (wide and (largest > 256 or (narrow and backend == "cuda"))) or (backend == "hip" and fitting < 16)
+    single = (wide and largest > 256) or (backend == "hip" and fitting < 16)
     return TileConfig(
         heads=group,
         block_m=block_m,

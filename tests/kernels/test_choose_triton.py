@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from triton.runtime import interpreter
 
-from selective_compile.kernels import choose_triton
+from selective_compile.kernels import choose_parts_triton, choose_triton
 from selective_compile.kernels.registers import warps
 from selective_compile.runtime.device_draw import NO_TOKEN, choices, choose
 from selective_compile.runtime.token_marks import BANNED, SEEN
@@ -226,7 +226,6 @@ def test_a_large_vocabulary_in_steps_as_long_as_a_gpu_takes_them(spread: int, mo
 def test_a_row_drawn_by_its_temperature_alone_is_gone_over_by_many_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program that chooses looks at one part of the row."""
     read: list[int] = []
-    part = choose_triton._part_kernel
     of = interpreter.InterpreterBuilder.create_masked_load
 
     def noted(self: Any, ptrs: Any, mask: Any, *others: Any) -> Any:
@@ -235,8 +234,7 @@ def test_a_row_drawn_by_its_temperature_alone_is_gone_over_by_many_programs(monk
 
     def on_device(kernel: Any, tensor: Tensor) -> Any:
         interpreted = choose_kernels(kernel, tensor)
-        if kernel is not part:
-            monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", noted)
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", noted)
         return interpreted
 
     choose_kernels = choose_triton.on_device
@@ -253,18 +251,20 @@ def compile_choice(kernel: Any, target: Any) -> Any:
     types = {"tokens": "*i64", "candidates": "*i32", "logits": "*bf16", "fields": "*fp64", "marks": "*u8"}
     types |= {"slots": "*i64", "bests": "*fp32", "places": "*i32", "sums": "*fp64", "lanes": "*fp32"}
     whole = kernel is choose_triton._choose_kernel
-    options = warps(choose_triton.WARPS, target.backend) if whole else {"num_warps": choose_triton.PART_WARPS}
+    options = warps(choose_triton.WARPS, target.backend) if whole else {"num_warps": choose_parts_triton.PART_WARPS}
     of_kernel = {parameter.name for parameter in kernel.params}
     constants = {name: value for name, value in constants.items() if name in of_kernel}
     return ahead.compile_ahead(kernel, target, types, constants, **options)
 
 
+@pytest.mark.parametrize("kernel", ["row", "parts"])
 @pytest.mark.parametrize("target", ahead.TARGETS, ids=str)
-def test_it_ships(target: Any, triton_cache: None, tmp_path: Any) -> None:
-    compiled = compile_choice(choose_triton._choose_kernel, target)
+def test_it_ships(target: Any, kernel: str, triton_cache: None, tmp_path: Any) -> None:
+    kernels = {"row": choose_triton._choose_kernel, "parts": choose_parts_triton._part_kernel}
+    compiled = compile_choice(kernels[kernel], target)
     ahead.assert_ships(compiled, target, tmp_path)
-    assert re.search(r"(ttg|gpu)\.barrier", compiled.asm["ttgir"])  # between threads that list candidates and read them
-    ahead.assert_ships(compile_choice(choose_triton._part_kernel, target), target, tmp_path)
+    if kernel == "row":  # between threads that list candidates and read them
+        assert re.search(r"(ttg|gpu)\.barrier", compiled.asm["ttgir"])
 
 
 @pytest.mark.gpu

@@ -313,8 +313,6 @@ SIZES = {
     "576_and_512": ("bf16", 576, 512, {"value_size": 512, "split": True}, (1, 3)),
     "576_and_512_float32": ("fp32", 576, 512, {"value_size": 512, "split": True}, (0, 1, 2, 3)),
     "576": ("bf16", 576, 512, {"split": True}, (0, 3)),
-    "128_float32_fp8": ("fp32", 128, 8, {"split": True, "fp8": True}, (1, 2, 3)),
-    "256_float32_fp8": ("fp32", 256, 512, {"fp8": True, "given": ("sinks",), "WINDOW": 128}, (1, 2)),
     "576_fp8": ("bf16", 576, 512, {"split": True, "fp8": True, "group": 8}, (1, 2)),
     "576_fp8_everything": (
         *("bf16", 576, 512, {"split": True, "fp8": True, "group": 8, "given": ("sinks", "slopes"), **EVERYTHING}),

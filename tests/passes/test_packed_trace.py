@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -166,13 +167,40 @@ def own_function(x: Tensor) -> Tensor:
     return x + 1
 
 
+def of_torch_by_name(x: Tensor) -> Tensor:
+    return x + 1
+
+
+of_torch_by_name.__module__ = "torch.a_module_that_is_not_there"
+
+
+def made(number: int) -> Callable[[Tensor], Tensor]:
+    def add(x: Tensor) -> Tensor:
+        return x + number
+
+    add.__module__ = "torch.made"
+    return add
+
+
 KEPT_OUT: dict[str, Callable[..., Any]] = {
     "a function of the user's": lambda x: x.tracer.create_proxy("call_function", own_function, (x,), {}),
     "what stands for one of PyTorch's": lambda x: x.tracer.create_proxy("call_function", other_silu, (x,), {}),
+    "a function of a module that is not there": lambda x: x.tracer.create_proxy(
+        "call_function", of_torch_by_name, (x,), {}
+    ),
     "a size that was asked for": lambda x: x.expand(12, 4),
     "rows that values choose": lambda x: x[x > 0],
     "a complex view": lambda x: torch.view_as_complex(x.reshape(-1, 2, 2)).conj(),
 }
+
+
+def test_functions_that_others_make_are_traced_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read alike, and may do something else."""
+    monkeypatch.setitem(sys.modules, "torch.made", sys.modules[__name__])
+    traces = Traces()
+    for number in (1, 2):
+        traced(lambda x, n=number: x.tracer.create_proxy("call_function", made(n), (x,), {}), traces)
+    assert not traces.written
 
 
 @pytest.mark.parametrize("name", KEPT_OUT)
