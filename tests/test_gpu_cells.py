@@ -20,6 +20,7 @@ from benchmarks.gpu_parts import (
     kept_otherwise,
     mixed,
     rotary,
+    tiles,
     timing,
 )
 from benchmarks.gpu_parts.failures import DeviceLost
@@ -30,6 +31,7 @@ from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.step_check import check, nan_filled_outputs
 from selective_compile import reference
 from selective_compile.kernels import choose_triton
+from selective_compile.kernels import ragged_attention_attend_triton as attends
 from selective_compile.kernels.one_step import once
 from selective_compile.kernels.ragged_attention_tiles import tile_config
 from tests.gpu_job import a_job
@@ -99,6 +101,26 @@ def test_variants_of_attention_are_checked_as_such() -> None:
             check(replace(step, window=0, softcap=0.0, sinks=None), right)
     assert step.kv_bytes == 73 * 2 * 4 * TINY.kv_heads * TINY.head_size
     assert replace(step, window=9).kv_bytes == (11 + 9) * 2 * 4 * TINY.kv_heads * TINY.head_size
+
+
+def test_candidates_of_tiles_are_what_is_launched_and_only_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    chosen = attends.tile_config
+
+    def noted(**step: Any) -> Any:
+        tile = chosen(**step)
+        seen.append(tile.block_m)
+        return tile
+
+    monkeypatch.setattr(attends, "tile_config", noted)
+    prompt = make_step(((40, 40),), TINY, CPU)
+    with tiles.changed_tiles({"block_m": 64, "num_warps": 4}), nan_filled_outputs():
+        assert attends.tile_config is not noted
+        right = prompt()
+    assert attends.tile_config is noted and check(prompt, right) < 1e-5 and seen == [32]
+    rows: list[Row] = []
+    perform(a_job(part="attention", name="tiles", ceilings=Ceilings(1e12, 1e12)), rows.append)
+    assert [row.state for row in rows] == ["measured"] * len(tiles.CANDIDATES)
 
 
 def test_a_layer_shares_out_no_keys_but_the_first() -> None:

@@ -27,8 +27,9 @@ def interpreted(kernel: Any) -> Any:
         return kernel
     # Whether sums of 32 bits overflow takes a third of the interpreter's time to find out, and GPUs do not ask either.
     interpreter_builder.options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
-    # Only what the kernel names: kernels of one module see each other, and need not be interpreted together.
-    module, names = kernel.fn.__globals__, kernel.fn.__code__.co_names
+    # Only what the kernel names: kernels of one module see each other, and need not be interpreted together. The
+    # interpreter looks for Triton's language in every function, in those, too, that do nothing but call others.
+    module, names = kernel.fn.__globals__, ("tl", *kernel.fn.__code__.co_names)
     scope = {name: module[name] for name in names if name in module}
     scope |= {name: interpreted(value) for name, value in scope.items() if isinstance(value, JITFunction)}
     # The interpreter adds its own names to the function's globals: this copy keeps them out of the module.

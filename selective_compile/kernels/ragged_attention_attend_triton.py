@@ -9,6 +9,8 @@ Legend
     BLOCK_N    keys of one iteration; any relation to BLOCK_SIZE, the slots of a block, is allowed
     clear      an iteration whose keys are seen by every row of the tile, all of them. Nothing is compared there
     masked     another one: where a window or a chunk begins, and at the end
+    LATE       values of clear iterations are multiplied in the one behind, while its own weights are computed: Hopper's
+               matrix units go on by themselves. The wait for the next scores is the wait for this product, too
     PREFIX     keys in front of it are seen by every row; what a tile sees ends there if it ends no later
     BLOCK_SIZE 0: no pool, the keys are the request's own rows of this step (varlen_attention)
     sinks, slopes None: the code that reads them is not compiled
@@ -50,6 +52,7 @@ from selective_compile.kernels.interpreter import on_device
 from selective_compile.kernels.ragged_attention_merge_triton import merge, new_parts
 from selective_compile.kernels.ragged_attention_tiles import (
     TileConfig,
+    asynchronous_products,
     bulk_copies,
     most_keys,
     processors,
@@ -85,6 +88,24 @@ def elements(pointers, wanted, SIZE: tl.constexpr, PADDED: tl.constexpr, MASKED:
     else:
         rows = tl.load(at)
     return rows
+
+
+@triton.jit
+def later(
+    accumulator,
+    correction,
+    weight,
+    values,
+    block,
+    kv_head,
+    slot,
+    BLOCK_N: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """What an iteration has left to the one behind it."""
+    v = values.load([block, kv_head, slot, 0]).reshape([BLOCK_N, BLOCK_DV])
+    return widened_dot(weight.to(v.dtype), v, accumulator * correction[:, None], WIDEN)
 
 
 # What changes from step to step must not change the compiled kernel: N and T are not specialised on 1 and
@@ -142,6 +163,7 @@ def _attention_kernel(
     BLOCK_DV: tl.constexpr,
     WIDEN: tl.constexpr,
     SPLIT: tl.constexpr,
+    LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
@@ -226,8 +248,16 @@ def _attention_kernel(
     clear_end = tl.minimum(tl.maximum(clear_end, clear_begin), end)
     steps_in_front = (clear_begin - begin + BLOCK_N - 1) // BLOCK_N
     masked_steps = steps_in_front + (end - clear_end + BLOCK_N - 1) // BLOCK_N
+    if BLOCK_SIZE > 0:
+        entries = block_table + request.to(tl.int64) * table_stride
     for MASKED in tl.static_range(1, -1, -1):
         steps = masked_steps if MASKED else (clear_end - clear_begin) // BLOCK_N
+        if LATE and not MASKED:
+            # The first iteration multiplies its own values, which every row sees, by no weight. Weights are kept in
+            # float32: those of 16 bits would go through shared memory.
+            late_weight = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
+            late_correction = tl.full([BLOCK_M], 1.0, tl.float32)
+            late_block, late_start = tl.load(entries + clear_begin // BLOCK_SIZE, steps > 0, 0), clear_begin
         # Of the few masked iterations no load is begun early but the bulk copies of 128 rows: elsewhere the registers
         # that this takes spilled in float32, and low tiles would have shared memory for fewer programs at once.
         for step in tl.range(0, steps, num_stages=1 if MASKED and (key_tiles is None or BLOCK_M < 128) else None):
@@ -241,7 +271,6 @@ def _attention_kernel(
                 block = (row_begin + j).to(tl.int64)
                 slot = j * 0
             else:
-                entries = block_table + request.to(tl.int64) * table_stride
                 block = blocks_of_keys(entries, start, read, BLOCK_SIZE, BLOCK_N, MASKED).to(tl.int64)
                 slot = j % BLOCK_SIZE
             if key_tiles is None:
@@ -250,6 +279,11 @@ def _attention_kernel(
             else:
                 k = key_tiles.load([block.to(tl.int32), kv_head, start % BLOCK_SIZE, 0]).reshape([BLOCK_N, BLOCK_D])
             score = widened_dot(q, tl.trans(k.to(q.dtype)), tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32), WIDEN)
+            if LATE and not MASKED:
+                accumulator = later(
+                    *(accumulator, late_correction, late_weight, value_tiles, late_block, kv_head),
+                    *(late_start % BLOCK_SIZE, BLOCK_N, BLOCK_DV, WIDEN),
+                )
             if SOFTCAP > 0:
                 # tanh(x) = 1 - 2 / (1 + exp(2x)) has the right limit where the exponential overflows to inf.
                 exponential = tl.exp2(score * (scale * (2 / SOFTCAP)))
@@ -279,17 +313,27 @@ def _attention_kernel(
             correction = tl.exp2(maximum - finite_maximum)
             weight = tl.exp2((score * scale if FOLDED else score) - finite_maximum[:, None])
             total = total * correction + tl.reduce(weight, 1, tl.standard._sum_combine)
-            if value_tiles is None:
-                value_offset = block * value_block_stride + value_head_offset + slot * value_slot_stride
-                v = elements(values + value_offset, read, VALUE_SIZE, BLOCK_DV, MASKED).to(q.dtype)
+            if LATE and not MASKED:
+                late_weight, late_correction = weight, correction
+                late_block, late_start = block.to(tl.int32), start
             else:
-                v = value_tiles.load([block.to(tl.int32), kv_head, start % BLOCK_SIZE, 0]).reshape([BLOCK_N, BLOCK_DV])
-                v = v.to(q.dtype)
-                if MASKED:
-                    # Slots behind the context hold anything, and no weight makes a NaN 0.
-                    v = tl.where(read[:, None], v, 0.0)
-            accumulator = widened_dot(weight.to(v.dtype), v, accumulator * correction[:, None], WIDEN)
+                if value_tiles is None:
+                    value_offset = block * value_block_stride + value_head_offset + slot * value_slot_stride
+                    v = elements(values + value_offset, read, VALUE_SIZE, BLOCK_DV, MASKED).to(q.dtype)
+                else:
+                    v = value_tiles.load([block.to(tl.int32), kv_head, start % BLOCK_SIZE, 0])
+                    v = v.reshape([BLOCK_N, BLOCK_DV]).to(q.dtype)
+                    if MASKED:
+                        # Slots behind the context hold anything, and no weight makes a NaN 0.
+                        v = tl.where(read[:, None], v, 0.0)
+                accumulator = widened_dot(weight.to(v.dtype), v, accumulator * correction[:, None], WIDEN)
             maximum = new_maximum
+    if LATE:
+        if steps > 0:
+            accumulator = later(
+                *(accumulator, late_correction, late_weight, value_tiles, late_block, kv_head),
+                *(late_start % BLOCK_SIZE, BLOCK_N, BLOCK_DV, WIDEN),
+            )
 
     if PDL:
         gdc_launch_dependents()
@@ -342,6 +386,7 @@ def attend(
         bytes_per_element=query.element_size(),
         block_size=block_size,
         bulk=bulk_copies(query.device) and aligned(keys) and aligned(values),
+        asynchronous=asynchronous_products(query.device),
         slopes=per_head[1] is not None,
         narrow=keys.element_size() < query.element_size(),
         backend=backend(),
@@ -363,7 +408,7 @@ def attend(
         output, *((None,) * 4 if split is None else (split.pieces, *partial)), query, keys, values,
         *_tiles(keys, values, tile), *metadata, *per_head, num_rows, num_requests, num_pieces, *query.stride()[:2],
         *strides, block_table.stride(0), *score, tile.heads, group // tile.heads, heads, key_size, value_size,
-        block_size, tile.block_m, tile.block_n, tile.block_d, tile.block_dv, widen, split is not None, early,
+        block_size, tile.block_m, tile.block_n, tile.block_d, tile.block_dv, widen, split is not None, tile.late, early,
         enable_fp_fusion=True, **tile.options(backend()), **launch_options(early),
     )
     # fmt: on

@@ -15,6 +15,11 @@ A tile's keys and values are read in one of two ways, by one bulk copy of a bloc
 | elsewhere, 16 bits | by addresses | 64 | ALiBi, groups of more than 64 heads: 32, as all from 257 on; 16 from 513 |
 | float32 | by addresses | 32 | 16 |
 
+Hopper's matrix units go on with a product while the program computes weights, and its registers hold what that takes:
+there, tall tiles read by bulk copies in 16 bits multiply their values an iteration late (`LATE` of the kernel).  By the
+instructions of an iteration of 128 rows and 64 keys of 128 numbers, the matrix units of a processor are at work for 1,024
+cycles, and wait for some 650; late, for some 300.  Not measured on a GPU.
+
 Groups are odd here that are no power of two.  A tile has the heads of a whole group, so that they read keys and values
 once; where it is 32 rows, at most so many.
 
@@ -82,6 +87,7 @@ class TileConfig(LaunchConfig):
 
     heads: query heads of a program: those of a group, or one of several equal parts of it.
     bulk: whether an iteration's keys are one bulk copy, and its values.
+    late: whether values are multiplied an iteration late, beside what comes of the next scores.
     """
 
     heads: int
@@ -90,6 +96,7 @@ class TileConfig(LaunchConfig):
     block_d: int
     block_dv: int
     bulk: bool
+    late: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +124,7 @@ def tile_config(
     bytes_per_element: int,
     block_size: int,
     bulk: bool,
+    asynchronous: bool = False,
     slopes: bool = False,
     narrow: bool = False,
     backend: Backend = "cuda",
@@ -126,6 +134,7 @@ def tile_config(
     Args:
         block_size: 0 without a pool.
         bulk: the device has `bulk_copies`, and the pools begin and go on at multiples of 16 bytes.
+        asynchronous: the device has `asynchronous_products`.
         slopes: a bias is added to each score, whose distances take registers.
         narrow: pools are e4m3, whose numbers take registers on their way to the query's dtype.
         backend: what Triton compiles for.
@@ -138,7 +147,7 @@ def tile_config(
     wide = bytes_per_element == 4
     # float32 is multiplied by vector units, which read registers: it would be copied once more.
     if bulk and not wide and max(block_d, block_dv) <= 256:
-        tile = _bulk_tile(group, block_d, block_dv, low=low, slopes=slopes)
+        tile = _bulk_tile(group, block_d, block_dv, low=low, slopes=slopes, late=asynchronous and not narrow)
         if block_size > 0 and block_size % tile.block_n == 0:
             return tile
     largest = max(block_d, block_dv)
@@ -167,6 +176,7 @@ def tile_config(
         num_stages=1 if single else 2,
         large=many,
         bulk=False,
+        late=False,
     )
 
 
@@ -179,7 +189,7 @@ def _warps(backend: Backend, *, many: bool, widest: bool) -> int:
     return 16 if widest else 8 if many else 4
 
 
-def _bulk_tile(group: int, block_d: int, block_dv: int, *, low: bool, slopes: bool) -> TileConfig:
+def _bulk_tile(group: int, block_d: int, block_dv: int, *, low: bool, slopes: bool, late: bool) -> TileConfig:
     """For sm_90 and sm_100, which have 227 KiB of shared memory."""
     # Two groups of four warps, with the 64 rows that an instruction of Hopper's matrix units has for each, and the 128
     # of Blackwell's together.
@@ -201,6 +211,7 @@ def _bulk_tile(group: int, block_d: int, block_dv: int, *, low: bool, slopes: bo
         # Not measured on a GPU.
         num_stages=5,
         bulk=True,
+        late=late and block_m >= tall,
     )
 
 
@@ -247,6 +258,12 @@ def bulk_copies(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip:
         return False
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+@functools.cache
+def asynchronous_products(device: torch.device) -> bool:
+    """Whether a group of warps goes on while a product of its registers is computed, until it waits for it: Hopper."""
+    return bulk_copies(device) and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @functools.cache

@@ -79,13 +79,17 @@ class Usage:
             # Scalar registers spilled into lanes of vector registers never reach memory and are not counted.
             names, text = (r"\.vgpr_count:\s+", r"\.private_segment_fixed_size:\s+"), compiled.asm["amdgcn"]
         else:
-            binary = folder / "kernel.cubin"
-            binary.write_bytes(compiled.asm["cubin"])
-            tool = triton.knobs.nvidia.cuobjdump.path
-            run = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True)
-            names, text = ("REG:", "STACK:", "LOCAL:"), run.stdout
+            names = ("REG:", "STACK:", "LOCAL:")
+            text = said_of(compiled, folder, triton.knobs.nvidia.cuobjdump.path, "-res-usage")
         registers, *local = (int(re.search(name + r"(\d+)", text)[1]) for name in names)
         return cls(registers=registers, spilled=sum(local), shared=compiled.metadata.shared)
+
+
+def said_of(compiled: Any, folder: Path, tool: str, *options: str) -> str:
+    """What a tool of NVIDIA's says of the machine code."""
+    binary = folder / "kernel.cubin"
+    binary.write_bytes(compiled.asm["cubin"])
+    return subprocess.run([tool, *options, binary], capture_output=True, text=True, check=True).stdout
 
 
 def assert_ships(compiled: Any, target: Target, folder: Path) -> None:

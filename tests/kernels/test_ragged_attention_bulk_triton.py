@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from tests.kernels.test_ragged_attention_splits_triton import DRAFTS, split_into
 from tests.kernels.test_ragged_attention_triton import (
     TOLERANCE,
     Recorder,
+    compile_attention,
     compiling,
     nan_filled_outputs,  # noqa: F401
     triton_cache,  # noqa: F401
@@ -23,6 +25,8 @@ launcher = pytest.importorskip("selective_compile.kernels.ragged_attention_trito
 attends = pytest.importorskip("selective_compile.kernels.ragged_attention_attend_triton")
 tiles = pytest.importorskip("selective_compile.kernels.ragged_attention_tiles")
 ahead = pytest.importorskip("tests.kernels.ahead_of_time")
+machine = pytest.importorskip("tests.kernels.machine_code")
+HOPPER = ahead.TARGETS[1]
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
 
 NAMES = ("mixed", "decode", "only_padding", "no_request", "group_of_7", "window_over_blocks", "chunk_and_window")
@@ -34,8 +38,9 @@ RUNS += [(LONG, torch.float16), (dataclasses.replace(LONG, window=90, name="long
 
 @pytest.fixture
 def launches(monkeypatch) -> list:
-    """The device has bulk copies; whether each launch of the attention kernel made use of them."""
+    """The device is as Hopper is; whether each launch of the attention kernel made use of bulk copies."""
     monkeypatch.setattr(attends, "bulk_copies", lambda device: True)
+    monkeypatch.setattr(attends, "asynchronous_products", lambda device: True)
     made, described = [], attends._tiles
 
     def noted(*args):
@@ -60,6 +65,14 @@ def test_ragged_attention(case, dtype, launches, nan_filled_outputs):  # noqa: F
     assert launches == [True]
 
 
+@pytest.mark.parametrize("run", RUNS[-3:], ids=str)
+def test_ragged_attention_of_blackwell(run, launches, nan_filled_outputs, monkeypatch):  # noqa: F811
+    """Values are multiplied in their own iteration."""
+    monkeypatch.setattr(attends, "asynchronous_products", lambda device: False)
+    check(make_inputs(*run))
+    assert launches == [True]
+
+
 @pytest.mark.parametrize("case", [DRAFTS, dataclasses.replace(LONG, sinks=0.5, slopes=True)], ids=str)
 def test_splits(case, launches, nan_filled_outputs, monkeypatch):  # noqa: F811
     monkeypatch.setattr(attends, "split_config", split_into(1))
@@ -81,14 +94,20 @@ def test_what_no_descriptor_can_tell_is_read_by_addresses(launches):
     assert launches == [False] * 5
 
 
-@pytest.mark.parametrize(("capability", "bulk"), (((8, 0), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)))
-def test_the_device_says_whether_it_has_bulk_copies(capability, bulk, monkeypatch):
-    tiles.bulk_copies.cache_clear()
+CAPABILITIES = {(8, 0): (False, False), (9, 0): (True, True), (10, 3): (True, False), (12, 0): (False, False)}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+def test_the_device_says_what_it_has(capability, monkeypatch):
+    asked = (tiles.bulk_copies, tiles.asynchronous_products)
+    for each in asked:
+        each.cache_clear()
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert tiles.bulk_copies(torch.device("cuda", 55)) is bulk
-    assert tiles.bulk_copies(torch.device("cpu")) is False
-    tiles.bulk_copies.cache_clear()
+    assert tuple(each(torch.device("cuda", 55)) for each in asked) == CAPABILITIES[capability]
+    assert not any(each(torch.device("cpu")) for each in asked)
+    for each in asked:
+        each.cache_clear()
 
 
 @compiling
@@ -118,3 +137,39 @@ def test_tall_tiles_are_large_enough_for_the_matrix_units() -> None:
             tile = tiles.tile_config(group=group, key_size=size, value_size=size, **vars(sizes))
             rows = 64 if group in (3, 7) and size > 128 else 128
             assert tile.bulk and tile.block_m == rows and tile.num_warps == 8 and 64 % tile.block_n == 0
+
+
+@compiling
+@pytest.mark.parametrize(("size", "group", "given"), [(64, 7, {}), (128, 4, {}), (256, 4, {"WINDOW": 100})], ids=str)
+def test_values_are_multiplied_beside_the_next_weights_on_hopper(size, group, given, tmp_path):
+    """The loop over clear iterations waits for nothing but the scores; what the product reads and writes by then is
+    left alone."""
+    compiled = compile_attention(HOPPER, "bf16", size, 512, group=group, split=True, **given)
+    _, clear = ahead.innermost_loops(compiled)
+    scores, wait, weighted, exponentials = (
+        re.search(pattern, clear).start()
+        for pattern in (
+            r"warp_group_dot .* -> tensor<128x(32|64)xf32",
+            "warp_group_dot_wait ",
+            r"warp_group_dot %\w+, %v",
+            r"math.exp2 .*tensor<128x(32|64)xf32",
+        )
+    )
+    assert scores < wait < weighted < exponentials
+    assert len(re.findall("warp_group_dot_wait ", clear)) == 1
+    assert len(re.findall("async_tma_copy_global_to_local", clear)) == 2
+    code = machine.instructions(compiled, tmp_path)
+    assert len(machine.loops_of_products(code)) == 2 and machine.written_under_way(code) == []
+
+
+def test_writes_of_what_products_still_use_are_seen():
+    """Sums and rows until the wait, of each width; not what only reads."""
+    code = ["HGMMA.64x64x16.F32.BF16 R88, R136, gdesc[UR8].tnspB, R88, gsb0", "FMUL R5, R88, R120"]
+    code += [
+        "MUFU.EX2 R119, R4",
+        "@!P1 IMAD.WIDE R138, R2, R3, R4",
+        "LDG.E R140, desc[UR4][R2.64]",
+        "LDS.128 R84, [R2]",
+    ]
+    code += ["LDS.128 R86, [R2]", "STG.E [R88], R5", machine.WAIT, "MUFU.EX2 R88, R4"]
+    assert machine.written_under_way(code) == [code[2], code[3], code[6]]

@@ -191,13 +191,20 @@ def compile_attention(
     block_size = changes.get("BLOCK_SIZE", 64)
     width, bulk = 4 if element == "fp32" else 2, target.arch in (90, 100)
     value_size = value_size or size
-    others = {"bulk": bulk, "slopes": "slopes" in given, "narrow": fp8, "backend": target.backend}
+    others = {
+        "bulk": bulk,
+        "asynchronous": target.arch == 90,
+        "slopes": "slopes" in given,
+        "narrow": fp8,
+        "backend": target.backend,
+    }
     tile = config(rows, 8, group, size, width, value_size=value_size, block_size=block_size, **others)
     constants = {"SCALE": 0.1, "WINDOW": 0, "SOFTCAP": 0.0, "CHUNK": 0, "PREFIX": 0}
     constants |= {"GROUP": tile.heads, "HEADS": 8 * group, "PARTS": group // tile.heads}
     constants |= {name: None for name in ("sinks", "slopes") if name not in given}
     constants |= {"KEY_SIZE": size, "VALUE_SIZE": value_size, "BLOCK_D": tile.block_d, "BLOCK_DV": tile.block_dv}
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_SIZE": 64, "WIDEN": False, "SPLIT": split}
+    constants["LATE"] = tile.late
     constants |= {} if split else dict.fromkeys(PARTS)
     constants |= {} if tile.bulk else {"key_tiles": None, "value_tiles": None}
     constants |= {} if fp8 else dict.fromkeys(SCALES)
