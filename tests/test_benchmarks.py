@@ -125,6 +125,14 @@ def test_gpu_spills(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert ended.value.code == 0 and capsys.readouterr().out == "0 of 3 configurations spill or do not fit\n"
 
 
+def test_gpu_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values that are multiplied late leave the matrix units less to wait for."""
+    pytest.importorskip("triton")
+    late, other = run("gpu_loops", tmp_path, monkeypatch, "--quick")["rows"]
+    assert late["products"] == other["products"] == 1024
+    assert 1024 < late["cycles"] < 0.9 * other["cycles"]
+
+
 def test_split_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     rows = run("split_plan", tmp_path, monkeypatch, "--quick", "--most", "0.7")["rows"]

@@ -11,20 +11,22 @@ from benchmarks.gpu_parts import ceilings
 from benchmarks.gpu_parts.attention import Requests, each
 from benchmarks.gpu_parts.floors import share
 from benchmarks.gpu_parts.jobs import Context
-from benchmarks.gpu_parts.ragged_step import RaggedStep
+from benchmarks.gpu_parts.ragged_step import AttentionShape, RaggedStep
 from benchmarks.gpu_parts.timing import Timer
 from selective_compile.kernels import ragged_attention_attend_triton as attends
 from selective_compile.kernels.ragged_attention_tiles import TileConfig
 
 LENGTH = 8192
-# The changed fields of a tall tile of Hopper's. Of half the rows, two programs have room on a processor, and one has
-# use for what the other leaves idle, but each reads all keys: 64 bytes for each cycle of its products, which is more
-# than the second level of the cache gives a processor.
-CANDIDATES: dict[str, dict[str, Any]] = {
-    "as chosen": {},
-    "values not late": {"late": False},
-    "64 rows, four warps": {"block_m": 64, "num_warps": 4},
-    "64 rows, four warps, values not late": {"block_m": 64, "num_warps": 4, "late": False},
+# The changed fields of a tall tile of Hopper's, and the slots of a block. Of half the rows, two programs have room on a
+# processor, and one has use for what the other leaves idle, but each reads all keys: 64 bytes for each cycle of its
+# products, which is more than the second level of the cache gives a processor. Of twice the keys, a tile wants blocks
+# of as many slots.
+CANDIDATES: dict[str, tuple[dict[str, Any], int]] = {
+    "as chosen": ({}, 64),
+    "values not late": ({"late": False}, 64),
+    "64 rows, four warps": ({"block_m": 64, "num_warps": 4}, 64),
+    "64 rows, four warps, values not late": ({"block_m": 64, "num_warps": 4, "late": False}, 64),
+    "128 keys, as has each block": ({"block_n": 128}, 128),
 }
 
 
@@ -39,9 +41,9 @@ def run(context: Context) -> None:
 
     length = 24 if context.tiny else LENGTH
     prompt: Requests = ((length, length),)
-    for name, changes in CANDIDATES.items():
+    for name, (changes, block_size) in CANDIDATES.items():
         with changed_tiles(changes):
-            each(context, [(f"{name}, prefill {length}", prompt)], measure)
+            each(context, [(f"{name}, prefill {length}", prompt)], measure, shape=AttentionShape(block_size=block_size))
 
 
 @contextmanager

@@ -16,9 +16,9 @@ A tile's keys and values are read in one of two ways, by one bulk copy of a bloc
 | float32 | by addresses | 32 | 16 |
 
 Hopper's matrix units go on with a product while the program computes weights, and its registers hold what that takes:
-there, tall tiles read by bulk copies in 16 bits multiply their values an iteration late (`LATE` of the kernel).  By the
-instructions of an iteration of 128 rows and 64 keys of 128 numbers, the matrix units of a processor are at work for 1,024
-cycles, and wait for some 650; late, for some 300.  Not measured on a GPU.
+there, tall tiles read by bulk copies in 16 bits multiply their values an iteration late (`LATE` of the kernel).  By its
+instructions, an iteration with heads of 128 numbers takes a processor 1,472 cycles, and 1,826 otherwise, of which its
+products are 1,024 (`benchmarks/gpu_loops.py`).  Not measured on a GPU.
 
 Groups are odd here that are no power of two.  A tile has the heads of a whole group, so that they read keys and values
 once; where it is 32 rows, at most so many.
