@@ -24,8 +24,8 @@ settings.load_profile("fixed")
 # all that it traces and compiles, graph after graph, as with TORCH_TRACE: a fifth of the time, and nobody reads it.
 logging.getLogger("torch.__trace").propagate = True
 
-# Models here are small and each is traced once: to remember what every operator made of fake tensors took a fifth of the
-# time of tests that trace. Of large models it takes about what it saves, and the package leaves it as it is.
+# Models here are small and each is traced once: to remember what every operator made of fake tensors took a fifth of
+# the time of tests that trace. Of large models it takes about what it saves, and the package leaves it as it is.
 torch._dynamo.config.fake_tensor_cache_enabled = False
 
 
