@@ -59,11 +59,12 @@ def asked(fields, num_rows, row, vocabulary):
     min_p = tl.load(fields + 2 * num_rows + row)
     top_k = tl.load(fields + 3 * num_rows + row)
     penalty = tl.load(fields + 5 * num_rows + row).to(tl.float32)
-    top_k = tl.where(top_k < vocabulary.to(tl.float64), top_k, 0.0)
+    top_k = tl.where(top_k < vocabulary, top_k, 0.0)
     return temperature, penalty, limit, min_p, top_k, (top_k > 0) | (limit > 0) | (min_p > 0)
 
 
-@triton.jit(do_not_specialize=["vocabulary", "num_rows"], do_not_specialize_on_alignment=["fields", "marks", "slots"])
+# A vocabulary is always the same: where it is a multiple of 16, a thread reads eight scores at once.
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["fields", "slots"])
 def _part_kernel(
     bests,  # [R, PARTS], the largest score of each part, NaN where it has one; behind the last part not written
     places,  # [R, PARTS] int32, the first token that has it
@@ -95,7 +96,7 @@ def _part_kernel(
     first_nan = tl.full([BLOCK], NEVER, tl.int32)
     for start in range(begin, end, BLOCK):
         j = start + tl.arange(0, BLOCK)
-        score = scores_of(logits, marks, penalty, scale, j, j < end)
+        score = scores_of(logits, marks, penalty, scale, j, j < vocabulary)
         none = score != score
         first_nan = tl.where(none, tl.minimum(first_nan, j), first_nan)
         better = score > best
@@ -115,7 +116,7 @@ def _part_kernel(
         weights = tl.full([BLOCK], 0.0, tl.float64)
         for start in range(begin, end, BLOCK):
             j = start + tl.arange(0, BLOCK)
-            weights += tl.exp(scores_of(logits, marks, penalty, scale, j, j < end) - top).to(tl.float64)
+            weights += tl.exp(scores_of(logits, marks, penalty, scale, j, j < vocabulary) - top).to(tl.float64)
         tl.store(sums + of_part, total_of(weights))
 
 

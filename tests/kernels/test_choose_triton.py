@@ -245,7 +245,7 @@ def test_a_row_drawn_by_its_temperature_alone_is_gone_over_by_many_programs(monk
     assert sum(read) <= 8192 // choose_triton.PARTS + 4 * choose_triton.PARTS
 
 
-def compile_choice(kernel: Any, target: Any) -> Any:
+def compile_choice(kernel: Any, target: Any, **given: int) -> Any:
     names = ("PARTS", "LANES", "SEARCHES", "LISTED", "ROOM")
     constants = {"BLOCK": BLOCK, "NO_TOKEN": NO_TOKEN} | {name: getattr(choose_triton, name) for name in names}
     types = {"tokens": "*i64", "candidates": "*i32", "logits": "*bf16", "fields": "*fp64", "marks": "*u8"}
@@ -253,7 +253,7 @@ def compile_choice(kernel: Any, target: Any) -> Any:
     whole = kernel is choose_triton._choose_kernel
     options = warps(choose_triton.WARPS, target.backend) if whole else {"num_warps": choose_parts_triton.PART_WARPS}
     of_kernel = {parameter.name for parameter in kernel.params}
-    constants = {name: value for name, value in constants.items() if name in of_kernel}
+    constants = {name: value for name, value in (constants | given).items() if name in of_kernel}
     return ahead.compile_ahead(kernel, target, types, constants, **options)
 
 
@@ -265,6 +265,15 @@ def test_it_ships(target: Any, kernel: str, triton_cache: None, tmp_path: Any) -
     ahead.assert_ships(compiled, target, tmp_path)
     if kernel == "row":  # between threads that list candidates and read them
         assert re.search(r"(ttg|gpu)\.barrier", compiled.asm["ttgir"])
+    elif target.backend == "cuda":  # of a vocabulary that is a multiple of 16, eight scores and marks at a time
+        loads = set(re.findall(r"ld\.global\S*", compiled.asm["ptx"]))
+        assert any(".v4.b32" in load for load in loads) and not any(re.search(r"\.[bu](8|16)$", load) for load in loads)
+
+
+def test_a_vocabulary_of_one_ships(triton_cache: None) -> None:
+    """Which a launch would have as a constant."""
+    for kernel in (choose_triton._choose_kernel, choose_parts_triton._part_kernel):
+        assert compile_choice(kernel, ahead.TARGETS[1], vocabulary=1).asm["cubin"]
 
 
 @pytest.mark.gpu
