@@ -39,14 +39,9 @@ from selective_compile.kernels.dot_triton import widened_dot
 from selective_compile.kernels.interpreter import on_device
 from selective_compile.kernels.key_write_triton import write_keys
 from selective_compile.kernels.latent_attention_tiles import LEAST, LatentTile, latent_tile
-from selective_compile.kernels.ragged_attention_attend_triton import (
-    aligned,
-    attend,
-    blocks_of_keys,
-    described,
-    elements,
-)
+from selective_compile.kernels.ragged_attention_attend_triton import aligned, attend, described
 from selective_compile.kernels.ragged_attention_merge_triton import merge, new_parts
+from selective_compile.kernels.ragged_attention_reads_triton import blocks_of_keys, elements
 from selective_compile.kernels.ragged_attention_tiles import (
     bulk_copies,
     most_keys,
