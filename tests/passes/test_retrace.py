@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from selective_compile.capture import ATTENTION_MASK, capture
+from selective_compile.capture import ATTENTION_MASK, Captured, capture
 from selective_compile.passes import Rewrite, rewrite
 from selective_compile.passes import retrace as tracing
 from selective_compile.passes.normalise import SPELT_OUT, Symbols
@@ -41,8 +41,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def rewritten(model: nn.Module) -> Rewrite:
-    captured = capture(model)
+def rewritten(captured: Captured) -> Rewrite:
     return rewrite(captured.module, captured.examples, paged=True, ones=ATTENTION_MASK)
 
 
@@ -65,11 +64,11 @@ def test_code_is_written_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -
 def test_layers_that_were_copied_are_those_that_would_be_traced(
     name: str, traced: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = MODELS[name]()
-    found, few = rewritten(model), list(traced)
+    captured = capture(MODELS[name]())
+    found, few = rewritten(captured), list(traced)
     traced.clear()
     monkeypatch.setattr(tracing, "repeats", lambda *_: [])
-    expected = rewritten(model)
+    expected = rewritten(captured)
     assert len(few) == len(traced) == 2
     assert all(less < 0.8 * whole for less, whole in zip(few, traced, strict=True))
     assert found.flat is not None and expected.flat is not None
