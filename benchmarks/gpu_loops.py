@@ -3,20 +3,22 @@
     python benchmarks/gpu_loops.py
 
 Compiles the attention kernel for sm_90 as it ships, and walks through the loop over keys that every row sees as the two
-groups of warps of a program do, which wait for one another in each iteration: a product begins when the one before it
-has ended, and takes the matrix units for its operations at 4,096 a cycle; any other instruction takes a scheduler a
-cycle for each of its warps, an exponential the unit for these eight.  Prints cycles of an iteration, those of its
-products, and the share that these are: the most that the kernel can have of the matrix units' rate.
+groups of warps of a program do, which wait for one another in each iteration.  A product begins when the one before it
+has ended, and takes the matrix units for its operations at 4,096 a cycle.  Any other instruction takes a scheduler a
+cycle for each of its warps, and its unit two if it is not of float32 sums and products (CUDA C++ Programming Guide,
+"Throughput of Native Arithmetic Instructions"), eight if it is an exponential.  Prints cycles of an iteration, those of
+its products, and the share that these are: the most that the kernel can have of the matrix units' rate.
 
 A prediction, for `benchmarks/gpu.py` to hold to: latencies, late copies, tails, and what a cache gives are not in it.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,9 @@ from tests.kernels.test_ragged_attention_triton import compile_attention
 HOPPER = TARGETS[1]
 SCHEDULERS = 4  # of a processor, which has an instruction of each of them begun in a cycle
 OPERATIONS = 4096  # of 16 bits, of a processor's matrix units in a cycle
-EXPONENTIAL = 8  # cycles of a scheduler's unit for those of a warp
+# Cycles of a scheduler's units for an instruction of a warp: for exponentials and the like, and for comparisons,
+# choices, conversions and integers. Sums and products of float32 take as long as it takes to begin them.
+UNITS = {"special": (8, re.compile("MUFU")), "others": (2, re.compile(r"FMNMX|FSEL|FSETP|F2F|I2F|^(?!HGMMA|F)[A-Z]"))}
 WARPS = 8
 # Head sizes and what else is asked of the kernel.
 STEPS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -46,22 +50,23 @@ STEPS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @dataclass
 class Clock:
-    """Cycles by now: when the next instruction begins, and until when the matrix units and those of exponentials are at
-    work."""
+    """Cycles by now: when the next instruction begins, and until when the matrix units and the others are at work."""
 
     now: float = 0.0
     products: float = 0.0
-    exponentials: float = 0.0
+    units: dict[str, float] = field(default_factory=lambda: dict.fromkeys(UNITS, 0.0))
 
     def step(self, instruction: str) -> float:
         """The cycles of a product, if it is one."""
         of_each = WARPS // SCHEDULERS
+        operation = re.sub(r"^@!?\w+ ", "", instruction)
+        unit = next((name for name, (_, ones) in UNITS.items() if ones.match(operation)), None)
+        if unit is not None:
+            self.now = max(self.now, self.units[unit])
+            self.units[unit] = self.now + UNITS[unit][0] * of_each
         self.now += of_each
         if WAIT in instruction:
             self.now = max(self.now, self.products)
-        elif "MUFU" in instruction:
-            self.exponentials = max(self.exponentials, self.now) + EXPONENTIAL * of_each
-            self.now = max(self.now, self.exponentials - EXPONENTIAL * of_each)
         elif product := PRODUCT.search(instruction):
             cycles = 2 * 64 * int(product[1]) * 16 / OPERATIONS * (WARPS // 4)
             self.products = max(self.products, self.now) + cycles

@@ -40,7 +40,7 @@ WEIGHTS = {
         "choice": 2,
         "joined": 2,
         "variants": 2,
-        "tiles": 2,
+        "tiles": 4,
         "varlen_attn": 4,
         "flex_attention": 4,
     },

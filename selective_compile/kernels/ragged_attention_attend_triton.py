@@ -59,6 +59,7 @@ from selective_compile.kernels.ragged_attention_tiles import (
     processors,
     split_config,
     tile_config,
+    worth_late,
 )
 from selective_compile.kernels.registers import backend
 from selective_compile.kernels.request_rows_triton import tile_rows
@@ -210,11 +211,13 @@ def _attention_kernel(
     for MASKED in tl.static_range(1, -1, -1):
         steps = masked_steps if MASKED else (clear_end - clear_begin) // BLOCK_N
         if LATE and not MASKED:
-            # The first iteration multiplies its own values, which every row sees, by no weight. Weights are kept in
-            # float32: those of 16 bits would go through shared memory.
+            # The first iteration multiplies its own values, which every row sees, by no weight: one that is infinite
+            # makes NaN of what would be infinite. Weights are kept in float32: those of 16 bits would go through shared
+            # memory.
             late_weight = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
             late_correction = tl.full([BLOCK_M], 1.0, tl.float32)
-            late_block, late_start = tl.load(entries + clear_begin // BLOCK_SIZE, steps > 0, 0), clear_begin
+            late_start = clear_begin
+            late_block = tl.load(entries + clear_begin // BLOCK_SIZE, steps > 0, 0).to(tl.int32)
         # Of the few masked iterations no load is begun early but the bulk copies of 128 rows: elsewhere the registers
         # that this takes spilled in float32, and low tiles would have shared memory for fewer programs at once.
         for step in tl.range(0, steps, num_stages=1 if MASKED and (key_tiles is None or BLOCK_M < 128) else None):
@@ -334,6 +337,7 @@ def attend(
     num_requests, group = cu_seqlens_q.shape[0] - 1, heads // kv_heads
     assert all(tensor.stride(-1) == 1 for tensor in (query, keys, values)), "rows must be contiguous"
     assert all(tensor is None or tensor.is_contiguous() for tensor in per_head), "heads must be contiguous"
+    _, window, _, chunk, prefix = score
     tile = tile_config(
         num_rows=num_rows,
         num_requests=num_requests,
@@ -343,12 +347,12 @@ def attend(
         bytes_per_element=query.element_size(),
         block_size=block_size,
         bulk=bulk_copies(query.device) and aligned(keys) and aligned(values),
-        asynchronous=asynchronous_products(query.device),
+        late=asynchronous_products(query.device) and worth_late(window=window, chunk=chunk, prefix=prefix),
         slopes=per_head[1] is not None,
         narrow=keys.element_size() < query.element_size(),
         backend=backend(),
     )
-    rows, parts, (_, window, _, chunk, prefix) = tile.block_m // tile.heads, heads // tile.heads, score
+    rows, parts = tile.block_m // tile.heads, heads // tile.heads
     if prefix and (window or chunk):
         raise ValueError(f"window and chunk must be 0 with a prefix, got {window} and {chunk}")
     keys_of_a_tile = most_keys(rows=rows, window=window, chunk=chunk, block_n=tile.block_n)

@@ -16,9 +16,9 @@ A tile's keys and values are read in one of two ways, by one bulk copy of a bloc
 | float32 | by addresses | 32 | 16 |
 
 Hopper's matrix units go on with a product while the program computes weights, and its registers hold what that takes:
-there, tall tiles read by bulk copies in 16 bits multiply their values an iteration late (`LATE` of the kernel).  By its
-instructions, an iteration with heads of 128 numbers takes a processor 1,472 cycles, and 1,826 otherwise, of which its
-products are 1,024 (`benchmarks/gpu_loops.py`).  Not measured on a GPU.
+there, tiles of 128 rows read by bulk copies in 16 bits multiply their values an iteration late (`LATE` of the kernel),
+where rows see many keys.  By its instructions, an iteration with heads of 128 numbers takes a processor 1,714 cycles at
+least, and 1,908 otherwise, of which its products are 1,024 (`benchmarks/gpu_loops.py`).  Not measured on a GPU.
 
 Groups are odd here that are no power of two.  A tile has the heads of a whole group, so that they read keys and values
 once; where it is 32 rows, at most so many.
@@ -58,6 +58,9 @@ SHORTEST = 256
 # copies, which nothing runs beside, are a quarter with 256 keys of size 128, and an eighth with 512. Not measured on a
 # GPU.
 LONG = 512
+# Keys that a row sees, at least, where values are multiplied late. That takes one more product, and a copy that nothing
+# runs beside, which it takes some ten iterations to make good. Not measured on a GPU.
+LATE_KEYS = 1024
 # Rows of a tile with head sizes of which more would spill registers. A group of more heads is cut into parts, each of
 # which reads all keys again.
 SHORT_TILE = 32
@@ -124,7 +127,7 @@ def tile_config(
     bytes_per_element: int,
     block_size: int,
     bulk: bool,
-    asynchronous: bool = False,
+    late: bool = False,
     slopes: bool = False,
     narrow: bool = False,
     backend: Backend = "cuda",
@@ -134,7 +137,7 @@ def tile_config(
     Args:
         block_size: 0 without a pool.
         bulk: the device has `bulk_copies`, and the pools begin and go on at multiples of 16 bytes.
-        asynchronous: the device has `asynchronous_products`.
+        late: the device has `asynchronous_products`, and they are `worth_late`.
         slopes: a bias is added to each score, whose distances take registers.
         narrow: pools are e4m3, whose numbers take registers on their way to the query's dtype.
         backend: what Triton compiles for.
@@ -147,7 +150,7 @@ def tile_config(
     wide = bytes_per_element == 4
     # float32 is multiplied by vector units, which read registers: it would be copied once more.
     if bulk and not wide and max(block_d, block_dv) <= 256:
-        tile = _bulk_tile(group, block_d, block_dv, low=low, slopes=slopes, late=asynchronous and not narrow)
+        tile = _bulk_tile(group, block_d, block_dv, low=low, slopes=slopes, late=late and not narrow)
         if block_size > 0 and block_size % tile.block_n == 0:
             return tile
     largest = max(block_d, block_dv)
@@ -206,12 +209,13 @@ def _bulk_tile(group: int, block_d: int, block_dv: int, *, low: bool, slopes: bo
         block_dv=block_dv,
         num_warps=4 if block_m < tall else 8,
         large=block_m >= tall,
-        # Copies begin two iterations ahead, as far as they are from memory at 1 microsecond: an iteration of a tall
-        # tile is half of one. Each takes two stages, as Triton loads a block's number a stage in front of the block.
+        # Copies begin two iterations ahead, more than they are from memory at 1 microsecond: an iteration of a tall
+        # tile is most of one. Each takes two stages, as Triton loads a block's number a stage in front of the block.
         # Not measured on a GPU.
         num_stages=5,
         bulk=True,
-        late=late and block_m >= tall,
+        # Of 64 rows, warps share the weights of a row, which go through shared memory.
+        late=late and block_m == 128,
     )
 
 
@@ -249,6 +253,11 @@ def most_keys(*, rows: int, window: int, chunk: int, block_n: int) -> int | None
     """
     # The first iteration may begin up to block_n - 1 keys in front of the first key.
     return min((each - 1 + rows + block_n - 1 for each in (window, chunk) if each > 0), default=None)
+
+
+def worth_late(*, window: int, chunk: int, prefix: int) -> bool:
+    """Whether rows may see as many keys as it takes; beside a prefix, registers spill with Triton 3.6."""
+    return prefix == 0 and all(each >= LATE_KEYS for each in (window, chunk) if each > 0)
 
 
 @functools.cache

@@ -15,8 +15,10 @@ from tests.kernels.ahead_of_time import said_of
 PRODUCT = re.compile(r"HGMMA\.64x(\d+)\S* R(\d+), (?:R(\d+), )?")
 # The wait for those that were begun: all of them, as kernels here have it.
 WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
-# What any other instruction writes, of so many bits.
-WRITTEN = re.compile(r"^(?:@!?\w+ )?(?!ST|RED|ATOM|BAR|BRA|SYNCS)(\S+) (?:!?U?P\w+, )?R(\d+)\b")
+# Of any other instruction: what it does, the register that it writes first, if any, and how it says that there are
+# more.
+OTHER = re.compile(r"^(?:@!?\w+ )?(\S+) ?((?:!?U?P\w+, )?R(\d+)\b)?(.*)")
+FOUR, PAIR = re.compile(r"\.128|M88\.4"), re.compile(r"64|WIDE|M88\.2|^CS2R(?!\.32)|^D(?:ADD|MUL|FMA)")
 
 
 def instructions(compiled: Any, folder: Path) -> list[str]:
@@ -28,24 +30,36 @@ def instructions(compiled: Any, folder: Path) -> list[str]:
     return found
 
 
-def written_under_way(code: list[str]) -> list[str]:
-    """Instructions that write registers which a product that is not waited for yet still reads or adds to.
+def used_under_way(code: list[str]) -> list[str]:
+    """Instructions that write registers which a product that is not waited for yet still reads or adds to, or that read
+    what it adds to; in a loop, from one iteration to the next, too.
 
     The hardware does not keep them from it: Triton says where is waited, and the assembler shares out registers.
     """
-    under_way: set[int] = set()
+    loops = [loop + loop for loop in loops_of_products(code)]
+    return list(dict.fromkeys(each for walk in (code, *loops) for each in _used_under_way(walk)))
+
+
+def _used_under_way(code: list[str]) -> list[str]:
+    sums: set[int] = set()
+    rows: set[int] = set()
     found = []
     for instruction in code:
         if product := PRODUCT.search(instruction):
-            width, sums, rows = product.groups()
-            under_way.update(range(int(sums), int(sums) + int(width) // 2))
-            under_way.update(range(int(rows), int(rows) + 4) if rows else ())
+            width, first, first_row = product.groups()
+            own = set(range(int(first), int(first) + int(width) // 2))
+            given = set(range(int(first_row), int(first_row) + 4)) if first_row else set()
+            found += [instruction] if own & rows or given & sums else []
+            sums, rows = sums | own, rows | given
         elif WAIT in instruction:
-            under_way.clear()
-        elif written := WRITTEN.search(instruction):
-            operation, first = written.groups()
-            count = 4 if ".128" in operation else 2 if re.search("64|WIDE", operation) else 1
-            found += [instruction] if under_way & set(range(int(first), int(first) + count)) else []
+            sums, rows = set(), set()
+        elif other := OTHER.search(instruction):
+            operation, _, first, rest = other.groups()
+            count = 4 if FOUR.search(operation) else 2 if PAIR.search(operation) else 1
+            written = set(range(int(first), int(first) + count)) if first else set()
+            wide = count if operation.startswith("ST") else 1
+            read = {int(each) + n for each in re.findall(r"\bR(\d+)\b", rest) for n in range(wide)}
+            found += [instruction] if written & (sums | rows) or read & sums else []
     return found
 
 

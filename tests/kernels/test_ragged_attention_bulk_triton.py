@@ -41,6 +41,7 @@ def launches(monkeypatch) -> list:
     """The device is as Hopper is; whether each launch of the attention kernel made use of bulk copies."""
     monkeypatch.setattr(attends, "bulk_copies", lambda device: True)
     monkeypatch.setattr(attends, "asynchronous_products", lambda device: True)
+    monkeypatch.setattr(tiles, "LATE_KEYS", 1)
     made, described = [], attends._tiles
 
     def noted(*args):
@@ -129,6 +130,20 @@ def test_steps_of_every_shape_share_two_compiled_kernels(launches, monkeypatch):
         assert variant.metadata.global_scratch_size == 0
 
 
+def test_values_are_late_in_tiles_of_128_rows_that_see_many_keys() -> None:
+    sizes = SimpleNamespace(num_requests=8, bytes_per_element=2, block_size=64, bulk=True, late=True)
+    for group, size in ((4, 128), (7, 128), (4, 256)):
+        asked = {"group": group, "key_size": size, "value_size": size, "num_rows": 512, **vars(sizes)}
+        assert tiles.tile_config(**asked).late
+        changes = ({"late": False}, {"num_rows": 8}, {"narrow": True}, {"block_size": 16}, {"bytes_per_element": 4})
+        assert not any(tiles.tile_config(**asked | change).late for change in changes)
+        assert tiles.tile_config(**asked | {"slopes": True}).late is (size == 128)
+    whole = {"window": 0, "chunk": 0, "prefix": 0}
+    few = [{"window": 128}, {"chunk": 512}, {"prefix": 3}, {"window": 4096, "chunk": 64}]
+    assert tiles.worth_late(**whole) and tiles.worth_late(**whole | {"window": 4096})
+    assert not any(tiles.worth_late(**whole | each) for each in few)
+
+
 def test_tall_tiles_are_large_enough_for_the_matrix_units() -> None:
     """64 rows for each group of four warps on Hopper, 128 on Blackwell; where these would spill, half of them."""
     sizes = SimpleNamespace(num_rows=512, num_requests=8, bytes_per_element=2, block_size=64, bulk=True)
@@ -140,7 +155,7 @@ def test_tall_tiles_are_large_enough_for_the_matrix_units() -> None:
 
 
 @compiling
-@pytest.mark.parametrize(("size", "group", "given"), [(64, 7, {}), (128, 4, {}), (256, 4, {"WINDOW": 100})], ids=str)
+@pytest.mark.parametrize(("size", "group", "given"), [(64, 7, {}), (128, 4, {}), (256, 4, {"WINDOW": 4096})], ids=str)
 def test_values_are_multiplied_beside_the_next_weights_on_hopper(size, group, given, tmp_path):
     """The loop over clear iterations waits for nothing but the scores; what the product reads and writes by then is
     left alone."""
@@ -159,17 +174,36 @@ def test_values_are_multiplied_beside_the_next_weights_on_hopper(size, group, gi
     assert len(re.findall("warp_group_dot_wait ", clear)) == 1
     assert len(re.findall("async_tma_copy_global_to_local", clear)) == 2
     code = machine.instructions(compiled, tmp_path)
-    assert len(machine.loops_of_products(code)) == 2 and machine.written_under_way(code) == []
+    assert len(machine.loops_of_products(code)) == 2 and machine.used_under_way(code) == []
 
 
 def test_writes_of_what_products_still_use_are_seen():
-    """Sums and rows until the wait, of each width; not what only reads."""
-    code = ["HGMMA.64x64x16.F32.BF16 R88, R136, gdesc[UR8].tnspB, R88, gsb0", "FMUL R5, R88, R120"]
+    """Sums and rows until the wait, of each width; not what only reads rows."""
+    code = ["HGMMA.64x64x16.F32.BF16 R88, R136, gdesc[UR8].tnspB, R88, gsb0", "FMUL R5, R138, R120"]
     code += [
         "MUFU.EX2 R119, R4",
         "@!P1 IMAD.WIDE R138, R2, R3, R4",
         "LDG.E R140, desc[UR4][R2.64]",
         "LDS.128 R84, [R2]",
     ]
-    code += ["LDS.128 R86, [R2]", "STG.E [R88], R5", machine.WAIT, "MUFU.EX2 R88, R4"]
-    assert machine.written_under_way(code) == [code[2], code[3], code[6]]
+    code += ["LDS.128 R86, [R2]", "STG.E [R2], R87", machine.WAIT, "MUFU.EX2 R88, R4"]
+    assert machine.used_under_way(code) == [code[2], code[3], code[6]]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    (
+        *("STG.E [R2], R90", "FADD R5, R6, R88", "CS2R R87, SRZ", "LDSM.16.M88.4 R133, [R2]"),
+        *("ATOMG.E.ADD PT, R89, desc[UR4][R2.64], R5", "HGMMA.64x64x16.F32.BF16 R138, gdesc[UR8], RZ, !UPT"),
+    ),
+)
+def test_other_uses_of_what_is_under_way_are_seen(wrong):
+    """Reads of sums, pairs and fours of registers, and sums that are another product's rows."""
+    product = "HGMMA.64x64x16.F32.BF16 R88, R136, gdesc[UR8].tnspB, R88, gsb0"
+    assert machine.used_under_way([product, wrong]) == [wrong]
+
+
+def test_what_is_under_way_from_one_iteration_to_the_next_is_seen():
+    product = "HGMMA.64x64x16.F32.BF16 R88, R136, gdesc[UR8].tnspB, R88, gsb0"
+    code = [".L_x_1:", "FMUL R136, R2, R3", machine.WAIT, "FMUL R137, R2, R3", product, "@P0 BRA `(.L_x_1)"]
+    assert machine.used_under_way(code) == [code[1]]

@@ -191,9 +191,10 @@ def compile_attention(
     block_size = changes.get("BLOCK_SIZE", 64)
     width, bulk = 4 if element == "fp32" else 2, target.arch in (90, 100)
     value_size = value_size or size
+    late = attends.worth_late(**{name.lower(): changes.get(name, 0) for name in ("WINDOW", "CHUNK", "PREFIX")})
     others = {
         "bulk": bulk,
-        "asynchronous": target.arch == 90,
+        "late": target.arch == 90 and late,
         "slopes": "slopes" in given,
         "narrow": fp8,
         "backend": target.backend,
