@@ -150,7 +150,10 @@ def tile_config(
     wide = bytes_per_element == 4
     # float32 is multiplied by vector units, which read registers: it would be copied once more.
     if bulk and not wide and max(block_d, block_dv) <= 256:
-        tile = _bulk_tile(group, block_d, block_dv, low=low, slopes=slopes, late=late and not narrow)
+        # What is padded to 256 numbers spills with Triton 3.6 where values are late.
+        padded = block_dv > 128 and (key_size, value_size) != (block_d, block_dv)
+        late = late and not narrow and not padded
+        tile = _bulk_tile(group, block_d, block_dv, low=low, slopes=slopes, late=late)
         if block_size > 0 and block_size % tile.block_n == 0:
             return tile
     largest = max(block_d, block_dv)

@@ -138,6 +138,8 @@ def test_values_are_late_in_tiles_of_128_rows_that_see_many_keys() -> None:
         changes = ({"late": False}, {"num_rows": 8}, {"narrow": True}, {"block_size": 16}, {"bytes_per_element": 4})
         assert not any(tiles.tile_config(**asked | change).late for change in changes)
         assert tiles.tile_config(**asked | {"slopes": True}).late is (size == 128)
+        assert tiles.tile_config(**asked | {"value_size": 192}).late is False
+        assert tiles.tile_config(**asked | {"key_size": 192, "value_size": 80}).late is (group == 4)
     whole = {"window": 0, "chunk": 0, "prefix": 0}
     few = [{"window": 128}, {"chunk": 512}, {"prefix": 3}, {"window": 4096, "chunk": 64}]
     assert tiles.worth_late(**whole) and tiles.worth_late(**whole | {"window": 4096})
