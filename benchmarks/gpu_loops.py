@@ -5,9 +5,9 @@
 Compiles the attention kernel for sm_90 as it ships, and walks through the loop over keys that every row sees as the two
 groups of warps of a program do, which wait for one another in each iteration.  A product begins when the one before it
 has ended, and takes the matrix units for its operations at 4,096 a cycle.  Any other instruction takes a scheduler a
-cycle for each of its warps, and its unit two if it is not of float32 sums and products (CUDA C++ Programming Guide,
-"Throughput of Native Arithmetic Instructions"), eight if it is an exponential.  Prints cycles of an iteration, those of
-its products, and the share that these are: the most that the kernel can have of the matrix units' rate.
+cycle for each of its warps; if it is not of float32 sums and products, it is taken to need its unit for two, and an
+exponential for eight.  Prints cycles of an iteration, those of its products, and the share that these are: the most
+that the kernel can have of the matrix units' rate.
 
 A prediction, for `benchmarks/gpu.py` to hold to: latencies, late copies, tails, and what a cache gives are not in it.
 """
@@ -32,9 +32,10 @@ from tests.kernels.test_ragged_attention_triton import compile_attention
 HOPPER = TARGETS[1]
 SCHEDULERS = 4  # of a processor, which has an instruction of each of them begun in a cycle
 OPERATIONS = 4096  # of 16 bits, of a processor's matrix units in a cycle
-# Cycles of a scheduler's units for an instruction of a warp: for exponentials and the like, and for comparisons,
-# choices, conversions and integers. Sums and products of float32 take as long as it takes to begin them.
-UNITS = {"special": (8, re.compile("MUFU")), "others": (2, re.compile(r"FMNMX|FSEL|FSETP|F2F|I2F|^(?!HGMMA|F)[A-Z]"))}
+# Cycles of a scheduler's units for an instruction of a warp: for exponentials and the like; and for all else but sums
+# and products of float32, which take no longer than it takes to begin them. The two is an assumption: such instructions
+# have half the rate on some processors, and the guide of this one was not to be had.
+UNITS = {"special": (8, re.compile("MUFU")), "others": (2, re.compile(r"FMNMX|FSEL|FSETP|F2F|(?!HGMMA|F)[A-Z]"))}
 WARPS = 8
 # Head sizes and what else is asked of the kernel.
 STEPS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -54,7 +54,7 @@ def main() -> None:
     print(f"{'layers':>6} {'alike':>6} {'start':>6}" + "".join(f"{part:>16}" for part in PARTS))
     rows = []
     for layers in QUICK if arguments.quick else LAYERS:
-        for each in (False,) if arguments.quick else (False, True):
+        for each in (False, True):
             with tempfile.TemporaryDirectory() as folder:
                 for start in STARTS:
                     found = in_process(layers, each, folder, arguments, keep_captures=STARTS[start])

@@ -130,7 +130,7 @@ def test_gpu_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     late, other = run("gpu_loops", tmp_path, monkeypatch, "--quick")["rows"]
     assert late["products"] == other["products"] == 1024
-    assert 1024 < late["cycles"] < 0.9 * other["cycles"]
+    assert 1024 < late["cycles"] < 0.95 * other["cycles"]
 
 
 def test_split_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,5 +145,7 @@ def test_split_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_startup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = run("startup", tmp_path, monkeypatch, "--quick")["rows"]
-    assert [row["start"] for row in rows] == ["cold", "warm", "traced"]
+    assert [(row["each"], row["start"]) for row in rows] == [
+        (each, s) for each in (False, True) for s in ("cold", "warm", "traced")
+    ]
     assert all(0 < row["capture"][0] < row["all"][0] and row["passes"][0] > 0 for row in rows)

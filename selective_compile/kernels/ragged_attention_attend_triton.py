@@ -50,7 +50,7 @@ from selective_compile.kernels.dependent_launch import begins_early, launch_opti
 from selective_compile.kernels.dot_triton import widened_dot
 from selective_compile.kernels.interpreter import on_device
 from selective_compile.kernels.ragged_attention_merge_triton import merge, new_parts
-from selective_compile.kernels.ragged_attention_reads_triton import blocks_of_keys, elements, later
+from selective_compile.kernels.ragged_attention_reads_triton import blocks_of_keys, elements, late_product
 from selective_compile.kernels.ragged_attention_tiles import (
     TileConfig,
     asynchronous_products,
@@ -240,7 +240,7 @@ def _attention_kernel(
                 k = key_tiles.load([block.to(tl.int32), kv_head, start % BLOCK_SIZE, 0]).reshape([BLOCK_N, BLOCK_D])
             score = widened_dot(q, tl.trans(k.to(q.dtype)), tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32), WIDEN)
             if LATE and not MASKED:
-                accumulator = later(
+                accumulator = late_product(
                     *(accumulator, late_correction, late_weight, value_tiles, late_block, kv_head),
                     *(late_start % BLOCK_SIZE, BLOCK_N, BLOCK_DV, WIDEN),
                 )
@@ -290,7 +290,7 @@ def _attention_kernel(
             maximum = new_maximum
     if LATE:
         if steps > 0:
-            accumulator = later(
+            accumulator = late_product(
                 *(accumulator, late_correction, late_weight, value_tiles, late_block, kv_head),
                 *(late_start % BLOCK_SIZE, BLOCK_N, BLOCK_DV, WIDEN),
             )

@@ -1,5 +1,5 @@
-"""How an iteration of the attention kernel in Triton reads keys and values; `ragged_attention_attend_triton` has the
-legend."""
+"""How an iteration of the attention kernel in Triton reads keys and values, and multiplies values that are late;
+`ragged_attention_attend_triton` has the legend."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def elements(pointers, wanted, SIZE: tl.constexpr, PADDED: tl.constexpr, MASKED:
 
 
 @triton.jit
-def later(
+def late_product(
     accumulator,
     correction,
     weight,
@@ -48,6 +48,6 @@ def later(
     BLOCK_DV: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """What an iteration has left to the one behind it."""
+    """The accumulator with the values that an iteration has left to the one behind it."""
     v = values.load([block, kv_head, slot, 0]).reshape([BLOCK_N, BLOCK_DV])
     return widened_dot(weight.to(v.dtype), v, accumulator * correction[:, None], WIDEN)

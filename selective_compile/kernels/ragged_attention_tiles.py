@@ -59,7 +59,7 @@ SHORTEST = 256
 # GPU.
 LONG = 512
 # Keys that a row sees, at least, where values are multiplied late. That takes one more product, and a copy that nothing
-# runs beside, which it takes some ten iterations to make good. Not measured on a GPU.
+# runs beside, which it takes some eight iterations to make good. Not measured on a GPU.
 LATE_KEYS = 1024
 # Rows of a tile with head sizes of which more would spill registers. A group of more heads is cut into parts, each of
 # which reads all keys again.

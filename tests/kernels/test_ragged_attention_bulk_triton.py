@@ -182,13 +182,8 @@ def test_values_are_multiplied_beside_the_next_weights_on_hopper(size, group, gi
 def test_writes_of_what_products_still_use_are_seen():
     """Sums and rows until the wait, of each width; not what only reads rows."""
     code = ["HGMMA.64x64x16.F32.BF16 R88, R136, gdesc[UR8].tnspB, R88, gsb0", "FMUL R5, R138, R120"]
-    code += [
-        "MUFU.EX2 R119, R4",
-        "@!P1 IMAD.WIDE R138, R2, R3, R4",
-        "LDG.E R140, desc[UR4][R2.64]",
-        "LDS.128 R84, [R2]",
-    ]
-    code += ["LDS.128 R86, [R2]", "STG.E [R2], R87", machine.WAIT, "MUFU.EX2 R88, R4"]
+    code += ["MUFU.EX2 R119, R4", "@!P1 IMAD.WIDE R138, R2, R3, R4", "LDG.E R140, desc[UR4][R2.64]"]
+    code += ["LDS.128 R84, [R2]", "LDS.128 R86, [R2]", "STG.E [R2], R87", machine.WAIT, "MUFU.EX2 R88, R4"]
     assert machine.used_under_way(code) == [code[2], code[3], code[6]]
 
 

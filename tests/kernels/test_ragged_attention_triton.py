@@ -277,6 +277,7 @@ FEATURES = {
     "everything_with_a_prefix": (("sinks", "slopes"), {"PREFIX": 300, "SOFTCAP": 30.0}, 512),
     "everything_decode": (("sinks", "slopes"), EVERYTHING, 8),
     "everything": (("sinks", "slopes"), EVERYTHING, 512),
+    "everything_late": (("sinks", "slopes"), EVERYTHING | {"WINDOW": 4096}, 512),  # on Hopper
 }
 
 
