@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selective_compile.kernels.interpreter import interpreted
+from selective_compile.kernels.interpreter import on_device
 
 # What changes from step to step must not change the compiled kernel: N and T are not specialised on 1 and on multiples
 # of 16, nor are the metadata tensors on their alignment (they may be slices of one buffer).
@@ -71,9 +71,8 @@ def launch(
         slot_stride = pool.stride(0)
     # Without a pool these are not read, but a kernel's parameter must be something.
     lengths, slots = (cu_seqlens_q, cu_seqlens_q) if pool is None else (context_lens, state_slots)
-    on_device = kernel if output.is_cuda else interpreted(kernel)
     # fmt: off
-    on_device[(num_requests + 1, blocks)](
+    on_device(kernel, output)[(num_requests + 1, blocks)](
         output, *tensors, pool, cu_seqlens_q, lengths, slots, num_rows, num_requests, slot_stride, *strides,
         *constants, num_warps=num_warps, enable_fp_fusion=True,
     )

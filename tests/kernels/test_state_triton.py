@@ -88,7 +88,7 @@ class Recorder:
     def __init__(self, launch):
         self.seen, self.launch = [], launch
 
-    def __call__(self, kernel):
+    def __call__(self, kernel, tensor):
         self.kernel = kernel
         return self
 
@@ -99,7 +99,7 @@ class Recorder:
 @pytest.mark.parametrize("op", OPS)
 def test_the_grid_does_not_depend_on_lengths(op, monkeypatch):
     recorder = Recorder(lambda kernel, grid, args, options: grid)
-    monkeypatch.setattr(shared, "interpreted", recorder)
+    monkeypatch.setattr(shared, "on_device", recorder)
     for requests in (((40, 0), (1, 3), (1, 90)), ((1, 0), (1, 3), (40, 9))):
         make_call(StateCase(op=op, name="", sizes=SIZES[op][0], requests=requests), torch.float32).run(LAUNCHERS[op])
     launches = len(recorder.seen) // 2
@@ -113,7 +113,7 @@ def test_steps_of_every_shape_share_the_compiled_kernels(op, monkeypatch):
     """T, N and the alignment of the metadata may not cause a recompile."""
     monkeypatch.setattr(triton.runtime.driver, "_active", ahead.NoDevice())
     recorder = Recorder(lambda kernel, grid, args, rest: kernel.warmup(*args, grid=grid, **rest).hash)
-    monkeypatch.setattr(shared, "interpreted", recorder)
+    monkeypatch.setattr(shared, "on_device", recorder)
     shapes = (((3, 5), (1, 20)), ((64, 0),), ((16, 0),) * 16, ((1, 0),) * 16, ((1, 0),), ((1, 97), (0, 0), (8, 300)))
     for requests in shapes:
         case = StateCase(op=op, name="", sizes=SIZES[op][1], requests=requests, padding_rows=0)
@@ -136,7 +136,7 @@ def launches(call: Call, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the launcher runs: kernels, arguments, options."""
     recorder = Recorder(lambda kernel, grid, args, options: (kernel, args, options))
     with monkeypatch.context() as patch:
-        patch.setattr(shared, "interpreted", recorder)
+        patch.setattr(shared, "on_device", recorder)
         call.run(LAUNCHERS[call.op])
     return recorder.seen
 

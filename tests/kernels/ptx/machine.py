@@ -1,0 +1,165 @@
+"""A processor that runs a program in PTX for all threads of a launch at once: as arrays, one number for each thread.
+
+Threads at one place of the program go on together, those that are behind first, so that they meet again; with
+``in_turn`` one warp of each program goes on by itself until it has to wait, the last one first, which shows what
+misses a barrier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from tests.kernels.ptx.formats import UNSIGNED, Bits, width
+from tests.kernels.ptx.memory import Fault, Memory, Shared
+from tests.kernels.ptx.reading import Address, Instruction, Program
+from tests.kernels.ptx.under_way import Barrier, Groups
+from tests.kernels.ptx.warps import LANES
+
+Step = Callable[["Machine", Bits], None]
+PATIENCE = 100
+RETURNED = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True)
+class Order:
+    """What of two things that may happen in any order is first."""
+
+    copies_early: bool = False
+    products_early: bool = False
+    in_turn: bool = False
+
+
+class Machine:
+    """``parameters``: the bytes of each, by name; ``tiles``: what is told by the descriptors among them, by address."""
+
+    def __init__(
+        self,
+        program: Program,
+        grid: tuple[int, int, int],
+        memory: Memory,
+        parameters: dict[str, bytes],
+        tiles: dict[int, object],
+        *,
+        shared: int,
+        order: Order,
+    ) -> None:
+        self.program, self.memory, self.parameters, self.tiles = program, memory, parameters, tiles
+        self.programs, self.threads = int(np.prod(grid)), program.threads
+        self.lanes = self.programs * self.threads
+        lane = np.arange(self.lanes)
+        self.program_of, self.thread = lane // self.threads, lane % self.threads
+        self.order = order
+        self.shared = Shared(self.programs, shared)
+        self.barriers: list[dict[int, Barrier]] = [{} for _ in range(self.programs)]
+        self.copies = Groups(self.lanes, early=order.copies_early)
+        self.products = Groups(self.lanes // LANES, early=order.products_early)
+        self.registers: dict[str, Bits] = {}
+        self.special = self._special(grid)
+        self.place = np.zeros(self.lanes, np.int64)  # the block that a thread does next
+        self.waits = np.full(self.lanes, -1)  # the number of the barrier
+        self.stuck = np.zeros(self.lanes, bool)  # asked for a phase that is not over
+        self.in_vain = 0  # times that all who could go on had done so, since the last phase was over
+
+    def _special(self, grid: tuple[int, int, int]) -> dict[str, Bits]:
+        n = self.program_of
+        x, y, z = n % grid[0], n // grid[0] % grid[1], n // (grid[0] * grid[1])
+        named = {"tid.x": self.thread, "ctaid.x": x, "ctaid.y": y, "ctaid.z": z, "ntid.x": self.threads}
+        named |= {f"nctaid.{axis}": count for axis, count in zip("xyz", grid, strict=True)}
+        named |= {"laneid": self.thread % LANES}
+        return {f"%{name}": np.broadcast_to(np.asarray(each, np.uint32), self.lanes) for name, each in named.items()}
+
+    def run(self, steps: list[list[Step]]) -> None:
+        """``steps``: of each block, what its instructions do for the threads of a mask."""
+        while (self.place < RETURNED).any():
+            mask, block = self._next()
+            self.place[mask] = block + 1
+            for step in steps[block]:
+                step(self, mask)
+        if self.copies.begun or self.products.begun:
+            raise Fault("a program returns before its copies or products are done")
+
+    def _next(self) -> tuple[Bits, int]:
+        ready = (self.waits < 0) & (self.place < RETURNED)
+        if not ready.any():
+            self._release()
+            ready = (self.waits < 0) & (self.place < RETURNED)
+        if (awake := ready & ~self.stuck).any():
+            ready = awake
+        else:
+            self.stuck[:] = False
+            self.in_vain += 1
+            if self.in_vain > PATIENCE:
+                raise Fault("threads wait for a copy that does not come")
+        if self.order.in_turn:
+            warps = ready.reshape(self.programs, -1, LANES)
+            last = warps.shape[1] - 1 - warps.any(2)[:, ::-1].argmax(1)
+            ready = ready & (self.thread // LANES == last[self.program_of])
+        block = int(self.place[ready].min())
+        return ready & (self.place == block), block
+
+    def _release(self) -> None:
+        """Those of each program in which all that have not returned wait."""
+        waits = self.waits.reshape(self.programs, -1)
+        gone = (self.place == RETURNED).reshape(self.programs, -1)
+        for number in np.unique(waits[waits >= 0]):
+            whole = ((waits == number) | gone).all(1) & ~gone.all(1)
+            waits[whole] = -1
+        if ((self.waits >= 0) | (self.place == RETURNED)).all():
+            raise Fault("threads wait for others of their program that never come")
+
+    def read(self, name: str, kind: str) -> Bits:
+        """A register, a number that stands there itself, or the place of shared memory; as bits."""
+        if name in self.registers:
+            return self.registers[name]
+        if name in self.special:
+            return self.special[name]
+        if name.startswith("global_smem"):
+            return np.array([Shared.BEGIN], np.uint32)
+        if name in self.parameters:
+            return np.array([1 + list(self.parameters).index(name)], np.uint32)
+        if name.startswith("%") or name[0].isalpha():
+            # What no thread has written: anything.
+            size = width(self.program.type_of(name)) if self.program.type_of(name) != "pred" else 0
+            return (
+                np.full(self.lanes, 0xA5A5A5A5 % (1 << 8 * size), UNSIGNED[size])
+                if size
+                else np.zeros(self.lanes, bool)
+            )
+        return literal(name, kind)
+
+    def write(self, name: str, bits: Bits, mask: Bits) -> None:
+        if name == "_":
+            return
+        if len(bits) != self.lanes:
+            bits = np.broadcast_to(bits, self.lanes)
+        if not mask.all():
+            bits = np.where(mask, bits, self.read(name, "")[: self.lanes])
+        self.registers[name] = bits
+
+    def addresses(self, operand: Address) -> Bits:
+        """[lanes] of shared memory in 32 bits, of the device's in 64."""
+        base = np.broadcast_to(self.read(operand.base, "u32"), self.lanes)
+        return base + base.dtype.type(operand.offset % (1 << 8 * base.dtype.itemsize))
+
+    def warps_of(self, mask: Bits, instruction: Instruction) -> Bits:
+        """[warps]: those that do what all of their threads do together."""
+        threads = mask.reshape(-1, LANES)
+        if (threads.any(1) != threads.all(1)).any():
+            raise Fault(f"only a part of a warp comes to {instruction.text}")
+        return threads[:, 0]
+
+
+def literal(text: str, kind: str) -> Bits:
+    """[1] bits of a number as PTX writes it."""
+    if text[:2] in ("0f", "0F"):
+        return np.array([int(text[2:], 16)], np.uint32)
+    if text[:2] in ("0d", "0D"):
+        return np.array([int(text[2:], 16)], np.uint64)
+    number = int(text.rstrip("U"), 0)
+    if kind == "pred":
+        return np.array([number != 0])
+    size = width(kind)
+    return np.array([number % (1 << 8 * size)], UNSIGNED[size])

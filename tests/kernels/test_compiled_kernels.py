@@ -1,0 +1,180 @@
+"""What Triton makes of the kernels for GPUs of NVIDIA's, run here: its PTX, on all threads of each launch.
+
+The interpreter knows the kernels' language, this what is made of it: which thread has which element, copies and
+products that go on beside the threads and where they are waited for, barriers, and addresses to the byte.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels import test_choose_triton as choosing
+from tests.kernels import test_fp8_rows_triton as fp8
+from tests.kernels import test_latent_attention_triton as latent
+from tests.kernels import test_linear_triton as linear
+from tests.kernels import test_ragged_attention_bulk_triton as bulk
+from tests.kernels import test_rotary_attention_triton as rotary
+from tests.kernels import test_selection_triton as selection
+from tests.kernels import test_state_triton as state
+from tests.kernels.ragged_cases import CASES, Case, make_inputs
+from tests.kernels.state_cases import OPS, make_call
+from tests.kernels.test_ragged_attention_splits_triton import DRAFTS, split_into
+from tests.kernels.test_ragged_attention_triton import compiling, nan_filled_outputs, triton_cache  # noqa: F401
+
+launches = pytest.importorskip("tests.kernels.ptx.launches")
+memories = pytest.importorskip("tests.kernels.ptx.memory")
+pytestmark = [compiling, pytest.mark.usefixtures("triton_cache", "nan_filled_outputs")]
+Order = launches.Order
+
+AMPERE, HOPPER = 80, 90
+NAMED = {case.name: case for case in CASES}
+ORDERS = [Order(*early) for early in itertools.product((False, True), repeat=2)] + [Order(in_turn=True)]
+
+
+@pytest.fixture(params=(AMPERE, HOPPER), ids=("sm_80", "sm_90"))
+def processor(request, monkeypatch) -> Any:
+    """Copies and products are done when they are waited for, and no earlier."""
+    return launches.take_over(monkeypatch, request.param)
+
+
+@pytest.fixture
+def hopper(monkeypatch) -> Any:
+    """With bulk copies, and values that are multiplied late however few keys there are."""
+    monkeypatch.setattr(bulk.attends, "bulk_copies", lambda device: True)
+    monkeypatch.setattr(bulk.attends, "asynchronous_products", lambda device: True)
+    monkeypatch.setattr(bulk.tiles, "LATE_KEYS", 1)
+    monkeypatch.setattr(latent.latents, "bulk_copies", lambda device: True)
+    return launches.take_over(monkeypatch, HOPPER)
+
+
+def ptx_of(processor: Any) -> str:
+    return "".join(compiled.asm["ptx"] for compiled in processor.launched)
+
+
+ATTENTION = ("mixed", "group_of_7", "window_over_blocks", "head_size_80", "block_size_5", "everything")
+ATTENTION += ("prefix_and_all_that_goes_with_it", "no_request")
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_ragged_attention(name, processor):
+    bulk.check(make_inputs(NAMED[name], torch.bfloat16))
+    assert processor.launched
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
+def test_ragged_attention_of_other_numbers(dtype, processor):
+    bulk.check(make_inputs(NAMED["mixed"], dtype))
+
+
+@pytest.mark.parametrize("name", ("mixed", "everything"))
+def test_pools_of_8_bits(name, hopper):
+    fp8.check(dataclasses.replace(NAMED[name], block_size=64, key_size=32, value_size=32), torch.bfloat16)
+    assert "cvt.rn.f16x2.e4m3x2" in ptx_of(hopper)
+
+
+LARGE = {"query_heads": 4, "kv_heads": 1, "key_size": 128, "value_size": 128, "block_size": 64, "scale": 0.09}
+LONG = Case(name="long", requests=((40, 150), (70, 0)), **LARGE)
+COPIED = [
+    LONG,
+    dataclasses.replace(LONG, name="window", window=100),
+    dataclasses.replace(LONG, name="sinks_and_slopes", sinks=0.5, slopes=True, softcap=5.0),
+    dataclasses.replace(LONG, name="prefix", prefix=90),
+    dataclasses.replace(LONG, name="chunk_of_blocks_of_128", block_size=128, chunk=80),
+    dataclasses.replace(LONG, name="decode", requests=((1, 190), (1, 3), (1, 64))),
+    dataclasses.replace(LONG, name="other_sizes", key_size=192, value_size=128, kv_heads=4),
+]
+
+
+@pytest.mark.parametrize("case", COPIED, ids=str)
+def test_tiles_that_are_copied_at_once(case, hopper):
+    """Whatever is done first of what goes on at the same time: the numbers are the same to the bit."""
+    inputs, found = make_inputs(case, torch.bfloat16), []
+    for hopper.order in ORDERS:
+        found.append(bulk.launcher.ragged_attention(*inputs.ragged()))
+        assert torch.equal(found[0], found[-1]), hopper.order
+    bulk.check(inputs)
+    assert "cp.async.bulk.tensor" in ptx_of(hopper)
+    assert ("wgmma" in ptx_of(hopper)) is (case.name != "decode")
+
+
+@pytest.mark.parametrize("case", [DRAFTS, dataclasses.replace(LONG, sinks=0.5)], ids=str)
+def test_splits_and_their_merge(case, hopper, monkeypatch):
+    monkeypatch.setattr(bulk.attends, "split_config", split_into(1))
+    bulk.check(make_inputs(dataclasses.replace(case, block_size=64), torch.bfloat16))
+    assert len({compiled.metadata.name for compiled in hopper.launched}) == 4
+
+
+LEFT_OUT = {
+    "a wait for products": r"wgmma\.wait_group\.sync\.aligned 0;",
+    "a wait for copies": r"mbarrier\.try_wait\.[^;]*;\s+@!complete bra\.uni waitLoop;",
+    "a fence": r"fence\.proxy\.async\.shared::cta;",
+    "a barrier of threads": r"bar\.sync\s+0;",
+}
+
+
+@pytest.mark.parametrize("left_out", LEFT_OUT)
+def test_what_is_left_out_shows(left_out, hopper):
+    """That the machine finds it: for each mistake there is an order in which something is wrong."""
+    inputs = make_inputs(dataclasses.replace(LONG, name=""), torch.bfloat16)
+    expected = bulk.launcher.ragged_attention(*inputs.ragged())
+    hopper.edit = lambda ptx: re.sub(LEFT_OUT[left_out], "", ptx)
+    wrong = 0
+    for hopper.order in ORDERS:
+        try:
+            wrong += not torch.equal(bulk.launcher.ragged_attention(*inputs.ragged()), expected)
+        except memories.Fault:
+            wrong += 1
+    assert wrong
+
+
+@pytest.mark.parametrize("name", ("mixed", "window", "sinks"))
+def test_latents(name, processor):
+    (each,) = (each for each in latent.CASES if each.name == name)
+    latent.check("triton", make_inputs(each, torch.bfloat16))
+    assert processor.launched
+
+
+@pytest.mark.parametrize("pools", (torch.bfloat16, torch.float8_e4m3fn), ids=str)
+def test_latents_that_are_copied_at_once(pools, hopper):
+    (each,) = (each for each in latent.CASES if each.name == "as_large_as_deepseek")
+    inputs = make_inputs(dataclasses.replace(each, block_size=64), torch.bfloat16)
+    for hopper.order in ORDERS:
+        latent.check("triton", inputs if pools is torch.bfloat16 else inputs.with_fp8_pools())
+    assert "cp.async.bulk.tensor" in ptx_of(hopper)
+
+
+@pytest.mark.parametrize("run", [rotary.RUNS[7], rotary.RUNS[-2], rotary.RUNS[-1]], ids=str)
+def test_rotary_attention(run, processor):
+    rotary.test_rotary_attention(*run, None)
+    assert processor.launched
+
+
+def test_keys_are_selected(processor):
+    selection.test_the_best_keys(selection.FEWER[0], torch.float32)
+    selection.test_attention_to_selected_keys(selection.FEWER[0], torch.bfloat16)
+    assert processor.launched
+
+
+@pytest.mark.parametrize("asked_for", choosing.ASKED[:4], ids=str)
+def test_tokens_are_chosen(asked_for, processor, monkeypatch):
+    choosing.test_what_may_be_left_is_what_is_drawn_from(asked_for, 5, monkeypatch)
+    assert processor.launched
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_states(op, processor):
+    (case,) = (case for case in state.SHORT if (case.op, case.name) == (op, "plain"))
+    state.check(make_call(case, torch.float32))
+    assert processor.launched
+
+
+@pytest.mark.parametrize("dtype", linear.DTYPES, ids=str)
+def test_linear(dtype, processor):
+    linear.test_odd_sizes(33, dtype, None)
+    assert processor.launched
