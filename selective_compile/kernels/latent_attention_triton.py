@@ -197,14 +197,15 @@ def _latent_kernel(
             else:
                 latent = latent_tiles.load([block.to(tl.int32), 0, start % BLOCK_SIZE, 0]).reshape([BLOCK_N, BLOCK_R])
                 latent = latent.to(q.dtype)
-            score = widened_dot(q, tl.trans(latent), tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32), WIDEN)
+            BULK: tl.constexpr = latent_tiles is not None and not MASKED
+            score = widened_dot(q, tl.trans(latent), tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32), WIDEN, BULK)
             if REST_SIZE > 0:
                 if MASKED or rest_tiles is None:
                     rest = elements(rows + offset + VALUE_SIZE, read, REST_SIZE, BLOCK_E, MASKED)
                 else:
                     at = [block.to(tl.int32), 0, start % BLOCK_SIZE, VALUE_SIZE]
                     rest = rest_tiles.load(at).reshape([BLOCK_N, BLOCK_E])
-                score = widened_dot(q_rest, tl.trans(rest.to(q.dtype)), score, WIDEN)
+                score = widened_dot(q_rest, tl.trans(rest.to(q.dtype)), score, WIDEN, BULK)
             if not FOLDED:
                 score = score * scale
             if MASKED:
@@ -220,7 +221,7 @@ def _latent_kernel(
             correction = tl.exp2(maximum - finite_maximum)
             weight = tl.exp2((score * scale if FOLDED else score) - finite_maximum[:, None])
             total = total * correction + tl.reduce(weight, 1, tl.standard._sum_combine)
-            accumulator = widened_dot(weight.to(latent.dtype), latent, accumulator * correction[:, None], WIDEN)
+            accumulator = widened_dot(weight.to(latent.dtype), latent, accumulator * correction[:, None], WIDEN, BULK)
             maximum = new_maximum
 
     if PDL:

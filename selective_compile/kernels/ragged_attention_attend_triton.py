@@ -129,6 +129,7 @@ def _attention_kernel(
     # Whether scores are multiplied behind the maximum over them, which is then one product a row.
     FOLDED: tl.constexpr = (SCALE > 0) and SOFTCAP == 0 and slopes is None
     PROGRAMS: tl.constexpr = HEADS // GROUP  # of a piece
+    BULK: tl.constexpr = key_tiles is not None
     part_of_heads = tl.program_id(0) % PROGRAMS
     kv_head = part_of_heads // PARTS
 
@@ -238,7 +239,7 @@ def _attention_kernel(
                 k = elements(keys + key_offset, read, KEY_SIZE, BLOCK_D, MASKED)
             else:
                 k = key_tiles.load([block.to(tl.int32), kv_head, start % BLOCK_SIZE, 0]).reshape([BLOCK_N, BLOCK_D])
-            score = widened_dot(q, tl.trans(k.to(q.dtype)), tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32), WIDEN)
+            score = widened_dot(q, tl.trans(k.to(q.dtype)), tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32), WIDEN, BULK)
             if LATE and not MASKED:
                 accumulator = late_product(
                     *(accumulator, late_correction, late_weight, value_tiles, late_block, kv_head),
@@ -286,7 +287,7 @@ def _attention_kernel(
                     if MASKED:
                         # Slots behind the context hold anything, and no weight makes a NaN 0.
                         v = tl.where(read[:, None], v, 0.0)
-                accumulator = widened_dot(weight.to(v.dtype), v, accumulator * correction[:, None], WIDEN)
+                accumulator = widened_dot(weight.to(v.dtype), v, accumulator * correction[:, None], WIDEN, BULK)
             maximum = new_maximum
     if LATE:
         if steps > 0:

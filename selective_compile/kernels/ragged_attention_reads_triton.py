@@ -50,4 +50,4 @@ def late_product(
 ):
     """The accumulator with the values that an iteration has left to the one behind it."""
     v = values.load([block, kv_head, slot, 0]).reshape([BLOCK_N, BLOCK_DV])
-    return widened_dot(weight.to(v.dtype), v, accumulator * correction[:, None], WIDEN)
+    return widened_dot(weight.to(v.dtype), v, accumulator * correction[:, None], WIDEN, True)

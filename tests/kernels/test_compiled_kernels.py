@@ -34,10 +34,8 @@ Order = launches.Order
 
 AMPERE, HOPPER = 80, 90
 NAMED = {case.name: case for case in CASES}
-# Triton puts a fence between a small copy and a product of what it copied from 3.7.1 on: its issue 10537.
-UNFENCED = tuple(map(int, triton.__version__.split("+")[0].split(".")[:3])) < (3, 7, 1)
 EARLY = [(copies, products, False) for copies in (False, True) for products in (False, True)]
-ORDERS = [Order(*each, copies_fenced=UNFENCED) for each in (*EARLY, (False, False, True))]
+ORDERS = [Order(*each) for each in (*EARLY, (False, False, True))]
 
 
 @pytest.fixture(params=(AMPERE, HOPPER), ids=("sm_80", "sm_90"))

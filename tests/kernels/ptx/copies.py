@@ -69,7 +69,7 @@ def small_copies(instruction: Instruction) -> Step:
             numbers = np.zeros(machine.lanes, np.uint32)
             numbers[read] = machine.memory.load(sources[read] + np.uint64(n), unit)
             at = places[here] + np.uint32(n)
-            machine.shared.store(machine.program_of[here], at, numbers[here], fenced=machine.order.copies_fenced)
+            machine.shared.store(machine.program_of[here], at, numbers[here])
 
     def do(machine: Machine, mask: Bits) -> None:
         counts = np.broadcast_to(machine.read(given[0], "u32") if given else np.uint32(size), machine.lanes)

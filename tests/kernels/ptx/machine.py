@@ -25,15 +25,11 @@ RETURNED = np.iinfo(np.int64).max
 
 @dataclass(frozen=True)
 class Order:
-    """What of two things that may happen in any order is first.
-
-    ``copies_fenced``: products see what small copies wrote without a fence between them, which PTX does not promise.
-    """
+    """What of two things that may happen in any order is first."""
 
     copies_early: bool = False
     products_early: bool = False
     in_turn: bool = False
-    copies_fenced: bool = False
 
 
 class Machine:
