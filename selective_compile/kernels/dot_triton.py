@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch.torch_version import TorchVersion
 from triton.language.target_info import cuda_capability_geq
 
 # Triton before 3.7.1 leaves out the fence which PTX asks for between what threads copy to shared memory and a product
 # that reads it there by itself, as Hopper's and Blackwell's do: its issue 10537.
-UNFENCED = tl.constexpr(tuple(map(int, triton.__version__.split("+")[0].split(".")[:3])) < (3, 7, 1))
+UNFENCED = tl.constexpr(TorchVersion(triton.__version__) < TorchVersion("3.7.1"))
 
 
 @triton.jit

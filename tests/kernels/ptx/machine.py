@@ -122,12 +122,8 @@ class Machine:
             return np.array([1 + list(self.parameters).index(name)], np.uint32)
         if name.startswith("%") or name[0].isalpha():
             # What no thread has written: anything.
-            size = width(self.program.type_of(name)) if self.program.type_of(name) != "pred" else 0
-            return (
-                np.full(self.lanes, 0xA5A5A5A5 % (1 << 8 * size), UNSIGNED[size])
-                if size
-                else np.zeros(self.lanes, bool)
-            )
+            own = self.program.type_of(name)
+            return np.broadcast_to(literal("1", own) if own == "pred" else literal("0xA5A5A5A5", own), self.lanes)
         return literal(name, kind)
 
     def write(self, name: str, bits: Bits, mask: Bits) -> None:
