@@ -255,8 +255,9 @@ def combined(
             raise Unproved(term.node, "its mask differs between heads")
         allowed &= kept[:, 0]
         if term.kind == "add":
-            total = total + by_head.double() * term.factor
-            bias = added(term, bias, by_head)
+            if len(call.masks) > 1:  # nobody else asks
+                total = total + by_head.double() * term.factor
+            bias = added(term, bias, by_head, kept)
     for term, factor in factors:
         replaced = (factor == 0) & (total <= REPLACED)
         allowed &= ~replaced.all(1)
@@ -287,9 +288,10 @@ def keeps(term: MaskTerm, value: torch.Tensor) -> torch.Tensor:
     return value if term.kind == "keep" else ~value
 
 
-def added(term: MaskTerm, bias: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """``bias`` with what a term adds to scores that it does not hide."""
-    more = value.double().masked_fill(~keeps(term, value), 0) * term.factor
-    if not bool(more.any()):
+def added(term: MaskTerm, bias: torch.Tensor, value: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """``bias`` with what a term adds to scores that it has ``kept``."""
+    added = value.masked_fill(~kept, 0)
+    if not bool(added.any()):
         return bias
+    more = added.double() * term.factor
     return more.expand(bias.shape[0], -1, *bias.shape[2:]) + (bias if bias.shape[1] else 0)

@@ -243,7 +243,8 @@ def between_real(probe: Probe) -> torch.Tensor:
 def last_and_first(numbers: torch.Tensor, counted: torch.Tensor, allowed: torch.Tensor) -> tuple[int, int]:
     """The largest number that is allowed and the smallest that is not, of those that are counted."""
     seen, hidden = counted & allowed, counted & ~allowed
-    return int((numbers * seen).max()), int(numbers.masked_fill(~hidden, NOWHERE).min()) if hidden.any() else NOWHERE
+    last = int(numbers.masked_fill(~seen, 0).max()) if seen.any() else 0
+    return last, int(numbers.masked_fill(~hidden, NOWHERE).min()) if hidden.any() else NOWHERE
 
 
 def same_chunk(probe: Probe, chunk: int) -> torch.Tensor:

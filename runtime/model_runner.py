@@ -138,6 +138,10 @@ class ModelRunner:
         self._weights_version = version
         return changed
 
+    def look_closely(self) -> None:
+        """At the model, in the next step: it may have changed while there was nothing to do."""
+        self.program.look_closely()
+
     def forget_weights(self) -> None:
         """Make anew, in the next step, what the program keeps of the weights' values."""
         self.program.forget_weights()

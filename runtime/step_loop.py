@@ -79,6 +79,7 @@ class StepLoop:
             landed += self._land(idle=step is None)
             if not self._scheduler.has_work:  # or the last one would wait for whoever comes next
                 landed += self._land(idle=True)
+                self._runner.look_closely()
         for flight in landed:
             self._observe(flight, began)
         return step is not None or bool(landed)

@@ -15,6 +15,7 @@ from torch._dynamo.comptime import comptime
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._guards import TracingContext
 
+from selective_compile.live_conditions import LiveConditions
 from selective_compile.live_settings import Read, names_read
 from selective_compile.module_state import unchanged
 from selective_compile.passes.lengths import CAPTURE_TOKENS, bounds_requests, longest_request
@@ -40,14 +41,18 @@ class Captured:
 
     ``max_tokens``: the largest S that it holds for, where the model has a table of positions that ends; None if any.
     ``read``: the attributes that the trace depends on, and the code.
-    ``conditions``: what it holds for; None where that cannot be told.
+    ``conditions``: what it holds for.
     """
 
     module: fx.GraphModule
     examples: list[Any]
     max_tokens: int | None
     read: Read = Read()
-    conditions: tuple[Condition, ...] | None = None
+    conditions: tuple[Condition, ...] = ()
+
+    def holds_for(self, model: nn.Module) -> LiveConditions:
+        """What is so of ``model`` now, of all that it holds for."""
+        return LiveConditions(model, self.conditions, logits_of)
 
 
 class CaptureDone(BaseException):
@@ -97,9 +102,11 @@ def capture(model: nn.Module, functions: Mapping[Place, Recognised] | None = Non
 
 
 def check(model: object) -> None:
-    """Raises ValueError for what is no model, or one in training mode."""
+    """Raises ValueError for what is no model, or one without its weights or in training mode."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if (empty := next((name for name, weight in model.named_parameters() if weight.is_meta), None)) is not None:
+        raise ValueError(f"model must hold its weights, got {empty!r} on the device meta; load them first")
     if model.training:
         raise ValueError("model must be in evaluation mode, got training mode; call model.eval()")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 
-from selective_compile.capture import device_of
+from selective_compile.capture import check, device_of
 from selective_compile.generate_fields import Fields, described
 from selective_compile.options import EngineConfig
 from selective_compile.token_types import UNIT
@@ -97,7 +97,7 @@ def refuse_unsupported(arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         if value is not None and not (name in NONE_OR_EMPTY and not value):
             raise ValueError(
-                f"argument {name!r} of generate must be None, got {value!r}: not supported; "
+                f"argument {name!r} of generate must be None, got {described(value)}: not supported; "
                 f"{INSTEAD.get(name, OF_HUGGING_FACE)}"
             )
 
@@ -284,7 +284,8 @@ def check_model(model: Any) -> None:
     """Refuse what `generate` could not be right about.
 
     Raises:
-        ValueError: not a decoder-only model, in training mode, or under autocast; or one that generates in its own way.
+        ValueError: not a decoder-only model, without its weights, in training mode, or under autocast; or one that
+            generates in its own way.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {described(model)}")
@@ -295,7 +296,6 @@ def check_model(model: Any) -> None:
         if own:
             kind = type(model).__name__
             raise ValueError(f"model must generate as transformers does, got {kind} with its own {own[0]}")
-    if model.training:
-        raise ValueError("model must be in evaluation mode, got training mode; call model.eval()")
+    check(model)
     if torch.is_autocast_enabled(device_of(model).type):
         raise ValueError("autocast must be off, got on: the engine computes in the dtype of the weights")

@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from selective_compile.capture import Captured
 from selective_compile.isolated_cache import Caches, put_at
 from selective_compile.isolated_op import running
-from selective_compile.live_settings import NOTHING, Read
 from selective_compile.module_program import ModuleProgram
 from selective_compile.module_state import State, own_attributes
 from selective_compile.options import EngineConfig
@@ -116,9 +116,9 @@ class IsolatedProgram(ModuleProgram):
         isolated: Mapping[str, Refusal],
         caches: Caches | None,
         mode: Mode,
-        read: Read = NOTHING,
+        captured: Captured | None = None,
     ) -> None:
-        super().__init__(model, rewritten, config, max_positions=max_positions, read=read)
+        super().__init__(model, rewritten, config, max_positions=max_positions, captured=captured)
         self.isolated, self.mode = isolated, mode
         self._caches = caches
         self._modes = [mode_of(call, mode, caches) for call in self.calls]

@@ -85,7 +85,7 @@ def loaded(file: Path, model: nn.Module) -> Captured | None:
         return None
     if not hold(kept.conditions, *logits_call(model, ids_for(model))):
         return None
-    captured = unpacked(kept.graph, model, read)
+    captured = unpacked(kept.graph, model, read, kept.conditions.traced)
     if not gives_logits_of(captured, model):
         return None
     was_of_use(file)
@@ -94,8 +94,6 @@ def loaded(file: Path, model: nn.Module) -> Captured | None:
 
 def save(captured: Captured, model: nn.Module, folder: Path, parts: str) -> None:
     """Raises ValueError for what cannot be told, or gives other logits than the model."""
-    if captured.conditions is None:
-        raise ValueError("what a trace holds for must be told in plain values")
     read = captured.read
     kept = Kept(
         graph=packed(captured, model),
@@ -108,7 +106,7 @@ def save(captured: Captured, model: nn.Module, folder: Path, parts: str) -> None
         conditions=told(captured.conditions, *logits_call(model, ids_for(model))),
     )
     data = pickle.dumps(kept)
-    if not gives_logits_of(unpacked(pickle.loads(data).graph, model, read), model):
+    if not gives_logits_of(unpacked(pickle.loads(data).graph, model, read, captured.conditions), model):
         raise ValueError("the capture must give the model's logits")
     write(folder / f"{parts}-{hashlib.sha256(data).hexdigest()[:32]}{ENDING}", data)
 

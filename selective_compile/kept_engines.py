@@ -91,6 +91,7 @@ class KeptRows:
             what = "token_type_ids" if with_types else "inputs_embeds"
             raise ValueError(f"{what} must be None for a model that runs whole, one request after another")
         assert self._kept.program.rewritten.flat is not None
+        self._conditions = self._kept.program.weights.conditions_of(model)
         self.num_types = check_ids_are_only_looked_up(self._kept.program.rewritten.flat, type(model).__name__)
         self._kept.program.num_ids = self.num_types * UNIT if with_types else FIRST + capacity
         self._free = list(range(capacity))
@@ -102,7 +103,8 @@ class KeptRows:
         return self._given.capacity
 
     def fits(self, model: nn.Module, config: EngineConfig) -> bool:
-        return self._given.is_of(model) and self._kept.fits(self._given.model, config)
+        is_of = self._given.is_of(model) and not self._conditions.change()
+        return is_of and self._kept.fits(self._given.model, config)
 
     def follow(self, model: nn.Module) -> None:
         """What the model has anew that nothing compiled depends on."""

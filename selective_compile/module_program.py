@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from selective_compile.capture import Captured
 from selective_compile.isolated_op import running
-from selective_compile.live_settings import NOTHING, Read, follow
+from selective_compile.live_settings import follow
 from selective_compile.module_state import own_attributes
 from selective_compile.options import EngineConfig
 from selective_compile.passes import Rewrite
@@ -33,9 +34,9 @@ class ModuleProgram(StepProgram):
         config: EngineConfig,
         *,
         max_positions: int | None,
-        read: Read = NOTHING,
+        captured: Captured | None = None,
     ) -> None:
-        super().__init__(model, rewritten, config, max_positions=max_positions, read=read)
+        super().__init__(model, rewritten, config, max_positions=max_positions, captured=captured)
         self.calls: list[IsolatedCall] = rewritten.traced.isolated
         copies = skeleton(model, {})
         self._modules = [copies.get_submodule(call.module) for call in self.calls]

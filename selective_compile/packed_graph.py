@@ -19,6 +19,7 @@ from selective_compile.named_tensors import all_tensors_of
 from selective_compile.passes.lengths import CAPTURE_TOKENS
 from selective_compile.passes.normalise import SOURCE, Symbols, source_name
 from selective_compile.passes.packed_nodes import PackedCall, packed_call, unpacked_call
+from selective_compile.trace_conditions import Condition
 
 TEXTS = ("stack_trace", SOURCE)
 VALUE = "example_value"
@@ -100,7 +101,7 @@ def given_by(node: fx.Node, example: Any, names: Mapping[int, str]) -> Size | We
     raise ValueError(f"an input must be of the model or tokens, got {source}")
 
 
-def unpacked(graph: PackedGraph, model: nn.Module, read: Read) -> Captured:
+def unpacked(graph: PackedGraph, model: nn.Module, read: Read, conditions: tuple[Condition, ...]) -> Captured:
     """The graph with the weights that ``model`` has."""
     tensors = dict(all_tensors_of(model))
     symbols = Symbols()
@@ -130,4 +131,10 @@ def unpacked(graph: PackedGraph, model: nn.Module, read: Read) -> Captured:
             examples.append(example)
         made.append(new)
     result.lint()
-    return Captured(module=_LazyGraphModule({}, result), examples=examples, max_tokens=graph.max_tokens, read=read)
+    return Captured(
+        module=_LazyGraphModule({}, result),
+        examples=examples,
+        max_tokens=graph.max_tokens,
+        read=read,
+        conditions=conditions,
+    )

@@ -161,10 +161,10 @@ def step_program(model: nn.Module, config: EngineConfig, proved: Proved) -> Step
             isolated=proved.isolated,
             caches=proved.caches,
             mode=proved.mode,
-            read=captured.read,
+            captured=captured,
         )
     kind = ModuleProgram if rewritten.traced.isolated else StepProgram
-    return kind(model, rewritten, config, max_positions=longest, read=captured.read)
+    return kind(model, rewritten, config, max_positions=longest, captured=captured)
 
 
 def runs_triton(config: EngineConfig, device: torch.device) -> bool:

@@ -97,6 +97,9 @@ class SequentialProgram:
         self._seen = states(list(self._model.parameters()), self._seen)
         return self._seen
 
+    def look_closely(self) -> None:
+        """It runs the model itself, as that is."""
+
     def forget_weights(self) -> None:
         """Nothing is kept of their values."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from threading import Lock
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +16,6 @@ from selective_compile.capture import ATTENTION_MASK, Captured, capture, recurre
 from selective_compile.compiled_step import CompiledStep, native_kernels_run
 from selective_compile.compiling import compiled
 from selective_compile.current_device import on
-from selective_compile.entries import Entries
 from selective_compile.first_steps import may_be_followed, run_first_steps
 from selective_compile.fp8_scales import BLOCK, SLOTS, KvScales, measure_scales, spread_ids
 from selective_compile.int8_rows import row_bytes
@@ -26,7 +24,7 @@ from selective_compile.joined_weights import JoinedWeights
 from selective_compile.kept_captures import capture_once
 from selective_compile.kept_traces import KeptTraces
 from selective_compile.kernels.one_step import one_step
-from selective_compile.live_settings import NOTHING, LiveSettings, Read
+from selective_compile.live_weights import LiveWeights
 from selective_compile.ops import forced_implementation
 from selective_compile.options import EngineConfig, KvDtype
 from selective_compile.passes import Refusal, RefusedError, Rewrite, rewrite
@@ -36,9 +34,7 @@ from selective_compile.passes.isolated_call import WholeModules
 from selective_compile.passes.position_limit import id_limit
 from selective_compile.passes.recurrence_match import Recognised
 from selective_compile.passes.traced_graph import KeySelection
-from selective_compile.proved_tensors import ProvedTensors
 from selective_compile.step import Reach, StepInputs, reaches
-from selective_compile.tensor_state import States, states, strides
 from selective_compile.whole_functions import Place
 
 
@@ -98,77 +94,6 @@ class StateSite:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class LiveWeights:
-    """The model's ``tensors`` that a graph reads, looked up anew with each `version`, as before each step."""
-
-    def __init__(self, model: nn.Module, flat: FlatGraph, read: Read = NOTHING) -> None:
-        self.settings = LiveSettings(model, read)
-        owners: dict[int, list[tuple[dict[str, Any], str]]] = {}
-        self._modules, self._slots, self._proved = Entries(), Entries(), Entries()
-        for module in model.modules():
-            if isinstance(module, torch.jit.ScriptModule):  # what it has cannot be replaced
-                continue
-            for name, child in module._modules.items():
-                self._modules.add(module._modules, name, child)
-            for tensors in (module._parameters, module._buffers):
-                for name, tensor in tensors.items():
-                    if tensor is not None:
-                        owners.setdefault(id(tensor), []).append((tensors, name))
-        constants: list[Any] = [given.example for given in flat.weights]
-        # To the graph, a weight that the model has in several places is one input.
-        self._tied: list[tuple[dict[str, Any], str, dict[str, Any], str]] = []
-        for constant in constants:
-            place, *others = owners.get(id(constant), [({"": constant}, "")])
-            self._slots.add(*place, constant)
-            self._tied += [(*place, *other) for other in others]
-        proved: list[Any] = [given.example for given in flat.proved_from]
-        for tensor in proved:
-            self._proved.add(*owners[id(tensor)][0], tensor)
-        self._values = ProvedTensors(proved)
-        self._kinds = [(t.shape, t.dtype, t.device, strides(t)) for t in constants]
-        self._lock = Lock()  # engines may share a program: what a look has found is never put in the place of later
-        # As `version` found them last: the tensors and their states, the same object until those change.
-        self.seen: tuple[Sequence[Any], States] = constants, states(constants)
-
-    def version(self) -> States:
-        """Look the tensors up; see `States`.
-
-        Raises:
-            ValueError: the graph is not that of the model any more: a module was replaced, or a tied weight in one of
-                its places only, an attribute that capture read was changed or a hook added, or a weight got another
-                shape, dtype, device or strides, or a buffer that masks were proved from got other values.
-        """
-        for _, name, *_ in self._modules.others():
-            raise ValueError(f"the model's modules must stay those it was compiled with, got another {name!r}")
-        for own, name, others, other in self._tied:
-            if own.get(name) is not others.get(other):
-                raise ValueError(f"weights tied when the model was compiled must stay tied, got another {other!r}")
-        if change := self.settings.change():
-            raise ValueError(f"the model must stay as it was compiled: {change}")
-        with self._lock:
-            tensors, (_, known) = self._slots.found(), self.seen
-            version = states(tensors, known)
-            if version is not known:
-                self._check_kinds(tensors)
-            self.seen = tensors, version
-        if not self._values.hold(self._proved.found()):
-            names = ", ".join(sorted(set(self._proved.names)))
-            raise ValueError(f"buffers that masks were proved from must keep their values, got others in {names}")
-        return version
-
-    def _check_kinds(self, tensors: Sequence[Any]) -> None:
-        for tensor, name, (shape, dtype, device, steps) in zip(tensors, self._slots.names, self._kinds, strict=True):
-            is_one = isinstance(tensor, Tensor)
-            if not is_one or tensor.dtype != dtype or tensor.shape != shape or tensor.device != device:
-                found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}" if is_one else None
-                raise ValueError(
-                    f"the model's {name or 'tensors'!r} must stay {dtype} {list(shape)} on {device}, "
-                    f"as compiled, got {found}"
-                )
-            if strides(tensor) != steps:  # which the graph does not look at
-                raise ValueError(f"strides of {name!r} must stay {steps}, as compiled, got {strides(tensor)}")
-
-
 class StepProgram:
     """Callable on `StepInputs` and pools; see `selective_compile.step` for the shapes.
 
@@ -200,7 +125,7 @@ class StepProgram:
         config: EngineConfig,
         *,
         max_positions: int | None,
-        read: Read = NOTHING,
+        captured: Captured | None = None,
     ) -> None:
         flat = rewritten.flat
         assert flat is not None
@@ -220,7 +145,7 @@ class StepProgram:
         self.num_ids = self.vocab_size if known is None else min(known, self.vocab_size)
         self.max_positions = max_positions
         self.graphs = 1
-        self.weights = LiveWeights(model, flat, read)
+        self.weights = LiveWeights(model, flat, captured)
         self.weights_version: Callable[[], object] = self.weights.version
         families = [call.family for call in flat.calls if call.family is not None]
         self.prefix = flat.prefix
@@ -255,8 +180,12 @@ class StepProgram:
         return not self.state_sites and not self.keeps_requests
 
     def is_of(self, model: nn.Module) -> bool:
-        """Whether its attributes and hooks are those it was compiled with; the weights tell of themselves."""
-        return not self.weights.settings.change()
+        """Whether all but its weights is as it was when it was compiled; those tell of themselves."""
+        return not self.weights.change(closely=True)
+
+    def look_closely(self) -> None:
+        """In the next step, whether the graph is still that of the model: nothing may have looked for a while."""
+        self.weights.look_closely()
 
     def forget_weights(self) -> None:
         """Make anew, in the next step, what is kept of the weights' values: int8 numbers, and scales of e4m3."""

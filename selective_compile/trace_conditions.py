@@ -59,6 +59,9 @@ ASKED_WITH: Final = frozenset(
 )
 
 
+UNKNOWN: Final = "unknown"
+
+
 @dataclass(frozen=True)
 class Condition:
     """``source`` is an expression of the locals ``L`` and globals ``G`` of the traced call, ``kind`` one of Dynamo's
@@ -71,15 +74,15 @@ class Condition:
 
 @dataclass(frozen=True)
 class Conditions:
-    """``code``: an expression, compiled, that gives the objects of ``asked`` in order; ``digest``: of what was told."""
+    """``code``: an expression, compiled, that gives the objects of all ``traced``; ``digest``: of what was told."""
 
+    traced: tuple[Condition, ...]
     code: bytes
-    asked: tuple[tuple[str, tuple[Any, ...]], ...]
     digest: str
 
 
-def conditions_of(guards: Iterable[Any]) -> tuple[Condition, ...] | None:
-    """Of Dynamo's guards; None if one is asked in a way that is not known here."""
+def conditions_of(guards: Iterable[Any]) -> tuple[Condition, ...]:
+    """Of Dynamo's guards; of the kind `UNKNOWN` where one is asked in a way that is not known here."""
     found: dict[Condition, None] = {}
     for guard in guards:
         kind, asked = guard.create_fn_name(), guard.originating_source
@@ -91,10 +94,11 @@ def conditions_of(guards: Iterable[Any]) -> tuple[Condition, ...] | None:
             given = tuple(told_source(value) if isinstance(value, Source) else value for value in arguments)
         elif kind == "HASATTR":  # of torch 2.11, which asks with the attribute itself, though it may not be there
             if not isinstance(asked, AttrSource):
-                return None
-            given, asked = (asked.member,), asked.base
+                kind = UNKNOWN
+            else:
+                given, asked = (asked.member,), asked.base
         if not all(isinstance(value, PLAIN) for value in given):
-            return None
+            kind, given = UNKNOWN, ()
         found[Condition(told_source(asked), kind, given)] = None
     return tuple(found)
 
@@ -112,8 +116,7 @@ def told(conditions: tuple[Condition, ...], call: Callable[..., Any], arguments:
     """
     sources = [f"({one.source},{others_of(one)})" for one in conditions]
     code = compile(f"[{','.join(sources)}]", "<guards>", "eval")
-    asked = tuple((one.kind, one.given) for one in conditions)
-    return Conditions(marshal.dumps(code), asked, digest_of(code, asked, call, arguments))
+    return Conditions(conditions, marshal.dumps(code), digest_of(code, conditions, call, arguments))
 
 
 def others_of(condition: Condition) -> str:
@@ -126,15 +129,17 @@ def hold(known: Conditions, call: Callable[..., Any], arguments: list[Tensor]) -
     Raises:
         Exception: something is not there any more, or cannot be told.
     """
-    return digest_of(marshal.loads(known.code), known.asked, call, arguments) == known.digest
+    return digest_of(marshal.loads(known.code), known.traced, call, arguments) == known.digest
 
 
-def digest_of(code: CodeType, asked: tuple[Any, ...], call: Callable[..., Any], arguments: list[Tensor]) -> str:
+def digest_of(
+    code: CodeType, conditions: tuple[Condition, ...], call: Callable[..., Any], arguments: list[Tensor]
+) -> str:
     namespace = {**_get_closure_vars(), "L": locals_of(call, arguments), "G": Globals(call)}
     digest = hashlib.sha256()
     words = Words()
-    for (kind, given), objects in zip(asked, eval(code, namespace), strict=True):
-        digest.update(f"{kind} {given} {words.of(kind, given, objects)}\n".encode())
+    for one, objects in zip(conditions, eval(code, namespace), strict=True):
+        digest.update(f"{one.kind} {one.given} {words.of(one.kind, one.given, objects)}\n".encode())
     return digest.hexdigest()
 
 

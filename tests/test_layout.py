@@ -83,6 +83,8 @@ LAYERS = (
         "environment_read",
         "told_objects",
         "trace_conditions",
+        "live_conditions",
+        "live_weights",
         "same_logits",
         "packed_graph",
         "given_rows",

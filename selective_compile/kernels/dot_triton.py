@@ -27,7 +27,7 @@ def widened_dot(a, b, accumulator, WIDEN: tl.constexpr, BULK: tl.constexpr = Fal
     if WIDEN:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    elif not BULK and a.dtype.primitive_bitwidth == 16:  # of float32, threads multiply
-        fence()
+    elif not BULK and a.dtype.primitive_bitwidth == 16 and a.shape[0] >= 64:
+        fence()  # of float32, and of fewer rows, threads multiply
     # "ieee": a float32 product is not rounded to TF32. It has no effect on bfloat16 and float16.
     return tl.dot(a, b, accumulator, input_precision="ieee")

@@ -94,6 +94,7 @@ def _kernel(
         row += 1
     if state_pool is not None:
         if NORMALISER:
+            tl.debug_barrier()  # every warp has read the corner, which one of them writes now
             tl.store(slot + last, normaliser, d < KEY_SIZE * real)
             tl.store(slot + corner, largest, mask=real > 0)
             for start in range(0, VALUE_SIZE, BLOCK_V):

@@ -95,6 +95,7 @@ UNSUPPORTED: dict[str, Any] = {
     "max_new_token": 3,
     "do_samples": False,
     "cache_implementation": "paged",
+    "pixel_values": torch.zeros(1, 3, 8, 8),
 }
 
 
@@ -103,6 +104,13 @@ def test_an_unsupported_argument_is_refused_by_name(model: Any, name: str) -> No
     with pytest.raises(ValueError, match=f"'{name}'.*must be .*got .*; .*(leave it out|give it|drafts without)"):
         sc.generate(model, random_ids(1, 6), engine_config=CONFIG, **{name: UNSUPPORTED[name]})
     assert_idle(model)
+
+
+def test_what_is_no_configuration_of_an_engine_is_refused(model: Any) -> None:
+    with pytest.raises(ValueError, match="engine_config must be an EngineConfig or None, got {'a': 1}"):
+        sc.generate(model, random_ids(1, 6), engine_config={"a": 1})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="config must be an EngineConfig or None, got 5"):
+        sc.wrap(model, 5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -163,6 +171,10 @@ def test_a_model_that_cannot_be_served_is_refused() -> None:
         sc.generate(training.eval(), ids, engine_config=CONFIG)
     with pytest.raises(ValueError, match="torch.nn.Module"):
         sc.generate("gpt2", ids)
+    empty = tiny().to("meta")
+    for call in (lambda: sc.generate(empty, ids), lambda: sc.explain(empty), lambda: sc.Engine(empty, CONFIG)):
+        with pytest.raises(ValueError, match=r"must hold its weights, got .*embed_tokens.weight' on the device meta"):
+            call()
     encoder_decoder = nn.Module()
     encoder_decoder.config = T5Config()
     with pytest.raises(ValueError, match="without an encoder"):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import triton
 import triton.backends.compiler as compiler
 
@@ -61,7 +62,10 @@ def compile_ahead(kernel: Any, target: Target, types: dict[str, str], constants:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
     gpu = compiler.GPUTarget(target.backend, target.arch, target.warp_size)
-    return triton.compile(source, target=gpu, options=options | {"enable_fp_fusion": True})
+    # Kernels may ask for which GPU they are compiled, and are told of the one that is there.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.runtime.driver, "_active", NoDevice(gpu))
+        return triton.compile(source, target=gpu, options=options | {"enable_fp_fusion": True})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,14 +146,21 @@ def innermost_loops(compiled: Any) -> list[str]:
     return loops
 
 
+@dataclass(frozen=True)
 class NoDevice:
-    """As much of a Triton driver as compiling for a launch asks for; its number is no real device's."""
+    """As much of a Triton driver as compiling for a launch asks for; its number is no real device's.
+
+    By the ``number`` Triton keeps what it has compiled: another one for each target.
+    """
+
+    target: compiler.GPUTarget = compiler.GPUTarget("cuda", 90, 32)
+    number: int = 1000
 
     def get_current_device(self) -> int:
-        return 1000
+        return self.number
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
-    def get_current_target(self) -> Any:
-        return compiler.GPUTarget("cuda", 90, 32)
+    def get_current_target(self) -> compiler.GPUTarget:
+        return self.target

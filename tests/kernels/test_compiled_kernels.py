@@ -28,22 +28,16 @@ from tests.kernels.test_ragged_attention_triton import compiling, nan_filled_out
 
 triton = pytest.importorskip("triton")
 launches = pytest.importorskip("tests.kernels.ptx.launches")
-memories = pytest.importorskip("tests.kernels.ptx.memory")
+accesses = pytest.importorskip("tests.kernels.ptx.accesses")
 pytestmark = [compiling, pytest.mark.usefixtures("triton_cache", "nan_filled_outputs")]
-Order = launches.Order
 
 AMPERE, HOPPER = 80, 90
 NAMED = {case.name: case for case in CASES}
-EARLY = [(copies, products, False) for copies in (False, True) for products in (False, True)]
-ORDERS = [Order(*each) for each in (*EARLY, (False, False, True))]
 
 
 @pytest.fixture(params=(AMPERE, HOPPER), ids=("sm_80", "sm_90"))
 def processor(request, monkeypatch) -> Any:
-    """Copies and products are done when they are waited for, and no earlier."""
-    found = launches.take_over(monkeypatch, request.param)
-    found.order = ORDERS[0]
-    return found
+    return launches.take_over(monkeypatch, request.param)
 
 
 @pytest.fixture
@@ -53,9 +47,7 @@ def hopper(monkeypatch) -> Any:
     monkeypatch.setattr(bulk.attends, "asynchronous_products", lambda device: True)
     monkeypatch.setattr(bulk.tiles, "LATE_KEYS", 1)
     monkeypatch.setattr(latent.latents, "bulk_copies", lambda device: True)
-    found = launches.take_over(monkeypatch, HOPPER)
-    found.order = ORDERS[0]
-    return found
+    return launches.take_over(monkeypatch, HOPPER)
 
 
 def ptx_of(processor: Any) -> str:
@@ -98,12 +90,7 @@ COPIED = [
 
 @pytest.mark.parametrize("case", COPIED, ids=str)
 def test_tiles_that_are_copied_at_once(case, hopper):
-    """Whatever is done first of what goes on at the same time: the numbers are the same to the bit."""
-    inputs, found = make_inputs(case, torch.bfloat16), []
-    for hopper.order in ORDERS:
-        found.append(bulk.launcher.ragged_attention(*inputs.ragged()))
-        assert torch.equal(found[0], found[-1]), hopper.order
-    bulk.check(inputs)
+    bulk.check(make_inputs(case, torch.bfloat16))
     assert "cp.async.bulk.tensor" in ptx_of(hopper)
     assert ("wgmma" in ptx_of(hopper)) is (case.name != "decode")
 
@@ -115,27 +102,49 @@ def test_splits_and_their_merge(case, hopper, monkeypatch):
     assert len({compiled.metadata.name for compiled in hopper.launched}) == 4
 
 
+WAITING = ("selective_scan", "ssd", "gated_delta_rule", "mlstm")
 LEFT_OUT = {
     "a wait for products": r"wgmma\.wait_group\.sync\.aligned 0;",
+    "a fence of products' registers": r"wgmma\.fence\.sync\.aligned;",
     "a wait for copies": r"mbarrier\.try_wait\.[^;]*;\s+@!complete bra\.uni waitLoop;",
+    "asking again for copies": r"@!complete bra\.uni waitLoop;",
     "a fence": r"fence\.proxy\.async\.shared::cta;",
     "a barrier of threads": r"bar\.sync\s+0;",
 }
 
 
 @pytest.mark.parametrize("left_out", LEFT_OUT)
-def test_what_is_left_out_shows(left_out, hopper):
-    """That the machine finds it: for each mistake there is an order in which something is wrong."""
-    inputs = make_inputs(dataclasses.replace(LONG, name=""), torch.bfloat16)
+def test_what_is_left_out_is_found(left_out, hopper):
+    """Not each is needed: of some two are one behind the other."""
+    inputs = make_inputs(dataclasses.replace(LONG, requests=((40, 90),), name=""), torch.bfloat16)
     expected = bulk.launcher.ragged_attention(*inputs.ragged())
-    hopper.edit = lambda ptx: re.sub(LEFT_OUT[left_out], "", ptx)
-    wrong = 0
-    for hopper.order in ORDERS:
+    (ptx,) = {each.asm["ptx"] for each in hopper.launched if each.metadata.name == "_attention_kernel"}
+    missed = 0
+    places = list(re.finditer(LEFT_OUT[left_out], ptx))
+    for place in places[:8]:
+        cut = ptx[: place.start()] + ptx[place.end() :]
+        hopper.edit = lambda text, cut=cut: cut if text == ptx else text
         try:
-            wrong += not torch.equal(bulk.launcher.ragged_attention(*inputs.ragged()), expected)
-        except memories.Fault:
-            wrong += 1
-    assert wrong
+            missed += torch.equal(bulk.launcher.ragged_attention(*inputs.ragged()), expected)
+        except accesses.Fault:
+            continue
+    assert missed < len(places[:8])
+    if "copies" in left_out:
+        assert not missed
+
+
+def test_no_barrier_at_all(processor):
+    """Of kernels of which each has some."""
+    processor.edit = lambda ptx: re.sub(r"bar\.sync\s+0;", "", ptx)
+    states = [make_call(case, torch.float32) for case in state.SHORT if case.name == "plain" and case.op in WAITING]
+    calls = [lambda each=each: state.check(each) for each in states]
+    calls.append(lambda: bulk.check(make_inputs(NAMED["mixed"], torch.bfloat16)))
+    calls.append(lambda: linear.test_odd_sizes(33, torch.bfloat16, None))
+    calls.append(lambda: selection.test_the_best_keys(selection.FEWER[0], torch.float32))
+    for call in calls:
+        with pytest.raises(accesses.Fault, match="no barrier"):
+            call()
+    assert len(calls) == 3 + len(WAITING)
 
 
 @pytest.mark.parametrize("name", ("mixed", "window", "sinks"))
@@ -149,8 +158,7 @@ def test_latents(name, processor):
 def test_latents_that_are_copied_at_once(pools, hopper):
     (each,) = (each for each in latent.CASES if each.name == "as_large_as_deepseek")
     inputs = make_inputs(dataclasses.replace(each, block_size=64), torch.bfloat16)
-    for hopper.order in ORDERS:
-        latent.check("triton", inputs if pools is torch.bfloat16 else inputs.with_fp8_pools())
+    latent.check("triton", inputs if pools is torch.bfloat16 else inputs.with_fp8_pools())
     assert "cp.async.bulk.tensor" in ptx_of(hopper)
 
 

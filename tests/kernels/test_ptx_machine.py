@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
+accesses = pytest.importorskip("tests.kernels.ptx.accesses")
 arithmetic = pytest.importorskip("tests.kernels.ptx.arithmetic")
 formats = pytest.importorskip("tests.kernels.ptx.formats")
 machines = pytest.importorskip("tests.kernels.ptx.machine")
 memories = pytest.importorskip("tests.kernels.ptx.memory")
 readings = pytest.importorskip("tests.kernels.ptx.reading")
 steps = pytest.importorskip("tests.kernels.ptx.steps")
-Fault, Order = memories.Fault, machines.Order
+Fault = accesses.Fault
 
 HEAD = """.visible .entry _kernel(
 	.param .u64 .ptr .global .align 1 _kernel_param_0,
@@ -41,7 +42,7 @@ HEAD = """.visible .entry _kernel(
 """
 
 
-def run(body: str, given: torch.Tensor, *, threads: int = 64, programs: int = 1, **order: bool) -> torch.Tensor:
+def run(body: str, given: torch.Tensor, *, threads: int = 64, programs: int = 1, early: bool = False) -> torch.Tensor:
     """What a program makes of a tensor: its threads' addresses in it are in `%rd3`, those of the result in `%rd4`."""
     read = readings.program(HEAD.format(threads=threads, body=body))
     memory, result = memories.Memory(), torch.full((threads,), -1, dtype=torch.int32)
@@ -51,7 +52,7 @@ def run(body: str, given: torch.Tensor, *, threads: int = 64, programs: int = 1,
     }
     shape = (read, (programs, 1, 1), memory, parameters, {})
     with np.errstate(all="ignore"):
-        machines.Machine(*shape, shared=4096, order=Order(**order)).run(steps.steps_of(read))
+        machines.Machine(*shape, shared=4096, early=early).run(steps.steps_of(read))
     return result
 
 
@@ -82,26 +83,68 @@ COPIED = """
 """
 
 
-@pytest.mark.parametrize("in_turn", (False, True))
-def test_threads_exchange_numbers_through_shared_memory(in_turn):
+def test_threads_exchange_numbers_through_shared_memory():
     body = ACROSS.replace("BARRIER", "bar.sync 0;")
-    assert torch.equal(run(body, NUMBERS, in_turn=in_turn), NUMBERS.flip(0))
+    assert torch.equal(run(body, NUMBERS), NUMBERS.flip(0))
 
 
-def test_what_misses_a_barrier_shows_where_warps_run_in_turn():
-    body = ACROSS.replace("BARRIER", "")
-    assert not torch.equal(run(body, NUMBERS, in_turn=True), NUMBERS.flip(0))
+# Each warp reads what the other one writes, only the first does, only the second does.
+@pytest.mark.parametrize("apart", ("", "setp.ge.u32 %p1, %r1, 32;", "setp.lt.u32 %p1, %r1, 32;"))
+def test_what_misses_a_barrier(apart):
+    own = f"{apart}\n\tselp.b32 %r6, %r4, %r6, %p1;" if apart else ""
+    body = ACROSS.replace("BARRIER", "").replace("add.s32 %r7", f"{own}\n\tadd.s32 %r7")
+    with pytest.raises(Fault, match="reads what another one has written, and no barrier"):
+        run(body, NUMBERS)
 
 
-@pytest.mark.parametrize("early", (False, True))
-def test_a_copy_is_there_when_it_is_waited_for(early):
-    body = COPIED.replace("WAIT", "cp.async.wait_group 0;")
-    assert torch.equal(run(body, NUMBERS, copies_early=early), NUMBERS)
+def test_what_is_written_over_too_early():
+    body = ACROSS.replace("BARRIER", "bar.sync 0;") + "\n\tst.shared.b32 [%r5], %r3;"
+    with pytest.raises(Fault, match="writes over what another one has read"):
+        run(body, NUMBERS)
+    assert torch.equal(
+        run(body.replace("\n\tst.shared.b32 [%r5], %r3", "\n\tbar.sync 0;\n\tst.shared.b32 [%r5], %r3"), NUMBERS),
+        NUMBERS.flip(0),
+    )
 
 
-def test_a_copy_that_is_not_waited_for_shows_where_copies_are_late():
-    with pytest.raises(Fault, match="before its copies"):
-        run(COPIED.replace("WAIT", ""), NUMBERS)
+def test_warps_may_write_one_number_that_all_of_them_have_and_no_others():
+    same = "\tmov.b32 %r3, global_smem; mov.b32 %r4, 7; st.shared.b32 [%r3], %r4; bar.sync 0; ld.shared.b32 %r8, [%r3];"
+    body = same + " st.global.b32 [ %rd4 + 0 ], { %r8 };"
+    assert torch.equal(run(body, NUMBERS), torch.full((64,), 7, dtype=torch.int32))
+    with pytest.raises(Fault, match="warps write different numbers"):
+        run(body.replace("%r4, 7", "%r4, %r1"), NUMBERS)
+
+
+def test_programs_of_a_launch_do_not_meet_in_memory():
+    body = "\tmov.u32 %r2, %ctaid.x; ld.global.b32 { %r3 }, [ %rd4 + 0 ]; st.global.b32 [ %rd4 + 0 ], { %r2 };"
+    run(body, NUMBERS)
+    with pytest.raises(Fault):
+        run(body, NUMBERS, programs=2)
+
+
+def test_memory_is_not_reached_before_the_kernels_in_front_have_ended():
+    body = "ld.global.b32 { %r2 }, [ %rd3 + 0 ]; st.global.b32 [ %rd4 + 0 ], { %r2 };"
+    with pytest.raises(Fault, match="before the kernels in front"):
+        run(f"\t{body}", NUMBERS, early=True)
+    assert torch.equal(run(f"\tgriddepcontrol.wait; {body}", NUMBERS, early=True), NUMBERS)
+
+
+def test_a_copy_is_there_when_it_is_waited_for():
+    assert torch.equal(run(COPIED.replace("WAIT", "cp.async.wait_group 0;"), NUMBERS), NUMBERS)
+
+
+@pytest.mark.parametrize("wait", ("", "cp.async.wait_group 1;"))
+def test_a_copy_that_is_not_waited_for(wait):
+    with pytest.raises(Fault, match="reads what a copy is under way to"):
+        run(COPIED.replace("WAIT", wait), NUMBERS)
+
+
+def test_what_is_copied_to_where_others_still_read():
+    first = ACROSS.replace("BARRIER", "bar.sync 0;").replace("st.global.b32 [ %rd4 + 0 ], { %r8 };", "")
+    again = COPIED.replace("WAIT", "cp.async.wait_group 0;")
+    with pytest.raises(Fault, match="writes over what another one has read"):
+        run(first + again, NUMBERS)
+    assert torch.equal(run(first + "\tbar.sync 0;" + again, NUMBERS), NUMBERS)
 
 
 def test_what_is_not_read_of_a_copy_is_nothing():
@@ -160,6 +203,7 @@ PRODUCT = """
 	mov.b32 %r22, %r6;
 	mov.b32 %r23, %r6;
 	mov.pred %p2, -1;
+	BEGIN
 	wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r10,%r11,%r12,%r13}, {%r20,%r21,%r22,%r23}, %rd6,%p2,1,1,0;
 	wgmma.commit_group.sync.aligned;
 	BESIDE
@@ -169,30 +213,66 @@ PRODUCT = """
 """
 
 
-@pytest.mark.parametrize("early", (False, True))
-def test_a_product_adds_to_registers(early):
-    body = PRODUCT.replace("FENCE", "fence.proxy.async.shared::cta;").replace("BESIDE", "")
-    found = run(body, torch.zeros(128), threads=128, products_early=early)
-    assert torch.equal(found.view(torch.float32), torch.ones(128))
+PARTS = {
+    "FENCE": "fence.proxy.async.shared::cta;",
+    "BEGIN": "wgmma.fence.sync.aligned;",
+    "BESIDE": "",
+    "bar.sync 0;": "bar.sync 0;",
+}
 
 
-def test_registers_of_a_product_under_way_are_not_written():
-    body = PRODUCT.replace("FENCE", "fence.proxy.async.shared::cta;")
-    for register in ("%r10", "%r21"):
-        with pytest.raises(Fault, match="is written"):
-            run(body.replace("BESIDE", f"mov.b32 {register}, %r1;"), torch.zeros(128), threads=128)
+def product(instead: dict[str, str]) -> torch.Tensor:
+    body = PRODUCT
+    for name, part in (PARTS | instead).items():
+        assert name in body
+        body = body.replace(name, part)
+    return run(body, torch.zeros(128), threads=128).view(torch.float32)
+
+
+def test_a_product_adds_to_registers():
+    assert torch.equal(product({}), torch.ones(128))
+
+
+SOME = "setp.lt.u32 %p3, %r1, {}; @%p3 "
+WRONG_PRODUCTS: dict[str, list[dict[str, str]]] = {
+    "is written": [{"BESIDE": f"mov.b32 {register}, %r1;"} for register in ("%r10", "%r21")],
+    "without a fence": [
+        {"FENCE": ""},
+        {"FENCE": SOME.format(1) + PARTS["FENCE"]},
+        {"FENCE": "setp.ge.u32 %p3, %r1, 32; @%p3 " + PARTS["FENCE"]},
+    ],
+    "no barrier": [{"bar.sync 0;": ""}],
+    "written since the last fence": [
+        {"BEGIN": f"{before} add.s32 {register}, %r6, 0;"}
+        for before in ("", PARTS["BEGIN"])
+        for register in ("%r10", "%r21")
+    ],
+    "only some of four warps": [{"wgmma.mma_async": SOME.format(64) + "wgmma.mma_async"}],
+    "a product under way reads": [
+        {"BESIDE": "st.shared.b32 [%r5], %r1;"},
+        {"BESIDE": "cp.async.ca.shared.global [ %r5 + 0 ], [ %rd3 + 0 ], 0x4;"},
+    ],
+    "before its copies or products": [
+        {"wgmma.wait_group.sync.aligned 0;": ""},
+        {"wait_group.sync.aligned 0": "wait_group.sync.aligned 1"},
+    ],
+}
+
+
+@pytest.mark.parametrize(("said", "instead"), [(said, each) for said, all_ in WRONG_PRODUCTS.items() for each in all_])
+def test_mistakes_around_products_are_errors(said, instead):
+    with pytest.raises(Fault, match=said):
+        product(instead)
+
+
+@pytest.mark.parametrize("fence", ("fence.acq_rel.cta;", "fence.proxy.alias;", "fence.proxy.async.global;"))
+def test_other_fences_are_not_taken_for_that_of_products(fence):
+    with pytest.raises(NotImplementedError, match="fence"):
+        product({"FENCE": fence})
 
 
 def test_what_is_read_of_a_product_under_way_is_nan():
-    body = PRODUCT.replace("FENCE", "fence.proxy.async.shared::cta;").replace("BESIDE", "mov.b32 %r30, %r10;")
-    body = body.replace("{ %r10 }", "{ %r40 }")
-    assert run(body, torch.zeros(128), threads=128).view(torch.float32).isnan().all()
-
-
-def test_a_product_of_what_no_fence_is_behind():
-    body = PRODUCT.replace("FENCE", "").replace("BESIDE", "")
-    with pytest.raises(Fault, match="without a fence"):
-        run(body, torch.zeros(128), threads=128)
+    assert product({"BESIDE": "mov.b32 %r30, %r10;", "{ %r10 }": "{ %r40 }"}).isnan().all()
 
 
 ANY = st.integers(0, 2**32 - 1)
@@ -208,7 +288,13 @@ def test_whole_numbers(a, b, by, count):
     assert of("shl", a, by) == (a << by) % 2**32 and of("shr", a, by) == a >> by
     assert of("shr", a, by, kind="i4") == signed[0] >> by
     assert of("mul.hi", a, b) == a * b >> 32 and of("mul.lo", a, b) == a * b % 2**32
-    assert of("bfe", a, by % 32, count) == (a >> by % 32) & (2**count - 1)
+    assert of("bfe", a, by, count) == (a >> by) & (2**count - 1)
+    top = a >> min(by + count - 1, 31) & 1
+    inside = min(count, max(32 - by, 0))
+    field = a >> by & (2**inside - 1)
+    assert of("bfe", a, by, count, kind="i4") == field - (top << inside)
+    taken = (2**count - 1) << by & (2**32 - 1)
+    assert of("bfi", a, b, by, count) == b & ~taken | a << by & taken
     if b:
         assert of("div", a, b) == a // b
         assert of("div", a, b, kind="i4") == int(abs(signed[0]) // abs(signed[1])) * (
@@ -234,3 +320,36 @@ def test_a_number_of_8_bits_is_what_torch_takes_it_for():
     bits = torch.arange(256, dtype=torch.uint8)
     found = torch.from_numpy(formats.decoded(bits.numpy(), "e4m3"))
     torch.testing.assert_close(found, bits.view(torch.float8_e4m3fn).float(), rtol=0, atol=0, equal_nan=True)
+
+
+def floats(name: str, *numbers: float, program: str = "st.global.b32 [ %rd4 + 0 ], { %r8 };") -> torch.Tensor:
+    """What an instruction makes of each, as bits."""
+    given = torch.zeros(64)
+    given[: len(numbers)] = torch.tensor(numbers)
+    return run(f"\tld.global.b32 {{ %r2 }}, [ %rd3 + 0 ]; {name} %r8, %r2; {program}", given)[: len(numbers)]
+
+
+def test_numbers_become_whole_ones_as_the_isa_has_it():
+    given = (float("nan"), 3e9, -3e9, 2.5, -1.5)
+    assert floats("cvt.rzi.s32.f32", *given).tolist() == [0, 2**31 - 1, -(2**31), 2, -1]
+    assert floats("cvt.rmi.s32.f32", *given).tolist() == [0, 2**31 - 1, -(2**31), 2, -2]
+    assert floats("cvt.rni.s32.f32", *given).tolist() == [0, 2**31 - 1, -(2**31), 2, -2]
+    assert floats("cvt.rzi.u32.f32", -5.0, 5e9).tolist() == [0, -1]
+    assert floats("cvt.rpi.f32.f32", 2.5, -1.5).view(torch.float32).tolist() == [3.0, -1.0]
+    assert floats("ex2.approx.ftz.f32", -130.0, -1.0).view(torch.float32).tolist() == [0.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    "name", ("cvt.rz.f16.f32", "cvt.sat.f32.f32", "add.rz.f32", "add.sat.f32", "bfe.u64", "setp.lt.and.s32", "clz.b32")
+)
+def test_what_is_not_known_is_said_when_it_is_read(name):
+    with pytest.raises(NotImplementedError, match=name):
+        run(f"\t{name} %r8, %r2, %r3, %r4;", NUMBERS)
+
+
+def test_threads_of_a_warp_are_numbered_from_0_to_31():
+    end = "st.global.b32 [ %rd4 + 0 ], { %r8 };"
+    assert run(f"\tmov.b32 %r3, %laneid; shfl.sync.idx.b32 %r8, %r3, 33, 31, -1; {end}", NUMBERS).eq(1).all()
+    found = run(f"\tshfl.sync.down.b32 %r8|%p1, %r1, 16, 31, -1; selp.b32 %r8, %r8, 99, %p1; {end}", NUMBERS)
+    lane = NUMBERS % 32
+    assert torch.equal(found, torch.where(lane < 16, NUMBERS + 16, 99))

@@ -71,6 +71,9 @@ class SimulatedProgram:
         self.weights = 0
         self.before_run: Callable[[], None] = lambda: None
 
+    def look_closely(self) -> None:
+        """There is no model."""
+
     def forget_weights(self) -> None:
         """Keeps nothing of their values."""
 

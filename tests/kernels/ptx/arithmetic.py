@@ -1,7 +1,7 @@
 """What instructions on numbers come to: of arrays of numbers, one for each thread.
 
 Source: PTX ISA, "Integer Arithmetic Instructions" to "Data Movement and Conversion Instructions". Sums of a product are
-rounded twice in float64's case, once or, by chance, twice in float32's; approximations are exact.
+rounded twice in float64's case, once or, by chance, twice in float32's and bfloat16's; approximations are exact.
 """
 
 from __future__ import annotations
@@ -34,9 +34,25 @@ def unordered(a: Any, b: Any) -> Any:
 
 
 def fma(a: Any, b: Any, c: Any) -> Any:
-    if a.dtype != np.float32:
-        return a * b + c
-    return (a.astype(np.float64) * b + c).astype(np.float32)
+    return (a.astype(np.float64) * b + c).astype(a.dtype)
+
+
+def without_subnormals(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """Of float32: what is smaller than a normal number is 0, given or found."""
+
+    def flushed(number: Any) -> Any:
+        return np.where(np.abs(number) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), number), number)
+
+    return lambda *given: flushed(operation(*map(flushed, given)))
+
+
+def whole(numbers: Any, kind: np.dtype) -> Any:
+    """Rounded ones as whole numbers: the nearest that there is, and 0 for NaN."""
+    limits = np.iinfo(kind)
+    found = np.where(numbers == numbers, numbers, 0)
+    above, below = found >= float(limits.max), found <= float(limits.min)
+    inside = np.where(above | below, 0, found).astype(kind)
+    return np.where(above, kind.type(limits.max), np.where(below, kind.type(limits.min), inside))
 
 
 def high(a: Any, b: Any) -> Any:
@@ -70,13 +86,22 @@ def shifted_right(a: Any, by: Any) -> Any:
 
 
 def field(a: Any, at: Any, count: Any) -> Any:
-    """Some bits; of a signed number its sign above them."""
-    wide = a.astype(np.uint32).astype(np.uint64) >> at.astype(np.uint64)
-    wide &= (np.uint64(1) << count.astype(np.uint64)) - np.uint64(1)
+    """Some of 32 bits; of a signed number the highest of them above, its sign where they reach beyond it."""
+    at, count = (np.minimum(each & 255, 32).astype(np.int64) for each in (at, count))
+    wide = a.astype(np.int64) & 0xFFFFFFFF
+    found = wide >> at & (1 << count) - 1
     if a.dtype.kind == "i":
-        top = np.uint64(1) << (count.astype(np.uint64) - np.uint64(1))
-        wide = (wide ^ top) - top
-    return wide.astype(np.uint32).view(a.dtype)
+        sign = wide >> np.clip(at + count - 1, 0, 31) & (count > 0)
+        found |= sign * (-1 << np.minimum(count, 32 - at))
+    return (found & 0xFFFFFFFF).astype(np.uint32).view(a.dtype)
+
+
+def inserted(a: Any, b: Any, at: Any, count: Any) -> Any:
+    """``b`` with bits of ``a`` in place of some of its own."""
+    at, count = (np.minimum(each & 255, 32).astype(np.int64) for each in (at, count))
+    taken = (1 << count) - 1 << at & 0xFFFFFFFF
+    found = b.astype(np.int64) & ~taken | a.astype(np.int64) << at & taken
+    return (found & 0xFFFFFFFF).astype(np.uint32)
 
 
 def permuted(a: Any, b: Any, selector: Any) -> Any:
@@ -128,6 +153,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "shl": shifted_left,
     "shr": shifted_right,
     "bfe": field,
+    "bfi": inserted,
     "prmt": permuted,
     "popc": lambda a: np.bitwise_count(a).astype(np.uint32),
     "ex2": np.exp2,

@@ -5,14 +5,16 @@ Source: PTX ISA, "cp.async", "cp.async.bulk.tensor", "mbarrier" and "Tensor Swiz
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
+from tests.kernels.ptx.accesses import Fault
 from tests.kernels.ptx.formats import UNSIGNED, Bits
 from tests.kernels.ptx.machine import Machine, Step
-from tests.kernels.ptx.memory import Fault, Memory
+from tests.kernels.ptx.memory import Memory
 from tests.kernels.ptx.reading import Address, Instruction, Program
 from tests.kernels.ptx.under_way import Barrier
 from tests.kernels.ptx.warpgroups import swizzled
@@ -36,15 +38,15 @@ class Tiles:
     def num_bytes(self) -> int:
         return int(np.prod(self.tile)) * self.element
 
-    def read(self, memory: Memory, begin: tuple[int, ...]) -> Bits:
-        """The elements of a tile, 0 where the tensor ends before it."""
+    def read(self, memory: Memory, lane: int, begin: tuple[int, ...]) -> Bits:
+        """The elements of a tile that a thread asks for, 0 where the tensor ends before it."""
         at = [first + np.arange(count) for first, count in zip(begin, self.tile, strict=True)]
         grid = np.meshgrid(*at, indexing="ij")
         inside = np.logical_and.reduce([(n >= 0) & (n < size) for n, size in zip(grid, self.shape, strict=True)])
         places = sum(n * stride for n, stride in zip(grid, self.strides, strict=True))
         found = np.zeros(self.tile, UNSIGNED[self.element])
         addresses = (self.address + places[inside] * self.element).astype(np.uint64)
-        found[inside] = memory.load(addresses, self.element)
+        found[inside] = memory.load(np.full(len(addresses), lane), addresses, self.element)
         return found.ravel()
 
 
@@ -62,21 +64,33 @@ def small_copies(instruction: Instruction) -> Step:
     to, source, text, *given = instruction.operands
     size = int(text, 0)
 
-    def work(machine: Machine, places: Bits, sources: Bits, counts: Bits, here: Bits) -> None:
-        unit = 4
-        for n in range(0, size, unit):
-            read = here & (counts > n)
-            numbers = np.zeros(machine.lanes, np.uint32)
-            numbers[read] = machine.memory.load(sources[read] + np.uint64(n), unit)
-            at = places[here] + np.uint32(n)
-            machine.shared.store(machine.program_of[here], at, numbers[here])
+    def read(machine: Machine, sources: Bits, counts: Bits, here: Bits) -> Bits:
+        """[lanes, numbers of 4 bytes]"""
+        found = np.zeros((machine.lanes, size // 4), np.uint32)
+        for n in range(size // 4):
+            lanes = np.flatnonzero(here & (counts > 4 * n))
+            found[lanes, n] = machine.memory.load(lanes, sources[lanes] + np.uint64(4 * n), 4)
+        return found
 
     def do(machine: Machine, mask: Bits) -> None:
         counts = np.broadcast_to(machine.read(given[0], "u32") if given else np.uint32(size), machine.lanes)
         places, sources = machine.addresses(to), machine.addresses(source)
         if (places[mask] % size).any() or (sources[mask & (counts > 0)] % size).any():
             raise Fault(f"what is copied as {size} bytes does not begin at a multiple of them: {instruction.text}")
-        machine.copies.begin(mask, partial(work, machine, places, sources, counts))
+        begun = read(machine, sources, counts, mask)
+        machine.shared.expect(np.flatnonzero(mask), places[mask], size)
+
+        def work(due: Bits) -> None:
+            """Late: it may as well have been done at once."""
+            numbers = read(machine, sources, counts, due)
+            if (numbers[due] != begun[due]).any():
+                raise Fault("what is copied changes meanwhile")
+            lanes = np.flatnonzero(due)
+            machine.shared.arrived(lanes, places[lanes], size)
+            for n in range(size // 4):
+                machine.shared.store(lanes, places[lanes] + np.uint32(4 * n), numbers[lanes, n])
+
+        machine.copies.begin(mask, work)
 
     return do
 
@@ -85,27 +99,24 @@ def tile_copies(instruction: Instruction) -> Step:
     """Of a tile, by one thread."""
     to, source, barrier = instruction.operands
 
-    def copy(machine: Machine, program: int, place: int, tiles: Tiles, begin: tuple[int, ...]) -> int:
-        numbers = tiles.read(machine.memory, begin)
-        if place % max(128, 8 * tiles.row if tiles.row > 16 else 128):
-            raise Fault("a tile is copied to where its pattern does not begin")
-        places = swizzled(place + np.arange(len(numbers)) * tiles.element, tiles.row).astype(np.uint32)
-        machine.shared.store(np.full(len(numbers), program), places, numbers, fenced=True)
+    def copy(machine: Machine, lane: int, places: Bits, tiles: Tiles, begin: tuple[int, ...], arrival: int) -> int:
+        machine.shared.land(places, tiles.read(machine.memory, lane, begin), arrival)
         return tiles.num_bytes
 
     def do(machine: Machine, mask: Bits) -> None:
-        places, barriers = machine.addresses(to), machine.addresses(barrier)
+        addresses, barriers = machine.addresses(to), machine.addresses(barrier)
         described = np.broadcast_to(machine.read(source.base, "u64"), machine.lanes)
         begins = [np.broadcast_to(machine.read(each, "s32"), machine.lanes) for each in reversed(source.coordinates)]
-        for lane in np.flatnonzero(mask):
-            program = int(machine.program_of[lane])
+        for lane in np.flatnonzero(mask).tolist():
+            tiles, address = machine.tiles[int(described[lane])], int(addresses[lane])
+            if address % max(128, 8 * tiles.row if tiles.row > 16 else 128):
+                raise Fault("a tile is copied to where its pattern does not begin")
             begin = tuple(int(each[lane].astype(np.int32)) for each in begins)
-            start = partial(copy, machine, program, int(places[lane]), machine.tiles[int(described[lane])], begin)
-            counted = barrier_at(machine, program, int(barriers[lane]))
-            if machine.order.copies_early:
-                counted.came(start())
-            else:
-                counted.copies.append(start)
+            count = tiles.num_bytes // tiles.element
+            to_each = swizzled(address + np.arange(count) * tiles.element, tiles.row).astype(np.uint32)
+            places = machine.shared.expect(np.full(count, lane), to_each, tiles.element)
+            counted = barrier_at(machine, int(machine.program_of[lane]), int(barriers[lane]))
+            counted.copies.append(partial(copy, machine, lane, places, tiles, begin, counted.arrivals[-1]))
 
     return do
 
@@ -118,8 +129,9 @@ def begins(instruction: Instruction) -> Step:
     place, count = instruction.operands
 
     def do(machine: Machine, mask: Bits) -> None:
-        for lane, address in lanes_and_addresses(machine, mask, place):
-            machine.barriers[machine.program_of[lane]][address] = Barrier(int(count), int(count))
+        for lane, address in barriers_at(machine, mask, place, changes=True):
+            found = Barrier(int(count), int(count), [machine.shared.new_arrival()], machine.shared.new_arrival)
+            machine.barriers[machine.program_of[lane]][address] = found
 
     return do
 
@@ -128,7 +140,7 @@ def ends(instruction: Instruction) -> Step:
     (place,) = instruction.operands
 
     def do(machine: Machine, mask: Bits) -> None:
-        for lane, address in lanes_and_addresses(machine, mask, place):
+        for lane, address in barriers_at(machine, mask, place, changes=True):
             if barrier_at(machine, machine.program_of[lane], address).copies:
                 raise Fault("a barrier ends before the copies that it counts")
             del machine.barriers[machine.program_of[lane]][address]
@@ -143,7 +155,7 @@ def arrives(instruction: Instruction) -> Step:
 
     def do(machine: Machine, mask: Bits) -> None:
         counts = np.broadcast_to(machine.read(count, "u32"), machine.lanes)
-        for lane, address in lanes_and_addresses(machine, mask, place):
+        for lane, address in barriers_at(machine, mask, place):
             barrier_at(machine, machine.program_of[lane], address).arrive(int(counts[lane]))
 
     return do
@@ -156,11 +168,15 @@ def asks(instruction: Instruction) -> Step:
     def do(machine: Machine, mask: Bits) -> None:
         parities = np.broadcast_to(machine.read(parity, "u32"), machine.lanes)
         over = np.zeros(machine.lanes, bool)
-        for lane, address in lanes_and_addresses(machine, mask, place):
-            barrier = barrier_at(machine, machine.program_of[lane], address)
-            if barrier.phase % 2 == parities[lane]:
-                barrier.finish_copies()
-            over[lane] = barrier.phase % 2 != parities[lane]
+        answers: dict[tuple[int, int, int], bool] = {}  # the same for all who ask at once
+        for lane, address in barriers_at(machine, mask, place):
+            program, phase = int(machine.program_of[lane]), int(parities[lane])
+            barrier = barrier_at(machine, program, address)
+            if (key := (program, address, phase)) not in answers:
+                answers[key] = barrier.is_over(phase)
+            over[lane] = answers[key]
+            if over[lane]:
+                machine.shared.know(lane, barrier.arrivals[-2])
         machine.write(target, over, mask)
         machine.stuck |= mask & ~over
         machine.in_vain = 0 if over.any() else machine.in_vain
@@ -175,6 +191,9 @@ def barrier_at(machine: Machine, program: int, address: int) -> Barrier:
     return found
 
 
-def lanes_and_addresses(machine: Machine, mask: Bits, place: Address):
+def barriers_at(machine: Machine, mask: Bits, place: Address, *, changes: bool = False) -> Iterator[tuple[int, int]]:
+    """Of each thread, its number and the address of its barrier; ``changes``: that begins or ends."""
     lanes = np.flatnonzero(mask)
-    return zip(lanes.tolist(), machine.addresses(place)[lanes].tolist(), strict=True)
+    addresses = machine.addresses(place)[lanes]
+    machine.shared.reach_barrier(lanes, addresses, changes=changes)
+    return zip(lanes.tolist(), addresses.tolist(), strict=True)

@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from selective_compile import kernels
 from tests.kernels.ahead_of_time import NoDevice
 from tests.kernels.ptx.copies import Tiles
-from tests.kernels.ptx.machine import Machine, Order, Step
+from tests.kernels.ptx.machine import Machine, Step
 from tests.kernels.ptx.memory import Memory
 from tests.kernels.ptx.reading import Program, program
 from tests.kernels.ptx.steps import steps_of
@@ -31,15 +31,8 @@ NUMBERS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u32": "I",
 def take_over(monkeypatch: pytest.MonkeyPatch, arch: int) -> Processor:
     """Kernels are compiled for a GPU of NVIDIA's and run by a `Processor` until the test ends."""
 
-    class Device(NoDevice):
-        def get_current_device(self) -> int:
-            return 1000 + arch  # by which Triton keeps what it has compiled
-
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", arch, 32)
-
     processor = Processor({"WIDEN": False, "PDL": arch >= 90})
-    monkeypatch.setattr(triton.runtime.driver, "_active", Device())
+    monkeypatch.setattr(triton.runtime.driver, "_active", NoDevice(GPUTarget("cuda", arch, 32), 1000 + arch))
     for module in pkgutil.iter_modules(kernels.__path__):
         if module.name.endswith("_triton"):
             found = importlib.import_module(f"{kernels.__name__}.{module.name}")
@@ -60,12 +53,10 @@ class Processor:
 
     Args:
         changed: parameters of kernels that depend on whether tensors are on a GPU, and what they are on one.
-        order: of what goes on beside threads.
         edit: makes another PTX, to be run in place of Triton's.
     """
 
     changed: dict[str, Any] = field(default_factory=dict)
-    order: Order = field(default_factory=Order)
     edit: Callable[[str], str] = str
     launched: list[Any] = field(default_factory=list)  # what was compiled for each launch
 
@@ -89,7 +80,8 @@ class Processor:
         if x * y * z:
             shape = (found, (x, y, z), memory, parameters, tiles)
             with np.errstate(all="ignore"):
-                Machine(*shape, shared=compiled.metadata.shared, order=self.order).run(steps)
+                early = getattr(compiled.metadata, "launch_pdl", False)
+                Machine(*shape, shared=compiled.metadata.shared, early=early).run(steps)
 
 
 def bound(found: Program, compiled: Any, given: dict[str, Any], memory: Memory) -> tuple[dict, dict]:

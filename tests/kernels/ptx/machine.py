@@ -1,39 +1,30 @@
 """A processor that runs a program in PTX for all threads of a launch at once: as arrays, one number for each thread.
 
-Threads at one place of the program go on together, those that are behind first, so that they meet again; with
-``in_turn`` one warp of each program goes on by itself until it has to wait, the last one first, which shows what
-misses a barrier.
+Threads at one place of the program go on together, those that are behind first, so that they meet again.  Where another
+order would matter, as where a barrier or a wait is missing, is seen by `accesses` and `shared`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
+from tests.kernels.ptx.accesses import LANES, Fault, Threads
 from tests.kernels.ptx.formats import UNSIGNED, Bits, width
-from tests.kernels.ptx.memory import Fault, Memory, Shared
+from tests.kernels.ptx.memory import Memory
 from tests.kernels.ptx.reading import Address, Instruction, Program
+from tests.kernels.ptx.shared import Shared
 from tests.kernels.ptx.under_way import Barrier, Groups
-from tests.kernels.ptx.warps import LANES
 
 Step = Callable[["Machine", Bits], None]
 PATIENCE = 100
 RETURNED = np.iinfo(np.int64).max
 
 
-@dataclass(frozen=True)
-class Order:
-    """What of two things that may happen in any order is first."""
-
-    copies_early: bool = False
-    products_early: bool = False
-    in_turn: bool = False
-
-
 class Machine:
-    """``parameters``: the bytes of each, by name; ``tiles``: what is told by the descriptors among them, by address."""
+    """``parameters``: the bytes of each, by name; ``tiles``: what is told by the descriptors among them, by address;
+    ``early``: it begins before the kernels in front of it have ended."""
 
     def __init__(
         self,
@@ -44,19 +35,20 @@ class Machine:
         tiles: dict[int, object],
         *,
         shared: int,
-        order: Order,
+        early: bool = False,
     ) -> None:
         self.program, self.memory, self.parameters, self.tiles = program, memory, parameters, tiles
-        self.programs, self.threads = int(np.prod(grid)), program.threads
-        self.lanes = self.programs * self.threads
-        lane = np.arange(self.lanes)
-        self.program_of, self.thread = lane // self.threads, lane % self.threads
-        self.order = order
-        self.shared = Shared(self.programs, shared)
+        self.launch = Threads(int(np.prod(grid)), program.threads)
+        self.programs, self.lanes = self.launch.programs, self.launch.lanes
+        self.program_of, self.thread = self.launch.program_of, self.launch.thread
+        self.shared = Shared(self.launch, shared)
+        memory.begin(self.launch, early=early)
         self.barriers: list[dict[int, Barrier]] = [{} for _ in range(self.programs)]
-        self.copies = Groups(self.lanes, early=order.copies_early)
-        self.products = Groups(self.lanes // LANES, early=order.products_early)
+        self.copies = Groups(self.lanes)
+        self.products = Groups(self.lanes // LANES)
         self.registers: dict[str, Bits] = {}
+        # Since the last fence of products: these must not read them.
+        self.just_written: set[str] = set()
         self.special = self._special(grid)
         self.place = np.zeros(self.lanes, np.int64)  # the block that a thread does next
         self.waits = np.full(self.lanes, -1)  # the number of the barrier
@@ -66,7 +58,7 @@ class Machine:
     def _special(self, grid: tuple[int, int, int]) -> dict[str, Bits]:
         n = self.program_of
         x, y, z = n % grid[0], n // grid[0] % grid[1], n // (grid[0] * grid[1])
-        named = {"tid.x": self.thread, "ctaid.x": x, "ctaid.y": y, "ctaid.z": z, "ntid.x": self.threads}
+        named = {"tid.x": self.thread, "ctaid.x": x, "ctaid.y": y, "ctaid.z": z, "ntid.x": self.program.threads}
         named |= {f"nctaid.{axis}": count for axis, count in zip("xyz", grid, strict=True)}
         named |= {"laneid": self.thread % LANES}
         return {f"%{name}": np.broadcast_to(np.asarray(each, np.uint32), self.lanes) for name, each in named.items()}
@@ -78,7 +70,8 @@ class Machine:
             self.place[mask] = block + 1
             for step in steps[block]:
                 step(self, mask)
-        if self.copies.begun or self.products.begun:
+        bulk = any(barrier.copies for barriers in self.barriers for barrier in barriers.values())
+        if self.copies.begun or self.products.begun or bulk:
             raise Fault("a program returns before its copies or products are done")
 
     def _next(self) -> tuple[Bits, int]:
@@ -93,10 +86,6 @@ class Machine:
             self.in_vain += 1
             if self.in_vain > PATIENCE:
                 raise Fault("threads wait for a copy that does not come")
-        if self.order.in_turn:
-            warps = ready.reshape(self.programs, -1, LANES)
-            last = warps.shape[1] - 1 - warps.any(2)[:, ::-1].argmax(1)
-            ready = ready & (self.thread // LANES == last[self.program_of])
         block = int(self.place[ready].min())
         return ready & (self.place == block), block
 
@@ -107,6 +96,8 @@ class Machine:
         for number in np.unique(waits[waits >= 0]):
             whole = ((waits == number) | gone).all(1) & ~gone.all(1)
             waits[whole] = -1
+            self.launch.rounds[whole] += 1
+            self.shared.met(whole)
         if ((self.waits >= 0) | (self.place == RETURNED)).all():
             raise Fault("threads wait for others of their program that never come")
 
@@ -134,6 +125,7 @@ class Machine:
         if not mask.all():
             bits = np.where(mask, bits, self.read(name, "")[: self.lanes])
         self.registers[name] = bits
+        self.just_written.add(name)
 
     def addresses(self, operand: Address) -> Bits:
         """[lanes] of shared memory in 32 bits, of the device's in 64."""

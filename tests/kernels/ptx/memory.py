@@ -1,4 +1,4 @@
-"""A GPU's memory: that of tensors, at addresses far from each other, and that which the threads of a program share.
+"""A GPU's memory: that of tensors, at addresses far from each other.
 
 What would be an error of the device is one here: an address outside of every tensor, or one that is no multiple of
 what is read there.
@@ -7,18 +7,16 @@ what is read there.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
+from tests.kernels.ptx.accesses import Accesses, Fault, Threads
 from tests.kernels.ptx.formats import UNSIGNED, Bits
 
 FIRST, APART = 1 << 40, 1 << 32  # where tensors lie: the numbers of 32 bits between two of them are all outside
-
-
-class Fault(AssertionError):
-    """What a program must not do, or only by chance is right."""
 
 
 @dataclass
@@ -27,7 +25,8 @@ class Region:
 
     address: int
     content: Bits
-    keeps: object = None
+    keeps: object
+    accesses: Accesses | None = None
 
     def covers(self, addresses: Bits, size: int) -> Bits:
         return (addresses >= self.address) & (addresses + size <= self.address + len(self.content))
@@ -38,9 +37,13 @@ class Region:
 
 @dataclass
 class Memory:
-    """Of the device: the storages of the tensors that a launch was given."""
+    """Of the device: the storages of the tensors that a launch was given.
+
+    ``ahead``: of each thread, whether the kernels in front may not be done yet, so that it must reach nothing.
+    """
 
     regions: list[Region] = field(default_factory=list)
+    ahead: Bits = field(init=False)
 
     def address(self, tensor: Tensor) -> int:
         """Where a tensor begins; its whole storage is there from now on."""
@@ -55,71 +58,62 @@ class Memory:
         self.regions.append(Region(place, np.frombuffer(content, np.uint8), storage))
         return place + offset
 
-    def load(self, addresses: Bits, size: int) -> Bits:
-        """[n] numbers of ``size`` bytes."""
+    def begin(self, threads: Threads, *, early: bool) -> None:
+        """A launch of these; ``early``: before the kernels in front of it have ended."""
+        self.ahead = np.full(threads.lanes, early)
+        for region in self.regions:
+            region.accesses = Accesses(len(region.content), threads)
+
+    def load(self, lanes: Bits, addresses: Bits, size: int) -> Bits:
+        """[n] numbers of ``size`` bytes, by so many threads."""
         found = np.empty(len(addresses), UNSIGNED[size])
-        for region, here in self._regions_of(addresses, size):
-            found[here] = region.numbers(size)[(addresses[here] - region.address) // size]
+        for region, here, places in self._regions_of(lanes, addresses, size):
+            found[here] = region.numbers(size)[places // size]
+            region.accesses.reads(*bytes_of(places, lanes[here], size))
         return found
 
-    def store(self, addresses: Bits, numbers: Bits) -> None:
-        """Of threads that write to one place, the last is seen."""
+    def store(self, lanes: Bits, addresses: Bits, numbers: Bits) -> None:
         size = numbers.dtype.itemsize
-        for region, here in self._regions_of(addresses, size):
-            region.numbers(size)[(addresses[here] - region.address) // size] = numbers[here]
+        for region, here, places in self._regions_of(lanes, addresses, size):
+            put(region.numbers(size), region.accesses, places, lanes[here], numbers[here])
 
-    def _regions_of(self, addresses: Bits, size: int):
+    def _regions_of(self, lanes: Bits, addresses: Bits, size: int) -> Iterator[tuple[Region, Bits, Bits]]:
+        """And which of the addresses are in it, and where."""
         aligned(addresses, size)
+        if self.ahead[lanes].any():
+            raise Fault("memory is reached before the kernels in front have been waited for")
         left = np.ones(len(addresses), bool)
         for region in self.regions:
             here = region.covers(addresses, size)
             if here.any():
-                yield region, here
+                yield region, here, (addresses[here] - region.address).astype(np.int64)
                 left &= ~here
         if left.any():
             raise Fault(f"{int(left.sum())} threads reach outside of every tensor, as at {hex(addresses[left][0])}")
 
 
-class Shared:
-    """What the threads of each program share, [programs, bytes], which begins at an address that no pointer to nothing
-    is; in the beginning it is full of NaN.
+def bytes_of(places: Bits, lanes: Bits, size: int) -> tuple[Bits, Bits]:
+    """Of numbers of ``size`` bytes each byte, and the thread that reaches it."""
+    return (places[:, None] + np.arange(size)).ravel(), np.repeat(lanes, size)
 
-    ``fresh``: bytes that threads have written and that copies and products beside them need not see yet, before a
-    fence.
+
+def put(content: Bits, accesses: Accesses, places: Bits, lanes: Bits, numbers: Bits) -> Bits:
+    """Write numbers to bytes ``places`` of a memory whose numbers of that size are ``content``.
+
+    Returns which of them change anything.
     """
-
-    BEGIN = 1024
-
-    def __init__(self, programs: int, size: int) -> None:
-        self.stride = -(-(self.BEGIN + size) // 1024) * 1024
-        self.size = size
-        self.content = np.full(programs * self.stride, 0xFF, np.uint8)
-        self.fresh = np.zeros(programs * self.stride, bool)
-
-    def places(self, program: Bits, addresses: Bits, size: int) -> Bits:
-        """Of bytes in `content`."""
-        aligned(addresses, size)
-        inside = (addresses >= self.BEGIN) & (addresses + np.uint64(size) <= self.BEGIN + self.size)
-        if not inside.all():
-            raise Fault(f"{int((~inside).sum())} threads reach outside of shared memory")
-        return program * self.stride + addresses.astype(np.int64)
-
-    def load(self, program: Bits, addresses: Bits, size: int) -> Bits:
-        return self.content.view(UNSIGNED[size])[self.places(program, addresses, size) // size]
-
-    def store(self, program: Bits, addresses: Bits, numbers: Bits, *, fenced: bool = False) -> None:
-        """``fenced``: seen by all."""
-        size = numbers.dtype.itemsize
-        places = self.places(program, addresses, size)
-        self.content.view(UNSIGNED[size])[places // size] = numbers
-        self.fresh[places[:, None] + np.arange(size)] = not fenced
-
-    def load_beside(self, program: Bits, addresses: Bits, size: int) -> Bits:
-        """As the products do that run beside threads."""
-        places = self.places(program, addresses, size)
-        if self.fresh[places].any():
-            raise Fault("a product reads what threads have written without a fence behind it")
-        return self.content.view(UNSIGNED[size])[places // size]
+    size = numbers.dtype.itemsize
+    changes = content[places // size] != numbers
+    accesses.writes(*bytes_of(places[changes], lanes[changes], size))
+    content[places // size] = numbers
+    # Of a warp's threads one is that writes, and which one is not said: a sum may have been rounded in several ways.
+    others = content[places // size] != numbers
+    if others.any():
+        last = accesses.are_of_last(places, lanes)
+        written = set(zip(places[last].tolist(), numbers[last].tolist(), strict=True))
+        if not set(zip(places[others].tolist(), numbers[others].tolist(), strict=True)) <= written:
+            raise Fault("warps write different numbers to one place at once")
+    return changes
 
 
 def aligned(addresses: Bits, size: int) -> None:

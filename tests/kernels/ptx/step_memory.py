@@ -27,16 +27,13 @@ def loads(program: Program, instruction: Instruction) -> Step:
         machine.write(target, extended(np.frombuffer(given, UNSIGNED[size]), target), mask)
 
     def of_memory(machine: Machine, mask: Bits) -> None:
-        addresses = machine.addresses(place)[mask]
+        lanes, addresses = np.flatnonzero(mask), machine.addresses(place)[mask]
         aligned(addresses, size * len(targets))
+        memory = machine.shared if space == "shared" else machine.memory
         for n, each in enumerate(targets):
             at = addresses + addresses.dtype.type(n * size)
-            if space == "shared":
-                bits = machine.shared.load(machine.program_of[mask], at, size)
-            else:
-                bits = machine.memory.load(at, size)
             whole = np.zeros(machine.lanes, UNSIGNED[size])
-            whole[mask] = bits
+            whole[mask] = memory.load(lanes, at, size)
             machine.write(each, extended(whole, each), mask)
 
     return of_parameter if space == "param" else of_memory
@@ -49,24 +46,18 @@ def stores(program: Program, instruction: Instruction) -> Step:
     size = width(kind)
 
     def do(machine: Machine, mask: Bits) -> None:
-        addresses = machine.addresses(place)[mask]
+        lanes, addresses = np.flatnonzero(mask), machine.addresses(place)[mask]
         aligned(addresses, size * len(values))
+        memory = machine.shared if space == "shared" else machine.memory
         for n, each in enumerate(values):
             bits = resized(np.broadcast_to(machine.read(each, kind), machine.lanes)[mask], size)
-            at = addresses + addresses.dtype.type(n * size)
-            if space == "shared":
-                machine.shared.store(machine.program_of[mask], at, bits)
-            else:
-                machine.memory.store(at, bits)
+            memory.store(lanes, addresses + addresses.dtype.type(n * size), bits)
 
     return do
 
 
 def fences(program: Program, instruction: Instruction) -> Step:
-    """What the threads of it have written is seen by all that runs beside them."""
-
-    def do(machine: Machine, mask: Bits) -> None:
-        fresh = machine.shared.fresh.reshape(machine.programs, -1)
-        fresh[np.unique(machine.program_of[mask])] = False
-
-    return do
+    """Of a fence of one thread alone, what that knows from others counts no more than what it has written: not here."""
+    if instruction.parts != ("fence", "proxy", "async", "shared::cta"):
+        raise NotImplementedError(instruction.text)
+    return lambda machine, mask: machine.shared.fence(np.flatnonzero(mask))

@@ -11,8 +11,10 @@ from tests.kernels.ptx.formats import UNSIGNED, Bits, decoded, encoded, numpy_ty
 from tests.kernels.ptx.machine import Machine, Step
 from tests.kernels.ptx.reading import Instruction, Program
 
-# What says no more than how exact a result is.
-NOISE = {"rn", "rz", "ftz", "approx", "full"}
+# What says no more than that a result is rounded to the nearest, or may be less exact.
+NOISE = {"rn", "approx", "full"}
+COUNTED = {"shl": 1, "shr": 1, "bfe": 1, "bfi": 2}  # operands in front of those that count bits
+ROUNDED = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
 def numbers(program: Program, instruction: Instruction) -> Step:
@@ -20,13 +22,36 @@ def numbers(program: Program, instruction: Instruction) -> Step:
     name, *more, kind = (part for part in instruction.parts if part not in NOISE)
     if "wide" in more:
         return widened(instruction, arithmetic.OPERATIONS["mad.lo" if name == "mad" else name], kind)
-    operation = arithmetic.OPERATIONS[".".join((name, *more))]
-    kinds = [kind] * 3 if name not in ("shl", "shr", "bfe") else [kind, "u32", "u32"]
+    flushes = "ftz" in more
+    operation = arithmetic.OPERATIONS[".".join((name, *(part for part in more if part != "ftz")))]
+    if flushes:
+        operation = arithmetic.without_subnormals(operation)
+    if kind.endswith("x2"):
+        return pairwise(instruction, operation, kind.removesuffix("x2"))
+    if name in ("bfe", "bfi") and width(kind) != 4:
+        raise NotImplementedError(instruction.text)
     target, *operands = instruction.operands
+    alike = COUNTED.get(name, len(operands))
+    kinds = [kind] * alike + ["u32"] * (len(operands) - alike)
 
     def do(machine: Machine, mask: Bits) -> None:
         given = (decoded(machine.read(each, of), of) for each, of in zip(operands, kinds, strict=False))
         machine.write(target, encoded(operation(*given), "u32" if name == "popc" else kind), mask)
+
+    return do
+
+
+def pairwise(instruction: Instruction, operation: Callable[..., Bits], kind: str) -> Step:
+    """Of the two halves of 32 bits."""
+    target, *operands = instruction.operands
+    if width(kind) != 2:
+        raise NotImplementedError(instruction.text)
+
+    def do(machine: Machine, mask: Bits) -> None:
+        wholes = (np.ascontiguousarray(np.broadcast_to(machine.read(n, "b32"), machine.lanes)) for n in operands)
+        halves = [whole.view(np.uint16).reshape(-1, 2) for whole in wholes]
+        results = [encoded(operation(*(decoded(half[:, n].copy(), kind) for half in halves)), kind) for n in (0, 1)]
+        machine.write(target, np.stack(results, 1).view(np.uint32)[:, 0], mask)
 
     return do
 
@@ -61,12 +86,15 @@ def moved(program: Program, instruction: Instruction) -> Step:
             machine.write(target, np.stack(pieces, 1).view(UNSIGNED[width(kind)])[:, 0], mask)
         else:
             machine.write(target, machine.read(given, kind), mask)
+            if given not in machine.just_written:  # the registers are one, if it can be
+                machine.just_written.discard(target)
 
     return do
 
 
 def compared(program: Program, instruction: Instruction) -> Step:
-    how, kind = arithmetic.COMPARED[instruction.parts[1]], instruction.parts[-1]
+    _, name, kind = instruction.parts
+    how = arithmetic.COMPARED[name]
     target, first, second = instruction.operands
 
     def do(machine: Machine, mask: Bits) -> None:
@@ -89,14 +117,19 @@ def selected(program: Program, instruction: Instruction) -> Step:
 
 def converted(program: Program, instruction: Instruction) -> Step:
     """Of one number, of two to a pair, the second one below, or of a pair to another one."""
-    to, given = instruction.parts[-2:]
+    *how, to, given = instruction.parts[1:]
     target, *operands = instruction.operands
     size = width(program.type_of(target))
+    rounding = next((ROUNDED[part] for part in how if part in ROUNDED), None)
+    if set(how) - {"rn", *ROUNDED} or to.startswith("e4m3"):
+        raise NotImplementedError(instruction.text)
 
     def single(machine: Machine, mask: Bits) -> None:
         number = decoded(machine.read(operands[0], given), given)
+        if rounding is not None:
+            number = rounding(number)
         if numpy_type(to).kind in "iu" and number.dtype.kind == "f":
-            number = np.rint(number) if "rni" in instruction.parts else np.trunc(number)
+            number = arithmetic.whole(number, numpy_type(to))
         bits = encoded(number.astype(numpy_type(to)), to)
         # A signed number fills a wider register with its sign.
         if to[0] == "s" and bits.dtype.itemsize < size:

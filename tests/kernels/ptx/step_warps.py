@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from functools import partial
+import itertools
 
 import numpy as np
 
 from tests.kernels.ptx import warps
+from tests.kernels.ptx.accesses import LANES, Fault
 from tests.kernels.ptx.formats import Bits, decoded, encoded
 from tests.kernels.ptx.machine import Machine, Step
 from tests.kernels.ptx.memory import aligned
 from tests.kernels.ptx.reading import Instruction, Program
 from tests.kernels.ptx.warpgroups import DEPTH, loaded
-from tests.kernels.ptx.warps import LANES
 
 
 def exchanges(program: Program, instruction: Instruction) -> Step:
-    target, given, by, clamp, _ = instruction.operands
+    both, given, by, clamp, _ = instruction.operands
+    target, _, predicate = both.partition("|")
     how = instruction.parts[2]
 
     def do(machine: Machine, mask: Bits) -> None:
@@ -24,8 +25,10 @@ def exchanges(program: Program, instruction: Instruction) -> Step:
         numbers, other, end = (
             np.broadcast_to(machine.read(each, "b32"), machine.lanes).reshape(-1, LANES) for each in (given, by, clamp)
         )
-        found = warps.exchanged(numbers, other.astype(np.int64), end.astype(np.int64), how)
+        found, there = warps.exchanged(numbers, other.astype(np.int64), end.astype(np.int64), how)
         machine.write(target, found.ravel(), mask)
+        if predicate:
+            machine.write(predicate, there.ravel(), mask)
 
     return do
 
@@ -62,17 +65,17 @@ def moves_matrices(program: Program, instruction: Instruction, *, store: bool) -
         here = machine.warps_of(mask, instruction)
         rows = machine.addresses(place).reshape(-1, LANES)[here][:, : 8 * len(registers)]
         aligned(rows, 16)
-        programs = np.repeat(machine.program_of.reshape(-1, LANES)[here][:, :1], rows.shape[1] * 8, 1).ravel()
+        lanes = np.repeat(np.flatnonzero(here) * LANES, rows.shape[1] * 8)
         at = (rows[..., None] + 2 * np.arange(8, dtype=rows.dtype)).ravel()
         shape = (int(here.sum()), len(registers), 8, 8)
         if store:
             given = np.stack([machine.read(each, "b32").reshape(-1, LANES)[here] for each in registers], 1)
             moved = warps.matrix(given)
             machine.shared.store(
-                programs, at, np.ascontiguousarray(moved.swapaxes(-1, -2) if transposed else moved).ravel()
+                lanes, at, np.ascontiguousarray(moved.swapaxes(-1, -2) if transposed else moved).ravel()
             )
             return
-        found = machine.shared.load(programs, at, 2).reshape(shape)
+        found = machine.shared.load(lanes, at, 2).reshape(shape)
         parts = warps.fragment(found.swapaxes(-1, -2) if transposed else found)
         for n, each in enumerate(registers):
             whole = np.zeros((len(here), LANES), np.uint32)
@@ -112,12 +115,12 @@ def products(program: Program, instruction: Instruction) -> Step:
     """`wgmma`: of four warps, each of which has a fourth of the rows."""
     what = instruction.parts[1]
     if what == "fence":
-        return lambda machine, mask: None
+        return lambda machine, mask: machine.just_written.clear()
     if what == "commit_group":
-        return lambda machine, mask: machine.products.commit(machine.warps_of(mask, instruction))
+        return lambda machine, mask: machine.products.commit(groups_of(machine, mask, instruction))
     if what == "wait_group":
         newest = int(instruction.operands[0])
-        return lambda machine, mask: machine.products.wait(machine.warps_of(mask, instruction), newest)
+        return lambda machine, mask: machine.products.wait(groups_of(machine, mask, instruction), newest)
     target, left, right, added, *signs = instruction.operands
     *signs, last = signs
     kind, columns = instruction.parts[-1], int(instruction.parts[4].partition("n")[2].partition("k")[0])
@@ -125,29 +128,45 @@ def products(program: Program, instruction: Instruction) -> Step:
     transposed = ("0" if from_registers else signs.pop(), last)
     if signs != ["1", "1"]:
         raise NotImplementedError(instruction.text)
+    names = frozenset(target) | (frozenset(left) if from_registers else frozenset())
 
-    def work(machine: Machine, adds: Bits, described: list[Bits], here: Bits) -> None:
-        programs = machine.program_of.reshape(-1, LANES)[here][:, 0]
-        first, second = (each[here] for each in described)
-        b = loaded(machine.shared, programs, second, columns, kind, transposed=transposed[1] == "1")
+    def do(machine: Machine, mask: Bits) -> None:
+        here = groups_of(machine, mask, instruction)
+        if written := names & machine.just_written:
+            raise Fault(f"a product has registers that were written since the last fence: {sorted(written)}")
+        first, second, adds = (
+            np.broadcast_to(machine.read(name, of), machine.lanes)[::LANES][here]
+            for name, of in ((right if from_registers else left, "b64"), (right, "b64"), (added, "pred"))
+        )
+        lanes = np.flatnonzero(here) * LANES
+        b, read = loaded(machine.shared, lanes, second, columns, kind, transposed=transposed[1] == "1")
         if from_registers:
             a = warps.rows_and_columns(by_warp(machine, left, here), kind).astype(np.float32)
         else:
-            whole = loaded(machine.shared, programs, first, 64, kind, transposed=transposed[0] == "1")
-            quarter = machine.thread.reshape(-1, LANES)[here][:, 0] // LANES % 4
+            whole, more = loaded(machine.shared, lanes, first, 64, kind, transposed=transposed[0] == "1")
+            read += more
+            quarter = machine.thread[lanes] // LANES % 4
             a = whole.reshape(-1, 4, 16, DEPTH)[np.arange(len(quarter)), quarter]
         sums = warps.sums(by_warp(machine, target, here))
-        result = np.where(adds[here][:, None, None], sums, 0) + a @ b.transpose(0, 2, 1)
+        result = np.where(adds[:, None, None], sums, 0) + a @ b.transpose(0, 2, 1)
         give(machine, target, warps.sums_apart(result), here)
+        machine.just_written -= names
+        fours = lanes.reshape(-1, 4)
 
-    def of_warps(machine: Machine, name: str, of: str) -> Bits:
-        return np.broadcast_to(machine.read(name, of), machine.lanes).reshape(-1, LANES)[:, 0]
+        def ended(due: Bits) -> None:
+            for place, four in zip(read, itertools.cycle(fours)):
+                if len(own := four[due[four // LANES]]):
+                    machine.shared.multiplied(own, place)
 
-    def do(machine: Machine, mask: Bits) -> None:
-        here = machine.warps_of(mask, instruction)
-        # As they are now: the registers may be used for others at once.
-        described = [of_warps(machine, right if from_registers else left, "b64"), of_warps(machine, right, "b64")]
-        names = frozenset(target) | (frozenset(left) if from_registers else frozenset())
-        machine.products.begin(here, partial(work, machine, of_warps(machine, added, "pred"), described), names)
+        machine.products.begin(here, ended, names)
 
     return do
+
+
+def groups_of(machine: Machine, mask: Bits, instruction: Instruction) -> Bits:
+    """[warps]: those that do what four of them do together."""
+    here = machine.warps_of(mask, instruction)
+    groups = here.reshape(-1, 4)
+    if (groups.any(1) != groups.all(1)).any():
+        raise Fault(f"only some of four warps come to {instruction.text}")
+    return here

@@ -8,11 +8,10 @@ from functools import partial
 import numpy as np
 
 from tests.kernels.ptx import copies, step_memory, step_numbers, step_warps
+from tests.kernels.ptx.accesses import LANES, Fault
 from tests.kernels.ptx.formats import Bits
 from tests.kernels.ptx.machine import RETURNED, Machine, Step
-from tests.kernels.ptx.memory import Fault
 from tests.kernels.ptx.reading import Instruction, Program
-from tests.kernels.ptx.warps import LANES
 
 NAN = np.uint32(0x7FFFFFFF)
 
@@ -23,9 +22,16 @@ def steps_of(program: Program) -> list[list[Step]]:
 
 def step(program: Program, instruction: Instruction) -> Step:
     """An instruction with its guard; of registers of products under way nothing is to be written or, but to be thrown
-    away, read."""
+    away, read.
+
+    Raises:
+        NotImplementedError: it is not known here.
+    """
     make = MAKERS.get(instruction.parts[0], step_numbers.numbers)
-    act = make(program, instruction)
+    try:
+        act = make(program, instruction)
+    except (KeyError, ValueError, IndexError) as error:
+        raise NotImplementedError(instruction.text) from error
     guard, unless, names = instruction.guard, instruction.unless, instruction.names
     product = instruction.parts[0] == "wgmma"
 
@@ -72,6 +78,8 @@ def returns(program: Program, instruction: Instruction) -> Step:
 
 
 def waits_for_all(program: Program, instruction: Instruction) -> Step:
+    if instruction.parts[1] == "warp":  # whose threads go on together
+        return nothing(program, instruction)
     if len(instruction.operands) != 1:
         raise NotImplementedError(instruction.text)
     number = int(instruction.operands[0])
@@ -84,6 +92,16 @@ def waits_for_all(program: Program, instruction: Instruction) -> Step:
 
 def nothing(program: Program, instruction: Instruction) -> Step:
     return lambda machine, mask: None
+
+
+def waits_for_kernels(program: Program, instruction: Instruction) -> Step:
+    if instruction.parts[1] != "wait":
+        return nothing(program, instruction)
+
+    def do(machine: Machine, mask: Bits) -> None:
+        machine.memory.ahead[mask] = False
+
+    return do
 
 
 MAKERS: dict[str, Callable[[Program, Instruction], Step]] = {
@@ -108,5 +126,5 @@ MAKERS: dict[str, Callable[[Program, Instruction], Step]] = {
     "ret": returns,
     "bar": waits_for_all,
     "barrier": waits_for_all,
-    "griddepcontrol": nothing,
+    "griddepcontrol": waits_for_kernels,
 }

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tests.kernels.ptx.accesses import Fault
 from tests.kernels.ptx.formats import Bits, decoded
-from tests.kernels.ptx.memory import Fault, Shared
+from tests.kernels.ptx.shared import Shared
 
 SWIZZLED = {0: 16, 1: 128, 2: 64, 3: 32}  # bytes of a row, by a descriptor's mode; 16: nothing is
 DEPTH = 16  # numbers of 16 bits that are multiplied at a time
@@ -53,12 +54,15 @@ class Descriptor:
         return swizzled(self.start + places, self.row)
 
 
-def loaded(shared: Shared, programs: Bits, descriptors: Bits, count: int, kind: str, *, transposed: bool) -> Bits:
-    """[warps, count, DEPTH] float32, for the program and the descriptor of each warp."""
-    found: dict[tuple[int, int], Bits] = {}
-    for key in set(zip(programs.tolist(), descriptors.tolist(), strict=True)):
-        program, bits = key
+def loaded(
+    shared: Shared, lanes: Bits, descriptors: Bits, count: int, kind: str, *, transposed: bool
+) -> tuple[Bits, list[Bits]]:
+    """[warps, count, DEPTH] float32, for the first thread and the descriptor of each warp, of four together; and for
+    each four the places of all bytes."""
+    found, places = [], []
+    for four, bits in zip(lanes.reshape(-1, 4), descriptors[::4].tolist(), strict=True):
         addresses = Descriptor.of(bits).addresses(count, transposed=transposed).ravel().astype(np.uint64)
-        numbers = shared.load_beside(np.full(len(addresses), program), addresses, 2)
-        found[key] = decoded(numbers, kind).astype(np.float32).reshape(count, DEPTH)
-    return np.stack([found[key] for key in zip(programs.tolist(), descriptors.tolist(), strict=True)])
+        numbers, of_bytes = shared.multiply(four, addresses)
+        found.append(decoded(numbers, kind).astype(np.float32).reshape(count, DEPTH))
+        places.append(of_bytes)
+    return np.repeat(np.stack(found), 4, axis=0), places

@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import numpy as np
 
+from tests.kernels.ptx.accesses import LANES
 from tests.kernels.ptx.formats import Bits, decoded
 
-LANES = 32
 LANE = np.arange(LANES)
 
 
-def exchanged(numbers: Bits, by: Bits, clamp: Bits, how: str) -> Bits:
-    """What each thread gets from another one of its part of the warp; its own, if that one is outside."""
+def exchanged(numbers: Bits, by: Bits, clamp: Bits, how: str) -> tuple[Bits, Bits]:
+    """What each thread gets from another one of its part of the warp; its own, if that one is outside. And whether it
+    is not."""
     segment = (clamp >> 8) & 31
     end = (LANE & segment) | (clamp & 31 & ~segment)
     other = {
         "bfly": lambda: LANE ^ by,
         "up": lambda: LANE - by,
         "down": lambda: LANE + by,
-        "idx": lambda: (LANE & segment) | (by & ~segment),
+        "idx": lambda: (LANE & segment) | (by & 31 & ~segment),
     }[how]()
     there = other >= end if how == "up" else other <= end
-    return np.take_along_axis(numbers, np.where(there, other, LANE) % LANES, axis=1)
+    return np.take_along_axis(numbers, np.where(there, other, LANE) % LANES, axis=1), there
 
 
 def reduced(numbers: Bits, how: str) -> Bits:

@@ -1,0 +1,119 @@
+"""What a compiled graph reads of the live model: tensors, looked up before each step, and whether it is still its."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import Lock
+from time import monotonic
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from selective_compile.capture import Captured
+from selective_compile.entries import Entries
+from selective_compile.live_conditions import LiveConditions
+from selective_compile.live_settings import NOTHING, LiveSettings
+from selective_compile.passes.flatten import FlatGraph
+from selective_compile.proved_tensors import ProvedTensors
+from selective_compile.tensor_state import States, states, strides
+
+EVERY: Final = 1.0  # seconds between close looks while steps follow each other: they take a thousandth of that
+
+
+class LiveWeights:
+    """The model's tensors that a graph reads, looked up anew with each `version`, as before each step."""
+
+    def __init__(self, model: nn.Module, flat: FlatGraph, captured: Captured | None = None) -> None:
+        """
+        Args:
+            captured: what the graph was made of; None: nothing is known of what that read beside tensors.
+        """
+        self._settings = LiveSettings(model, captured.read if captured is not None else NOTHING)
+        self._conditions = captured.holds_for(model) if captured is not None else None
+        self._look_closely_at = 0.0
+        owners: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        self._modules, self._slots, self._proved = Entries(), Entries(), Entries()
+        for module in model.modules():
+            if isinstance(module, torch.jit.ScriptModule):  # what it has cannot be replaced
+                continue
+            for name, child in module._modules.items():
+                self._modules.add(module._modules, name, child)
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        owners.setdefault(id(tensor), []).append((tensors, name))
+        constants: list[Any] = [given.example for given in flat.weights]
+        # To the graph, a weight that the model has in several places is one input.
+        self._tied: list[tuple[dict[str, Any], str, dict[str, Any], str]] = []
+        for constant in constants:
+            place, *others = owners.get(id(constant), [({"": constant}, "")])
+            self._slots.add(*place, constant)
+            self._tied += [(*place, *other) for other in others]
+        proved: list[Any] = [given.example for given in flat.proved_from]
+        for tensor in proved:
+            self._proved.add(*owners[id(tensor)][0], tensor)
+        self._values = ProvedTensors(proved)
+        self._kinds = [(t.shape, t.dtype, t.device, strides(t)) for t in constants]
+        self._lock = Lock()  # engines may share a program: what a look has found is never put in the place of later
+        # As `version` found them last: the tensors and their states, the same object until those change.
+        self.seen: tuple[Sequence[Any], States] = constants, states(constants)
+
+    def version(self) -> States:
+        """Look the tensors up; see `States`.
+
+        Raises:
+            ValueError: the graph is not that of the model any more: as in `change`; or a tied weight was replaced in
+                one of its places only, or a weight got another shape, dtype, device or strides, or a buffer that masks
+                were proved from got other values.
+        """
+        if change := self.change():
+            raise ValueError(f"the model must stay as it was compiled: {change}")
+        for own, name, others, other in self._tied:
+            if own.get(name) is not others.get(other):
+                raise ValueError(f"weights tied when the model was compiled must stay tied, got another {other!r}")
+        with self._lock:
+            tensors, (_, known) = self._slots.found(), self.seen
+            version = states(tensors, known)
+            if version is not known:
+                self._check_kinds(tensors)
+            self.seen = tensors, version
+        if not self._values.hold(self._proved.found()):
+            names = ", ".join(sorted(set(self._proved.names)))
+            raise ValueError(f"buffers that masks were proved from must keep their values, got others in {names}")
+        return version
+
+    def change(self, *, closely: bool = False) -> str:
+        """What the graph is not of any more, beside tensors, in words; empty if it is that of the model.
+
+        ``closely``: all of it, as is done now and then in any case.
+        """
+        for _, name, *_ in self._modules.others():
+            return f"modules must stay those it was compiled with, got another {name!r}"
+        if change := self._settings.change():
+            return change
+        if self._conditions is None or not (closely or monotonic() >= self._look_closely_at):
+            return ""
+        self._look_closely_at = monotonic() + EVERY
+        return self._conditions.change()
+
+    def conditions_of(self, other: nn.Module) -> LiveConditions:
+        """What is so now of a model that the graph's own is a copy of."""
+        assert self._conditions is not None
+        return self._conditions.of(other)
+
+    def look_closely(self) -> None:
+        """At all of it, in the next `version`."""
+        self._look_closely_at = 0.0
+
+    def _check_kinds(self, tensors: Sequence[Any]) -> None:
+        for tensor, name, (shape, dtype, device, steps) in zip(tensors, self._slots.names, self._kinds, strict=True):
+            is_one = isinstance(tensor, Tensor)
+            if not is_one or tensor.dtype != dtype or tensor.shape != shape or tensor.device != device:
+                found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}" if is_one else None
+                raise ValueError(
+                    f"the model's {name or 'tensors'!r} must stay {dtype} {list(shape)} on {device}, "
+                    f"as compiled, got {found}"
+                )
+            if strides(tensor) != steps:  # which the graph does not look at
+                raise ValueError(f"strides of {name!r} must stay {steps}, as compiled, got {strides(tensor)}")
