@@ -124,8 +124,8 @@ LIMITS: Mapping[str, str] = {
         ("num_beam_groups", "diversity_penalty"), "no effect with one beam group; more are refused by name"
     ),
     **dict.fromkeys(OF_DRAFTS, NO_DRAFT),
-    "prompt_lookup_num_tokens": "as many at most, by how many were right; sampled tokens too are those without it; stops "
-    "where generate does without it, which goes on behind a stop string",
+    "prompt_lookup_num_tokens": "as many at most, by how many were right; sampled tokens too are those without it; "
+    "stops where generate does without it, which goes on behind a stop string",
     "assistant_early_exit": "the model's first layers draft for it; sampled tokens too are those without it",
     "num_assistant_tokens": "with assistant_model or assistant_early_exit, as many at most; changes no token",
     "max_matching_ngram_size": "with prompt_lookup_num_tokens; changes no token",

@@ -77,7 +77,8 @@ def draw_speed(axes: Axes, names: Sequence[str], peers: Sequence[Figures]) -> No
             limit = peer["tokens_per_second"] / peer["share_of_floor"]
             limits.append(limit)
             axes.axvline(limit, color=FLOOR, linestyle="--", linewidth=1.2)
-            axes.text(limit, -0.58, "what the floor of the engine's steps allows ", color=FLOOR, fontsize=7, ha="right", va="top")
+            said = "what the floor of the engine's steps allows "
+            axes.text(limit, -0.58, said, color=FLOOR, fontsize=7, ha="right", va="top")
     axes.set_xlim(0, 1.12 * max(limits))
 
 
