@@ -336,3 +336,17 @@ def test_the_command_fails_on_wrong_tokens_alone(tmp_path: Path, monkeypatch: py
     assert bad.exit_code == 1 and "wrong without a refusal for llama" in bad.stderr
     assert run("--types", "lama").exit_code == 1
     assert run("--page", str(tmp_path / "no" / "c.md")).exit_code == 1
+
+
+def test_a_sweep_that_is_interrupted_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+
+    def interrupted(running: Any) -> Any:
+        started.extend(running)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("selective_compile.coverage.sweep.done", interrupted)
+    asked = Sweep(types=("gpt2", "llama"), out=tmp_path / "found.json", jobs=2, trial=QUICK)
+    with pytest.raises(KeyboardInterrupt):
+        asked.run(lambda *_: None)
+    assert len(started) == 2 and not any(job.process.is_alive() for job in started)

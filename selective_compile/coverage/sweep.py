@@ -6,7 +6,8 @@ import hashlib
 import json
 import multiprocessing
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -55,7 +56,7 @@ class Sweep:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["selective_compile.coverage.worker"])
         now = source()
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, ended_with(running):
             while waiting or running:
                 while waiting and len(running) < self.jobs:
                     running.append(Job.start(context, waiting.pop(0), self.trial, self.limit, Path(folder)))
@@ -69,6 +70,16 @@ class Sweep:
                     write(self.out, results)
                     advance(job.model_type, facts)
         return results
+
+
+@contextmanager
+def ended_with(running: Sequence[Job]) -> Iterator[None]:
+    """Nobody goes on behind, as where the sweep is interrupted."""
+    try:
+        yield
+    finally:
+        for job in running:
+            job.stop()
 
 
 def done(running: Sequence[Job]) -> list[Job]:

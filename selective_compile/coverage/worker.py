@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import signal
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -22,7 +23,11 @@ MEMORY = 12 << 30  # bytes that a process may allocate: a table that no rule mad
 
 
 def work(model_type: str, trial: Trial, send: Connection, errors: str) -> None:
-    """The process: sends facts as they come; what it says on standard error goes to the file ``errors``."""
+    """The process: sends facts as they come; what it says on standard error goes to the file ``errors``.
+
+    Of Ctrl-C its parent tells it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     transformers.utils.logging.set_verbosity_error()
@@ -69,6 +74,12 @@ class Job:
     @property
     def late(self) -> bool:
         return time.monotonic() > self.deadline
+
+    def stop(self) -> None:
+        """Whatever it is doing."""
+        self.process.kill()
+        self.process.join()
+        self.receive.close()
 
     def finish(self) -> Facts:
         """All facts; ``failure`` says why there are no more, unless all were measured."""
