@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +12,6 @@ import torch
 from torch import nn
 
 import selective_compile as sc
-from selective_compile import step_program
-from selective_compile.backend import compile_step_program
-from selective_compile.tensor_state import states
 from tests.decoders import MAX_POSITIONS, Decoder
 from tests.models import tiny
 from tests.oracle import generated_alone
@@ -143,29 +139,3 @@ def test_prompt_with_an_id_that_the_embedding_has_no_row_for_is_refused_and_touc
     with pytest.raises(ValueError, match="less than the vocabulary size 150, got 150"):
         engine.submit([1, 150, 3], max_new_tokens=1)
     assert request.result().finish_reason == "length"
-
-
-def test_what_an_earlier_look_has_found_is_not_put_in_the_place_of_a_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two engines share a program, and a weight is replaced while the first of them looks the tensors up."""
-    model = Decoder(layers=1)
-    weights = compile_step_program(model, CONFIG).weights  # type: ignore[union-attr]
-    looking, go_on = threading.Event(), threading.Event()
-
-    def slow(*given: Any) -> Any:
-        if threading.current_thread() is first:
-            looking.set()
-            assert go_on.wait(10)
-        return states(*given)
-
-    monkeypatch.setattr(step_program, "states", slow)
-    first, second = threading.Thread(target=weights.version), threading.Thread(target=weights.version)
-    first.start()
-    assert looking.wait(10)
-    model.head.weight = nn.Parameter(torch.randn_like(model.head.weight))
-    second.start()
-    second.join(0.1)
-    go_on.set()
-    first.join(10)
-    second.join(10)
-    tensors, seen = weights.seen
-    assert any(tensor is model.head.weight for tensor in tensors) and seen.hold(tensors)
