@@ -391,7 +391,9 @@ def _choose_kernel(
     tl.store(tokens + row, chosen.to(tl.int64))
     if marks is not None:
         marks += tl.maximum(chosen, 0)
-        tl.store(marks, tl.load(marks) | SEEN)
+        seen = tl.load(marks) | SEEN
+        tl.debug_barrier()  # every warp has read it, one of them writes
+        tl.store(marks, seen)
 
 
 def choose(logits: Tensor, fields: Tensor, marks: Tensor | None, slots: Tensor | None, *, no_token: int) -> Tensor:

@@ -180,6 +180,11 @@ def test_tokens_are_chosen(asked_for, processor, monkeypatch):
     assert processor.launched
 
 
+def test_the_token_that_is_chosen_is_marked(processor):
+    choosing.test_what_is_chosen_is_marked_and_nothing_else()
+    assert processor.launched
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_states(op, processor):
     (case,) = (case for case in state.SHORT if (case.op, case.name) == (op, "plain"))
