@@ -290,8 +290,8 @@ def keeps(term: MaskTerm, value: torch.Tensor) -> torch.Tensor:
 
 def added(term: MaskTerm, bias: torch.Tensor, value: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     """``bias`` with what a term adds to scores that it has ``kept``."""
-    added = value.masked_fill(~kept, 0)
-    if not bool(added.any()):
+    seen = value.masked_fill(~kept, 0)
+    if not bool(seen.any()):
         return bias
-    more = added.double() * term.factor
+    more = seen.double() * term.factor
     return more.expand(bias.shape[0], -1, *bias.shape[2:]) + (bias if bias.shape[1] else 0)

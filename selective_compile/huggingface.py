@@ -119,7 +119,7 @@ def generate(
     inputs = input_ids if inputs is None else inputs
     arguments = {name: value for name, value in kwargs.items() if name in GENERATION_FIELDS}
     fields = fields_of(arguments, generation_config, getattr(model, "generation_config", None), inputs)
-    config = engine_config_of(engine_config, "engine_config") or _config_of(model)
+    config = _config_given(engine_config, "engine_config") or _config_of(model)
     if inputs_embeds is None:
         prompts = prompts_of(inputs, attention_mask, fields, device_of(model))
     else:
@@ -188,7 +188,7 @@ def wrap(model: nn.Module, config: EngineConfig | None = None) -> nn.Module:
     """
     if not isinstance(model, nn.Module) or not callable(getattr(model, "generate", None)):
         raise ValueError(f"model must be a torch.nn.Module with a generate method, got {type(model).__name__}")
-    own, given = vars(model), engine_config_of(config, "config")
+    own, given = vars(model), _config_given(config, "config")
     if isinstance(own.get("generate"), BatchedGenerate):
         raise ValueError("model must not be wrapped already, got one that is; call unwrap first")
     previous = {"generate": own["generate"]} if "generate" in own else {}
@@ -226,7 +226,7 @@ def wrapped(model: nn.Module, config: EngineConfig | None = None) -> Iterator[nn
         unwrap(model)
 
 
-def engine_config_of(value: object, name: str) -> EngineConfig | None:
+def _config_given(value: object, name: str) -> EngineConfig | None:
     """Raises ValueError for what is neither a configuration nor None."""
     if value is not None and not isinstance(value, EngineConfig):
         raise ValueError(f"{name} must be an EngineConfig or None, got {value!r}")

@@ -16,6 +16,7 @@ import os
 import pickle
 import platform
 import sys
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +78,7 @@ def capture_once(model: nn.Module) -> Captured:
 
 def loaded(file: Path, model: nn.Module) -> Captured | None:
     """None if the code that was traced, or what it read, is not as it was, or its logits are not the model's."""
-    kept: Kept = pickle.loads(data_of(file))
+    kept: Kept = pickle.loads(zlib.decompress(data_of(file)))
     if any(told_file(module) != known for module, known in kept.files.items()):
         return None
     read = Read(names=kept.names, keys=kept.keys, code=frozenset(map(marshal.loads, kept.code)))
@@ -105,10 +106,10 @@ def save(captured: Captured, model: nn.Module, folder: Path, parts: str) -> None
         variables=variables_read(read.code),
         conditions=told(captured.conditions, *logits_call(model, ids_for(model))),
     )
-    data = pickle.dumps(kept)
+    data = pickle.dumps(kept)  # layer after layer nearly the same, which packs well
     if not gives_logits_of(unpacked(pickle.loads(data).graph, model, read, captured.conditions), model):
         raise ValueError("the capture must give the model's logits")
-    write(folder / f"{parts}-{hashlib.sha256(data).hexdigest()[:32]}{ENDING}", data)
+    write(folder / f"{parts}-{hashlib.sha256(data).hexdigest()[:32]}{ENDING}", zlib.compress(data, 1))
 
 
 def modules_of(codes: Iterable[CodeType]) -> set[str]:

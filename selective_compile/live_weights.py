@@ -94,8 +94,10 @@ class LiveWeights:
             return change
         if self._conditions is None or not (closely or monotonic() >= self._look_closely_at):
             return ""
-        self._look_closely_at = monotonic() + EVERY
-        return self._conditions.change()
+        if change := self._conditions.change():
+            return change
+        self._look_closely_at = monotonic() + EVERY  # not behind a change, which the next step must see, too
+        return ""
 
     def conditions_of(self, other: nn.Module) -> LiveConditions:
         """What is so now of a model that the graph's own is a copy of."""

@@ -45,6 +45,7 @@ OF_PROCESS: Final = frozenset(
 # A table of transformers with every class of which the process has made a model, in the order that they came. A model
 # looks up its own, which a kept capture tells apart (`kept_captures.recorders_of`); Dynamo guards them all.
 RECORDERS: Final = "._CAN_RECORD_REGISTRY"
+UNKNOWN: Final = "unknown"  # the kind of what is asked in another way
 # Whose question has a part beside the object; what others are given is of Dynamo's own use.
 ASKED_WITH: Final = frozenset(
     {
@@ -57,9 +58,6 @@ ASKED_WITH: Final = frozenset(
         "SET_NOT_CONTAINS",
     }
 )
-
-
-UNKNOWN: Final = "unknown"
 
 
 @dataclass(frozen=True)

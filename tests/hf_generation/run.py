@@ -26,7 +26,7 @@ ROOT = HERE.parents[1]
 TYPES = ("llama", "mistral", "gemma2", "qwen2_moe", "opt", "gpt2", "mamba")
 OUTCOMES = ("passed", "refused", "failed")
 NOT_THESE = "not torch_compile_test"
-LONG_VALUE = re.compile(r", got (?:a tensor|tensor|\w*Cache)\b")  # what was given differs from type to type
+LONG_VALUE = re.compile(r", got (?:(?:a )?tensor|\w*Cache)\b")  # what was given differs from type to type
 BAR = 0.9
 
 Results = dict[str, dict[str, Any]]

@@ -6,14 +6,15 @@ import numpy as np
 
 from tests.kernels.ptx.formats import UNSIGNED, Bits, numpy_type, resized, width
 from tests.kernels.ptx.machine import Machine, Step
-from tests.kernels.ptx.memory import aligned
-from tests.kernels.ptx.reading import Instruction, Program
+from tests.kernels.ptx.memory import Memory, aligned
+from tests.kernels.ptx.reading import Address, Instruction, Program
+from tests.kernels.ptx.shared import Shared
 
 
 def loads(program: Program, instruction: Instruction) -> Step:
     target, place = instruction.operands
     targets = target if isinstance(target, tuple) else (target,)
-    kind, space = instruction.parts[-1], instruction.parts[1].partition("::")[0]
+    kind = instruction.parts[-1]
     size = width(kind)
 
     def extended(bits: Bits, name: str) -> Bits:
@@ -27,33 +28,39 @@ def loads(program: Program, instruction: Instruction) -> Step:
         machine.write(target, extended(np.frombuffer(given, UNSIGNED[size]), target), mask)
 
     def of_memory(machine: Machine, mask: Bits) -> None:
-        lanes, addresses = np.flatnonzero(mask), machine.addresses(place)[mask]
-        aligned(addresses, size * len(targets))
-        memory = machine.shared if space == "shared" else machine.memory
+        memory, lanes, addresses = reached(machine, mask, instruction, place, size * len(targets))
         for n, each in enumerate(targets):
             at = addresses + addresses.dtype.type(n * size)
             whole = np.zeros(machine.lanes, UNSIGNED[size])
             whole[mask] = memory.load(lanes, at, size)
             machine.write(each, extended(whole, each), mask)
 
-    return of_parameter if space == "param" else of_memory
+    return of_parameter if instruction.parts[1] == "param" else of_memory
 
 
 def stores(program: Program, instruction: Instruction) -> Step:
     place, given = instruction.operands
     values = given if isinstance(given, tuple) else (given,)
-    kind, space = instruction.parts[-1], instruction.parts[1].partition("::")[0]
+    kind = instruction.parts[-1]
     size = width(kind)
 
     def do(machine: Machine, mask: Bits) -> None:
-        lanes, addresses = np.flatnonzero(mask), machine.addresses(place)[mask]
-        aligned(addresses, size * len(values))
-        memory = machine.shared if space == "shared" else machine.memory
+        memory, lanes, addresses = reached(machine, mask, instruction, place, size * len(values))
         for n, each in enumerate(values):
             bits = resized(np.broadcast_to(machine.read(each, kind), machine.lanes)[mask], size)
             memory.store(lanes, addresses + addresses.dtype.type(n * size), bits)
 
     return do
+
+
+def reached(
+    machine: Machine, mask: Bits, instruction: Instruction, place: Address, count: int
+) -> tuple[Shared | Memory, Bits, Bits]:
+    """The memory that threads reach, which they are, and where each of them reaches ``count`` bytes."""
+    lanes, addresses = np.flatnonzero(mask), machine.addresses(place)[mask]
+    aligned(addresses, count)
+    of_program = instruction.parts[1].startswith("shared")
+    return machine.shared if of_program else machine.memory, lanes, addresses
 
 
 def fences(program: Program, instruction: Instruction) -> Step:
