@@ -74,8 +74,12 @@ def length_of(step: Sequence[int], splits: SplitConfig) -> int:
     """Keys of a split, as `split_plan_triton` finds them."""
     walked, room = sum(step), splits.at_once - len(step)
     length = max(over(walked, splits.slots), min(over(walked, splits.few), splits.long), splits.shortest)
-    if room > 0 and length * room < walked <= TIMES.value * length * room:
-        length = over(walked, room)
+    alike = over(walked, max(room, 1))
+    tight = over(over(walked, max(splits.at_once, 1)), BLOCK_N) * BLOCK_N
+    if sum(over(keys, tight) for keys in step) <= splits.at_once:
+        alike = tight
+    if room > 0 and length * room < walked and length <= alike <= TIMES.value * length:
+        length = alike
     return over(length, BLOCK_N) * BLOCK_N
 
 

@@ -1,4 +1,7 @@
-"""Run a part of the graph on concrete values: what probes are made of."""
+"""Run a part of the graph on concrete values: what probes are made of.
+
+It runs on the CPU, wherever the model is: probes are small, and what compares them reads every result.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +92,7 @@ def evaluate(
     """The value of ``node`` for a batch of ``batch`` requests of ``tokens`` tokens, with the values in ``given``.
 
     Sizes and weights come from the graph's inputs; a token input that is needed must be in ``given``.  ``instead`` may
-    give another value than a node has with its arguments.
+    give another value than a node has with its arguments.  All of them are on the CPU.
     """
     symbols = {traced.sizes.token: tokens} | ({traced.sizes.batch: batch} if traced.sizes.batch is not None else {})
     examples = {item.node: item.example for item in traced.inputs if item.place == "weight"}
@@ -100,25 +103,36 @@ def evaluate(
         elif isinstance(current.meta.get("val"), (torch.SymInt, int)):
             values[current] = concrete(current.meta["val"], symbols)
         elif current.op == "placeholder":
-            values[current] = examples[current].detach()  # type: ignore[union-attr]
+            values[current] = examples[current].detach().cpu()  # type: ignore[union-attr]
         elif current.op == "get_attr":
-            values[current] = getattr(traced.module, str(current.target))
+            values[current] = getattr(traced.module, str(current.target)).cpu()
         else:
             shape_of = shaped_like(current)
             if shape_of is not None and shape_of not in values:
                 values[shape_of] = of_shape(shape_of, symbols)
-            args, kwargs = fx.node.map_arg((current.args, current.kwargs), lambda n: values[n])
+            args, kwargs = on_cpu(current, values)
             with torch.no_grad():
                 value = None if instead is None else instead(current, args)
                 values[current] = current.target(*args, **kwargs) if value is None else value  # type: ignore[operator]
     return values[node]
 
 
+def on_cpu(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What ``node`` is called with where its parents have these ``values``: where it names a device, the CPU."""
+
+    def argument(each: Any) -> Any:
+        if isinstance(each, fx.Node):
+            return values[each]
+        return torch.device("cpu") if isinstance(each, torch.device) else each
+
+    return fx.node.map_aggregate((node.args, node.kwargs), argument)
+
+
 def of_shape(node: fx.Node, symbols: Mapping[sympy.Symbol, int]) -> torch.Tensor:
     """A tensor of the shape and type of ``node``, that takes no memory."""
     like = node.meta["val"]
     shape = [concrete(size, symbols) for size in like.shape]
-    return torch.zeros((), dtype=like.dtype, device=like.device).expand(shape)
+    return torch.zeros((), dtype=like.dtype).expand(shape)
 
 
 def concrete(size: Any, symbols: Mapping[sympy.Symbol, int]) -> int:

@@ -89,19 +89,19 @@ class GroupLoops(TorchFunctionMode):
             for hits, groups in self.found:
                 if hits is args[0]:
                     self.looped.append(hits)
-                    return self.rounds(groups)
+                    return self.rounds(groups, hits.device)
         result = func(*args, **kwargs)
         if func in NONZEROS and isinstance(result, Tensor) and args[0].dim() == 1 and isinstance(args[0].shape[0], int):
             self.found.append((result, args[0].shape[0]))
         return result
 
-    def rounds(self, groups: int) -> Iterator[Tensor]:
+    def rounds(self, groups: int, device: torch.device) -> Iterator[Tensor]:
         chosen, self.groups = self.answers.entered, groups
         for group in range(groups):
             if chosen is None or group in chosen:
                 self.entered.add(group)
                 self.current = group
-                yield torch.tensor([group])
+                yield torch.tensor([group], device=device)
         self.current = None
 
     def is_empty(self, expression: Any) -> bool | None:

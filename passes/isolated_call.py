@@ -41,7 +41,7 @@ class Whole:
     @torch.no_grad()
     def __call__(self, tokens: int) -> Tensor:
         """The value that the model computes for a request of ``tokens`` tokens."""
-        return evaluate(self.graph, self.node, batch=1, tokens=tokens, given={})
+        return evaluate(self.graph, self.node, batch=1, tokens=tokens, given={}).to(self.node.meta["val"].device)
 
 
 @dataclass(frozen=True, kw_only=True)

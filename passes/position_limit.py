@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from selective_compile.passes.evaluate import ancestors
+from selective_compile.passes.evaluate import ancestors, on_cpu
 from selective_compile.passes.flatten import FlatGraph
 
 aten = torch.ops.aten
@@ -72,13 +72,13 @@ def first_beyond(index: fx.Node, positions: fx.Node, rows: int) -> int | None:
         elif isinstance(node.meta.get("val"), torch.SymInt):
             values[node] = count
         elif node.op == "get_attr":
-            values[node] = getattr(node.graph.owning_module, str(node.target))
+            values[node] = getattr(node.graph.owning_module, str(node.target)).cpu()
         elif node.op == "placeholder":
             values[node] = None  # only its size may be asked for, which is above
         elif any(values[parent] is None for parent in node.all_input_nodes):
             return None
         else:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
+            args, kwargs = on_cpu(node, values)
             values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     tokens = [dim for dim, size in enumerate(values[index].shape) if size == count]
     if len(tokens) != 1:

@@ -66,6 +66,8 @@ def histogram(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
         raise Mixes("counts values of tokens that are not known to be indices")
     (bins,) = node.meta["val"].shape
     dtype = node.args[0].meta["val"].dtype  # type: ignore[union-attr]
+    if node.target is aten.histc.default and not dtype.is_floating_point:
+        dtype = torch.float64  # integers are counted on a GPU alone, by the same bins
     values = torch.arange(bins).to(dtype)
     counts = [node.target(value[None], *node.args[1:], **node.kwargs) for value in values]  # type: ignore[operator]
     if not torch.equal(torch.stack(counts), torch.eye(bins, dtype=counts[0].dtype)):

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from selective_compile.capture import CANNOT, UNTRACEABLE, Captured, device_of, logits_call, recurrences_of
+from selective_compile.capture import (
+    CANNOT,
+    UNTRACEABLE,
+    Captured,
+    declared_positions,
+    device_of,
+    logits_call,
+    recurrences_of,
+)
 from selective_compile.current_device import on_device_of
 from selective_compile.handed_inputs import handed_refusal
 from selective_compile.isolated_cache import Caches, caches_of
@@ -22,6 +30,7 @@ from selective_compile.module_state import own_attributes
 from selective_compile.one_token import one_token_refusal
 from selective_compile.options import EngineConfig, Fallback
 from selective_compile.passes import Refusal, RefusedError, Rewrite
+from selective_compile.passes.position_limit import position_limit
 from selective_compile.passes.recurrence_match import Recognised
 from selective_compile.passes.traced_graph import module_path
 from selective_compile.prefix_trial import not_as_computed, prefix_refusal
@@ -71,6 +80,13 @@ class Proved:
     isolated: Mapping[str, Refusal]
     caches: Caches | None = None
     mode: Mode = "all tokens"
+
+    def max_positions(self, model: nn.Module) -> int | None:
+        """How long a request may be, as far as ``model``, its trace and the tables that it reads tell."""
+        assert self.rewritten.flat is not None
+        traced, tables = self.rewritten.traced.max_tokens, position_limit(self.rewritten.flat)
+        limits = (declared_positions(model), self.captured.max_tokens, traced, tables)
+        return min((limit for limit in limits if limit is not None), default=None)
 
 
 def prove(
@@ -154,15 +170,16 @@ def mode_found(model: nn.Module, found: Proved) -> Mode | None:
         cached = None if found.caches is None else found.caches.calls.get(call.module)
         if others_in(call.structure) and not (cached is not None and cached.takes(call.structure)):
             return None  # it is given an object of which nothing is known
+    longest = found.max_positions(model)
     if not found.isolated:
-        called = ModuleProgram(model, found.rewritten, EngineConfig(compile=False), max_positions=None)
+        called = ModuleProgram(model, found.rewritten, EngineConfig(compile=False), max_positions=longest)
         return None if departs(model, called) else found.mode
     for mode in MODES if found.caches is not None else MODES[-1:]:
         program = IsolatedProgram(
             model,
             found.rewritten,
             EngineConfig(compile=False),
-            max_positions=None,
+            max_positions=longest,
             isolated=found.isolated,
             caches=found.caches,
             mode=mode,

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from selective_compile.capture import declared_positions, device_of
+from selective_compile.capture import device_of
 from selective_compile.cores import IntraOpThreads
 from selective_compile.isolated_program import IsolatedProgram
 from selective_compile.isolation import Proved, prove
@@ -21,7 +21,6 @@ from selective_compile.passes.fuse_rotary import fuse_rotary
 from selective_compile.passes.int8_pools import keep_as_int8
 from selective_compile.passes.join import join
 from selective_compile.passes.lower import lower
-from selective_compile.passes.position_limit import position_limit
 from selective_compile.passes.quantise import quantise
 from selective_compile.sequential_program import SequentialProgram, why_not_run
 from selective_compile.step_program import StepProgram
@@ -144,14 +143,7 @@ def step_program(model: nn.Module, config: EngineConfig, proved: Proved) -> Step
         dtype = call.key.node.meta["val"].dtype
         if dtype not in DTYPES:
             raise ValueError(f"the model's dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
-    limits = (
-        declared_positions(model),
-        captured.max_tokens,
-        rewritten.traced.max_tokens,
-        position_limit(rewritten.flat),
-    )
-    known = [limit for limit in limits if limit is not None]
-    longest = min(known, default=None)
+    longest = proved.max_positions(model)
     if proved.isolated:
         return IsolatedProgram(
             model,

@@ -24,12 +24,12 @@ Number = Callable[[Tensor], Tensor]  # ids [B, S] -> positions [S] or [B, S]
 def tril_mask(ids: Tensor, attention_mask: Any) -> Tensor:
     """[B or 1, 1, S, S] booleans, True to keep."""
     length = ids.shape[1]
-    kept = torch.tril(torch.ones(length, length, dtype=torch.bool))[None, None]
+    kept = torch.tril(torch.ones(length, length, dtype=torch.bool, device=ids.device))[None, None]
     return kept if attention_mask is None else kept & attention_mask[:, None, None, :].bool()
 
 
 def compared_mask(ids: Tensor, attention_mask: Any) -> Tensor:
-    places = torch.arange(ids.shape[1])
+    places = torch.arange(ids.shape[1], device=ids.device)
     kept = (places[None, :] <= places[:, None])[None, None]
     return kept if attention_mask is None else kept & (attention_mask != 0)[:, None, None, :]
 
@@ -37,12 +37,12 @@ def compared_mask(ids: Tensor, attention_mask: Any) -> Tensor:
 def additive_mask(ids: Tensor, attention_mask: Any) -> Tensor:
     """[B or 1, 1, S, S] floats, -inf to hide; a finite value where padding hides, as whole rows may be hidden."""
     hidden = ~compared_mask(ids, attention_mask)
-    return torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
+    return torch.zeros(hidden.shape, device=ids.device).masked_fill(hidden, torch.finfo(torch.float32).min)
 
 
 def window_mask(size: int) -> MakeMask:
     def make(ids: Tensor, attention_mask: Any) -> Tensor:
-        places = torch.arange(ids.shape[1])
+        places = torch.arange(ids.shape[1], device=ids.device)
         return tril_mask(ids, attention_mask) & (places[:, None] - places[None, :] < size)
 
     return make
@@ -99,7 +99,7 @@ def by_softcapped_einsum(query: Tensor, key: Tensor, value: Tensor, mask: Tensor
 
 
 def counted(ids: Tensor) -> Tensor:
-    return torch.arange(ids.shape[1])
+    return torch.arange(ids.shape[1], device=ids.device)
 
 
 def unchanged(x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.nn.attention.varlen
 from torch import Tensor
+from torch.autograd import DeviceType
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu_parts import (
@@ -29,6 +30,7 @@ from benchmarks.gpu_parts import (
     ceilings,
     command,
     decoding,
+    profiled,
     start,
     steps,
     steps_profiled,
@@ -83,10 +85,14 @@ def test_kernels_and_their_peers(tmp_path: Path, measured: set[str]) -> None:
     assert {names[name]["state"] for name in others} == {"measured"}
     assert {"counts", "microseconds", "over_sum"} < set(names["mixed: 24 rows and 3 x 40"]["figures"]["names"])
     timed = [row["figures"]["names"] for row in found["rows"] if row["state"] == "measured"]
-    for kind in ("clock_microseconds", "quartile_microseconds"):  # but for the summary of the decodes
-        assert sum(any(name.endswith(kind) for name in names) for names in timed) == len(timed) - 1 > 20
+    for kind in ("clock_microseconds", "quartile_microseconds"):
+        # But for the summary of the decodes, and two rows that say that all is timed.
+        assert sum(any(name.endswith(kind) for name in names) for names in timed) == len(timed) - 3 > 20
+    kernels = [names[f"{job}: kernels"] for job in ("decode", "prefill")]
+    assert {(row["state"], row["text"]) for row in kernels} == {("skipped", "the profiler saw nothing of the device")}
     assert names["flex_attention, prefill 24"]["state"] == "measured"
-    assert names["flex_attention, mixed: 24 rows and 3 x 40"]["text"].startswith("ValueError: all requests must be")
+    mixed = names["flex_attention, mixed: 24 rows and 3 x 40"]
+    assert mixed["state"] == "skipped" and mixed["text"].startswith("all requests must be as long")
     # What torch does not have on a CPU is named, and the others have gone on.
     refused = [row for row in found["rows"] if row["state"] == "failed"]
     assert refused and not any(row["ours"] for row in refused) and found["failed"] == []
@@ -387,6 +393,8 @@ def test_kernels_are_timed_in_a_graph_or_else_between_events(captures: bool, mon
     about = {"timed_by": how, "quartile_microseconds": [5e3, 5e3], "clock_microseconds": 500.0}
     assert timer.about() == about and timer.about("apart_") == {f"apart_{name}": about[name] for name in about}
     assert timer.seconds(lambda: calls.append("call"), 4) == 5e-3 and len(replays) == replayed * 3 // 2, "once"
+    assert timer.seconds(lambda: calls.append("call"), 4, launched=True) == 5e-3 and timer.how == "events"
+    assert len(replays) == replayed * 3 // 2, "what is to be launched is not captured"
 
 
 def test_quartiles_are_of_the_repeats() -> None:
@@ -421,15 +429,34 @@ def test_what_overwrites_the_cache_reads_it_full_afterwards(monkeypatch: pytest.
     assert seen.calls == [("zero_", 2**16), ("sum", 2**14)]
 
 
-def test_the_copy_is_of_random_bytes() -> None:
-    copied: list[Tensor] = []
-    timer: Any = SimpleNamespace(seconds=lambda call, repeats: copied.append(call()) or 0.5)
-    assert ceilings.copy_rate(Context(a_job(), print), timer) == 4 * copied[0].nbytes
-    assert len(copied[0].unique()) == 256
+@pytest.mark.parametrize("fastest", ["copy_ in a graph", "copy_ launched", "a kernel in a graph"])
+def test_the_copy_is_of_random_bytes_in_the_fastest_way(fastest: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Tensor] = []
+    ways: list[bool] = []
+
+    def seconds(call: Any, repeats: int, *, launched: bool) -> float:
+        found.append(call().view(torch.uint8))
+        ways.append(launched)
+        return 0.25 if list(all_ways)[len(found) - 1] == fastest else 0.5
+
+    all_ways = ceilings.ways_to_copy(torch.zeros(4), torch.zeros(4))
+    timer: Any = SimpleNamespace(seconds=seconds, about=lambda: {"number": len(found)})
+    best = ceilings.best_copy(Context(a_job(), print), timer)
+    assert best.way == fastest and best.rate == 8 * found[0].nbytes == best.rates[fastest] == max(best.rates.values())
+    assert list(best.rates) == list(all_ways) and best.about == {"number": 1 + list(all_ways).index(fastest)}
+    assert ways == [False, True, False] and all(len(each.unique()) == 256 for each in found)
+
+
+def test_every_way_to_copy_copies_all() -> None:
+    source = torch.randint(256, (4096,), dtype=torch.uint8)
+    for copy, _ in ceilings.ways_to_copy(source, target := torch.zeros_like(source)).values():
+        target.zero_()
+        copy()
+        assert torch.equal(source, target)
 
 
 def test_ceilings_at_the_end_are_told_beside_those_of_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ceilings, "copy_rate", lambda *what: 2e12)
+    monkeypatch.setattr(ceilings, "best_copy", lambda *what: ceilings.Copied("copy_", 2e12, {}, {"copy_": 2e12}))
     monkeypatch.setattr(ceilings, "product_rate", lambda *what: 9e14)
     monkeypatch.setattr(timing.Timer, "about", lambda timer: {})
     rows: list[Row] = []
@@ -470,13 +497,71 @@ def test_a_warm_start_is_made_again_if_there_is_time(
 def test_what_a_start_prints_is_told_and_its_rows_are_not_mistaken(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run = subprocess.run
     code = "import sys; print('a warning', file=sys.stderr); raise ImportError('no module\\n\\nSet this for more')"
-    monkeypatch.setattr(subprocess, "run", lambda command, **how: run([sys.executable, "-c", code], **how))
+    run_in_its_place(monkeypatch, code)
     rows: list[Row] = []
     start.start_each(Context(a_job(part="start", name="start"), rows.append), os.environ)
     assert [row.text for row in rows] == ["ValueError: the process must end well, got status 1: ImportError: no module"]
     assert "a warning" in capfd.readouterr().err
+
+
+def run_in_its_place(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """A process of other code than that of a first token."""
+    started = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, **options: started([sys.executable, "-c", code], **options)
+    )
+
+
+def test_a_start_is_over_with_its_line_however_long_the_process_takes_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what it started is ended with it: nobody holds the other end of the pipe then."""
+    seen, held = os.pipe()
+    os.set_inheritable(held, True)
+    code = f"""
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], pass_fds=[{held}])
+print('{{"first token": 2.5, "{start.TRACED}": 1}}', flush=True)
+time.sleep(1000)
+"""
+    started = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, **how: started([sys.executable, "-c", code], **how, pass_fds=[held])
+    )
+    found = start.first_token(Context(a_job(part="start", name="start"), print), os.environ)
+    os.close(held)
+    assert found == {"first token": 2.5, start.TRACED: 1} and os.read(seen, 1) == b""
+    os.close(seen)
+
+
+def test_a_start_that_takes_too_long_is_ended_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_in_its_place(monkeypatch, "import time; time.sleep(1000)")
+    rows: list[Row] = []
+    start.start_each(Context(a_job(part="start", name="start", seconds=0.0), rows.append), os.environ)
+    assert [row.text for row in rows] == ["ValueError: there must be a token in 1 s, there was none"]
+
+
+def test_kernels_of_a_step_that_take_most() -> None:
+    ran = [profiled.Ran("a" * 90, 0.0, 4.0), profiled.Ran("b", 5.0, 6.0), profiled.Ran("b", 7.0, 12.0)]
+    assert profiled.longest(ran, 2) == [
+        {"name": "b", "launches": 1.0, "microseconds": 3.0},
+        {"name": "a" * 80, "launches": 0.5, "microseconds": 2.0},
+    ]
+    assert profiled.longest(ran, 2, count=1)[0]["name"] == "b" and len(profiled.longest(ran, 2, count=1)) == 1
+    assert profiled.medians(ran) == {"a" * 80: 4.0, "b": 3.0}
+
+
+def test_the_profiler_tells_kernels_and_copies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def event(name: str, start: float, *, device: Any = DeviceType.CUDA, annotation: bool = False) -> Any:
+        span = SimpleNamespace(start=start, end=start + 2)
+        return SimpleNamespace(name=name, time_range=span, device_type=device, is_user_annotation=annotation)
+
+    events = [event("late", 9.0), event("host", 1.0, device=DeviceType.CPU), event("early", 3.0)]
+    events.append(event("a step", 2.0, annotation=True))
+    seen = SimpleNamespace(events=lambda: events)
+    monkeypatch.setattr(profiled, "profile", lambda **how: contextlib.nullcontext(seen))
+    calls: list[int] = []
+    ran, wall = profiled.on_device(lambda: calls.append(1))
+    assert ran == [("early", 3.0, 5.0), ("late", 9.0, 11.0)] and calls == [1] and wall >= 0
 
 
 def test_idle_is_of_one_window_by_one_clock() -> None:
@@ -494,11 +579,13 @@ def test_a_graph_alone_is_replayed_back_to_back(monkeypatch: pytest.MonkeyPatch)
             self.moment = 7.0 * len(replays)
 
     engine: Any = SimpleNamespace(captured_step=lambda: replays.append(1))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert decoding.replayed(engine, 3) is None and not replays, "no device"
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert decoding.replayed(engine, 3) == pytest.approx(7.0) and len(replays) == 4, "the first is not timed"
+    alone = decoding.replayed(engine, 3)
+    assert alone == pytest.approx((7.0,) * 3) and len(replays) == 1 + 3 * decoding.LAST, "the first is not timed"
     engine.captured_step = None
     assert decoding.replayed(engine, 3) is None
 

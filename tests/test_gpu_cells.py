@@ -18,6 +18,7 @@ from benchmarks.gpu_parts import (
     jobs,
     joined,
     kept_otherwise,
+    kernel_times,
     mixed,
     rotary,
     tiles,
@@ -26,6 +27,7 @@ from benchmarks.gpu_parts import (
 from benchmarks.gpu_parts.failures import DeviceLost
 from benchmarks.gpu_parts.floors import Ceilings
 from benchmarks.gpu_parts.jobs import Job, perform
+from benchmarks.gpu_parts.profiled import Ran
 from benchmarks.gpu_parts.ragged_step import TINY, AttentionShape, in_eight_bits, make_step
 from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.step_check import check, nan_filled_outputs
@@ -121,6 +123,34 @@ def test_candidates_of_tiles_are_what_is_launched_and_only_there(monkeypatch: py
     rows: list[Row] = []
     perform(a_job(part="attention", name="tiles", ceilings=Ceilings(1e12, 1e12)), rows.append)
     assert [row.state for row in rows] == ["measured"] * len(tiles.CANDIDATES)
+
+
+def test_kernels_of_some_cells_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind all that is timed, with none of the keys shared out; and not where there is no time."""
+    calls: list[bool] = []
+
+    class Step:
+        def __call__(self) -> None:
+            once("key", lambda: calls.append(True))
+            calls.append(False)
+
+    def on_device(run: Any) -> Any:
+        before = len(calls)
+        run()
+        assert calls[before:] == [False]
+        return [Ran("_write_kernel", 0.0, 2.0), Ran("_attention_kernel", 3.0, 10.0)], 1.0
+
+    monkeypatch.setattr(kernel_times, "make_step", lambda *what: Step())
+    monkeypatch.setattr(kernel_times, "on_device", on_device)
+    rows: list[Row] = []
+    job = a_job(part="attention", name="decode")
+    kernel_times.tell_kernels(jobs.Context(job, rows.append), [("3 x 40", STEP)])
+    assert [row.name for row in rows] == ["decode: all timed", "decode: kernels"]
+    assert rows[1].figures == {"microseconds": {"3 x 40": {"_write_kernel": 2.0, "_attention_kernel": 7.0}}}
+    assert rows[1].text == "3 x 40: write 2.0, attention 7.0 us"
+    kernel_times.tell_kernels(jobs.Context(replace(job, seconds=1.0), rows.append), [("3 x 40", STEP)])
+    kernel_times.tell_kernels(jobs.Context(replace(job, done=("decode: kernels",)), rows.append), [("3 x 40", STEP)])
+    assert [row.state for row in rows[2:]] == ["measured", "skipped", "measured"]
 
 
 def test_a_layer_shares_out_no_keys_but_the_first() -> None:
@@ -239,5 +269,5 @@ def test_behind_an_error_that_stays_nothing_is_tried(lost: bool, monkeypatch: py
     context = jobs.Context(a_job(part="attention", name="decode", ceilings=Ceilings(1e12, 1e12)), rows.append)
     with pytest.raises(DeviceLost) if lost else contextlib.nullcontext():
         attention.run(context)
-    assert len(rows) == (1 if lost else 2)
+    assert [row.state for row in rows].count("failed") == (1 if lost else 2)
     assert rows[0].text == "RuntimeError: CUDA error: an illegal memory access was encountered"

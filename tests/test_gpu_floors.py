@@ -86,7 +86,7 @@ def test_what_has_bars_has_most_of_the_time() -> None:
     assert (
         WEIGHTS["steps"][MODEL] > sum(WEIGHTS["steps"].values()) - WEIGHTS["steps"][MODEL] - WEIGHTS["steps"]["tokens"]
     )
-    assert COUNTS[:2] == (1, 256) and sorted(COUNTS) == [1, 8, 32, 128, 256]
+    assert COUNTS == (1, 8, 32, 128, 256), "what is profiled behind them needs no prompt"
 
 
 def test_the_engine_has_a_minute_for_the_trace() -> None:

@@ -274,3 +274,15 @@ def test_a_line_is_as_wide_as_its_header_and_a_dry_run_shows_nothing() -> None:
     for measure in measures(WHOLE):
         assert measure.line.index(measure.why) == HEADER.index("of what")
         assert without_found(measure).found is None and without_found(measure).bar == measure.bar
+
+
+def test_kernels_behind_what_is_timed_take_no_measure() -> None:
+    """Nor does a job that ends in them."""
+    behind = [
+        row("attention", job, name, state, "some error")
+        for job in ("decode", "prefill")
+        for name, state in ((f"{job}: {ALL_TIMED}", "measured"), (f"{job}: kernels", "failed"), (job, "failed"))
+    ]
+    for part in ("KV bytes over copy", "worst over best", "causal prefill"):
+        assert of([*WHOLE, *behind], part) == of(WHOLE, part) and of(WHOLE, part).found is not None
+    assert of([*WHOLE, *behind[2:3]], "KV bytes over copy").found is None

@@ -126,11 +126,54 @@ def test_the_help_has_the_minutes_of_a_full_run(monkeypatch: pytest.MonkeyPatch,
 
 def test_without_time_nothing_is_begun_and_the_status_tells(tmp_path: Path, workers: list[WorkerHere]) -> None:
     status, found = full_run(tmp_path / "found.json", 1e-3)
-    assert status == 1 and {row["text"] for row in found["rows"]} == {"no time was left"}
+    left_out = [row for row in found["rows"] if row["name"] in jobs.NEEDED]
+    assert {row["text"] for row in found["rows"] if row not in left_out} == {"no time was left"}
+    assert status == 1 and {row["state"] for row in left_out} == {"skipped"} and len(left_out) == len(jobs.NEEDED)
+    assert left_out[0]["text"] == "no time was left for it: it takes 30 s, 0 s are its"
     assert not any(worker.jobs for worker in workers) and all(worker.closed for worker in workers)
     assert [worker.ready for worker in workers] == [True] + [False] * (len(workers) - 1), (
         "nobody waits for their imports"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds", "quick", "begun"),
+    [
+        ("llama-3.2-1b", 29.0, False, False),
+        ("llama-3.2-1b", 30.0, False, True),
+        ("llama-3.2-1b", 3.0, True, True),
+        ("llama-3.1-8b", 3.0, False, True),
+        ("llama-3.1-8b", 1.0, False, False),
+    ],
+)
+def test_a_job_that_would_get_nowhere_is_not_begun(name: str, seconds: float, quick: bool, begun: bool) -> None:
+    assert a_job(part="steps", name=name, seconds=seconds, quick=quick).has_time is begun
+
+
+def test_a_full_run_has_time_for_what_its_table_shows() -> None:
+    """By what jobs took on an H200, and some seconds for each process: for what is ours, and the peers' samples."""
+    took: dict[str, dict[str, float]] = {
+        "ceilings": {"ceilings": 7},
+        "attention": {"decode": 11, "prefill": 7, "mixed": 4, "fp8": 8, "latent": 12, "rotary": 10, "choice": 5},
+        "start": {"start": 42 + 15 + 15},
+        "steps": {"tokens": 25, "llama-3.1-8b": 25},
+        "trace": {"engine": 40, "generate_batch": 70, "generate": 45},
+    }
+    took["attention"] |= {"joined": 3, "variants": 15, "tiles": 9, "varlen_attn": 5, "flex_attention": 30}
+    now, late = 0.0, []
+    allowance = jobs.Allowance(list(SECONDS), sum(SECONDS.values()), clock=lambda: now)
+    for part, of_part in took.items():
+        for place, name in enumerate(of_part):
+            now += 8 if name == "tokens" else 1  # what it imports, of which nothing is there behind a start
+            seconds = allowance.of(part, list(WEIGHTS[part])[place:])
+            late += [name] if of_part[name] > seconds else []
+            now += min(of_part[name], seconds)
+    assert late == ["flex_attention"] and allowance.left > SECONDS["drift"]
+
+
+def test_processes_import_beside_others_and_none_beside_a_start() -> None:
+    names = [("attention", "a"), ("attention", "b"), ("start", "c"), ("steps", "d"), ("steps", "e"), ("drift", "f")]
+    assert [command._ahead(names, number) for number in range(6)] == [3, 3, 3, 6, 6, 6]
 
 
 def test_time_begins_when_a_process_is_ready(
@@ -186,7 +229,7 @@ def test_ended_by_a_signal_it_tells_what_there_is(
     finally:
         signal.signal(signal.SIGINT, before)
     assert status == 1 and not found["complete"] and [row["name"] for row in found["rows"]] == ["ceilings", "decode"]
-    assert len(workers) == 4 and all(worker.closed for worker in workers)
+    assert len(workers) == 3 + command.AHEAD and all(worker.closed for worker in workers)
     said = capsys.readouterr().out
     assert "ended by a signal" in said and HEADER in said and signal.getsignal(signal.SIGTERM) is handler
 
@@ -196,7 +239,7 @@ def test_a_worker_ends_when_its_parent_has_ended() -> None:
     seen, held = os.pipe()
     child = f"""
 import subprocess, sys, time
-from benchmarks.gpu_parts.isolated import end_with
+from benchmarks.gpu_parts.watching import end_with
 end_with(int(sys.argv[1]))
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], pass_fds=[{held}])
 print("ready", flush=True)
@@ -367,6 +410,64 @@ worker.main()
     threading.Thread(target=end_when_said, args=(worker, "hang_here"), daemon=True).start()
     worker.perform(a_job(seconds=0.1), rows.append, logs.append)
     assert "in hang_here" in logs[0] and rows[0].state == "failed"
+
+
+def test_a_process_says_where_it_is() -> None:
+    """While other threads run; and one that ends before does not."""
+    code = """
+import sys, threading, time
+from benchmarks.gpu_parts.watching import say_where_after
+say_where_after(float(sys.argv[1]))
+def busy():
+    while True:
+        sum(range(100))
+for _ in range(3):
+    threading.Thread(target=busy, daemon=True).start()
+def waits_here():
+    time.sleep(1000)
+if sys.argv[1] == "0.2":
+    waits_here()
+"""
+    command_line = [sys.executable, "-c", code]
+    process = subprocess.Popen([*command_line, "0.2"], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert process.stderr.readline() == "after 0.2 s it is here, the innermost call last:\n"
+    while "in waits_here" not in process.stderr.readline():
+        pass
+    process.kill()
+    process.wait()
+    process.stderr.close()
+    done = subprocess.run([*command_line, "1000"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_worker_ends_at_once_when_its_job_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is to come at its exit; with what it started, which holds the other end of the pipe until then."""
+    seen, held = os.pipe()
+    code = f"""
+import atexit, subprocess, sys, time
+from benchmarks.gpu_parts import jobs, worker
+def done(job, tell):
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], pass_fds=[{held}])
+    atexit.register(time.sleep, 1000)
+    tell(job.row("copy"))
+    if job.quick:
+        raise ValueError("no such thing")
+jobs.perform = done
+sys.argv = ["worker", str(__import__("os").getppid())]
+worker.main()
+"""
+    started = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, **how: started([sys.executable, "-c", code], **how, pass_fds=[held])
+    )
+    for quick, said in ((False, []), (True, ["ended with status 1: ValueError: no such thing"])):
+        rows: list[Row] = []
+        Worker({}).perform(a_job(quick=quick), rows.append, print)
+        assert rows[0].name == "copy" and [row.text for row in rows[1:]] == said
+    os.close(held)
+    assert os.read(seen, 1) == b""
+    os.close(seen)
 
 
 def end_when_said(worker: Worker, what: str) -> None:

@@ -12,6 +12,7 @@ from benchmarks.gpu_parts import steps, steps_profiled, tokens
 from benchmarks.gpu_parts.decoding import Decoded
 from benchmarks.gpu_parts.jobs import Context, Job
 from benchmarks.gpu_parts.models import random_model
+from benchmarks.gpu_parts.profiled import Ran
 from benchmarks.gpu_parts.rows import Row
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.device_chooser import DeviceChooser
@@ -170,9 +171,12 @@ def test_a_step_says_how_many_rows_it_multiplies(requests: int, rows: int, monke
     assert told.figures["rows"] == rows and (f"{rows} rows" in told.text) == (rows != requests)
     assert told.figures["idle"] is None and "no graph" in told.text
     assert told.figures["quartile_microseconds"] == [1e3, 3e3]
-    beside_its_graph = steps.row(context, "some", found, 2e-3, 1e-3)
+    beside_its_graph = steps.row(context, "some", found, (2e-3, 4e-3), 1e-3)
+    assert beside_its_graph.figures["replays_microseconds"] == [2e3, 4e3] and "not known" not in beside_its_graph.text
     assert beside_its_graph.figures["idle"] == pytest.approx(0.2) and "idle 20.00%" in beside_its_graph.text
-    assert steps.row(context, "some", found, 3e-3, 1e-3).figures["idle"] == 0
+    slowed = steps.row(context, "some", found, (3e-3,), 1e-3)
+    assert slowed.figures["idle"] == 0 and slowed.figures["over_replay_microseconds"] == pytest.approx(-500)
+    assert "and not known: the graph alone took longer" in slowed.text
 
 
 def test_all_counts_are_timed_before_any_is_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,8 +214,13 @@ def test_a_process_goes_on_where_another_lost_its_device(monkeypatch: pytest.Mon
 def test_what_a_profiler_sees_has_figures_of_its_own(seen: bool, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[Row] = []
     idle = steps_profiled.Idle(share=0.03, by_host=0.05, resolution=0.02) if seen else None
-    monkeypatch.setattr(steps_profiled, "idle_in", lambda engine, count: idle)
+    ran = [Ran("_attention_kernel", 0.0, 3.0), Ran("_attention_kernel", 4.0, 5.0)] if seen else []
+    monkeypatch.setattr(steps_profiled, "on_device", lambda run: (ran, 1.0))
+    monkeypatch.setattr(steps_profiled, "idle_of", lambda spans, wall: idle)
     context = Context(Job(part="steps", name="llama-3.1-8b", seconds=60.0, ceilings=None, tiny=True), rows.append)
     steps_profiled.profile_steps(context, "some", SimpleNamespace())  # type: ignore[arg-type]
     assert [row.state for row in rows] == [state] and "idle" not in rows[0].figures
-    assert not seen or rows[0].figures == {"strict_idle": 0.03, "strict_idle_by_host": 0.05, "resolution": 0.02}
+    figures = {"strict_idle": 0.03, "strict_idle_by_host": 0.05, "resolution": 0.02}
+    figures |= {"launches": 1.0, "kernel_microseconds": 2.0}  # of each of two steps
+    kernels = [{"name": "_attention_kernel", "launches": 1.0, "microseconds": 2.0}]
+    assert not seen or rows[0].figures == {**figures, "kernels": kernels}

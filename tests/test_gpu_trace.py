@@ -69,10 +69,11 @@ def test_the_engine_serves_the_trace_however_long_it_may_take(monkeypatch: pytes
     [
         (1.0, 1.0, 10.0, ["short", "sample", "trace"]),
         (1.0, 1.0, 59.0, ["short", "sample", "no trace"]),
+        (10.0, 10.0, 10.0, ["short", "sample", "no trace"]),
         (20.0, 2.0, 10.0, ["short", "short, again", "sample", "trace"]),
-        (20.0, 19.0, 10.0, ["short", "short, again", "no sample", "no trace"]),
+        (30.0, 29.0, 10.0, ["short", "short, again", "no sample", "no trace"]),
     ],
-    ids=["all", "no trace", "captures", "nothing more"],
+    ids=["all", "no trace", "slower with more requests", "captures", "nothing more"],
 )
 def test_a_peer_goes_on_as_far_as_there_is_time(
     first: float, then: float, of_sample: float, expected: list[str], monkeypatch: pytest.MonkeyPatch

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 import selective_compile as sc
+from selective_compile import isolation_trial
 from selective_compile.backend import compile_step_program, report_of
 from selective_compile.coverage.random_model import random_model, vocabulary_of
 from selective_compile.isolated_program import TRIED, IsolatedProgram
 from selective_compile.skeleton import skeleton
-from tests.decoders import VOCABULARY, WIDTH, Decoder
+from tests.decoders import MAX_POSITIONS, VOCABULARY, WIDTH, Decoder
 from tests.exactness import TOLERANCE, logits_in_chunks
 from tests.leaving import STAYS, served_while_one_leaves
 from tests.oracle import assert_generated_alone, assert_same_tokens, reference_logits
@@ -216,6 +217,20 @@ def test_the_model_is_left_as_it_was() -> None:
     for name, module in model.named_modules():
         assert vars(module).keys() == before[name].keys()
         assert all(vars(module)[key] is value for key, value in before[name].items())
+
+
+def test_no_trial_reads_behind_the_end_of_a_table_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the CPU, after which a GPU would be of no use to the process."""
+    alone, lengths = isolation_trial.logits_alone, []
+
+    def recorded(model: nn.Module, prompt: Tensor) -> Tensor:
+        lengths.append(len(prompt))
+        return alone(model, prompt)
+
+    monkeypatch.setattr(isolation_trial, "logits_alone", recorded)
+    program = compile_step_program(Mixed(Highest), CONFIG)
+    assert isinstance(program, IsolatedProgram) and program.max_positions == MAX_POSITIONS
+    assert isolation_trial.LONGER[0] > MAX_POSITIONS >= max(lengths) == isolation_trial.LONGER[1]
 
 
 class Scaled(nn.Module):

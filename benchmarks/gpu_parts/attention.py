@@ -16,6 +16,7 @@ from benchmarks.gpu_parts import ceilings
 from benchmarks.gpu_parts.failures import FAILURES
 from benchmarks.gpu_parts.floors import LARGE_KV, share, spread
 from benchmarks.gpu_parts.jobs import Context
+from benchmarks.gpu_parts.kernel_times import tell_kernels
 from benchmarks.gpu_parts.measures import LONG_PREFILL
 from benchmarks.gpu_parts.ragged_step import TINY, AttentionShape, RaggedStep, bytes_needed, make_step, ragged
 from benchmarks.gpu_parts.rows import NO_TIME
@@ -72,6 +73,8 @@ def decode(context: Context) -> None:
         text = f"worst {of_large.worst:.1%}, worst over best {of_large.worst_over_best:.2f}, {len(large)} cells"
         figures = {"cells": len(large), **of_large._asdict()}
         context.tell(context.job.row("decode, 64 MB of keys and values or more", figures=figures, text=text))
+    sizes = [(3, 40)] if context.tiny else [(1, 512), (32, 512), (8, 4096), (32, 4096), (1, 32_768)]
+    tell_kernels(context, [(f"{batch} x {length}", ragged(batch, length)) for batch, length in sizes])
 
 
 def of_a_layer(step: Callable[[], Any], timer: Timer, repeats: int) -> tuple[float, float, dict[str, Any]]:
@@ -101,6 +104,8 @@ def prefill(context: Context) -> None:
         context.tell(context.job.row(name, figures=figures, text=text))
 
     each(context, prefill_cells(context), measure)
+    lengths = (24,) if context.tiny else (1024, 4096, 16_384)
+    tell_kernels(context, [(str(length), ((length, length),)) for length in lengths])
 
 
 Make = Callable[[Requests, AttentionShape, torch.device], RaggedStep]

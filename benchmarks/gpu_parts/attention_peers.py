@@ -29,6 +29,10 @@ BLOCK = 256  # what FlashAttention 2 takes
 FIRST = ("decode 32 x 4096", "decode 128 x 4096", "prefill 4096", "prefill 16384")
 
 
+class CannotError(Exception):
+    """A peer that does not have what a cell asks for, which is no failure."""
+
+
 class Made(NamedTuple):
     """A peer's call on a cell, in what layout, and how its result becomes rows [T, H, D], which is not timed."""
 
@@ -46,7 +50,11 @@ def run(context: Context) -> None:
         if needed > free:
             context.skip(name, f"needs {needed / 1e9:.0f} GB beside ours, {free / 1e9:.0f} GB are free")
             return
-        made = make(step)
+        try:
+            made = make(step)
+        except CannotError as error:
+            context.skip(name, str(error))
+            return
         check(step, made.as_rows(made.call()))
         theirs, about = timer.seconds(made.call, context.repeats), timer.about()
         ours = timer.seconds(step, context.repeats)
@@ -141,11 +149,11 @@ def flex(step: RaggedStep) -> Made:
     """A kernel compiled for the cell's own sizes, as long as all of its requests have the same.
 
     Raises:
-        ValueError: they do not.
+        CannotError: they do not.
     """
     module = importlib.import_module("torch.nn.attention.flex_attention")
     if len(set(step.requests)) != 1:
-        raise ValueError("all requests must be as long for flex_attention without a block mask of their own")
+        raise CannotError("all requests must be as long for flex_attention without a block mask of their own")
     (rows, context), batch = step.requests[0], len(step.requests)
     whole = ((each, context) for each in step.keys_and_values())
     # [N, H, rows, D] and twice [N, K, context, D]

@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.gpu_parts.failures import FAILURES, detail, reason
 from benchmarks.gpu_parts.found import Found
 from benchmarks.gpu_parts.isolated import GRACE, IMPORTS, Worker
-from benchmarks.gpu_parts.jobs import SECONDS, WEIGHTS, Allowance, Job, environment, perform
+from benchmarks.gpu_parts.jobs import NEEDED, SECONDS, WEIGHTS, Allowance, Job, environment, perform
 from benchmarks.gpu_parts.measures import HEADER
 from benchmarks.gpu_parts.rows import NO_TIME
 
@@ -25,7 +25,7 @@ TINY_MODELS = ("llama-3.1-8b", "llama-3.2-1b", "qwen3-moe-small")  # the other i
 # Seconds of a run from its start to its end, with its imports and those of its first process, if no time is asked for:
 # it has to be over in eight minutes, and to free a device's memory takes some of them.
 WHOLE = 470.0
-LEAST = 2.0  # seconds: with less, a job is not begun
+AHEAD = 2  # jobs whose processes import what they need beside another one, of which some take less time than that
 
 
 def measure(arguments: argparse.Namespace, began: float | None = None) -> int:
@@ -128,20 +128,22 @@ class Jobs:
 
 
 def _one_after_another(jobs: Jobs, found: Found, caches: Path) -> None:
-    """Each in a process that was started beside the job before it, since half of a short one is importing; but not
+    """Each in a process that was started beside the jobs before it, since half of a short one is importing; but not
     beside a start, which is of the host's time. A job's time begins when its process is ready."""
     workers: list[Worker] = []
+
+    def start_up_to(end: int) -> None:
+        workers.extend(Worker(environment(*each, caches)) for each in jobs.names[len(workers) : end])
+
     try:
         for number, (part, name) in enumerate(jobs.names):
-            if number == len(workers):
-                workers.append(Worker(environment(part, name, caches)))
+            start_up_to(number + 1)
             if number == 0:
                 found.look_at_devices("before")
                 workers[number].wait_until_ready(IMPORTS)
-            elif jobs.make(number).seconds >= LEAST:
+            elif jobs.make(number).has_time:
                 workers[number].wait_until_ready(min(IMPORTS, jobs.seconds_left))
-            if part != "start" and number + 1 < len(jobs.names):
-                workers.append(Worker(environment(*jobs.names[number + 1], caches)))
+            start_up_to(_ahead(jobs.names, number))
             if _performed(workers[number], jobs.make(number), found):
                 workers[number] = Worker(environment(part, name, caches))
                 _go_on(workers[number], jobs, number, found)
@@ -152,10 +154,22 @@ def _one_after_another(jobs: Jobs, found: Found, caches: Path) -> None:
             worker.close()
 
 
+def _ahead(names: list[tuple[str, str]], number: int) -> int:
+    """Behind the last job whose process is to be there beside that one: none comes behind a start until it is over."""
+    end = number + 1
+    while end < len(names) and end - number <= AHEAD and names[end - 1][0] != "start":
+        end += 1
+    return end
+
+
 def _performed(worker: Worker, job: Job, found: Found) -> bool:
     """Whether the device was lost, and the cells behind that are to be measured by another process."""
-    if job.seconds < LEAST:
-        found.tell(job.row(job.name, state="failed", text=NO_TIME))
+    if not job.has_time:
+        if job.can_be_left_out:
+            text = f"{NO_TIME} for it: it takes {NEEDED[job.name]:.0f} s, {job.seconds:.0f} s are its"
+            found.tell(job.row(job.name, state="skipped", text=text))
+        else:
+            found.tell(job.row(job.name, state="failed", text=NO_TIME))
         worker.close()
         return False
     return worker.perform(job, found.tell, partial(found.keep_log, job.part, job.name))

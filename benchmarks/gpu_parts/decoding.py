@@ -93,19 +93,22 @@ class Spans:
         return timed
 
 
-def replayed(engine: Engine, count: int) -> float | None:
-    """Seconds of the last step's graph alone, of so many back to back; None: no device, or the step was no graph.
+def replayed(engine: Engine, windows: int) -> tuple[float, ...] | None:
+    """Seconds of the last step's graph alone, in the mean of `LAST` back to back, of so many times as many in a row;
+    None: no device, or the step was no graph.
 
-    The requests' tokens are of no use from then on, and as fast to compute as others.
+    The first of them says most, right behind the steps: by later ones the device may have other clocks. The requests'
+    tokens are of no use from then on, and as fast to compute as others.
     """
     if not torch.cuda.is_available() or (replay := engine.captured_step) is None:
         return None
-    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    moments = [torch.cuda.Event(enable_timing=True) for _ in range(windows + 1)]
     torch.cuda.synchronize()
     replay()  # the host is ahead of the device when the clock starts
-    before.record()
-    for _ in range(count):
-        replay()
-    after.record()
+    moments[0].record()
+    for moment in moments[1:]:
+        for _ in range(LAST):
+            replay()
+        moment.record()
     torch.cuda.synchronize()
-    return before.elapsed_time(after) / 1e3 / count
+    return tuple(before.elapsed_time(after) / 1e3 / LAST for before, after in zip(moments, moments[1:], strict=False))

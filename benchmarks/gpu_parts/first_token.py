@@ -1,9 +1,14 @@
 """A process that gets to its first token, and says when it had come how far.
 
-    python -m benchmarks.gpu_parts.first_token MODEL STARTED SECONDS [--tiny]
+    python -m benchmarks.gpu_parts.first_token MODEL PARENT STARTED SECONDS [--tiny]
 
-STARTED: when it was started, in seconds since the epoch. SECONDS: it is ended then, and says before where it is. What
-anything else prints goes to its error output.
+PARENT: the process that it ends with. STARTED: when it was started, in seconds since the epoch. SECONDS: it is ended
+then, and says before where it is. What anything else prints goes to its error output.
+
+Behind the line that says it, it ends at once: what comes at exit is no part of a start, and torch waits there for its
+processes that compile, which once took longer than all before. The next start finds what it needs: a capture is
+written when it is made (`kept_captures.save`), what Inductor and Triton compile before its first call, and of what
+torch registers for its exit nothing writes to a cache but for a dump that an environment variable has to ask for.
 """
 
 from __future__ import annotations
@@ -13,7 +18,10 @@ import faulthandler
 import json
 import logging
 import os
+import sys
 import time
+
+from benchmarks.gpu_parts.watching import end_with, say_where_after
 
 TRACED = "graphs traced"
 
@@ -21,6 +29,7 @@ TRACED = "graphs traced"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
+    parser.add_argument("parent", type=int)
     parser.add_argument("started", type=float)
     parser.add_argument("seconds", type=float)
     parser.add_argument("--tiny", action="store_true")
@@ -30,7 +39,8 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("selective_compile").setLevel(logging.INFO)  # why a capture was not taken, say
     faulthandler.enable()
-    faulthandler.dump_traceback_later(max(0.5, arguments.seconds - 0.5))
+    end_with(arguments.parent)
+    say_where_after(max(0.5, arguments.seconds - 0.5))
     stamps = {}
 
     def stamp(stage: str) -> None:
@@ -53,6 +63,8 @@ def main() -> None:
     from torch._dynamo.utils import counters
 
     print(json.dumps(stamps | {TRACED: counters["stats"]["unique_graphs"]}), file=out, flush=True)
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

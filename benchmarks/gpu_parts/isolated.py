@@ -24,7 +24,7 @@ LOST = 75  # the status of a worker whose device is of no more use to it
 # Seconds for a process's imports, of which only those right behind a start are not over by then: ten where files were
 # read before, several times as many where they were not.
 IMPORTS = 60.0
-LOOK = 0.5  # seconds between two looks at whether the parent is there
+ENDING = 3.0  # seconds at least for a process to end that has told all: to free a device's memory takes some
 LOG = 8000  # characters that are kept of what a process printed
 
 
@@ -48,7 +48,7 @@ class Worker:
         assert self._process.stdout is not None
         self._strays = ""  # what it printed among its rows
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        threading.Thread(target=_read, args=(self._process.stdout, self._lines), daemon=True).start()
+        threading.Thread(target=read_lines, args=(self._process.stdout, self._lines), daemon=True).start()
 
     def wait_until_ready(self, seconds: float = IMPORTS) -> None:
         """Until it has imported what it needs, or has ended, or takes longer: its job fails by that, then."""
@@ -89,7 +89,7 @@ class Worker:
                     tell(row)
                 elif line.strip() != READY:  # of who was not waited for
                     self._strays += line
-            status = self._process.wait(timeout=max(1.0, ends - time.monotonic()))
+            status = self._process.wait(timeout=max(ENDING, ends - time.monotonic()))
         except (queue.Empty, subprocess.TimeoutExpired):
             return f"{STOPPED} {job.seconds + GRACE:.0f} s"
         return f"ended with status {status}: {said_in(self._log())}" if status else None
@@ -108,22 +108,8 @@ class Worker:
         return (self._strays.lstrip() + said.decode(errors="replace"))[-LOG:]
 
 
-def end_with(parent: int) -> None:
-    """Kill this process, and those that it started, when its parent has ended, which then can do it no more: what it
-    measures nobody reads, and it would hold its device.
-
-    Of a process with a session of its own. A call that never gives up the interpreter's lock is not ended.
-    """
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(LOOK)
-        os.killpg(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _read(stream: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
+def read_lines(stream: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
+    """Each as it comes, and None behind the last."""
     with stream:
         for line in stream:
             lines.put(line)

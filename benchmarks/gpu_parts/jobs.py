@@ -22,35 +22,42 @@ CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "
 
 # In this order: a cold start is one only before the steps of its model have left compiled code in the caches, and
 # these have use for it. Of each part the seconds of a full run, from when its first process is ready; a part that is
-# done earlier leaves the rest to those behind it. A cold and two warm starts that just reach their bars take 110, and
-# the ends of their processes some more.
-SECONDS = {"ceilings": 12, "attention": 105, "start": 114, "steps": 100, "trace": 103, "drift": 6}
-# Of these the models behind the first, which alone has bars, compile theirs anew, in the time that a start has left.
+# done earlier leaves the rest to those behind it. So those in front have more than they took on an H200: 7 s, some 95
+# for what is ours, 80 for a cold start and two warm ones, 60 with the imports of the first; the rest is the trace's.
+SECONDS = {"ceilings": 12, "attention": 108, "start": 100, "steps": 96, "trace": 118, "drift": 6}
+# Of these a job has its weight of what is left of the part, and hands on what it does not need, too.
 WEIGHTS = {
     "ceilings": {"ceilings": 1},
-    # Those of ours first, and of each those that say most: what comes last goes without if there is no time. Decode
-    # has most cells, and two bars.
+    # Those of ours first, and of each those that say most: what comes last goes without if there is no time. As many
+    # seconds as each took, and some more of those in front; `flex_attention`, which is compiled for each cell, would
+    # take 30, and has what is left.
     "attention": {
-        "decode": 14,
-        "prefill": 4,
-        "mixed": 3,
-        "fp8": 2,
-        "latent": 3,
-        "rotary": 3,
-        "choice": 2,
-        "joined": 2,
-        "variants": 2,
-        "tiles": 4,
-        "varlen_attn": 4,
-        "flex_attention": 4,
+        "decode": 20,
+        "prefill": 12,
+        "mixed": 8,
+        "fp8": 8,
+        "latent": 12,
+        "rotary": 11,
+        "choice": 8,
+        "joined": 4,
+        "variants": 18,
+        "tiles": 9,
+        "varlen_attn": 5,
+        "flex_attention": 6,
     },
     "start": {"start": 1},
-    # Behind a start nothing is imported yet, which the first of these pays for all.
-    "steps": {"tokens": 6, "llama-3.1-8b": 8, "llama-3.2-1b": 1, "qwen3-0.6b": 1, "qwen3-moe-small": 1},
-    # A bar is for the engine's, which is to be served whole: 60 s, and peers have what it leaves.
-    "trace": {"engine": 6, "generate_batch": 2, "generate": 2},
+    # Behind a start nothing is imported yet, which the first of these pays for all. 25 s each took the first two; the
+    # others have no bars, and what these leave if they can do with it (`NEEDED`).
+    "steps": {"tokens": 30, "llama-3.1-8b": 28, "llama-3.2-1b": 1, "qwen3-0.6b": 1, "qwen3-moe-small": 1},
+    # The engine's took 40 s with its samples. Peers have the rest: by the first, a sample is 20 s away, and takes 45 to
+    # 90; the other gets there sooner.
+    "trace": {"engine": 100, "generate_batch": 60, "generate": 30},
     "drift": {"drift": 1},
 }
+# Seconds without which these are not begun, since they would only get as far as compiling: their models are not those
+# of a start. Nothing of the table at the end is of them, and what they would have had goes to those behind them.
+NEEDED = {"llama-3.2-1b": 30.0, "qwen3-0.6b": 30.0, "qwen3-moe-small": 30.0}
+LEAST = 2.0  # seconds: with less, no job is begun
 # Of jobs that have one of their own; the others have that of their part.
 MODULES = {
     ("attention", "mixed"): "mixed",
@@ -104,6 +111,15 @@ class Job:
     @property
     def ours(self) -> bool:
         return self.name not in PEERS
+
+    @property
+    def can_be_left_out(self) -> bool:
+        """Of a full run, which has bars for others."""
+        return self.name in NEEDED and not self.quick
+
+    @property
+    def has_time(self) -> bool:
+        return self.seconds >= (NEEDED[self.name] if self.can_be_left_out else LEAST)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

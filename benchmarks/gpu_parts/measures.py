@@ -97,15 +97,15 @@ def of_less(measure: Measure) -> Measure:
 
 
 def decode_share(rows: Sequence[Row]) -> Value:
-    return _of_cells(_of(rows, "attention", "decode"), "share_of_copy", min)
+    return _of_cells(_timed(rows, "attention", "decode"), "share_of_copy", min)
 
 
 def decode_spread(rows: Sequence[Row]) -> Value:
-    return _of_cells(_of(rows, "attention", "decode"), "share_of_copy", lambda shares: min(shares) / max(shares))
+    return _of_cells(_timed(rows, "attention", "decode"), "share_of_copy", lambda shares: min(shares) / max(shares))
 
 
 def prefill_share(rows: Sequence[Row]) -> Value:
-    return _of_cells(_of(rows, "attention", "prefill"), "share_of_product", min)
+    return _of_cells(_timed(rows, "attention", "prefill"), "share_of_product", min)
 
 
 def mixed_over_sum(rows: Sequence[Row]) -> Value:
@@ -213,10 +213,14 @@ def _of(rows: Sequence[Row], part: str, job: str) -> list[Row]:
 
 
 def _steps(rows: Sequence[Row]) -> list[Row]:
-    """Those that are timed. A job that fails behind them fails with none of them."""
-    of_job = _of(rows, "steps", MODEL)
+    return [row for row in _timed(rows, "steps", MODEL) if not row.name.endswith(": tokens")]
+
+
+def _timed(rows: Sequence[Row], part: str, job: str) -> list[Row]:
+    """Those of a job that are timed. A job that fails behind them fails with none of them."""
+    of_job = _of(rows, part, job)
     ends = next((place for place, row in enumerate(of_job) if row.name.endswith(ALL_TIMED)), len(of_job))
-    return [row for row in of_job[:ends] if not row.name.endswith(": tokens")]
+    return of_job[:ends]
 
 
 def _of_cells(

@@ -7,17 +7,22 @@ the error output of this one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import queue
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.gpu_parts.failures import reason, said_in
 from benchmarks.gpu_parts.first_token import TRACED
+from benchmarks.gpu_parts.isolated import ENDING, read_lines
 from benchmarks.gpu_parts.jobs import ROOT, Context, caches_in
 
 GRAPHS = {"cold start": 1, "warm start": 0, "warm start, again": 0}  # that each start traces
@@ -47,7 +52,7 @@ def start_each(context: Context, environment: Mapping[str, str]) -> None:
             traced = int(stamps.pop(TRACED))
             if context.tiny and traced != graphs:
                 raise ValueError(f"a {start} must trace {graphs} graphs, got {traced}")
-        except (subprocess.SubprocessError, ValueError) as error:
+        except (OSError, ValueError) as error:
             context.fail(name, reason(error))
             return
         seconds = stamps["first token"]
@@ -59,30 +64,54 @@ def start_each(context: Context, environment: Mapping[str, str]) -> None:
 
 def first_token(context: Context, environment: Mapping[str, str]) -> dict[str, float]:
     """Seconds from the start of a process to each of its stages, and how many graphs it `TRACED`; the next one finds
-    what it compiled and captured.
+    what it compiled and captured. It is ended when it has told them, with the processes that it started, since how
+    long these take to end is no part of it.
 
     Raises:
-        subprocess.SubprocessError: it took too long.
-        ValueError: it failed.
+        ValueError: it took too long, or failed.
     """
     seconds = max(1.0, context.seconds_left)
     command = [sys.executable, "-m", "benchmarks.gpu_parts.first_token", context.job.start_model]
-    command += [str(time.time()), str(seconds), *(["--tiny"] if context.tiny else [])]
+    command += [str(os.getpid()), str(time.time()), str(seconds), *(["--tiny"] if context.tiny else [])]
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
         try:
-            done = subprocess.run(
-                command,
-                cwd=ROOT,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                timeout=seconds,
-            )
+            line = _first_line(process, seconds)
         finally:
+            if process.returncode is None:  # nobody has waited for it, so that the number is still its own
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()  # until the device's memory is free again
             errors.seek(0)
             said = errors.read()
             sys.stderr.write(said[-LOG:])
-    if done.returncode:
-        raise ValueError(f"the process must end well, got status {done.returncode}: {said_in(said)}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    if line is None:
+        raise ValueError(f"the process must end well, got status {process.returncode}: {said_in(said)}")
+    return dict(json.loads(line))
+
+
+def _first_line(process: subprocess.Popen[str], seconds: float) -> str | None:
+    """None: it ended, or is about to, without one.
+
+    Raises:
+        ValueError: it took too long.
+    """
+    assert process.stdout is not None
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    threading.Thread(target=read_lines, args=(process.stdout, lines), daemon=True).start()
+    try:
+        line = lines.get(timeout=seconds)
+    except queue.Empty:
+        raise ValueError(f"there must be a token in {seconds:.0f} s, there was none") from None
+    if line is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=ENDING)
+    return line

@@ -1,9 +1,13 @@
 """Whole decode steps of each model through the engine, next to the least time for them and to their graph alone.
 
-over_replay: what the last of the timed steps took beside their captured graph, replayed back to back right behind them
-with the inputs of the very last: contexts are two tokens longer then.
+over_replay: what the last of the timed steps took beside as many replays of their captured graph, back to back right
+behind them with the inputs of the very last: contexts are two tokens longer then, 0.2 %.
 idle: that as a part of the step: where the device waits for the host. What lies between the kernels of the graph is not
-in it, but in the step's distance from its floor.
+in it, but in the step's distance from its floor. It is a difference of two times of a device whose clocks go by its
+power, and can be trusted as far as these hold: on an H200 thirty replays with 256 requests took 4 % longer than the
+steps before them, while at 128 and fewer both were within 0.6 %. So replays of later windows stand beside the first
+(`replays_microseconds`), and a row whose graph alone took longer than the step says so: its idle part is not known to
+be below what the two differ by.
 
 rows: that matrix products have in the step. No step has less than two (`runtime.batch.SMALLEST`), so that one request
 alone is computed beside a row that is nobody's; its floor is that of one.
@@ -22,7 +26,7 @@ from random import Random
 from transformers import PreTrainedModel
 
 from benchmarks.gpu_parts import ceilings, tokens
-from benchmarks.gpu_parts.decoding import Decoded, decoded, replayed
+from benchmarks.gpu_parts.decoding import LAST, Decoded, decoded, replayed
 from benchmarks.gpu_parts.failures import FAILURES
 from benchmarks.gpu_parts.floors import idle_share
 from benchmarks.gpu_parts.jobs import Context
@@ -37,12 +41,15 @@ from selective_compile.runtime.graph_sizes import decode_sizes
 from selective_compile.runtime.request import Request
 from selective_compile.runtime.stats import StepRecord
 
-# Requests that decode together, those first that say most: the next has some fewer, whose contexts are longer by then.
-COUNTS = (1, 256, 128, 32, 8)
+# Requests that decode together, more and more of them: the most are there when all is timed, and are profiled, and then
+# the one that is left, with no prompt computed for it.
+COUNTS = (1, 8, 32, 128, 256)
 # The second is enough for the steps of all counts, and those in which prompts are computed.
 PROMPT, GENERATED = 1024, 512
 TINY_PROMPT, TINY_GENERATED = 12, 64
 WARM, TIMED = 6, 30
+REPLAYS = TIMED // LAST  # windows of them
+SLOWED = 1.01  # a graph alone that takes more of its step than this shows a device with other clocks
 # Its engine finds out how much memory a step takes, and gives the rest to its pool, as engines do by default; that of
 # the others is what their requests need, which takes no time.
 PROFILED_POOL = "llama-3.2-1b"
@@ -71,7 +78,7 @@ def run(context: Context) -> None:
             resize(context, engine, running, count)
             settle(engine, running)
             found = decoded(engine, records, 2 if context.tiny else TIMED)
-            alone = replayed(engine, TIMED)
+            alone = replayed(engine, REPLAYS)
             context.tell(row(context, name, found, alone, work.floor_seconds(found.contexts, best)))
         except FAILURES as error:
             context.failed(name, error)
@@ -80,8 +87,9 @@ def run(context: Context) -> None:
 
 
 def profile_counts(context: Context, engine: Engine, running: list[Request], counts: list[int]) -> None:
-    """Fewer and fewer of the requests that there are, so that no prompt has to be computed for it."""
-    for count in sorted({count for count in counts if count <= len(running)}, reverse=True):
+    """The most and then the fewest of the requests that there are, so that no prompt has to be computed for it."""
+    possible = [count for count in counts if count <= len(running)]
+    for count in sorted({max(possible), min(possible)} if possible else (), reverse=True):
         name = f"{context.job.name}, {count} requests: profiled"
         if context.seconds_left < 0 or name in context.job.done:
             return
@@ -93,7 +101,9 @@ def profile_counts(context: Context, engine: Engine, running: list[Request], cou
             context.failed(name, error)
 
 
-def row(context: Context, name: str, found: Decoded, alone: float | None, floor: float) -> Row:
+def row(context: Context, name: str, found: Decoded, replays: tuple[float, ...] | None, floor: float) -> Row:
+    """`replays` as of `replayed`."""
+    alone = None if replays is None else replays[0]
     between = None if found.span is None else idle_share(found.span, found.wall)
     count = len(found.contexts)
     rows = next(size for size in decode_sizes(count) if size >= count)
@@ -102,6 +112,7 @@ def row(context: Context, name: str, found: Decoded, alone: float | None, floor:
         "floor_microseconds": 1e6 * floor,
         "share_of_floor": floor / found.wall,
         "replay_microseconds": None if alone is None else 1e6 * alone,
+        "replays_microseconds": None if replays is None else [1e6 * seconds for seconds in replays],
         "over_replay_microseconds": None if alone is None else 1e6 * (found.last_wall - alone),
         "tokens_per_second": count / found.wall,
         "rows": rows,
@@ -115,6 +126,8 @@ def row(context: Context, name: str, found: Decoded, alone: float | None, floor:
     text += f", {rows} rows" * (rows != count)
     text += "; no graph" if alone is None else f"; {1e6 * (found.last_wall - alone):.0f} us over its graph alone, idle "
     text += "" if alone is None else f"{idle_share(alone, found.last_wall):.2%}"
+    if alone is not None and alone > SLOWED * found.last_wall:
+        text += ", and not known: the graph alone took longer, the device may have slowed down"
     text += f"; between runs {'unknown' if between is None else format(between, '.2%')}"
     return context.job.row(name, figures=figures, text=text)
 

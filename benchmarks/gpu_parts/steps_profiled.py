@@ -2,20 +2,16 @@
 
 The profiler itself puts something between two kernels of a graph, which the figure says beside it; in a step of some
 hundred kernels that is more than an engine may leave idle. So these figures are for information, and no bar goes by
-them. It may also stay attached to the device: whatever is timed comes before it.
+them. Beside them stand the kernels that take most of a step.
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
-
-import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_parts.floors import busy_seconds, idle_share
 from benchmarks.gpu_parts.jobs import Context
+from benchmarks.gpu_parts.profiled import longest, on_device
 from selective_compile.runtime.engine import Engine
 
 PROFILED = 12
@@ -23,11 +19,21 @@ PROFILED = 12
 
 def profile_steps(context: Context, name: str, engine: Engine) -> None:
     """Tell of some steps of the requests that decode."""
-    idle = idle_in(engine, 2 if context.tiny else PROFILED)
+    steps = 2 if context.tiny else PROFILED
+    ran, wall = on_device(lambda: [engine.step() for _ in range(steps)])
+    idle = idle_of([(each.start, each.end) for each in ran], wall)
     if idle is None:
         context.skip(name, "the profiler saw nothing of the device")
         return
-    figures = {"strict_idle": idle.share, "strict_idle_by_host": idle.by_host, "resolution": idle.resolution}
+    busy = sum(each.end - each.start for each in ran)
+    figures = {
+        "strict_idle": idle.share,
+        "strict_idle_by_host": idle.by_host,
+        "resolution": idle.resolution,
+        "launches": len(ran) / steps,
+        "kernel_microseconds": busy / steps,
+        "kernels": longest(ran, steps),
+    }
     text = f"idle {idle.share:.2%} between kernels, too; {idle.resolution:.2%} cannot be told from 0"
     context.tell(context.job.row(name, figures=figures, text=text))
 
@@ -50,24 +56,8 @@ class Idle:
     resolution: float
 
 
-def idle_in(engine: Engine, steps: int) -> Idle | None:
-    """Of so many steps of their own; None: the profiler saw nothing of the device."""
-    activities = [ProfilerActivity.CUDA] if torch.cuda.is_available() else [ProfilerActivity.CPU]
-    with profile(activities=activities) as seen:
-        _synchronize()  # what was enqueued before is not in the window
-        began = time.perf_counter()
-        for _ in range(steps):
-            engine.step()
-        _synchronize()
-        wall = time.perf_counter() - began
-    on_device = [event for event in seen.events() if event.device_type == DeviceType.CUDA]
-    # An annotation spans the kernels that it names, and what is between them.
-    on_device = [event for event in on_device if not event.is_user_annotation]
-    return idle_of([(event.time_range.start, event.time_range.end) for event in on_device], wall)
-
-
 def idle_of(spans: list[tuple[float, float]], wall: float) -> Idle | None:
-    """From what ran on the device, (start, end) in microseconds, and the host's seconds."""
+    """From what ran on the device, (start, end) in microseconds, and the host's seconds; None: nothing was seen."""
     if not spans:
         return None
     window = max(end for _, end in spans) - min(start for start, _ in spans)
@@ -75,8 +65,3 @@ def idle_of(spans: list[tuple[float, float]], wall: float) -> Idle | None:
     return Idle(
         share=idle_share(busy, window), by_host=idle_share(busy / 1e6, wall), resolution=min(1.0, len(spans) / window)
     )
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

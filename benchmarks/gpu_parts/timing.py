@@ -29,7 +29,7 @@ class Timer:
 
     Attributes:
         how: the last calls were timed: in a graph; launched one by one, between events, since they could not be
-            captured; or by the host's clock.
+            captured or were not to be; or by the host's clock.
         quartiles: of the last calls, in seconds: a fourth took less, and a fourth more.
     """
 
@@ -49,21 +49,33 @@ class Timer:
             f"{whose}clock_microseconds": 1e6 * self._clocks[self.how],
         }
 
-    def seconds(self, call: Callable[[], Any], repeats: int) -> float:
-        """The call is made twice before on a GPU, so that what is compiled at first sight is."""
+    def seconds(self, call: Callable[[], Any], repeats: int, *, launched: bool = False) -> float:
+        """The call is made twice before on a GPU, so that what is compiled at first sight is. `launched`: one by one,
+        even if it could be captured."""
         if self._flush is None:
             found = _by_host(call, repeats)
         else:
             for _ in range(2):
                 call()
-            try:
-                found, self.how = self._in_a_graph(call, repeats, self._flush), "graph"
-            except RuntimeError:  # of peers, and of what a torch knows of events in graphs
-                found, self.how = self._one_by_one(call, repeats, self._flush), "events"
+            found = self._on_device(call, repeats, self._flush, launched=launched)
         self.quartiles = quartiles(found)
         if self.how not in self._clocks:
             self._clocks[self.how] = self._clock(repeats)
         return statistics.median(found)
+
+    def _on_device(
+        self, call: Callable[[], Any], repeats: int, flush: Callable[[], None], *, launched: bool
+    ) -> list[float]:
+        if not launched:
+            try:
+                found = self._in_a_graph(call, repeats, flush)
+            except RuntimeError:  # of peers, and of what a torch knows of events in graphs
+                pass
+            else:
+                self.how = "graph"
+                return found
+        self.how = "events"
+        return self._one_by_one(call, repeats, flush)
 
     def _clock(self, repeats: int) -> float:
         """Seconds of no call, by the way in which the last calls were timed."""

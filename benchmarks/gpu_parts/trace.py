@@ -3,9 +3,9 @@
 All serve a short sample first: every request with an eighth of its prompt and of its outputs, so that as many decode
 beside each other as in the trace, and graphs are captured, by us and by peers, that a step first needs. Then the engine
 serves the trace, for which there is a bar, and what it then has time for: a sample, every eighth request as it is, and
-the short one again. A peer serves the sample, and then the trace, if by what it has served there is time. Both
-compare by what says most of what both have served, and a bar is for the trace alone. What is served again counts by the
-last time.
+the short one again. A peer serves the sample, and then the trace, if by what it has served there is time: for a sample
+if there may be, since the estimate is of steps with eight times as many requests. Both compare by what says most of
+what both have served, and a bar is for the trace alone. What is served again counts by the last time.
 
 `Engine.warm_up` is not called, which captures all that there can be, of tokens that are drawn, too; those that the
 trace is first to need are captured in its time, and counted beside it. The peers are those of transformers, one after
@@ -34,6 +34,11 @@ from selective_compile.runtime.engine import Engine
 MODEL = "llama-3.1-8b"
 EIGHTH = 8
 HASTE = 1.2  # a trace takes longer by its outputs, of which later ones have longer contexts
+# A peer's sample is begun with so much of the time that it would take by a short one, whose steps compute eight times
+# as many requests over as many keys and values: a step takes as long if it reads those and waits for the host, an
+# eighth where each request looks at the keys of all, as in a paged attention by masks. What is begun and not done costs
+# time.
+HOPE = 0.5
 # What is served, one after the other. The engine ends with what it can serve again when all graphs are captured.
 OURS = (SHORT, TRACE, SAMPLE, SHORT)
 # With the short one again only where by its first time, in which graphs are captured, there is none for the sample.
@@ -77,18 +82,26 @@ def run(context: Context) -> None:
         if not context.job.ours and SAMPLE in served and what != TRACE:
             continue
         if served:
-            last = list(served)[-1]
-            expected = seconds_by(served[last], asked[last], asked[what])
+            expected = _expected(context, what, served, asked)
         # A bar is for ours: at worst it is stopped, which costs what comes behind it nothing.
         if expected > context.seconds_left and not (context.job.ours and what == TRACE):
             if what not in served and what not in order[place + 1 :]:
-                left = f"{context.seconds_left:.0f} s are left"
-                context.skip(f"{context.job.name}, {what}", f"by what was served it takes {expected:.0f} s, {left}")
+                times = f"{expected:.0f} s or more, {context.seconds_left:.0f} s are left"
+                context.skip(f"{context.job.name}, {what}", f"by what was served it takes {times}")
             continue
         took, again = serve(asked[what]), what in served
         served.pop(what, None)  # so that it is the last
         served[what] = took
         _tell(context, what, asked[what], took, about(), again=again)
+
+
+def _expected(context: Context, what: str, served: dict[str, Took], asked: dict[str, Trace]) -> float:
+    """Seconds, by what was served last; of a peer's sample, at best. Of a trace by what says most: a sample has an
+    eighth of its requests beside each other, and a short one an eighth of their contexts."""
+    estimates = [seconds_by(took, asked[of], asked[what]) for of, took in served.items()]
+    if what == TRACE:
+        return max(estimates)
+    return estimates[-1] * (HOPE if what == SAMPLE and not context.job.ours else 1.0)
 
 
 def seconds_by(took: Took, sample: Trace, trace: Trace) -> float:

@@ -9,7 +9,11 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import signal
 import sys
+import traceback
+
+from benchmarks.gpu_parts.watching import end_with, say_where_after
 
 
 def main() -> None:
@@ -18,8 +22,8 @@ def main() -> None:
     faulthandler.enable()
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("selective_compile").setLevel(logging.INFO)  # which steps are not captured, say
-    from benchmarks.gpu_parts.failures import DeviceLost
-    from benchmarks.gpu_parts.isolated import GRACE, LOST, READY, end_with
+    from benchmarks.gpu_parts.failures import FAILURES, DeviceLost
+    from benchmarks.gpu_parts.isolated import GRACE, LOST, READY
     from benchmarks.gpu_parts.jobs import Job, perform
     from benchmarks.gpu_parts.rows import Row
 
@@ -36,12 +40,26 @@ def main() -> None:
         print(row.to_json(), file=out, flush=True)
 
     job = Job.from_json(line)
-    faulthandler.dump_traceback_later(job.seconds + GRACE / 2)
+    say_where_after(job.seconds + GRACE / 2)
     try:
         perform(job, tell)
     except DeviceLost:
-        sys.stderr.flush()
-        os._exit(LOST)  # what is freed on the way out would fail
+        _end(LOST)
+    except FAILURES:
+        traceback.print_exc()
+        _end(1)
+    _end(0)
+
+
+def _end(status: int) -> None:
+    """At once, with the processes that it started: torch waits at exit for those that compile, for minutes it may be,
+    and where the device is lost what is freed on the way out would fail. What is kept on disk is written by then, by
+    whoever compiles and captures, before the first call returns."""
+    sys.stderr.flush()
+    if os.getpgrp() == os.getpid():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.killpg(0, signal.SIGTERM)
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ from selective_compile.kernels.ragged_attention_tiles import (
 )
 from selective_compile.kernels.registers import backend
 from selective_compile.kernels.request_rows_triton import tile_rows
-from selective_compile.kernels.split_plan_triton import first_key, piece_keys, piece_rows, plan
+from selective_compile.kernels.split_plan_triton import first_key, piece_keys, piece_of, plan
 
 
 @triton.jit(
@@ -62,7 +62,7 @@ from selective_compile.kernels.split_plan_triton import first_key, piece_keys, p
 )
 def _latent_kernel(
     output,  # [T, H, VALUE_SIZE] contiguous
-    pieces,  # [5, num_pieces] int32 of `SplitPlan`; without splits None
+    pieces,  # [7, num_pieces] int32 of `SplitPlan`; without splits None
     sums,  # [places, H, BLOCK_Q, VALUE_SIZE] float32; without splits None
     maxima,  # [places, H, BLOCK_Q] float32; without splits None
     totals,  # [places, H, BLOCK_Q] float32; without splits None
@@ -110,15 +110,15 @@ def _latent_kernel(
     PROGRAMS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H  # of a piece
     if PDL:
         gdc_wait()
-    number = num_pieces - 1 - tl.program_id(0) // PROGRAMS
+    number = tl.program_id(0) // PROGRAMS
     if SPLIT:
-        request, row_end, first_row = piece_rows(pieces, num_pieces, cu_seqlens_q, num_requests, num_rows, number)
+        request, first_row, row_end, context, split, each_has, place = piece_of(pieces, num_pieces, number)
     else:
+        number = num_pieces - 1 - number
         request, _, row_end, first_row = tile_rows(cu_seqlens_q, num_requests, num_rows, number, BLOCK_Q)
+        context = tl.load(context_lens + request, mask=request < num_requests, other=0)
     if first_row >= row_end:
         return
-    real = request < num_requests
-    context = tl.load(context_lens + request, mask=real, other=0)
 
     m = tl.arange(0, BLOCK_M)
     row = first_row + m // BLOCK_H
@@ -142,7 +142,7 @@ def _latent_kernel(
         # The selected positions come first: no row has more of them than it has keys.
         end = tl.minimum(key_end, COUNT)
     if SPLIT:
-        begin, end, split, place, divided = piece_keys(pieces, num_pieces, number, begin, end)
+        begin, end, divided = piece_keys(split, each_has, begin, end)
         if (begin >= end) & (split > 0):
             return
 
@@ -348,7 +348,7 @@ def _attend(
     )
     # fmt: on
     if split is not None:
-        merge(output, parts, split.divided, lengths, sizes, window=window, chunk=0)
+        merge(output, parts, split, num_requests=num_requests)
     return output
 
 

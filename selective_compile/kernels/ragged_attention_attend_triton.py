@@ -21,11 +21,13 @@ Legend
                tile whose keys fit into one split needs no merge: its program writes the result
 
 The grid is an upper bound that depends on T and N only, never on lengths, which stay on the device; programs
-behind the last piece end. The last pieces are launched first, all heads of each: those of a prompt's last rows have
-most keys, and what is launched last should not be what takes longest. Without splits, request n gets the tiles from
+behind the last piece end: hundreds of them, each a microsecond, that must not stand in front of those that have work.
+All heads of the longest pieces begin first, since what begins last should not be what takes longest. What tells a
+piece of its keys was written before the kernel in front began, so that a program reads it before it waits
+(`split_plan_triton`, `dependent_launch`). Without splits, request n gets the tiles from
 cu_seqlens_q[n] // BLOCK_Q + n up to those of request n + 1. They are enough, and at most one too many, because
-floor(b / q) - floor(a / q) + 1 >= ceil((b - a) / q), and a program finds its request by bisection. The padding rows
-behind the last request are a request N of context 0, whose result is 0.
+floor(b / q) - floor(a / q) + 1 >= ceil((b - a) / q), and a program finds its request by bisection; the last begin
+first. The padding rows behind the last request are a request N of context 0, whose result is 0.
 
 The scores are kept in base 2 (the scale times log2(e)): exp2 is what the hardware has.
 
@@ -39,6 +41,8 @@ sm_100 and gfx942 and fails on a spill. Their speed has not been measured on a G
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import triton
 import triton.language as tl
@@ -63,7 +67,7 @@ from selective_compile.kernels.ragged_attention_tiles import (
 )
 from selective_compile.kernels.registers import backend
 from selective_compile.kernels.request_rows_triton import tile_rows
-from selective_compile.kernels.split_plan_triton import first_key, last_key, piece_keys, piece_rows, plan
+from selective_compile.kernels.split_plan_triton import first_key, last_key, piece_keys, piece_of, plan
 
 
 # What changes from step to step must not change the compiled kernel: N and T are not specialised on 1 and
@@ -76,7 +80,7 @@ from selective_compile.kernels.split_plan_triton import first_key, last_key, pie
 )
 def _attention_kernel(
     output,  # [T, H, Dv] contiguous
-    pieces,  # [5, num_pieces] int32 of `SplitPlan`; without splits None
+    pieces,  # [7, num_pieces] int32 of `SplitPlan`; without splits None
     sums,  # [places, H, BLOCK_Q, Dv] float32; without splits None
     maxima,  # [places, H, BLOCK_Q] float32; without splits None
     totals,  # [places, H, BLOCK_Q] float32; without splits None
@@ -133,30 +137,20 @@ def _attention_kernel(
     part_of_heads = tl.program_id(0) % PROGRAMS
     kv_head = part_of_heads // PARTS
 
-    if PDL:
-        gdc_wait()
-    number = num_pieces - 1 - tl.program_id(0) // PROGRAMS
     if SPLIT:
-        request, row_end, first_row = piece_rows(pieces, num_pieces, cu_seqlens_q, num_requests, num_rows, number)
+        number = tl.program_id(0) // PROGRAMS
+        request, first_row, row_end, context, split, each_has, place = piece_of(pieces, num_pieces, number)
     else:
+        if PDL:
+            gdc_wait()
+        number = num_pieces - 1 - tl.program_id(0) // PROGRAMS
         request, row_begin, row_end, first_row = tile_rows(cu_seqlens_q, num_requests, num_rows, number, BLOCK_Q)
-    if first_row >= row_end:
-        return
-    real = request < num_requests
-    if BLOCK_SIZE > 0:
-        context = tl.load(context_lens + request, mask=real, other=0)
-    else:
-        context = tl.where(real, row_end - row_begin, 0)
-
-    m = tl.arange(0, BLOCK_M)
-    row = first_row + m // GROUP
-    head = part_of_heads * GROUP + m % GROUP
-    row_mask = (m < BLOCK_Q * GROUP) & (row < row_end)
-    position = context - row_end + row
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
-    query_offset = row.to(tl.int64) * query_row_stride + head * query_head_stride
-    q = tl.load(query + query_offset[:, None] + d[None, :], row_mask[:, None] & (d < KEY_SIZE)[None, :], 0.0)
+        if first_row >= row_end:
+            return
+        if BLOCK_SIZE > 0:
+            context = tl.load(context_lens + request, mask=request < num_requests, other=0)
+        else:
+            context = tl.where(request < num_requests, row_end - row_begin, 0)
 
     # Keys outside [key_begin, key_end) are seen by no row of the tile. They are not read: slots behind the
     # context hold anything, and blocks in front of what the first row sees may belong to another request.
@@ -167,10 +161,24 @@ def _attention_kernel(
         last_chunk = (key_end - 1) // CHUNK * CHUNK
     begin = key_begin // BLOCK_N * BLOCK_N
     end = key_end
+    if BLOCK_SIZE > 0:
+        entries = block_table + request.to(tl.int64) * table_stride
     if SPLIT:
-        begin, end, split, place, divided = piece_keys(pieces, num_pieces, number, begin, end)
-        if (begin >= end) & (split > 0):
+        begin, end, divided = piece_keys(split, each_has, begin, end)
+        if PDL:
+            gdc_wait()
+        if (first_row >= row_end) | ((begin >= end) & (split > 0)):
             return
+
+    m = tl.arange(0, BLOCK_M)
+    row = first_row + m // GROUP
+    head = part_of_heads * GROUP + m % GROUP
+    row_mask = (m < BLOCK_Q * GROUP) & (row < row_end)
+    position = context - row_end + row
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    query_offset = row.to(tl.int64) * query_row_stride + head * query_head_stride
+    q = tl.load(query + query_offset[:, None] + d[None, :], row_mask[:, None] & (d < KEY_SIZE)[None, :], 0.0)
 
     key_head_offset = kv_head.to(tl.int64) * key_head_stride
     value_head_offset = kv_head.to(tl.int64) * value_head_stride
@@ -207,8 +215,6 @@ def _attention_kernel(
     clear_end = tl.minimum(tl.maximum(clear_end, clear_begin), end)
     steps_in_front = (clear_begin - begin + BLOCK_N - 1) // BLOCK_N
     masked_steps = steps_in_front + (end - clear_end + BLOCK_N - 1) // BLOCK_N
-    if BLOCK_SIZE > 0:
-        entries = block_table + request.to(tl.int64) * table_stride
     for MASKED in tl.static_range(1, -1, -1):
         steps = masked_steps if MASKED else (clear_end - clear_begin) // BLOCK_N
         if LATE and not MASKED:
@@ -324,9 +330,12 @@ def attend(
     score: tuple[float, int, float, int, int],
     *,
     whole: bool,
+    written: Callable[[], Tensor] | None = None,
 ) -> Tensor:
     """Attend to what is written, and merge where keys are split. Returns [T, H, Dv].
 
+    written: launches what writes the step's keys and values, and returns the query of that size, which it may have made
+    anew. It comes behind the plan, which attention reads before what is in front of it is complete.
     keys_and_values: pools, or rows where the block size is 0; metadata: cu_seqlens_q, context_lens and block_table;
     per_head: sinks, slopes, scales of keys and of values; strides: of block, head and slot of both; score: scale,
     window, softcap, chunk and prefix; whole: every program takes all keys.
@@ -359,10 +368,16 @@ def attend(
     keys_of_a_tile = most_keys(rows=rows, window=window, chunk=chunk, block_n=tile.block_n)
     splits = split_config(parts=parts, keys=keys_of_a_tile, large=tile.large, processors=processors(query.device))
     output, split, num_pieces = query.new_empty(num_rows, heads, value_size), None, num_rows // rows + num_requests + 1
+    if num_rows == 0:
+        return output
     if not whole and splits.slots:
         lengths, sizes = (cu_seqlens_q, context_lens), (rows, tile.block_n)
-        split = plan(*lengths, splits, num_rows=num_rows, rows_and_keys=sizes, window=window, chunk=chunk)
+        split = plan(
+            *lengths, splits, num_rows=num_rows, rows_and_keys=sizes, window=window, chunk=chunk, prefix=prefix
+        )
         partial, num_pieces = new_parts(query, value_size, places=split.places, rows=rows), split.pieces.shape[1]
+    if written is not None:
+        query = written()
     # The interpreter would multiply the bit patterns of bfloat16.
     widen, early = not query.is_cuda, begins_early(query.device)
     # fmt: off
@@ -375,7 +390,7 @@ def attend(
     )
     # fmt: on
     if split is not None:
-        merge(output, partial, split.divided, lengths, sizes, window=window, chunk=chunk, prefix=prefix)
+        merge(output, partial, split, num_requests=num_requests)
     return output
 
 

@@ -1,4 +1,4 @@
-"""How an iteration of the attention kernel in Triton reads keys and values, and multiplies values that are late;
+"""How the attention kernel in Triton reads keys and values, and multiplies values that are late;
 `ragged_attention_attend_triton` has the legend."""
 
 from __future__ import annotations

@@ -50,14 +50,17 @@ PIECES_OF_SMALL, PIECES_OF_LARGE = 8, 4
 # Programs that a processor has room for at once, by registers and shared memory on sm_90 (of low tiles with heads of
 # 128 numbers, 146 for each of 128 threads, and 71 KiB).
 AT_ONCE_OF_SMALL, AT_ONCE_OF_LARGE = 3, 1
-# Keys of a split, at least. Below that the launch of the merge costs about what the shorter walk saves; writing and
-# reading the partial results of four query heads is 3 % of reading their keys and values of 16 bits. Not measured on a
-# GPU.
+# Keys of a split of low tiles, at least. Below that the launch of the merge costs about what the shorter walk saves;
+# writing and reading the partial results of four query heads is 3 % of reading their keys and values of 16 bits. Not
+# measured on a GPU.
 SHORTEST = 256
 # Where longer ones leave each processor a piece all the same, they are not that short: of a program's time, the first
 # copies, which nothing runs beside, are a quarter with 256 keys of size 128, and an eighth with 512. Not measured on a
 # GPU.
 LONG = 512
+# Of tall tiles, whose partial results are 64 KiB for each program: on an H200, writing and merging those of 1,024 rows
+# took as long as 50 iterations of 64 keys, when each tile of more than 512 keys had two splits.
+SHORTEST_OF_LARGE = 1024
 # Keys that a row sees, at least, where values are multiplied late. That takes one more product, and a copy that nothing
 # runs beside, which it takes some eight iterations to make good. Not measured on a GPU.
 LATE_KEYS = 1024
@@ -240,12 +243,13 @@ def split_config(*, parts: int, keys: int | None, large: bool, processors: int) 
         large: programs are (`LaunchConfig`).
         processors: of the device (`processors`).
     """
-    if keys is not None and keys <= SHORTEST:
-        return SplitConfig(slots=0, shortest=SHORTEST)
+    shortest, long = (SHORTEST_OF_LARGE, SHORTEST_OF_LARGE) if large else (SHORTEST, LONG)
+    if keys is not None and keys <= shortest:
+        return SplitConfig(slots=0, shortest=shortest)
     pieces, at_once = (PIECES_OF_LARGE, AT_ONCE_OF_LARGE) if large else (PIECES_OF_SMALL, AT_ONCE_OF_SMALL)
     slots, few = (triton.cdiv(each * processors, parts) for each in (pieces, 1))
     at_once = at_once * processors // parts
-    return SplitConfig(slots=slots, shortest=SHORTEST, few=few, long=LONG, at_once=at_once)
+    return SplitConfig(slots=slots, shortest=shortest, few=few, long=long, at_once=at_once)
 
 
 def most_keys(*, rows: int, window: int, chunk: int, block_n: int) -> int | None:

@@ -1,17 +1,20 @@
 """Ragged attention in Triton, for CUDA and ROCm: the ops, by the launches that they are made of.
 
-    ragged_attention   write (`ragged_attention_write_triton`), then attend
-    rotary_attention   norm, rotate and write (`rotary_attention_write_triton`), then attend
+    ragged_attention   plan, write (`ragged_attention_write_triton`), then attend
+    rotary_attention   plan, norm, rotate and write (`rotary_attention_write_triton`), then attend
     varlen_attention   attend
+    plan               how the step is cut, once for all layers (`split_plan_triton`)
     attend             one launch in which a program takes a tile of rows and the keys that they see, or a split of
                        them (`ragged_attention_attend_triton`), and where keys are split another, which merges what
                        the splits came to (`ragged_attention_merge_triton`)
 
-Which steps have which tile is the table of `ragged_attention_tiles`, and how their keys are split is found on the
-device (`split_plan_triton`). With a selection of keys, `selection_triton` attends. None of it has been timed on a GPU.
+Which steps have which tile is the table of `ragged_attention_tiles`. With a selection of keys, `selection_triton`
+attends.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -55,10 +58,14 @@ def ragged_attention(
     if key_pool.dtype is torch.int8:
         raise ValueError(f"the pools must be {query.dtype} for Triton's kernels, got torch.int8")
     scales = (key_scales, value_scales)
-    write(key, value, key_pool, value_pool, slot_mapping, *scales)
+
+    def written() -> Tensor:
+        write(key, value, key_pool, value_pool, slot_mapping, *scales)
+        return query
+
     metadata = (cu_seqlens_q, context_lens, block_table)
     pools, score, per_head = (key_pool, value_pool), (scale, window, softcap, chunk, prefix), (sinks, slopes, *scales)
-    return _attend_to_pools(query, pools, metadata, score, per_head, selection, batch_invariant=batch_invariant)
+    return _attend_to_pools(query, written, pools, metadata, score, per_head, selection, whole=batch_invariant)
 
 
 def rotary_attention(
@@ -96,31 +103,35 @@ def rotary_attention(
     """`selective::rotary_attention`: one launch norms, rotates and writes into the pools, others attend. [T, H, Dv]."""
     weights, rotation = (query_weight, key_weight), (eps, weight_offset, first, rotated, interleaved)
     pools, scales = (key_pool, value_pool), (key_scales, value_scales)
-    query = rotate_and_write(query, key, value, (cos, sin), weights, rotation, pools, scales, slot_mapping)
+
+    def written() -> Tensor:
+        return rotate_and_write(query, key, value, (cos, sin), weights, rotation, pools, scales, slot_mapping)
+
     metadata = (cu_seqlens_q, context_lens, block_table)
     score, per_head = (scale, window, softcap, chunk, prefix), (sinks, slopes, *scales)
-    return _attend_to_pools(query, pools, metadata, score, per_head, selection, batch_invariant=batch_invariant)
+    return _attend_to_pools(query, written, pools, metadata, score, per_head, selection, whole=batch_invariant)
 
 
 def _attend_to_pools(
     query: Tensor,
+    written: Callable[[], Tensor],
     pools: tuple[Tensor, Tensor],
     metadata: tuple[Tensor, Tensor, Tensor],
     score: tuple[float, int, float, int, int],
     per_head: selection_triton.PerHead,
     selection: Tensor | None,
     *,
-    batch_invariant: bool,
+    whole: bool,
 ) -> Tensor:
-    """Attend to what is in the key and the value pool. [T, H, Dv]."""
+    """Attend to what is in the key and the value pool when the step's own are `written` there. [T, H, Dv]."""
     key_pool, value_pool = pools
     if selection is not None:
         scale, window, softcap, chunk, prefix = score
         _check_unmasked(window, chunk, prefix)
         options = ((scale, softcap), per_head, selection)
-        return selection_triton.ragged_selected_attention(query, key_pool, value_pool, metadata, *options)
-    strides = (*key_pool.stride()[:3], *value_pool.stride()[:3])
-    return attend(query, pools, metadata, per_head, strides, key_pool.shape[1:3], score, whole=batch_invariant)
+        return selection_triton.ragged_selected_attention(written(), key_pool, value_pool, metadata, *options)
+    strides, sizes = (*key_pool.stride()[:3], *value_pool.stride()[:3]), key_pool.shape[1:3]
+    return attend(query, pools, metadata, per_head, strides, sizes, score, whole=whole, written=written)
 
 
 def varlen_attention(

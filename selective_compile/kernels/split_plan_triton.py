@@ -3,15 +3,19 @@
 Legend
     tile       BLOCK_Q rows of one request at most. The rows behind those of all requests are of one more, without keys
     keys       of a request: from the iteration of the first key that its first row sees, to its last one
-    length     keys that a split may have: those that all tiles walk over, shared among `slots`, but `shortest` at
-               least, and `long` where there are `few` pieces then; but up to TIMES as many where all pieces run
-               `at_once` then. A multiple of BLOCK_N, as splits begin at iterations. Each tile counts as if it saw all
-               keys of its request: of prompts twice as many as there are, so that they are cut into fewer pieces
+    walked     keys of all tiles, as if each saw all keys of its request: of a prompt up to twice as many as are seen
+    length     keys that a split may have: those that are walked, shared among `slots`, but `shortest` at least, and
+               `long` where there are `few` pieces then; but up to TIMES as many where all pieces run `at_once` then. Of
+               prompts, whose tiles see less and less, as many as a program that runs at once has to see in all: the
+               longest tiles begin first, and the short ones fill what they leave. A multiple of BLOCK_N, as splits
+               begin at iterations
     splits     of every tile of a request: keys / length, rounded up, as equal as iterations allow. A tile that sees
                fewer keys than the last one of its request may use fewer
     divided    a request of more than one split
     piece      a split of a tile; they are counted request by request, tile by tile
     place      pieces of divided requests alone, counted likewise
+    order      in which programs begin: those pieces first that are counted last, since a prompt's last rows see most
+               keys, then those of nobody's rows, and where there are no pieces left the rest has nothing to do
 
 A launch in front of a step's first attention finds all pieces, a program each, in two walks over the lengths, LANES
 requests at once. Nothing is sent from the host, and the launches depend on T and N only, so that they can be part of a
@@ -47,15 +51,21 @@ LANES = 256
 # long where one begins late, behind requests of few keys. By `benchmarks/split_plan.py`, which simulates it; not
 # measured on a GPU.
 TIMES = tl.constexpr(3)
+# Tiles are uneven where one of so many keys that are walked is not seen: a prompt of its own has every second, and a
+# chunk of one behind as many tokens as it has itself every fourth.
+UNSEEN = tl.constexpr(4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitPlan:
-    """What a step's launches are told. Of each piece and each divided tile, the rows of a tensor are
+    """What a step's launches are told: whatever they need to know of its lengths, so that one look at memory tells it.
+    Of each piece and each divided tile, the rows of a tensor are
 
-    pieces   [5, pieces] int32: its request, the first row of its tile, its number in the tile, keys of each of the
-             tile's splits, and its place; a request of -1: there is no such piece
-    divided  [4, tiles] int32: its request, its first row, keys of each of its splits, and the place of the first one
+    pieces   [7, pieces] int32, in the order in which they begin: its request, the first row of its tile, the end of the
+             request's rows, its context, its number in the tile, keys of each of the tile's splits, and its place; of
+             no piece the first row is not in front of the end
+    divided  [4, tiles] int32: its first row and the end of its rows, how many splits its keys reach into, and the place
+             of the first one; an end of -1: there is no such tile, nor one behind it
     """
 
     pieces: Tensor
@@ -84,24 +94,29 @@ def last_key(end_of_rows, context, PREFIX: tl.constexpr):
 
 
 @triton.jit
-def piece_rows(pieces, num_pieces, cu_seqlens_q, num_requests, num_rows, number):
-    """The request of a piece, the end of its rows, and the first row of its tile, which of no piece is not in front."""
-    request = tl.load(pieces + number)
-    there = request >= 0
-    end = tl.load(cu_seqlens_q + request + 1, there & (request < num_requests), tl.where(there, num_rows, 0))
-    return request, end, tl.load(pieces + num_pieces + number)
+def piece_of(pieces, num_pieces, number):
+    """A piece, by its rows in `SplitPlan`.
+
+    Read from the second-level cache, so that it may be before the kernel in front is complete (`dependent_launch`).
+    """
+    at = pieces + number
+    request = tl.load(at, cache_modifier=".cg")
+    first_row = tl.load(at + num_pieces, cache_modifier=".cg")
+    row_end = tl.load(at + 2 * num_pieces, cache_modifier=".cg")
+    context = tl.load(at + 3 * num_pieces, cache_modifier=".cg")
+    split = tl.load(at + 4 * num_pieces, cache_modifier=".cg")
+    each_has = tl.load(at + 5 * num_pieces, cache_modifier=".cg")
+    place = tl.load(at + 6 * num_pieces, cache_modifier=".cg")
+    return request, first_row, row_end, context, split, each_has, place
 
 
 @triton.jit
-def piece_keys(pieces, num_pieces, number, begin, end):
-    """Of the keys that a tile sees those of a piece, its number in the tile and its place, and whether others have some
-    of the tile's keys. A tile without keys has a piece number 0 all the same, which writes the result of its rows."""
-    split = tl.load(pieces + 2 * num_pieces + number)
-    each_has = tl.load(pieces + 3 * num_pieces + number)
-    place = tl.load(pieces + 4 * num_pieces + number)
+def piece_keys(split, each_has, begin, end):
+    """Of the keys that a tile sees those of a piece, and whether others have some of the tile's keys. A tile without
+    keys has a piece number 0 all the same, which writes the result of its rows."""
     several = end - begin > each_has
     begin += split * each_has
-    return begin, tl.minimum(end, begin + each_has), split, place, several
+    return begin, tl.minimum(end, begin + each_has), several
 
 
 @triton.jit
@@ -116,14 +131,14 @@ def _tiles_and_keys(
     BLOCK_Q: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Of requests, of which some may be behind the last one: these have no tiles. And the first row of each."""
+    """Of requests, of which some may be behind the last one: these have no tiles. And their rows and contexts."""
     real = request < num_requests
     begin = tl.load(cu_seqlens_q + request, request <= num_requests, num_rows)
     end = tl.load(cu_seqlens_q + request + 1, real, num_rows)
     rows = end - begin
     context = tl.load(context_lens + request, real, 0)
     keys = context - first_key(context - rows, WINDOW, CHUNK) // BLOCK_N * BLOCK_N
-    return (rows + BLOCK_Q - 1) // BLOCK_Q, keys, begin
+    return (rows + BLOCK_Q - 1) // BLOCK_Q, keys, begin, end, context
 
 
 @triton.jit
@@ -145,25 +160,44 @@ def _longest_split(
 ):
     """The `length` of a step."""
     walked = tl.cast(num_rows * 0, tl.int64)
+    unseen = tl.cast(num_rows * 0, tl.int64)
     all_tiles = num_rows * 0
     for start in range(0, num_requests, LANES):
         request = start + tl.arange(0, LANES)
         # fmt: off
-        tiles, keys, _ = _tiles_and_keys(
+        tiles, keys, _, _, _ = _tiles_and_keys(
             cu_seqlens_q, context_lens, num_requests, num_rows, request, WINDOW, CHUNK, BLOCK_Q, BLOCK_N,
         )
         # fmt: on
         walked += tl.reduce(tiles.to(tl.int64) * keys, 0, tl.standard._sum_combine)
         theirs = tl.where(request < num_requests, tiles, 0)  # those of rows of nobody walk over nothing
         all_tiles += tl.reduce(theirs, 0, tl.standard._sum_combine)
+        if (WINDOW == 0) & (CHUNK == 0):
+            behind = theirs.to(tl.int64) * (theirs - 1) // 2 * BLOCK_Q
+            unseen += tl.reduce(behind, 0, tl.standard._sum_combine)
     LONGEST: tl.constexpr = 1 << 30
     least = tl.maximum(tl.minimum((walked + few - 1) // few, long), shortest)
     length = tl.maximum((walked + slots - 1) // slots, least)
-    # With up to one piece more for each tile.
+    # With up to one piece more for each tile; or with as many as there are, where these are no more than run at once.
     room = at_once - all_tiles
     alike = (walked + room - 1) // tl.maximum(room, 1)
-    fits = (room > 0) & (walked > room.to(tl.int64) * length) & (alike <= TIMES * length)
-    length = tl.minimum(tl.where(fits, alike, length), LONGEST).to(tl.int32)
+    tight = ((walked + at_once - 1) // tl.maximum(at_once, 1) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    pieces = num_rows * 0
+    for start in range(0, num_requests, LANES):
+        request = start + tl.arange(0, LANES)
+        # fmt: off
+        tiles, keys, _, _, _ = _tiles_and_keys(
+            cu_seqlens_q, context_lens, num_requests, num_rows, request, WINDOW, CHUNK, BLOCK_Q, BLOCK_N,
+        )
+        # fmt: on
+        theirs = tl.where(request < num_requests, tiles * tl.maximum((keys + tight - 1) // tl.maximum(tight, 1), 1), 0)
+        pieces += tl.reduce(theirs.to(tl.int32), 0, tl.standard._sum_combine)
+    alike = tl.where(pieces <= at_once, tight, alike)
+    fits = (room > 0) & (walked > room.to(tl.int64) * length) & (alike >= length) & (alike <= TIMES * length)
+    length = tl.where(fits, alike, length)
+    uneven = UNSEEN * unseen >= walked
+    length = tl.where(uneven, tl.maximum(length, (walked - unseen) // tl.maximum(at_once, 1)), length)
+    length = tl.minimum(length, LONGEST).to(tl.int32)
     return (length + BLOCK_N - 1) // BLOCK_N * BLOCK_N
 
 
@@ -175,7 +209,7 @@ COUNTS = "num_pieces num_divided num_requests num_rows slots shortest few long a
     do_not_specialize_on_alignment=["cu_seqlens_q", "context_lens"],
 )
 def _plan_kernel(
-    pieces,  # [5, num_pieces] int32
+    pieces,  # [7, num_pieces] int32
     divided,  # [4, num_divided] int32
     cu_seqlens_q,  # [N + 1]
     context_lens,  # [N]
@@ -190,6 +224,7 @@ def _plan_kernel(
     at_once,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
+    PREFIX: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LANES: tl.constexpr,
@@ -207,6 +242,7 @@ def _plan_kernel(
     # fmt: on
     request = number * 0
     counted = number * 0  # pieces of all requests that were walked over
+    of_nobody = number * 0
     before = number * 0  # those of requests in front of the one that is looked for
     place = number * 0
     tiles_before = number * 0  # of divided requests
@@ -214,7 +250,7 @@ def _plan_kernel(
     for start in range(0, num_requests + 1, LANES):
         each = start + tl.arange(0, LANES)
         # fmt: off
-        tiles, keys, _ = _tiles_and_keys(
+        tiles, keys, _, _, _ = _tiles_and_keys(
             cu_seqlens_q, context_lens, num_requests, num_rows, each, WINDOW, CHUNK, BLOCK_Q, BLOCK_N,
         )
         # fmt: on
@@ -228,8 +264,9 @@ def _plan_kernel(
         tiles_before += tl.reduce(tl.where(in_front & several, tiles, 0), 0, tl.standard._sum_combine)
         all_divided += tl.reduce(tl.where(several, tiles, 0), 0, tl.standard._sum_combine)
         counted += tl.reduce(theirs, 0, tl.standard._sum_combine)
+        of_nobody += tl.reduce(tl.where(each >= num_requests, theirs, 0), 0, tl.standard._sum_combine)
     # fmt: off
-    _, keys, first_row = _tiles_and_keys(
+    _, keys, first_row, row_end, context = _tiles_and_keys(
         cu_seqlens_q, context_lens, num_requests, num_rows, request, WINDOW, CHUNK, BLOCK_Q, BLOCK_N,
     )
     # fmt: on
@@ -239,19 +276,28 @@ def _plan_kernel(
     split = (number - before) % splits
     first_row += tile * BLOCK_Q
     place += number - before
+    there = request <= num_requests
+    requests_pieces = counted - of_nobody
+    to = pieces + tl.where(number < requests_pieces, requests_pieces - 1 - number, number)
     real = number < num_pieces
-    tl.store(pieces + number, tl.where(request > num_requests, -1, request), real)
-    tl.store(pieces + num_pieces + number, first_row, real)
-    tl.store(pieces + 2 * num_pieces + number, split, real)
-    tl.store(pieces + 3 * num_pieces + number, split_keys, real)
-    tl.store(pieces + 4 * num_pieces + number, place, real)
+    tl.store(to, request, real)
+    tl.store(to + num_pieces, first_row, real)
+    tl.store(to + 2 * num_pieces, tl.where(there, row_end, 0), real)
+    tl.store(to + 3 * num_pieces, context, real)
+    tl.store(to + 4 * num_pieces, split, real)
+    tl.store(to + 5 * num_pieces, split_keys, real)
+    tl.store(to + 6 * num_pieces, place, real)
+    tile_end = tl.minimum(first_row + BLOCK_Q, row_end)
+    in_pool = context - row_end  # a row's position is so much more than its number
+    begin = first_key(in_pool + first_row, WINDOW, CHUNK) // BLOCK_N * BLOCK_N
+    used = (last_key(in_pool + tile_end, context, PREFIX) - begin + split_keys - 1) // tl.maximum(split_keys, 1)
     place_of_tile = tiles_before + tile
-    first = (splits > 1) & (split == 0) & (request <= num_requests) & (place_of_tile < num_divided)
-    tl.store(divided + place_of_tile, request, first)
-    tl.store(divided + num_divided + place_of_tile, first_row, first)
-    tl.store(divided + 2 * num_divided + place_of_tile, split_keys, first)
+    first = (splits > 1) & (split == 0) & there & (place_of_tile < num_divided)
+    tl.store(divided + place_of_tile, first_row, first)
+    tl.store(divided + num_divided + place_of_tile, tile_end, first)
+    tl.store(divided + 2 * num_divided + place_of_tile, used, first)
     tl.store(divided + 3 * num_divided + place_of_tile, place, first)
-    tl.store(divided + number, -1, (number >= all_divided) & (number < num_divided))
+    tl.store(divided + num_divided + number, -1, (number >= all_divided) & (number < num_divided))
 
 
 def plan(
@@ -263,10 +309,11 @@ def plan(
     rows_and_keys: tuple[int, int],
     window: int,
     chunk: int,
+    prefix: int = 0,
 ) -> SplitPlan:
     """Cut a step of T rows into pieces, once for all layers that are alike. rows_and_keys: of a tile, BLOCK_Q and
     BLOCK_N."""
-    sizes = (splits, num_rows, rows_and_keys, window, chunk)
+    sizes = (splits, num_rows, rows_and_keys, window, chunk, prefix)
     key = (cu_seqlens_q.data_ptr(), context_lens.data_ptr(), len(context_lens), *sizes)
     return once(key, lambda: _plan(cu_seqlens_q, context_lens, *sizes))
 
@@ -279,17 +326,18 @@ def _plan(
     rows_and_keys: tuple[int, int],
     window: int,
     chunk: int,
+    prefix: int,
 ) -> SplitPlan:
     num_requests, block_q = context_lens.shape[0], rows_and_keys[0]
     # No tile is without a row, and each request has one at most that is not full; the rows of nobody are one more.
     tiles = min(num_rows, (num_rows + (num_requests + 1) * (block_q - 1)) // block_q)
     sizes = tiles + splits.slots, min(tiles, splits.slots)
-    told = [cu_seqlens_q.new_empty(fields, size, dtype=torch.int32) for fields, size in zip((5, 4), sizes, strict=True)]
+    told = [cu_seqlens_q.new_empty(fields, size, dtype=torch.int32) for fields, size in zip((7, 4), sizes, strict=True)]
     early = begins_early(cu_seqlens_q.device)
     # fmt: off
     on_device(_plan_kernel, cu_seqlens_q)[(sizes[0],)](
         *told, cu_seqlens_q, context_lens, *sizes, num_requests, num_rows, splits.slots, splits.shortest, splits.few,
-        splits.long, splits.at_once, window, chunk, *rows_and_keys, LANES, early, num_warps=4,
+        splits.long, splits.at_once, window, chunk, prefix, *rows_and_keys, LANES, early, num_warps=4,
         **launch_options(early),
     )
     # fmt: on

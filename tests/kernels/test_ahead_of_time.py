@@ -67,6 +67,10 @@ def test_what_reaches_memory_before_waiting_is_found(instruction: str) -> None:
     ahead.assert_waits(early("", behind=f"\t{instruction}"))
 
 
+def test_what_reads_past_the_first_level_cache_may_come_first() -> None:
+    ahead.assert_waits(early("\tld.global.cg.b32 { %r1 }, [ %rd1 + 0 ];"))
+
+
 @pytest.mark.parametrize("instruction", OWN)
 def test_what_reaches_no_other_kernels_memory_may_come_first(instruction: str) -> None:
     ahead.assert_waits(early(f"\t{instruction}"))

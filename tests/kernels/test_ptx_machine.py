@@ -42,10 +42,17 @@ HEAD = """.visible .entry _kernel(
 """
 
 
-def run(body: str, given: torch.Tensor, *, threads: int = 64, programs: int = 1, early: bool = False) -> torch.Tensor:
-    """What a program makes of a tensor: its threads' addresses in it are in `%rd3`, those of the result in `%rd4`."""
+def run(
+    body: str, given: torch.Tensor, *, threads: int = 64, programs: int = 1, early: bool = False, in_front: int = 0
+) -> torch.Tensor:
+    """What a program makes of a tensor: its threads' addresses in it are in `%rd3`, those of the result in `%rd4`.
+
+    in_front: so many of the tensor's last numbers were written by the kernel in front.
+    """
     read = readings.program(HEAD.format(threads=threads, body=body))
-    memory, result = memories.Memory(), torch.full((threads,), -1, dtype=torch.int32)
+    name = given.untyped_storage().data_ptr(), given.untyped_storage().nbytes()
+    written = np.arange(given.nbytes) >= given.nbytes - 4 * in_front
+    memory, result = memories.Memory({name: written}), torch.full((threads,), -1, dtype=torch.int32)
     parameters = {
         name: struct.pack("Q", memory.address(tensor))
         for name, tensor in zip(read.parameters, (given, result), strict=True)
@@ -127,6 +134,15 @@ def test_memory_is_not_reached_before_the_kernels_in_front_have_ended():
     with pytest.raises(Fault, match="before the kernels in front"):
         run(f"\t{body}", NUMBERS, early=True)
     assert torch.equal(run(f"\tgriddepcontrol.wait; {body}", NUMBERS, early=True), NUMBERS)
+
+
+def test_what_others_wrote_than_the_kernel_in_front_may_be_read_past_the_cache_before_it_has_ended():
+    body = "ld.global.cg.b32 { %r2 }, [ %rd3 + 0 ]; griddepcontrol.wait; st.global.b32 [ %rd4 + 0 ], { %r2 };"
+    assert torch.equal(run(f"\t{body}", NUMBERS, early=True), NUMBERS)
+    with pytest.raises(Fault, match="what the kernel in front writes is read"):
+        run(f"\t{body}", NUMBERS, early=True, in_front=1)
+    waits = f"\tgriddepcontrol.wait; {body}"
+    assert torch.equal(run(waits, NUMBERS, early=True, in_front=1), NUMBERS)
 
 
 def test_a_copy_is_there_when_it_is_waited_for():

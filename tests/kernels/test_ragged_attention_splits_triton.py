@@ -118,10 +118,9 @@ def test_a_program_merges_a_few_rows(group, requests, programs, at_once, nan_fil
     launches = recorded(
         lambda: launcher.ragged_attention(*inputs.ragged()), lambda kernel, grid, args, _: (kernel, grid, args)
     )
-    at = [parameter.name for parameter in merges._merge_kernel.params].index("BLOCK_R")
-    assert [(grid[2], args[at]) for kernel, grid, args in launches if kernel is merges._merge_kernel] == [
-        (programs, at_once)
-    ]
+    names = [parameter.name for parameter in merges._merge_kernel.params]
+    (told,) = (dict(zip(names, args, strict=False)) for kernel, _, args in launches if kernel is merges._merge_kernel)
+    assert (told["num_items"], told["BLOCK_R"]) == (programs * told["num_divided"] * 2 * group, at_once)
     output = launcher.ragged_attention(*inputs.ragged())
     torch.testing.assert_close(output.double(), exact_ragged(inputs)[0], rtol=0, atol=2e-5)
 
@@ -214,14 +213,11 @@ def test_splits_compile_ahead_of_time_without_spills(target, name, tmp_path):
     ahead.assert_ships(compiled, target, tmp_path)
 
 
-def compile_merge(target, *, size: int, block_q: int, at_once: int, heads: int = 32, masks: tuple[int, int, int]):
-    """masks: window, chunk and prefix."""
-    types = {"output": "*bf16"} | dict.fromkeys(("cu_seqlens_q", "context_lens", "divided"), "*i32")
-    types |= dict.fromkeys(("sums", "maxima", "totals"), "*fp32")
-    constants = dict(zip(("WINDOW", "CHUNK", "PREFIX"), masks, strict=True)) | {"HEADS": heads, "VALUE_SIZE": size}
+def compile_merge(target, *, size: int, block_q: int, at_once: int, heads: int = 32):
+    types = {"output": "*bf16", "divided": "*i32"} | dict.fromkeys(("sums", "maxima", "totals"), "*fp32")
     block_dv = triton.next_power_of_2(size)
-    constants |= {"BLOCK_Q": block_q, "BLOCK_N": 64, "ROWS": merges.ROWS, "BLOCK_R": at_once, "BLOCK_DV": block_dv}
-    constants |= {"BLOCK_S": merges.merged_at_once(block_dv, rows=at_once)}
+    constants = {"HEADS": heads, "VALUE_SIZE": size, "BLOCK_Q": block_q, "ROWS": merges.ROWS, "BLOCK_R": at_once}
+    constants |= {"BLOCK_DV": block_dv, "BLOCK_S": merges.merged_at_once(block_dv, rows=at_once)}
     options = merges.merge_options(block_dv, rows=at_once, backend=target.backend)
     return ahead.compile_ahead(merges._merge_kernel, target, types, constants, **options)
 
@@ -233,14 +229,14 @@ def compile_merge(target, *, size: int, block_q: int, at_once: int, heads: int =
 )
 @pytest.mark.parametrize("target", ahead.TARGETS, ids=str)
 def test_the_merge_compiles_ahead_of_time_without_spills(target, size, block_q, at_once, tmp_path):
-    compiled = compile_merge(target, size=size, block_q=block_q, at_once=at_once, masks=(128, 8192, 300))
+    compiled = compile_merge(target, size=size, block_q=block_q, at_once=at_once)
     ahead.assert_ships(compiled, target, tmp_path)
 
 
 @compiling
 @pytest.mark.parametrize(("at_once", "waiting"), [(1, True), (4, False)])
 def test_a_warp_of_several_rows_merged_at_once_waits_for_no_other(at_once, waiting):
-    compiled = compile_merge(ahead.TARGETS[1], size=128, block_q=32, at_once=at_once, masks=(0, 0, 0))
+    compiled = compile_merge(ahead.TARGETS[1], size=128, block_q=32, at_once=at_once)
     assert ("bar.sync" in compiled.asm["ptx"]) is waiting
 
 

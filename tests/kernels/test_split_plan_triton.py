@@ -71,9 +71,16 @@ class Step:
         walked = sum(keys[n] for n, _ in tiles)
         least = max(self.shortest, min(self.long, -(-walked // self.few)))
         length = max(least, -(-walked // self.slots))
-        room = self.at_once - len([n for n, _ in tiles if n < len(self.requests)])
-        if room > 0 and length * room < walked <= 3 * length * room:
-            length = -(-walked // room)
+        theirs = [n for n, _ in tiles if n < len(self.requests)]
+        room = self.at_once - len(theirs)
+        alike = -(-walked // max(room, 1))
+        tight = up(-(-walked // max(self.at_once, 1)), self.block_n)
+        if sum(max(1, -(-keys[n] // max(tight, 1))) for n in theirs) <= self.at_once:
+            alike = tight
+        if room > 0 and length * room < walked and length <= alike <= 3 * length:
+            length = alike
+        if 4 * self.unseen() >= walked:
+            length = max(length, (walked - self.unseen()) // max(self.at_once, 1))
         length = up(length, self.block_n)
         found: list[list[int]] = []
         place = 0
@@ -83,6 +90,28 @@ class Step:
             found += [[n, tile, split, each_has, place + split] for split in range(splits)]
             place += splits if splits > 1 else 0
         return found
+
+    def unseen(self) -> int:
+        """Of the keys that tiles walk over, as a request's are counted: those behind what a tile before its last one
+        sees, where nothing else is hidden."""
+        return 0 if self.window else sum(tile * self.block_q for n, tile in self.tiles() if n < len(self.requests))
+
+    def in_order(self) -> list[list[int]]:
+        """The pieces as they begin."""
+        pieces = self.pieces()
+        ours = [each for each in pieces if each[0] < len(self.requests)]
+        return ours[::-1] + pieces[len(ours) :]
+
+    def used(self, request: int, tile: int, split_keys: int) -> int:
+        """Splits that the keys of a tile reach into."""
+        rows, past = self.requests[request]
+        first, last = past + tile * self.block_q, past + min((tile + 1) * self.block_q, rows)
+        begin = max(0, first - self.window + 1) // self.block_n * self.block_n if self.window else 0
+        return -(-(last - begin) // split_keys)
+
+    def end(self, request: int) -> int:
+        """Of its rows."""
+        return sum(rows for rows, _ in self.requests[: request + 1]) + (request == len(self.requests)) * self.padding
 
     def told(self) -> Any:
         """The plan of the kernel; what it does not write is -7."""
@@ -123,22 +152,23 @@ def test_the_plan_has_all_pieces_and_divided_tiles(step: Step) -> None:
 
 
 def check(step: Step) -> None:
-    expected, found = step.pieces(), step.told()
+    expected, found = step.in_order(), step.told()
     pieces, divided = found.pieces.T.tolist(), found.divided.T.tolist()
     assert len(pieces) == step.most_tiles + step.slots and len(divided) == min(step.most_tiles, step.slots)
     split = {tuple(each[:2]) for each in expected if each[2] > 0}
-    assert [each[:4] for each in pieces[: len(expected)]] == [
-        [n, step.row(n, tile), *rest] for n, tile, *rest, _ in expected
+    contexts = [sum(each) for each in step.requests] + [0]
+    assert [each[:6] for each in pieces[: len(expected)]] == [
+        [n, step.row(n, tile), step.end(n), contexts[n], *rest] for n, tile, *rest, _ in expected
     ]
-    assert all(each[0] == -1 for each in pieces[len(expected) :])
+    assert all(each[1] >= each[2] for each in pieces[len(expected) :])
     for each, (n, tile, *_, place) in zip(pieces, expected, strict=False):
-        assert each[4] == place < found.places or (n, tile) not in split
+        assert each[6] == place < found.places or (n, tile) not in split
     first = [
-        [n, step.row(n, tile), keys, place]
-        for n, tile, number, keys, place in expected
+        [step.row(n, tile), min(step.row(n, tile) + step.block_q, step.end(n)), step.used(n, tile, keys), place]
+        for n, tile, number, keys, place in step.pieces()
         if (n, tile) in split and number == 0
     ]
-    assert divided[: len(first)] == first and all(each[0] == -1 for each in divided[len(first) :])
+    assert divided[: len(first)] == first and all(each[1] == -1 for each in divided[len(first) :])
 
 
 @settings(max_examples=200)

@@ -91,12 +91,26 @@ def marked(function: Callable[..., Any], *weights: Tensor) -> TracedGraph:
 
 def analysed(function: Callable[..., Any], *weights: Tensor) -> TracedGraph:
     """After passes 2 to 4."""
-    traced = marked(function, *weights)
+    return analyse(trace(function, *weights))
+
+
+def analyse(traced: TracedGraph) -> TracedGraph:
+    mark_token_axes(traced)
     recognise_selections(traced)
     recognise_attention(traced)
     prove_masks(traced)
     traced.refusals += traced.narrowings if not traced.refusals else []
     return traced
+
+
+def as_on_a_gpu(graph: fx.Graph) -> None:
+    """Wherever it names a device, it names one that may not be there."""
+
+    def named(argument: Any) -> Any:
+        return torch.device("cuda") if isinstance(argument, torch.device) else argument
+
+    for node in graph.nodes:
+        node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), named)
 
 
 def reasons(function: Callable[..., Any], *weights: Tensor) -> list[str]:

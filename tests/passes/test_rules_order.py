@@ -12,7 +12,8 @@ import transformers.integrations.moe  # noqa: F401  (registers the grouped produ
 from torch import Tensor
 
 from selective_compile.passes.axes import Axis, Permuted
-from tests.passes.graphs import marked, ragged_error, reasons
+from selective_compile.passes.token_axes import mark_token_axes
+from tests.passes.graphs import marked, ragged_error, reasons, trace
 
 EXPERTS, TOP, WIDTH = 5, 2, 8
 Function = Callable[..., Any]
@@ -261,6 +262,19 @@ def test_what_lets_tokens_meet_is_refused(name: str) -> None:
     function, reason = REFUSED[name]
     given = reasons(function, *WEIGHTS)
     assert given and any(reason in text for text in given), given
+
+
+@pytest.mark.parametrize(("last", "proved"), [(EXPERTS - 1, True), (EXPERTS - 2, False)])
+def test_integers_are_counted_as_on_a_gpu(last: int, proved: bool) -> None:
+    """No CPU counts integers, so that neither the trace nor the proof may ask it to."""
+    traced = trace(
+        mixture(ends=lambda e: torch.histc(e.float(), EXPERTS, 0, last).cumsum(0, dtype=torch.int32)), *WEIGHTS
+    )
+    (counts,) = traced.graph.find_nodes(op="call_function", target=torch.ops.aten.histc.default)
+    counts.args = (counts.args[0].args[0], *counts.args[1:])
+    assert not counts.args[0].meta["val"].is_floating_point()
+    mark_token_axes(traced)
+    assert (counts in traced.axes and traced.axes[counts].groups is not None) == proved
 
 
 def test_sorted_dimension_says_what_it_holds() -> None:

@@ -25,19 +25,19 @@ from tests.runtime.played_stream import PlayedStream, TapedStream
 from tests.runtime.simulated import SimulatedProgram, simulated_engine
 
 
-def tiny_mamba2() -> Any:
+def tiny_mamba2(layers: int = 2) -> Any:
     torch.manual_seed(0)
     sizes = {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8}
-    config = AutoConfig.for_model("mamba2", vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, **sizes)
+    config = AutoConfig.for_model("mamba2", vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=layers, **sizes)
     model: Any = AutoModelForCausalLM.from_config(config).eval()
     model.generation_config.eos_token_id = None
     return model
 
 
-def tiny_mixtral() -> Any:
+def tiny_mixtral(layers: int = 2) -> Any:
     """Whose experts are an operator of transformers in float32, which loops over them on the host."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_local_experts": 4}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, "num_local_experts": 4}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     model: Any = AutoModelForCausalLM.from_config(
         AutoConfig.for_model("mixtral", vocab_size=VOCABULARY, **sizes, **heads)

@@ -54,6 +54,7 @@ class Accesses:
         # Nearly all of a large memory is reached by nobody, and of such arrays takes no room.
         self._writer, self._written = np.zeros(size, np.int32), np.zeros(size, np.int32)
         self._reader, self._read = np.zeros(size, np.int32), np.zeros(size, np.int32)
+        self.stored = np.zeros(size, bool)  # which bytes threads have written
 
     def reads(self, places: Bits, lanes: Bits) -> None:
         """Each of the bytes is read by the thread ``lanes`` has for it."""
@@ -82,6 +83,10 @@ class Accesses:
             raise Fault("a warp writes over what another one has written, and no barrier lies between")
         if self._apart(self._reader[places], self._read[places], lanes).any():
             raise Fault("a warp writes over what another one has read, and no barrier lies between")
+
+    def stores(self, places: Bits) -> None:
+        """The bytes are written, be it with what is there."""
+        self.stored[places] = True
 
     def written_by(self, places: Bits, lanes: Bits) -> Bits:
         """Whether the warp itself has written a byte, or it was written in front of a barrier."""

@@ -19,8 +19,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from selective_compile import kernels
 from tests.kernels.ahead_of_time import NoDevice
 from tests.kernels.ptx.copies import Tiles
+from tests.kernels.ptx.formats import Bits
 from tests.kernels.ptx.machine import Machine, Step
-from tests.kernels.ptx.memory import Memory
+from tests.kernels.ptx.memory import Memory, Name
 from tests.kernels.ptx.reading import Program, program
 from tests.kernels.ptx.steps import steps_of
 
@@ -59,6 +60,7 @@ class Processor:
     changed: dict[str, Any] = field(default_factory=dict)
     edit: Callable[[str], str] = str
     launched: list[Any] = field(default_factory=list)  # what was compiled for each launch
+    _in_front: dict[Name, Bits] = field(default_factory=dict)  # bytes that the last launch has written
 
     def __call__(self, kernel: Any, tensor: Any) -> dict:
         class Launch:
@@ -75,13 +77,14 @@ class Processor:
         compiled = kernel.warmup(**given, grid=grid, **others)
         self.launched.append(compiled)
         found, steps = understood(self.edit(compiled.asm["ptx"]))
-        memory, (x, y, z) = Memory(), (*grid, 1, 1)[:3]
+        memory, (x, y, z) = Memory(self._in_front), (*grid, 1, 1)[:3]
         parameters, tiles = bound(found, compiled, given, memory)
         if x * y * z:
             shape = (found, (x, y, z), memory, parameters, tiles)
             with np.errstate(all="ignore"):
-                early = getattr(compiled.metadata, "launch_pdl", False)
+                early = bool(given.get("PDL", False))
                 Machine(*shape, shared=compiled.metadata.shared, early=early).run(steps)
+            self._in_front = memory.written()
 
 
 def bound(found: Program, compiled: Any, given: dict[str, Any], memory: Memory) -> tuple[dict, dict]:

@@ -7,8 +7,9 @@ what is read there.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -16,17 +17,27 @@ from torch import Tensor
 from tests.kernels.ptx.accesses import Accesses, Fault, Threads
 from tests.kernels.ptx.formats import UNSIGNED, Bits
 
+Name = tuple[int, int]  # of a storage: where it is, and how many bytes
 FIRST, APART = 1 << 40, 1 << 32  # where tensors lie: the numbers of 32 bits between two of them are all outside
 
 
 @dataclass
 class Region:
-    """Bytes at an address, which are numbers of every width; `keeps` holds them in place."""
+    """Bytes at an address, which are numbers of every width; `keeps` holds them in place.
+
+    ``in_front``: which of them the kernel in front has written; None: none.
+    """
 
     address: int
     content: Bits
-    keeps: object
+    keeps: Any
     accesses: Accesses | None = None
+    in_front: Bits | None = None
+
+    @property
+    def name(self) -> Name:
+        """By which another launch knows it."""
+        return self.keeps.data_ptr(), len(self.content)
 
     def covers(self, addresses: Bits, size: int) -> Bits:
         return (addresses >= self.address) & (addresses + size <= self.address + len(self.content))
@@ -39,9 +50,12 @@ class Region:
 class Memory:
     """Of the device: the storages of the tensors that a launch was given.
 
-    ``ahead``: of each thread, whether the kernels in front may not be done yet, so that it must reach nothing.
+    ``in_front``: bytes that the kernel in front has written, of each storage.
+    ``ahead``: of each thread, whether that kernel may not be done yet, so that it must reach nothing but what others
+    have written before, past the first-level cache.
     """
 
+    in_front: Mapping[Name, Bits] = field(default_factory=dict)
     regions: list[Region] = field(default_factory=list)
     ahead: Bits = field(init=False)
 
@@ -63,11 +77,16 @@ class Memory:
         self.ahead = np.full(threads.lanes, early)
         for region in self.regions:
             region.accesses = Accesses(len(region.content), threads)
+            region.in_front = self.in_front.get(region.name)
 
-    def load(self, lanes: Bits, addresses: Bits, size: int) -> Bits:
-        """[n] numbers of ``size`` bytes, by so many threads."""
+    def written(self) -> dict[Name, Bits]:
+        """Bytes that this launch has written, of each storage."""
+        return {region.name: region.accesses.stored for region in self.regions if region.accesses is not None}
+
+    def load(self, lanes: Bits, addresses: Bits, size: int, *, past_cache: bool = False) -> Bits:
+        """[n] numbers of ``size`` bytes, by so many threads; ``past_cache``: not from the first-level cache."""
         found = np.empty(len(addresses), UNSIGNED[size])
-        for region, here, places in self._regions_of(lanes, addresses, size):
+        for region, here, places in self._regions_of(lanes, addresses, size, past_cache=past_cache):
             found[here] = region.numbers(size)[places // size]
             region.accesses.reads(*bytes_of(places, lanes[here], size))
         return found
@@ -77,16 +96,22 @@ class Memory:
         for region, here, places in self._regions_of(lanes, addresses, size):
             put(region.numbers(size), region.accesses, places, lanes[here], numbers[here])
 
-    def _regions_of(self, lanes: Bits, addresses: Bits, size: int) -> Iterator[tuple[Region, Bits, Bits]]:
+    def _regions_of(
+        self, lanes: Bits, addresses: Bits, size: int, *, past_cache: bool = False
+    ) -> Iterator[tuple[Region, Bits, Bits]]:
         """And which of the addresses are in it, and where."""
         aligned(addresses, size)
-        if self.ahead[lanes].any():
+        ahead = bool(self.ahead[lanes].any())
+        if ahead and not past_cache:
             raise Fault("memory is reached before the kernels in front have been waited for")
         left = np.ones(len(addresses), bool)
         for region in self.regions:
             here = region.covers(addresses, size)
             if here.any():
-                yield region, here, (addresses[here] - region.address).astype(np.int64)
+                places = (addresses[here] - region.address).astype(np.int64)
+                if ahead and region.in_front is not None and region.in_front[bytes_of(places, places, size)[0]].any():
+                    raise Fault("what the kernel in front writes is read before that has been waited for")
+                yield region, here, places
                 left &= ~here
         if left.any():
             raise Fault(f"{int(left.sum())} threads reach outside of every tensor, as at {hex(addresses[left][0])}")
@@ -105,6 +130,7 @@ def put(content: Bits, accesses: Accesses, places: Bits, lanes: Bits, numbers: B
     size = numbers.dtype.itemsize
     changes = content[places // size] != numbers
     accesses.writes(*bytes_of(places[changes], lanes[changes], size))
+    accesses.stores(bytes_of(places, lanes, size)[0])
     content[places // size] = numbers
     # Of a warp's threads one is that writes, and which one is not said: a sum may have been rounded in several ways.
     others = content[places // size] != numbers

@@ -27,12 +27,14 @@ def loads(program: Program, instruction: Instruction) -> Step:
         given = machine.parameters[place.base][place.offset : place.offset + size]
         machine.write(target, extended(np.frombuffer(given, UNSIGNED[size]), target), mask)
 
+    how = {"past_cache": True} if "cg" in instruction.parts else {}
+
     def of_memory(machine: Machine, mask: Bits) -> None:
         memory, lanes, addresses = reached(machine, mask, instruction, place, size * len(targets))
         for n, each in enumerate(targets):
             at = addresses + addresses.dtype.type(n * size)
             whole = np.zeros(machine.lanes, UNSIGNED[size])
-            whole[mask] = memory.load(lanes, at, size)
+            whole[mask] = memory.load(lanes, at, size, **how)
             machine.write(each, extended(whole, each), mask)
 
     return of_parameter if instruction.parts[1] == "param" else of_memory
