@@ -41,11 +41,12 @@ WARPS = 8
 STEPS: dict[str, tuple[int, dict[str, Any]]] = {
     "heads of 128": (128, {}),
     "heads of 128, values not late": (128, {"LATE": False}),
+    "heads of 128, blocks of 64": (128, {"BLOCK_SIZE": 64}),
+    "the same, values late": (128, {"BLOCK_SIZE": 64, "LATE": True}),
     "heads of 64": (64, {}),
     "heads of 128, softcap": (128, {"SOFTCAP": 30.0}),
     "heads of 128, e4m3": (128, {"fp8": True}),
     "heads of 256": (256, {}),
-    "heads of 256, values not late": (256, {"LATE": False}),
 }
 
 

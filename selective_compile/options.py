@@ -124,7 +124,7 @@ class EngineConfig(_NamedOptions):
 
     token_budget: int = 512
     max_requests: int = 64
-    block_size: int = field(default_factory=lambda: 64 if torch.cuda.is_available() else 32)
+    block_size: int = field(default_factory=lambda: 128 if torch.cuda.is_available() else 32)
     max_kv_tokens: int | None = None
     kv_memory_fraction: float = 0.9
     max_attention_window: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import runpy
@@ -561,3 +562,19 @@ def test_jobs_with_an_environment_of_their_own(name: str, variable: str, value: 
         for each in WEIGHTS[part]:
             found = jobs.environment(part, each, tmp_path)
             assert found.get(variable) == (value if each == name else None) and found["HF_HUB_OFFLINE"] == "1"
+
+
+def test_bytecode_is_kept_for_a_run_where_none_is_kept_beside_torch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whatever the environment says of writing it; and only there."""
+    here = tmp_path / "beside.pyc"
+    monkeypatch.setattr(importlib.util, "cache_from_source", lambda path: str(here))
+    found = jobs.environment("start", "start", tmp_path)
+    code = "import json, sys; print(sys.dont_write_bytecode)"
+    said = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONDONTWRITEBYTECODE": "1"} | found, capture_output=True, text=True
+    )
+    assert said.stdout == "False\n" and list((tmp_path / "bytecode").rglob("json/__init__.*.pyc"))
+    here.touch()
+    assert "PYTHONPYCACHEPREFIX" not in jobs.environment("start", "start", tmp_path)

@@ -50,7 +50,7 @@ def test_defaults() -> None:
 def test_blocks_are_larger_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As large as a tile of the attention kernel."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert EngineConfig().block_size == 64
+    assert EngineConfig().block_size == 128
     assert EngineConfig(block_size=16).block_size == 16
 
 

@@ -20,7 +20,7 @@ class AttentionShape:
     heads: int = 32
     kv_heads: int = 8
     head_size: int = 128
-    block_size: int = 64
+    block_size: int = 128
     dtype: torch.dtype = torch.bfloat16
 
 

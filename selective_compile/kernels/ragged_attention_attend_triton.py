@@ -37,7 +37,7 @@ Where a tile is one bulk copy, a descriptor of the pool, made on the host for ea
 its coordinates are block, head, slot and element, and elements behind the head size are read as 0.
 
 The tile sizes are bounded by registers and shared memory: `tests/kernels` compiles them for sm_80, sm_90,
-sm_100 and gfx942 and fails on a spill. Their speed has not been measured on a GPU.
+sm_100 and gfx942 and fails on a spill. `docs/benchmarks.md` has what was measured of their speed.
 """
 
 from __future__ import annotations
@@ -347,7 +347,7 @@ def attend(
     num_requests, group = cu_seqlens_q.shape[0] - 1, heads // kv_heads
     assert all(tensor.stride(-1) == 1 for tensor in (query, keys, values)), "rows must be contiguous"
     assert all(tensor is None or tensor.is_contiguous() for tensor in per_head), "heads must be contiguous"
-    _, window, _, chunk, prefix = score
+    _, window, softcap, chunk, prefix = score
     tile = tile_config(
         num_rows=num_rows,
         num_requests=num_requests,
@@ -360,6 +360,7 @@ def attend(
         late=asynchronous_products(query.device) and worth_late(window=window, chunk=chunk, prefix=prefix),
         slopes=per_head[1] is not None,
         narrow=keys.element_size() < query.element_size(),
+        scaled=softcap == 0 and chunk == 0,
         backend=backend(),
     )
     rows, parts = tile.block_m // tile.heads, heads // tile.heads

@@ -39,19 +39,19 @@ from selective_compile.kernels.split_plan_triton import SplitPlan
 # Rows of an item: one for each of a program's four warps where several are merged at once. The 32 of a tall tile, one
 # after another in one program, would be 32 times a load, a sum over all warps and a store.
 ROWS = 4
-# Programs for each processor: so many have room at once, by the 72 registers of each of 128 threads.
-PLACES = 7
+# Programs for each processor: so many have room at once, by the 80 registers of each of 128 threads.
+PLACES = 6
 
 
 def merged_at_once(block_dv: int, *, rows: int = 1) -> int:
     """BLOCK_S for values of that padded size and BLOCK_R: of large ones twice as many spill a register for sm_80."""
-    return (32 if block_dv <= 128 else 16 if rows > 1 and block_dv <= 256 else 8) // rows
+    return (32 if block_dv <= 128 else 8) // rows
 
 
 def merge_options(block_dv: int, *, rows: int, backend: Backend) -> dict[str, int]:
     """Of a launch with that BLOCK_R. Of several rows at once, the assembler spills a register of heads of 80 numbers to
-    have room for a ninth program on sm_100; with 72 registers for a thread there is room for PLACES."""
-    return {"num_warps": 4} | ({"maxnreg": 72} if backend == "cuda" and rows > 1 and block_dv <= 256 else {})
+    have room for a ninth program on sm_100; with 80 registers for a thread there is room for PLACES."""
+    return {"num_warps": 4} | ({"maxnreg": 80} if backend == "cuda" and rows > 1 and block_dv <= 256 else {})
 
 
 def rows_at_once(block_q: int, *, num_rows: int, num_requests: int) -> int:

@@ -15,10 +15,12 @@ A tile's keys and values are read in one of two ways, by one bulk copy of a bloc
 | elsewhere, 16 bits | by addresses | 64 | ALiBi, groups of more than 64 heads: 32, as all from 257 on; 16 from 513 |
 | float32 | by addresses | 32 | 16 |
 
-Hopper's matrix units go on with a product while the program computes weights, and its registers hold what that takes:
-there, tiles of 128 rows read by bulk copies in 16 bits multiply their values an iteration late (`LATE` of the kernel),
-where rows see many keys.  By its instructions, an iteration with heads of 128 numbers takes a processor 1,714 cycles at
-least, and 1,908 otherwise, of which its products are 1,024 (`benchmarks/gpu_loops.py`).  Not measured on a GPU.
+Tall tiles have iterations of 128 keys where registers hold what these take and a block has as many slots: groups that
+are a power of two, heads of 64 or 128 numbers, scores that are no more than scaled, and no chunks.  On an H200 a prompt
+of 8,192 has 66 % of the product's rate by them, and 55 to 59 % with 64 keys (torch 2.11, Triton 3.6).  Hopper's matrix
+units go on with a product while the program computes weights: there, such tiles multiply their values an iteration late
+(`LATE` of the kernel), where rows see many keys.  With 64 keys that was slower by 6 %, though by its instructions it is
+faster (`benchmarks/gpu_loops.py`), and is not done.
 
 Groups are odd here that are no power of two.  A tile has the heads of a whole group, so that they read keys and values
 once; where it is 32 rows, at most so many.
@@ -45,7 +47,7 @@ from selective_compile.kernels.registers import Backend, warps
 # Large ones are of many rows, as of prompts, or of latents; a processor has room for one, and one piece too many is
 # half as long again as the step with two, a quarter with four: with latents of 34 requests of 4,096 tokens on 132
 # processors. Their partial results are large: with 32 heads of size 128, four pieces take 70 MB on 132 processors, and
-# eight of low tiles 17 MB. Not measured on a GPU.
+# eight of low tiles 17 MB. On an H200 half as many pieces of small ones are as fast, from 1 to 128 requests.
 PIECES_OF_SMALL, PIECES_OF_LARGE = 8, 4
 # Programs that a processor has room for at once, by registers and shared memory on sm_90 (of low tiles with heads of
 # 128 numbers, 146 for each of 128 threads, and 71 KiB).
@@ -55,14 +57,16 @@ AT_ONCE_OF_SMALL, AT_ONCE_OF_LARGE = 3, 1
 # measured on a GPU.
 SHORTEST = 256
 # Where longer ones leave each processor a piece all the same, they are not that short: of a program's time, the first
-# copies, which nothing runs beside, are a quarter with 256 keys of size 128, and an eighth with 512. Not measured on a
-# GPU.
+# copies, which nothing runs beside, are a quarter with 256 keys of size 128, and an eighth with 512. On an H200 a layer
+# of 32 requests of 512 tokens takes 37 us with 256, and 30.
 LONG = 512
 # Of tall tiles, whose partial results are 64 KiB for each program: on an H200, writing and merging those of 1,024 rows
 # took as long as 50 iterations of 64 keys, when each tile of more than 512 keys had two splits.
 SHORTEST_OF_LARGE = 1024
+# Keys of an iteration, at most: those of a block of as many slots, which are one bulk copy.
+MOST_KEYS = 128
 # Keys that a row sees, at least, where values are multiplied late. That takes one more product, and a copy that nothing
-# runs beside, which it takes some eight iterations to make good. Not measured on a GPU.
+# runs beside, which it takes some iterations to make good. Not measured on a GPU.
 LATE_KEYS = 1024
 # Rows of a tile with head sizes of which more would spill registers. A group of more heads is cut into parts, each of
 # which reads all keys again.
@@ -133,6 +137,7 @@ def tile_config(
     late: bool = False,
     slopes: bool = False,
     narrow: bool = False,
+    scaled: bool = False,
     backend: Backend = "cuda",
 ) -> TileConfig:
     """Choose the tile from what the host knows: shapes, not lengths. Any choice is correct for any step.
@@ -143,6 +148,7 @@ def tile_config(
         late: the device has `asynchronous_products`, and they are `worth_late`.
         slopes: a bias is added to each score, whose distances take registers.
         narrow: pools are e4m3, whose numbers take registers on their way to the query's dtype.
+        scaled: scores are no more than scaled, and rows see keys without chunks.
         backend: what Triton compiles for.
     """
     # tl.dot needs 16 in every direction.
@@ -153,10 +159,10 @@ def tile_config(
     wide = bytes_per_element == 4
     # float32 is multiplied by vector units, which read registers: it would be copied once more.
     if bulk and not wide and max(block_d, block_dv) <= 256:
-        # What is padded to 256 numbers spills with Triton 3.6 where values are late.
-        padded = block_dv > 128 and (key_size, value_size) != (block_d, block_dv)
-        late = late and not narrow and not padded
-        tile = _bulk_tile(group, block_d, block_dv, low=low, slopes=slopes, late=late)
+        whole = (key_size, value_size) == (block_d, block_dv) and not group & (group - 1)
+        most = scaled and whole and not (narrow or slopes or low) and max(block_d, block_dv, group) <= 128
+        most = most and block_size % MOST_KEYS == 0
+        tile = _bulk_tile(group, block_d, block_dv, low=low, slopes=slopes, most=most, late=late and most)
         if block_size > 0 and block_size % tile.block_n == 0:
             return tile
     largest = max(block_d, block_dv)
@@ -198,8 +204,10 @@ def _warps(backend: Backend, *, many: bool, widest: bool) -> int:
     return 16 if widest else 8 if many else 4
 
 
-def _bulk_tile(group: int, block_d: int, block_dv: int, *, low: bool, slopes: bool, late: bool) -> TileConfig:
-    """For sm_90 and sm_100, which have 227 KiB of shared memory."""
+def _bulk_tile(
+    group: int, block_d: int, block_dv: int, *, low: bool, slopes: bool, most: bool, late: bool
+) -> TileConfig:
+    """For sm_90 and sm_100, which have 227 KiB of shared memory; most: an iteration has MOST_KEYS."""
     # Two groups of four warps, with the 64 rows that an instruction of Hopper's matrix units has for each, and the 128
     # of Blackwell's together.
     # Distances take registers, and so do rows of a group that is no power of two: beside values of 256 numbers there
@@ -210,14 +218,14 @@ def _bulk_tile(group: int, block_d: int, block_dv: int, *, low: bool, slopes: bo
         heads=group,
         block_m=block_m,
         # With 64 at head size 256, tall tiles spill registers on sm_90.
-        block_n=64 if max(block_d, block_dv) <= 128 else 32,
+        block_n=MOST_KEYS if most else 64 if max(block_d, block_dv) <= 128 else 32,
         block_d=block_d,
         block_dv=block_dv,
         num_warps=4 if block_m < tall else 8,
         large=block_m >= tall,
         # Copies begin two iterations ahead, more than they are from memory at 1 microsecond: an iteration of a tall
         # tile is most of one. Each takes two stages, as Triton loads a block's number a stage in front of the block.
-        # Not measured on a GPU.
+        # With seven stages decoding is no faster (H200).
         num_stages=5,
         bulk=True,
         # Of 64 rows, warps share the weights of a row, which go through shared memory.

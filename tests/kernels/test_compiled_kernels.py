@@ -79,7 +79,8 @@ LARGE = {"query_heads": 4, "kv_heads": 1, "key_size": 128, "value_size": 128, "b
 LONG = Case(name="long", requests=((40, 150), (70, 0)), **LARGE)
 COPIED = [
     LONG,
-    dataclasses.replace(LONG, name="window", window=100),
+    dataclasses.replace(LONG, name="whole_blocks", requests=((40, 250), (130, 0)), block_size=128),
+    dataclasses.replace(LONG, name="window", window=100, block_size=128),
     dataclasses.replace(LONG, name="sinks_and_slopes", sinks=0.5, slopes=True, softcap=5.0),
     dataclasses.replace(LONG, name="prefix", prefix=90),
     dataclasses.replace(LONG, name="chunk_of_blocks_of_128", block_size=128, chunk=80),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +34,9 @@ NAMES += ("narrow_values", "wide_values", "everything", "head_size_80", "prefix"
 LONG = Case(name="long", requests=((70, 150), (1, 190), (130, 0)), block_size=128, query_heads=8)
 RUNS = [(dataclasses.replace(case, block_size=64), torch.bfloat16) for case in CASES if case.name in NAMES]
 RUNS += [(LONG, torch.float16), (dataclasses.replace(LONG, window=90, name="long_window"), torch.bfloat16)]
+# Heads of a power of two, whose tall tiles have iterations of all slots of a block.
+WHOLE = dataclasses.replace(LONG, requests=((70, 250), (1, 190), (130, 0)), key_size=32, value_size=32, name="whole")
+RUNS += [(WHOLE, torch.bfloat16), (dataclasses.replace(WHOLE, window=90, name="whole_window"), torch.float16)]
 
 
 @pytest.fixture
@@ -130,16 +133,28 @@ def test_steps_of_every_shape_share_two_compiled_kernels(launches, monkeypatch):
         assert variant.metadata.global_scratch_size == 0
 
 
-def test_values_are_late_in_tiles_of_128_rows_that_see_many_keys() -> None:
-    sizes = SimpleNamespace(num_requests=8, bytes_per_element=2, block_size=64, bulk=True, late=True)
-    for group, size in ((4, 128), (7, 128), (4, 256)):
-        asked = {"group": group, "key_size": size, "value_size": size, "num_rows": 512, **vars(sizes)}
-        assert tiles.tile_config(**asked).late
-        changes = ({"late": False}, {"num_rows": 8}, {"narrow": True}, {"block_size": 16}, {"bytes_per_element": 4})
-        assert not any(tiles.tile_config(**asked | change).late for change in changes)
-        assert tiles.tile_config(**asked | {"slopes": True}).late is (size == 128)
-        assert tiles.tile_config(**asked | {"value_size": 192}).late is False
-        assert tiles.tile_config(**asked | {"key_size": 192, "value_size": 80}).late is (group == 4)
+WHOLE_BLOCKS = {"bytes_per_element": 2, "bulk": True, "late": True, "scaled": True, "num_requests": 8, "num_rows": 512}
+WHOLE_BLOCKS |= {"group": 4, "key_size": 128, "value_size": 128, "block_size": 128}
+WITH_FEWER_KEYS: list[dict[str, Any]] = [
+    *({"num_rows": 8}, {"narrow": True}, {"bytes_per_element": 4}, {"slopes": True}, {"scaled": False}),
+    *({"block_size": 64}, {"group": 6}, {"group": 256}, {"key_size": 96}, {"key_size": 256, "value_size": 256}),
+]
+
+
+@pytest.mark.parametrize("size", (64, 128))
+def test_an_iteration_has_the_keys_of_a_whole_block_and_values_are_late(size: int) -> None:
+    asked = WHOLE_BLOCKS | {"key_size": size, "value_size": size}
+    assert (tiles.tile_config(**asked).block_n, tiles.tile_config(**asked).late) == (128, True)
+    assert tiles.tile_config(**asked | {"late": False}).block_n == 128
+
+
+@pytest.mark.parametrize("change", WITH_FEWER_KEYS, ids=str)
+def test_what_has_fewer_keys_in_an_iteration_is_not_late(change: dict[str, Any]) -> None:
+    tile = tiles.tile_config(**WHOLE_BLOCKS | change)
+    assert tile.block_n < 128 and not tile.late
+
+
+def test_values_are_late_where_rows_see_many_keys() -> None:
     whole = {"window": 0, "chunk": 0, "prefix": 0}
     few = [{"window": 128}, {"chunk": 512}, {"prefix": 3}, {"window": 4096, "chunk": 64}]
     assert tiles.worth_late(**whole) and tiles.worth_late(**whole | {"window": 4096})
@@ -148,16 +163,16 @@ def test_values_are_late_in_tiles_of_128_rows_that_see_many_keys() -> None:
 
 def test_tall_tiles_are_large_enough_for_the_matrix_units() -> None:
     """64 rows for each group of four warps on Hopper, 128 on Blackwell; where these would spill, half of them."""
-    sizes = SimpleNamespace(num_rows=512, num_requests=8, bytes_per_element=2, block_size=64, bulk=True)
+    sizes: dict[str, Any] = {"num_rows": 512, "num_requests": 8, "bytes_per_element": 2, "block_size": 64, "bulk": True}
     for group in (1, 3, 4, 7, 8, 16, 64):
         for size in (32, 80, 128, 192, 256):
-            tile = tiles.tile_config(group=group, key_size=size, value_size=size, **vars(sizes))
+            tile = tiles.tile_config(group=group, key_size=size, value_size=size, **sizes)
             rows = 64 if group in (3, 7) and size > 128 else 128
             assert tile.bulk and tile.block_m == rows and tile.num_warps == 8 and 64 % tile.block_n == 0
 
 
 @compiling
-@pytest.mark.parametrize(("size", "group", "given"), [(64, 7, {}), (128, 4, {}), (256, 4, {"WINDOW": 4096})], ids=str)
+@pytest.mark.parametrize(("size", "group", "given"), [(64, 8, {}), (128, 4, {}), (128, 1, {"WINDOW": 4096})], ids=str)
 def test_values_are_multiplied_beside_the_next_weights_on_hopper(size, group, given, tmp_path):
     """The loop over clear iterations waits for nothing but the scores; what the product reads and writes by then is
     left alone."""
@@ -166,10 +181,10 @@ def test_values_are_multiplied_beside_the_next_weights_on_hopper(size, group, gi
     scores, wait, weighted, exponentials = (
         re.search(pattern, clear).start()
         for pattern in (
-            r"warp_group_dot .* -> tensor<128x(32|64)xf32",
+            r"warp_group_dot %q",
             "warp_group_dot_wait ",
             r"warp_group_dot %\w+, %v",
-            r"math.exp2 .*tensor<128x(32|64)xf32",
+            r"math.exp2 .*tensor<128x128xf32",
         )
     )
     assert scores < wait < weighted < exponentials

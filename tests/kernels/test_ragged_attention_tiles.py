@@ -24,6 +24,7 @@ PROCESSORS = (108, 132, 304)
     bytes_per_element=st.sampled_from((2, 4)),
     block_size=st.sampled_from((0, 5, 16, 64, 128)),
     bulk=st.booleans(),
+    scaled=st.booleans(),
     backend=st.sampled_from(("cuda", "hip")),
 )
 def test_a_tile_holds_its_rows_in_powers_of_two(rows, group, **sizes) -> None:
@@ -60,7 +61,7 @@ def test_what_sees_few_keys_is_whole() -> None:
     rows=st.integers(1, 9),
     window=st.just(0) | st.integers(1, 90),
     chunk=st.just(0) | st.integers(1, 90),
-    block_n=st.sampled_from((16, 64)),
+    block_n=st.sampled_from((16, 64, 128)),
 )
 def test_no_tile_walks_over_more_keys_than_it_says(position, rows, window, chunk, block_n) -> None:
     first = next(

@@ -188,7 +188,7 @@ def compile_attention(
     given: which of sinks and slopes there are; split: whether keys are split; value_size: where it is not that of keys;
     fp8: whether the pools are that.
     """
-    block_size = changes.get("BLOCK_SIZE", 64)
+    block_size = changes.get("BLOCK_SIZE", 128)  # the engine's own
     width, bulk = 4 if element == "fp32" else 2, target.arch in (90, 100)
     value_size = value_size or size
     late = attends.worth_late(**{name.lower(): changes.get(name, 0) for name in ("WINDOW", "CHUNK", "PREFIX")})
@@ -197,6 +197,7 @@ def compile_attention(
         "late": target.arch == 90 and late,
         "slopes": "slopes" in given,
         "narrow": fp8,
+        "scaled": not (changes.get("SOFTCAP") or changes.get("CHUNK")),
         "backend": target.backend,
     }
     tile = config(rows, 8, group, size, width, value_size=value_size, block_size=block_size, **others)
@@ -204,8 +205,8 @@ def compile_attention(
     constants |= {"GROUP": tile.heads, "HEADS": 8 * group, "PARTS": group // tile.heads}
     constants |= {name: None for name in ("sinks", "slopes") if name not in given}
     constants |= {"KEY_SIZE": size, "VALUE_SIZE": value_size, "BLOCK_D": tile.block_d, "BLOCK_DV": tile.block_dv}
-    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_SIZE": 64, "WIDEN": False, "SPLIT": split}
-    constants["LATE"] = tile.late
+    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "WIDEN": False, "SPLIT": split}
+    constants |= {"BLOCK_SIZE": block_size, "LATE": tile.late}
     constants |= {} if split else dict.fromkeys(PARTS)
     constants |= {} if tile.bulk else {"key_tiles": None, "value_tiles": None}
     constants |= {} if fp8 else dict.fromkeys(SCALES)
