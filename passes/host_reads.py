@@ -1,4 +1,4 @@
-"""Which node of a flat graph has the host read what the device computes: such a step is no CUDA graph.
+"""Which node of a flat graph has the host read what the device computes, or wait for it: such a step is no CUDA graph.
 
 While a step is captured nothing is computed, so that the host has nothing to wait for: CUDA ends the capture with an
 error.  An analysis of the graph, so that nobody tries.  Not looked into: what Inductor makes of a node, and what a
@@ -53,6 +53,8 @@ def _reason(node: fx.Node, device: torch.device) -> str | None:
         return None
     if target.namespace not in KNOWN:
         return "may read the device on the host"
+    if target._schema.name in COPIES and _crosses(node):
+        return "copies between the host's memory and the device"
     return "reads the device on the host" if _reads(node, target, device) else None
 
 
@@ -70,8 +72,6 @@ def _reads(node: fx.Node, target: torch._ops.OpOverload, device: torch.device) -
         return bool(_argument(node, 1) < 0)
     if name == "aten::_grouped_mm":
         return _argument(node, 2) is not None and not _has_grouped_kernel(node, device)
-    if name in COPIES:
-        return _comes_to_the_host(node)
     return name in UNTAGGED or not READING.isdisjoint(target.tags)
 
 
@@ -93,7 +93,8 @@ def _has_grouped_kernel(node: fx.Node, device: torch.device) -> bool:
     return both == {torch.bfloat16} and torch.cuda.get_device_capability(device)[0] in GROUPED_MAJORS
 
 
-def _comes_to_the_host(node: fx.Node) -> bool:
+def _crosses(node: fx.Node) -> bool:
+    """From the device, or to it from memory that is not pinned, as of what the host computes: both are waited for."""
     values = [_value(given) for given in node.all_input_nodes]
     kinds = {value.device.type for value in values if isinstance(value, torch.Tensor)}
-    return _value(node).device.type == "cpu" and bool(kinds - {"cpu"})
+    return bool(kinds) and (_value(node).device.type == "cpu") != (kinds == {"cpu"})

@@ -43,7 +43,7 @@ class EngineConfig(_NamedOptions):
         token_budget: most tokens computed in one step, prefill and decode together.
         max_requests: most requests in one step; more wait.
         block_size: slots in a block, the unit in which KV memory is given out and shared: the leading tokens that
-            requests have in common are computed once in whole blocks. By default 32, and 64 where torch has a GPU, so
+            requests have in common are computed once in whole blocks. By default 32, and 128 where torch has a GPU, so
             that the keys of an iteration of the attention kernels lie in one block.
         max_kv_tokens: slots of KV memory, rounded down to whole blocks; None: from the memory that is free.
         kv_memory_fraction: the share of the free memory that the KV pools may take when max_kv_tokens is

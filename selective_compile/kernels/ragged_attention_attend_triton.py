@@ -134,6 +134,10 @@ def _attention_kernel(
     FOLDED: tl.constexpr = (SCALE > 0) and SOFTCAP == 0 and slopes is None
     PROGRAMS: tl.constexpr = HEADS // GROUP  # of a piece
     BULK: tl.constexpr = key_tiles is not None
+    # Of the few masked iterations the bulk copies of 128 rows begin early; of fewer rows a copy of values only beside
+    # that of its keys, or a processor would have shared memory for fewer programs; and what is read by addresses does
+    # not, since the registers that it takes spilled in float32.
+    EARLY: tl.constexpr = 1 if key_tiles is None else 2 if BLOCK_M < 128 else None
     part_of_heads = tl.program_id(0) % PROGRAMS
     kv_head = part_of_heads // PARTS
 
@@ -225,9 +229,7 @@ def _attention_kernel(
             late_correction = tl.full([BLOCK_M], 1.0, tl.float32)
             late_start = clear_begin
             late_block = tl.load(entries + clear_begin // BLOCK_SIZE, steps > 0, 0).to(tl.int32)
-        # Of the few masked iterations no load is begun early but the bulk copies of 128 rows: elsewhere the registers
-        # that this takes spilled in float32, and low tiles would have shared memory for fewer programs at once.
-        for step in tl.range(0, steps, num_stages=1 if MASKED and (key_tiles is None or BLOCK_M < 128) else None):
+        for step in tl.range(0, steps, num_stages=EARLY if MASKED else None):
             if MASKED:
                 start = begin + step * BLOCK_N + tl.where(step < steps_in_front, 0, clear_end - clear_begin)
             else:

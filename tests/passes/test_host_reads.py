@@ -150,9 +150,14 @@ def test_the_reference_reads_lengths_on_the_host_but_stands_for_kernels_on_a_cpu
     assert why_not_captured(flat, EngineConfig()) is None
 
 
-def test_what_comes_from_the_device_to_the_host_is_read() -> None:
+def test_what_is_copied_between_the_host_and_the_device_is_waited_for() -> None:
+    """As frequencies that a model computes on the CPU in each forward; not what stays where it is."""
     flat = flat_with(aten._to_copy.default, ROWS, device=torch.device("cpu"))
     (copy,) = (node for node in flat.module.graph.nodes if node.target is aten._to_copy.default)
+    (source,) = copy.all_input_nodes
+    elsewhere = torch.empty_like(ROWS, device="meta")  # another device
+    for given, result, waits in ((ROWS, ROWS, False), (elsewhere, ROWS, True), (ROWS, elsewhere, True)):
+        source.meta["val"], copy.meta["val"] = given, result
+        assert ("copies between the host" in str(host_read(flat))) is waits
+    source.meta["val"] = elsewhere
     assert host_read(flat) is None
-    copy.all_input_nodes[0].meta["val"] = torch.empty_like(ROWS, device="meta")  # of another device
-    assert host_read(flat)
