@@ -34,7 +34,7 @@ from selective_compile.kernels.dependent_launch import begins_early, launch_opti
 from selective_compile.kernels.interpreter import on_device
 from selective_compile.kernels.ragged_attention_tiles import processors
 from selective_compile.kernels.registers import Backend, backend
-from selective_compile.kernels.split_plan_triton import SplitPlan
+from selective_compile.kernels.split_plan_triton import SplitPlan, divided_tile
 
 # Rows of an item: one for each of a program's four warps where several are merged at once. The 32 of a tall tile, one
 # after another in one program, would be 32 times a load, a sum over all warps and a store.
@@ -81,16 +81,12 @@ def _merge_kernel(
     BETWEEN: tl.constexpr = HEADS * BLOCK_Q  # rows of one place
     dv = tl.arange(0, BLOCK_DV)
     item = tl.program_id(0)
-    tile_end = tl.load(divided + num_divided + item // OF_A_TILE, cache_modifier=".cg")
+    first_row, tile_end, used, place = divided_tile(divided, num_divided, item // OF_A_TILE, True)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     while tile_end >= 0:
-        tile = divided + item // OF_A_TILE
         head = item % HEADS
-        first_row = tl.load(tile)
-        used = tl.load(tile + 2 * num_divided)
-        place = tl.load(tile + 3 * num_divided)
         begin_row = first_row + item % OF_A_TILE // HEADS * ROWS
         end_row = tl.where(used > 1, tl.minimum(begin_row + ROWS, tile_end), begin_row)
         for start_row in range(begin_row, end_row, BLOCK_R):
@@ -103,16 +99,21 @@ def _merge_kernel(
                 split = start + tl.arange(0, BLOCK_S)
                 part = first[None, :] + split[:, None] * BETWEEN
                 there = (split < used)[:, None] & (row < end_row)[None, :]
+                mask = there[:, :, None] & (dv < VALUE_SIZE)[None, None, :]
                 m = tl.load(maxima + part, there, float("-inf"))
+                if BLOCK_R == 1:  # all at once: warps wait for one another in each sum, and memory would, too
+                    t = tl.load(totals + part, there, 0.0)
+                    a = tl.load(sums + part[:, :, None] * VALUE_SIZE + dv[None, None, :], mask, 0.0)
                 new_maximum = tl.maximum(maximum, tl.reduce(m, 0, tl.standard._elementwise_max))
                 # A row that no split so far has a key for has the maximum -inf, and -inf - -inf is NaN.
                 finite_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
                 correction = tl.exp2(maximum - finite_maximum)
                 weight = tl.exp2(m - finite_maximum[None, :])
-                t = tl.load(totals + part, there, 0.0)
+                if BLOCK_R > 1:  # fewer registers
+                    t = tl.load(totals + part, there, 0.0)
                 total = total * correction + tl.reduce(t * weight, 0, tl.standard._sum_combine)
-                mask = there[:, :, None] & (dv < VALUE_SIZE)[None, None, :]
-                a = tl.load(sums + part[:, :, None] * VALUE_SIZE + dv[None, None, :], mask, 0.0)
+                if BLOCK_R > 1:
+                    a = tl.load(sums + part[:, :, None] * VALUE_SIZE + dv[None, None, :], mask, 0.0)
                 added = tl.reduce(a * weight[:, :, None], 0, tl.standard._sum_combine)
                 accumulator = accumulator * correction[:, None] + added
                 maximum = new_maximum
@@ -121,7 +122,7 @@ def _merge_kernel(
             stored = (row < end_row)[:, None] & (dv < VALUE_SIZE)[None, :]
             tl.store(to, result.to(output.dtype.element_ty), stored)
         item += tl.num_programs(0)
-        tile_end = tl.load(divided + num_divided + item // OF_A_TILE, item < num_items, -1)
+        first_row, tile_end, used, place = divided_tile(divided, num_divided, item // OF_A_TILE, item < num_items)
 
 
 def new_parts(query: Tensor, value_size: int, *, places: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:

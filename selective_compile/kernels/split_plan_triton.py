@@ -111,6 +111,17 @@ def piece_of(pieces, num_pieces, number):
 
 
 @triton.jit
+def divided_tile(divided, num_divided, number, there):
+    """A divided tile, by its rows in `SplitPlan`; of none, or where not `there`, the end is -1; read as pieces are."""
+    at = divided + number
+    first_row = tl.load(at, there, 0, cache_modifier=".cg")
+    tile_end = tl.load(at + num_divided, there, -1, cache_modifier=".cg")
+    used = tl.load(at + 2 * num_divided, there, 0, cache_modifier=".cg")
+    place = tl.load(at + 3 * num_divided, there, 0, cache_modifier=".cg")
+    return first_row, tile_end, used, place
+
+
+@triton.jit
 def piece_keys(split, each_has, begin, end):
     """Of the keys that a tile sees those of a piece, and whether others have some of the tile's keys. A tile without
     keys has a piece number 0 all the same, which writes the result of its rows."""
