@@ -1,6 +1,6 @@
 """Run a part of the graph on concrete values: what probes are made of.
 
-It runs on the CPU, wherever the model is: probes are small, and what compares them reads every result.
+Proofs run on the CPU, wherever the model is: probes are small, and what compares them reads every result.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from selective_compile.passes.traced_graph import TracedGraph
 
 aten = torch.ops.aten
+CPU = torch.device("cpu")
 # Of their first argument they read the shape and the type, and no value.
 SHAPED_LIKE = (
     *(aten.zeros_like, aten.ones_like, aten.full_like),
@@ -88,11 +89,12 @@ def evaluate(
     tokens: int,
     given: Mapping[fx.Node, Any],
     instead: Callable[[fx.Node, tuple[Any, ...]], torch.Tensor | None] | None = None,
+    device: torch.device = CPU,
 ) -> torch.Tensor:
     """The value of ``node`` for a batch of ``batch`` requests of ``tokens`` tokens, with the values in ``given``.
 
     Sizes and weights come from the graph's inputs; a token input that is needed must be in ``given``.  ``instead`` may
-    give another value than a node has with its arguments.  All of them are on the CPU.
+    give another value than a node has with its arguments.  All of them are on ``device``.
     """
     symbols = {traced.sizes.token: tokens} | ({traced.sizes.batch: batch} if traced.sizes.batch is not None else {})
     examples = {item.node: item.example for item in traced.inputs if item.place == "weight"}
@@ -103,36 +105,38 @@ def evaluate(
         elif isinstance(current.meta.get("val"), (torch.SymInt, int)):
             values[current] = concrete(current.meta["val"], symbols)
         elif current.op == "placeholder":
-            values[current] = examples[current].detach().cpu()  # type: ignore[union-attr]
+            values[current] = examples[current].detach().to(device)  # type: ignore[union-attr]
         elif current.op == "get_attr":
-            values[current] = getattr(traced.module, str(current.target)).cpu()
+            values[current] = getattr(traced.module, str(current.target)).to(device)
         else:
             shape_of = shaped_like(current)
             if shape_of is not None and shape_of not in values:
-                values[shape_of] = of_shape(shape_of, symbols)
-            args, kwargs = on_cpu(current, values)
+                values[shape_of] = of_shape(shape_of, symbols, device)
+            args, kwargs = moved_to(device, current, values)
             with torch.no_grad():
                 value = None if instead is None else instead(current, args)
                 values[current] = current.target(*args, **kwargs) if value is None else value  # type: ignore[operator]
     return values[node]
 
 
-def on_cpu(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What ``node`` is called with where its parents have these ``values``: where it names a device, the CPU."""
+def moved_to(
+    device: torch.device, node: fx.Node, values: Mapping[fx.Node, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What ``node`` is called with where its parents have these ``values``: where it names a device, that one."""
 
     def argument(each: Any) -> Any:
         if isinstance(each, fx.Node):
             return values[each]
-        return torch.device("cpu") if isinstance(each, torch.device) else each
+        return device if isinstance(each, torch.device) else each
 
     return fx.node.map_aggregate((node.args, node.kwargs), argument)
 
 
-def of_shape(node: fx.Node, symbols: Mapping[sympy.Symbol, int]) -> torch.Tensor:
+def of_shape(node: fx.Node, symbols: Mapping[sympy.Symbol, int], device: torch.device) -> torch.Tensor:
     """A tensor of the shape and type of ``node``, that takes no memory."""
     like = node.meta["val"]
     shape = [concrete(size, symbols) for size in like.shape]
-    return torch.zeros((), dtype=like.dtype).expand(shape)
+    return torch.zeros((), dtype=like.dtype, device=device).expand(shape)
 
 
 def concrete(size: Any, symbols: Mapping[sympy.Symbol, int]) -> int:

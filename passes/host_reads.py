@@ -53,7 +53,7 @@ def _reason(node: fx.Node, device: torch.device) -> str | None:
         return None
     if target.namespace not in KNOWN:
         return "may read the device on the host"
-    if target._schema.name in COPIES and _crosses(node):
+    if target._schema.name in COPIES | INDEXING and _crosses(node):
         return "copies between the host's memory and the device"
     return "reads the device on the host" if _reads(node, target, device) else None
 
@@ -94,7 +94,7 @@ def _has_grouped_kernel(node: fx.Node, device: torch.device) -> bool:
 
 
 def _crosses(node: fx.Node) -> bool:
-    """From the device, or to it from memory that is not pinned, as of what the host computes: both are waited for."""
-    values = [_value(given) for given in node.all_input_nodes]
-    kinds = {value.device.type for value in values if isinstance(value, torch.Tensor)}
-    return bool(kinds) and (_value(node).device.type == "cpu") != (kinds == {"cpu"})
+    """From the device, or to it from memory that is not pinned, as of what the host computes: both are waited for. An
+    index on the host is copied, too."""
+    values = [_value(given) for given in (node, *node.all_input_nodes)]
+    return len({value.device.type == "cpu" for value in values if isinstance(value, torch.Tensor)}) > 1

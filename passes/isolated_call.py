@@ -41,7 +41,8 @@ class Whole:
     @torch.no_grad()
     def __call__(self, tokens: int) -> Tensor:
         """The value that the model computes for a request of ``tokens`` tokens."""
-        return evaluate(self.graph, self.node, batch=1, tokens=tokens, given={}).to(self.node.meta["val"].device)
+        device = self.node.meta["val"].device  # the model's own: it is of every step
+        return evaluate(self.graph, self.node, batch=1, tokens=tokens, given={}, device=device)
 
 
 @dataclass(frozen=True, kw_only=True)

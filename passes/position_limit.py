@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from selective_compile.passes.evaluate import ancestors, on_cpu
+from selective_compile.passes.evaluate import CPU, ancestors, moved_to
 from selective_compile.passes.flatten import FlatGraph
 
 aten = torch.ops.aten
@@ -78,7 +78,7 @@ def first_beyond(index: fx.Node, positions: fx.Node, rows: int) -> int | None:
         elif any(values[parent] is None for parent in node.all_input_nodes):
             return None
         else:
-            args, kwargs = on_cpu(node, values)
+            args, kwargs = moved_to(CPU, node, values)
             values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     tokens = [dim for dim, size in enumerate(values[index].shape) if size == count]
     if len(tokens) != 1:

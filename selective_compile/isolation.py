@@ -23,7 +23,7 @@ from selective_compile.current_device import on_device_of
 from selective_compile.handed_inputs import handed_refusal
 from selective_compile.isolated_cache import Caches, caches_of
 from selective_compile.isolated_program import MODES, IsolatedProgram, Mode
-from selective_compile.isolation_trial import departs
+from selective_compile.isolation_trial import NEEDED, departs
 from selective_compile.live_settings import hook_refusals
 from selective_compile.module_program import ModuleProgram
 from selective_compile.module_state import own_attributes
@@ -81,11 +81,16 @@ class Proved:
     caches: Caches | None = None
     mode: Mode = "all tokens"
 
+    @property
+    def table_end(self) -> int | None:
+        """How long a request may be by the tables that are read at its tokens' positions; None: there is none."""
+        assert self.rewritten.flat is not None
+        ends = (self.captured.max_tokens, self.rewritten.traced.max_tokens, position_limit(self.rewritten.flat))
+        return min((end for end in ends if end is not None), default=None)
+
     def max_positions(self, model: nn.Module) -> int | None:
         """How long a request may be, as far as ``model``, its trace and the tables that it reads tell."""
-        assert self.rewritten.flat is not None
-        traced, tables = self.rewritten.traced.max_tokens, position_limit(self.rewritten.flat)
-        limits = (declared_positions(model), self.captured.max_tokens, traced, tables)
+        limits = (declared_positions(model), self.table_end)
         return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -171,6 +176,8 @@ def mode_found(model: nn.Module, found: Proved) -> Mode | None:
         if others_in(call.structure) and not (cached is not None and cached.takes(call.structure)):
             return None  # it is given an object of which nothing is known
     longest = found.max_positions(model)
+    if longest is not None and longest < NEEDED:
+        longest = found.table_end  # what a model declares it may go beyond, if no table ends there
     if not found.isolated:
         called = ModuleProgram(model, found.rewritten, EngineConfig(compile=False), max_positions=longest)
         return None if departs(model, called) else found.mode

@@ -22,6 +22,7 @@ from selective_compile.step_program import StepProgram
 BLOCK = 128
 # How many tokens of each of the two requests are in each step.
 STEPS = ((6, 0), (1, 3), (12, 1), (2, 17), (44, 20), (1, 24))
+NEEDED = max(sum(counts) for counts in zip(*STEPS, strict=True))  # tokens of the longer one
 # A module that looks ahead need not do so in a short request: a longer one, of the first of these lengths that the
 # model knows, must have the logits of its leading tokens run alone.  Behind the end of a table a CPU raises an error,
 # and a GPU is of no use any more: none behind an end that is known is tried.
@@ -37,6 +38,8 @@ def departs(model: nn.Module, program: StepProgram) -> bool:
     generator = torch.Generator().manual_seed(0)
     lengths = [sum(counts) for counts in zip(*STEPS, strict=True)]
     assert min(lengths) >= TRIED
+    if program.max_positions is not None and program.max_positions < NEEDED:
+        return True  # nobody can try it
     ids = min(program.num_ids, 1000)
     prompts = [torch.randint(0, ids, (n,), generator=generator) for n in lengths]
     prompts = [prompt.to(program.device) for prompt in prompts]
@@ -53,7 +56,7 @@ def departs(model: nn.Module, program: StepProgram) -> bool:
 
 def looks_ahead(model: nn.Module, prompt: Tensor, longest: int | None) -> bool:
     """Whether the model's logits of some leading tokens are others if the prompt goes on behind them."""
-    for length in (length for length in LONGER if longest is None or length <= max(longest, LONGER[-1])):
+    for length in (length for length in LONGER if longest is None or length <= longest):
         try:
             whole = logits_alone(model, prompt[:length])
         except CANNOT:  # a table of positions of which nobody knew ends before

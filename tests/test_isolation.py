@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -21,6 +22,7 @@ from selective_compile import isolation_trial
 from selective_compile.backend import compile_step_program, report_of
 from selective_compile.coverage.random_model import random_model, vocabulary_of
 from selective_compile.isolated_program import TRIED, IsolatedProgram
+from selective_compile.passes import RefusedError
 from selective_compile.skeleton import skeleton
 from tests.decoders import MAX_POSITIONS, VOCABULARY, WIDTH, Decoder
 from tests.exactness import TOLERANCE, logits_in_chunks
@@ -219,8 +221,11 @@ def test_the_model_is_left_as_it_was() -> None:
         assert all(vars(module)[key] is value for key, value in before[name].items())
 
 
-def test_no_trial_reads_behind_the_end_of_a_table_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of the CPU, after which a GPU would be of no use to the process."""
+@pytest.mark.parametrize(("rows", "longest"), [(MAX_POSITIONS, 128), (100, 66), (65, 0), (48, 0)])
+def test_no_trial_reads_behind_the_end_of_a_table_that_is_known(
+    rows: int, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of the CPU, after which a GPU would be of no use to the process; what nobody can try is not isolated."""
     alone, lengths = isolation_trial.logits_alone, []
 
     def recorded(model: nn.Module, prompt: Tensor) -> Tensor:
@@ -228,9 +233,11 @@ def test_no_trial_reads_behind_the_end_of_a_table_that_is_known(monkeypatch: pyt
         return alone(model, prompt)
 
     monkeypatch.setattr(isolation_trial, "logits_alone", recorded)
-    program = compile_step_program(Mixed(Highest), CONFIG)
-    assert isinstance(program, IsolatedProgram) and program.max_positions == MAX_POSITIONS
-    assert isolation_trial.LONGER[0] > MAX_POSITIONS >= max(lengths) == isolation_trial.LONGER[1]
+    model = Mixed(Highest)
+    model.places = nn.Embedding(rows, WIDTH)
+    with contextlib.nullcontext() if longest else pytest.raises(RefusedError, match="to run whole"):
+        assert isinstance(compile_step_program(model, CONFIG), IsolatedProgram)
+    assert max(lengths, default=0) == longest <= rows
 
 
 class Scaled(nn.Module):

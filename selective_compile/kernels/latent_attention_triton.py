@@ -267,13 +267,18 @@ def latent_attention(
     """
     if key_pool.dtype is torch.int8:
         raise ValueError(f"the pool must be {query.dtype} for Triton's kernels, got torch.int8")
-    write_keys(key, key_pool, slot_mapping, key_scales)
     if selection is not None and (window or chunk):
         raise ValueError(f"window and chunk must be 0 with a selection, got {window} and {chunk}")
     if selection is not None and prefix:
         raise ValueError(f"prefix must be 0 with a selection, got {prefix}")
+
+    def written() -> Tensor:
+        write_keys(key, key_pool, slot_mapping, key_scales)
+        return query
+
     metadata = (cu_seqlens_q, context_lens, block_table)
     if not softcap and not chunk and not prefix and slopes is None:
+        written()
         return _attend(query, key_pool, metadata, (sinks, selection, key_scales), value_size, scale, window)
     copies = query.shape[1] // _group(query.shape[1])
     keys, values = (pool.expand(-1, copies, -1, -1) for pool in (key_pool, key_pool[..., :value_size]))
@@ -281,10 +286,10 @@ def latent_attention(
     per_head = (sinks, slopes, scales, scales)
     if selection is not None:
         options = ((scale, softcap), per_head, selection)
-        return selection_triton.ragged_selected_attention(query, keys, values, metadata, *options)
+        return selection_triton.ragged_selected_attention(written(), keys, values, metadata, *options)
     strides, sizes = (*keys.stride()[:3], *values.stride()[:3]), (copies, key_pool.shape[2])
     score = (scale, window, softcap, chunk, prefix)
-    return attend(query, (keys, values), metadata, per_head, strides, sizes, score, whole=False)
+    return attend(query, (keys, values), metadata, per_head, strides, sizes, score, written=written)
 
 
 def _group(heads: int) -> int:

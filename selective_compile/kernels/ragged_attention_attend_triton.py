@@ -331,13 +331,14 @@ def attend(
     kv_heads_and_block_size: tuple[int, ...],
     score: tuple[float, int, float, int, int],
     *,
-    whole: bool,
-    written: Callable[[], Tensor] | None = None,
+    written: Callable[[], Tensor],
+    whole: bool = False,
 ) -> Tensor:
     """Attend to what is written, and merge where keys are split. Returns [T, H, Dv].
 
     written: launches what writes the step's keys and values, and returns the query of that size, which it may have made
-    anew. It comes behind the plan, which attention reads before what is in front of it is complete.
+    anew. It comes behind the plan, which attention reads before what is in front of it is complete: where keys are
+    split, there must be such a launch.
     keys_and_values: pools, or rows where the block size is 0; metadata: cu_seqlens_q, context_lens and block_table;
     per_head: sinks, slopes, scales of keys and of values; strides: of block, head and slot of both; score: scale,
     window, softcap, chunk and prefix; whole: every program takes all keys.
@@ -359,10 +360,10 @@ def attend(
         bytes_per_element=query.element_size(),
         block_size=block_size,
         bulk=bulk_copies(query.device) and aligned(keys) and aligned(values),
-        late=asynchronous_products(query.device) and worth_late(window=window, chunk=chunk, prefix=prefix),
+        late=worth_late(window=window, chunk=chunk, prefix=prefix),
         slopes=per_head[1] is not None,
         narrow=keys.element_size() < query.element_size(),
-        scaled=softcap == 0 and chunk == 0,
+        most=asynchronous_products(query.device) and softcap == 0 and chunk == 0,
         backend=backend(),
     )
     rows, parts = tile.block_m // tile.heads, heads // tile.heads
@@ -379,8 +380,7 @@ def attend(
             *lengths, splits, num_rows=num_rows, rows_and_keys=sizes, window=window, chunk=chunk, prefix=prefix
         )
         partial, num_pieces = new_parts(query, value_size, places=split.places, rows=rows), split.pieces.shape[1]
-    if written is not None:
-        query = written()
+    query = written()
     # The interpreter would multiply the bit patterns of bfloat16.
     widen, early = not query.is_cuda, begins_early(query.device)
     # fmt: off

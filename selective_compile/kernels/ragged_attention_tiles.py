@@ -15,12 +15,12 @@ A tile's keys and values are read in one of two ways, by one bulk copy of a bloc
 | elsewhere, 16 bits | by addresses | 64 | ALiBi, groups of more than 64 heads: 32, as all from 257 on; 16 from 513 |
 | float32 | by addresses | 32 | 16 |
 
-Tall tiles have iterations of 128 keys where registers hold what these take and a block has as many slots: groups that
-are a power of two, heads of 64 or 128 numbers, scores that are no more than scaled, and no chunks.  On an H200 a prompt
-of 8,192 has 66 % of the product's rate by them, and 55 to 59 % with 64 keys (torch 2.11, Triton 3.6).  Hopper's matrix
-units go on with a product while the program computes weights: there, such tiles multiply their values an iteration late
-(`LATE` of the kernel), where rows see many keys.  With 64 keys that was slower by 6 %, though by its instructions it is
-faster (`benchmarks/gpu_loops.py`), and is not done.
+Tall tiles of Hopper's have iterations of 128 keys where registers hold what these take and a block has as many slots:
+groups that are a power of two, heads of 64 or 128 numbers, scores that are no more than scaled, and no chunks.  On an
+H200 a prompt of 8,192 has 66 % of the product's rate by them, and 55 to 59 % with 64 keys (torch 2.11, Triton 3.6).  On
+Blackwell they spill.  Hopper's matrix units go on with a product while the program computes weights: such tiles
+multiply their values an iteration late (`LATE` of the kernel), where rows see many keys.  With 64 keys that was slower
+by 6 %, though by its instructions it is faster (`benchmarks/gpu_loops.py`), and is not done.
 
 Groups are odd here that are no power of two.  A tile has the heads of a whole group, so that they read keys and values
 once; where it is 32 rows, at most so many.
@@ -137,7 +137,7 @@ def tile_config(
     late: bool = False,
     slopes: bool = False,
     narrow: bool = False,
-    scaled: bool = False,
+    most: bool = False,
     backend: Backend = "cuda",
 ) -> TileConfig:
     """Choose the tile from what the host knows: shapes, not lengths. Any choice is correct for any step.
@@ -145,10 +145,10 @@ def tile_config(
     Args:
         block_size: 0 without a pool.
         bulk: the device has `bulk_copies`, and the pools begin and go on at multiples of 16 bytes.
-        late: the device has `asynchronous_products`, and they are `worth_late`.
+        late: `worth_late`.
         slopes: a bias is added to each score, whose distances take registers.
         narrow: pools are e4m3, whose numbers take registers on their way to the query's dtype.
-        scaled: scores are no more than scaled, and rows see keys without chunks.
+        most: the device has `asynchronous_products`, scores are no more than scaled, and rows see keys without chunks.
         backend: what Triton compiles for.
     """
     # tl.dot needs 16 in every direction.
@@ -160,7 +160,7 @@ def tile_config(
     # float32 is multiplied by vector units, which read registers: it would be copied once more.
     if bulk and not wide and max(block_d, block_dv) <= 256:
         whole = (key_size, value_size) == (block_d, block_dv) and not group & (group - 1)
-        most = scaled and whole and not (narrow or slopes or low) and max(block_d, block_dv, group) <= 128
+        most = most and whole and not (narrow or slopes or low) and max(block_d, block_dv, group) <= 128
         most = most and block_size % MOST_KEYS == 0
         tile = _bulk_tile(group, block_d, block_dv, low=low, slopes=slopes, most=most, late=late and most)
         if block_size > 0 and block_size % tile.block_n == 0:

@@ -156,7 +156,8 @@ def varlen_attention(
     strides = (*key.stride()[:2], 0, *value.stride()[:2], 0)
     tensors, per_head = (cu_seqlens_q, cu_seqlens_q, cu_seqlens_q), (sinks, slopes, None, None)
     score = (scale, window, softcap, chunk, prefix)
-    return attend(query, (key, value), tensors, per_head, strides, (key.shape[1], 0), score, whole=True)
+    sizes = (key.shape[1], 0)
+    return attend(query, (key, value), tensors, per_head, strides, sizes, score, written=lambda: query, whole=True)
 
 
 def _check_unmasked(window: int, chunk: int, prefix: int) -> None:

@@ -155,6 +155,15 @@ def test_latents(name, processor):
     assert processor.launched
 
 
+@pytest.mark.parametrize("score", ({"softcap": 2.0}, {"chunk": 40}, {"prefix": 19}), ids=str)
+def test_latents_that_the_ordinary_kernel_attends_to(score, hopper, monkeypatch):
+    """Their keys are split, so that a plan is read before the kernel in front of attention has ended."""
+    monkeypatch.setattr(bulk.attends, "split_config", split_into(1))
+    (each,) = (each for each in latent.CASES if each.name == "mixed")
+    latent.check("triton", make_inputs(dataclasses.replace(each, **score), torch.bfloat16))
+    assert any(compiled.metadata.name == "_plan_kernel" for compiled in hopper.launched)
+
+
 @pytest.mark.parametrize("pools", (torch.bfloat16, torch.float8_e4m3fn), ids=str)
 def test_latents_that_are_copied_at_once(pools, hopper):
     (each,) = (each for each in latent.CASES if each.name == "as_large_as_deepseek")

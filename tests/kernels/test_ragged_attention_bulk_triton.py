@@ -133,10 +133,10 @@ def test_steps_of_every_shape_share_two_compiled_kernels(launches, monkeypatch):
         assert variant.metadata.global_scratch_size == 0
 
 
-WHOLE_BLOCKS = {"bytes_per_element": 2, "bulk": True, "late": True, "scaled": True, "num_requests": 8, "num_rows": 512}
+WHOLE_BLOCKS = {"bytes_per_element": 2, "bulk": True, "late": True, "most": True, "num_requests": 8, "num_rows": 512}
 WHOLE_BLOCKS |= {"group": 4, "key_size": 128, "value_size": 128, "block_size": 128}
 WITH_FEWER_KEYS: list[dict[str, Any]] = [
-    *({"num_rows": 8}, {"narrow": True}, {"bytes_per_element": 4}, {"slopes": True}, {"scaled": False}),
+    *({"num_rows": 8}, {"narrow": True}, {"bytes_per_element": 4}, {"slopes": True}, {"most": False}),
     *({"block_size": 64}, {"group": 6}, {"group": 256}, {"key_size": 96}, {"key_size": 256, "value_size": 256}),
 ]
 

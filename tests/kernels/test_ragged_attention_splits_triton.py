@@ -121,6 +121,8 @@ def test_a_program_merges_a_few_rows(group, requests, programs, at_once, nan_fil
     names = [parameter.name for parameter in merges._merge_kernel.params]
     (told,) = (dict(zip(names, args, strict=False)) for kernel, _, args in launches if kernel is merges._merge_kernel)
     assert (told["num_items"], told["BLOCK_R"]) == (programs * told["num_divided"] * 2 * group, at_once)
+    (grid,) = (grid for kernel, grid, _ in launches if kernel is merges._merge_kernel)
+    assert grid == (min(told["num_items"], merges.PLACES),)  # of one processor
     output = launcher.ragged_attention(*inputs.ragged())
     torch.testing.assert_close(output.double(), exact_ragged(inputs)[0], rtol=0, atol=2e-5)
 
@@ -200,6 +202,9 @@ SPLITS = {
     "decode": ("bf16", 128, 8, (), {}),
     "few_rows": ("bf16", 128, 512, (), {}),
     "few_rows_float32": ("fp32", 128, 512, (), {}),
+    "window": ("bf16", 128, 512, (), {"WINDOW": 4096}),
+    "window_and_sinks": ("bf16", 128, 512, ("sinks",), {"WINDOW": 2048}),
+    "prefix": ("bf16", 128, 512, (), {"PREFIX": 300}),
     "everything": ("bf16", 128, 512, *FEATURES["everything"][:2]),
 }
 

@@ -24,7 +24,7 @@ PROCESSORS = (108, 132, 304)
     bytes_per_element=st.sampled_from((2, 4)),
     block_size=st.sampled_from((0, 5, 16, 64, 128)),
     bulk=st.booleans(),
-    scaled=st.booleans(),
+    most=st.booleans(),
     backend=st.sampled_from(("cuda", "hip")),
 )
 def test_a_tile_holds_its_rows_in_powers_of_two(rows, group, **sizes) -> None:

@@ -194,10 +194,10 @@ def compile_attention(
     late = attends.worth_late(**{name.lower(): changes.get(name, 0) for name in ("WINDOW", "CHUNK", "PREFIX")})
     others = {
         "bulk": bulk,
-        "late": target.arch == 90 and late,
+        "late": late,
         "slopes": "slopes" in given,
         "narrow": fp8,
-        "scaled": not (changes.get("SOFTCAP") or changes.get("CHUNK")),
+        "most": target.arch == 90 and not (changes.get("SOFTCAP") or changes.get("CHUNK")),
         "backend": target.backend,
     }
     tile = config(rows, 8, group, size, width, value_size=value_size, block_size=block_size, **others)

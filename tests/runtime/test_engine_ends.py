@@ -42,7 +42,7 @@ from tests.runtime.simulated import (
     ],
 )
 def test_bad_input_is_refused_and_touches_nobody_else(arguments: dict[str, Any], message: str) -> None:
-    engine = simulated_engine(SimulatedProgram(max_positions=50), max_kv_tokens=64)
+    engine = simulated_engine(SimulatedProgram(max_positions=50), max_kv_tokens=64, block_size=16)
     other = engine.submit([1, 2, 3], request_id="taken", max_new_tokens=6)
     engine.step()
     before = engine.stats()

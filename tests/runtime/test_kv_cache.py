@@ -116,5 +116,5 @@ def test_pools_leave_free_what_the_largest_step_takes(family: str, monkeypatch: 
     found = [runner.num_blocks for runner in (*graphs, few, half)]
     assert found[0] == found[2] != found[1] == found[3], "captured steps compute in memory of their own, as much again"
     told = CountingStream(0)
-    ModelRunner(model, EngineConfig(compile=False, max_kv_tokens=64), program, stream=told)
+    ModelRunner(model, EngineConfig(compile=False, max_kv_tokens=64, block_size=32), program, stream=told)
     assert told.steps == 0, "how large the pools are is said"
