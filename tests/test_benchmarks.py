@@ -129,8 +129,8 @@ def test_gpu_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values that are multiplied late leave the matrix units less to wait for."""
     pytest.importorskip("triton")
     late, other = run("gpu_loops", tmp_path, monkeypatch, "--quick")["rows"]
-    assert late["products"] == other["products"] == 1024
-    assert 1024 < late["cycles"] < 0.95 * other["cycles"]
+    assert late["products"] == other["products"] == 2048
+    assert 2048 < late["cycles"] < 0.95 * other["cycles"]
 
 
 def test_split_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

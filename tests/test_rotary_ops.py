@@ -58,7 +58,7 @@ def test_the_native_kernel_attends_to_what_the_reference_rotates(dtype: torch.dt
 def test_a_batch_invariant_engine_has_its_keys_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = pytest.importorskip("selective_compile.kernels.ragged_attention_triton")
     seen = []
-    monkeypatch.setattr(launcher, "attend", lambda *args, whole: seen.append(whole) or args[0])
+    monkeypatch.setattr(launcher, "attend", lambda *args, whole, written: seen.append(whole) or args[0])
     for invariant in (False, True):
         ops._kernel.cache_clear()
         with ops.forced_implementation("triton", batch_invariant=invariant):
