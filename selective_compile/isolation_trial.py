@@ -22,7 +22,8 @@ from selective_compile.step_program import StepProgram
 BLOCK = 128
 # How many tokens of each of the two requests are in each step.
 STEPS = ((6, 0), (1, 3), (12, 1), (2, 17), (44, 20), (1, 24))
-NEEDED = max(sum(counts) for counts in zip(*STEPS, strict=True))  # tokens of the longer one
+LENGTHS = tuple(map(sum, zip(*STEPS, strict=True)))
+NEEDED = max(LENGTHS)  # tokens that a model must know
 # A module that looks ahead need not do so in a short request: a longer one, of the first of these lengths that the
 # model knows, must have the logits of its leading tokens run alone.  Behind the end of a table a CPU raises an error,
 # and a GPU is of no use any more: none behind an end that is known is tried.
@@ -36,12 +37,11 @@ COARSE = 0.3
 def departs(model: nn.Module, program: StepProgram) -> bool:
     """Whether the program's logits are others than the model's, or it cannot be run."""
     generator = torch.Generator().manual_seed(0)
-    lengths = [sum(counts) for counts in zip(*STEPS, strict=True)]
-    assert min(lengths) >= TRIED
+    assert min(LENGTHS) >= TRIED
     if program.max_positions is not None and program.max_positions < NEEDED:
         return True  # nobody can try it
     ids = min(program.num_ids, 1000)
-    prompts = [torch.randint(0, ids, (n,), generator=generator) for n in lengths]
+    prompts = [torch.randint(0, ids, (n,), generator=generator) for n in LENGTHS]
     prompts = [prompt.to(program.device) for prompt in prompts]
     try:
         longer = torch.randint(0, ids, (LONGER[0],), generator=generator)
