@@ -77,6 +77,7 @@ def test_kernels_and_their_peers(tmp_path: Path, measured: set[str]) -> None:
     assert len(found["measures"]) == 11 and {each["reached"] for each in found["measures"]} == {"unknown"}
     names = {row["name"]: row for row in found["rows"]}
     assert {"copy", "bf16 product", "decode 1 x 40", "decode 3 x 40", "prefill 24"} <= set(names)
+    assert {"a kernel behind another, when that is complete", "copy of 64 MB, read and written"} <= set(names)
     assert "share_of_copy" in names["decode 3 x 40"]["figures"]["names"]
     others = {"fp8 decode 3 x 40", "latent decode 3 x 40, 16 heads", "rotary, prefill 24", "top-k, top-p, 3 x 300"}
     others |= {"temperature, 3 x 300", "greedy, 1 x 300"}

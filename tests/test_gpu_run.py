@@ -265,7 +265,13 @@ os._exit(0)
 def test_a_worker_hands_on_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[Row] = []
     assert not Worker({}).perform(a_job(), rows.append, print)
-    assert [(row.name, row.state) for row in rows] == [("copy", "measured"), ("bf16 product", "measured")]
+    names = [
+        "copy",
+        "bf16 product",
+        "a kernel behind another, when that is complete",
+        "copy of 64 MB, read and written",
+    ]
+    assert [(row.name, row.state) for row in rows] == [(name, "measured") for name in names]
 
 
 def test_a_worker_says_when_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:

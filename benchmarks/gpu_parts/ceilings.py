@@ -11,14 +11,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.gpu_parts import launches
+from benchmarks.gpu_parts.failures import FAILURES
 from benchmarks.gpu_parts.floors import Ceilings
 from benchmarks.gpu_parts.jobs import Context
 from benchmarks.gpu_parts.timing import Timer
 
 
 def run(context: Context) -> None:
-    """Rows "copy" and "bf16 product", from which the other parts have their `Ceilings`; at the end of a run once more,
-    beside those of its beginning: a device that grows warm multiplies more slowly."""
+    """Rows "copy" and "bf16 product", from which the other parts have their `Ceilings`, and what a launch costs; at the
+    end of a run the first two once more, beside those of its beginning: a device that grows warm multiplies more
+    slowly."""
     timer = Timer(context.device)
     if context.device.type == "cuda" and context.job.part == "ceilings":
         _tell_device(context)
@@ -31,6 +34,11 @@ def run(context: Context) -> None:
     text = f"{multiplied / 1e12:.0f} TFLOP/s"
     over_first = first and multiplied / first.flops_per_second
     _tell(context, "bf16 product", {"flops_per_second": multiplied, **timer.about()}, text, over_first)
+    if context.job.part == "ceilings":
+        try:
+            launches.tell(context, timer)
+        except FAILURES as error:
+            context.failed("launches", error)
 
 
 def _tell(context: Context, name: str, figures: dict[str, Any], text: str, over_first: float | None) -> None:
