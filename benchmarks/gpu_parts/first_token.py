@@ -22,8 +22,9 @@ import sys
 import time
 
 from benchmarks.gpu_parts.watching import end_with, say_where_after
+from benchmarks.gpu_parts.whereabouts import Whereabouts
 
-TRACED = "graphs traced"
+TRACED, WHERE = "graphs traced", "where"
 
 
 def main() -> None:
@@ -40,7 +41,8 @@ def main() -> None:
     logging.getLogger("selective_compile").setLevel(logging.INFO)  # why a capture was not taken, say
     faulthandler.enable()
     end_with(arguments.parent)
-    say_where_after(max(0.5, arguments.seconds - 0.5))
+    where = Whereabouts()
+    say_where_after(max(0.5, arguments.seconds - 0.5), where.in_words)
     stamps = {}
 
     def stamp(stage: str) -> None:
@@ -62,7 +64,8 @@ def main() -> None:
     stamp("first token")
     from torch._dynamo.utils import counters
 
-    print(json.dumps(stamps | {TRACED: counters["stats"]["unique_graphs"]}), file=out, flush=True)
+    found = {TRACED: counters["stats"]["unique_graphs"], WHERE: where.longest()}
+    print(json.dumps(stamps | found), file=out, flush=True)
     sys.stderr.flush()
     os._exit(0)
 
