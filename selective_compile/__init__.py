@@ -9,9 +9,8 @@ print(sc.explain(model))
 from __future__ import annotations
 
 import importlib
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 if TYPE_CHECKING:
     from selective_compile.backend import explain, selective
@@ -69,7 +68,12 @@ def __dir__() -> list[str]:
 
 
 def _register() -> None:
-    """Make the backend known by name also where the package is not installed, as in a checkout."""
+    """Make the backend known by name also where the package is not installed, as in a checkout: otherwise torch finds
+    it by itself, and whoever imports this package alone need not wait for it."""
+    if entry_points(group="torch_dynamo_backends", name="selective"):
+        return
+    import torch
+
     if "selective" not in torch.compiler.list_backends(exclude_tags=()):
         from selective_compile.backend import selective as backend
 

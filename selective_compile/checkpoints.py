@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import Final, get_args
 
 import torch
 from transformers import (
@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from selective_compile import tiny_model
+from selective_compile.choices import DtypeName
 
-DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

@@ -1,4 +1,8 @@
-"""The command line: `selective-compile demo | generate | bench | explain | coverage | replay | logit-error`."""
+"""The command line: `selective-compile demo | generate | bench | explain | coverage | replay | logit-error`.
+
+Commands import what they need when they run: torch and transformers take seconds, which nobody should wait for who
+asks for help, has mistyped an option, or completes a word.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +11,27 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
-import transformers
 import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
-from selective_compile import checkpoints, demo, tables
-from selective_compile.backend import explain as explain_model
 from selective_compile.bench.command import bench_command
-from selective_compile.bench.peers import PeerError
+from selective_compile.choices import DtypeName
 from selective_compile.coverage.command import coverage_command
-from selective_compile.generating import Prompts, generate_all, generate_streaming
 from selective_compile.measuring import logit_error_command
-from selective_compile.options import EngineConfig
-from selective_compile.progress import ProgressBars
 from selective_compile.replaying import replay_command
-from selective_compile.runtime import StepError
-from selective_compile.schedule_picture import check_path, write_schedule
+
+if TYPE_CHECKING:
+    from selective_compile.progress import ProgressBars
 
 INTERRUPTED = 130
+ERRORS_OF_WORK = (
+    ("selective_compile.runtime.step_loop", "StepError"),
+    ("selective_compile.bench.peers", "PeerError"),
+    ("torch", "OutOfMemoryError"),
+)
 
 
 @contextmanager
@@ -36,11 +39,17 @@ def failures_in_a_line() -> Iterator[None]:
     """What a user can mend is told in words and not by a traceback; a bug still shows where it is."""
     try:
         yield
-    except (ValueError, OSError, StepError, PeerError, torch.OutOfMemoryError) as error:
+    except users_errors() as error:
         fail(str(error))
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         raise typer.Exit(INTERRUPTED) from None
+
+
+def users_errors() -> tuple[type[Exception], ...]:
+    """Of those of work, the ones whose modules have been imported: no other can have been raised."""
+    of_work = [getattr(sys.modules[module], name) for module, name in ERRORS_OF_WORK if module in sys.modules]
+    return ValueError, OSError, *of_work
 
 
 def fail(message: str) -> None:
@@ -58,7 +67,6 @@ app = typer.Typer(
     cls=Commands,
     help="Serve Hugging Face decoders with selective batching, proved from the model's own graph.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -67,7 +75,7 @@ Model = Annotated[
     str | None,
     typer.Option("--model", help="A folder or a Hugging Face id.", show_default="the model that ships"),
 ]
-Dtype = Annotated[checkpoints.DtypeName, typer.Option(help="Of the weights; auto: as they are stored.")]
+Dtype = Annotated[DtypeName, typer.Option(help="Of the weights; auto: as they are stored.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that lies beside the weights.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="For torch on the CPU.", show_default="torch's choice")]
@@ -104,6 +112,10 @@ def demo_command(
     selective-compile demo --requests 40 --kv-tokens 640 --picture preempted.svg
     selective-compile demo --model Qwen/Qwen2.5-0.5B --dtype float32 --requests 8
     """
+    from selective_compile import checkpoints, demo, tables
+    from selective_compile.options import EngineConfig
+    from selective_compile.schedule_picture import check_path, write_schedule
+
     check_path(picture)
     config = EngineConfig(token_budget=token_budget, max_kv_tokens=kv_tokens, compile=compiled, record=record)
     stages, out = begin(threads)
@@ -168,6 +180,10 @@ def generate_command(
     selective-compile generate --stream --temperature 0.8 --seed 3 "the key is in"
     selective-compile generate --model ./checkpoint --json < prompts.txt
     """
+    from selective_compile import checkpoints
+    from selective_compile.generating import Prompts, generate_all, generate_streaming
+    from selective_compile.options import EngineConfig
+
     chosen = Prompts.of(
         prompts or lines_of_stdin(),
         max_new_tokens=max_new_tokens,
@@ -210,11 +226,14 @@ def explain_command(
     selective-compile explain
     selective-compile explain --model mistralai/Mistral-7B-v0.1 --json
     """
+    from selective_compile import checkpoints
+    from selective_compile.backend import explain
+
     stages, out = begin(None)
     with stages("loading the model"):
         loaded = checkpoints.load_model(model, dtype=dtype, device=device, trust_remote_code=trust)
     with stages(f"proving {type(loaded).__name__}"):
-        report = explain_model(loaded)
+        report = explain(loaded)
     if as_json:
         typer.echo(report.to_json())
     else:
@@ -231,11 +250,18 @@ app.command("logit-error")(logit_error_command)
 
 def begin(threads: int | None) -> tuple[ProgressBars, Any]:
     """Bars on standard error, text on standard output; transformers, which has bars of its own, is silenced."""
+    import transformers
+
+    from selective_compile.progress import ProgressBars
+    from selective_compile.tables import console
+
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     if threads is not None:
+        import torch
+
         torch.set_num_threads(threads)
-    return ProgressBars(tables.console(stderr=True)), tables.console()
+    return ProgressBars(console(stderr=True)), console()
 
 
 def lines_of_stdin() -> list[str]:

@@ -5,19 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.text import Text
 
-from selective_compile import checkpoints
-from selective_compile.checkpoints import Checkpoint
-from selective_compile.options import EngineConfig, KvDtype, Weights
-from selective_compile.progress import ProgressBars
-from selective_compile.runtime.logit_error import logit_error
-from selective_compile.tables import console
-from selective_compile.tiny_model.prompts import demo_prompts
+from selective_compile.choices import DtypeName, KvDtype, Weights
+
+if TYPE_CHECKING:
+    from selective_compile.checkpoints import Checkpoint
 
 
 def logit_error_command(
@@ -34,7 +30,7 @@ def logit_error_command(
     max_attention_window: Annotated[
         int | None, typer.Option(min=1, help="As in EngineConfig.", show_default="as far as the model sees")
     ] = None,
-    dtype: Annotated[checkpoints.DtypeName, typer.Option(help="Of the weights; auto: as they are stored.")] = "auto",
+    dtype: Annotated[DtypeName, typer.Option(help="Of the weights; auto: as they are stored.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="For torch.", show_default="torch's choice")] = None,
     trust: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that lies beside the weights.")
@@ -48,6 +44,14 @@ def logit_error_command(
     selective-compile logit-error --kv-dtype auto --weights int8
     selective-compile logit-error --model ./checkpoint --dtype bfloat16 "$(cat a-long-text.txt)"
     """
+    import torch
+
+    from selective_compile import checkpoints
+    from selective_compile.options import EngineConfig
+    from selective_compile.progress import ProgressBars
+    from selective_compile.runtime.logit_error import logit_error
+    from selective_compile.tables import console
+
     stages = ProgressBars(console(stderr=True))
     if threads is not None:
         torch.set_num_threads(threads)
@@ -68,6 +72,8 @@ def token_ids(checkpoint: Checkpoint, prompts: Sequence[str] | None) -> list[lis
     Raises:
         ValueError: there are none, and it is another model.
     """
+    from selective_compile.tiny_model.prompts import demo_prompts
+
     if not prompts and not checkpoint.shipped:
         raise ValueError("prompts must be given for another model than the one that ships, got none")
     texts = prompts or [prompt.text + (prompt.answer or "") for prompt in demo_prompts()]

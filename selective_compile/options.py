@@ -9,13 +9,12 @@ from typing import Any, Literal, Self, get_args
 
 import torch
 
+from selective_compile.choices import KvDtype, Weights
 from selective_compile.ops import Implementation
 
 Fallback = Literal["sequential", "isolated", "refuse"]
 SchedulerPolicy = Literal["max_utilization", "guaranteed_no_evict"]
 WaitingOrder = Literal["first_come", "priority", "deadline", "fair"]
-Weights = Literal["model", "int8"]
-KvDtype = Literal["auto", "int8", "fp8"]
 Latents = Literal["compressed", "expanded"]
 Batching = Literal["static", "inflight", "inflight_fused"]
 

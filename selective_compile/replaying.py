@@ -6,19 +6,16 @@ import dataclasses
 import json
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
-from selective_compile import checkpoints
-from selective_compile.progress import ProgressBars
-from selective_compile.runtime.replay import EventLog, Replayed, replay_schedule
-from selective_compile.runtime.replay_engine import replay_engine
-from selective_compile.runtime.stats import StepObserver, StepRecord
-from selective_compile.runtime.trace_file import TraceFile
-from selective_compile.schedule_picture import check_path, write_schedule
-from selective_compile.tables import console
+from selective_compile.choices import DtypeName
+
+if TYPE_CHECKING:
+    from selective_compile.runtime.replay import Replayed
+    from selective_compile.runtime.stats import StepObserver, StepRecord
 
 
 def replay_command(
@@ -34,7 +31,7 @@ def replay_command(
     compiled: Annotated[
         bool | None, typer.Option("--compile/--no-compile", help="Use Inductor.", show_default="as in the log")
     ] = None,
-    dtype: Annotated[checkpoints.DtypeName, typer.Option(help="Of the weights; auto: as they are stored.")] = "auto",
+    dtype: Annotated[DtypeName, typer.Option(help="Of the weights; auto: as they are stored.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")] = "cpu",
     trust: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that lies beside the weights.")
@@ -51,6 +48,14 @@ def replay_command(
     selective-compile replay run.jsonl
     selective-compile replay run.jsonl --schedule-only --picture run.svg --trace run.json
     """
+    from selective_compile import checkpoints
+    from selective_compile.progress import ProgressBars
+    from selective_compile.runtime.replay import EventLog, replay_schedule
+    from selective_compile.runtime.replay_engine import replay_engine
+    from selective_compile.runtime.trace_file import TraceFile
+    from selective_compile.schedule_picture import write_schedule
+    from selective_compile.tables import console
+
     check_files(log, picture=picture, record=record, trace=trace)
     if record is not None and schedule_only:
         raise ValueError("--record must not come with --schedule-only, which serves nothing")
@@ -88,6 +93,8 @@ def replay_command(
 
 def check_files(log: Path, *, picture: Path | None, **others: Path | None) -> None:
     """Raises ValueError where something would be written that cannot be, or over the log."""
+    from selective_compile.schedule_picture import check_path
+
     if picture is not None:
         check_path(picture)
     for name, path in others.items():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from selective_compile import fp8_rows
 from selective_compile.capture import ATTENTION_MASK, Captured, capture, recurrences_of
+from selective_compile.choices import KvDtype
 from selective_compile.compiled_step import CompiledStep, native_kernels_run
 from selective_compile.compiling import compiled
 from selective_compile.current_device import on
@@ -26,7 +27,7 @@ from selective_compile.kept_traces import KeptTraces
 from selective_compile.kernels.one_step import one_step
 from selective_compile.live_weights import LiveWeights
 from selective_compile.ops import forced_implementation
-from selective_compile.options import EngineConfig, KvDtype
+from selective_compile.options import EngineConfig
 from selective_compile.passes import Refusal, RefusedError, Rewrite, rewrite
 from selective_compile.passes.flatten import FlatGraph, reach_of
 from selective_compile.passes.host_reads import host_read

@@ -13,17 +13,17 @@ from random import Random
 import pytest
 import torch
 
-from selective_compile.bench import BenchSettings, rounds, run_benchmark, transformers_peers
+from selective_compile.bench import rounds, transformers_peers
 from selective_compile.bench.ceilings import Ceilings, measure_ceilings, read_blocks
 from selective_compile.bench.checkpoint import Checkpoint
 from selective_compile.bench.environments import CommandError
 from selective_compile.bench.floor import Roofline, Work, floor_seconds
 from selective_compile.bench.host import PEERS_HERE
 from selective_compile.bench.peers import Peer, PeerError, PeerRun, greedy_without_end, slots_needed
-from selective_compile.bench.rounds import check_lengths, run_rounds, started_peers
+from selective_compile.bench.rounds import check_lengths, run_benchmark, run_rounds, started_peers
 from selective_compile.bench.separate_peers import STARTS
 from selective_compile.bench.serving import random_llama
-from selective_compile.bench.settings import MODELS, PEERS, QUICK_PEERS, TRACES, chosen, listed
+from selective_compile.bench.settings import MODELS, PEERS, QUICK_PEERS, TRACES, BenchSettings, chosen, listed
 from selective_compile.bench.sizes import SHAPES, ModelName, TraceName
 from selective_compile.bench.trace import Asked, Trace, log_uniform, make_trace, renewed
 from selective_compile.progress import silent

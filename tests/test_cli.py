@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from typer.testing import CliRunner, Result
 
-from selective_compile import checkpoints, cli, demo, tiny_model
+from selective_compile import backend, checkpoints, cli, demo, generating, tiny_model
 from selective_compile.backend import Program, compile_step_program
-from selective_compile.bench import command, settings
+from selective_compile.bench import rounds, settings
 from selective_compile.bench.figures import store, stored
 from selective_compile.checkpoints import Checkpoint
 from selective_compile.generating import Prompts
@@ -115,6 +117,40 @@ def test_a_checkout_that_is_not_installed_has_it_too(
     assert " replay " in capsys.readouterr().out
 
 
+LIGHT = """
+import sys
+from selective_compile.cli import main
+try:
+    main()
+finally:
+    print(sorted({"torch", "transformers", "matplotlib"} & set(sys.modules)), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--help"], "logit-error"),
+        (["bench", "--help"], "--peers"),
+        (["coverage", "--help"], "--mutations"),
+        (["generate", "--max-new-tokens", "many"], "--max-new-tokens"),
+    ],
+    ids=" ".join,
+)
+def test_who_asks_for_help_or_mistypes_waits_for_no_library(arguments: list[str], told: str) -> None:
+    done = subprocess.run([sys.executable, "-c", LIGHT, *arguments], capture_output=True, text=True)
+    assert told in done.stdout + done.stderr
+    assert done.stderr.endswith("[]\n")
+
+
+def test_words_are_completed() -> None:
+    asked = {"_SELECTIVE_COMPILE_COMPLETE": "complete_bash", "COMP_CWORD": "2"}
+    asked |= {"COMP_WORDS": "selective-compile bench --pe"}
+    code = "import sys; sys.argv[0] = 'selective-compile'; from selective_compile.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | asked, capture_output=True, text=True)
+    assert done.stdout.split() == ["--peers"], done.stderr
+
+
 def test_an_unknown_option_is_an_error() -> None:
     assert "No such option" in refused("explain", "--fast", status=2)
 
@@ -151,7 +187,7 @@ def test_a_failed_step_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch, folder
     def failing(*arguments: object) -> list[Any]:
         raise StepError("step 3 failed: out of everything")
 
-    monkeypatch.setattr(cli, "generate_all", failing)
+    monkeypatch.setattr(generating, "generate_all", failing)
     assert refused("generate", "--model", folder, "abc") == "error: step 3 failed: out of everything\n"
 
 
@@ -323,7 +359,7 @@ def test_explain_prints_and_exports(folder: str) -> None:
 
 
 def test_explain_fails_where_the_model_is_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "explain_model", lambda model: refused_report("Odd", "its mask is odd"))
+    monkeypatch.setattr(backend, "explain", lambda model: refused_report("Odd", "its mask is odd"))
     result = run("explain", "--model", folder)
     assert result.exit_code == 1
     assert "Odd: refused" in result.stdout and result.stderr == "error: the model is refused\n"
@@ -368,7 +404,7 @@ def test_bench_refuses_in_a_line(tmp_path: Path) -> None:
 
 def test_bench_names_what_failed_and_shows_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = {**RESULTS["0.5b alone bfloat16 saturated"], "failed": {"vllm": "no room"}}
-    monkeypatch.setattr(command, "run_benchmark", lambda *_: iter([("a", result), ("b", result)]))
+    monkeypatch.setattr(rounds, "run_benchmark", lambda *_: iter([("a", result), ("b", result)]))
     path = tmp_path / "figures.json"
     ended = run("bench", "--out", str(path))
     assert ended.exit_code == 1 and ended.stderr.endswith("error: failed: vllm in a, vllm in b\n")

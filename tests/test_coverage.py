@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from selective_compile import cli
 from selective_compile.backend import compile_step_program
-from selective_compile.coverage import command, sweep
+from selective_compile.coverage import standing, sweep
 from selective_compile.coverage.engine_trial import Served, compare, compared, judged, serve
 from selective_compile.coverage.families import DENSE, EXPERTS, NEW, family_of
 from selective_compile.coverage.measure import measure
@@ -326,7 +326,7 @@ def test_the_command_fails_on_wrong_tokens_alone(tmp_path: Path, monkeypatch: py
     assert good.exit_code == 0 and "ragged 1, refused 1" in good.stdout
     assert json.loads(run("--types", "llama", "--json").stdout)["llama"]["class"] == "X"
     assert (tmp_path / "c.md").read_text().startswith("# Coverage")
-    monkeypatch.setattr(command, "wrong", lambda facts: "planted")
+    monkeypatch.setattr(standing, "wrong", lambda facts: "planted")
     later = json.loads((tmp_path / "c.json").read_text())
     later["types"]["llama"]["grown"] = "compiling takes 9.0 s, took 2.0 s"
     (tmp_path / "c.json").write_text(json.dumps(later))

@@ -133,7 +133,10 @@ def test_steps_and_the_trace(tmp_path: Path, measured: set[str]) -> None:
 @pytest.mark.slow
 def test_a_start_is_a_process_of_its_own(tmp_path: Path, measured: set[str]) -> None:
     status, found = dry_run(tmp_path / "found.json", "start")
-    assert status == 0 and [row["figures"]["names"] for row in found["rows"]] == [["seconds", "stamps", "traced", "where"]] * 3
+    assert (
+        status == 0
+        and [row["figures"]["names"] for row in found["rows"]] == [["seconds", "stamps", "traced", "where"]] * 3
+    )
     starts = {"cold start to the first token", "warm start to the first token"}
     assert measured == starts
 

@@ -31,6 +31,7 @@ PACKAGE_OF_FOLDER = {
 # the face, stands above them all. A new module or subpackage of selective_compile/ takes its place here.
 LAYERS = (
     (
+        "choices",
         "options",
         "huge_pages",
         "int8_rows",

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from typer.testing import CliRunner
 
 from selective_compile import cli
-from selective_compile.coverage import command
+from selective_compile.coverage import mutation_table
 from selective_compile.coverage.mutation_table import mutation_page, wrong_ones
 from selective_compile.coverage.mutations import MUTATED, MUTATIONS, Outcome, attention_changed, outcome
 from selective_compile.coverage.sweep import registered_types
@@ -81,7 +81,7 @@ def test_page_and_exit_status_name_what_is_wrong(monkeypatch: pytest.MonkeyPatch
     good = {name: Outcome(kind="refused", reason="it is changed") for name in MUTATIONS}
     bad = {**good, "shifted": Outcome(kind="wrong", error=0.5)}
     found: dict[str, Any] = {"gpt2": good, "llama": good}
-    monkeypatch.setattr(command, "tried", lambda types, *, jobs, tell: {name: found[name] for name in types})
+    monkeypatch.setattr(mutation_table, "tried", lambda types, *, jobs, tell: {name: found[name] for name in types})
     page = tmp_path / "mutations.md"
 
     def run(*arguments: str) -> Any:

@@ -4,8 +4,3 @@
 who serves it, `separate_peers` and `host` in which process, `ceilings` and `floor` what the machine could do at best,
 `rounds` runs it all, `figures` says what came of it, `table` and `plots` show it, `machine` notes where.
 """
-
-from selective_compile.bench.rounds import run_benchmark
-from selective_compile.bench.settings import BenchSettings
-
-__all__ = ["BenchSettings", "run_benchmark"]

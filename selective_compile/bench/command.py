@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import transformers
 import typer
 from rich.text import Text
 
 from selective_compile.bench import settings
-from selective_compile.bench.figures import Figures, store, stored
-from selective_compile.bench.peers import PeerError
-from selective_compile.bench.plots import draw_results
-from selective_compile.bench.rounds import run_benchmark
-from selective_compile.bench.table import result_tables
-from selective_compile.progress import ProgressBars
-from selective_compile.tables import console
+
+if TYPE_CHECKING:
+    from selective_compile.bench.figures import Figures
 
 Rate = Annotated[
     float | None, typer.Option(help="Requests per second, arriving.", show_default="what the engine can do")
@@ -62,6 +57,9 @@ def bench_command(
     selective-compile bench --show --out result.json
     selective-compile bench --quick
     """
+    from selective_compile.bench.figures import stored
+    from selective_compile.bench.peers import PeerError
+
     if out_file is not None and not out_file.absolute().parent.is_dir():
         raise ValueError(f"--out must lie in a folder that exists, got {str(out_file)!r}")
     if show and (out_file is None or not out_file.exists()):
@@ -96,6 +94,13 @@ def bench_command(
 
 def measured(runs: list[settings.BenchSettings], kept: dict[str, Figures], out_file: Path | None) -> dict[str, Figures]:
     """The results of these runs; written, beside those kept, as soon as each is there."""
+    import transformers
+
+    from selective_compile.bench.figures import store
+    from selective_compile.bench.rounds import run_benchmark
+    from selective_compile.progress import ProgressBars
+    from selective_compile.tables import console
+
     transformers.utils.logging.disable_progress_bar()  # there are bars of ours
     transformers.utils.logging.set_verbosity_error()
     stages = ProgressBars(console(stderr=True))
@@ -109,6 +114,10 @@ def measured(runs: list[settings.BenchSettings], kept: dict[str, Figures], out_f
 
 
 def tell(results: dict[str, Figures], out_file: Path | None, plot: Path | None, as_json: bool) -> None:
+    from selective_compile.bench.plots import draw_results
+    from selective_compile.bench.table import result_tables
+    from selective_compile.tables import console
+
     pictures = [] if plot is None else draw_results(results, plot)
     if as_json:
         typer.echo(json.dumps({"results": results}, indent=1))

@@ -9,8 +9,8 @@ from typing import Self
 from transformers import PreTrainedModel
 
 from selective_compile.bench.ceilings import Ceilings
+from selective_compile.choices import KvDtype
 from selective_compile.int8_rows import row_bytes
-from selective_compile.options import KvDtype
 from selective_compile.runtime.stats import StepFloor, StepRecord
 
 
