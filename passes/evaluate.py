@@ -39,6 +39,8 @@ def ancestors(node: fx.Node, stop: frozenset[fx.Node] = frozenset()) -> list[fx.
             if current not in stop and not is_symbolic(current.meta.get("val")):
                 shape_of = shaped_like(current)
                 stack.extend(parent for parent in current.all_input_nodes if parent is not shape_of)
+    if len(needed) * 8 < len(node.graph.nodes):  # to sort so few is faster than to look at all
+        return sorted(needed)
     return [n for n in node.graph.nodes if n in needed]
 
 

@@ -44,7 +44,7 @@ from selective_compile.passes.mask_probes import (
     triangle_probes,
     within,
 )
-from selective_compile.passes.mask_reads import MaskReads, Unproved, mask_reads
+from selective_compile.passes.mask_reads import MaskReads, Unproved, mask_reads, used_outside_masks
 from selective_compile.passes.traced_graph import AttentionCall, KeySelection, MaskFamily, TracedGraph
 
 aten = torch.ops.aten
@@ -60,10 +60,11 @@ def prove_masks(traced: TracedGraph) -> int:
     alike = Fingerprints(traced)
     selected_by = {mark: selection for selection in traced.selections for mark in selection.marks}
     masked: list[Masked] = [*traced.selections, *traced.calls]
+    read_otherwise = used_outside_masks(traced)
     for call in masked:
         key = (call.causal_flag, call.query.heads, *((alike.of(t.node), t.kind, t.factor) for t in call.masks))
         try:
-            reads = mask_reads(traced, call)
+            reads = mask_reads(traced, call, read_otherwise)
             if key not in proved:
                 proved[key] = prove(traced, call, reads)
             call.family = proved[key]

@@ -46,8 +46,11 @@ class MaskReads:
         return ancestors(node, frozenset(mark.node for mark in self.marks))
 
 
-def mask_reads(traced: TracedGraph, call: AttentionCall | KeySelection) -> MaskReads:
-    """Raises `Unproved` where a mask depends on what the tokens are, on two inputs, on a weight, or on a look-up."""
+def mask_reads(traced: TracedGraph, call: AttentionCall | KeySelection, read_otherwise: set[fx.Node]) -> MaskReads:
+    """``read_otherwise``: `used_outside_masks`.
+
+    Raises `Unproved` where a mask depends on what the tokens are, on two inputs, on a weight, or on a look-up.
+    """
     found: set[fx.Node] = set()
     rows: dict[fx.Node, TableRows] = {}
     buffers: list[Input] = []
@@ -75,7 +78,7 @@ def mask_reads(traced: TracedGraph, call: AttentionCall | KeySelection) -> MaskR
                 raise Unproved(node, "its mask depends on what the tokens are")
     if len(found) > 1:
         raise Unproved(call.masks[0].node, f"its masks depend on several inputs: {sorted(n.name for n in found)}")
-    if found & used_outside_masks(traced):
+    if found & read_otherwise:
         raise Unproved(call.masks[0].node, "the input that hides keys is used outside of masks as well")
     return MaskReads(
         padding=found.pop() if found else None,
