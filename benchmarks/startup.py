@@ -21,9 +21,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +32,13 @@ from selective_compile.options import EngineConfig
 from selective_compile.passes import retrace
 from selective_compile.programs import compile_step_program
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a script knows its own folder alone
+from benchmarks.phases import timed, watched
+
 LAYERS, QUICK = (8, 32), (7,)
+QUICK_STARTS = {False: ("cold", "warm", "traced"), True: ("cold",)}  # does it run?
 CALLED = {"capture": "capture", "capture_once": "capture", "rewrite": "passes", "compiled": "compiling"}
+CALLED = {f"{step_program.__name__}.{name}": part for name, part in CALLED.items()}
 STARTS = {"cold": True, "warm": True, "traced": False}  # whether captures are kept, and taken
 PARTS = (*dict.fromkeys(CALLED.values()), "all")
 
@@ -56,7 +58,7 @@ def main() -> None:
     for layers in QUICK if arguments.quick else LAYERS:
         for each in (False, True):
             with tempfile.TemporaryDirectory() as folder:
-                for start in STARTS:
+                for start in QUICK_STARTS[each] if arguments.quick else STARTS:
                     found = in_process(layers, each, folder, arguments, keep_captures=STARTS[start])
                     rows.append({"layers": layers, "each": each, "start": start, **found})
                     times = "".join(f"{cpu:8.1f}{clock:8.1f}" for cpu, clock in (found[part] for part in PARTS))
@@ -86,37 +88,9 @@ def started(layers: int, *, each: bool, inductor: bool, keep_captures: bool) -> 
     if each:
         retrace.repeats = lambda *_: []
         compiling.cut = lambda *_: None
-    with watched(step_program) as found:
+    with watched(CALLED) as found:
         found["all"] = timed(lambda: compile_step_program(model, config))[1]
     return found
-
-
-@contextmanager
-def watched(module: Any) -> Iterator[dict[str, tuple[float, float]]]:
-    """Fills with what the parts take, which ``module`` calls by these names."""
-    found: dict[str, tuple[float, float]] = {}
-
-    def watch(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            result, found[part] = timed(lambda: function(*args, **options))
-            return result
-
-        return call
-
-    before = {name: getattr(module, name) for name in CALLED}
-    for name, part in CALLED.items():
-        setattr(module, name, watch(part, before[name]))
-    try:
-        yield found
-    finally:
-        for name, function in before.items():
-            setattr(module, name, function)
-
-
-def timed(function: Callable[[], Any]) -> tuple[Any, tuple[float, float]]:
-    cpu, clock = time.process_time(), time.perf_counter()
-    result = function()
-    return result, (time.process_time() - cpu, time.perf_counter() - clock)
 
 
 if __name__ == "__main__":

@@ -144,8 +144,7 @@ def test_split_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_startup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = run("startup", tmp_path, monkeypatch, "--quick")["rows"]
-    assert [(row["each"], row["start"]) for row in rows] == [
-        (each, s) for each in (False, True) for s in ("cold", "warm", "traced")
-    ]
+    rows = run("startup", tmp_path, monkeypatch, "--quick", "--no-compile")["rows"]
+    once = [(False, start) for start in ("cold", "warm", "traced")]
+    assert [(row["each"], row["start"]) for row in rows] == [*once, (True, "cold")]
     assert all(0 < row["capture"][0] < row["all"][0] and row["passes"][0] > 0 for row in rows)

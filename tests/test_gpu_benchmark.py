@@ -133,10 +133,8 @@ def test_steps_and_the_trace(tmp_path: Path, measured: set[str]) -> None:
 @pytest.mark.slow
 def test_a_start_is_a_process_of_its_own(tmp_path: Path, measured: set[str]) -> None:
     status, found = dry_run(tmp_path / "found.json", "start")
-    assert (
-        status == 0
-        and [row["figures"]["names"] for row in found["rows"]] == [["seconds", "stamps", "traced", "where"]] * 3
-    )
+    names = ["phases", "seconds", "stamps", "traced"]
+    assert status == 0 and [row["figures"]["names"] for row in found["rows"]] == [names] * 3
     starts = {"cold start to the first token", "warm start to the first token"}
     assert measured == starts
 
@@ -487,14 +485,14 @@ def test_the_device_is_told_by_a_process_of_its_own(monkeypatch: pytest.MonkeyPa
 def test_a_warm_start_is_made_again_if_there_is_time(
     seconds: float, states: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stamps, graphs = {"imports": 4.0, "first token": 9.5, start.WHERE: {"imports": 4.0}}, iter([1, 0, 0])
+    stamps, graphs = {"imports": 4.0, "first token": 9.5, start.PHASES: {"capture": 0.3}}, iter([1, 0, 0])
     monkeypatch.setattr(start, "first_token", lambda *what: {**stamps, start.TRACED: next(graphs)})
     rows: list[Row] = []
     start.start_each(Context(a_job(part="start", name="start", seconds=seconds), rows.append), {})
     assert [row.name for row in rows] == [f"llama-3.1-8b, {each}" for each in start.GRAPHS]
     assert [row.state for row in rows] == states
     assert [row.figures["traced"] for row in rows if row.figures] == [1, 0, 0][: states.count("measured")]
-    assert rows[0].figures["where"] == {"imports": 4.0} and "where" not in rows[0].text
+    assert rows[0].figures["phases"] == {"capture": 0.3} and "phases" not in rows[0].text
 
 
 def test_what_a_start_prints_is_told_and_its_rows_are_not_mistaken(

@@ -20,11 +20,25 @@ import logging
 import os
 import sys
 import time
+from typing import Any
 
 from benchmarks.gpu_parts.watching import end_with, say_where_after
-from benchmarks.gpu_parts.whereabouts import Whereabouts
 
-TRACED, WHERE = "graphs traced", "where"
+TRACED, PHASES = "graphs traced", "phases"
+# Of an engine's making and of its first step, one within another: by the names that their callers know.
+FUNCTIONS = {
+    "selective_compile.runtime.model_runner.compile_step_program": "the program",
+    "selective_compile.programs.prove": "proofs",
+    "selective_compile.step_program.capture_once": "capture",
+    "selective_compile.step_program.rewrite": "passes",
+    "selective_compile.isolation.one_token_refusal": "steps of one token",
+    "selective_compile.step_program.compiled": "compiling",
+    "selective_compile.compiling.cut": "cutting layers",
+    "selective_compile.compiling.compile_fx": "Inductor",
+    "selective_compile.compiling.give_back_memory": "memory given back",
+    "selective_compile.runtime.model_runner.allocate_pools": "pools",
+}
+LONGEST = 12  # of torch's own phases, which are told beside them
 
 
 def main() -> None:
@@ -41,8 +55,7 @@ def main() -> None:
     logging.getLogger("selective_compile").setLevel(logging.INFO)  # why a capture was not taken, say
     faulthandler.enable()
     end_with(arguments.parent)
-    where = Whereabouts()
-    say_where_after(max(0.5, arguments.seconds - 0.5), where.in_words)
+    say_where_after(max(0.5, arguments.seconds - 0.5))
     stamps = {}
 
     def stamp(stage: str) -> None:
@@ -51,6 +64,7 @@ def main() -> None:
     import torch
 
     from benchmarks.gpu_parts.models import random_model
+    from benchmarks.phases import watched
     from selective_compile.bench.peers import greedy_without_end
     from selective_compile.options import EngineConfig
     from selective_compile.runtime.engine import Engine
@@ -58,14 +72,21 @@ def main() -> None:
     stamp("imports")
     model = random_model(arguments.model, torch.device("cpu" if arguments.tiny else "cuda"), tiny=arguments.tiny)
     stamp("weights")
-    engine = Engine(model, EngineConfig(max_kv_tokens=2048))
-    stamp("engine")
-    next(iter(engine.submit(range(100), greedy_without_end(2))))
+    # A dry run compiles nothing: it has a C++ compiler's half minute for that, and no GPU.
+    less: dict[str, Any] = {"compile": False, "implementation": "reference"} if arguments.tiny else {}
+    with watched(FUNCTIONS) as phases:
+        engine = Engine(model, EngineConfig(max_kv_tokens=2048, **less))
+        stamp("engine")
+        next(iter(engine.submit(range(100), greedy_without_end(2))))
     stamp("first token")
-    from torch._dynamo.utils import counters
+    from torch._dynamo import utils
 
-    found = {TRACED: counters["stats"]["unique_graphs"], WHERE: where.longest()}
-    print(json.dumps(stamps | found), file=out, flush=True)
+    found = {TRACED: utils.counters["stats"]["unique_graphs"]}
+    own = {phase: clock for phase, (_, clock) in phases.items()}
+    torchs = {f"torch: {name}": sum(times) for name, times in utils.compilation_time_metrics.items()}
+    longest = sorted(torchs, key=torchs.__getitem__, reverse=True)[:LONGEST]
+    told = {PHASES: own | {name: torchs[name] for name in longest}}
+    print(json.dumps(stamps | found | told), file=out, flush=True)
     sys.stderr.flush()
     os._exit(0)
 

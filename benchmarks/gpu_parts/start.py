@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_parts.failures import reason, said_in
-from benchmarks.gpu_parts.first_token import TRACED, WHERE
+from benchmarks.gpu_parts.first_token import PHASES, TRACED
 from benchmarks.gpu_parts.isolated import ENDING, read_lines
 from benchmarks.gpu_parts.jobs import ROOT, Context, caches_in
 
@@ -50,23 +50,23 @@ def start_each(context: Context, environment: Mapping[str, str]) -> None:
             return
         try:
             stamps = first_token(context, environment)
-            traced, where = int(stamps.pop(TRACED)), stamps.pop(WHERE)
+            traced, phases = int(stamps.pop(TRACED)), stamps.pop(PHASES)
             if context.tiny and traced != graphs:
                 raise ValueError(f"a {start} must trace {graphs} graphs, got {traced}")
         except (OSError, ValueError) as error:
             context.fail(name, reason(error))
             return
         seconds = stamps["first token"]
-        figures = {"seconds": seconds, "stamps": stamps, "traced": traced, WHERE: where}
+        figures = {"seconds": seconds, "stamps": stamps, "traced": traced, PHASES: phases}
         stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in stamps.items())
         text = f"{stamps['first token']:9.1f} s  ({stages}; {TRACED}: {traced})"
         context.tell(context.job.row(name, figures=figures, text=text))
 
 
 def first_token(context: Context, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Seconds from the start of a process to each of its stages, how many graphs it `TRACED`, and `WHERE` its time
-    went; the next one finds what it compiled and captured. It is ended when it has told them, with the processes that
-    it started, since how long these take to end is no part of it.
+    """Seconds from the start of a process to each of its stages, how many graphs it `TRACED`, and what the
+    `PHASES` of the last two took; the next one finds what it compiled and captured. It is ended when it has told them,
+    with the processes that it started, since how long these take to end is no part of it.
 
     Raises:
         ValueError: it took too long, or failed.

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 
 LOOK = 0.5  # seconds between two looks at whether the parent is there
 
@@ -31,8 +30,9 @@ def end_with(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def say_where_after(seconds: float, beside: Callable[[], str] = str) -> None:
-    """Write to the error output where the main thread is by then, if this process has not ended, and what is `beside`.
+def say_where_after(seconds: float) -> None:
+    """Write to the error output where the main thread is by then, if this process has not ended: once, since whoever
+    asks for a thread's frames while Dynamo traces there may break it.
 
     By the interpreter itself: `faulthandler.dump_traceback_later` looks at threads while they run, and has crashed
     Python 3.12 by that.
@@ -42,7 +42,7 @@ def say_where_after(seconds: float, beside: Callable[[], str] = str) -> None:
         time.sleep(seconds)
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         where = "".join(traceback.format_stack(frame)) if frame is not None else "nowhere\n"
-        sys.stderr.write(f"after {seconds:.1f} s it is here, the innermost call last:\n{where}{beside()}")
+        sys.stderr.write(f"after {seconds:.1f} s it is here, the innermost call last:\n{where}")
         sys.stderr.flush()
 
     threading.Thread(target=say, daemon=True).start()
