@@ -16,7 +16,8 @@ import selective_compile.selection_ops
 import selective_compile.state_ops  # noqa: F401  (all register the operators that the flat graph calls)
 from selective_compile.passes.all_ones import all_ones
 from selective_compile.passes.attention import recognise_attention
-from selective_compile.passes.flatten import FlatGraph, flatten
+from selective_compile.passes.flat_graph import FlatGraph
+from selective_compile.passes.flatten import flatten
 from selective_compile.passes.isolate import isolate
 from selective_compile.passes.isolated_call import WholeModules
 from selective_compile.passes.latents import recognise_latents

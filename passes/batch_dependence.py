@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from selective_compile.isolated_op import isolated_rows
-from selective_compile.passes.flatten import FlatGraph
+from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.traced_graph import source_line
 
 # Matrix products by libraries that choose how to sum by the number of rows.

@@ -11,14 +11,15 @@ when a node that survives reads tokens by their own index.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
-from selective_compile.passes.axes import Axes, Axis, Sizes
+from selective_compile.passes.axes import Axes, Axis
+from selective_compile.passes.flat_examples import STATE_SLOTS, FlatExamples
+from selective_compile.passes.flat_graph import FlatGraph, reach_of
 from selective_compile.passes.isolate import replace_isolated
 from selective_compile.passes.latent_rows import latent_query, latent_row, latent_value
 from selective_compile.passes.normalise import Symbols, retrace, tidy
@@ -38,49 +39,11 @@ from selective_compile.passes.traced_graph import (
     TokenTensor,
     TracedGraph,
 )
-from selective_compile.step import Reach, reaches
+from selective_compile.step import reaches
 
 aten = torch.ops.aten
 PAGED = ("cu_seqlens_q", "context_lens", "block_table", "slot_mapping")
 UNPAGED = ("cu_seqlens_q",)
-STATE_SLOTS = "state_slots"
-HINT_TOKENS = 48
-
-
-@dataclass(kw_only=True)
-class FlatGraph:
-    """The rewritten graph.  Placeholders in order: weights, token inputs ``[1, T]``, positions ``[T]`` if used,
-    metadata, then if paged a key and a value pool per call site, or a key pool alone where latents are kept, a pool of
-    index keys per selection and a state pool per recurrence, then ``logit_rows [R]`` once pass 8 has run.
-
-    Calls that see equally far back share a block table and a slot mapping; those of the farthest are in the metadata
-    first, those of the others follow it in the order of ``reaches``, and then the slots of recurrent states."""
-
-    module: fx.GraphModule
-    weights: tuple[Input, ...]
-    tokens: tuple[Input, ...]
-    uses_positions: bool
-    metadata: tuple[str, ...]
-    calls: tuple[AttentionCall, ...]
-    selections: tuple[KeySelection, ...]
-    recurrences: tuple[RecurrentCall, ...]
-    reaches: tuple[Reach, ...]
-    symbols: Symbols
-    example_inputs: list[Any]
-    sizes: Sizes  # the symbols that the outputs' sizes are in
-    outputs: tuple[Axes | int | sympy.Expr, ...]  # what each output is in the [B, S] graph
-    proved_from: tuple[Input, ...] = ()  # buffers that a proof read; most leave the graph with the masks they made
-    quantised: tuple[int, ...] = ()  # of ``weights``: behind all placeholders, int8 numbers and scales for each
-    joined: tuple[tuple[int, ...], ...] = ()  # of ``weights``: behind those, a tensor over each group
-
-    @property
-    def prefix(self) -> int:
-        """How many of a request's first positions are seen by tokens in front of them, by any call; 0: none."""
-        return max((call.family.prefix for call in self.calls if call.family is not None), default=0)
-
-    @property
-    def device(self) -> torch.device:
-        return self.tokens[0].node.meta["val"].device
 
 
 class Flattener:
@@ -366,7 +329,8 @@ class Flattener:
         self.graph.lint()
         self.traced.module.recompile()
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
-        fakes = tuple(self.fake(node) for node in placeholders)
+        examples = FlatExamples(self.traced, self.symbols, self.reaches, frozenset(self.new.values()))
+        fakes = tuple(map(examples.of, placeholders))
         module = retrace(self.traced.module, self.symbols, fakes, self.traces)
         tidy(module)
         self.check_generality()
@@ -406,58 +370,6 @@ class Flattener:
             else:
                 self.graph.erase_node(given.node)
         return tuple(kept["weight"]), tuple(kept["tokens"])
-
-    def fake(self, node: fx.Node) -> Any:
-        """A symbolic example of one placeholder of the flat graph."""
-        with self.symbols.mode:
-            total = self.symbols.size("token", HINT_TOKENS)
-            if node in self.new.values():
-                return self.fake_new(node.name, total)
-            value = node.meta["val"]
-            if node in {given.node for given in self.traced.tokens()}:
-                return torch.empty([1, total, *value.shape[2:]], dtype=value.dtype, device=value.device)
-            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-
-    def fake_new(self, name: str, total: Any) -> torch.Tensor:
-        device = self.traced.tokens()[0].node.meta["val"].device
-        requests = self.symbols.size("requests", 6)
-        if name == "positions" or name.startswith("slot_mapping"):
-            return torch.empty([total], dtype=torch.int64, device=device)
-        if name == "cu_seqlens_q":
-            # A symbol of its own: Inductor must find each symbol as the whole size of some input.
-            return torch.empty([self.symbols.size("boundaries", 7)], dtype=torch.int32, device=device)
-        if name in ("context_lens", STATE_SLOTS):
-            dtype = torch.int32 if name == "context_lens" else torch.int64
-            return torch.empty([requests], dtype=dtype, device=device)
-        if name.startswith("block_table"):
-            return torch.empty([requests, self.symbols.size("max_blocks", 9)], dtype=torch.int32, device=device)
-        kind, index = name.split("_pool_")
-        if kind == "state":
-            recurrence = self.traced.recurrences[int(index)]
-            pool: list[Any] = [self.symbols.size("num_slots", 11), *recurrence.state_shape]
-            return torch.empty(pool, dtype=recurrence.state_dtype, device=device)
-        if kind == "index":
-            selection = self.traced.selections[int(index)]
-            return self.fake_pool(selection, selection.key)
-        call = self.traced.calls[int(index)]
-        if call.latent is not None:
-            return self.fake_pool(call, call.latent.rows, call.latent.row_size)
-        return self.fake_pool(call, call.key if kind == "key" else call.value)
-
-    def fake_pool(
-        self, call: AttentionCall | KeySelection, operand: Operand, row_size: int | None = None
-    ) -> torch.Tensor:
-        value = operand.node.meta["val"]
-        group = self.group_of(call)  # whose pools have a number of blocks of their own
-        blocks = self.symbols.size(f"num_blocks_{group}" if group else "num_blocks", 27 + group)
-        block_size = self.symbols.size("block_size", 16)
-        shape: list[Any] = [blocks, operand.heads, block_size, row_size or operand.head_size]
-        return torch.empty(shape, dtype=value.dtype, device=value.device)
-
-
-def reach_of(call: AttentionCall | KeySelection) -> Reach:
-    assert call.family is not None
-    return Reach(window=call.family.window, chunk=call.family.chunk)
 
 
 def flatten(traced: TracedGraph, *, paged: bool, traces: Traces | None = None) -> FlatGraph:

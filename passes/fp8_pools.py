@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from selective_compile import fp8_rows
-from selective_compile.passes.flatten import FlatGraph
+from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.int8_pools import placeholders, pools_of
 
 

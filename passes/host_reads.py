@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from selective_compile.passes.flatten import FlatGraph
+from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.traced_graph import source_line
 
 # Whose operators are known; what another library's does on the host, only that knows.

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from selective_compile.int8_rows import row_bytes
-from selective_compile.passes.flatten import FlatGraph
+from selective_compile.passes.flat_graph import FlatGraph
 
 # Which arguments of the operators are pools of keys and values.
 POOLS = {

@@ -26,7 +26,7 @@ from torch._dispatch.python import enable_python_dispatcher
 
 from selective_compile.joined_weights import ALIGNMENT, can_be_joined
 from selective_compile.passes.axes import size_expression
-from selective_compile.passes.flatten import FlatGraph
+from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.merge import readers_of_same_rows
 
 aten = torch.ops.aten

@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from selective_compile.passes.batch_dependence import is_kernel
-from selective_compile.passes.flatten import FlatGraph
+from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.repeats import Kinds, Repeat, alike_from, is_left_by_last, reads, repeats
 from selective_compile.passes.retrace import as_traced, kind_of, results_of
 

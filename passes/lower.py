@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from selective_compile.kernels.linear_call import TRITON_DTYPES
 from selective_compile.passes.batch_dependence import sums_one_term
-from selective_compile.passes.flatten import FlatGraph
+from selective_compile.passes.flat_graph import FlatGraph
 
 aten = torch.ops.aten
 

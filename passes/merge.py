@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from selective_compile.passes.flatten import FlatGraph
+from selective_compile.passes.flat_graph import FlatGraph
 
 ops = torch.ops.selective
 

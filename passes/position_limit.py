@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from selective_compile.passes.evaluate import CPU, ancestors, moved_to
-from selective_compile.passes.flatten import FlatGraph
+from selective_compile.passes.flat_graph import FlatGraph
 
 aten = torch.ops.aten
 LONGEST = 2**21

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from selective_compile.int8_ops import DTYPES, linears_int8
-from selective_compile.passes.flatten import FlatGraph
+from selective_compile.passes.flat_graph import FlatGraph
 
 ops = torch.ops.selective
 

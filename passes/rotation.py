@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from selective_compile.passes.axes import size_expression
 from selective_compile.passes.elements import SIGN, SOURCE, TABLE, Reader, Spelling, UnreadableError
-from selective_compile.passes.flatten import FlatGraph
+from selective_compile.passes.flat_graph import FlatGraph
 
 # One number of tokens might be that of heads as well, so that a value could be taken for its own transpose.
 PROBES = (2, 3)

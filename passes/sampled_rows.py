@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from selective_compile.passes.axes import size_expression
-from selective_compile.passes.flatten import FlatGraph
+from selective_compile.passes.flat_graph import FlatGraph
 
 aten = torch.ops.aten
 HINT_ROWS = 6

@@ -23,7 +23,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 
 from selective_compile.isolated_op import isolated_rows
 from selective_compile.layered import Layered
-from selective_compile.passes.flatten import FlatGraph
+from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.layer_cut import cut
 
 aten = torch.ops.aten

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from selective_compile.capture import CANNOT, device_of, logits_call, logits_of, takes
 from selective_compile.isolation_trial import alike
 from selective_compile.live_settings import LiveSettings, Read
-from selective_compile.passes.flatten import FlatGraph
+from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.traced_graph import source_line
 from selective_compile.skeleton import LENGTHS, Forward, skeleton
 from selective_compile.token_types import (

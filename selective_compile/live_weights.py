@@ -14,7 +14,7 @@ from selective_compile.capture import Captured
 from selective_compile.entries import Entries
 from selective_compile.live_conditions import LiveConditions
 from selective_compile.live_settings import NOTHING, LiveSettings
-from selective_compile.passes.flatten import FlatGraph
+from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.proved_tensors import ProvedTensors
 from selective_compile.tensor_state import States, states, strides
 

@@ -29,7 +29,7 @@ from selective_compile.live_weights import LiveWeights
 from selective_compile.ops import forced_implementation
 from selective_compile.options import EngineConfig
 from selective_compile.passes import Refusal, RefusedError, Rewrite, rewrite
-from selective_compile.passes.flatten import FlatGraph, reach_of
+from selective_compile.passes.flat_graph import FlatGraph, reach_of
 from selective_compile.passes.host_reads import host_read
 from selective_compile.passes.isolated_call import WholeModules
 from selective_compile.passes.position_limit import id_limit

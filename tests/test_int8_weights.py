@@ -22,7 +22,7 @@ from selective_compile.int8_weights import Int8Weights
 from selective_compile.isolated_program import IsolatedProgram
 from selective_compile.module_program import ModuleProgram
 from selective_compile.options import EngineConfig
-from selective_compile.passes.flatten import FlatGraph
+from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.quantise import quantise
 from selective_compile.runtime.engine import Engine
 from selective_compile.sequential_program import SequentialProgram

@@ -12,7 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from selective_compile.passes.attention import recognise_attention
-from selective_compile.passes.flatten import FlatGraph, flatten
+from selective_compile.passes.flat_graph import FlatGraph
+from selective_compile.passes.flatten import flatten
 from selective_compile.passes.functional import make_functional
 from selective_compile.passes.lengths import longest_request
 from selective_compile.passes.mask_proof import prove_masks

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selective_compile.passes.batch_dependence import batch_dependent, foreign_products
-from selective_compile.passes.flatten import FlatGraph, flatten
+from selective_compile.passes.flat_graph import FlatGraph
+from selective_compile.passes.flatten import flatten
 from selective_compile.passes.lower import lower
 from tests.passes.graphs import analysed, flat_arguments, sample
 

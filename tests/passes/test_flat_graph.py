@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selective_compile.passes import PIPELINE
-from selective_compile.passes.flatten import FlatGraph, flatten
+from selective_compile.passes.flat_graph import FlatGraph
+from selective_compile.passes.flatten import flatten
 from selective_compile.passes.lower import lower
 from selective_compile.passes.merge import merge
 from selective_compile.passes.normalise import tidy

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from selective_compile import ops
-from selective_compile.passes.flatten import FlatGraph, flatten
+from selective_compile.passes.flat_graph import FlatGraph
+from selective_compile.passes.flatten import flatten
 from selective_compile.passes.fp8_pools import keep_as_fp8
 from selective_compile.passes.fuse_rotary import fuse_rotary
 from selective_compile.passes.int8_pools import keep_as_int8

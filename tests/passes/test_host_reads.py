@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from selective_compile.options import EngineConfig
-from selective_compile.passes.flatten import FlatGraph, flatten
+from selective_compile.passes.flat_graph import FlatGraph
+from selective_compile.passes.flatten import flatten
 from selective_compile.passes.host_reads import POWERS, UNTAGGED, host_read
 from selective_compile.step_program import why_not_captured
 from tests.passes.graphs import analysed

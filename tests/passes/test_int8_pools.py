@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from selective_compile.passes.flatten import FlatGraph
+from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.int8_pools import keep_as_int8, placeholders
 from selective_compile.step_program import captured_and_rewritten
 from tests.models import tiny

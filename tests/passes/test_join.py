@@ -17,7 +17,8 @@ from selective_compile.compiled_step import CompiledStep
 from selective_compile.coverage.random_model import random_model, vocabulary_of
 from selective_compile.joined_weights import JoinedWeights
 from selective_compile.layered import Layered
-from selective_compile.passes.flatten import FlatGraph, flatten
+from selective_compile.passes.flat_graph import FlatGraph
+from selective_compile.passes.flatten import flatten
 from selective_compile.passes.join import join
 from selective_compile.passes.layer_cut import cut
 from selective_compile.step_program import StepProgram

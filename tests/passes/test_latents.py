@@ -13,7 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from selective_compile.passes import latent_rows, latents
-from selective_compile.passes.flatten import FlatGraph, flatten
+from selective_compile.passes.flat_graph import FlatGraph
+from selective_compile.passes.flatten import flatten
 from selective_compile.passes.latents import recognise_latents
 from selective_compile.passes.sampled_rows import keep_sampled_rows
 from selective_compile.passes.traced_graph import Latent

@@ -15,7 +15,7 @@ from selective_compile.capture import ATTENTION_MASK, capture
 from selective_compile.compiled_step import CompiledStep
 from selective_compile.layered import Layered
 from selective_compile.passes import rewrite
-from selective_compile.passes.flatten import FlatGraph
+from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.fuse_rotary import fuse_rotary
 from selective_compile.passes.layer_cut import cut
 from selective_compile.passes.normalise import Symbols
