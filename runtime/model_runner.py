@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain, groupby
-from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +15,13 @@ from torch import Tensor, nn
 from selective_compile.backend import Program, StepProgram, compile_step_program
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.batch import SMALLEST_INVARIANT
+from selective_compile.runtime.block_copies import BlockCopies, sent
 from selective_compile.runtime.device_chooser import DeviceChooser
 from selective_compile.runtime.device_draw import FIELDS
 from selective_compile.runtime.device_rows import DeviceRows
 from selective_compile.runtime.device_stream import DeviceStream, Work, stream_of
 from selective_compile.runtime.empty_steps import empty_step, largest_step
 from selective_compile.runtime.graph_sizes import decode_sizes, graph_sizes, mixed_sizes, worth_capturing
-from selective_compile.runtime.host_copies import copy_blocks
 from selective_compile.runtime.host_tier import BlockCopy, Copy
 from selective_compile.runtime.invariance import check_invariance
 from selective_compile.runtime.kv_cache import allocate_pools, bytes_per_block, num_blocks, reaches_of
@@ -100,9 +98,8 @@ class ModelRunner:
         size = bytes_per_block(sites, config.block_size)
         self.host_slots = _host_slots(self.program, config, size)
         slots = [self.host_slots] * len(blocks)
-        self._host_pools = allocate_pools(sites, slots, config.block_size, torch.device("cpu"))
-        kinds = reaches_of(sites)
-        self._sites_of = [[i for i, site in enumerate(sites) if site.reach == kind] for kind in kinds]
+        host_pools = allocate_pools(sites, slots, config.block_size, torch.device("cpu"))
+        self._copies = BlockCopies(self.stream, device, sites, self._pools, host_pools)
         self._weights_version = self.program.weights_version()
 
     def captures(self, config: EngineConfig) -> bool:
@@ -158,45 +155,14 @@ class ModelRunner:
     @torch.no_grad()
     def _go_on_from(self, requests: Sequence[RequestState], parents: Sequence[RequestState]) -> None:
         if self._states:
-            sources, targets = self._sent(self._slots.of(parents), self._slots.of(requests))
+            sources, targets = sent(self.stream, self.program.device, self._slots.of(parents), self._slots.of(requests))
             for pool in self._states:
                 pool[targets] = pool[sources]  # read before any is written: a parent may go on from another
         self.program.go_on_from(requests, parents)
 
     def copy(self, copies: Sequence[Copy | BlockCopy]) -> None:
         """Move blocks within the pools, and between them and the host's, in this order."""
-        self.stream.call(partial(self._copy, copies))
-
-    @torch.no_grad()
-    def _copy(self, copies: Sequence[Copy | BlockCopy]) -> None:
-        for within, some in groupby(copies, key=lambda copy: isinstance(copy, BlockCopy)):
-            if within:
-                self._copy_within([copy for copy in some if isinstance(copy, BlockCopy)])
-            else:
-                self._copy_to_and_from_host([copy for copy in some if isinstance(copy, Copy)])
-
-    def _copy_within(self, copies: Sequence[BlockCopy]) -> None:
-        """The source of one is never what one before it wrote: nobody shares a block that was just copied."""
-        by_table = attrgetter("table")
-        for table, every in groupby(sorted(copies, key=by_table), key=by_table):
-            moved = {copy.block: copy.source for copy in every}
-            blocks, sources = self._sent(list(moved), list(moved.values()))
-            for site in self._sites_of[table]:
-                for pool in self._pools[site]:
-                    pool[blocks] = pool[sources]
-
-    def _sent(self, *places: Sequence[int]) -> Tensor:
-        """Places in pools, on the device: as numbers, they would be copied there, and waited for, pool after pool."""
-        return self.stream.send(torch.tensor(places), self.program.device)
-
-    def _copy_to_and_from_host(self, copies: Sequence[Copy]) -> None:
-        for (to_host, table), run in groupby(copies, key=attrgetter("to_host", "table")):
-            # By what is written: of two copies to one place the later holds.
-            moved = {copy.slot if to_host else copy.block: copy for copy in run}.values()
-            (blocks,) = self._sent([copy.block for copy in moved])
-            slots = torch.tensor([copy.slot for copy in moved])
-            sites = [zip(self._pools[site], self._host_pools[site], strict=True) for site in self._sites_of[table]]
-            copy_blocks(self.stream, chain.from_iterable(sites), to_host=to_host, blocks=blocks, slots=slots)
+        self.stream.call(partial(self._copies.make, copies))
 
     def with_slots(self, inputs: StepInputs) -> StepInputs:
         """The inputs with a slot for each request whose states are kept.
