@@ -9,6 +9,8 @@ print(sc.explain(model))
 from __future__ import annotations
 
 import importlib
+import sys
+import threading
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
@@ -55,22 +57,27 @@ __all__ = [
 ]
 
 
+# Two threads that import at once what imports the other's see modules half made.
+_LOADING = threading.RLock()
+
+
 def __getattr__(name: str) -> Any:
     if name == "runtime":
         return importlib.import_module("selective_compile.runtime")
     if name not in HOMES:
         raise AttributeError(f"module 'selective_compile' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"selective_compile.{HOMES[name]}"), name)
+    with _LOADING:
+        return getattr(importlib.import_module(f"selective_compile.{HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *HOMES, "runtime"])
+    return sorted([*__all__, "__version__", "runtime"])
 
 
 def _register() -> None:
     """Make the backend known by name also where the package is not installed, as in a checkout: otherwise torch finds
     it by itself, and whoever imports this package alone need not wait for it."""
-    if entry_points(group="torch_dynamo_backends", name="selective"):
+    if "torch._dynamo" not in sys.modules and entry_points(group="torch_dynamo_backends", name="selective"):
         return
     import torch
 

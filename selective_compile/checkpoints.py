@@ -129,6 +129,10 @@ def device_named(name: str) -> torch.device:
         raise ValueError(f"device must be one that torch knows, such as cpu or cuda, got {name!r}") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device must be cpu where torch finds no GPU, got {name!r}")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch was built without it, or there is none
+        raise ValueError(f"device must be one that is there, got {name!r}: {first_line(error)}") from error
     return device
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
@@ -20,13 +20,11 @@ from typer.core import TyperGroup
 from selective_compile.bench.command import bench_command
 from selective_compile.choices import DtypeName
 from selective_compile.coverage.command import coverage_command
+from selective_compile.interrupts import INTERRUPTED, WORD, ending_at_once, raising
 from selective_compile.measuring import logit_error_command
 from selective_compile.replaying import replay_command
+from selective_compile.terminal import begin
 
-if TYPE_CHECKING:
-    from selective_compile.progress import ProgressBars
-
-INTERRUPTED = 130
 ERRORS_OF_WORK = (
     ("selective_compile.runtime.step_loop", "StepError"),
     ("selective_compile.bench.peers", "PeerError"),
@@ -38,11 +36,14 @@ ERRORS_OF_WORK = (
 def failures_in_a_line() -> Iterator[None]:
     """What a user can mend is told in words and not by a traceback; a bug still shows where it is."""
     try:
-        yield
+        with raising():
+            yield
+    except BrokenPipeError:  # whoever read it has seen enough, which typer knows how to end
+        raise
     except users_errors() as error:
         fail(str(error))
     except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
+        typer.echo(WORD, err=True)
         raise typer.Exit(INTERRUPTED) from None
 
 
@@ -112,9 +113,10 @@ def demo_command(
     selective-compile demo --requests 40 --kv-tokens 640 --picture preempted.svg
     selective-compile demo --model Qwen/Qwen2.5-0.5B --dtype float32 --requests 8
     """
-    from selective_compile import checkpoints, demo, tables
-    from selective_compile.options import EngineConfig
-    from selective_compile.schedule_picture import check_path, write_schedule
+    with ending_at_once():
+        from selective_compile import checkpoints, demo, tables
+        from selective_compile.options import EngineConfig
+        from selective_compile.schedule_picture import check_path, write_schedule
 
     check_path(picture)
     config = EngineConfig(token_budget=token_budget, max_kv_tokens=kv_tokens, compile=compiled, record=record)
@@ -180,9 +182,10 @@ def generate_command(
     selective-compile generate --stream --temperature 0.8 --seed 3 "the key is in"
     selective-compile generate --model ./checkpoint --json < prompts.txt
     """
-    from selective_compile import checkpoints
-    from selective_compile.generating import Prompts, generate_all, generate_streaming
-    from selective_compile.options import EngineConfig
+    with ending_at_once():
+        from selective_compile import checkpoints
+        from selective_compile.generating import Prompts, generate_all, generate_streaming
+        from selective_compile.options import EngineConfig
 
     chosen = Prompts.of(
         prompts or lines_of_stdin(),
@@ -226,8 +229,9 @@ def explain_command(
     selective-compile explain
     selective-compile explain --model mistralai/Mistral-7B-v0.1 --json
     """
-    from selective_compile import checkpoints
-    from selective_compile.backend import explain
+    with ending_at_once():
+        from selective_compile import checkpoints
+        from selective_compile.backend import explain
 
     stages, out = begin(None)
     with stages("loading the model"):
@@ -248,26 +252,12 @@ app.command("replay")(replay_command)
 app.command("logit-error")(logit_error_command)
 
 
-def begin(threads: int | None) -> tuple[ProgressBars, Any]:
-    """Bars on standard error, text on standard output; transformers, which has bars of its own, is silenced."""
-    import transformers
-
-    from selective_compile.progress import ProgressBars
-    from selective_compile.tables import console
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)
-    return ProgressBars(console(stderr=True)), console()
-
-
 def lines_of_stdin() -> list[str]:
     """Prompts, one a line, empty lines left out; none from a terminal, where nobody would know what it waits for."""
-    return [] if sys.stdin.isatty() else [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    if sys.stdin is None or sys.stdin.isatty():
+        return []
+    return [line.rstrip("\n") for line in sys.stdin if line.strip()]
 
 
 def main() -> None:
-    app()
+    app(prog_name="selective-compile")

@@ -292,4 +292,6 @@ def worst_choice(model: nn.Module, prompt_ids: Sequence[int], tokens: Sequence[i
 
 def schedule_labels(requests: Sequence[DemoRequest]) -> Mapping[RequestId, str]:
     """Number and end of each prompt: prompts that begin alike differ there."""
-    return {number: f"#{number} {request.text.strip()[-20:]}" for number, request in enumerate(requests)}
+    texts = [request.text.strip() for request in requests]
+    ends = [text if len(text) <= 20 else f"...{text[-17:]}" for text in texts]
+    return {number: f"#{number} {end}" for number, end in enumerate(ends)}

@@ -41,6 +41,8 @@ class Prompts:
         if not texts or not all(texts):
             got = "none" if not texts else "an empty one"
             raise ValueError(f"prompts must be given, as arguments or as lines of standard input, got {got}")
+        if odd := [text for text in texts if text.encode("utf-8", "ignore").decode() != text]:
+            raise ValueError(f"prompts must be text, got bytes that are no UTF-8: {odd[0]!r}")
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
         filtered = top_k is not None or top_p is not None
         if temperature == 0 and filtered:

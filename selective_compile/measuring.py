@@ -11,6 +11,8 @@ import typer
 from rich.text import Text
 
 from selective_compile.choices import DtypeName, KvDtype, Weights
+from selective_compile.interrupts import ending_at_once
+from selective_compile.terminal import begin
 
 if TYPE_CHECKING:
     from selective_compile.checkpoints import Checkpoint
@@ -44,17 +46,12 @@ def logit_error_command(
     selective-compile logit-error --kv-dtype auto --weights int8
     selective-compile logit-error --model ./checkpoint --dtype bfloat16 "$(cat a-long-text.txt)"
     """
-    import torch
+    with ending_at_once():
+        from selective_compile import checkpoints
+        from selective_compile.options import EngineConfig
+        from selective_compile.runtime.logit_error import logit_error
 
-    from selective_compile import checkpoints
-    from selective_compile.options import EngineConfig
-    from selective_compile.progress import ProgressBars
-    from selective_compile.runtime.logit_error import logit_error
-    from selective_compile.tables import console
-
-    stages = ProgressBars(console(stderr=True))
-    if threads is not None:
-        torch.set_num_threads(threads)
+    stages, out = begin(threads)
     with stages("loading the model"):
         checkpoint = checkpoints.load(model, dtype=dtype, trust_remote_code=trust)
     config = EngineConfig(kv_dtype=kv_dtype, weights=weights, max_attention_window=max_attention_window, compile=False)
@@ -63,7 +60,7 @@ def logit_error_command(
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(error), indent=1))
     else:
-        console().print(Text(str(error)), soft_wrap=True)
+        out.print(Text(str(error)), soft_wrap=True)
 
 
 def token_ids(checkpoint: Checkpoint, prompts: Sequence[str] | None) -> list[list[int]]:

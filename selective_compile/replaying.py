@@ -12,6 +12,8 @@ import typer
 from rich.text import Text
 
 from selective_compile.choices import DtypeName
+from selective_compile.interrupts import ending_at_once
+from selective_compile.terminal import begin
 
 if TYPE_CHECKING:
     from selective_compile.runtime.replay import Replayed
@@ -48,19 +50,20 @@ def replay_command(
     selective-compile replay run.jsonl
     selective-compile replay run.jsonl --schedule-only --picture run.svg --trace run.json
     """
-    from selective_compile import checkpoints
-    from selective_compile.progress import ProgressBars
-    from selective_compile.runtime.replay import EventLog, replay_schedule
-    from selective_compile.runtime.replay_engine import replay_engine
-    from selective_compile.runtime.trace_file import TraceFile
-    from selective_compile.schedule_picture import write_schedule
-    from selective_compile.tables import console
+    if not log.is_file():
+        raise ValueError(f"the log must be a file, got {str(log)!r}")
+    with ending_at_once():
+        from selective_compile import checkpoints
+        from selective_compile.runtime.replay import EventLog, replay_schedule
+        from selective_compile.runtime.replay_engine import replay_engine
+        from selective_compile.runtime.trace_file import TraceFile
+        from selective_compile.schedule_picture import write_schedule
 
     check_files(log, picture=picture, record=record, trace=trace)
     if record is not None and schedule_only:
         raise ValueError("--record must not come with --schedule-only, which serves nothing")
     events = EventLog.read(log)
-    stages = ProgressBars(console(stderr=True))
+    stages, out = begin()
     records: list[StepRecord] = []
     with ExitStack() as stack:
         observers: list[StepObserver] = [records.append]
@@ -83,10 +86,10 @@ def replay_command(
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(replayed), indent=1))
     else:
-        console().print(Text(summary(replayed, schedule_only=schedule_only)), soft_wrap=True)
+        out.print(Text(summary(replayed, schedule_only=schedule_only)), soft_wrap=True)
         for name, path in (("picture of the schedule", picture), ("trace", trace)):
             if path is not None:
-                console().print(Text(f"{name}: {path.absolute()}"), soft_wrap=True)
+                out.print(Text(f"{name}: {path.absolute()}"), soft_wrap=True)
     if replayed.difference is not None:
         raise ValueError(f"the replay must be what was recorded, got a difference: {replayed.difference}")
 

@@ -6,8 +6,10 @@ import functools
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -111,8 +113,10 @@ def test_a_checkout_that_is_not_installed_has_it_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["selective-compile", "--help"])
+    handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("selective_compile", run_name="__main__")
+    signal.signal(signal.SIGINT, handler)
     assert not ended.value.code
     assert " replay " in capsys.readouterr().out
 
@@ -141,6 +145,32 @@ def test_who_asks_for_help_or_mistypes_waits_for_no_library(arguments: list[str]
     done = subprocess.run([sys.executable, "-c", LIGHT, *arguments], capture_output=True, text=True)
     assert told in done.stdout + done.stderr
     assert done.stderr.endswith("[]\n")
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.4, 0.6, 1.5])
+def test_an_interrupt_before_there_is_work_is_a_word_too(seconds: float) -> None:
+    """Torch drops what Python raises while it loads, and nothing else would be told of it."""
+    code = "from selective_compile.__main__ import main; main()"
+    command = [sys.executable, "-c", f"import sys; sys.argv[1:] = ['explain']; {code}"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=60)
+    if process.returncode == -signal.SIGINT and seconds == 0.1:
+        pytest.skip("Python itself had not begun yet")
+    assert (process.returncode, out) == (130, "") and errors.splitlines()[-1] == "interrupted"
+    assert "Traceback" not in errors
+
+
+def test_what_cannot_be_printed_is_told_in_a_line() -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full")
+    code = "from selective_compile.__main__ import main; main()"
+    command = [sys.executable, "-c", f"import sys; sys.argv[1:] = ['--help']; {code}"]
+    with full.open("w") as out:
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1 and done.stderr.splitlines() == ["error: [Errno 28] No space left on device"]
 
 
 def test_words_are_completed() -> None:
@@ -340,6 +370,12 @@ def test_sampling_is_on_where_it_is_asked_for() -> None:
     assert options(temperature=0.5) | {"temperature": 1.0, "top_p": 0.9} == options(top_p=0.9)
     with pytest.raises(ValueError, match="temperature must be above 0 with top-k or top-p, got 0"):
         options(temperature=0.0, top_k=3)
+
+
+def test_prompts_that_are_no_text_are_told_in_a_line(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "prompts must be text, got bytes" in refused("generate", "--model", folder, "a\udcffb")
+    monkeypatch.setattr(sys, "stdin", None)
+    assert cli.lines_of_stdin() == []
 
 
 def test_generate_refuses_in_a_line(folder: str) -> None:

@@ -30,3 +30,28 @@ def test_in_a_checkout_it_makes_the_backend_known() -> None:
     assert "'selective'" in printed(f"{WITHOUT_ENTRY_POINT}{code}")
     code = "import torch; print(torch.compiler.list_backends(exclude_tags=()))"
     assert "'selective'" not in printed(f"{WITHOUT_ENTRY_POINT}{code}")
+
+
+def test_a_backend_that_was_installed_behind_torchs_look_is_made_known() -> None:
+    code = """
+import importlib.metadata
+known = importlib.metadata.entry_points
+importlib.metadata.entry_points = lambda **wanted: importlib.metadata.EntryPoints()
+import torch
+assert "selective" not in torch.compiler.list_backends(exclude_tags=())
+importlib.metadata.entry_points = known
+import selective_compile
+print("selective" in torch.compiler.list_backends(exclude_tags=()))
+"""
+    assert printed(code) == "True\n"
+
+
+def test_threads_that_ask_for_different_names_at_once_get_them() -> None:
+    code = """
+from concurrent.futures import ThreadPoolExecutor
+import selective_compile as sc
+with ThreadPoolExecutor(len(sc.__all__)) as threads:
+    found = list(threads.map(lambda name: getattr(sc, name).__class__ is not None, sc.__all__))
+print(all(found), {"HOMES", "Any"} & set(dir(sc)))
+"""
+    assert printed(code) == "True set()\n"

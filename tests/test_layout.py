@@ -58,6 +58,7 @@ LAYERS = (
         "shared_cores",
         "cores",
         "progress",
+        "interrupts",
     ),
     ("passes",),
     ("whole_functions", "live_settings"),
@@ -120,6 +121,7 @@ LAYERS = (
     (
         "checkpoints",
         "tables",
+        "terminal",
         "schedule_picture",
         "generating",
         "demo",

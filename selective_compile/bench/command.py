@@ -10,6 +10,8 @@ import typer
 from rich.text import Text
 
 from selective_compile.bench import settings
+from selective_compile.interrupts import ending_at_once
+from selective_compile.terminal import begin
 
 if TYPE_CHECKING:
     from selective_compile.bench.figures import Figures
@@ -57,13 +59,15 @@ def bench_command(
     selective-compile bench --show --out result.json
     selective-compile bench --quick
     """
-    from selective_compile.bench.figures import stored
-    from selective_compile.bench.peers import PeerError
-
     if out_file is not None and not out_file.absolute().parent.is_dir():
         raise ValueError(f"--out must lie in a folder that exists, got {str(out_file)!r}")
     if show and (out_file is None or not out_file.exists()):
-        raise ValueError(f"--show must come with an --out that exists, got {str(out_file)!r}")
+        got = "none" if out_file is None else repr(str(out_file))
+        raise ValueError(f"--show must come with an --out that exists, got {got}")
+    with ending_at_once():
+        from selective_compile.bench.figures import stored
+        from selective_compile.bench.peers import PeerError
+
     kept = {} if out_file is None else stored(out_file)
     runs = [
         settings.chosen(
@@ -94,16 +98,11 @@ def bench_command(
 
 def measured(runs: list[settings.BenchSettings], kept: dict[str, Figures], out_file: Path | None) -> dict[str, Figures]:
     """The results of these runs; written, beside those kept, as soon as each is there."""
-    import transformers
+    with ending_at_once():
+        from selective_compile.bench.figures import store
+        from selective_compile.bench.rounds import run_benchmark
 
-    from selective_compile.bench.figures import store
-    from selective_compile.bench.rounds import run_benchmark
-    from selective_compile.progress import ProgressBars
-    from selective_compile.tables import console
-
-    transformers.utils.logging.disable_progress_bar()  # there are bars of ours
-    transformers.utils.logging.set_verbosity_error()
-    stages = ProgressBars(console(stderr=True))
+    stages, _ = begin()
     results: dict[str, Figures] = {}
     for each in runs:
         for name, figures in run_benchmark(each, stages):

@@ -11,6 +11,8 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from selective_compile.interrupts import ending_at_once
+
 
 def coverage_command(
     types: Annotated[str | None, typer.Option(help="Some, with commas.", show_default="all registered ones")] = None,
@@ -40,11 +42,12 @@ def coverage_command(
     """
     if generation:
         return print_ledger(as_json)
-    from selective_compile.coverage import page as pages
-    from selective_compile.coverage.standing import VERDICTS, bars, verdict, wrong
-    from selective_compile.coverage.sweep import Sweep, chosen_types, stored
-    from selective_compile.progress import ProgressBars
-    from selective_compile.tables import console
+    with ending_at_once():
+        from selective_compile.coverage import page as pages
+        from selective_compile.coverage.standing import VERDICTS, bars, verdict, wrong
+        from selective_compile.coverage.sweep import Sweep, chosen_types, stored
+        from selective_compile.progress import ProgressBars
+        from selective_compile.tables import console
 
     if mutations:
         return mutate(types, jobs or os.cpu_count() or 1, page, as_json)
@@ -84,11 +87,12 @@ def coverage_command(
 
 
 def mutate(types: str | None, jobs: int, page: Path | None, as_json: bool) -> None:
-    from selective_compile.coverage.mutation_table import mutation_page, tried, wrong_ones
-    from selective_compile.coverage.mutations import MUTATED
-    from selective_compile.coverage.sweep import chosen_types
-    from selective_compile.progress import ProgressBars
-    from selective_compile.tables import console
+    with ending_at_once():
+        from selective_compile.coverage.mutation_table import mutation_page, tried, wrong_ones
+        from selective_compile.coverage.mutations import MUTATED
+        from selective_compile.coverage.sweep import chosen_types
+        from selective_compile.progress import ProgressBars
+        from selective_compile.tables import console
 
     chosen = chosen_types(types) if types is not None else MUTATED
     out = console()
@@ -108,8 +112,9 @@ def mutate(types: str | None, jobs: int, page: Path | None, as_json: bool) -> No
 
 
 def print_ledger(as_json: bool) -> None:
-    from selective_compile import generation_ledger
-    from selective_compile.tables import console
+    with ending_at_once():
+        from selective_compile import generation_ledger
+        from selective_compile.tables import console
 
     entries = generation_ledger.ledger()
     if as_json:
