@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from selective_compile.cache_reach import cache_refusal
 from selective_compile.capture import (
     CANNOT,
     UNTRACEABLE,
@@ -113,8 +114,11 @@ def prove(
             raise RefusedError(hooks)  # not to be isolated: trials of a part would call them too
         with on_device_of(model):  # for trials
             found = ragged(model, fallback, max_window, latents=latents, keep=keep)
-            departure = one_token_refusal(model, found.isolated, prefix=prefix_of(found)) or handed_refusal(model)
-            departure = departure or goes_on_otherwise(model, found)
+            departure = None if max_window else cache_refusal(model, found.rewritten.traced.calls)
+            departure = departure or one_token_refusal(
+                model, found.isolated, prefix=prefix_of(found), longest=found.max_positions(model)
+            )
+            departure = departure or handed_refusal(model) or goes_on_otherwise(model, found)
         if departure is not None:  # not for isolated modules: `generate` has it in every step, and they see more tokens
             raise RefusedError([departure])
         return found

@@ -22,6 +22,9 @@ from selective_compile.sequential_program import OneRequest, stepped, why_not_ru
 from selective_compile.skeleton import Forward, skeleton, structure_of
 
 TOKENS, PROMPT = 7, 4
+# Of a longer request, where steps of `generate` may depart from the forward with what it counts or keeps of a few dozen
+# tokens: as many as a trial of isolated modules takes.
+LONGER, STEPS = 66, 3
 TOKEN_IDS = 8  # there are as many in any vocabulary
 # Of the spread of the numbers, as in `isolation_trial`.
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 0.05}
@@ -30,7 +33,9 @@ Pair = tuple[Tensor, Tensor]  # of a token by itself, of it among others
 
 
 @torch.no_grad()
-def one_token_refusal(model: nn.Module, isolated: Collection[str] = (), *, prefix: int = 0) -> Refusal | None:
+def one_token_refusal(
+    model: nn.Module, isolated: Collection[str] = (), *, prefix: int = 0, longest: int | None = None
+) -> Refusal | None:
     """What to say of ``model`` if its logits of a token that it is given by itself are others, or those of a call after
     another; None if the same.
 
@@ -38,8 +43,10 @@ def one_token_refusal(model: nn.Module, isolated: Collection[str] = (), *, prefi
         isolated: paths of modules of which each request has its own, with what calls leave in them.
         prefix: so many first tokens see one another, so that one by itself is another: then only calls after another
             are tried here, and `prefix_refusal` tries the others.
+        longest: tokens that a request can have at most, None: as many as it likes.
     """
-    ids = torch.randint(0, TOKEN_IDS, (TOKENS,), generator=torch.Generator().manual_seed(0)).to(device_of(model))
+    many = torch.randint(0, TOKEN_IDS, (LONGER,), generator=torch.Generator().manual_seed(0)).to(device_of(model))
+    many, ids = many[:longest], many[:TOKENS]
     with unchanged(model):
         if departs(pairs(lambda: called_again(model, ids, isolated))):
             return refusal(model, "", "tokens once it was called", "when it is called first", "state of earlier calls")
@@ -47,7 +54,10 @@ def one_token_refusal(model: nn.Module, isolated: Collection[str] = (), *, prefi
             return None
         if departs(pairs(lambda: [(logits(model, two[:1])[0], logits(model, two)[0]) for two in ids.split(2)[:-1]])):
             return refusal(model, departing_module(model, ids[:2]), "a prompt of one token")
-        if departs_in_generate(model, ids):
+        longer = [many] if len(many) > TOKENS else []
+        if departs_in_generate(model, ids, PROMPT) or any(
+            departs_in_generate(model, each, len(each) - STEPS) for each in longer
+        ):
             return refusal(model, "", "one token and a cache, as in steps of generate")
     return None
 
@@ -66,14 +76,15 @@ def called_again(model: nn.Module, ids: Tensor, isolated: Collection[str]) -> li
     return list(zip(found[1:], found, strict=False))
 
 
-def departs_in_generate(model: nn.Module, ids: Tensor) -> bool:
-    """Whether a token that `generate` steps by itself, with a cache, gives other logits than among all of them."""
+def departs_in_generate(model: nn.Module, ids: Tensor, prompt: int) -> bool:
+    """Whether a token that `generate` steps by itself behind so many, with a cache, gives other logits than among all
+    of them."""
     if why_not_run(model):
         return False
 
     def found() -> list[Pair]:
-        stepped_alone = by_generate(model, ids, [PROMPT] + [1] * (TOKENS - PROMPT))
-        return list(zip(stepped_alone, logits(model, ids)[PROMPT - 1 :], strict=True))
+        stepped_alone = by_generate(model, ids, [prompt] + [1] * (len(ids) - prompt))
+        return list(zip(stepped_alone, logits(model, ids)[prompt - 1 :], strict=True))
 
     return departs(pairs(found))
 

@@ -61,7 +61,7 @@ LAYERS = (
         "interrupts",
     ),
     ("passes",),
-    ("whole_functions", "live_settings"),
+    ("whole_functions", "cache_reach", "live_settings"),
     (
         "backend",
         "report",
