@@ -74,13 +74,18 @@ def mark_token_axes(traced: TracedGraph) -> int:
     for node in traced.graph.nodes:
         if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor):
             traced.axes[node] = placeholder_axes(places[node], traced.sizes)
-        elif node.op == "get_attr":
+        elif node.op == "get_attr" and not is_graph(node):
             traced.axes[node] = Axes(dims=tuple((size,) if size != 1 else () for size in node.meta["val"].shape))
         elif node.op == "call_function":
             mark(traced, node)
     counted = {table for axes in traced.axes.values() for table in tables_counted(axes)}
     traced.proved_from += [given for given in traced.inputs if given.node in counted]
     return len(traced.axes)
+
+
+def is_graph(node: Any) -> bool:
+    """Whether it is a graph that an operator runs, as a branch of `torch.cond`, and no tensor."""
+    return isinstance(node, fx.Node) and node.op == "get_attr" and "val" not in node.meta
 
 
 def holds_no_negative(table: Any) -> bool:
@@ -117,6 +122,9 @@ def mark(traced: TracedGraph, node: fx.Node) -> None:
             traced.refuse(node, "this result of an isolated module does not have tokens in exactly one dimension")
         else:
             traced.axes[node] = axes
+        return
+    if any(map(is_graph, node.all_input_nodes)):
+        traced.refuse(node, "it runs graphs of its own, which no rule reads")
         return
     try:
         traced.axes[node] = transfer(node, axes_of, traced.sizes)

@@ -298,7 +298,18 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
     for name, check in checks.items():
         if values.get(name) is not None:
             values[name] = check(name, values[name])
+    _refuse_forced_and_suppressed(values)
     return values
+
+
+def _refuse_forced_and_suppressed(values: Mapping[str, Any]) -> None:
+    """As transformers does: no token would be left where one of them must come."""
+    suppressed = set(values.get("suppress_tokens") or ())
+    for name in ("forced_bos_token_id", "forced_eos_token_id"):
+        given = values.get(name)
+        forced = {given} if isinstance(given, int) else set(given or ())
+        if forced and forced <= suppressed:
+            raise ValueError(f"{name} must have a token that is not among suppress_tokens, got {sorted(forced)}")
 
 
 def _check_beams(values: dict[str, Any]) -> None:

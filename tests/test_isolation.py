@@ -27,6 +27,7 @@ from selective_compile.skeleton import skeleton
 from tests.decoders import MAX_POSITIONS, VOCABULARY, WIDTH, Decoder
 from tests.exactness import TOLERANCE, logits_in_chunks
 from tests.leaving import STAYS, served_while_one_leaves
+from tests.models import tiny
 from tests.oracle import assert_generated_alone, assert_same_tokens, reference_logits
 
 CONFIG = sc.EngineConfig(compile=False, token_budget=24, block_size=8, max_kv_tokens=8 * 10)
@@ -354,3 +355,21 @@ def test_who_leaves_between_plan_and_run_leaves_nothing(step: int, monkeypatch: 
     model, program = compiled(Decay)
     assert_same_tokens(model, STAYS, served_while_one_leaves(model, program, CONFIG, step, monkeypatch))
     assert not program._requests
+
+
+def test_branches_that_the_graph_has_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = tiny("llama", num_hidden_layers=1, initializer_range=0.2)
+    mlp = model.model.layers[0].mlp
+    own = mlp.forward
+
+    def branched(x: Tensor) -> Any:
+        return torch.cond(x.sum() > 30.0, lambda y: y * 1.5, lambda y: y * 1.0, (own(x),))
+
+    monkeypatch.setattr(mlp, "forward", branched)
+    with pytest.raises(RefusedError, match="runs graphs of its own"):
+        compile_step_program(model, sc.EngineConfig(compile=False, fallback="refuse"))
+    assert sc.explain(model).verdict in ("isolated", "sequential")
+    ids = torch.randint(1, 199, (1, 40), generator=torch.Generator().manual_seed(0))
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
+    found = sc.generate(model, ids, engine_config=sc.EngineConfig(compile=False), **options)
+    assert torch.equal(found, model.generate(ids, **options))

@@ -280,3 +280,17 @@ def test_a_value_that_transformers_refuses_is_refused_with_the_request() -> None
 def test_something_else_than_a_configuration() -> None:
     with pytest.raises(ValueError, match="generation_config must be a transformers.GenerationConfig, got"):
         resolve({"max_new_tokens": 3})
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("forced_bos_token_id", {"forced_bos_token_id": 0, "suppress_tokens": [0, 3]}),
+        ("forced_eos_token_id", {"forced_eos_token_id": [7, 3], "suppress_tokens": torch.tensor([3, 7])}),
+    ],
+)
+def test_a_token_must_be_left_where_one_is_forced(name: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{name} must have a token that is not among suppress_tokens"):
+        resolve(config_with(**fields))
+    less = {**fields, "suppress_tokens": [3]}
+    assert resolve(config_with(**less))
