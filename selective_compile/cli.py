@@ -17,6 +17,7 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
+from selective_compile import __version__
 from selective_compile.bench.command import bench_command
 from selective_compile.choices import DtypeName
 from selective_compile.coverage.command import coverage_command
@@ -71,6 +72,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def tell_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=tell_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
 
 Model = Annotated[
     str | None,

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from typer.testing import CliRunner, Result
 
+import selective_compile
 from selective_compile import backend, checkpoints, cli, demo, generating, tiny_model
 from selective_compile.backend import Program, compile_step_program
 from selective_compile.bench import rounds, settings
@@ -171,6 +172,10 @@ def test_what_cannot_be_printed_is_told_in_a_line() -> None:
     with full.open("w") as out:
         done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1 and done.stderr.splitlines() == ["error: [Errno 28] No space left on device"]
+
+
+def test_the_version_is_told() -> None:
+    assert ok("--version").stdout == f"{selective_compile.__version__}\n"
 
 
 def test_words_are_completed() -> None:
