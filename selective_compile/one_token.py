@@ -54,10 +54,8 @@ def one_token_refusal(
             return None
         if departs(pairs(lambda: [(logits(model, two[:1])[0], logits(model, two)[0]) for two in ids.split(2)[:-1]])):
             return refusal(model, departing_module(model, ids[:2]), "a prompt of one token")
-        longer = [many] if len(many) > TOKENS else []
-        if departs_in_generate(model, ids, PROMPT) or any(
-            departs_in_generate(model, each, len(each) - STEPS) for each in longer
-        ):
+        trials = {PROMPT: ids, len(many) - STEPS: many}  # by the prompt's length; the same one of a model of few tokens
+        if any(departs_in_generate(model, each, prompt) for prompt, each in trials.items() if 0 < prompt < len(each)):
             return refusal(model, "", "one token and a cache, as in steps of generate")
     return None
 
