@@ -45,8 +45,7 @@ def one_token_refusal(
             are tried here, and `prefix_refusal` tries the others.
         longest: tokens that a request can have at most, None: as many as it likes.
     """
-    many = torch.randint(0, TOKEN_IDS, (LONGER,), generator=torch.Generator().manual_seed(0)).to(device_of(model))
-    many, ids = many[:longest], many[:TOKENS]
+    ids = drawn(model, TOKEN_IDS, TOKENS, seed=0)[:longest]
     with unchanged(model):
         if departs(pairs(lambda: called_again(model, ids, isolated))):
             return refusal(model, "", "tokens once it was called", "when it is called first", "state of earlier calls")
@@ -54,10 +53,33 @@ def one_token_refusal(
             return None
         if departs(pairs(lambda: [(logits(model, two[:1])[0], logits(model, two)[0]) for two in ids.split(2)[:-1]])):
             return refusal(model, departing_module(model, ids[:2]), "a prompt of one token")
-        trials = {PROMPT: ids, len(many) - STEPS: many}  # by the prompt's length; the same one of a model of few tokens
-        if any(departs_in_generate(model, each, prompt) for prompt, each in trials.items() if 0 < prompt < len(each)):
+        if departs_in_generate(model, ids, PROMPT) or departs_later(model, LONGER if longest is None else longest):
             return refusal(model, "", "one token and a cache, as in steps of generate")
     return None
+
+
+def drawn(model: nn.Module, vocabulary: int, count: int, *, seed: int) -> Tensor:
+    """[count] token ids, where the model is."""
+    found = torch.randint(0, vocabulary, (count,), generator=torch.Generator().manual_seed(seed))
+    return found.to(device_of(model))
+
+
+def departs_later(model: nn.Module, longest: int) -> bool:
+    """Whether steps behind a longer prompt depart in most of them, and of other tokens, too: among so many, one of two
+    scores that are nearly equal may be the larger by rounding alone, where a router or an indexer chooses by them."""
+    count = min(LONGER, longest)
+    if count <= TOKENS:
+        return False
+    trials = (drawn(model, vocabulary_of(model), count, seed=seed) for seed in (1, 2))
+    return all(departs_in_generate(model, ids, count - STEPS, in_most=True) for ids in trials)
+
+
+def vocabulary_of(model: Any) -> int:
+    """How many token ids there are, or as many as any vocabulary has; of few, many tokens would be alike."""
+    try:
+        return int(model.get_input_embeddings().weight.shape[0])
+    except CANNOT:
+        return TOKEN_IDS
 
 
 def called_again(model: nn.Module, ids: Tensor, isolated: Collection[str]) -> list[Pair]:
@@ -74,17 +96,17 @@ def called_again(model: nn.Module, ids: Tensor, isolated: Collection[str]) -> li
     return list(zip(found[1:], found, strict=False))
 
 
-def departs_in_generate(model: nn.Module, ids: Tensor, prompt: int) -> bool:
+def departs_in_generate(model: nn.Module, ids: Tensor, prompt: int, *, in_most: bool = False) -> bool:
     """Whether a token that `generate` steps by itself behind so many, with a cache, gives other logits than among all
     of them."""
-    if why_not_run(model):
+    if why_not_run(model) or len(ids) <= prompt:
         return False
 
     def found() -> list[Pair]:
         stepped_alone = by_generate(model, ids, [prompt] + [1] * (len(ids) - prompt))
         return list(zip(stepped_alone, logits(model, ids)[prompt - 1 :], strict=True))
 
-    return departs(pairs(found))
+    return departs(pairs(found), in_most=in_most)
 
 
 def pairs(run: Callable[[], list[Pair]]) -> list[Pair]:
@@ -95,13 +117,14 @@ def pairs(run: Callable[[], list[Pair]]) -> list[Pair]:
         return []
 
 
-def departs(found: list[Pair]) -> bool:
+def departs(found: list[Pair], *, in_most: bool = False) -> bool:
     """In float32, whether any pair differs; else, where rounding decides whom a router chooses, whether most do."""
     if not found:
         return False
     differences = torch.stack([((a.float() - b.float()).abs().max() / b.float().std()) for a, b in found])
     dtype = found[0][0].dtype
-    worst = differences.max() if dtype in (torch.float32, torch.float64) else differences.median()
+    any_counts = dtype in (torch.float32, torch.float64) and not in_most
+    worst = differences.max() if any_counts else differences.median()
     return bool(worst > TOLERANCES.get(dtype, COARSE))
 
 
