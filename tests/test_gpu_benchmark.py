@@ -30,6 +30,7 @@ from benchmarks.gpu_parts import (
     ceilings,
     command,
     decoding,
+    launches,
     profiled,
     start,
     steps,
@@ -461,6 +462,7 @@ def test_ceilings_at_the_end_are_told_beside_those_of_the_beginning(monkeypatch:
     monkeypatch.setattr(ceilings, "best_copy", lambda *what: ceilings.Copied("copy_", 2e12, {}, {"copy_": 2e12}))
     monkeypatch.setattr(ceilings, "product_rate", lambda *what: 9e14)
     monkeypatch.setattr(timing.Timer, "about", lambda timer: {})
+    monkeypatch.setattr(launches, "tell", lambda *what: None)
     rows: list[Row] = []
     for part, first in (("ceilings", None), ("drift", Ceilings(4e12, 6e14))):
         perform(a_job(part=part, name=part, ceilings=first), rows.append)

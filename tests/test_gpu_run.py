@@ -280,7 +280,7 @@ def test_a_worker_says_when_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None
     began = Path(f"/proc/{worker._process.pid}/maps").read_text()
     assert "libtorch" in began, "it has imported what it needs"
     worker.perform(a_job(), rows.append, print)
-    assert [row.state for row in rows] == ["measured"] * 2
+    assert [row.state for row in rows] == ["measured"] * 4
 
 
 @pytest.mark.parametrize(
@@ -377,7 +377,7 @@ runpy.run_module("benchmarks.gpu_parts.worker", run_name="__main__")
     command_line = [sys.executable, "-c", code]
     done = subprocess.run(command_line, cwd=ROOT, input=a_job().to_json(), capture_output=True, text=True)
     ready, *rows = (line for line in done.stdout.splitlines() if line)
-    assert ready == isolated.READY and len(rows) == 2 and all(map(Row.from_line, rows)), done.stderr
+    assert ready == isolated.READY and len(rows) == 4 and all(map(Row.from_line, rows)), done.stderr
     assert "greetings of torch" in done.stderr
 
 
