@@ -14,6 +14,8 @@ import threading
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
+from selective_compile.version import __version__
+
 if TYPE_CHECKING:
     from selective_compile.backend import explain, selective
     from selective_compile.huggingface import generate, unwrap, wrap, wrapped
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from selective_compile.runtime.engine import Engine
     from selective_compile.runtime.request import Request
 
-__version__ = "0.1.0"
 
 # Loaded on first use: `torch.compile(model, backend="selective")` needs neither the engine nor transformers.
 HOMES = {

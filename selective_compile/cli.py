@@ -17,7 +17,6 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
-from selective_compile import __version__
 from selective_compile.bench.command import bench_command
 from selective_compile.choices import DtypeName
 from selective_compile.coverage.command import coverage_command
@@ -25,6 +24,7 @@ from selective_compile.interrupts import INTERRUPTED, WORD, ending_at_once, rais
 from selective_compile.measuring import logit_error_command
 from selective_compile.replaying import replay_command
 from selective_compile.terminal import begin
+from selective_compile.version import __version__
 
 ERRORS_OF_WORK = (
     ("selective_compile.runtime.step_loop", "StepError"),

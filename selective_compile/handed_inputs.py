@@ -7,7 +7,6 @@ is handed tells so exactly, where its logits could only be compared.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from selective_compile.capture import CANNOT, device_of
 from selective_compile.module_state import own_attributes, unchanged
 from selective_compile.passes import Refusal
 from selective_compile.sequential_program import OneRequest, step_arguments, stepped, why_not_run
+from selective_compile.where_refused import begin_of
 
 STEPS = (5, 1, 1)  # tokens: a prompt, and two that are generated
 TOKEN_IDS = 8  # there are as many in any vocabulary
@@ -59,11 +59,10 @@ def unlike(arguments: dict[str, Any], one: OneRequest) -> str:
 
 
 def refusal(model: Any, name: str) -> Refusal:
-    forward = inspect.unwrap(type(model).prepare_inputs_for_generation).__code__
     return Refusal(
         node="tokens",
         operator="inputs of generate",
         reason=f"generate hands the model other {name} than those of its tokens",
-        source_line=f"{forward.co_filename}:{forward.co_firstlineno}  def {forward.co_name}",
+        source_line=begin_of(type(model).prepare_inputs_for_generation),
         module="",
     )

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
-from selective_compile.cache_reach import told_by
 from selective_compile.entries import MISSING, Entries
 from selective_compile.passes import Refusal
 
@@ -64,7 +63,6 @@ class LiveSettings:
         # Of each module how many attributes it has, and the names of those that it must not get.
         self._dictionaries = [own for _, own in self._owners]
         self._sizes = list(map(len, self._dictionaries))
-        self._of_cache = told_by(self._dictionaries[0])
         self._not_own: list[frozenset[str]] = []
         objects: set[int] = set()
         of_classes: dict[type, frozenset[str]] = {}
@@ -120,8 +118,6 @@ class LiveSettings:
             if now is MISSING or now != known:  # a value may be another object that is equal
                 got = None if now is MISSING else now
                 return f"{path_of(path, name)!r} must stay {known!r}, as compiled, got {got!r}"
-        if told_by(self._dictionaries[0]) != self._of_cache:
-            return "what the configuration says of generate's cache must stay what it was when compiled, got another"
         return self._change_of_classes()
 
     def told(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from selective_compile.cache_reach import kept_keys
 from selective_compile.capture import Captured
 from selective_compile.entries import Entries
 from selective_compile.live_conditions import LiveConditions
@@ -29,6 +30,8 @@ class LiveWeights:
         Args:
             captured: what the graph was made of; None: nothing is known of what that read beside tensors.
         """
+        self._attributes = vars(model)
+        self._kept_keys = kept_keys(self._attributes.get("config"))
         self._settings = LiveSettings(model, captured.read if captured is not None else NOTHING)
         self._conditions = captured.holds_for(model) if captured is not None else None
         self._look_closely_at = 0.0
@@ -92,9 +95,11 @@ class LiveWeights:
             return f"modules must stay those it was compiled with, got another {name!r}"
         if change := self._settings.change():
             return change
-        if self._conditions is None or not (closely or monotonic() >= self._look_closely_at):
+        if not (closely or monotonic() >= self._look_closely_at):
             return ""
-        if change := self._conditions.change():
+        if kept_keys(self._attributes.get("config")) != self._kept_keys:
+            return "what the configuration says of generate's cache must stay what it was when compiled, got another"
+        if self._conditions is not None and (change := self._conditions.change()):
             return change
         self._look_closely_at = monotonic() + EVERY  # not behind a change, which the next step must see, too
         return ""

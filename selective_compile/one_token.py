@@ -7,7 +7,6 @@ Nor does a graph tell what a call leaves in the model, as a count of calls, for 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from typing import Any
@@ -20,6 +19,7 @@ from selective_compile.module_state import own_attributes, unchanged
 from selective_compile.passes import Refusal
 from selective_compile.sequential_program import OneRequest, stepped, why_not_run
 from selective_compile.skeleton import Forward, skeleton, structure_of
+from selective_compile.where_refused import begin_of
 
 TOKENS, PROMPT = 7, 4
 # Of a longer request, where steps of `generate` may depart from the forward with what it counts or keeps of a few dozen
@@ -188,11 +188,10 @@ def refusal(
     than: str = "of the same token among others",
     operator: str = "branch on one token",
 ) -> Refusal:
-    forward = inspect.unwrap(type(model.get_submodule(path)).forward).__code__
     return Refusal(
         node="tokens",
         operator=operator,
         reason=f"the model computes something else of {what} than {than}",
-        source_line=f"{forward.co_filename}:{forward.co_firstlineno}  def {forward.co_name}",
+        source_line=begin_of(type(model.get_submodule(path)).forward),
         module=path,
     )

@@ -7,7 +7,6 @@ step lets them see it.
 
 from __future__ import annotations
 
-import inspect
 from itertools import accumulate
 
 import torch
@@ -20,6 +19,7 @@ from selective_compile.one_token import TOKEN_IDS, Pair, by_generate, departs, p
 from selective_compile.passes import Refusal
 from selective_compile.sequential_program import why_not_run
 from selective_compile.step_program import StepProgram
+from selective_compile.where_refused import begin_of
 
 GENERATED = 3
 
@@ -56,11 +56,10 @@ def both(model: nn.Module, program: StepProgram, ids: Tensor, counts: list[int])
 
 
 def not_as_computed(model: nn.Module, reason: str) -> Refusal:
-    forward = inspect.unwrap(type(model).forward).__code__
     return Refusal(
         node="tokens",
         operator="prefix",
         reason=reason,
-        source_line=f"{forward.co_filename}:{forward.co_firstlineno}  def {forward.co_name}",
+        source_line=begin_of(type(model).forward),
         module="",
     )

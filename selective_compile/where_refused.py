@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import Any
 
@@ -63,3 +63,9 @@ def codes_of(kind: type) -> list[CodeType]:
 def holds_line(code: CodeType, frame: Any) -> bool:
     lines = [line for *_, line in code.co_lines() if line is not None]
     return code.co_filename == frame.filename and min(lines) <= frame.lineno <= max(lines)
+
+
+def begin_of(function: Callable[..., Any]) -> str:
+    """The line where a function begins that is refused as a whole."""
+    code = inspect.unwrap(function).__code__
+    return f"{code.co_filename}:{code.co_firstlineno}  def {code.co_name}"

@@ -29,7 +29,7 @@ def ids() -> torch.Tensor:
 @pytest.mark.parametrize("window", [8, 20])
 def test_a_window_that_the_cache_has_alone(window: int, ids: torch.Tensor) -> None:
     model = tiny("llama", attention="eager", initializer_range=0.25, sliding_window=window)
-    assert kept_keys(model) == [window] * 2
+    assert kept_keys(model.config) == [window] * 2
     report = sc.explain(model)
     assert report.verdict == "sequential" and f"it keeps the last {window} keys, and attention sees all" in str(report)
     own, found = answers(model, ids)
@@ -39,7 +39,7 @@ def test_a_window_that_the_cache_has_alone(window: int, ids: torch.Tensor) -> No
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3_text"])
 def test_windows_that_both_have(family: str) -> None:
     model = tiny(family)
-    assert any(kept_keys(model)) and sc.explain(model).verdict == "ragged"
+    assert any(kept_keys(model.config)) and sc.explain(model).verdict == "ragged"
 
 
 def test_a_window_that_only_the_cache_gets_later(ids: torch.Tensor) -> None:

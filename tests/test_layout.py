@@ -32,6 +32,7 @@ PACKAGE_OF_FOLDER = {
 LAYERS = (
     (
         "choices",
+        "version",
         "options",
         "huge_pages",
         "int8_rows",
@@ -61,9 +62,10 @@ LAYERS = (
         "interrupts",
     ),
     ("passes",),
-    ("whole_functions", "cache_reach", "live_settings"),
+    ("whole_functions", "live_settings"),
     (
         "backend",
+        "cache_reach",
         "report",
         "capture",
         "call_values",
