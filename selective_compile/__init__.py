@@ -14,7 +14,7 @@ import threading
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from selective_compile.version import __version__
+from selective_compile.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from selective_compile.backend import explain, selective
