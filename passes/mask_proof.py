@@ -123,12 +123,14 @@ def prove(traced: TracedGraph, call: Masked, reads: MaskReads) -> MaskFamily:
     if chunk:
         multiples = [chunk * k for k in CHUNKS_PROBED]
         probes.append(far_probe(traced, call, reads, within(reads, far_positions(multiples))))
-    window = close_in(traced, call, reads, probes, chunk)
-    prefix = prefix_of(traced, call, reads, probes)
-    if not all(agrees(probe, window, chunk, prefix) for probe in probes):
-        node = made_at(traced, call.masks[0].node) if call.masks else call.output
-        tried = "causal, windows, chunks and prefixes were tried"
-        raise Unproved(node, f"no mask family reproduces it ({tried}); {first_difference(probes)}")
+    window = prefix = 0
+    if not reproduces(probes, window, chunk, prefix):  # as most masks are
+        window = close_in(traced, call, reads, probes, chunk)
+        prefix = prefix_of(traced, call, reads, probes)
+        if not reproduces(probes, window, chunk, prefix):
+            node = made_at(traced, call.masks[0].node) if call.masks else call.output
+            tried = "causal, windows, chunks and prefixes were tried"
+            raise Unproved(node, f"no mask family reproduces it ({tried}); {first_difference(probes)}")
     slopes = slopes_of(call, probes)
     found = MaskFamily(window=window, padding=reads.padding, chunk=chunk, prefix=prefix, slopes=slopes)
     if prefix and (window or chunk):
@@ -255,10 +257,20 @@ def same_chunk(probe: Probe, chunk: int) -> torch.Tensor:
     return number[:, :, None] == number[:, None, :]
 
 
+def reproduces(probes: list[Probe], window: int, chunk: int, prefix: int) -> bool:
+    """Whether that family is what the mask is, on every probe."""
+    return all(agrees(probe, window, chunk, prefix) for probe in probes)
+
+
 def agrees(probe: Probe, window: int, chunk: int, prefix: int) -> bool:
     distance = probe.distance
-    family = (distance >= 0) & ((distance < window) if window else True) & same_chunk(probe, chunk)
-    family |= (probe.positions < prefix)[:, None, :]
+    family = distance >= 0
+    if window:
+        family &= distance < window
+    if chunk:
+        family &= same_chunk(probe, chunk)
+    if prefix:
+        family |= (probe.positions < prefix)[:, None, :]
     family &= ~probe.hidden_keys[:, None, :]
     return not bool(((probe.allowed != family) & probe.real_queries[:, :, None]).any())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,13 +42,13 @@ class PackedCall:
     kwargs: Any
 
 
-def packed_call(node: fx.Node, numbers: Mapping[fx.Node, int]) -> PackedCall:
-    """``numbers`` of the nodes in front of it.
+def packed_call(node: fx.Node, numbers: Mapping[fx.Node, int], own: Container[str] = ()) -> PackedCall:
+    """``numbers`` of the nodes in front of it; ``own``: tensors that the graph has beside its nodes.
 
     Raises:
         ValueError: something in it is not plain: a tensor or module of the graph's own, or an argument.
     """
-    if node.op in ("get_attr", "call_module"):
+    if node.op == "call_module" or (node.op == "get_attr" and node.target not in own):
         raise ValueError(f"a graph must have nothing of its own, got {node.target!r}")
 
     def plain(value: Any) -> Any:

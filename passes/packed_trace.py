@@ -31,6 +31,7 @@ MODULES = ("torch", "_operator", "math")  # and those in them: whose functions a
 # What a node of the trace has from the node that it was made for.
 OF_SOURCE = ("nn_module_stack", "source_fn_stack", "stack_trace")
 VALUE = "val"
+MOST = 64  # numbers of a constant
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,10 @@ class TracedNode:
 
 @dataclass(frozen=True)
 class PackedTrace:
+    """``constants``: tensors that code makes of numbers in it, which tracing holds beside the nodes, by their names."""
+
     nodes: tuple[TracedNode, ...]
+    constants: tuple[tuple[str, Tensor], ...] = ()
 
 
 class Traces(Protocol):
@@ -155,17 +159,29 @@ def packed_trace(
     known = frozenset(symbol for size in sizes_in(fakes) for symbol in size_expression(size).free_symbols)
     places = {node: number for number, node in enumerate(module.graph.nodes)}
     numbers = {node: number for number, node in enumerate(result.graph.nodes)}
+    constants = constants_of(result)
 
     def traced_node(node: fx.Node) -> TracedNode:
         source = sources.get(node.name)
         given = node.op == "placeholder" or VALUE not in node.meta
         return TracedNode(
-            call=packed_call(node, numbers),
+            call=packed_call(node, numbers, constants),
             values=() if given else (tree_map(lambda value: packed_value(value, known), node.meta[VALUE]),),
             source=None if source is None else places[source],
         )
 
-    return PackedTrace(nodes=tuple(map(traced_node, result.graph.nodes)))
+    return PackedTrace(nodes=tuple(map(traced_node, result.graph.nodes)), constants=tuple(constants.items()))
+
+
+def constants_of(result: fx.GraphModule) -> dict[str, Tensor]:
+    """Small ones alone: large ones are a model's own, and no longer what the code says."""
+    names = {str(node.target) for node in result.graph.nodes if node.op == "get_attr"}
+    held = {name: getattr(result, name, None) for name in sorted(names)}
+    return {
+        name: tensor
+        for name, tensor in held.items()
+        if type(tensor) is Tensor and is_plain(tensor) and tensor.device.type == "cpu" and tensor.numel() <= MOST
+    }
 
 
 def sizes_in(values: Iterable[Any]) -> list[torch.SymInt]:
@@ -214,7 +230,7 @@ def unpacked_trace(
                 node.meta[VALUE] = next(given)
             elif packed.values:
                 node.meta[VALUE] = tree_map(value_of, packed.values[0], is_leaf=lambda value: value is None)
-    return _LazyGraphModule({}, graph), sources
+    return _LazyGraphModule(dict(trace.constants), graph), sources
 
 
 def maker_of_values(fakes: Sequence[Any], mode: FakeTensorMode) -> Callable[[Any], Any]:

@@ -16,6 +16,7 @@ from torch._guards import CompileContext
 from selective_compile.capture import CANNOT
 from selective_compile.compiling import compiled_as_it_came
 from selective_compile.isolation import prove
+from selective_compile.kept_traces import KeptTraces
 from selective_compile.options import BackendOptions
 from selective_compile.padded_program import PaddedProgram
 from selective_compile.passes import Refusal, RefusedError, rewrite
@@ -78,7 +79,8 @@ class SelectiveBackend:
 
     def _rewritten(self, module: fx.GraphModule, examples: list[Any], options: BackendOptions) -> Any:
         try:
-            rewritten = rewrite(module, examples, paged=False)
+            traces = KeptTraces() if options.keep_traces else None
+            rewritten = rewrite(module, examples, paged=False, traces=traces)
         except RefusedError as error:
             self._note(refused_report("graph", "runs through Inductor as it came", error.refusals))
             return None

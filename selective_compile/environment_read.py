@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dis
+import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from types import CodeType
 from typing import Any
 
@@ -26,14 +27,14 @@ def variables_read(codes: Iterable[CodeType]) -> dict[str, str]:
     return found
 
 
-def names_in(code: CodeType) -> Iterator[str]:
+@functools.lru_cache(2**13)
+def names_in(code: CodeType) -> frozenset[str]:
     steps = list(dis.get_instructions(code))
+    found: set[str] = set()
     for number, step in enumerate(steps):
         if step.argval in READERS and step.opname.startswith(("LOAD_", "IMPORT_FROM")):
-            yield named(code, steps, number)
-    for part in code.co_consts:
-        if isinstance(part, CodeType):
-            yield from names_in(part)
+            found.add(named(code, steps, number))
+    return frozenset(found.union(*(names_in(part) for part in code.co_consts if isinstance(part, CodeType))))
 
 
 def named(code: CodeType, steps: list[Any], number: int) -> str:

@@ -7,6 +7,8 @@ later, changes no tensor, and would go unnoticed.
 from __future__ import annotations
 
 import copy
+import functools
+import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -160,10 +162,17 @@ def words_of(value: Any) -> str:
 
 
 def words_of_code(code: CodeType) -> str:
+    return _words_of_code(code, code.co_qualname)  # which two that are equal may have another of
+
+
+@functools.lru_cache(2**13)  # methods of the same classes are told for every model
+def _words_of_code(code: CodeType, _: str) -> str:
+    """A digest: the words of all methods of a class are long."""
     constants = [words_of_code(c) if isinstance(c, CodeType) else words_of(c) for c in code.co_consts]
     counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
     names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
-    return f"{code.co_qualname} {counts} {names} {code.co_code.hex()} {constants}"
+    told = f"{counts} {names} {code.co_code.hex()} {constants}"
+    return f"{code.co_qualname} {hashlib.sha256(told.encode()).hexdigest()}"
 
 
 def path_of(path: str, name: str) -> str:

@@ -209,6 +209,8 @@ class BackendOptions(_NamedOptions):
     Attributes:
         inductor: False runs the rewritten graph as it is, without compiling it.
         implementation: of the custom operators; "auto" takes the best there is for the device.
+        keep_traces: what passes trace of a graph is kept on disk, and a later process that has the same graph takes it
+            from there; Dynamo traces in each.
 
     Raises:
         ValueError: an unknown option, or a value outside of what it must be.
@@ -216,9 +218,11 @@ class BackendOptions(_NamedOptions):
 
     inductor: bool = True
     implementation: Implementation = "auto"
+    keep_traces: bool = True
 
     def __post_init__(self) -> None:
         _require_bool("inductor", self.inductor)
+        _require_bool("keep_traces", self.keep_traces)
         _require_implementation(self.implementation)
 
 

@@ -13,6 +13,8 @@ import torch
 from hypothesis import settings
 
 from selective_compile import kept_files
+from tests.sampled import pytest_addoption as pytest_addoption
+from tests.sampled import take_turns
 
 # The same examples in every run, so that a commit's tests end alike wherever and whenever they run. Others are tried by
 # `pytest --hypothesis-profile explore`, with as many examples as before or, by a test's own settings, as it says.
@@ -60,7 +62,8 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()  # native modules count what is left of theirs at exit
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    take_turns(config, items)
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA or ROCm device")
         for item in items:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from selective_compile import kept_captures, kept_files, kept_traces, programs
+from selective_compile.backend import selective
 from selective_compile.kept_traces import ENDING, KeptTraces, named
 from selective_compile.options import EngineConfig
 from selective_compile.passes import retrace
@@ -75,6 +76,19 @@ def test_none_are_kept_where_captures_are_not(made: list[Any], folder: Path, mon
     for _ in range(2):
         programs.compile_step_program(tiny("llama"), EngineConfig(keep_captures=False))
     assert len(made) == 4 and not folder.exists()
+
+
+def test_a_compiled_model_takes_them_unless_it_is_asked_not_to(made: list[Any], folder: Path) -> None:
+    ids = torch.arange(12).reshape(2, 6)
+    found = []
+    for keep, traced in ((True, 2), (True, 2), (False, 4)):
+        torch._dynamo.reset()
+        model = tiny("llama")
+        fast = torch.compile(model, backend="selective", options={"inductor": False, "keep_traces": keep})
+        with torch.no_grad():
+            found.append(fast(ids, attention_mask=torch.ones_like(ids)).logits)
+        assert selective.reports[-1].ok and len(made) == traced and len(kept(folder)) == 2
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 def test_a_broken_file_is_traced_and_written_again(made: list[Any], folder: Path) -> None:

@@ -44,7 +44,11 @@ def test_defaults() -> None:
         "record": None,
         "fallback": "sequential",
     }
-    assert dataclasses.asdict(BackendOptions()) == {"inductor": True, "implementation": "auto"}
+    assert dataclasses.asdict(BackendOptions()) == {
+        "inductor": True,
+        "implementation": "auto",
+        "keep_traces": True,
+    }
 
 
 def test_blocks_are_larger_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +106,7 @@ def test_engine_config_refuses(options: dict[str, Any]) -> None:
     assert str(error.value).endswith(repr(value))
 
 
-@pytest.mark.parametrize("options", [{"inductor": "no"}, {"implementation": "gpu"}])
+@pytest.mark.parametrize("options", [{"inductor": "no"}, {"implementation": "gpu"}, {"keep_traces": 1}])
 def test_backend_options_refuse(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"^{next(iter(options))} must be .*, got "):
         BackendOptions(**options)

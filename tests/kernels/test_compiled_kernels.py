@@ -58,6 +58,7 @@ ATTENTION = ("mixed", "group_of_7", "window_over_blocks", "head_size_80", "block
 ATTENTION += ("prefix_and_all_that_goes_with_it", "no_request")
 
 
+@pytest.mark.sampled("processor")
 @pytest.mark.parametrize("name", ATTENTION)
 def test_ragged_attention(name, processor):
     bulk.check(make_inputs(NAMED[name], torch.bfloat16))
@@ -148,6 +149,7 @@ def test_no_barrier_at_all(processor):
     assert len(calls) == 3 + len(WAITING)
 
 
+@pytest.mark.sampled("processor")
 @pytest.mark.parametrize("name", ("mixed", "window", "sinks"))
 def test_latents(name, processor):
     (each,) = (each for each in latent.CASES if each.name == name)
@@ -172,6 +174,7 @@ def test_latents_that_are_copied_at_once(pools, hopper):
     assert "cp.async.bulk.tensor" in ptx_of(hopper)
 
 
+@pytest.mark.sampled("processor")
 @pytest.mark.parametrize("run", [rotary.RUNS[7], rotary.RUNS[-2], rotary.RUNS[-1]], ids=str)
 def test_rotary_attention(run, processor):
     rotary.test_rotary_attention(*run, None)
@@ -184,6 +187,7 @@ def test_keys_are_selected(processor):
     assert processor.launched
 
 
+@pytest.mark.sampled("processor")
 @pytest.mark.parametrize("asked_for", choosing.ASKED[:4], ids=str)
 def test_tokens_are_chosen(asked_for, processor, monkeypatch):
     choosing.test_what_may_be_left_is_what_is_drawn_from(asked_for, 5, monkeypatch)
@@ -195,6 +199,7 @@ def test_the_token_that_is_chosen_is_marked(processor):
     assert processor.launched
 
 
+@pytest.mark.sampled("processor")
 @pytest.mark.parametrize("op", OPS)
 def test_states(op, processor):
     (case,) = (case for case in state.SHORT if (case.op, case.name) == (op, "plain"))
@@ -202,6 +207,7 @@ def test_states(op, processor):
     assert processor.launched
 
 
+@pytest.mark.sampled("processor")
 @pytest.mark.parametrize("dtype", linear.DTYPES, ids=str)
 def test_linear(dtype, processor):
     linear.test_odd_sizes(33, dtype, None)

@@ -32,6 +32,7 @@ COMPILED = [(ahead.TARGETS[place], name) for name, variant in VARIANTS.items() f
 
 
 @compiling
+@pytest.mark.sampled("target")
 @pytest.mark.parametrize(("target", "name"), COMPILED, ids=str)
 def test_attention_to_fp8_compiles_without_spills(target, name, tmp_path):
     element, size, rows, given, constants, _ = VARIANTS[name]

@@ -174,6 +174,7 @@ def test_any_number_of_rows_runs_one_compiled_kernel(triton_cache: None, monkeyp
 
 
 @compiling
+@pytest.mark.sampled("target")
 @pytest.mark.parametrize(("sizes", "has_bias"), [((4096, 14336), False), ((50257, 770), True)], ids=str)
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("target", ahead.TARGETS, ids=str)

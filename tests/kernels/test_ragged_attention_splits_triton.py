@@ -211,6 +211,7 @@ SPLITS = {
 
 @compiling
 @pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.sampled("target")
 @pytest.mark.parametrize("target", ahead.TARGETS, ids=str)
 def test_splits_compile_ahead_of_time_without_spills(target, name, tmp_path):
     element, size, rows, given_tensors, constants = SPLITS[name]
@@ -228,6 +229,7 @@ def compile_merge(target, *, size: int, block_q: int, at_once: int, heads: int =
 
 
 @compiling
+@pytest.mark.sampled("target")
 @pytest.mark.parametrize(
     ("size", "block_q", "at_once"),
     [(80, 4, 1), (512, 4, 1), (64, 32, 4), (80, 32, 4), (128, 32, 4), (256, 2, 2), (256, 32, 4), (576, 16, 4)],

@@ -262,13 +262,6 @@ def test_most_keys_of_a_prefix_are_compared_with_nothing_either(target):
     assert COMPARED.search(masked) and not COMPARED.search(clear)
 
 
-@compiling
-@pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_window_softcap_and_padded_head_size_compile_ahead_of_time(target, tmp_path):
-    compiled = compile_attention(target, "fp16", 80, 512, WINDOW=100, SOFTCAP=50.0)
-    assert_ships(compiled, target, tmp_path)
-
-
 # As in llama4, gpt_oss, bloom and mpt, and all at once: names of tensors given, changed constants, rows.
 EVERYTHING = {"CHUNK": 8192, "WINDOW": 128, "SOFTCAP": 30.0}
 FEATURES = {
@@ -287,28 +280,20 @@ COMPILED = [(target, name) for name in FEATURES for target in (TARGETS if "every
 
 
 @compiling
+@pytest.mark.sampled("target")
 @pytest.mark.parametrize(("target", "feature"), COMPILED, ids=str)
 def test_features_compile_ahead_of_time(target, feature, tmp_path):
     given, constants, rows = FEATURES[feature]
     assert_ships(compile_attention(target, "bf16", 128, rows, given=given, **constants), target, tmp_path)
 
 
-@compiling
-@pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_a_chunk_shorter_than_a_tile_compiles_ahead_of_time(target, tmp_path):
-    assert_ships(compile_attention(target, "bf16", 64, 512, CHUNK=8), target, tmp_path)
-
-
-@compiling
-@pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_features_in_float32_compile_ahead_of_time(target, tmp_path):
-    compiled = compile_attention(target, "fp32", 128, 512, given=("sinks", "slopes"), CHUNK=64, WINDOW=40)
-    assert_ships(compiled, target, tmp_path)
-
-
-# Head sizes from 32 to 576, and groups of more heads than a low tile has rows for, each for some of the targets: the
-# element, head size and rows, what else is given, and the targets.
+# Head sizes from 32 to 576, groups of more heads than a low tile has rows for, and more features, each for some of the
+# targets: the element, head size and rows, what else is given, and the targets, the first for a turn of its own.
 SIZES = {
+    "80_window_and_softcap": ("fp16", 80, 512, {"WINDOW": 100, "SOFTCAP": 50.0}, (0, 1, 2, 3)),
+    "64_chunk_shorter_than_a_tile": ("bf16", 64, 512, {"CHUNK": 8}, (1, 2, 3, 0)),
+    "features_float32": ("fp32", 128, 512, {"given": ("sinks", "slopes"), "CHUNK": 64, "WINDOW": 40}, (2, 3, 0, 1)),
+    "without_a_pool": ("bf16", 128, 512, {"BLOCK_SIZE": 0}, (3, 0, 1, 2)),
     "32": ("bf16", 32, 512, {"BLOCK_SIZE": 16}, (1, 3)),
     "80": ("bf16", 80, 8, {"BLOCK_SIZE": 16}, (1, 3)),
     "96": ("bf16", 96, 512, {"BLOCK_SIZE": 16, "split": True}, (0, 2)),
@@ -353,16 +338,11 @@ SIZED = [(TARGETS[place], name) for name, variant in SIZES.items() for place in 
 
 
 @compiling
+@pytest.mark.sampled("target")
 @pytest.mark.parametrize(("target", "name"), SIZED, ids=str)
 def test_sizes_compile_ahead_of_time_without_spills(target, name, tmp_path):
     element, size, rows, given, _ = SIZES[name]
     assert_ships(compile_attention(target, element, size, rows, **given), target, tmp_path)
-
-
-@compiling
-@pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_attention_without_a_pool_compiles_ahead_of_time(target, tmp_path):
-    assert_ships(compile_attention(target, "bf16", 128, 512, BLOCK_SIZE=0), target, tmp_path)
 
 
 @compiling

@@ -182,6 +182,20 @@ def made(number: int) -> Callable[[Tensor], Tensor]:
     return add
 
 
+def of_numbers(x: Any, numbers: list[float]) -> Any:
+    return x.tracer.create_proxy("call_function", torch.tensor, (numbers,), {})
+
+
+def test_a_few_numbers_in_the_code_are_kept_with_it() -> None:
+    traces = Traces()
+    for numbers in ([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 5.0], []):
+        for _ in range(2):
+            traced(lambda x, numbers=numbers: x[:, : len(numbers)] + of_numbers(x, numbers), traces)
+    found = [traces.get(key) for key in traces.written]
+    constants = [tensor.tolist() for trace in found if trace is not None for _, tensor in trace.constants]
+    assert constants == [[1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 5.0], []]
+
+
 KEPT_OUT: dict[str, Callable[..., Any]] = {
     "a function of the user's": lambda x: x.tracer.create_proxy("call_function", own_function, (x,), {}),
     "what stands for one of PyTorch's": lambda x: x.tracer.create_proxy("call_function", other_silu, (x,), {}),
@@ -191,6 +205,7 @@ KEPT_OUT: dict[str, Callable[..., Any]] = {
     "a size that was asked for": lambda x: x.expand(12, 4),
     "rows that values choose": lambda x: x[x > 0],
     "a complex view": lambda x: torch.view_as_complex(x.reshape(-1, 2, 2)).conj(),
+    "a large table in the code": lambda x: x[:1, :1] + of_numbers(x, [1.0] * 100),
 }
 
 
