@@ -133,7 +133,7 @@ def test_weight_updates_are_seen() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"inductr": False}, "must be one of inductor, implementation, got 'inductr'"),
+        ({"inductr": False}, "must be one of inductor, implementation, keep_traces, got 'inductr'"),
         ({"inductor": 1}, "inductor must be True or False, got 1"),
         ({"implementation": "fast"}, "implementation must be one of"),
     ],
