@@ -17,6 +17,7 @@ from selective_compile.capture import CANNOT
 from selective_compile.compiling import compiled_as_it_came
 from selective_compile.isolation import prove
 from selective_compile.kept_traces import KeptTraces
+from selective_compile.kernels import ragged_attention_cpu
 from selective_compile.options import BackendOptions
 from selective_compile.padded_program import PaddedProgram
 from selective_compile.passes import Refusal, RefusedError, rewrite
@@ -78,6 +79,8 @@ class SelectiveBackend:
         return compiled_as_it_came(module, examples, inductor=chosen.inductor)
 
     def _rewritten(self, module: fx.GraphModule, examples: list[Any], options: BackendOptions) -> Any:
+        if options.implementation in ("auto", "cpu") and any(is_on_cpu(example) for example in examples):
+            ragged_attention_cpu.build_beside()
         try:
             traces = KeptTraces() if options.keep_traces else None
             rewritten = rewrite(module, examples, paged=False, traces=traces)
@@ -93,6 +96,10 @@ class SelectiveBackend:
     def _note(self, report: Report) -> None:
         self.reports.append(report)
         logger.log(logging.INFO if report.ok else logging.WARNING, "%s", report)
+
+
+def is_on_cpu(example: Any) -> bool:
+    return isinstance(example, torch.Tensor) and example.device.type == "cpu"
 
 
 def warn_of_last_graph() -> None:

@@ -20,6 +20,7 @@ from selective_compile.native_calls import native_calls
 from selective_compile.tensor_state import States
 
 logger = logging.getLogger(__name__)
+NATIVE_KERNELS = (linear_cpu, ragged_attention_cpu, call_sequence_cpu)  # that steps are made of
 _LOOKING = Lock()  # at what runs: one at a time
 # Generated code is not ours: in another release of torch it may be of any form.
 UNKNOWN = (
@@ -102,7 +103,7 @@ class CompiledStep:
 
 def native_kernels_run() -> bool:
     """Whether the kernels that a step may be made of can be built here."""
-    return all(each.available() for each in (linear_cpu, ragged_attention_cpu, call_sequence_cpu))
+    return all(each.available() for each in NATIVE_KERNELS)
 
 
 @contextmanager

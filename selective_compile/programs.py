@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from selective_compile.capture import device_of
+from selective_compile.compiled_step import NATIVE_KERNELS
 from selective_compile.cores import IntraOpThreads
 from selective_compile.isolated_program import IsolatedProgram
 from selective_compile.isolation import Proved, prove
+from selective_compile.kernels import ragged_attention_cpu
 from selective_compile.module_program import ModuleProgram
 from selective_compile.options import EngineConfig
 from selective_compile.passes import Refusal, RefusedError
@@ -45,6 +47,7 @@ def compile_step_program(model: nn.Module, config: EngineConfig) -> Program:
 
 
 def _compiled(model: nn.Module, config: EngineConfig) -> Program:
+    build_native_kernels(model, config)
     try:
         proved = prove(
             model,
@@ -78,6 +81,14 @@ def _compiled(model: nn.Module, config: EngineConfig) -> Program:
             program.measure_kv_scales(program.weights_version())
         logger.warning("%s", shortened(type(model).__name__, program))
     return program
+
+
+def build_native_kernels(model: object, config: EngineConfig) -> None:
+    """Those of a CPU that no earlier start has left; it takes about as long as to trace a model, and goes on beside."""
+    on_cpu = isinstance(model, nn.Module) and device_of(model).type == "cpu"  # what is no model is refused behind it
+    if on_cpu and config.implementation in ("auto", "cpu"):
+        for kernels in NATIVE_KERNELS if config.compile else (ragged_attention_cpu,):
+            kernels.build_beside()
 
 
 def keeps_latents(model: nn.Module, config: EngineConfig) -> bool:

@@ -9,6 +9,7 @@ from selective_compile.kernels import native
 
 _functions = native.Functions(__file__)
 available, unavailable_reason = _functions.available, _functions.unavailable_reason
+build_beside = _functions.build_beside
 
 MOST_ARGUMENTS = 64
 THREW = -1

@@ -26,6 +26,7 @@ from selective_compile.kernels.linear_call import check_int8, check_linear
 
 _functions = native.Functions(__file__)
 available, unavailable_reason, address_of = _functions.available, _functions.unavailable_reason, _functions.address
+build_beside = _functions.build_beside
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 # From so many rows on, a processor with bf16 matrix units (AMX) is left to oneDNN, which uses them: on paper

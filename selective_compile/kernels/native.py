@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,8 @@ class Functions:
         """`launcher`: the Python file."""
         self._source = Path(launcher).with_suffix(".cpp")
         self._functions: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._built: ctypes.CDLL | NativeBuildError | None = None
 
     def __getitem__(self, name: str) -> Any:
         """
@@ -74,7 +77,7 @@ class Functions:
         """
         function = self._functions.get(name)
         if function is None:
-            function = self._functions[name] = getattr(self.library, name)
+            function = self._functions[name] = getattr(self._library(), name)
             # A bytes object passes as its address; without argtypes ctypes skips a conversion.
             function.argtypes = None
         return function
@@ -87,26 +90,40 @@ class Functions:
         """
         return ctypes.cast(self[name], ctypes.c_void_p).value or 0
 
-    @functools.cached_property
-    def library(self) -> ctypes.CDLL:
-        return load(self._source)
-
     def available(self) -> bool:
         """Whether the kernels can run here; `unavailable_reason` says why not."""
         return self.unavailable_reason() is None
 
     def unavailable_reason(self) -> str | None:
         """Why the kernels cannot be built here, with the compiler's message, or None."""
-        return self._reason
+        built = self._once()
+        return str(built) if isinstance(built, NativeBuildError) else None
 
-    @functools.cached_property
-    def _reason(self) -> str | None:
+    def build_beside(self) -> None:
+        """Have it built in a thread of its own, if it is not, while the caller goes on: Dynamo traces in one thread."""
+        if self._built is None:
+            threading.Thread(target=self.available, name="selective-native-build").start()
+
+    def _library(self) -> ctypes.CDLL:
+        built = self._once()
+        if isinstance(built, NativeBuildError):
+            raise NativeBuildError(str(built))
+        return built
+
+    def _once(self) -> ctypes.CDLL | NativeBuildError:
+        """Whoever asks while another thread builds it waits for that."""
+        if self._built is None:
+            with self._lock:
+                if self._built is None:
+                    self._built = self._load()
+        return self._built
+
+    def _load(self) -> ctypes.CDLL | NativeBuildError:
         try:
-            assert self.library
+            return load(self._source)
         except NativeBuildError as error:
             _logger.warning("%s", error)
-            return str(error)
-        return None
+            return error
 
 
 def _load_with(compiler: str, source: Path, cache: Path, flags: tuple[str, ...]) -> ctypes.CDLL:

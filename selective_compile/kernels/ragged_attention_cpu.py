@@ -19,6 +19,7 @@ from selective_compile.kernels import native
 
 _functions = native.Functions(__file__)
 available, unavailable_reason, address_of = _functions.available, _functions.unavailable_reason, _functions.address
+build_beside = _functions.build_beside
 
 _pack = struct.Struct("=41q2d").pack
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

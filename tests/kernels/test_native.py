@@ -7,6 +7,8 @@ import os
 import stat
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -127,6 +129,31 @@ def test_an_unavailable_kernel_says_why(monkeypatch, tmp_path):
     reason = native.Functions(ragged_attention_cpu.__file__).unavailable_reason()
     assert reason is not None
     assert "cannot build ragged_attention_cpu.cpp" in reason
+
+
+@needs_compiler
+def test_it_is_built_beside_once_and_who_asks_meanwhile_waits_for_it(source, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    build, begun, may_end, built = native._build, threading.Event(), threading.Event(), []
+
+    def noted(compiler, source, *others):
+        begun.set()
+        assert may_end.wait(60)
+        built.append(threading.current_thread().name)
+        build(compiler, source, *others)
+
+    monkeypatch.setattr(native, "_build", noted)
+    functions = native.Functions(str(source.with_suffix(".py")))
+    functions.build_beside()
+    assert begun.wait(60)  # and the caller is here all the same
+    with ThreadPoolExecutor(2) as others:
+        asked = [others.submit(functions.available) for _ in range(2)]
+        may_end.set()
+        assert all(each.result(60) for each in asked)
+    assert functions["answer"]() == 42 and built == ["selective-native-build"]
+    before = threading.active_count()
+    functions.build_beside()
+    assert threading.active_count() == before
 
 
 def test_the_cache_folder_is_the_users(monkeypatch, tmp_path):
