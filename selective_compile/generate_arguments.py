@@ -13,6 +13,7 @@ from transformers import GenerationMixin
 from selective_compile.capture import check, device_of
 from selective_compile.generate_fields import Fields, described
 from selective_compile.options import EngineConfig
+from selective_compile.own_generation import unlike_transformers
 from selective_compile.token_types import UNIT
 
 # Of these, an empty list or False asks for nothing either.
@@ -27,9 +28,6 @@ INSTEAD: Mapping[str, str] = {
     "assistant_tokenizer": "prompt_lookup_num_tokens drafts without a model; an assistant needs the same vocabulary",
     "synced_gpus": "leave it out: a request does not wait for other processes",
 }
-
-# What is done here in the place of transformers' own: a model's class may not have made something else of it.
-LOOP = ("generate", "_sample", "_beam_search")
 
 # Arguments of a model's forward that may be given as long as they say what holds in any case.
 FORWARD_ARGUMENTS = frozenset({"position_ids", "logits_to_keep"})
@@ -239,7 +237,10 @@ def _prompts_of_tensor(columns: Tensor, attention_mask: Any, fields: Fields) -> 
         raise ValueError(f"input_ids must be integers, got {columns.dtype}")
     if attention_mask is None:
         attention_mask = inferred_mask(columns, fields)
-    mask = torch.as_tensor(attention_mask).to(columns.device) != 0
+    given = torch.as_tensor(attention_mask).to(columns.device)
+    mask = given != 0
+    if bool((mask & (given != 1)).any()):  # positions are counted by its sums
+        raise ValueError(f"attention_mask must be of 0 and 1, got {given[mask & (given != 1)][0].item()}")
     if mask.shape != columns.shape:
         raise ValueError(
             f"attention_mask must have the shape of input_ids, {list(columns.shape)}, got {list(mask.shape)}"
@@ -291,11 +292,8 @@ def check_model(model: Any) -> None:
         raise ValueError(f"model must be a torch.nn.Module, got {described(model)}")
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ValueError(f"model must be a decoder without an encoder, got {type(model).__name__}")
-    if isinstance(model, GenerationMixin):
-        own = [name for name in LOOP if getattr(type(model), name) is not getattr(GenerationMixin, name)]
-        if own:
-            kind = type(model).__name__
-            raise ValueError(f"model must generate as transformers does, got {kind} with its own {own[0]}")
+    if isinstance(model, GenerationMixin) and (own := unlike_transformers(model)):
+        raise ValueError(f"model must generate as transformers does, got {type(model).__name__} with its own {own}")
     check(model)
     if torch.is_autocast_enabled(device_of(model).type):
         raise ValueError("autocast must be off, got on: the engine computes in the dtype of the weights")

@@ -15,6 +15,7 @@ from selective_compile.capture import Captured
 from selective_compile.entries import Entries
 from selective_compile.live_conditions import LiveConditions
 from selective_compile.live_settings import NOTHING, LiveSettings
+from selective_compile.own_generation import tried
 from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.proved_tensors import ProvedTensors
 from selective_compile.tensor_state import States, states, strides
@@ -30,7 +31,8 @@ class LiveWeights:
         Args:
             captured: what the graph was made of; None: nothing is known of what that read beside tensors.
         """
-        self._attributes = vars(model)
+        self._kind, self._attributes = type(model), vars(model)
+        self._tried = tried(self._kind, self._attributes)
         self._kept_keys = kept_keys(self._attributes.get("config"))
         self._settings = LiveSettings(model, captured.read if captured is not None else NOTHING)
         self._conditions = captured.holds_for(model) if captured is not None else None
@@ -99,6 +101,8 @@ class LiveWeights:
             return ""
         if kept_keys(self._attributes.get("config")) != self._kept_keys:
             return "what the configuration says of generate's cache must stay what it was when compiled, got another"
+        if tried(self._kind, self._attributes) != self._tried:
+            return "what generate prepares a step by must stay what it was when compiled, got another function"
         if self._conditions is not None and (change := self._conditions.change()):
             return change
         self._look_closely_at = monotonic() + EVERY  # not behind a change, which the next step must see, too

@@ -96,6 +96,7 @@ LAYERS = (
         "isolation_trial",
         "module_program",
         "one_token",
+        "own_generation",
         "prefix_trial",
         "padded_program",
         "programs",
