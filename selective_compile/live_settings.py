@@ -25,6 +25,11 @@ from selective_compile.passes import Refusal
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 FORWARD = "forward"
+# Hooks that change nothing of what is computed, by whose they are and how their names end.
+UNFELT = {
+    "transformers": ("output_capturing_hook", "make_inputs_require_grads"),
+    "peft": ("make_inputs_require_grad",),
+}
 HOOK = "hook"  # the node of refusals that are for a hook
 CONSTANTS = (bytes, complex, type(Ellipsis))  # that code may have beside
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
@@ -252,9 +257,10 @@ def hooks_in(own: dict[str, Any]) -> list[Any]:
 
 
 def is_felt(hook: Any) -> bool:
-    """Not the hooks by which transformers records hidden states: once asked for, they stay, and wait to be asked."""
-    module, name = str(getattr(hook, "__module__", "")), name_of(hook)
-    return not (module.startswith("transformers.") and name.endswith("output_capturing_hook"))
+    """Not the hooks by which transformers records hidden states: once asked for, they stay, and wait to be asked. Nor
+    those by which it, or peft, has embeddings require gradients: training leaves them there."""
+    module, _, _ = str(getattr(hook, "__module__", "")).partition(".")
+    return not (module in UNFELT and name_of(hook).rpartition(".")[2].endswith(UNFELT[module]))
 
 
 def everywhere() -> tuple[dict[int, Any], ...]:

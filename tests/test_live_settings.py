@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 import selective_compile as sc
 from selective_compile.capture import capture
@@ -133,6 +134,32 @@ def test_hooks_by_which_transformers_records_hidden_states_are_in_nobodys_way() 
     assert any(module._forward_hooks for module in model.modules()), "they stay"
     assert told(engine) is None and ours(model) == alone(model)
     assert sc.explain(model).verdict == "ragged"
+
+
+def test_hooks_that_training_leaves_are_in_nobodys_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By transformers and by peft; one of the same name that is of neither is felt."""
+    peft = pytest.importorskip("peft")
+    model = small()
+    engine, expected = sc.Engine(model, RAGGED), alone(model)
+    model.enable_input_require_grads()
+    assert told(engine) is None and ours(model) == expected
+    with monkeypatch.context() as patched:
+        patched.delattr(PreTrainedModel, "enable_input_require_grads")
+        patched.setattr(model, "is_loaded_in_8bit", True, raising=False)
+        patched.setattr(model, "gradient_checkpointing_enable", lambda: None)
+        peft.prepare_model_for_kbit_training(model)
+    assert len(model.get_input_embeddings()._forward_hooks) == 2
+    model.train()
+    model(torch.tensor(PROMPTS[:1]), labels=torch.tensor(PROMPTS[:1])).loss.backward()
+    model.eval()
+    assert ours(model) == expected and sc.explain(model).verdict == "ragged"
+
+    def make_inputs_require_grads(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + 1
+
+    model.get_input_embeddings().register_forward_hook(make_inputs_require_grads)
+    with pytest.raises(ValueError, match="make_inputs_require_grads is to see each call"):
+        ours(model)
 
 
 def test_a_hook_of_all_modules_is_refused_too() -> None:
