@@ -62,12 +62,16 @@ class StepLoop:
             recording=self._recording,
         )
         self._weights_changed = False
+        self._goes_on = False  # from one step to the next: there was work left
         self._ended = -math.inf  # the last step
 
     def step(self) -> bool:
         """See `Engine.step`."""
         with self._failure_ends_running_requests():
             began = started = self._log.now()
+            if not self._goes_on:
+                self._runner.look_closely()
+            self._goes_on = False  # unless this one ends well
             landed = self._look_at_the_tokens_first()
             self._drafting.propose()
             if landed or self._drafting.wanted:
@@ -77,9 +81,9 @@ class StepLoop:
                 self._copy(step.plan)
                 self._flights.add(self._launch(step, started))
             landed += self._land(idle=step is None)
-            if not self._scheduler.has_work:  # or the last one would wait for whoever comes next
+            self._goes_on = self._scheduler.has_work
+            if not self._goes_on:  # or the last one would wait for whoever comes next
                 landed += self._land(idle=True)
-                self._runner.look_closely()
         for flight in landed:
             self._observe(flight, began)
         return step is not None or bool(landed)

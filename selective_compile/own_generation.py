@@ -16,7 +16,7 @@ from typing import Any, Final
 import transformers
 from transformers import GenerationMixin
 
-FOLDER: Final = str(Path(transformers.__file__).parent)
+FOLDER: Final = Path(transformers.__file__).parent
 FUNCTIONS: Final = tuple(name for name, value in vars(GenerationMixin).items() if isinstance(value, FunctionType))
 # What a trial of steps runs: whatever it is, logits that are others are seen.
 TRIED: Final = (
@@ -72,7 +72,7 @@ def own_function(model: object, name: str) -> object | None:
 def is_of_transformers(function: object) -> bool:
     """Whether its code is in a file of transformers': a name can be had by anything."""
     code = code_of(function)
-    return code is not None and code.co_filename.startswith(FOLDER)
+    return code is not None and FOLDER in Path(code.co_filename).parents
 
 
 def code_of(function: object) -> CodeType | None:

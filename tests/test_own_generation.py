@@ -14,7 +14,7 @@ from transformers import GenerationMixin, LlamaForCausalLM, LogitsProcessorList,
 from transformers.models.clvp.modeling_clvp import ClvpForCausalLM
 
 import selective_compile as sc
-from selective_compile.own_generation import FUNCTIONS, REPLACED, TRIED, unlike_transformers
+from selective_compile.own_generation import FOLDER, FUNCTIONS, REPLACED, TRIED, is_of_transformers, unlike_transformers
 from selective_compile.runtime import StepError
 from tests.models import tiny
 
@@ -82,6 +82,13 @@ def test_classes_of_transformers_may_take_other_inputs_than_tokens() -> None:
     assert unlike_transformers(ClvpForCausalLM.__new__(ClvpForCausalLM)) is None
 
 
+def test_a_package_whose_name_begins_alike_is_another() -> None:
+    code = (lambda: None).__code__
+    kept = types.FunctionType(code.replace(co_filename=str(FOLDER / "models" / "any.py")), {})
+    other = types.FunctionType(code.replace(co_filename=f"{FOLDER}_modules/any.py"), {})
+    assert is_of_transformers(kept) and not is_of_transformers(other)
+
+
 def test_the_names_are_transformers() -> None:
     assert {*REPLACED, *TRIED} <= {*FUNCTIONS}
 
@@ -105,7 +112,6 @@ def test_what_steps_are_prepared_by_is_watched(of_the_class: bool) -> None:
         model.prepare_inputs_for_generation = types.MethodType(other, model)
     found = generated(model)
     assert torch.equal(found, model.generate(IDS, max_new_tokens=6)) and not torch.equal(found, first)
-    engine._program.weights.look_closely()
     request = engine.submit(IDS[0].tolist(), max_new_tokens=2)
     with pytest.raises(StepError, match="prepares a step by must stay what it was"):
         engine.step()

@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sysconfig
 import tempfile
@@ -37,6 +38,13 @@ class NativeBuildError(RuntimeError):
     """There is no C++ compiler, or none that is there can build the source; the message has what each one said."""
 
 
+class NativeBuildInterrupted(NativeBuildError):
+    """Ctrl-C, which a terminal sends to compilers, too: says nothing of whether it can be built."""
+
+
+INTERRUPTED = (-signal.SIGINT, 128 + signal.SIGINT)  # exit statuses, the second of a script around a compiler
+
+
 def load(source: Path, *, cache: Path | None = None, flags: tuple[str, ...] = FLAGS) -> ctypes.CDLL:
     """The library built from `source`: from the cache folder, or else built into it first.
 
@@ -52,6 +60,8 @@ def load(source: Path, *, cache: Path | None = None, flags: tuple[str, ...] = FL
         try:
             return _load_with(compiler, source, cache or cache_folder(), flags)
         except (OSError, subprocess.CalledProcessError) as error:
+            if getattr(error, "returncode", 0) in INTERRUPTED:  # and no other compiler is to begin
+                raise NativeBuildInterrupted(f"cannot build {source.name}: {compiler} was interrupted") from error
             said = getattr(error, "stderr", None) or str(error)
             failures.append(f"{compiler}: {said.strip()[-2000:]}")
     raise NativeBuildError(f"cannot build {source.name}: " + "; ".join(failures))
@@ -112,18 +122,16 @@ class Functions:
 
     def _once(self) -> ctypes.CDLL | NativeBuildError:
         """Whoever asks while another thread builds it waits for that."""
-        if self._built is None:
-            with self._lock:
-                if self._built is None:
-                    self._built = self._load()
-        return self._built
-
-    def _load(self) -> ctypes.CDLL | NativeBuildError:
-        try:
-            return load(self._source)
-        except NativeBuildError as error:
-            _logger.warning("%s", error)
-            return error
+        with self._lock:
+            if self._built is None:
+                try:
+                    self._built = load(self._source)
+                except NativeBuildInterrupted as error:
+                    return error
+                except NativeBuildError as error:
+                    _logger.warning("%s", error)
+                    self._built = error
+            return self._built
 
 
 def _load_with(compiler: str, source: Path, cache: Path, flags: tuple[str, ...]) -> ctypes.CDLL:

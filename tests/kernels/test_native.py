@@ -124,6 +124,24 @@ def test_a_broken_compiler_is_passed_over(source, tmp_path, monkeypatch):
     assert native.load(source, cache=tmp_path / "cache").answer() == 42
 
 
+@needs_compiler
+def test_an_interrupt_ends_a_build_and_the_next_who_asks_begins_it_anew(source, tmp_path, monkeypatch):
+    """A terminal's Ctrl-C goes to the compiler, too: no other one begins, for which an exit would have to wait."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    interrupted = tmp_path / "bin" / native.COMPILERS[0]
+    interrupted.parent.mkdir()
+    interrupted.write_text('#!/bin/sh\n[ "$1" = --version ] || kill -INT $$\n')
+    interrupted.chmod(interrupted.stat().st_mode | stat.S_IEXEC)
+    functions = native.Functions(str(source.with_suffix(".py")))
+    with monkeypatch.context() as patched:
+        patched.setenv("PATH", f"{interrupted.parent}:{os.environ['PATH']}")
+        assert "was interrupted" in (functions.unavailable_reason() or "")
+        with pytest.raises(native.NativeBuildInterrupted, match="cannot build answer.cpp: .* was interrupted"):
+            native.load(source)
+    assert list((tmp_path / "cache" / "selective_compile").iterdir()) == []
+    assert functions.available() and functions["answer"]() == 42
+
+
 def test_an_unavailable_kernel_says_why(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     reason = native.Functions(ragged_attention_cpu.__file__).unavailable_reason()
