@@ -14,6 +14,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
 from torch._guards import CompileContext
 
 from selective_compile.capture import CANNOT
+from selective_compile.compiled_step import runs_native
 from selective_compile.compiling import compiled_as_it_came
 from selective_compile.isolation import prove
 from selective_compile.kept_traces import KeptTraces
@@ -79,7 +80,8 @@ class SelectiveBackend:
         return compiled_as_it_came(module, examples, inductor=chosen.inductor)
 
     def _rewritten(self, module: fx.GraphModule, examples: list[Any], options: BackendOptions) -> Any:
-        if options.implementation in ("auto", "cpu") and any(is_on_cpu(example) for example in examples):
+        tensors = (example for example in examples if isinstance(example, torch.Tensor))
+        if any(runs_native(options.implementation, tensor.device) for tensor in tensors):
             ragged_attention_cpu.build_beside()
         try:
             traces = KeptTraces() if options.keep_traces else None
@@ -96,10 +98,6 @@ class SelectiveBackend:
     def _note(self, report: Report) -> None:
         self.reports.append(report)
         logger.log(logging.INFO if report.ok else logging.WARNING, "%s", report)
-
-
-def is_on_cpu(example: Any) -> bool:
-    return isinstance(example, torch.Tensor) and example.device.type == "cpu"
 
 
 def warn_of_last_graph() -> None:

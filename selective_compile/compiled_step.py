@@ -17,6 +17,7 @@ from selective_compile.call_values import NotFollowed
 from selective_compile.compiling import give_back_free_pages
 from selective_compile.kernels import call_sequence_cpu, linear_cpu, ragged_attention_cpu
 from selective_compile.native_calls import native_calls
+from selective_compile.options import Implementation
 from selective_compile.tensor_state import States
 
 logger = logging.getLogger(__name__)
@@ -99,6 +100,11 @@ class CompiledStep:
                 "the native calls of a step gave other logits than its compiled code, which runs from now on"
             )
         return result
+
+
+def runs_native(implementation: Implementation, device: torch.device) -> bool:
+    """Whether the native kernels are those that run there, if they can be built."""
+    return implementation in ("auto", "cpu") and device.type == "cpu"
 
 
 def native_kernels_run() -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from selective_compile.capture import device_of
-from selective_compile.compiled_step import NATIVE_KERNELS
+from selective_compile.compiled_step import NATIVE_KERNELS, runs_native
 from selective_compile.cores import IntraOpThreads
 from selective_compile.isolated_program import IsolatedProgram
 from selective_compile.isolation import Proved, prove
@@ -85,8 +85,8 @@ def _compiled(model: nn.Module, config: EngineConfig) -> Program:
 
 def build_native_kernels(model: object, config: EngineConfig) -> None:
     """Those of a CPU that no earlier start has left; it takes about as long as to trace a model, and goes on beside."""
-    on_cpu = isinstance(model, nn.Module) and device_of(model).type == "cpu"  # what is no model is refused behind it
-    if on_cpu and config.implementation in ("auto", "cpu"):
+    # What is no model is refused behind it.
+    if isinstance(model, nn.Module) and runs_native(config.implementation, device_of(model)):
         for kernels in NATIVE_KERNELS if config.compile else (ragged_attention_cpu,):
             kernels.build_beside()
 
@@ -95,7 +95,7 @@ def keeps_latents(model: nn.Module, config: EngineConfig) -> bool:
     """For batch invariance only where the maps of latents are multiplied by a kernel of ours."""
     if config.latents == "expanded":
         return False
-    return not config.batch_invariant or (device_of(model).type == "cpu" and config.implementation in ("auto", "cpu"))
+    return not config.batch_invariant or runs_native(config.implementation, device_of(model))
 
 
 def check_kv_dtype(config: EngineConfig, proved: Proved) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from selective_compile import fp8_rows
 from selective_compile.capture import ATTENTION_MASK, Captured, capture, recurrences_of
 from selective_compile.choices import KvDtype
-from selective_compile.compiled_step import CompiledStep, native_kernels_run
+from selective_compile.compiled_step import CompiledStep, native_kernels_run, runs_native
 from selective_compile.compiling import compiled
 from selective_compile.current_device import on
 from selective_compile.first_steps import may_be_followed, run_first_steps
@@ -159,7 +159,7 @@ class StepProgram:
         self.gather_weights()
         self.config = config
         self._row: tuple[Tensor | None, Tensor | None] = None, None  # ids [T] and the same [1, T]
-        own = config.compile and config.implementation in ("auto", "cpu") and flat.device.type == "cpu"
+        own = config.compile and runs_native(config.implementation, flat.device)
         # The reference stands in for attention over e4m3.
         native = (
             own
