@@ -7,6 +7,7 @@ j tells which, however the code is spelt: halves that are concatenated, pairs th
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -62,8 +63,7 @@ class Reader:
     def numbers(self, node: fx.Node) -> Tensor:
         """The numbers of a value's elements, in its shape; those of a table from its first one on."""
         shape = [self._size(size) for size in node.meta["val"].shape]
-        count = int(torch.tensor(shape, dtype=torch.int64).prod())
-        return torch.arange(count).reshape(shape) + self.tables.get(node, 0)
+        return torch.arange(math.prod(shape), device="cpu").reshape(shape) + self.tables.get(node, 0)
 
     def dtypes(self) -> set[torch.dtype]:
         """Of all that was read between the source and the end."""
@@ -180,7 +180,7 @@ def joined(pieces: Sequence[Terms], run: Callable[[list[Tensor]], Tensor]) -> Te
 
 
 def padded(terms: Terms, count: int) -> Terms:
-    absent = torch.tensor(ABSENT).reshape(1, 3, *[1] * (terms.dim() - 2))
+    absent = torch.tensor(ABSENT, device="cpu").reshape(1, 3, *[1] * (terms.dim() - 2))
     return torch.cat([terms, absent.expand(count - len(terms), *terms.shape[1:])])
 
 

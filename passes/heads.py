@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import fx
 
@@ -112,7 +114,7 @@ def repeats(traced: TracedGraph, candidate: Operand, node: fx.Node, order: tuple
         PROBE_TOKENS if dim == (Axis.TOKEN,) else plain_size(traced, candidate.node, i)
         for i, dim in enumerate(traced.axes[candidate.node].dims)
     ]
-    numbers = torch.arange(int(torch.tensor(shape).prod()), dtype=torch.int64).reshape(shape)
+    numbers = torch.arange(math.prod(shape), dtype=torch.int64, device="cpu").reshape(shape)
     moved = evaluate(traced, node, batch=1, tokens=PROBE_TOKENS, given={candidate.node: numbers})
     rest = [d for d in range(moved.dim()) if d not in order]
     seen = moved.permute(*rest, *order).reshape(PROBE_TOKENS, heads, candidate.head_size)
@@ -127,7 +129,8 @@ def sinks_of(traced: TracedGraph, node: fx.Node, heads: int) -> fx.Node:
         if getattr(source.target, "overloadpacket", None) not in MOVES or not isinstance(source.args[0], fx.Node):
             raise Unreadable(node, "its sinks are not one number for each head")
         source = source.args[0]
-    numbers = torch.arange(heads, dtype=torch.int64).reshape([int(size) for size in source.meta["val"].shape])
+    sizes = [int(size) for size in source.meta["val"].shape]
+    numbers = torch.arange(heads, dtype=torch.int64, device="cpu").reshape(sizes)
     moved = evaluate(traced, node, batch=1, tokens=PROBE_TOKENS, given={source: numbers}).reshape(heads, -1)
     if (
         node.meta["val"].dim() < 3

@@ -179,8 +179,9 @@ def per_token(traced: TracedGraph, node: fx.Node) -> Operand:
 def numbered(traced: TracedGraph, operand: Operand, first: int) -> Tensor:
     """The operand's node with numbers in place of its elements: ``first + token * heads + head``."""
     sizes = sizes_of(traced, operand.node)
-    numbers = torch.arange(first, first + PROBE_TOKENS * operand.heads)
-    return numbers.reshape([sizes[d] for d in operand.order]).permute(*torch.tensor(operand.order).argsort().tolist())
+    numbers = torch.arange(first, first + PROBE_TOKENS * operand.heads, device="cpu")
+    back = torch.tensor(operand.order, device="cpu").argsort().tolist()
+    return numbers.reshape([sizes[d] for d in operand.order]).permute(back)
 
 
 def sizes_of(traced: TracedGraph, node: fx.Node) -> list[int]:
@@ -203,9 +204,9 @@ def places(traced: TracedGraph, operand: Operand, tensors: list[Operand]) -> tup
     if bool((found < 0).any()):
         return None
     tensor, element = found // TENSOR, found % TENSOR
-    width = torch.tensor([each.heads for each in tensors])[tensor]
+    width = torch.tensor([each.heads for each in tensors], device="cpu")[tensor]
     token, column = element // width, element % width
-    if not torch.equal(token, torch.arange(PROBE_TOKENS)[:, None, None].expand_as(token)):
+    if not torch.equal(token, torch.arange(PROBE_TOKENS, device="cpu")[:, None, None].expand_as(token)):
         return None  # of another token
     if not all(torch.equal(x, x[:1].expand_as(x)) for x in (tensor, column)):
         return None
@@ -219,7 +220,7 @@ def unwritten(traced: TracedGraph, node: fx.Node, given: Mapping[fx.Node, Tensor
     while stack:
         current = stack.pop()
         if is_created(current):
-            found[current] = torch.full(sizes_of(traced, current), -1)
+            found[current] = torch.full(sizes_of(traced, current), -1, device="cpu")
         elif current not in given:
             stack += moved(current)
     return found
@@ -258,7 +259,7 @@ def per_head(layer: fx.Node, rows: Tensor) -> PerHead | None:
     """The rows [heads, size] of a layer's weight, if they are runs that lie equally far apart."""
     heads, size = rows.shape
     first, step = int(rows[0, 0]), int(rows[1, 0] - rows[0, 0]) if heads > 1 else size
-    expected = first + step * torch.arange(heads)[:, None] + torch.arange(size)
+    expected = first + step * torch.arange(heads, device="cpu")[:, None] + torch.arange(size, device="cpu")
     found = PerHead(weight=layer.args[1], first=first, step=step, size=size)  # type: ignore[arg-type]
     return found if torch.equal(rows, expected) and fits(found, heads) else None
 

@@ -68,9 +68,9 @@ def dense_probes(traced: TracedGraph, call: Masked, reads: MaskReads) -> Iterato
         if reads.limit is not None and length > reads.limit:
             return
         for round_ in range(1 if padding is None else 3):
-            real = torch.ones(batch, length, dtype=torch.int64)
+            real = torch.ones(batch, length, dtype=torch.int64, device="cpu")
             if round_:
-                real = torch.randint(0, 2, (batch, length), generator=generator)
+                real = torch.randint(0, 2, (batch, length), generator=generator, device="cpu")
                 real[:, length // 2] = 1
             given = {} if padding is None else {padding: real.to(padding.meta["val"].dtype)}
 
@@ -80,16 +80,16 @@ def dense_probes(traced: TracedGraph, call: Masked, reads: MaskReads) -> Iterato
                 given = given | selecting(traced, reads, chosen)
                 return heads_apart(traced, term, evaluate(traced, term.node, batch=batch, tokens=length, given=given))
 
-            yield both(call, reads, torch.arange(length).expand(batch, -1), real != 0, value_of)
+            yield both(call, reads, torch.arange(length, device="cpu").expand(batch, -1), real != 0, value_of)
 
 
 def strip_probes(traced: TracedGraph, call: Masked, reads: MaskReads) -> Iterator[Probe]:
     generator = torch.Generator().manual_seed(1)
     for start in range(0, STRIPS_END, STRIP):
-        positions = torch.cat([torch.arange(min(start, 4)), torch.arange(start, start + STRIP)])
-        positions = within(reads, positions)
+        first, strip = (torch.arange(*ends, device="cpu") for ends in ((0, min(start, 4)), (start, start + STRIP)))
+        positions = within(reads, torch.cat([first, strip]))
         if len(positions) > 1:
-            real = torch.rand(len(positions), generator=generator) < 0.9
+            real = torch.rand(len(positions), generator=generator, dtype=torch.float32, device="cpu") < 0.9
             yield far_probe(traced, call, reads, positions, real)
 
 
@@ -104,12 +104,15 @@ def scattered_probes(traced: TracedGraph, call: Masked, reads: MaskReads, heads:
     What a mask does at some distance, or at some key, it need not do because of a number in its graph.
     """
     generator = torch.Generator().manual_seed(2)
-    anchors = torch.tensor([0, TRIANGLE // 3, *torch.randint(FARTHEST, (ANCHORS - 2,), generator=generator).tolist()])
-    others = torch.randperm(FARTHEST, generator=generator)[: FARTHEST // heads // ANCHORS * ANCHORS].view(-1, ANCHORS)
+    drawn = torch.randint(FARTHEST, (ANCHORS - 2,), generator=generator, device="cpu")
+    anchors = torch.tensor([0, TRIANGLE // 3, *drawn.tolist()], device="cpu")
+    others = torch.randperm(FARTHEST, generator=generator, device="cpu")
+    others = others[: FARTHEST // heads // ANCHORS * ANCHORS].view(-1, ANCHORS)
     yield far_probe(traced, call, reads, torch.cat([anchors.expand(len(others), -1), others], 1).sort().values)
-    first = torch.randint(FARTHEST, (SCATTERED // heads, 1), generator=generator)
-    apart = FARTHEST ** torch.rand(len(first), 2 * ANCHORS - 1, generator=generator)
-    yield far_probe(traced, call, reads, torch.cat([first, first + apart.long()], 1).sort().values)
+    first = torch.randint(FARTHEST, (SCATTERED // heads, 1), generator=generator, device="cpu")
+    share = torch.rand(len(first), 2 * ANCHORS - 1, generator=generator, dtype=torch.float32, device="cpu")
+    apart = (FARTHEST**share).long()
+    yield far_probe(traced, call, reads, torch.cat([first, first + apart], 1).sort().values)
 
 
 def tile_probes(traced: TracedGraph, call: Masked, reads: MaskReads, heads: int) -> Iterator[Probe]:
@@ -126,7 +129,8 @@ def tile_probes(traced: TracedGraph, call: Masked, reads: MaskReads, heads: int)
     if any(rows.from_end for rows in reads.rows.values()):
         tile = tile_of(heads)
         for length in {limit - 1, limit // 2, limit // 3, *(c for c in SHORTER if c < limit)} - {0, 1}:
-            yield far_probe(traced, call, reads, within(reads, torch.arange(min(length, tile)) + max(0, length - tile)))
+            last = torch.arange(min(length, tile), device="cpu") + max(0, length - tile)
+            yield far_probe(traced, call, reads, within(reads, last))
 
 
 def tiles(traced: TracedGraph, call: Masked, reads: MaskReads, end: int, heads: int) -> Iterator[Probe]:
@@ -135,7 +139,7 @@ def tiles(traced: TracedGraph, call: Masked, reads: MaskReads, end: int, heads: 
     starts = range(0, end, tile)
     for j in starts:
         for i in starts if len(starts) == 1 else range(0, j, tile):
-            parts = [torch.arange(start, min(start + tile, end)) for start in sorted({i, j})]
+            parts = [torch.arange(start, min(start + tile, end), device="cpu") for start in sorted({i, j})]
             yield far_probe(traced, call, reads, torch.cat(parts))
 
 
@@ -157,7 +161,7 @@ def far_probe(
     positions = positions.reshape(-1, positions.shape[-1])
     length, padding = positions.shape[1], reads.padding
     if padding is None or real is None:
-        real = torch.ones(length, dtype=torch.bool)
+        real = torch.ones(length, dtype=torch.bool, device="cpu")
     roots = {n for term in call.masks for n in reads.behind(term.node) if n in traced.axes}
     known = {n: at_positions(traced, n, positions) for n in roots if is_positional_root(traced.axes[n], n)}
     hides = {} if padding is None else {padding: real[None].to(padding.meta["val"].dtype)}
@@ -189,13 +193,13 @@ def within(reads: MaskReads, positions: torch.Tensor) -> torch.Tensor:
 
 def places_of(axes: Any, index: torch.Tensor) -> torch.Tensor:
     """An index that numbers tokens or requests, counted from 0 instead of by position."""
-    return torch.arange(index.numel()).reshape(index.shape) if axes.numbers else index
+    return torch.arange(index.numel(), device="cpu").reshape(index.shape) if axes.numbers else index
 
 
 def far_positions(constants: Iterable[int]) -> torch.Tensor:
     near = [c * k + d for c in constants for k in (1, 2) for d in (-2, -1, 0, 1, 2)]
     chosen = sorted({p for p in (*FAR_POSITIONS, *near) if p >= 0})
-    return torch.tensor(chosen, dtype=torch.int64)
+    return torch.tensor(chosen, dtype=torch.int64, device="cpu")
 
 
 def both(call: Masked, reads: MaskReads, positions: torch.Tensor, real: torch.Tensor, value_of: Values) -> Probe:
@@ -203,10 +207,11 @@ def both(call: Masked, reads: MaskReads, positions: torch.Tensor, real: torch.Te
 
     Selecting some of the keys must hide the others from real queries, and do nothing else.
     """
-    every = torch.ones((), dtype=torch.bool).expand(*positions.shape, positions.shape[1])
+    every = torch.ones((), dtype=torch.bool, device="cpu").expand(*positions.shape, positions.shape[1])
     allowed, bias = combined(call, positions, value_of, every)
     if reads.marks:
-        some = torch.rand(every.shape, generator=torch.Generator().manual_seed(positions.shape[1])) < 0.5
+        generator = torch.Generator().manual_seed(positions.shape[1])
+        some = torch.rand(every.shape, generator=generator, dtype=torch.float32, device="cpu") < 0.5
         left, same = combined(call, positions, value_of, some)
         expected = (allowed & some)[real], bias.masked_fill(~(allowed & some)[:, None], 0).movedim(1, -1)[real]
         if not (torch.equal(left[real], expected[0]) and torch.equal(same.movedim(1, -1)[real], expected[1])):
@@ -222,7 +227,7 @@ def selecting(traced: TracedGraph, reads: MaskReads, chosen: torch.Tensor) -> di
     def tensor(marks: KeyMarks) -> torch.Tensor:
         like = marks.node.meta["val"]
         shape = [sizes[dim] for dim in traced.axes[marks.node].dims]
-        values = torch.full(shape, marks.unmarked, dtype=like.dtype)
+        values = torch.full(shape, marks.unmarked, dtype=like.dtype, device="cpu")
         return values.masked_fill(chosen.reshape(shape), marks.marked)
 
     return {marks.node: tensor(marks) for marks in reads.marks}
@@ -234,10 +239,10 @@ def combined(
     """The pairs that the causal flag and every mask of the call allow, ``[G, L, L]`` for all heads, and what the masks
     add to their scores, ``[G, heads or 1 or 0, L, L]``."""
     groups, length = positions.shape
-    allowed = torch.ones(groups, length, length, dtype=torch.bool)
-    total = torch.zeros(1, 1, 1, 1, dtype=torch.float64)
+    allowed = torch.ones(groups, length, length, dtype=torch.bool, device="cpu")
+    total = torch.zeros(1, 1, 1, 1, dtype=torch.float64, device="cpu")
     factors: list[tuple[MaskTerm, torch.Tensor]] = []
-    bias = torch.zeros(groups, 0, length, length, dtype=torch.float64)
+    bias = torch.zeros(groups, 0, length, length, dtype=torch.float64, device="cpu")
     if call.causal_flag:
         allowed &= positions[:, :, None] >= positions[:, None, :]
     for term in call.masks:

@@ -252,7 +252,7 @@ def last_and_first(numbers: torch.Tensor, counted: torch.Tensor, allowed: torch.
 
 def same_chunk(probe: Probe, chunk: int) -> torch.Tensor:
     if not chunk:
-        return torch.ones((), dtype=torch.bool)
+        return torch.ones((), dtype=torch.bool, device="cpu")
     number = probe.positions // chunk
     return number[:, :, None] == number[:, None, :]
 

@@ -68,7 +68,7 @@ def first_beyond(index: fx.Node, positions: fx.Node, rows: int) -> int | None:
     values: dict[fx.Node, Any] = {}
     for node in ancestors(index):
         if node is positions:
-            values[node] = torch.arange(count)
+            values[node] = torch.arange(count, device="cpu")
         elif isinstance(node.meta.get("val"), torch.SymInt):
             values[node] = count
         elif node.op == "get_attr":

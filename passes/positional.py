@@ -124,7 +124,7 @@ def straight_line(traced: TracedGraph, node: fx.Node) -> tuple[int, int] | None:
     if not bool(rows[0, :2].isfinite().all()):
         return None
     first, step = int(rows[0, 0]), int(rows[0, 1] - rows[0, 0])
-    line = first + step * torch.arange(length)
+    line = first + step * torch.arange(length, device="cpu")
     if not torch.equal(rows, line.to(rows.dtype).expand_as(rows)):
         return None
     if axes.probed:  # not by a rule

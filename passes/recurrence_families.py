@@ -8,7 +8,7 @@ is what runs.  T rows; the letters stand for the sizes behind them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,30 @@ from torch import Tensor
 
 import selective_compile.state_ops  # noqa: F401  (registers the operators)
 
-Draw = Callable[..., Tensor]
+Draw = Callable[[Sequence[int], torch.Generator], Tensor]  # of a shape
 ops: Any = torch.ops.selective
+
+
+def normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+
+def uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    return torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+
+def decaying(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    return -0.05 - uniform(shape, generator)
+
+
+def short(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Vectors that a state stays bounded with, of several lengths: a formula that normalises them is another one."""
+    directions = F.normalize(normal(shape, generator), dim=-1)
+    return directions * (0.3 + 0.7 * uniform((*shape[:-1], 1), generator))
+
+
+def seldom(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    return uniform(shape, generator) < 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +50,7 @@ class Role:
 
     name: str
     dims: str
-    draw: Draw = torch.randn
+    draw: Draw = normal
     per_token: bool = True
     optional: bool = False
     boolean: bool = False
@@ -50,23 +72,6 @@ class Family:
     options: tuple[dict[str, Any], ...] = ({},)
     multiples: tuple[tuple[str, str], ...] = ()
     reads_limits: bool = False  # a pair of numbers that the function takes may be limits of the time step
-
-
-def uniform(*shape: int, **options: Any) -> Tensor:
-    return torch.rand(*shape, **options)
-
-
-def decaying(*shape: int, **options: Any) -> Tensor:
-    return -0.05 - torch.rand(*shape, **options)
-
-
-def short(*shape: int, **options: Any) -> Tensor:
-    """Vectors that a state stays bounded with, of several lengths: a formula that normalises them is another one."""
-    return F.normalize(torch.randn(*shape, **options), dim=-1) * (0.3 + 0.7 * torch.rand(*shape[:-1], 1, **options))
-
-
-def seldom(*shape: int, **options: Any) -> Tensor:
-    return torch.rand(*shape, **options) < 0.2
 
 
 def ragged(

@@ -206,9 +206,8 @@ def drawn(found: Recognised, length: int) -> dict[str, Tensor]:
         if role.name in taken:
             sizes = [letters[letter] for letter in role.dims]
             shape = [length, *sizes] if role.per_token else sizes
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(int(torch.randint(2**31, (1,), generator=generator)))
-                values[role.name] = role.draw(*shape).to(found.signature.device)
+            own = torch.Generator().manual_seed(int(torch.randint(2**31, (1,), generator=generator, device="cpu")))
+            values[role.name] = role.draw(shape, own).to(found.signature.device)
     return values
 
 

@@ -50,7 +50,7 @@ def repeats(graph: fx.Graph, kinds: Kinds) -> list[Repeat]:
     """
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     numbers: dict[Hashable, int] = {}
-    symbols = torch.tensor([numbers.setdefault(spelled(node), len(numbers)) for node in nodes])
+    symbols = torch.tensor([numbers.setdefault(spelled(node), len(numbers)) for node in nodes], device="cpu")
     found: list[Repeat] = []
     while len(found) < MOST:
         run = longest_run(symbols)
@@ -59,7 +59,7 @@ def repeats(graph: fx.Graph, kinds: Kinds) -> list[Repeat]:
         start, length, count = run
         end = start + length * count
         repeat = proved_run(nodes[start:end], length, kinds)
-        symbols[start:end] = -1 - torch.arange(start, end)  # like no other any more
+        symbols[start:end] = -1 - torch.arange(start, end, device="cpu")  # like no other any more
         if repeat is not None:
             found.append(repeat)
     return found
@@ -99,7 +99,9 @@ def longest_run(symbols: torch.Tensor) -> tuple[int, int, int] | None:
     best, run = LEAST_SAVED - 1, None
     for length in range(1, len(symbols) // (KEPT + 1) + 1):
         differs = (symbols[:-length] != symbols[length:]).nonzero().flatten()
-        ends = torch.cat([torch.tensor([-1]), differs, torch.tensor([len(symbols) - length])])
+        ends = torch.cat(
+            [torch.tensor([-1], device="cpu"), differs, torch.tensor([len(symbols) - length], device="cpu")]
+        )
         gaps = ends.diff() - 1
         widest = int(gaps.argmax())
         count = int(gaps[widest]) // length + 1

@@ -113,7 +113,7 @@ class RotationReader:
 
     def style(self, across: Tensor, own: Tensor) -> bool:
         """Whether partners are neighbours; ``[3, T, heads, rotated]`` and the numbers of the source's own elements."""
-        d = torch.arange(own.shape[-1])
+        d = torch.arange(own.shape[-1], device="cpu")
         for interleaved, partner in ((False, (d + len(d) // 2) % len(d)), (True, d ^ 1)):
             sign = torch.where(partner > d, -1, 1).expand_as(own)
             if torch.equal(across[SOURCE], own[..., partner]) and torch.equal(across[SIGN], sign):
@@ -127,7 +127,7 @@ class RotationReader:
             raise UnreadableError("its table must be of a dtype that kernels read")
         rows = self.as_rows(node).flatten(1)
         start, count = int(entries[0, 0, 0] - rows[0, 0]), entries.shape[-1]
-        d = torch.arange(count)
+        d = torch.arange(count, device="cpu")
         pair = d // 2 if interleaved else d % (count // 2)
         for width, column in ((count, d), (count // 2, pair)):
             fits = start >= 0 and start + width <= rows.shape[1]

@@ -68,9 +68,9 @@ def histogram(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     dtype = node.args[0].meta["val"].dtype  # type: ignore[union-attr]
     if node.target is aten.histc.default and not dtype.is_floating_point:
         dtype = torch.float64  # integers are counted on a GPU alone, by the same bins
-    values = torch.arange(bins).to(dtype)
+    values = torch.arange(bins, device="cpu").to(dtype)
     counts = [node.target(value[None], *node.args[1:], **node.kwargs) for value in values]  # type: ignore[operator]
-    if not torch.equal(torch.stack(counts), torch.eye(bins, dtype=counts[0].dtype)):
+    if not torch.equal(torch.stack(counts), torch.eye(bins, dtype=counts[0].dtype, device="cpu")):
         raise Mixes("counts several group numbers as one")
     return Axes(dims=((bins,),), groups=Groups(order=order.order))
 

@@ -249,7 +249,8 @@ def try_scores(traced: TracedGraph, selection: KeySelection, total: fx.Node, tim
             for i, dim in enumerate(traced.axes[operand.node].dims)
         ]
         if operand.node not in given:
-            given[operand.node] = torch.randn(shape, generator=generator).to(value.dtype)
+            drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+            given[operand.node] = drawn.to(value.dtype)
         moved = given[operand.node].permute(operand.order)
         rows.append(moved.reshape(TRIED_TOKENS, operand.heads, operand.head_size).double())
     query, key, weights = rows

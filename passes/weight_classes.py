@@ -45,8 +45,9 @@ def try_weight_classes(traced: TracedGraph) -> int:
 def mixes_rows(weight: Tensor) -> bool:
     """Whether ``F.linear(x [T, in], weight [out, in])`` is another for a row among others than for the row alone."""
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(ROWS, weight.shape[-1], generator=generator) * SPREAD ** torch.arange(ROWS)[:, None]
-    rows = rows.to(weight.device, weight.dtype)
+    rows = torch.randn(ROWS, weight.shape[-1], generator=generator, dtype=torch.float32, device="cpu")
+    spread = SPREAD ** torch.arange(ROWS, dtype=torch.float32, device="cpu")
+    rows = (rows * spread[:, None]).to(weight.device, weight.dtype)
     together = F.linear(rows, weight)
     alone = torch.cat([F.linear(row[None], weight) for row in rows])
     scale = alone.abs().amax(dim=-1, keepdim=True)

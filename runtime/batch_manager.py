@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from threading import Event, Lock, Thread
-from typing import Any, Self
+from threading import Event, Thread
+from typing import Self
 
 from torch import Tensor
-from transformers import GenerationConfig
 
-from selective_compile.runtime.callbacks import CallbackThreads, Question, answer
+from selective_compile.runtime.callbacks import CallbackThreads, Question
+from selective_compile.runtime.delivery import Delivery, SendResponse
 from selective_compile.runtime.engine import Engine
+from selective_compile.runtime.inference_request import InferenceRequest, requests_among, with_all_beams
 from selective_compile.runtime.iterations import Iteration, Iterations
-from selective_compile.runtime.own_code import Done, Failed, Logged, attempt
+from selective_compile.runtime.own_code import Failed, Logged
 from selective_compile.runtime.prompt import check_request_id
 from selective_compile.runtime.request import Request
 from selective_compile.runtime.request_processor import RequestProcessor
 from selective_compile.runtime.request_state import RequestId
 from selective_compile.runtime.responses import OpenRequest
 from selective_compile.runtime.stats import StepFloor, StepRecord
-
-logger = logging.getLogger(__name__)
+from selective_compile.runtime.submissions import Submissions, Submitted
 
 # How long the worker sleeps when there is nothing to do, unless `notify` wakes it.
 IDLE_SECONDS = 0.005
@@ -37,33 +35,8 @@ PATIENCE = 0.05
 WAITING_STATS = 1000
 # In place of a request's id, among the calls that the senders make.
 ON_STATS = ("on_stats",)
-# Among the calls of the askers.
-SUBMISSIONS = "submissions"
-
-
-@dataclass(frozen=True, kw_only=True)
-class InferenceRequest:
-    """What `get_requests` returns a list of.
-
-    Attributes:
-        request_id: a string or an integer that no request has whose final response is still to come.
-        input_ids: as for `Engine.submit`.
-        generation_config: as for `Engine.submit`.
-        streaming: a response for each token, in place of one at the end. A beam search has all tokens at its end.
-        pad_id: fills up the rows of sequences that are shorter than others of the request.
-        options: other arguments of `Engine.submit`, such as `logprobs`, `priority` or `max_new_tokens`.
-    """
-
-    request_id: RequestId
-    input_ids: Any
-    generation_config: GenerationConfig | None = None
-    streaming: bool = False
-    pad_id: int = 0
-    options: Mapping[str, Any] = field(default_factory=dict)
-
 
 GetRequests = Callable[[int], Iterable[InferenceRequest]]
-SendResponse = Callable[[RequestId, dict[str, Tensor], bool, str], None]
 PollStop = Callable[[], Collection[RequestId]]
 OnStats = Callable[[str], None]
 
@@ -133,20 +106,12 @@ class BatchManager:
                 raise ValueError(f"{name} must be a positive integer or None, got {limit!r}")
         self._engine = engine
         self._get_requests = get_requests
-        self._send_response = send_response
         self._poll_stop = poll_stop
         self._on_stats = on_stats
         self._max_active = max_active
         self._max_beam_width = max_beam_width
         self._floor = floor
         self._open: dict[RequestId, OpenRequest] = {}
-        self._refused: dict[
-            RequestId, list[str]
-        ] = {}  # while their ids are open: what to say to those who had them too
-        self._submissions: deque[tuple[InferenceRequest, Future[Done[Request | Failed] | Failed]]] = deque()
-        self._stopped: set[RequestId] = set()  # of those that are being submitted
-        self._taken: set[RequestId] = set()  # ids whose final response has not been handed over
-        self._lock = Lock()  # of `_taken`
         self._stopping = Event()
         self._wake = Event()
         self._iterations = Iterations(engine)
@@ -158,6 +123,8 @@ class BatchManager:
         self._askers = CallbackThreads(3, PATIENCE, name="selective-compile-questions")
         self._asked_requests = Question[list[InferenceRequest]](self._askers, PATIENCE)
         self._asked_stops = Question[Collection[RequestId]](self._askers, PATIENCE)
+        self._submissions = Submissions(self._askers)
+        self._delivery = Delivery(self._senders, send_response)
         self._worker = Thread(target=self._run, name="selective-compile-batch-manager", daemon=True)
         self._worker.start()
 
@@ -211,8 +178,7 @@ class BatchManager:
     @property
     def num_active(self) -> int:
         """Requests taken whose last response has not been handed over."""
-        with self._lock:
-            return len(self._taken)
+        return self._delivery.num_taken
 
     def _run(self) -> None:
         reason = "the worker thread of the batch manager ended"
@@ -232,9 +198,8 @@ class BatchManager:
         for request_id, entry in list(self._open.items()):
             entry.cancel()
             self._close(request_id, {}, reason)
-        for wanted, submitted in self._submissions:
-            submitted.add_done_callback(_cancel)
-            self._close(wanted.request_id, {}, reason)
+        for request_id in self._submissions.give_up():
+            self._close(request_id, {}, reason)
         self._asked_requests.give_up(self._refuse)
         self._asked_stops.give_up(lambda request_ids: None)
         if self._caller is not None:
@@ -281,7 +246,8 @@ class BatchManager:
             arrived = self._asked_requests.ask(self._ask_for_requests, anew=taking) or []
         for wanted in arrived:
             self._take(wanted)
-        self._open_submitted(PATIENCE if arrived else 0.0)
+        for submitted in self._submissions.take_up(PATIENCE if arrived else 0.0):
+            self._open_one(submitted)
 
     def _call_after(self) -> None:
         """What follows a step: whom to stop, and its statistics."""
@@ -289,21 +255,21 @@ class BatchManager:
             with Logged("poll_stop"):
                 self._stop(self._asked_stops.ask(self._poll_stop) or ())
         if self._abandoning.is_set():
-            self._stop([*self._open, *(wanted.request_id for wanted, _ in self._submissions)])
+            self._stop([*self._open, *self._submissions.ids])
         while self._unreported:
             self._tell_stats(self._unreported.popleft())
 
     def _ask_for_requests(self) -> list[InferenceRequest]:
         found = []
         with Logged("get_requests"):  # those that came before it raised are taken
-            for wanted in _requests_among(self._get_requests(self._room())):
+            for wanted in requests_among(self._get_requests(self._room())):
                 found.append(wanted)
         return found
 
     def _refuse(self, late: list[InferenceRequest]) -> None:
         """For requests that come when the worker has ended."""
         for wanted in late:
-            self._call_back(wanted.request_id, {}, True, "the batch manager was shut down")
+            self._delivery.refuse_late(wanted.request_id, "the batch manager was shut down")
 
     def _tell_stats(self, iteration: Iteration) -> None:
         tell = self._on_stats
@@ -320,66 +286,43 @@ class BatchManager:
         return -1 if self._max_active is None else max(0, self._max_active - self.num_active)
 
     def _take(self, wanted: InferenceRequest) -> None:
+        request_id = wanted.request_id
         try:
-            check_request_id(wanted.request_id)
+            check_request_id(request_id)
         except ValueError as error:
-            self._send(None, self._call_back, wanted.request_id, {}, True, str(error))
+            self._delivery.refuse_id(request_id, str(error))
             return
-        with self._lock:
-            known = wanted.request_id in self._taken
-            self._taken.add(wanted.request_id)
-        if known:
-            self._refuse_duplicate(wanted.request_id)
-            return
-        submitted: Future[Done[Request | Failed] | Failed] = Future()
-        self._submissions.append((wanted, submitted))
-        submit = partial(attempt, "submission", partial(self._submit, wanted))
-        self._askers.submit(SUBMISSIONS, partial(answer, submitted, submit))
+        if self._delivery.take(request_id):
+            self._submissions.submit(wanted, partial(self._submit, wanted))
+        else:
+            is_open = request_id in self._open or request_id in self._submissions
+            self._delivery.refuse_duplicate(request_id, is_open=is_open)
 
-    def _open_submitted(self, patience: float) -> None:
-        """Take up the requests that have been submitted, in order, with those that are in so many seconds."""
-        deadline = time.monotonic() + patience
-        while self._submissions:
-            wanted, submitted = self._submissions[0]
-            wait([submitted], max(0.0, deadline - time.monotonic()))
-            if not submitted.done():
-                return
-            asked = submitted.result()
-            self._submissions.popleft()
-            self._open_one(wanted, asked if isinstance(asked, Failed) else asked.result)
-            self._stopped.discard(wanted.request_id)
-
-    def _open_one(self, wanted: InferenceRequest, handle: Request | Failed) -> None:
+    def _open_one(self, submitted: Submitted) -> None:
+        wanted, handle, stopped = submitted
         if isinstance(handle, Failed):
             self._close(wanted.request_id, {}, handle.error)
             return
         opened = OpenRequest(handle=handle, streaming=wanted.streaming, pad_id=wanted.pad_id)
-        beams = handle.params.beams
-        width = len(handle.samples) if beams is None else beams.num_beams
-        if self._max_beam_width is not None and width > self._max_beam_width:
+        if (message := self._too_wide(handle)) is not None:
             opened.cancel()
-            name = "num_return_sequences" if beams is None else "num_beams"
-            message = f"{name} must be at most max_beam_width, {self._max_beam_width}, got {width}"
             self._close(wanted.request_id, {}, message)
             return
         self._open[wanted.request_id] = opened
-        if wanted.request_id in self._stopped:
+        if stopped:
             opened.cancel()
 
-    def _refuse_duplicate(self, request_id: RequestId) -> None:
-        """Behind the last response of the one that has the id: until then, every response is about that one."""
-        message = f"request_id must not be that of an unfinished request, got {request_id!r}"
-        if request_id in self._open or self._is_submitted(request_id):
-            self._refused.setdefault(request_id, []).append(message)
-        else:
-            self._send(request_id, self._call_back, request_id, {}, True, message)
-
-    def _is_submitted(self, request_id: RequestId) -> bool:
-        return any(wanted.request_id == request_id for wanted, _ in self._submissions)
+    def _too_wide(self, handle: Request) -> str | None:
+        beams = handle.params.beams
+        width = len(handle.samples) if beams is None else beams.num_beams
+        if self._max_beam_width is None or width <= self._max_beam_width:
+            return None
+        name = "num_return_sequences" if beams is None else "num_beams"
+        return f"{name} must be at most max_beam_width, {self._max_beam_width}, got {width}"
 
     def _submit(self, wanted: InferenceRequest) -> Request | Failed:
         """Failed: the caller is told what is wrong; what else is raised is for the log as well."""
-        options = _with_all_beams(wanted)
+        options = with_all_beams(wanted)
         try:
             return self._engine.submit(wanted.input_ids, wanted.generation_config, wanted.request_id, **options)
         except (ValueError, TypeError) as error:
@@ -389,8 +332,8 @@ class BatchManager:
         for request_id in request_ids:
             if request_id in self._open:
                 self._open[request_id].cancel()
-            elif self._is_submitted(request_id):
-                self._stopped.add(request_id)
+            else:
+                self._submissions.stop(request_id)
 
     def _respond(self) -> None:
         """Responses for what has changed since the last time."""
@@ -404,62 +347,12 @@ class BatchManager:
             if ended:
                 self._close(request_id, tensors or {}, "")
             elif tensors is not None:
-                self._send(request_id, self._deliver_part, entry, tensors)
+                self._delivery.part(entry, tensors)
 
     def _close(self, request_id: RequestId, tensors: dict[str, Tensor], error: str) -> None:
         self._open.pop(request_id, None)
-        self._send(request_id, self._deliver_last, request_id, tensors, error)
-        for message in self._refused.pop(request_id, ()):
-            self._send(request_id, self._call_back, request_id, {}, True, message)
-
-    def _send(self, request_id: RequestId | None, call: Callable[..., object], *arguments: Any) -> None:
-        """In order with the responses of the same id; None: with those of ids that are none."""
-
-        def sent() -> None:
-            call(*arguments)
-
-        self._senders.submit(request_id, sent)
-
-    def _deliver_part(self, entry: OpenRequest, tensors: dict[str, Tensor]) -> None:
-        if not self._call_back(entry.handle.request_id, tensors, False, ""):
-            entry.cancel()
-
-    def _deliver_last(self, request_id: RequestId, tensors: dict[str, Tensor], error: str) -> None:
-        with self._lock:
-            self._taken.discard(request_id)  # before the call, in which the id may be used again
-        self._call_back(request_id, tensors, True, error)
-
-    def _call_back(self, request_id: RequestId, tensors: dict[str, Tensor], is_final: bool, error: str) -> bool:
-        with Logged("send_response", takes=BaseException) as outcome:
-            self._send_response(request_id, tensors, is_final, error)
-        return not outcome.failed
-
-
-def _cancel(submitted: Future[Done[Request | Failed] | Failed]) -> None:
-    """Whoever comes too late to be taken up."""
-    asked = None if submitted.exception() is not None else submitted.result()
-    if isinstance(asked, Done) and isinstance(asked.result, Request):
-        for sample in asked.result.samples:
-            sample.cancel()
+        self._delivery.last(request_id, tensors, error)
 
 
 def _left(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - time.monotonic())
-
-
-def _requests_among(given: Iterable[Any]) -> Iterator[InferenceRequest]:
-    for each in given:
-        if isinstance(each, InferenceRequest):
-            yield each
-        else:
-            logger.error("get_requests must give InferenceRequests, got %r", each)
-
-
-def _with_all_beams(wanted: InferenceRequest) -> dict[str, Any]:
-    """Its options; where it has beams and does not say how many of them to return, all."""
-    config, options = wanted.generation_config, dict(wanted.options)
-    beams = options.get("num_beams", getattr(config, "num_beams", None))
-    said = "num_return_sequences" in options or getattr(config, "num_return_sequences", None) is not None
-    if isinstance(beams, int) and beams > 1 and not said:
-        options["num_return_sequences"] = beams
-    return options

@@ -136,11 +136,11 @@ class BeamSearch:
         ids = torch.tensor(list(prompt), dtype=torch.int64, device=device)
         path = torch.empty(0, dtype=torch.int64, device=device)
         # All beams but the first are out of the question at first, or they would all be the same.
-        first = torch.full((1, count), FAR, device=device)
+        first = torch.full((1, count), FAR, dtype=torch.float32, device=device)
         first[:, 0] = 0.0
-        no_logprobs = [torch.empty(0, device=device)] * count
+        no_logprobs = [torch.empty(0, dtype=torch.float32, device=device)] * count
         self._running = _Beams(tokens=[ids] * count, paths=[path] * count, logprobs=no_logprobs, scores=first)
-        none = torch.full((1, count), FAR, device=device)
+        none = torch.full((1, count), FAR, dtype=torch.float32, device=device)
         self._ended = _Beams(tokens=[ids] * count, paths=[path] * count, logprobs=no_logprobs, scores=none)
         self._has_ended = torch.zeros(1, count, dtype=torch.bool, device=device)
         self._improves = torch.ones(1, 1, dtype=torch.bool, device=device)

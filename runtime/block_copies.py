@@ -52,11 +52,11 @@ class BlockCopies:
             # By what is written: of two copies to one place the later holds.
             moved = {copy.slot if to_host else copy.block: copy for copy in run}.values()
             (blocks,) = sent(self._stream, self._device, [copy.block for copy in moved])
-            slots = torch.tensor([copy.slot for copy in moved])
+            slots = torch.tensor([copy.slot for copy in moved], device="cpu")
             sites = [zip(self._pools[site], self._host_pools[site], strict=True) for site in self._sites_of[table]]
             copy_blocks(self._stream, chain.from_iterable(sites), to_host=to_host, blocks=blocks, slots=slots)
 
 
 def sent(stream: DeviceStream, device: torch.device, *places: Sequence[int]) -> Tensor:
     """Places in pools, on the device: as numbers, they would be copied there, and waited for, pool after pool."""
-    return stream.send(torch.tensor(places), device)
+    return stream.send(torch.tensor(places, device="cpu"), device)

@@ -12,7 +12,7 @@ from functools import partial
 from threading import Condition, Thread
 from typing import Generic, TypeVar
 
-Call = Callable[[], None]
+Call = Callable[[], object]  # what it returns, nobody takes
 Answer = TypeVar("Answer")
 
 

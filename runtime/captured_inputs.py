@@ -59,7 +59,9 @@ class CapturedMemory:
         total = max(self._ends.values())
         self._stream = stream
         # Only from pinned memory does a copy to the device run beside the host's work.
-        self._hosts = [torch.zeros(total, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(turns)]
+        self._hosts = [
+            torch.zeros(total, dtype=torch.uint8, pin_memory=device.type == "cuda", device="cpu") for _ in range(turns)
+        ]
         self._device = torch.zeros(total, dtype=torch.uint8, device=device)
         self._views = {(size, turn): self._views_of(size, num_tables, turn) for size in sizes for turn in range(turns)}
         self._turn = 0

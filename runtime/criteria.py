@@ -115,7 +115,7 @@ def _list_of_transformers(values: Mapping[str, Any], prompt_length: int) -> list
     asked.max_time = values.get("max_time")
     asked.stop_strings = values.get("stop_strings")
     eos = values.get("eos_token_id")
-    asked._eos_token_tensor = torch.tensor(eos) if eos else None
+    asked._eos_token_tensor = torch.tensor(eos, device="cpu") if eos else None
     maker = GenerationMixin()
     maker.config = SimpleNamespace()
     return list(

@@ -26,7 +26,7 @@ class Staged:
     def __init__(self, stream: DeviceStream, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self._stream = stream
         # Only from pinned memory does a copy to the device run beside the host's work.
-        self._host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+        self._host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda", device="cpu")
         self._device = self._host.to(device, copy=True) if stream.separate else self._host
 
     def put(self, values: NDArray[Any]) -> Tensor:
@@ -61,7 +61,9 @@ class DeviceChooser:
         self._slots = [Staged(stream, (rows,), torch.int64, device) for _ in range(TURNS)]
         self._rows = [Staged(stream, (rows,), torch.int64, device) for _ in range(TURNS)]
         self._choices = [Staged(stream, (FIELDS * rows,), torch.float64, device) for _ in range(TURNS)]
-        self._tokens = [torch.zeros(rows, dtype=torch.int64, pin_memory=device.type == "cuda") for _ in range(TURNS)]
+        self._tokens = [
+            torch.zeros(rows, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu") for _ in range(TURNS)
+        ]
         self._turn = 0
 
     def next_turn(self) -> None:

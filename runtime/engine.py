@@ -16,6 +16,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from selective_compile.backend import Program
+from selective_compile.capture import uncompiled
 from selective_compile.cores import IntraOpThreads
 from selective_compile.options import EngineConfig
 from selective_compile.progress import on_stderr, silent
@@ -81,7 +82,7 @@ class Engine:
             raise ValueError(f"config must be an EngineConfig or None, got {config!r}")
         self.config = config if config is not None else EngineConfig()
         with torch.inference_mode(False):  # what is kept is to be written to within and without
-            parts = EngineParts.of(model, self.config, program, Engine, stream)
+            parts = EngineParts.of(uncompiled(model), self.config, program, Engine, stream)
         self.longest = parts.longest
         self._runner, self._scheduler = parts.runner, parts.scheduler
         self._intake, self._recording = parts.intake, parts.recording

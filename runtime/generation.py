@@ -14,9 +14,9 @@ from selective_compile.kernels.draw_cpu import packed_warping
 from selective_compile.runtime.beams import BeamParams
 from selective_compile.runtime.criteria import RowCriteria, beam_criteria, row_criteria
 from selective_compile.runtime.early_layers import EarlyLayers
-from selective_compile.runtime.generation_fields import FIELDS, KNOWN, refuse_unsupported
-from selective_compile.runtime.generation_values import ALWAYS, WHEN_SAMPLING, WITH_BEAMS, boolean, count, integer
-from selective_compile.runtime.grammar import GRAMMARS, GrammarProcessor, Grammars
+from selective_compile.runtime.generation_values import boolean, count, integer
+from selective_compile.runtime.grammar import GrammarProcessor, Grammars
+from selective_compile.runtime.merged_fields import check_beams, checked, merged
 from selective_compile.runtime.processors import Ban, RowProcessors, row_processors
 
 DEFAULT_NEW_TOKENS = 20
@@ -24,27 +24,6 @@ CPU = torch.device("cpu")
 
 LOGPROBS = ("logprobs", "processed_logprobs")
 OF_PROMPT = ("prompt_logprobs", "prompt_logits")
-
-# What several beams do not go with, and what to do instead.
-NOT_WITH_BEAMS: Mapping[str, str] = {
-    "num_beam_groups": "call model.generate(custom_generate='transformers-community/group-beam-search')",
-    "low_memory": "leave it out, as transformers has it no more; beams share blocks",
-    **dict.fromkeys(
-        ("prompt_lookup_num_tokens", "assistant_model", "assistant_early_exit"),
-        "leave it out, drafts go with one sequence and change no token",
-    ),
-    "processed_logprobs": "output_scores has those of all tokens for each beam",
-    "top_logprobs": "output_scores has those of all tokens for each beam",
-    "prompt_logprobs": "Engine.score has them",
-    **dict.fromkeys(GRAMMARS, "prefix_allowed_tokens_fn constrains beams"),
-}
-
-# What `generate` takes for a field that neither the call nor the model sets. Lengths are resolved by themselves.
-DEFAULTS: Mapping[str, Any] = {
-    name: value
-    for name, value in GenerationConfig._get_default_generation_params().items()
-    if name in FIELDS and name != "max_length"
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,11 +178,11 @@ class GenerationParams:
         """
         if config is not None and not isinstance(config, GenerationConfig):
             raise ValueError(f"generation_config must be a transformers.GenerationConfig, got {config!r}")
-        values = _checked(merged(config, options, served.config))
+        values = checked(merged(config, options, served.config))
         values["max_new_tokens"] = _max_new_tokens(values, len(prompt), served.max_positions)
         criteria, stop = row_criteria(values, len(prompt), served.device)
         if values["num_beams"] > 1:
-            _check_beams(values)
+            check_beams(values)
         grammar = served.grammars.processor(values, prompt_length=len(prompt), vocab_size=served.vocab_size)
         processors, tail = row_processors(
             values, prompt, grammar, vocab_size=served.vocab_size, device=served.device, model=served.model
@@ -228,104 +207,6 @@ class GenerationParams:
             **_drafts(values, served),
             **_logprobs(values),
         )
-
-
-def samples_asked(*sources: GenerationConfig | Mapping[str, Any] | None) -> int:
-    """How many sequences to sample of a prompt: by options, configuration and the model's, the first that says.
-
-    Those of a beam search are no samples.
-
-    Raises:
-        ValueError: it is not a number of at least 1, or several of greedy decoding, which would all be the same.
-    """
-    asked = _first_of("num_return_sequences", sources)
-    asked = 1 if asked is None else count("num_return_sequences", asked)
-    beams = _first_of("num_beams", sources)
-    if beams is not None and count("num_beams", beams) > 1:
-        return 1
-    if asked > 1 and not _first_of("do_sample", sources):
-        raise ValueError(f"num_return_sequences must be 1 for greedy decoding, got {asked}")
-    return int(asked)
-
-
-def _first_of(name: str, sources: Sequence[GenerationConfig | Mapping[str, Any] | None]) -> Any:
-    for source in sources:
-        if isinstance(source, Mapping):
-            if name in source:
-                return source[name]
-        elif getattr(source, name, None) is not None:
-            return getattr(source, name)
-    return None
-
-
-def merged(
-    config: GenerationConfig | None, options: Mapping[str, Any], model_config: GenerationConfig | None
-) -> dict[str, Any]:
-    """Every field that is set to something; unknown names and unsupported values are refused.
-
-    A model's own configuration may carry names that are none, from its makers or from an older transformers.
-    `generate` passes over them, and so does this, also where the request's configuration is a copy of the model's.
-    """
-    of_model = set_fields(model_config)
-    of_request = set_fields(config)
-    for name in of_model.keys() - KNOWN:
-        value = of_model.pop(name)
-        if name in of_request and of_request[name] == value:
-            del of_request[name]
-    of_request |= options
-    for name in of_request:
-        if name not in KNOWN:
-            raise ValueError(f"generation option must be one of {', '.join(sorted(KNOWN))}, got {name!r}")
-    values = of_model | of_request
-    for name, value in values.items():
-        refuse_unsupported(name, value, "" if name in of_request else " (from model.generation_config)")
-    return {**DEFAULTS, **values}
-
-
-def set_fields(config: GenerationConfig | None) -> dict[str, Any]:
-    """What a configuration does not leave open."""
-    if config is None:
-        return {}
-    return {name: value for name, value in vars(config).items() if value is not None and not name.startswith("_")}
-
-
-def _checked(values: dict[str, Any]) -> dict[str, Any]:
-    do_sample = values.get("do_sample")
-    values["do_sample"] = False if do_sample is None else boolean("do_sample", do_sample)
-    if values.get("num_beams") is None:
-        values["num_beams"] = 1
-    checks = {**ALWAYS, **WHEN_SAMPLING} if values["do_sample"] else ALWAYS
-    for name, check in checks.items():
-        if values.get(name) is not None:
-            values[name] = check(name, values[name])
-    _refuse_forced_and_suppressed(values)
-    return values
-
-
-def _refuse_forced_and_suppressed(values: Mapping[str, Any]) -> None:
-    """As transformers does: no token would be left where one of them must come."""
-    suppressed = set(values.get("suppress_tokens") or ())
-    for name in ("forced_bos_token_id", "forced_eos_token_id"):
-        given = values.get(name)
-        forced = {given} if isinstance(given, int) else set(given or ())
-        if forced and forced <= suppressed:
-            raise ValueError(f"{name} must have a token that is not among suppress_tokens, got {sorted(forced)}")
-
-
-def _check_beams(values: dict[str, Any]) -> None:
-    """Check what only beams have, and refuse what they do not go with."""
-    beams = values["num_beams"]
-    for name, check in WITH_BEAMS.items():
-        if values.get(name) is not None:
-            values[name] = check(name, values[name])
-    sequences = values.get("num_return_sequences") or 1
-    if sequences > beams:
-        raise ValueError(f"num_return_sequences must be at most num_beams, {beams}, got {sequences}")
-    for name, instead in NOT_WITH_BEAMS.items():
-        value = values.get(name)
-        nothing = (None, False, 0) if name != "num_beam_groups" else (None, 1)
-        if value not in nothing or value is True:
-            raise ValueError(f"{name} must be None with num_beams={beams}, got {value!r}: {instead}")
 
 
 def _beams(values: Mapping[str, Any], processors: RowProcessors | None, criteria: Any) -> BeamParams:

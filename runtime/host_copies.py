@@ -58,4 +58,4 @@ def _to_device(stream: DeviceStream, pool: Tensor, host: Tensor, blocks: Tensor,
 
 def _staged(host: Tensor, slots: Tensor) -> Tensor:
     """Pinned as the host's pools are: from other memory and to it, a copy would be made in parts, and waited for."""
-    return torch.empty(len(slots), *host.shape[1:], dtype=host.dtype, pin_memory=host.is_pinned())
+    return torch.empty(len(slots), *host.shape[1:], dtype=host.dtype, pin_memory=host.is_pinned(), device="cpu")

@@ -16,8 +16,9 @@ from selective_compile.options import EngineConfig
 from selective_compile.runtime.assistants import Assistants
 from selective_compile.runtime.block_names import extend_names
 from selective_compile.runtime.early_layers import EarlyLayers
-from selective_compile.runtime.generation import GenerationParams, Served, merged, samples_asked
+from selective_compile.runtime.generation import GenerationParams, Served
 from selective_compile.runtime.grammar import Grammars
+from selective_compile.runtime.merged_fields import merged, samples_asked
 from selective_compile.runtime.prompt import check_length, check_terms, token_ids
 from selective_compile.runtime.request_state import RequestId, RequestState, Terms
 from selective_compile.runtime.samples import Asked, options_of_samples

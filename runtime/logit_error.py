@@ -78,7 +78,7 @@ def logit_error(model: nn.Module, prompts: Sequence[Sequence[int]], config: Engi
     sums = _Sums()
     for prompt in prompts:
         expected, found = (prompt_logits(engine, prompt) for engine in engines)
-        sums.add(expected, found, torch.tensor(list(prompt)))
+        sums.add(expected, found, torch.tensor(list(prompt), device="cpu"))
     return sums.result(*(engine.kv_bytes_per_token for engine in engines))
 
 
@@ -109,7 +109,9 @@ class _Sums:
         self._elements += len(difference)
         self._spread += sum(float(row[~hidden].std()) for row, hidden in zip(exact, never, strict=True))
         self._squares += float(difference.double().square().sum())
-        self._largest = float(torch.maximum(difference.abs().max(), torch.tensor(self._largest)))  # a NaN stays
+        self._largest = float(
+            torch.maximum(difference.abs().max(), difference.new_tensor(self._largest))
+        )  # a NaN stays
         self._same += int((exact.argmax(-1) == found.argmax(-1)).sum())
         self._predicted += len(prompt) - 1
         self._exact_loss += _loss(exact, prompt)

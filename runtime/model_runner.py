@@ -174,7 +174,7 @@ class ModelRunner:
             return inputs
         slots = self._slots.of([request for request in inputs.requests if isinstance(request, RequestState)])
         slots += [0] * (len(inputs.context_lens) - len(slots))  # of requests without rows
-        return replace(inputs, state_slots=self.stream.send(torch.tensor(slots), self.program.device))
+        return replace(inputs, state_slots=self.stream.send(torch.tensor(slots, device="cpu"), self.program.device))
 
     def run(self, step: ScheduledStep) -> Callable[[], Tensor]:
         """Compute the step's tokens, writing their keys and values into the pools; gives logits [R, V], once the device

@@ -250,7 +250,7 @@ def _one_row(name: str, values: Mapping[str, Any], device: torch.device) -> Tens
     try:
         found = torch.as_tensor(given, dtype=torch.int64, device=device)
     except (TypeError, ValueError, RuntimeError):
-        found = torch.empty(0)
+        found = torch.empty(0, dtype=torch.float32, device="cpu")
     found = found[None] if found.dim() == 1 else found
     if found.dim() != 2 or found.shape[0] != 1 or not found.shape[1]:
         raise ValueError(f"{name} must be integers in one dimension, at least one, got {given!r}")

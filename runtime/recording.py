@@ -34,8 +34,9 @@ from torch import nn
 from transformers import GenerationConfig
 
 from selective_compile.options import EngineConfig
-from selective_compile.runtime.generation import DEFAULTS, GenerationParams, merged
+from selective_compile.runtime.generation import GenerationParams
 from selective_compile.runtime.intake import Submission
+from selective_compile.runtime.merged_fields import DEFAULTS, merged
 from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.request_state import RequestState
 

@@ -17,8 +17,8 @@ from torch import nn
 from selective_compile.options import EngineConfig
 from selective_compile.programs import Program, compile_step_program
 from selective_compile.runtime.engine import Engine, StepError
-from selective_compile.runtime.generation import DEFAULTS
 from selective_compile.runtime.generation_fields import FIELDS
+from selective_compile.runtime.merged_fields import DEFAULTS
 from selective_compile.runtime.replay import Event, EventLog, Replayed, first_difference
 from selective_compile.runtime.request import Request
 from selective_compile.runtime.samples import Asked
@@ -205,7 +205,9 @@ def forced(event: Event, outcomes: Sequence[tuple[int, str | None]]) -> dict[str
         generated = ids.shape[1] - prompt
         _, end = outcomes[generated - 1]
         # The last token that is allowed ends it by itself.
-        return torch.tensor([end is not None and not (end == "length" and generated == event["max_new_tokens"])])
+        return torch.tensor(
+            [end is not None and not (end == "length" and generated == event["max_new_tokens"])], device="cpu"
+        )
 
     return {
         "max_new_tokens": event["max_new_tokens"],

@@ -73,15 +73,15 @@ class OpenRequest:
     def _ids(self, parts: Sequence[Part]) -> dict[str, Tensor]:
         prompt = self.handle.prompt_ids
         before = [] if self.streaming else prompt
-        rows = [torch.tensor([*before, *part.tokens], dtype=torch.int64) for part in parts]
+        rows = [torch.tensor([*before, *part.tokens], dtype=torch.int64, device="cpu") for part in parts]
         lengths = [len(prompt) + count for count, _ in self.sent]
-        return {"output_ids": _padded(rows, self.pad_id), "sequence_length": torch.tensor([lengths])}
+        return {"output_ids": _padded(rows, self.pad_id), "sequence_length": torch.tensor([lengths], device="cpu")}
 
     def _logprobs(self, parts: Sequence[Part]) -> dict[str, Tensor]:
         if not self.handle.params.logprobs:
             return {}
-        rows = [torch.tensor(part.logprobs, dtype=torch.float32) for part in parts]
-        totals = torch.tensor([[total for _, total in self.sent]], dtype=torch.float32)
+        rows = [torch.tensor(part.logprobs, dtype=torch.float32, device="cpu") for part in parts]
+        totals = torch.tensor([[total for _, total in self.sent]], dtype=torch.float32, device="cpu")
         return {"log_probs": _padded(rows, 0.0), "cum_log_probs": totals}
 
     def _context_logits(self) -> dict[str, Tensor]:

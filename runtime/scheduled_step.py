@@ -38,7 +38,7 @@ class Launched:
     """
 
     logits: Callable[[], Tensor] | None
-    tokens: Tensor = torch.empty(0, dtype=torch.int64)
+    tokens: Tensor = torch.empty(0, dtype=torch.int64, device="cpu")
     places: Sequence[int] = ()
     wait: Work = lambda: None
     aside: Callable[[], AbstractContextManager[object]] = nullcontext

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import OrderedDict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 
 from selective_compile.options import Batching, EngineConfig, SchedulerPolicy, WaitingOrder
 from selective_compile.runtime.block_pool import BlockPool
 from selective_compile.runtime.pace import Pace
 from selective_compile.runtime.plan import Draft, Share, StepPlan
+from selective_compile.runtime.queues import Queues
 from selective_compile.runtime.request_blocks import RequestBlocks
 from selective_compile.runtime.request_state import NOT_CLEAR, RequestState
-from selective_compile.runtime.waiting import GENERATED_TOKEN, waiting_queue
 from selective_compile.step import Reach
 
 WHOLE = Reach()
@@ -22,18 +21,14 @@ WHOLE = Reach()
 PREFILL_STEPS = 4
 
 
-class Scheduler:
+class Scheduler(Queues):
     """Chooses each step's tokens within one budget; a pure function of the calls made to it, no tensors, no clock.
 
     What steps and copies took it is told by way of its `pace`.
 
-    Running requests come first, in the order in which they were admitted; then waiting ones, in their own order
-    (`selective_compile.runtime.waiting`), as far as budget, memory and `max_requests` allow; the last prompt may
-    get only a chunk of itself into the step. A request is admitted with the blocks of all the tokens it has, so
-    only growth by generated tokens can find the pool empty. Then the request that was admitted last is preempted:
-    it gives back its blocks and waits to be computed again. The one that was admitted first is never preempted, and
-    a request that could not run with the pool to itself is never added, hence each step computes at least one token
-    and every request ends. Nobody overtakes the request that waits first, whatever it takes to admit it.
+    Running requests come first, in the order in which they were admitted; then waiting ones, as far as budget, memory
+    and `max_requests` allow; the last prompt may get only a chunk of itself into the step. Each step computes at least
+    one token, since what was admitted first always can be (`Queues`).
 
     Under "guaranteed_no_evict", and in static batches, a request is admitted only when its blocks and those that
     all running requests may still come to need are free: then nobody is ever preempted.
@@ -41,11 +36,6 @@ class Scheduler:
     A block counts as computed, and is shared (`selective_compile.runtime.request_blocks`), from the plan on whose
     step fills it: a step writes all its keys and values before any request reads them. Whoever gives up such a step
     calls `forget`.
-
-    A request of a `width` above 1 has room for as many of the places of `max_requests`: once its prompt is computed,
-    `fork` lets others go on from there. They share its blocks, and each copies the last one when it first writes to
-    it. With a `group` they stay together: admitted, preempted and removed all at once, and served in step, in that
-    one that has no pending token waits for the others (`rearrange`). Without, each goes its own way from there.
 
     A step costs time in proportion to the running requests, however many wait.
     """
@@ -72,13 +62,15 @@ class Scheduler:
             host_slots: of the host tier, for each pool; what is there is kept by the names that `block_reuse` gives.
         """
         self.guarantees = policy == "guaranteed_no_evict" or batching == "static"
+        self.batching = batching
+        self.pool = pool
         self.pace = Pace(
             token_budget=token_budget,
             max_requests=max_requests,
             block_size=block_size,
             prefill_slowdown=prefill_slowdown if batching == "inflight_fused" else None,
         )
-        self.blocks = RequestBlocks(
+        blocks = RequestBlocks(
             ((pool, reach), *others),
             token_budget=token_budget,
             block_size=block_size,
@@ -87,19 +79,8 @@ class Scheduler:
             host_slots=host_slots,
             copying_pays=self.pace.copying_pays,
         )
-        self.pool = pool
-        self.token_budget = token_budget
-        self.max_requests = max_requests
-        self.block_size = block_size
-        self.order = order
-        self.batching = batching
-        self.preemptions = 0
-        self.tokens_reused = 0
-        self.tokens_admitted = 0
-        self._running: OrderedDict[int, RequestState] = OrderedDict()  # in order of admission
-        self._waiting = waiting_queue(order, self.running)
-        self._prefilling: dict[int, RequestState] = {}  # of the running ones, where batching tells them apart
-        self._places = 0  # of max_requests, taken by the running requests
+        sizes = {"token_budget": token_budget, "max_requests": max_requests, "block_size": block_size}
+        super().__init__(blocks, **sizes, order=order, marks_prefill=batching != "inflight_fused")
         self._prefill_steps = 0  # of prompts alone, since those that decode had a step
         self._batch = 0  # places that were taken by the static batch
 
@@ -125,95 +106,8 @@ class Scheduler:
         )
 
     @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
     def _ends_are_on_their_way(self) -> bool:
         return bool(self._running) and all(state.awaits_its_last for state in self.running())
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._running or self._waiting)
-
-    def running(self) -> Iterator[RequestState]:
-        return iter(self._running.values())
-
-    def waiting(self) -> Iterator[RequestState]:
-        return iter(self._waiting)
-
-    def fits_together(self, num_tokens: int, count: int) -> bool:
-        """Whether so many requests of such a length can run side by side, whatever they share."""
-        return count <= self.max_requests and self.blocks.fits_together(num_tokens, count)
-
-    def add(self, state: RequestState) -> None:
-        """Queue a request. The caller has refused what never `fits`, and numbers requests as they arrive."""
-        assert self.blocks.fits(state.final_length) and state.pending > 0 and not state.tables, state
-        assert state.width == 1 or self.fits_together(state.final_length, state.width), state
-        self._waiting.add(state)
-
-    def remove(self, state: RequestState) -> None:
-        """End a request, running or waiting: it is scheduled no more and its blocks are free."""
-        assert not state.finished, state
-        members = state.members
-        for member in members:
-            member.settle()
-        if members[0].number in self._running:
-            for member in members:
-                del self._running[member.number]
-                self._give_back(member)
-        else:
-            self._waiting.remove(members[0])
-        for member in members:
-            member.finished = True
-
-    def narrow(self, state: RequestState) -> None:
-        """One fewer is to go on from a request that has not forked: its place and blocks are free."""
-        assert state.width > 1 and state.group is None, state
-        if state.number in self._running:
-            self._places -= 1
-            self.blocks.narrow(state)
-        else:
-            state.width -= 1
-
-    def fork(self, parent: RequestState, children: Sequence[RequestState], *, together: bool = False) -> None:
-        """Let others run, from what a running request has computed and in the places that it was admitted with.
-
-        Args:
-            children: new states, their tokens those that `parent` has computed and more of their own; numbered next
-                after it. Fewer than it has room for give up the places of the rest.
-            together: they and the parent are a `group` from now on; `rearrange` is to follow at once.
-        """
-        assert len(children) < parent.width and parent.number in self._running, parent
-        self._places -= parent.width - 1 - len(children)
-        self.blocks.fork(parent, children, copies_last=not together)
-        every = (parent, *children)
-        parent.clear_until = NOT_CLEAR
-        for child in children:
-            child.charged = parent.computed
-        if together:
-            for state in every:
-                state.group = every
-        running = list(self._running.items())
-        place = running.index((parent.number, parent)) + 1
-        running[place:place] = [(child.number, child) for child in children]
-        self._running = OrderedDict(running)
-
-    def rearrange(self, group: Sequence[RequestState], parents: Sequence[int], tokens: Sequence[int]) -> None:
-        """Each of a group goes on from the one at the place that `parents` has for it, with one more token.
-
-        All of them are computed to their ends. Blocks that nobody goes on from are free.
-        """
-        assert all(state.pending == 0 and not state.shares_last for state in group), group
-        known = [state.tokens for state in group]
-        self.blocks.rearrange(group, parents)
-        for state, parent, token in zip(group, parents, tokens, strict=True):
-            state.tokens = array("q", known[parent])
-            state.tokens.append(token)
 
     def schedule(self, now: float = 0.0) -> StepPlan:
         """Decide the next step. `advance` every share of it before the next call.
@@ -262,42 +156,6 @@ class Scheduler:
         state.computed = start + num_tokens - drafted + len(tokens) - 1
         state.draft = array("q")
         self.blocks.cut(state)
-
-    def settle(self) -> None:
-        """Steps that were on their way are given up: what they were to give is expected no more."""
-        for state in (*self.running(), *self.waiting()):
-            for member in state.members:
-                member.settle()
-
-    def forget(self) -> None:
-        """What the pool holds is not to be used any more. Nobody runs, or would go on from what is forgotten."""
-        assert not self._running
-        self.blocks.forget()
-
-    def preempt_all(self) -> None:
-        """Forget all keys and values: every running request waits, in order, to be computed again."""
-        while self._running:
-            self._preempt_last()
-        self.forget()
-
-    def check(self) -> None:
-        """Assert the invariants of the queues and of the pool."""
-        running, waiting = list(self._running.values()), list(self._waiting)
-        numbers = [state.number for state in running + sorted(waiting, key=lambda state: state.number)]
-        assert len(set(numbers)) == len(numbers) == len(running) + self.num_waiting, numbers
-        assert self.order != "first_come" or numbers == sorted(numbers), "not in order of arrival"
-        assert self._places == sum(state.width for state in running) <= self.max_requests, self._places
-        for state in running:
-            assert all(member.number in self._running for member in state.members), "a part of a group runs"
-        for state in waiting:
-            assert all(not member.tables and member.computed == 0 for member in state.members), state
-        for state in running + waiting:
-            assert not state.finished and any(member.pending > 0 for member in state.members), state
-            clear = state.computed <= state.clear_until
-            assert not clear or (state.pending == 1 and not state.group and not state.shares_last), state
-            assert not clear or state.clear_until <= len(state.blocks) * self.block_size, state
-        assert self._prefilling.keys() <= self._running.keys(), "prefilling without running"
-        self.blocks.check(running)
 
     def _refuse_late(self, now: float, draft: Draft) -> None:
         """Of the earliest deadline first: those that cannot end in time leave, before they cost anything."""
@@ -359,10 +217,16 @@ class Scheduler:
         state.clear_until += self.block_size
         return True
 
+    def _admit_to(self, draft: Draft) -> RequestState | None:
+        state = self._admit(draft.budget)
+        if state is not None:
+            draft.admitted.append(state)
+        return state
+
     def _admit_within_budget(self, draft: Draft) -> None:
         # Whoever has just been preempted may need less than it gave back, its first blocks being shared: it would
         # come and go at every step.
-        while draft.budget and draft.prefill and not draft.preempted and (state := self._admit(draft)):
+        while draft.budget and draft.prefill and not draft.preempted and (state := self._admit_to(draft)):
             self._take(state, draft)
 
     def _alternate(self, draft: Draft) -> None:
@@ -382,7 +246,7 @@ class Scheduler:
     def _prefill(self, draft: Draft) -> None:
         """Shares for prompts, and none for those that decode; prompts come first."""
         if self.batching == "static" and not self._running:
-            while self._admit(draft):
+            while self._admit_to(draft):
                 pass
             self._batch = self._places
         for state in list(self._prefilling.values()):
@@ -404,7 +268,7 @@ class Scheduler:
             return True  # until there is room for all of it
         if self.order == "fair":
             self._charge_generated(state)
-        if not self._make_room(state, start + num_tokens, draft):
+        if not self._make_room(state, start + num_tokens, draft.preempted):
             return False
         # In front of the end of a prefix the last token would see what was drafted.
         drafts = bool(state.draft) and start + 1 >= state.prefix
@@ -429,76 +293,3 @@ class Scheduler:
         covered = self.blocks.cover(state, end + drafted)
         assert covered, state
         return drafted
-
-    def _make_room(self, state: RequestState, end: int, draft: Draft) -> bool:
-        """Get the blocks of the next tokens of a running request, up to `end`; False: it had to give way itself.
-
-        Of a group at once, before any of it has a share: else a part of it might be preempted with the share.
-        """
-        while not self._cover(state, end):
-            victim = self._preempt_last()
-            draft.preempted.append(victim)
-            if victim is state.members[0]:
-                return False
-        return True
-
-    def _cover(self, state: RequestState, end: int) -> bool:
-        if state.group is None:
-            return self.blocks.cover(state, end)
-        ends = [(member, member.computed + min(member.pending, self.token_budget)) for member in state.group]
-        return all(self.blocks.cover(member, most) for member, most in ends)
-
-    def _admit(self, draft: Draft) -> RequestState | None:
-        """Start the request that waits first, if there is memory for it; nobody overtakes it."""
-        state = self._waiting.first()
-        if state is None or state.least_at_once > draft.budget:
-            return None
-        if self._places + sum(member.width for member in state.members) > self.max_requests:
-            return None
-        if not self.blocks.admit(state, num_running=len(self._running)):
-            return None
-        # At no time in neither: whoever runs or waits has an account.
-        for member in state.members:
-            self._running[member.number] = member
-            self._places += member.width
-            self._count_reuse(member)
-            if self.batching != "inflight_fused":
-                self._prefilling[member.number] = member
-        self._waiting.remove(state)
-        draft.admitted.append(state)
-        return state
-
-    def _count_reuse(self, state: RequestState) -> None:
-        found = state.computed
-        state.reused += found
-        self.tokens_reused += found
-        self.tokens_admitted += len(state.tokens)
-        if self.order == "fair":
-            # Once for each token, however often it is computed again; what was found costs nobody anything.
-            self._waiting.charge(state, max(0, len(state.tokens) - max(state.charged, found)))
-            state.charged = len(state.tokens)
-
-    def _charge_generated(self, state: RequestState) -> None:
-        """Called once for each block and not for each token: it would be a third of a step's cost."""
-        known = len(state.tokens) - state.unknown
-        if self.order == "fair" and state.charged < known:
-            self._waiting.charge(state, GENERATED_TOKEN * (known - state.charged))
-            state.charged = known
-
-    def _preempt_last(self) -> RequestState:
-        _, last = self._running.popitem()
-        for member in last.members:
-            self._running.pop(member.number, None)
-            self._give_back(member)
-            member.computed = 0
-        self._waiting.add(last.members[0])
-        self.preemptions += 1
-        return last.members[0]
-
-    def _give_back(self, state: RequestState) -> None:
-        self._charge_generated(state)
-        state.clear_until = NOT_CLEAR
-        self.blocks.release(state)
-        self._places -= state.width
-        state.draft = array("q")
-        self._prefilling.pop(state.number, None)

@@ -33,7 +33,7 @@ class StepMemory:
     def __init__(self, num_bytes: int, device: torch.device, stream: DeviceStream) -> None:
         self._stream = stream
         # Only from pinned memory does a copy to the device run beside the host's work.
-        self._host = torch.zeros(num_bytes // 8, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._host = torch.zeros(num_bytes // 8, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
         self._device = self._host.to(device, copy=True) if stream.separate else self._host
         self._bytes = self._host.numpy().data.cast("B")
         self._words = {kind: self._device.view(dtype) for kind, dtype in DTYPES.items()}

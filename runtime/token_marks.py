@@ -84,7 +84,7 @@ class TokenMarks:
     def _send(self, slot: int, tokens: Sequence[int] | array[int], bit: int) -> None:
         if not tokens:
             return
-        places, device = torch.tensor(tokens, dtype=torch.int64), self._device
+        places, device = torch.tensor(tokens, dtype=torch.int64, device="cpu"), self._device
 
         def send(row: Tensor) -> None:
             there = self._stream.send(places, device)

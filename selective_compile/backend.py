@@ -13,7 +13,7 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
 from torch._guards import CompileContext
 
-from selective_compile.capture import CANNOT
+from selective_compile.capture import CANNOT, uncompiled
 from selective_compile.compiled_step import runs_native
 from selective_compile.compiling import compiled_as_it_came
 from selective_compile.isolation import prove
@@ -174,6 +174,7 @@ def explain(model: nn.Module, *, max_attention_window: int | None = None) -> Rep
     Raises:
         ValueError: the model is in training mode, or has something that cannot be narrowed.
     """
+    model = uncompiled(model)
     name = type(model).__name__
     try:
         proved = prove(model, "sequential", max_attention_window)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._dynamo.comptime import comptime
+from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._guards import TracingContext
 
@@ -257,6 +258,11 @@ def declared_positions(model: nn.Module) -> int | None:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     positions = getattr(text, "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else None
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The model inside of what `torch.compile` gave, which has no state of its own: its `generate` is the model's."""
+    return uncompiled(model._orig_mod) if isinstance(model, OptimizedModule) else model
 
 
 def device_of(model: nn.Module) -> torch.device:

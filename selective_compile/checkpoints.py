@@ -130,7 +130,7 @@ def device_named(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device must be cpu where torch finds no GPU, got {name!r}")
     try:
-        torch.empty(0, device=device)
+        torch.empty(0, dtype=torch.float32, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch was built without it, or there is none
         raise ValueError(f"device must be one that is there, got {name!r}: {first_line(error)}") from error
     return device

@@ -36,7 +36,7 @@ class KvScales:
 
     def __init__(self, heads: Sequence[int], device: torch.device) -> None:
         """Args: heads: K of each of the pools."""
-        self.current = tuple(torch.ones(count, device=device) for count in heads)
+        self.current = tuple(torch.ones(count, dtype=torch.float32, device=device) for count in heads)
         self._of: object = None
         self._lock = Lock()
 

@@ -194,7 +194,7 @@ def check_forward_arguments(prompts: Prompts, arguments: Mapping[str, Any]) -> N
         return
     if prompts.mask is None:
         raise ValueError(f"position_ids must be None for a list of prompts, got {described(given)}")
-    found = torch.as_tensor(given).to(prompts.mask.device)
+    found = torch.as_tensor(given, device=prompts.mask.device)
     if found.dim() != 2 or found.shape[1] != prompts.mask.shape[1] or len(found) not in (1, len(prompts.mask)):
         raise ValueError(f"position_ids must have shape {list(prompts.mask.shape)}, got {described(given)}")
     if bool(((found != prompts.mask.cumsum(1) - 1) & prompts.mask).any()):
@@ -237,7 +237,7 @@ def _prompts_of_tensor(columns: Tensor, attention_mask: Any, fields: Fields) -> 
         raise ValueError(f"input_ids must be integers, got {columns.dtype}")
     if attention_mask is None:
         attention_mask = inferred_mask(columns, fields)
-    given = torch.as_tensor(attention_mask).to(columns.device)
+    given = torch.as_tensor(attention_mask, device=columns.device)
     mask = given != 0
     if bool((mask & (given != 1)).any()):  # positions are counted by its sums
         raise ValueError(f"attention_mask must be of 0 and 1, got {given[mask & (given != 1)][0].item()}")

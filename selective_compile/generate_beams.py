@@ -64,7 +64,7 @@ def output_of_beams(
     paths = [
         [place + number * beams for place in one.beam_indices] for number, each in enumerate(every) for one in each
     ]
-    values = torch.tensor([one.score for each in every for one in each], device=device)
+    values = torch.tensor([one.score for each in every for one in each], dtype=torch.float32, device=device)
     kept = {
         name: _steps([getattr(result, name) for result in results])
         for name, wanted in (("scores", "output_scores"), ("logits", "output_logits"))

@@ -136,10 +136,10 @@ def stream(requests: Sequence[Request], prompts: Prompts, streamer: BaseStreamer
 
     A row that has ended gives `pad` while others go on.
     """
-    columns = torch.tensor([requests[0].prompt_ids]) if prompts.columns is None else prompts.columns.cpu()
+    columns = torch.tensor([requests[0].prompt_ids], device="cpu") if prompts.columns is None else prompts.columns.cpu()
     streamer.put(columns)
     for tokens in itertools.zip_longest(*requests, fillvalue=pad):
-        streamer.put(torch.tensor(tokens))
+        streamer.put(torch.tensor(tokens, device="cpu"))
     streamer.end()
 
 

@@ -69,7 +69,7 @@ def states_of(
     if prompts.columns is None or prompts.mask is None or not (wanted or cached):
         return {}
     paths = _paths_of(results, fields[0].pad_token_id)
-    numbers = torch.tensor([number for number, _ in paths.rows])
+    numbers = torch.tensor([number for number, _ in paths.rows], device="cpu")
     order = prompts.mask.to(torch.uint8).argsort(dim=1, stable=True)  # padding first
     columns, embeds = prompts.columns, prompts.embeds
     columns = (columns.gather(1, order) if columns.shape[1] else columns)[numbers.to(order.device)]

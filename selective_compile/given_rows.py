@@ -193,8 +193,8 @@ def _buffers_of(model: nn.Module) -> list[Tensor]:
 @torch.no_grad()
 def _check_by_trial(model: nn.Module, given: GivenRows) -> None:
     """That embeddings given to the model go where those of its own go is not proved from a graph, which has ids."""
-    rows = torch.randn(max(LENGTHS), given._table.shape[1], generator=torch.Generator().manual_seed(0))
-    rows = rows.to(given._table)
+    shape, generator = (max(LENGTHS), given._table.shape[1]), torch.Generator().manual_seed(0)
+    rows = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(given._table)
     for length in LENGTHS:
         ids = torch.tensor([given.put(range(length), rows[:length])], device=given._table.device)
         try:

@@ -27,7 +27,9 @@ def handed_refusal(model: Any) -> Refusal | None:
     """What to say of ``model`` if `generate` hands it something else than its tokens; None if it does not."""
     if not isinstance(model, nn.Module) or why_not_run(model):
         return None
-    ids = torch.randint(1, TOKEN_IDS, (1, sum(STEPS)), generator=torch.Generator().manual_seed(0)).to(device_of(model))
+    ids = torch.randint(1, TOKEN_IDS, (1, sum(STEPS)), generator=torch.Generator().manual_seed(0), device="cpu").to(
+        device_of(model)
+    )
     one = OneRequest(tokens=ids[:, :0])
     with unchanged(model), own_attributes(model, {}):
         for part in ids.split(STEPS, dim=1):

@@ -21,7 +21,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     size = math.prod(shape) * dtype.itemsize
     memory = _advised(size) if size >= HUGE_PAGE else None
     if memory is None:
-        return torch.zeros(shape, dtype=dtype)
+        return torch.zeros(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.generation import BaseStreamer
 
-from selective_compile.capture import device_of
+from selective_compile.capture import device_of, uncompiled
 from selective_compile.generate_arguments import (
     FORWARD_ARGUMENTS,
     check_fields_with,
@@ -106,6 +106,7 @@ def generate(
         ValueError: an argument that is wrong or not supported, or a model that cannot be rewritten.
         RuntimeError: a step failed, or one of the call's own processors or criteria.
     """
+    given, model = model, uncompiled(model)
     check_model(model)
     refuse_unsupported(
         {
@@ -119,7 +120,7 @@ def generate(
     inputs = input_ids if inputs is None else inputs
     arguments = {name: value for name, value in kwargs.items() if name in GENERATION_FIELDS}
     fields = fields_of(arguments, generation_config, getattr(model, "generation_config", None), inputs)
-    config = _config_given(engine_config, "engine_config") or _config_of(model)
+    config = _config_given(engine_config, "engine_config") or _config_of(given)
     if inputs_embeds is None:
         prompts = prompts_of(inputs, attention_mask, fields, device_of(model))
     else:
@@ -208,7 +209,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         raise ValueError("model must be wrapped, got one whose generate is not that of wrap")
     del own["generate"]
     own.update(wrapper.previous)
-    ENGINES.drop(model)
+    ENGINES.drop(uncompiled(model))
     return model
 
 
@@ -234,5 +235,9 @@ def _config_given(value: object, name: str) -> EngineConfig | None:
 
 
 def _config_of(model: nn.Module) -> EngineConfig:
-    own = vars(model).get("generate")
-    return own.config if isinstance(own, BatchedGenerate) else EngineConfig()
+    """What it was wrapped with, or else the model that it is compiled from."""
+    for each in (model, uncompiled(model)):
+        own = vars(each).get("generate")
+        if isinstance(own, BatchedGenerate):
+            return own.config
+    return EngineConfig()

@@ -41,10 +41,10 @@ def departs(model: nn.Module, program: StepProgram) -> bool:
     if program.max_positions is not None and program.max_positions < NEEDED:
         return True  # nobody can try it
     ids = min(program.num_ids, 1000)
-    prompts = [torch.randint(0, ids, (n,), generator=generator) for n in LENGTHS]
+    prompts = [torch.randint(0, ids, (n,), generator=generator, device="cpu") for n in LENGTHS]
     prompts = [prompt.to(program.device) for prompt in prompts]
     try:
-        longer = torch.randint(0, ids, (LONGER[0],), generator=generator)
+        longer = torch.randint(0, ids, (LONGER[0],), generator=generator, device="cpu")
         if looks_ahead(model, longer.to(program.device), program.max_positions):
             return True
         ours = in_steps(program, prompts)
@@ -109,18 +109,18 @@ def in_steps(
 
 def step_inputs(prompts: list[Tensor], done: list[int], counts: tuple[int, ...], block: int) -> StepInputs:
     device = prompts[0].device
-    places = [torch.arange(start, start + count) for start, count in zip(done, counts, strict=True)]
+    places = [torch.arange(start, start + count, device="cpu") for start, count in zip(done, counts, strict=True)]
     slots = [number * block + place for number, place in enumerate(places)]
-    ends = torch.tensor([0, *counts]).cumsum(0)
+    ends = torch.tensor([0, *counts], device="cpu").cumsum(0)
     inputs = StepInputs(
         input_ids=torch.cat([prompt[s : s + n] for prompt, s, n in zip(prompts, done, counts, strict=True)]),
         positions=torch.cat(places),
         cu_seqlens_q=ends.to(torch.int32),
-        context_lens=torch.tensor([s + n for s, n in zip(done, counts, strict=True)], dtype=torch.int32),
-        block_table=torch.tensor([[number, 0] for number in range(len(prompts))], dtype=torch.int32),
+        context_lens=torch.tensor([s + n for s, n in zip(done, counts, strict=True)], dtype=torch.int32, device="cpu"),
+        block_table=torch.tensor([[number, 0] for number in range(len(prompts))], dtype=torch.int32, device="cpu"),
         slot_mapping=torch.cat(slots),
-        logit_rows=torch.arange(sum(counts)),
-        state_slots=torch.arange(len(prompts)),
+        logit_rows=torch.arange(sum(counts), device="cpu"),
+        state_slots=torch.arange(len(prompts), device="cpu"),
         requests=tuple(range(len(prompts))),
     )
     moved = {name: value.to(device) for name, value in vars(inputs).items() if isinstance(value, Tensor)}

@@ -177,7 +177,7 @@ def is_held_alone(weight: Tensor) -> bool:
     """Whether its memory is that of no other tensor: no view, no part of what was one for many, no `state_dict`."""
     if weight.untyped_storage().nbytes() != weight.nbytes or (weight.device.type == "cpu" and weight.is_shared()):
         return False  # on a GPU every tensor counts as shared
-    return holders(weight) == holders(torch.empty(1))
+    return holders(weight) == holders(torch.empty(1, dtype=torch.float32, device="cpu"))
 
 
 def holders(tensor: Tensor) -> int:

@@ -60,7 +60,7 @@ def one_token_refusal(
 
 def drawn(model: nn.Module, vocabulary: int, count: int, *, seed: int) -> Tensor:
     """[count] token ids, where the model is."""
-    found = torch.randint(0, vocabulary, (count,), generator=torch.Generator().manual_seed(seed))
+    found = torch.randint(0, vocabulary, (count,), generator=torch.Generator().manual_seed(seed), device="cpu")
     return found.to(device_of(model))
 
 

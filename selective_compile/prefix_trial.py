@@ -34,7 +34,7 @@ def prefix_refusal(model: nn.Module, program: StepProgram) -> Refusal | None:
             model, f"{seen}, and it is not known how the model goes on from a prompt that is shorter: {reason}"
         )
     longest = program.prefix + 1
-    ids = torch.randint(0, TOKEN_IDS, (longest + GENERATED,), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, TOKEN_IDS, (longest + GENERATED,), generator=torch.Generator().manual_seed(0), device="cpu")
     ids = ids.to(device_of(model))
     with unchanged(model):
         for prompt in sorted({1, max(1, program.prefix // 2), program.prefix, longest}):

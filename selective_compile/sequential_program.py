@@ -122,7 +122,7 @@ class SequentialProgram:
         """Logits ``[R, V]`` of ``inputs.logit_rows``, each the last row of its request in this step."""
         bounds = inputs.cu_seqlens_q.tolist()
         wanted = {row: place for place, row in reversed(list(enumerate(inputs.logit_rows.tolist())))}
-        logits = torch.zeros(len(inputs.logit_rows), self.vocab_size, device=self.device)
+        logits = torch.zeros(len(inputs.logit_rows), self.vocab_size, dtype=torch.float32, device=self.device)
         with self._lock:
             for request, first, end in zip(inputs.requests, bounds, bounds[1:], strict=False):
                 one = self._advanced(request, inputs.input_ids[first:end], int(inputs.positions[first]))

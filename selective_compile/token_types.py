@@ -58,7 +58,7 @@ def reading_types(kind: type[nn.Module]) -> type[nn.Module]:
 
 def typed(ids: Any, types: Tensor) -> list[int]:
     """The ids that tell types [n] too, of token ids in one dimension."""
-    return (torch.as_tensor(ids, dtype=torch.int64) + types.cpu().long() * UNIT).tolist()
+    return (torch.as_tensor(ids, dtype=torch.int64, device="cpu") + types.cpu().long() * UNIT).tolist()
 
 
 def is_split(node: fx.Node) -> bool:

@@ -80,7 +80,7 @@ def known_recurrences(model: nn.Module, call: Callable[..., Any]) -> dict[Place,
     rows = min((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=1)
     with recorded(model, calls, length), torch.no_grad():
         for ids in (1, *[rows] * DRAWN_PROMPTS):
-            call(torch.randint(ids, (1, length), generator=generator).to(device))
+            call(torch.randint(ids, (1, length), generator=generator, device="cpu").to(device))
     found = {}
     for place, seen in calls.items():
         known = common(place, seen)

@@ -146,6 +146,7 @@ TENSOR_FREE = (
     "request_state",
     "scheduler",
     "plan",
+    "queues",
     "waiting",
     "step_times",
     "block_pool",

@@ -44,10 +44,10 @@ def measure_ceilings(dtype: torch.dtype, *, device: torch.device, read_bytes: in
     `dtype`, and on a CPU a native loop over registers, which no kernel that also loads its operands can exceed.
     """
     small = read_bytes < 2**28  # a quick run
-    large = torch.ones(read_bytes // 4, device=device)
+    large = torch.ones(read_bytes // 4, dtype=torch.float32, device=device)
     reads = [large.nbytes / median_seconds(large.sum, device)]
     side = MATRIX // 8 if small else MATRIX
-    left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    left, right = (torch.randn(side, side, dtype=torch.float32, device=device).to(dtype) for _ in range(2))
     products = [2 * side**3 / median_seconds(lambda: left @ right, device)]
     if device.type == "cpu" and (native_work := _native()) is not None:
         reads.append(native_rate(native_work, _READ, large.nbytes, large.data_ptr()))

@@ -17,7 +17,7 @@ def cycles(vocabulary: int) -> int:
 def following(vocabulary: int) -> Tensor:
     """What comes after each token [V]: the next of its cycle."""
     half = cycles(vocabulary)
-    ids = torch.arange(vocabulary)
+    ids = torch.arange(vocabulary, device="cpu")
     lower = ids // CYCLE * CYCLE + (ids + 1) % CYCLE
     upper = half + (ids - half + 1) % (vocabulary - half)
     return torch.where(ids < half, lower, upper)
@@ -31,6 +31,7 @@ def walking(model: PreTrainedModel) -> PreTrainedModel:
     """
     with torch.no_grad():
         table = model.get_input_embeddings().weight
-        table.copy_(torch.randn(table.shape, generator=torch.Generator().manual_seed(1)) * 10)
+        generator = torch.Generator().manual_seed(1)
+        table.copy_(torch.randn(table.shape, generator=generator, dtype=torch.float32, device="cpu") * 10)
         model.get_output_embeddings().weight[following(len(table))] = table
     return model

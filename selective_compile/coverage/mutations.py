@@ -108,14 +108,16 @@ def attention_changed(change: Change, first: First = "softmax") -> Iterator[None
         tokens = query.shape[-2] if attn_mask is None else attn_mask.shape[-2]
         added = query.new_zeros(tokens, key.shape[-2])
         if is_causal:
-            added = hidden(added, torch.arange(key.shape[-2])[None] > torch.arange(tokens)[:, None])
+            added = hidden(
+                added, torch.arange(key.shape[-2], device="cpu")[None] > torch.arange(tokens, device="cpu")[:, None]
+            )
         if attn_mask is not None:
             hides = attn_mask.dtype == torch.bool
             added = added.masked_fill(~attn_mask, torch.finfo(added.dtype).min) if hides else added + attn_mask
         return sdpa(query, key, value, attn_mask=changed(added), dropout_p=dropout_p, **options)
 
     def changed(scores: Tensor) -> Tensor:
-        queries, keys = torch.arange(scores.shape[-2]), torch.arange(scores.shape[-1])
+        queries, keys = torch.arange(scores.shape[-2], device="cpu"), torch.arange(scores.shape[-1], device="cpu")
         if not is_square(scores):
             queries = queries + (scores.shape[-1] - scores.shape[-2])  # the last of those that have keys
         return change(scores, queries[:, None], keys[None])
@@ -177,7 +179,7 @@ def outcome(model_type: str, mutation: str, trial: Trial = QUICK) -> Outcome:
 @torch.no_grad()
 def alone(model: Any, tokens: list[int]) -> Tensor:
     """Logits ``[len(tokens), V]`` of the model's forward."""
-    ids = torch.tensor([tokens])
+    ids = torch.tensor([tokens], device="cpu")
     return forward(model, ids, torch.ones_like(ids) if takes_mask(model) else None)[0].float()
 
 

@@ -38,7 +38,7 @@ class Oracle:
     @torch.no_grad()
     def generated(self, prompt: Sequence[int], count: int) -> Answer:
         """By `model.generate`, greedily."""
-        ids = torch.tensor([list(prompt)])
+        ids = torch.tensor([list(prompt)], device="cpu")
         result = self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -53,7 +53,7 @@ class Oracle:
     @torch.no_grad()
     def logits_after(self, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
         """``[len(tokens), V]``: from one forward call, the logits at each place where one of ``tokens`` was chosen."""
-        ids = torch.tensor([[*prompt, *tokens]])
+        ids = torch.tensor([[*prompt, *tokens]], device="cpu")
         mask = torch.ones_like(ids) if takes_mask(self.model) else None
         return forward(self.model, ids, mask)[0, len(prompt) - 1 : -1].float()
 

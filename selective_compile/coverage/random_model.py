@@ -52,7 +52,7 @@ def enliven(model: nn.Module, seed: int) -> None:
         if is_drawn(tensor):
             tensor.mul_(tensor.shape[-1] ** -0.5 / tensor.std())
         elif tensor.dim() == 1:
-            tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.05)
+            tensor.add_(torch.randn(tensor.shape, generator=generator, dtype=torch.float32, device="cpu") * 0.05)
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             fill_padding(module.weight[module.padding_idx], seed)
@@ -62,7 +62,7 @@ def fill_padding(row: Tensor, seed: int) -> None:
     """A padding token is embedded as zeros, for which all keys score alike: a sparse indexer would choose any."""
     if not bool(row.any()):
         generator = torch.Generator().manual_seed(seed)
-        row.copy_(torch.randn(row.shape, generator=generator) * row.numel() ** -0.5)
+        row.copy_(torch.randn(row.shape, generator=generator, dtype=torch.float32, device="cpu") * row.numel() ** -0.5)
 
 
 def is_drawn(tensor: Tensor) -> bool:

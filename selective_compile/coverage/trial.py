@@ -68,7 +68,7 @@ def padded_batches(vocabulary: int, *, batch: int = 3, length: int = 13) -> Iter
         ("right", ((0, 4), (0, length - 2), (0, length))),
         ("mixed", ((0, 5), (7, length), (3, length - 4))),
     ):
-        ids = torch.randint(3, vocabulary - RESERVED, (batch, length), generator=generator)
+        ids = torch.randint(3, vocabulary - RESERVED, (batch, length), generator=generator, device="cpu")
         mask = torch.zeros_like(ids)
         for row, (start, stop) in enumerate(bounds):
             mask[row, start:stop] = 1

@@ -45,7 +45,7 @@ def score(model: PreTrainedModel, documents: Sequence[Document], *, batch_size: 
     for start in range(0, len(documents), batch_size):
         batch = documents[start : start + batch_size]
         prompts = [encode(document.prompt) for document in batch]
-        rows = [torch.tensor([*encode(document.text), EOS]) for document in batch]
+        rows = [torch.tensor([*encode(document.text), EOS], device="cpu") for document in batch]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)  # [B, S]
         logits = model(input_ids=ids, use_cache=False).logits.float()  # [B, S, V]
         best = logits.topk(2)
@@ -53,7 +53,7 @@ def score(model: PreTrainedModel, documents: Sequence[Document], *, batch_size: 
             asked = slice(len(prompt) - 1, len(rows[row]) - 1)
             right.append(torch.equal(best.indices[row, asked, 0], rows[row][len(prompt) :]))
             margins.append(best.values[row, asked, 0] - best.values[row, asked, 1])
-    return Score(right=torch.tensor(right), margins=torch.cat(margins))
+    return Score(right=torch.tensor(right, device="cpu"), margins=torch.cat(margins))
 
 
 def examination(seed: int, size: int) -> dict[str, list[Document]]:

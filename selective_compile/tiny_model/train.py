@@ -82,10 +82,10 @@ def batches(seed: int) -> Iterator[Tensor]:
     """
     spelling = packed_rows(Random(seed), 128, (SPELLING,))
     for _ in range(SPELLING_STEPS):
-        yield torch.tensor(list(itertools.islice(spelling, TOKENS_PER_STEP // 128)))
+        yield torch.tensor(list(itertools.islice(spelling, TOKENS_PER_STEP // 128)), device="cpu")
     sources = {length: packed_rows(Random(seed + length), length) for length in (128, 256, 1024)}
     for length in itertools.cycle((128, 256, 128, 1024)):
-        yield torch.tensor(list(itertools.islice(sources[length], TOKENS_PER_STEP // length)))
+        yield torch.tensor(list(itertools.islice(sources[length], TOKENS_PER_STEP // length)), device="cpu")
 
 
 def optimizers_of(model: LlamaForCausalLM, recipe: Recipe) -> tuple[Optimizer, ...]:

@@ -6,14 +6,15 @@ import os
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import selective_compile as sc
+from selective_compile.generate_requests import ENGINES
 from tests.huggingface.models import CONFIG, ROOT, left_padded, tiny
 from tests.oracle import MARGIN
 
@@ -29,11 +30,38 @@ def test_generate_of_a_compiled_model_gives_the_same_tokens(family: str) -> None
     assert torch.equal(sc.generate(model, ids, attention_mask=mask, max_new_tokens=8, engine_config=CONFIG), before)
 
 
-def test_generate_takes_a_compiled_model(model: Any) -> None:
-    ids, mask = left_padded()
+def test_generate_takes_a_compiled_model() -> None:
+    model, (ids, mask) = tiny(), left_padded()
     fast = torch.compile(model, backend="selective", options={"inductor": False})
     result = sc.generate(fast, ids, attention_mask=mask, max_new_tokens=4, engine_config=CONFIG)
     assert torch.equal(result, model.generate(ids, attention_mask=mask, max_new_tokens=4))
+    assert ENGINES.engine_for(model, CONFIG, [1]).stats().steps == 4, "that of the model, compiled once"
+
+
+def test_a_compiled_model_is_served_as_the_model_itself() -> None:
+    """Nothing is traced through what compiled it; as its `generate` is the model's."""
+    model = tiny()
+    fast = torch.compile(model, backend="eager")
+    of_both = [replace(sc.explain(each), passes=()) for each in (fast, model)]  # of passes it tells the seconds, too
+    assert of_both[0] == of_both[1]
+    engine = sc.Engine(fast, CONFIG)
+    assert engine.submit([3, 4, 5], max_new_tokens=3).result().tokens == tuple(
+        model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=3)[0, 3:].tolist()
+    )
+    with pytest.raises(ValueError, match="evaluation mode|training"):
+        sc.generate(torch.compile(model.train(), backend="eager"), torch.tensor([[3, 4, 5]]))
+
+
+@pytest.mark.parametrize("wrapped", ["the model", "what is compiled"])
+def test_a_compiled_model_has_the_settings_that_were_given_to_wrap(wrapped: str) -> None:
+    model = tiny()
+    fast, ids = torch.compile(model, backend="eager"), torch.tensor([[3, 4, 5]])
+    expected = model.generate(ids, max_new_tokens=3)
+    with sc.wrapped(model if wrapped == "the model" else fast, CONFIG):
+        assert torch.equal(fast.generate(ids, max_new_tokens=3), expected)
+        assert torch.equal(sc.generate(fast, ids, max_new_tokens=3), expected)
+        assert ENGINES.engine_for(model, CONFIG, [1]).stats().steps == 6
+    assert torch.equal(fast.generate(ids, max_new_tokens=3), expected)
 
 
 FRESH = """

@@ -50,8 +50,9 @@ def blocks(
     def of_host(value: Any) -> bool:
         return isinstance(value, Tensor) and value.dim() > 0 and not of_device(value)  # a number is not copied
 
-    if name in ("tensor", "as_tensor"):  # of Python's or numpy's values
-        return not isinstance(args[0], Tensor) and (working or kwargs.get("device") is not None)
+    if name in ("tensor", "as_tensor"):  # of Python's or numpy's values, where the host is not named
+        device = kwargs.get("device")
+        return not isinstance(args[0], Tensor) and not isinstance(device, str) and (working or device is not None)
     if not args or not isinstance(args[0], Tensor):
         return False
     first, *others = args

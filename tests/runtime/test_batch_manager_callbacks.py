@@ -191,7 +191,7 @@ def test_a_request_that_takes_long_to_read_keeps_no_step_waiting(overlap: bool) 
         client.wait(1)
         assert client.done == ["a"] and manager.num_active == 2
         client.stops = {"behind"}
-        until(lambda: "behind" in manager._stopped)
+        until(lambda: "behind" in manager._submissions.stopped)
         client.stops = set()
         slow.ready.set()
         client.wait(4)

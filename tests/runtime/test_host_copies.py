@@ -68,7 +68,8 @@ def test_they_go_by_way_of_pinned_memory_where_the_pools_are(
     noted: list[bool] = []
     empty = torch.empty
 
-    def made(*shape: int, dtype: torch.dtype, pin_memory: bool) -> Tensor:
+    def made(*shape: int, dtype: torch.dtype, pin_memory: bool, device: str) -> Tensor:
+        assert device == "cpu"
         noted.append(pin_memory)
         return empty(*shape, dtype=dtype)
 

@@ -40,7 +40,7 @@ def test_memory_of_the_host_is_pinned_for_a_gpu(
     zeros = torch.zeros
 
     def noted(*args: Any, pin_memory: bool = False, device: Any = None, **options: Any) -> torch.Tensor:
-        if device is None:  # the host's
+        if device == "cpu":  # the host's, by its name; that which is given is a `torch.device`
             pinned.append(pin_memory)
         return zeros(*args, **options)
 
