@@ -23,7 +23,7 @@ demo: $(INSTALLED) ## serve mixed requests on the model that ships; ARGS='--help
 test: $(INSTALLED)-test ## lint and the whole test suite; ARGS='-m "not slow"' goes to pytest
 	@$(MAKE) --no-print-directory lint >$(VENV)/lint.txt 2>&1 & lint=$$!; \
 	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
-	$(BIN)/python -m pytest -q -n auto --dist loadfile --durations=10 $(ARGS); tests=$$?; \
+	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder --durations=10 $(ARGS); tests=$$?; \
 	wait $$lint; lint=$$?; cat $(VENV)/lint.txt; exit $$((tests || lint))
 
 lint: $(INSTALLED)-test ## ruff and mypy

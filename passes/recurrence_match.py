@@ -17,6 +17,7 @@ from torch import Tensor
 
 from selective_compile.ops import forced_implementation
 from selective_compile.passes.recurrence_families import FAMILIES, Family, Role
+from selective_compile.rounding import rounded_as
 
 FIRST_TRIAL = 5
 # Around the chunks that scans are cut into: 64 (delta rules) to 256 (Mamba-2); odd, so that a last chunk is not full.
@@ -148,9 +149,8 @@ def agrees(function: Callable[..., Any], found: Recognised, length: int) -> bool
     """Whether the function gives what the formula gives on ``length`` tokens drawn at random."""
     values = drawn(found, length)
     expected = computed(found, values, length)
-    return bool(expected.isfinite().all()) and gives(
-        function, found, values, expected, TOLERANCE * float(expected.abs().max().clamp(min=1.0))
-    )
+    tolerance = at_least(TOLERANCE, torch.float32, found) * float(expected.abs().max().clamp(min=1.0))
+    return bool(expected.isfinite().all()) and gives(function, found, values, expected, tolerance)
 
 
 def agrees_scaled(function: Callable[..., Any], found: Recognised) -> bool:
@@ -163,7 +163,7 @@ def agrees_scaled(function: Callable[..., Any], found: Recognised) -> bool:
         for factor in FACTORS if usual.is_floating_point() else ():
             scaled = {**values, role: usual * factor}
             expected = computed(found, scaled, SCALED_LENGTH)
-            tolerance = SCALED_TOLERANCE * float(expected.abs().max())
+            tolerance = at_least(SCALED_TOLERANCE, torch.float32, found) * float(expected.abs().max())
             if expected.isfinite().all() and not gives(function, found, scaled, expected, tolerance):
                 return False
     return True
@@ -192,9 +192,14 @@ def explains(found: Recognised, given: Mapping[str, Any], output: Tensor) -> boo
     assert like.token_dim is not None
     got = output[0].movedim(like.token_dim - 1, 0)
     expected = computed(found, values, len(got))
-    # The function may round every intermediate value to the model's dtype.
-    tolerance = max(TOLERANCE, 8 * torch.finfo(like.dtype).eps)
+    tolerance = at_least(TOLERANCE, like.dtype, found)
     return bool((got.float() - expected.float()).abs().max() <= tolerance * got.float().abs().max())
+
+
+def at_least(tolerance: float, dtype: torch.dtype, found: Recognised) -> float:
+    """So much, or more where the function may round every intermediate value as far: to the model's dtype, or in
+    products of float32 that are computed with fewer bits."""
+    return max(tolerance, 8 * torch.finfo(rounded_as(dtype, found.signature.device)).eps)
 
 
 def drawn(found: Recognised, length: int) -> dict[str, Tensor]:

@@ -9,6 +9,8 @@ from threading import Condition
 from typing import ParamSpec
 from weakref import WeakMethod
 
+from selective_compile.runtime.forks import ThisProcess
+
 P = ParamSpec("P")
 
 
@@ -36,10 +38,11 @@ class BackgroundThread:
         self._on_stop = on_stop
         self._alive = False
         self._stopping = False
+        self._process = ThisProcess.number
 
     @property
     def alive(self) -> bool:
-        return self._alive
+        return self._alive and self._process == ThisProcess.number
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -50,9 +53,9 @@ class BackgroundThread:
             BaseException: whatever `step` or `on_stop` raised; the thread has stopped at that.
         """
         with self._guard:
-            if self._alive:
+            if self.alive:
                 raise RuntimeError("a background thread must not be running already, got a second one")
-            self._alive, self._stopping = True, False
+            self._alive, self._stopping, self._process = True, False, ThisProcess.number
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="selective-compile") as executor:
             loop = executor.submit(self._loop)
             try:

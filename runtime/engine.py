@@ -111,10 +111,10 @@ class Engine:
             outbox=self._outbox,
             log=self._log,
         )
-        self._stepping = StepLock()
+        self._submitting = Lock()
+        self._stepping = StepLock(self._submitting, self._guard)
         self._threads = IntraOpThreads(self.config.threads)
         self._threads.warn()
-        self._submitting = Lock()
         self._background = BackgroundThread(
             guard=self._guard,
             has_work=partial(has_work, self._scheduler),

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from selective_compile.runtime.forks import ThisProcess
+
 Delivery = tuple[Callable[..., None], tuple[Any, ...]]
 
 
@@ -18,8 +20,8 @@ class Outbox:
     """
 
     def __init__(self, *, threaded: bool) -> None:
-        # Its thread starts with the first delivery, and ends when the engine is collected.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="selective-compile-tokens") if threaded else None
+        self._thread = _thread() if threaded else None
+        self._process = ThisProcess.number
         self._put: list[Delivery] = []
         self._sent: Future[None] | None = None
 
@@ -32,6 +34,8 @@ class Outbox:
 
     def send(self) -> None:
         """Have the thread make what was put, beside what comes now."""
+        if self._thread is not None and self._process != ThisProcess.number:
+            self._thread, self._sent, self._process = _thread(), None, ThisProcess.number
         if self._put and self._thread is not None:
             deliveries, self._put = self._put, []
             self._sent = self._thread.submit(_deliver, deliveries)
@@ -42,6 +46,11 @@ class Outbox:
         if self._sent is not None:
             sent, self._sent = self._sent, None
             sent.result()
+
+
+def _thread() -> ThreadPoolExecutor:
+    """It starts with the first delivery, and ends when the engine is collected."""
+    return ThreadPoolExecutor(1, thread_name_prefix="selective-compile-tokens")
 
 
 def _deliver(deliveries: list[Delivery]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from selective_compile.capture import CANNOT, logits_call
 from selective_compile.isolated_program import TRIED
 from selective_compile.module_state import own_attributes
+from selective_compile.rounding import tolerance
 from selective_compile.skeleton import skeleton
 from selective_compile.step import StepInputs, reaches
 from selective_compile.step_program import StepProgram
@@ -28,9 +29,6 @@ NEEDED = max(LENGTHS)  # tokens that a model must know
 # model knows, must have the logits of its leading tokens run alone.  Behind the end of a table a CPU raises an error,
 # and a GPU is of no use any more: none behind an end that is known is tried.
 LONGER = (300, 128, 64)
-# Of the spread of the logits.  A state that is wrong departs by about the spread itself.
-TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05}
-COARSE = 0.3
 
 
 @torch.no_grad()
@@ -67,8 +65,8 @@ def looks_ahead(model: nn.Module, prompt: Tensor, longest: int | None) -> bool:
 
 
 def alike(rows: Tensor, theirs: Tensor) -> bool:
-    tolerance = TOLERANCES.get(theirs.dtype, COARSE) * float(theirs.float().std())
-    return bool(((rows.float() - theirs.float()).abs() <= tolerance).all())
+    most = tolerance(theirs.dtype, theirs.device) * float(theirs.float().std())
+    return bool(((rows.float() - theirs.float()).abs() <= most).all())
 
 
 def logits_alone(model: nn.Module, prompt: Tensor) -> Tensor:

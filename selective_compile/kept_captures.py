@@ -180,7 +180,7 @@ def settings_of_process() -> list[str]:
         str(torch.get_default_device()),
         str(torch.are_deterministic_algorithms_enabled()),
         *(f"{torch.is_autocast_enabled(kind)} {torch.get_autocast_dtype(kind)}" for kind in ("cpu", "cuda")),
-        str(torch.backends.cuda.matmul.allow_tf32),
+        torch.backends.cuda.matmul.fp32_precision,
         str(torch.cuda.is_available()),
         *(str(torch.cuda.get_device_capability(device)) for device in devices),
     ]

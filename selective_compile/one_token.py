@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from selective_compile.capture import CANNOT, device_of, logits_call
 from selective_compile.module_state import own_attributes, unchanged
 from selective_compile.passes import Refusal
+from selective_compile.rounding import rounded_as, tolerance
 from selective_compile.sequential_program import OneRequest, stepped, why_not_run
 from selective_compile.skeleton import Forward, skeleton, structure_of
 from selective_compile.where_refused import begin_of
@@ -26,9 +27,6 @@ TOKENS, PROMPT = 7, 4
 # tokens: as many as a trial of isolated modules takes.
 LONGER, STEPS = 66, 3
 TOKEN_IDS = 8  # there are as many in any vocabulary
-# Of the spread of the numbers, as in `isolation_trial`.
-TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 0.05}
-COARSE = 0.3
 Pair = tuple[Tensor, Tensor]  # of a token by itself, of it among others
 
 
@@ -122,10 +120,10 @@ def departs(found: list[Pair], *, in_most: bool = False) -> bool:
     if not found:
         return False
     differences = torch.stack([((a.float() - b.float()).abs().max() / b.float().std()) for a, b in found])
-    dtype = found[0][0].dtype
-    any_counts = dtype in (torch.float32, torch.float64) and not in_most
+    dtype, device = found[0][0].dtype, found[0][0].device
+    any_counts = rounded_as(dtype, device) in (torch.float32, torch.float64) and not in_most
     worst = differences.max() if any_counts else differences.median()
-    return bool(worst > TOLERANCES.get(dtype, COARSE))
+    return bool(worst > tolerance(dtype, device))
 
 
 def logits(model: nn.Module, ids: Tensor) -> Tensor:

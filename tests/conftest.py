@@ -13,6 +13,7 @@ import torch
 from hypothesis import settings
 
 from selective_compile import kept_files
+from tests.order import long_files_first
 from tests.sampled import pytest_addoption as pytest_addoption
 from tests.sampled import take_turns
 
@@ -64,6 +65,7 @@ def pytest_unconfigure() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     take_turns(config, items)
+    long_files_first(items)
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA or ROCm device")
         for item in items:

@@ -35,6 +35,7 @@ LAYERS = (
         "version",
         "options",
         "huge_pages",
+        "rounding",
         "int8_rows",
         "fp8_rows",
         "reference",

@@ -41,6 +41,7 @@ def flat() -> FlatGraph:
     return flat_graph(tiny("llama", num_hidden_layers=8, **SMALL))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "changes", "least"),
     [
