@@ -42,7 +42,7 @@ def main() -> None:
     print(f"launch       one row, 1 key: {results[-1]['microseconds']:.1f} us")
     if arguments.json:
         machine = {"processor": _processor(), "threads": arguments.threads, "torch": torch.__version__}
-        arguments.json.write_text(json.dumps({**machine, "results": results}, indent=1) + "\n")
+        arguments.json.write_text(json.dumps({**machine, "results": results}, indent=1) + "\n", encoding="utf-8")
 
 
 def decode(dtype: torch.dtype, kv_dtype: str, arguments: argparse.Namespace) -> dict[str, float | str]:
@@ -142,7 +142,7 @@ def _line(result: dict[str, float | str]) -> str:
 
 def _processor() -> str:
     path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
 
 

@@ -54,7 +54,9 @@ def main() -> None:
                 results.append(result)
                 print(_line(result), flush=True)
     if arguments.json:
-        arguments.json.write_text(json.dumps({"threads": arguments.threads, "results": results}, indent=1) + "\n")
+        arguments.json.write_text(
+            json.dumps({"threads": arguments.threads, "results": results}, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 def ceilings(dtype: torch.dtype, clock: Callable[[], float], count: int) -> tuple[float, float]:

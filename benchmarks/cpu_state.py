@@ -43,7 +43,7 @@ def main() -> None:
     results = [measure(op, arguments) for op in arguments.ops]
     if arguments.json:
         machine = {"threads": arguments.threads, "torch": torch.__version__}
-        arguments.json.write_text(json.dumps({**machine, "results": results}, indent=1) + "\n")
+        arguments.json.write_text(json.dumps({**machine, "results": results}, indent=1) + "\n", encoding="utf-8")
 
 
 def measure(op: str, arguments: argparse.Namespace) -> dict[str, float | str]:

@@ -49,7 +49,7 @@ def main() -> None:
     print(f"{rates['spinning']:.0f} with threads that spin, {rates['sleeping']:.0f} with threads that sleep")
     if arguments.json:
         content = {"machine": machine(), "versions": versions(), "steps_per_second": rates, "rounds": found}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def _engine(arguments: argparse.Namespace) -> Engine:

@@ -107,7 +107,7 @@ class Clients:
 
 
 def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * resource.getpagesize()
 
 
 def main() -> None:
@@ -171,7 +171,7 @@ def main() -> None:
         print(f"{name}: {value}")
     if arguments.json:
         about = {"machine": machine(), "versions": versions()}
-        arguments.json.write_text(json.dumps({**about, **found, "wrong": wrong}, indent=1) + "\n")
+        arguments.json.write_text(json.dumps({**about, **found, "wrong": wrong}, indent=1) + "\n", encoding="utf-8")
     if any(wrong.values()):
         raise SystemExit(f"must all be 0: {', '.join(name for name, count in wrong.items() if count)}")
 

@@ -115,7 +115,7 @@ def free_memory(device: torch.device) -> int:
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         # Unlike the free pages that sysconf knows of, this counts the file cache as available.
-        for line in meminfo.read_text().splitlines():
+        for line in meminfo.read_text(encoding="utf-8").splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     # macOS has no count of free pages; half of all is what is usually there to be had.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -13,6 +14,9 @@ def main() -> None:
     """An interrupt is one word and a status from here to the end of the process; work is told by an exception."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, end_at_once)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what a terminal has no character for is no reason to end
+            stream.reconfigure(errors="replace")
     from selective_compile.cli import main as run
 
     try:

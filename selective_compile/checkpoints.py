@@ -111,7 +111,7 @@ def refuse_code_without_trust(source: str, trusted: bool) -> None:
     config = Path(source) / "config.json"
     if trusted or not config.is_file():
         return
-    own = json.loads(config.read_text()).get("auto_map", {})
+    own = json.loads(config.read_text(encoding="utf-8")).get("auto_map", {})
     if "AutoModelForCausalLM" in own or "AutoConfig" in own:
         raise ValueError(
             f"trust_remote_code must be true (--trust-remote-code) for a model that comes with code of its own, got "

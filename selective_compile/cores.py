@@ -38,7 +38,7 @@ def available_cores(own_groups: Path = OWN_GROUPS, mounted: Path = MOUNTED) -> i
 def _quotas(own_groups: Path, mounted: Path) -> Iterator[float]:
     """In cores, of the process's groups and of those around them."""
     with suppress(OSError):
-        for line in own_groups.read_text().splitlines():
+        for line in own_groups.read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers in ("", "cpu", "cpu,cpuacct", "cpuacct,cpu"):
                 top = mounted / controllers
@@ -56,15 +56,15 @@ def _quota(group: Path) -> Iterator[float]:
 
 
 def _second_version(group: Path) -> float:
-    quota, period = (group / "cpu.max").read_text().split()
+    quota, period = (group / "cpu.max").read_text(encoding="utf-8").split()
     return int(quota) / int(period)
 
 
 def _first_version(group: Path) -> float:
-    quota = int((group / "cpu.cfs_quota_us").read_text())
+    quota = int((group / "cpu.cfs_quota_us").read_text(encoding="utf-8"))
     if quota <= 0:
         raise ValueError("no quota")
-    return quota / int((group / "cpu.cfs_period_us").read_text())
+    return quota / int((group / "cpu.cfs_period_us").read_text(encoding="utf-8"))
 
 
 class IntraOpThreads:

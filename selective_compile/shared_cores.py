@@ -100,7 +100,7 @@ def waits_for_cores() -> Waits:
     found = {}
     try:
         for task in TASKS.iterdir():
-            found[task.name] = int((task / "schedstat").read_text().split()[1])
+            found[task.name] = int((task / "schedstat").read_text(encoding="utf-8").split()[1])
     except (OSError, IndexError, ValueError):  # a thread has ended, or this is no Linux
         pass
     return found

@@ -174,6 +174,13 @@ def test_what_cannot_be_printed_is_told_in_a_line() -> None:
     assert done.returncode == 1 and done.stderr.splitlines() == ["error: [Errno 28] No space left on device"]
 
 
+def test_a_terminal_without_the_characters_gets_others() -> None:
+    code = "from selective_compile import cli, __main__; cli.main = lambda: print('\\u2500 \\u2026'); __main__.main()"
+    asked = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], env=asked, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("? ?\n", "")
+
+
 def test_the_version_is_told() -> None:
     assert ok("--version").stdout == f"{selective_compile.__version__}\n"
 

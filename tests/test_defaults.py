@@ -1,5 +1,5 @@
-"""`torch.set_default_device` and `set_default_dtype` say what a user's own tensors are made as, and not those of the
-package."""
+"""`torch.set_default_device` and `set_default_dtype` say what tensors of a user are made as, and the locale how texts
+are written: not those of the package."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tests.huggingface.models import CONFIG, left_padded, tiny
 ROOT = Path(__file__).parents[1]
 OF_A_DEVICE = {function.__name__ for function in _device_constructors()}
 OF_FLOATS = {"empty", "eye", "linspace", "logspace", "normal", "ones", "rand", "randn", "zeros"}
+RUNS = {"Popen", "call", "check_call", "check_output", "run"}
 CALLS: tuple[dict[str, Any], ...] = (
     {},
     {"do_sample": True, "seed": 3, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "temperature": 0.8},
@@ -57,6 +58,24 @@ def _needed(called: ast.expr) -> set[str]:
     if not isinstance(called, ast.Attribute) or not isinstance(called.value, ast.Name) or called.value.id != "torch":
         return set()
     return ({"device"} if called.attr in OF_A_DEVICE else set()) | ({"dtype"} if called.attr in OF_FLOATS else set())
+
+
+@pytest.mark.parametrize("folder", ["selective_compile", "passes", "runtime"])
+def test_texts_are_read_and_written_as_utf_8(folder: str) -> None:
+    silent = [
+        f"{path.relative_to(ROOT)}:{call.lineno}: {ast.unparse(call)}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call) and _is_of_text(call)
+        if "encoding" not in {keyword.arg for keyword in call.keywords}
+    ]
+    assert not silent, "without encoding:\n" + "\n".join(silent)
+
+
+def _is_of_text(call: ast.Call) -> bool:
+    """Whether it reads or writes a file as text, or the output of a process."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    return name in ("read_text", "write_text") or "text" in {keyword.arg for keyword in call.keywords if name in RUNS}
 
 
 @pytest.mark.parametrize(

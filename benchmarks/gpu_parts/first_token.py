@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("seconds", type=float)
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
-    out = os.fdopen(os.dup(1), "w")
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("selective_compile").setLevel(logging.INFO)  # why a capture was not taken, say

@@ -44,6 +44,7 @@ class Worker:
             text=True,
             errors="replace",
             start_new_session=True,
+            encoding="utf-8",
         )
         assert self._process.stdout is not None
         self._strays = ""  # what it printed among its rows

@@ -63,7 +63,9 @@ def devices() -> list[dict[str, str]]:
 def _said(*command: str) -> str:
     """What it printed; nothing if it is not there, or failed."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, errors="replace")
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=SECONDS, errors="replace", encoding="utf-8"
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

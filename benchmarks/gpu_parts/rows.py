@@ -75,5 +75,5 @@ def store(path: Path | None, found: Mapping[str, Any]) -> None:
     """Write a file that is whole whenever it is looked at."""
     if path is not None:
         beside = path.with_name(f"{path.name}.new")
-        beside.write_text(json.dumps(found, indent=1) + "\n")
+        beside.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         os.replace(beside, path)

@@ -74,7 +74,7 @@ def first_token(context: Context, environment: Mapping[str, str]) -> dict[str, A
     seconds = max(1.0, context.seconds_left)
     command = [sys.executable, "-m", "benchmarks.gpu_parts.first_token", context.job.start_model]
     command += [str(os.getpid()), str(time.time()), str(seconds), *(["--tiny"] if context.tiny else [])]
-    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+    with tempfile.TemporaryFile("w+", errors="replace", encoding="utf-8") as errors:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -84,6 +84,7 @@ def first_token(context: Context, environment: Mapping[str, str]) -> dict[str, A
             text=True,
             errors="replace",
             start_new_session=True,
+            encoding="utf-8",
         )
         try:
             line = _first_line(process, seconds)

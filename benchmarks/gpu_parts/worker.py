@@ -17,7 +17,7 @@ from benchmarks.gpu_parts.watching import end_with, say_where_after
 
 
 def main() -> None:
-    out = os.fdopen(os.dup(1), "w")
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # before anything is imported that may print
     faulthandler.enable()
     logging.basicConfig(level=logging.WARNING)

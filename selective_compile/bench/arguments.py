@@ -36,4 +36,4 @@ def keep(path: Path | None, found: Mapping[str, Any]) -> None:
     """Write the results, if they are to be kept."""
     if path is not None:
         about = {"machine": machine(), "versions": versions()}
-        path.write_text(json.dumps({**about, **found}, indent=1) + "\n")
+        path.write_text(json.dumps({**about, **found}, indent=1) + "\n", encoding="utf-8")

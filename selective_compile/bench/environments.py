@@ -62,6 +62,8 @@ def run(command: Sequence[str], what: str, environment: Mapping[str, str] | None
     Raises:
         CommandError: it did not.
     """
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    ended = subprocess.run(
+        command, capture_output=True, text=True, env=environment, check=False, encoding="utf-8", errors="replace"
+    )
     if ended.returncode:
         raise CommandError(f"{what} failed: {(ended.stdout + ended.stderr)[-2000:].strip()}")

@@ -122,7 +122,7 @@ def stored(path: Path) -> dict[str, Figures]:
     if not path.exists():
         return {}
     try:
-        results = json.loads(path.read_text())["results"]
+        results = json.loads(path.read_text(encoding="utf-8"))["results"]
         if all("peers" in result for result in results.values()):
             return dict(results)
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
@@ -131,4 +131,4 @@ def stored(path: Path) -> dict[str, Figures]:
 
 
 def store(path: Path, results: Mapping[str, Figures]) -> None:
-    path.write_text(json.dumps({"results": results}, indent=1) + "\n")
+    path.write_text(json.dumps({"results": results}, indent=1) + "\n", encoding="utf-8")

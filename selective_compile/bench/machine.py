@@ -41,6 +41,6 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
 
 def processor() -> str:
     path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     named = (line.partition(": ")[2] for line in lines if line.startswith("model name"))
     return next(named, platform.processor() or platform.machine())

@@ -59,9 +59,15 @@ class SeparatePeer:
     ) -> None:
         self._name = name
         self._told = dict(told or {})
-        self._errors = tempfile.TemporaryFile("w+")
+        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8")
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=environment,
+            encoding="utf-8",
         )
         try:
             self._about = self._answer()

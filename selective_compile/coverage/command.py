@@ -68,7 +68,7 @@ def coverage_command(
                 out.print(Text(f"{name}: {wrong(facts) or verdict(facts)}"), soft_wrap=True)
 
         results = sweep.run(tell)
-    target.write_text(pages.page(results))
+    target.write_text(pages.page(results), encoding="utf-8")
     found = {name: results["types"][name] for name in chosen}
     if as_json:
         typer.echo(json.dumps(found, indent=1))
@@ -99,7 +99,7 @@ def mutate(types: str | None, jobs: int, page: Path | None, as_json: bool) -> No
     with ProgressBars(console(stderr=True))("changing", len(chosen)) as advance:
         outcomes = tried(chosen, jobs=jobs, tell=lambda _: advance(1))
     if page is not None:
-        page.write_text(mutation_page(outcomes))
+        page.write_text(mutation_page(outcomes), encoding="utf-8")
     if as_json:
         found = {name: {m: dataclasses.asdict(one) for m, one in ones.items()} for name, ones in outcomes.items()}
         typer.echo(json.dumps(found, indent=1))

@@ -111,14 +111,16 @@ def chosen_types(names: str | None) -> tuple[str, ...]:
 
 
 def stored(out: Path) -> Results:
-    return json.loads(out.read_text()) if out.exists() else {"versions": versions(MEASURED), "types": {}}
+    return (
+        json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"versions": versions(MEASURED), "types": {}}
+    )
 
 
 def write(out: Path, results: Results) -> None:
     """In one go, so that a run that is stopped leaves a whole file; types in the order of their names."""
     results["types"] = dict(sorted(results["types"].items()))
     part = out.with_suffix(".part")
-    part.write_text(json.dumps(results, indent=1) + "\n")
+    part.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     part.replace(out)
 
 

@@ -112,7 +112,9 @@ def last_words(errors: Path, exitcode: int | None) -> dict[str, Any]:
 
     Messages of Dynamo go on for many lines and quote tracebacks themselves.
     """
-    lines = [line.rstrip() for line in errors.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [
+        line.rstrip() for line in errors.read_text(errors="replace", encoding="utf-8").splitlines() if line.strip()
+    ]
     raised = [
         index for index, line in enumerate(lines) if re.match(r"[A-Za-z_][\w.]*(Error|Exception|Divergence)\b", line)
     ]

@@ -149,15 +149,24 @@ def _build(compiler: str, source: Path, library: Path, flags: tuple[str, ...]) -
     os.close(descriptor)
     try:
         command = [compiler, *flags, str(source), "-o", unfinished]
-        subprocess.run(command, check=True, capture_output=True, text=True)
+        _output(command)
         os.replace(unfinished, library)
     finally:
         Path(unfinished).unlink(missing_ok=True)
 
 
+def _output(command: list[str]) -> str:
+    """Raises CalledProcessError, with what it printed, if it fails."""
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, encoding="utf-8", errors="replace"
+    ).stdout
+
+
 def library_name(compiler: str, source: Path, flags: tuple[str, ...] = FLAGS) -> str:
     """Names everything that the machine code depends on; -march=native makes the processor one of these."""
-    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
+    version = subprocess.run(
+        [compiler, "--version"], check=True, capture_output=True, text=True, encoding="utf-8", errors="replace"
+    ).stdout
     parts = (*_texts(source), *flags, compiler, version, processor())
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     return f"{source.stem}-{digest}{sysconfig.get_config_var('SHLIB_SUFFIX') or '.so'}"
@@ -167,7 +176,7 @@ def _texts(source: Path) -> list[str]:
     """What `source` says, and what the files that it includes in quotes say, and those that these include."""
     paths, texts = [source.resolve()], []
     for path in paths:  # grows on the way
-        texts.append(path.read_text())
+        texts.append(path.read_text(encoding="utf-8"))
         included = [(path.parent / name).resolve() for name in _INCLUDE.findall(texts[-1])]
         # One that lies elsewhere on the compiler's search path is part of the compiler.
         paths += [file for file in included if file not in paths and file.exists()]
@@ -177,7 +186,7 @@ def _texts(source: Path) -> list[str]:
 def processor() -> str:
     """What tells this processor's instruction set from another's; a cache folder may be shared by machines."""
     with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         kept = ("flags", "Features", "model name", "CPU part")
         return "\n".join(sorted({line for line in lines if line.startswith(kept)}))
     return f"{platform.machine()} {platform.processor()} {platform.node()}"

@@ -197,7 +197,7 @@ def main(
     folder = output or path()
     model.save_pretrained(folder)
     build().save_pretrained(folder)
-    (folder / "MODEL_CARD.md").write_text(card)
+    (folder / "MODEL_CARD.md").write_text(card, encoding="utf-8")
     typer.echo(card)
 
 

@@ -103,7 +103,7 @@ def served(server: Server, requests: list[dict[str, Any]]) -> dict[str, Any]:
 def resident(name: str) -> int | None:
     """Bytes of this process: `VmRSS` now, `VmHWM` at most so far. None where the system does not tell."""
     status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
+    lines = status.read_text(encoding="utf-8").splitlines() if status.exists() else []
     found = (int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
     return next(found, None)
 
@@ -111,7 +111,7 @@ def resident(name: str) -> int | None:
 def forget_peak() -> None:
     """`VmHWM` begins again from `VmRSS`; where that is not allowed, it stays that of the whole life."""
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def above(before: int | None) -> int | None:
@@ -123,7 +123,7 @@ def above(before: int | None) -> int | None:
 def converse(made: Callable[[], Made], serve: Callable[[Made, list[dict[str, Any]]], dict[str, Any]]) -> None:
     """Make a server, and have it serve what comes in."""
     # Whatever the engine prints goes to where errors go.
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     server = made()
     forget_peak()
