@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from selective_compile.runtime import Engine, Request
 from tests.runtime.simulated import (
     expected_tokens,
@@ -30,3 +32,14 @@ def assert_nothing_left(engine: Engine) -> None:
 
 def expect(request: Request) -> None:
     assert request.tokens == expected_tokens(request.prompt_ids, request.params), request
+
+
+class EndsAt:
+    """A criterion that looks at the last token, and must have been told all."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = tokens
+
+    def __call__(self, input_ids: Tensor, scores: None) -> bool:
+        assert (input_ids >= 0).all()
+        return int(input_ids[0, -1]) in self._tokens

@@ -4,136 +4,20 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from torch import Tensor
 
 from selective_compile import EngineConfig
-from selective_compile.runtime import Engine, Request, StepError
+from selective_compile.runtime import Engine, StepError
 from selective_compile.runtime.block_names import extend_names
 from selective_compile.runtime.iterations import Iterations
-from tests.runtime.engine_checks import assert_nothing_left, check, expect, run_until_idle
+from tests.runtime.engine_checks import assert_nothing_left, expect, run_until_idle
 from tests.runtime.played_stream import PlayedStream
 from tests.runtime.simulated import SimulatedProgram, expected_tokens, simulated_engine
-from tests.runtime.watched_stream import Kernels, WatchedStream
-
-ENDS = list(range(0, 61, 6))
-
-
-class EndsAt:
-    """A criterion that looks at the last token, and must have been told all."""
-
-    def __init__(self, tokens: list[int]) -> None:
-        self._tokens = tokens
-
-    def __call__(self, input_ids: Tensor, scores: None) -> bool:
-        assert (input_ids >= 0).all()
-        return int(input_ids[0, -1]) in self._tokens
-
-
-KINDS: tuple[dict[str, Any], ...] = (
-    {},
-    {"eos_token_id": ENDS},
-    {"do_sample": True, "seed": 3, "eos_token_id": ENDS},
-    {"do_sample": True, "seed": 5, "top_k": 5, "top_p": 0.8, "temperature": 1.5},
-    {"do_sample": True, "seed": 6, "top_k": 0, "top_p": 0.7, "min_p": 0.05},
-    {"repetition_penalty": 1.5},
-    {"repetition_penalty": 0.7, "do_sample": True, "seed": 8},
-    {"min_new_tokens": 4, "eos_token_id": ENDS},
-    {"repetition_penalty": 1.3, "suppress_tokens": ENDS, "begin_suppress_tokens": [1, 2], "do_sample": True, "seed": 9},
-    {"do_sample": True, "seed": 4, "num_return_sequences": 3},
-    {"num_beams": 3},
-    {"prompt_lookup_num_tokens": 3},
-    {"logprobs": True, "prompt_logits": True},
-    {"logprobs": True, "do_sample": True, "seed": 2, "eos_token_id": ENDS},
-    {"prompt_logprobs": True},
-    {"stopping_criteria": [EndsAt(ENDS)]},
-    {"stopping_criteria": [EndsAt(ENDS)], "repetition_penalty": 1.5, "do_sample": True, "seed": 7},
-)
-
-
-class SameTokens(RuleBasedStateMachine):
-    """Whatever comes, whenever the device gets to it: requests have the tokens that they have by themselves."""
-
-    @initialize(
-        blocks=st.integers(24, 60),
-        scheduler_policy=st.sampled_from(["max_utilization", "guaranteed_no_evict"]),
-        batching=st.sampled_from(["inflight_fused", "inflight", "static"]),
-        waiting_order=st.sampled_from(["first_come", "fair"]),
-        overlap=st.booleans(),
-        captured=st.booleans(),
-        async_scheduling=st.sampled_from([None, None, False]),
-        prefill_slowdown=st.sampled_from([None, 1.5]),
-        seed=st.integers(0, 99),
-    )
-    def start(self, blocks: int, captured: bool, seed: int, **config: Any) -> None:
-        moods = random.Random(seed)
-        self.program = SimulatedProgram(captured=captured)
-        self.engine = simulated_engine(
-            self.program,
-            stream=PlayedStream(lambda: moods.choice((0, 0, 1, 9)), captures=captured),
-            block_size=2,
-            max_kv_tokens=2 * blocks,
-            token_budget=7 if seed % 2 else 70,
-            max_requests=5,
-            **config,
-        )
-        self.requests: list[Request] = []
-        self.cancelled: set[Any] = set()
-
-    @rule(
-        prompt=st.lists(st.integers(0, 2), min_size=1, max_size=9), kind=st.sampled_from(KINDS), new=st.integers(1, 8)
-    )
-    def submit(self, prompt: list[int], kind: dict[str, Any], new: int) -> None:
-        self.requests += self.engine.submit(prompt, max_new_tokens=new, **kind).samples
-
-    @rule(count=st.integers(1, 6))
-    def step(self, count: int) -> None:
-        for _ in range(count):
-            self.engine.step()
-            check(self.engine)
-
-    @rule(place=st.integers(0, 9))
-    def cancel(self, place: int) -> None:
-        if place < len(self.requests):
-            self.requests[place].cancel()
-
-    @rule()
-    def drop(self) -> None:
-        self.engine.drop_computed()
-
-    @invariant()
-    def nobody_sees_what_is_not_known(self) -> None:
-        for request in getattr(self, "requests", ()):
-            assert all(0 <= token < 61 for token in request.tokens)
-
-    def teardown(self) -> None:
-        if not hasattr(self, "engine"):
-            return
-        run_until_idle(self.engine)
-        for request in self.requests:
-            ended = request.finish_reason != "cancelled"
-            if request.params.beams is not None:
-                alone = simulated_engine(max_requests=5).submit(
-                    request.prompt_ids, num_beams=3, max_new_tokens=request.params.max_new_tokens
-                )
-                assert not ended or request.tokens == list(alone.result().tokens), request
-            else:
-                wanted = expected_tokens(request.prompt_ids, request.params)
-                assert request.tokens == (wanted if ended else wanted[: len(request.tokens)]), request
-
-
-TestSameTokens = SameTokens.TestCase
-TestSameTokens.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 
 
 def played(**config: Any) -> tuple[Engine, PlayedStream]:
@@ -186,137 +70,6 @@ def test_a_request_that_ends_is_computed_once_more_and_no_length_is_overrun() ->
     known = to_the_end.tokens.index(stop) + 1
     assert stopped.tokens == to_the_end.tokens[:known] and stopped.finish_reason == "stop"
     assert sum(computed) <= 2 + known, "one token more than it needs, at most"
-
-
-CHOSEN_ON_DEVICE: tuple[dict[str, Any], ...] = (
-    {},
-    {"do_sample": True, "seed": 3, "top_k": 5, "top_p": 0.8, "min_p": 0.01, "temperature": 1.5},
-    {"repetition_penalty": 1.5},
-    {"min_new_tokens": 10, "eos_token_id": 6},  # which may come from a step on that is looked at
-    {"suppress_tokens": [5, 6], "begin_suppress_tokens": [7], "do_sample": True, "seed": 4},
-    {"stopping_criteria": [EndsAt([])]},
-)
-
-
-READING: dict[str, Callable[[Tensor], object]] = {
-    "int": lambda last: int(last[0]),
-    "tolist": lambda last: last.tolist(),
-    "numpy": lambda last: np.asarray(last),
-    "nonzero": lambda last: last.nonzero(),
-    "booleans": lambda last: last[last > 3],
-    "put by booleans": lambda last: last.__setitem__(last < -9, 0),
-}
-
-
-HOST, BACK = torch.arange(2), torch.zeros(2, dtype=torch.int64)
-BLOCKING: dict[str, Callable[[Any, Tensor], object]] = {
-    "a list": lambda stream, last: last[[0, 1]],
-    "a list among others": lambda stream, last: last[None][:, [0, 1]],
-    "numpy's numbers": lambda stream, last: last[np.array([0, 1])],
-    "a host tensor": lambda stream, last: last[HOST],
-    "a range that does not say where": lambda stream, last: last[torch.arange(2)],
-    "put by a list": lambda stream, last: last.__setitem__([7], 0),
-    "put by a host tensor": lambda stream, last: last.index_put_((HOST,), last[:2].clone()),
-    "put from the host": lambda stream, last: last.__setitem__(slice(6, 8), HOST),
-    "made there": lambda stream, last: torch.tensor([1, 2], device=last.device),
-    "made there of an array": lambda stream, last: torch.as_tensor(np.arange(2), device=last.device),
-    "brought there": lambda stream, last: HOST.to(last.device),
-    "brought to its like": lambda stream, last: HOST.to(last),
-    "copied there": lambda stream, last: last[6:8].copy_(HOST),
-    "copied from there": lambda stream, last: BACK.copy_(last[:2]),
-    "not pinned": lambda stream, last: stream.copy(HOST.clone(), last[:2]),
-}
-
-
-@pytest.mark.parametrize("captures", [False, True])
-@pytest.mark.parametrize(
-    ("place", "sabotage"),
-    [(None, None), *(("launch", name) for name in ("int", "tolist", "numpy")), *(("choose", name) for name in READING)],
-)
-def test_a_decode_step_waits_for_the_device_once_and_reads_what_was_copied_alone(
-    captures: bool, place: str | None, sabotage: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Any other read would wait for the device, the host's and one in the work that the device is given; that one is
-    found out is shown by reads that are put behind the launch, and into the choice."""
-    stream = WatchedStream(captures=captures)
-    with stream.built():
-        engine = simulated_engine(Kernels(stream, captured=captures), stream=stream, max_requests=8)
-    requests = [engine.submit([1, 2, 3 + n], max_new_tokens=30, **each) for n, each in enumerate(CHOSEN_ON_DEVICE)]
-    for _ in range(5):
-        engine.step()
-    runner = engine._runner
-    if place and sabotage:
-        owner: Any = {"launch": runner, "choose": runner._chooser}[place]
-        original = getattr(owner, place)
-
-        def reading(*arguments: Any) -> Any:
-            found = original(*arguments)
-            READING[str(sabotage)](runner._chooser.last)
-            return found
-
-        monkeypatch.setattr(owner, place, reading)
-    before, replayed = stream.waits, stream.replayed
-    with stream.watched():
-        for _ in range(10):
-            engine.step()
-    assert stream.waits == before + 10
-    assert (stream.replayed == replayed + 10) == captures
-    assert bool(stream.reads) == bool(sabotage), stream.reads
-    run_until_idle(engine)
-    for request in requests:
-        expect(request)
-
-
-@pytest.mark.parametrize("captures", [False, True])
-def test_nobody_waits_for_what_is_sent_of_requests_that_come(captures: bool) -> None:
-    """Their block tables, their marks, and their prompts beside others that decode."""
-    stream = WatchedStream(captures=captures)
-    with stream.built():
-        engine = simulated_engine(Kernels(stream, captured=captures), stream=stream, max_requests=8, block_size=2)
-    if captures:
-        engine.warm_up()  # a capture waits for all
-    requests = [engine.submit([7, 2, 3], max_new_tokens=20)]
-    for _ in range(3):
-        engine.step()
-    for place, each in enumerate(CHOSEN_ON_DEVICE):
-        requests.append(engine.submit([1, 2, 3 + place], max_new_tokens=15, **each))
-        with stream.watched():
-            for _ in range(2):
-                engine.step()
-    assert not stream.reads
-    run_until_idle(engine)
-    for request in requests:
-        expect(request)
-
-
-@pytest.mark.parametrize("captures", [False, True])
-@pytest.mark.parametrize("place", ["launch", "choose"])
-@pytest.mark.parametrize("sabotage", BLOCKING)
-def test_a_decode_step_in_which_the_host_would_wait_for_a_copy_is_told(
-    captures: bool, place: str, sabotage: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream = WatchedStream(captures=captures)
-    with stream.built():
-        engine = simulated_engine(Kernels(stream, captured=captures), stream=stream, max_requests=8)
-    requests = [engine.submit([1, 2, 3 + n], max_new_tokens=30) for n in range(2)]
-    for _ in range(5):
-        engine.step()
-    owner: Any = {"launch": engine._runner, "choose": engine._runner._chooser}[place]
-    original = getattr(owner, place)
-
-    def blocking(*arguments: Any) -> Any:
-        found = original(*arguments)
-        BLOCKING[sabotage](stream, engine._runner._chooser.last)
-        return found
-
-    monkeypatch.setattr(owner, place, blocking)
-    with stream.watched():
-        engine.step()
-    assert stream.reads
-    monkeypatch.undo()
-    run_until_idle(engine)
-    for request in requests:
-        expect(request)
 
 
 @pytest.mark.parametrize("captures", [False, True])
