@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import runpy
@@ -12,87 +11,25 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
-from typer.testing import CliRunner, Result
+from transformers import PreTrainedModel
 
 import selective_compile
-from selective_compile import backend, checkpoints, cli, demo, generating, tiny_model
-from selective_compile.backend import Program, compile_step_program
+from selective_compile import backend, checkpoints, cli, generating
 from selective_compile.bench import rounds, settings
 from selective_compile.bench.figures import store, stored
 from selective_compile.checkpoints import Checkpoint
 from selective_compile.generating import Prompts
-from selective_compile.options import EngineConfig
 from selective_compile.report import refused_report
-from selective_compile.runtime import StepError, model_runner, replay_engine
-from selective_compile.tiny_model.tokenizer import BOS, EOS, PAD, VOCAB_SIZE, build
+from selective_compile.runtime import StepError
+from tests.commands import folder as folder
+from tests.commands import found_again as found_again
+from tests.commands import ok, refused, run
 from tests.test_bench_results import RESULTS
 
-LOAD = checkpoints.load
-OF_PROGRAMS = (
-    *("compile", "dtype", "fallback", "implementation", "batch_invariant"),
-    *("kv_dtype", "latents", "max_attention_window", "threads", "weights"),
-)
 COMMANDS = ("demo", "generate", "explain", "bench", "coverage", "replay", "logit-error")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A checkpoint with random weights: to the commands, a model that is not the one that ships."""
-    path = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
-    ends = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
-    config = LlamaConfig(vocab_size=VOCAB_SIZE, **sizes, **heads, **ends, initializer_range=0.2)
-    LlamaForCausalLM(config).save_pretrained(path)
-    build().save_pretrained(path)
-    return str(path)
-
-
-@functools.cache
-def loaded(name: str | None = None, **options: Any) -> Checkpoint:
-    return LOAD(name, **options)
-
-
-@functools.cache
-def proved(model: nn.Module, options: tuple[Any, ...]) -> Program:
-    return compile_step_program(model, EngineConfig(**dict(zip(OF_PROGRAMS, options, strict=True))))
-
-
-@pytest.fixture(autouse=True)
-def found_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one command has loaded and proved, the next one has: each would do the same, some seconds long."""
-    monkeypatch.setattr(checkpoints, "load", loaded)
-
-    def program_of(model: nn.Module, config: EngineConfig) -> Program:
-        return proved(model, tuple(getattr(config, name) for name in OF_PROGRAMS))
-
-    for module in (demo, model_runner, replay_engine):
-        monkeypatch.setattr(module, "compile_step_program", program_of)
-
-
-def run(*arguments: str, input: str | None = None) -> Result:
-    return CliRunner().invoke(cli.app, arguments, input=input, env={"COLUMNS": "100", "NO_COLOR": "1"})
-
-
-def ok(*arguments: str, input: str | None = None) -> Result:
-    result = run(*arguments, input=input)
-    assert result.exit_code == 0, result.output
-    return result
-
-
-def refused(*arguments: str, input: str | None = None, status: int = 1) -> str:
-    """The one line that says what is wrong."""
-    result = run(*arguments, input=input)
-    assert result.exit_code == status
-    assert isinstance(result.exception, SystemExit), "a traceback"
-    return result.stderr
 
 
 # All commands
@@ -233,109 +170,6 @@ def test_a_failed_step_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch, folder
     assert refused("generate", "--model", folder, "abc") == "error: step 3 failed: out of everything\n"
 
 
-# demo
-
-
-def test_demo_compares_times_and_draws(folder: str, tmp_path: Path) -> None:
-    picture = tmp_path / "schedule.png"
-    arguments = ["--model", folder, "--no-compile", "--requests", "5", "--threads", str(torch.get_num_threads())]
-    out = ok("demo", *arguments, "--picture", str(picture)).stdout
-    parts = ["ragged", "compiled graphs", "same tokens", "generate, one by one", "engine, arriving over time"]
-    places = [out.index(part) for part in parts]
-    assert places == sorted(places)
-    assert "5 of 5 requests got the same tokens as from generate" in out
-    assert "x as fast" in out and str(picture) in out.replace("\n", "")
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert max(map(len, out.splitlines()[:-1])) <= 100
-
-
-def test_demo_as_json_is_nothing_but_json(folder: str, tmp_path: Path) -> None:
-    picture = tmp_path / "schedule.svg"
-    arguments = ["--model", folder, "--no-compile", "--requests", "6", "--kv-tokens", "560", "--json"]
-    found = json.loads(ok("demo", *arguments, "--seed", "3", "--picture", str(picture)).stdout)
-    assert found["verdicts"] == {"equal": 6, "near tie": 0, "different": 0}
-    assert found["report"]["verdict"] == "ragged" and found["graphs"] == 0
-    assert len(found["requests"]) == 6 and found["picture"] == str(picture)
-    generated = sum(len(request["tokens"]) for request in found["requests"])
-    assert found["engine"]["tokens_generated"] == generated
-    assert found["one_by_one"]["tokens_per_second"] == pytest.approx(generated / found["one_by_one"]["seconds"])
-    assert picture.exists()
-
-
-def test_demo_fails_where_a_token_differs(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = demo.through_engine
-
-    def off_by_one(*arguments: Any) -> demo.EngineRun:
-        served = real(*arguments)
-        served.way.tokens[1][2] ^= 1
-        return served
-
-    monkeypatch.setattr(demo, "through_engine", off_by_one)
-    picture = str(tmp_path / "schedule.png")
-    result = run("demo", "--model", folder, "--no-compile", "--requests", "3", "--picture", picture)
-    assert result.exit_code == 1
-    assert "2 of 3 requests got the same tokens" in result.stdout and "NO, by" in result.stdout
-    assert result.stderr == "error: the engine's tokens differ from those of generate\n"
-
-
-def test_demo_refuses_a_picture_it_could_not_write_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "load", lambda *_, **__: pytest.fail("the model was loaded"))
-    assert "must end in .png or .svg" in refused("demo", "--picture", "schedule.gif")
-
-
-def test_demo_prompts_arrive_over_time_and_have_answers_for_the_shipped_model_only(folder: str) -> None:
-    foreign = checkpoints.load(folder)
-    wanted = demo.make_requests(foreign, 12, seed=0)
-    arrivals = [request.arrival for request in wanted]
-    assert arrivals[0] == 0 and arrivals == sorted(arrivals) and arrivals[-1] > 5
-    assert all(request.answer is None for request in wanted)
-    own = Checkpoint(name="", shipped=True, model=foreign.model, tokenizer=foreign.tokenizer)
-    assert any(request.answer for request in demo.make_requests(own, 12, seed=0))
-
-
-class Scripted(nn.Module):
-    """Gives the same logits at every position."""
-
-    dtype = torch.float32
-
-    def __init__(self, *logits: float) -> None:
-        super().__init__()
-        self.row = nn.Parameter(torch.tensor(logits))
-
-    def forward(self, ids: Tensor, use_cache: bool) -> Any:
-        return type("Output", (), {"logits": self.row.expand(*ids.shape, -1)})
-
-
-def scripted(*logits: float, shipped: bool = False) -> Checkpoint:
-    model: Any = Scripted(*logits)
-    return Checkpoint(name="scripted", shipped=shipped, model=model, tokenizer=build())
-
-
-def test_a_near_tie_is_told_apart_from_a_difference() -> None:
-    tied = (1.0, 1.0 - 5e-5, -1.0)
-    assert demo.compare(scripted(*tied), [0], [0, 0], [0, 0]).verdict == "equal"
-    near = demo.compare(scripted(*tied), [0], [0, 1], [0, 0])
-    assert near.verdict == "near tie" and near.behind == pytest.approx(5e-5, rel=0.01)
-    # One wrong token behind a near tie is still wrong, and the model that ships has no near ties.
-    assert demo.compare(scripted(*tied), [0], [1, 2], [0, 0]).verdict == "different"
-    assert demo.compare(scripted(*tied, shipped=True), [0], [0, 1], [0, 0]).verdict == "different"
-    apart = demo.compare(scripted(1.0, 0.5), [0], [0, 1], [0, 0])
-    assert apart.verdict == "different" and apart.behind == pytest.approx(0.5)
-
-
-def test_ending_early_is_a_difference() -> None:
-    stopped = demo.compare(scripted(1.0, 1.0), [0], [0], [0, 0])
-    assert stopped.verdict == "different" and stopped.behind is None
-
-
-def test_a_padded_row_ends_with_its_end_of_sequence() -> None:
-    assert demo.until_end([5, 9, 7, 7], 9) == [5, 9]
-    assert demo.until_end([5, 9, 7], [7, 9]) == [5, 9]
-    assert demo.until_end([5, 6], None) == [5, 6]
-    ids, mask = demo.left_padded([[1, 2, 3], [4]], 0, "cpu")
-    assert ids.tolist() == [[1, 2, 3], [0, 0, 4]] and mask.tolist() == [[1, 1, 1], [0, 0, 1]]
-
-
 # generate
 
 
@@ -469,13 +303,6 @@ def test_bench_offers_what_the_benchmark_has() -> None:
 # The model that ships
 
 
-def test_demo_with_the_model_that_ships(tmp_path: Path) -> None:
-    picture = str(tmp_path / "schedule.png")
-    found = json.loads(ok("demo", "--no-compile", "--picture", picture, "--json").stdout)
-    assert found["verdicts"] == {"equal": 24, "near tie": 0, "different": 0}
-    assert found["model"] == str(tiny_model.path())
-
-
 def test_generate_with_the_model_that_ships() -> None:
     assert ok("generate", "12+7=").stdout == "12+7=19\n"
 
@@ -488,47 +315,3 @@ def test_the_error_of_int8_keys_and_values_is_measured() -> None:
     assert 0 < found["mean_error"] < 0.05 and found["tokens"] == 8
     assert (found["exact_kv_bytes"], found["kv_bytes"]) == (2560, 720)
     assert "config must change results by one of" in refused("logit-error", "12+7=19", "--kv-dtype", "auto")
-
-
-# replay
-
-
-@pytest.fixture(scope="module")
-def log(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of two sampled requests to the model that ships."""
-    path = str(tmp_path_factory.mktemp("recorded") / "run.jsonl")
-    ok("generate", "12+7=", "letters c to j:", "--record", path, "--temperature", "0.9", "--seed", "3")
-    return path
-
-
-def test_what_was_recorded_is_served_again_drawn_and_traced(log: str, tmp_path: Path) -> None:
-    """With the model and without: the same batches, and the same picture of them."""
-    picture, trace = (str(tmp_path / name) for name in ("run.svg", "run.json"))
-    events = []
-    for how in ((), ("--schedule-only",)):
-        said = ok("replay", log, *how, "--picture", picture, "--trace", trace).stdout
-        assert said.startswith("2 requests, ") and "the same batches" in said
-        assert ("the same batches and tokens" in said) == (how == ())
-        assert f"picture of the schedule: {picture}" in said and f"trace: {trace}" in said
-        assert ElementTree.parse(picture).getroot().tag.endswith("svg")
-        events.append(json.loads(Path(trace).read_text()))
-    served, decided = events
-    assert decided == served and len(decided) > 20
-    assert {event["args"]["name"] for event in decided if event["name"] == "thread_name"} == {"steps", "0", "1"}
-
-
-def test_a_replay_as_json_and_of_what_is_no_log(log: str) -> None:
-    alone = json.loads(ok("replay", log, "--schedule-only", "--json").stdout)
-    assert alone["difference"] is None and alone["requests"] == 2 and alone["tokens"] > 10
-    assert "must be an event log" in refused("replay", __file__)
-
-
-def test_what_a_replay_writes_is_not_its_log(log: str, tmp_path: Path) -> None:
-    before = Path(log).read_text()
-    for name in ("record", "trace"):
-        assert f"--{name} must be another file than the log" in refused("replay", log, f"--{name}", log)
-    assert "--record must not come with --schedule-only" in refused(
-        "replay", log, "--schedule-only", "--record", str(tmp_path / "again.jsonl")
-    )
-    assert "picture must end in .png or .svg" in refused("replay", log, "--picture", "x.gif")
-    assert Path(log).read_text() == before
