@@ -11,37 +11,25 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.attention.varlen
-from torch import Tensor
 from torch.autograd import DeviceType
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu_parts import (
-    attention_peers,
     ceilings,
     command,
-    decoding,
-    launches,
     profiled,
-    start,
     steps,
-    steps_profiled,
-    timing,
     tokens,
 )
 from benchmarks.gpu_parts import found as found_so_far
 from benchmarks.gpu_parts.command import measure
-from benchmarks.gpu_parts.floors import Ceilings
-from benchmarks.gpu_parts.jobs import ROOT, WEIGHTS, Context, Job, perform
+from benchmarks.gpu_parts.jobs import ROOT, WEIGHTS, Context, Job
 from benchmarks.gpu_parts.measures import Measure, without_found
 from benchmarks.gpu_parts.ragged_step import TINY, make_step
 from benchmarks.gpu_parts.rows import Row
@@ -236,243 +224,6 @@ def test_rows_from_the_middle_of_a_prompt_are_checked() -> None:
             check(step, wrong)
 
 
-def paged(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: None, max_q: int, max_k: int, *,
-    scale: float, window_size: tuple[int, int], enable_gqa: bool, seqused_k: Tensor, block_table: Tensor,
-) -> Tensor:  # fmt: skip
-    """`varlen_attn` of a torch with block tables, by the reference."""
-    assert (max_q, max_k) == (40, 40) and window_size == (-1, 0) and enable_gqa
-    rows, pools = torch.zeros(len(query), *key.shape[2:]), (each.transpose(1, 2) for each in (key, value))
-    slots = torch.full((len(query),), -1)
-    return reference.ragged_attention(query, rows, rows, *pools, cu_seq_q, seqused_k, block_table, slots, scale, 0, 0.0)
-
-
-def packed(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
-    scale: float, window_size: tuple[int, int],
-) -> Tensor:  # fmt: skip
-    """That of torch 2.11, without, by the same: heads share keys as they have them, and nothing has to say so."""
-    assert cu_seq_k[-1] == len(key)
-    block, lengths = int(cu_seq_k.diff().max()), cu_seq_k.diff().tolist()
-    pools = torch.zeros(2, len(lengths), block, *key.shape[1:])
-    for pool, each in zip(pools, (key, value), strict=True):
-        for n, own in enumerate(each.split(lengths)):
-            pool[n, : len(own)] = own
-    table = torch.arange(len(lengths), dtype=torch.int32)[:, None]
-    seqused = cu_seq_k.diff()
-    both = {"seqused_k": seqused, "block_table": table, "scale": scale, "window_size": window_size}
-    return paged(query, *pools, cu_seq_q, None, max_q, max_k, enable_gqa=True, **both)
-
-
-def apart(query: Tensor, key: Tensor, *rest: Any, scale: float, window_size: tuple[int, int]) -> Tensor:
-    """That of one which takes as many heads of keys only."""
-    if key.shape[1] != query.shape[1]:
-        raise RuntimeError("as many heads, please")
-    return packed(query, key, *rest, scale=scale, window_size=window_size)
-
-
-def mistaken(query: Tensor, key: Tensor, *rest: Any, scale: float, window_size: tuple[int, int]) -> Tensor:
-    """That of one which takes fewer, and gets them wrong."""
-    found = packed(query, key, *rest, scale=scale, window_size=window_size)
-    return found if key.shape[1] == query.shape[1] else found.flip(1)
-
-
-@pytest.mark.parametrize(
-    ("attend", "how"),
-    [
-        (paged, "blocks of 256"),
-        (packed, "keys in one piece"),
-        (apart, "keys in one piece, repeated for each head; in one piece RuntimeError: as many heads, please"),
-        (mistaken, "keys in one piece, repeated for each head; in one piece ValueError: the error of a row"),
-    ],
-)
-def test_varlen_attn_gets_what_it_takes(attend: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", attend)
-    step = make_step(STEP, TINY, CPU)
-    step()
-    made = attention_peers.varlen(step)
-    assert made.how.startswith(how) and check(step, made.call()) < 1e-5
-    assert ("repeated" in made.how) == ("repeated" in how)
-
-
-def test_varlen_attn_that_takes_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refusing(*what: Any, scale: float, window_size: tuple[int, int]) -> Tensor:
-        raise RuntimeError("no such device")
-
-    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", refusing)
-    with pytest.raises(RuntimeError, match="no such device"):
-        attention_peers.varlen(make_step(STEP, TINY, CPU))
-
-
-def test_flex_attention_gets_what_lies_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch.nn.attention.flex_attention as flex
-
-    given: list[Tensor] = []
-    attend = flex.flex_attention
-    monkeypatch.setattr(flex, "flex_attention", lambda *what, **how: given.extend(what) or attend(*what, **how))
-    step = make_step(((1, 40), (1, 40)), TINY, CPU)
-    step()
-    made = attention_peers.flex(step)
-    assert check(step, made.as_rows(made.call())) < 1e-5
-    assert len(given) == 3 and all(each.is_contiguous() for each in given)
-
-
-class HostEvent:
-    """Stands for `torch.cuda.Event`."""
-
-    def __init__(self, *, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self) -> None:
-        self.moment = time.perf_counter()
-
-    def elapsed_time(self, other: HostEvent) -> float:
-        return 1e3 * (other.moment - self.moment)
-
-
-def test_the_span_of_a_step_is_that_of_the_models_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", HostEvent)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    share = SimpleNamespace(start=11, tokens=1)
-    records: list[Any] = []
-
-    class Runner:
-        def run(self, inputs: int) -> None:
-            time.sleep(0.01)
-
-    class Engine:
-        _runner = Runner()
-
-        def step(self) -> None:
-            time.sleep(0.02)
-            self._runner.run(1)
-            records.append(SimpleNamespace(shares=[share] * len(records)))
-
-    found = decoding.decoded(Engine(), records, 3)  # type: ignore[arg-type]
-    assert found.span is not None and 0.01 <= found.span <= found.wall - 0.02
-    assert 0.03 <= found.quartiles[0] <= found.wall <= found.quartiles[1]
-    assert found.contexts == (12,) and "run" not in vars(Engine._runner)
-
-
-class CountedEvent:
-    """Knows how many calls there were when it was recorded, and of them which were to the cache."""
-
-    calls: list[str] = []
-    captures = True
-
-    def __init__(self, *, enable_timing: bool, external: bool = False) -> None:
-        assert enable_timing
-        if external and not self.captures:
-            raise RuntimeError("operation not permitted when stream is capturing")
-
-    def record(self) -> None:
-        self.moment = len(self.calls)
-
-    def elapsed_time(self, other: CountedEvent) -> float:
-        between = self.calls[self.moment : other.moment]
-        assert between in (["call"], []), "the cache is overwritten outside of the events"
-        return 5.0 if between else 0.5
-
-
-@pytest.mark.parametrize("captures", [True, False])
-def test_kernels_are_timed_in_a_graph_or_else_between_events(captures: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    replays: list[int] = []
-    monkeypatch.setattr(CountedEvent, "calls", calls)
-    monkeypatch.setattr(CountedEvent, "captures", captures)
-    monkeypatch.setattr(torch.cuda, "Event", CountedEvent)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: replays.append(1)))
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **how: contextlib.nullcontext())
-    for name in ("synchronize", "current_stream", "set_stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda *which: None)
-    timer = timing.Timer(CPU)
-    assert timer.seconds(lambda: None, 2) >= 0 and timer.how == "host"
-    timer._flush = lambda: calls.append("flush")
-    assert timer.seconds(lambda: calls.append("call"), 4) == 5e-3
-    assert calls == ["call"] * 2 + ["flush", "call"] * 4 + ["flush"] * 4, "and the clock itself, by the same way"
-    how, replayed = ("graph", 4) if captures else ("events", 0)
-    assert (timer.how, len(replays)) == (how, replayed)
-    about = {"timed_by": how, "quartile_microseconds": [5e3, 5e3], "clock_microseconds": 500.0}
-    assert timer.about() == about and timer.about("apart_") == {f"apart_{name}": about[name] for name in about}
-    assert timer.seconds(lambda: calls.append("call"), 4) == 5e-3 and len(replays) == replayed * 3 // 2, "once"
-    assert timer.seconds(lambda: calls.append("call"), 4, launched=True) == 5e-3 and timer.how == "events"
-    assert len(replays) == replayed * 3 // 2, "what is to be launched is not captured"
-
-
-def test_quartiles_are_of_the_repeats() -> None:
-    assert timing.quartiles([1.0, 9.0, 2.0, 3.0, 4.0]) == (2.0, 4.0)
-
-
-def test_two_that_are_timed_side_by_side() -> None:
-    times = iter([2e-6, 3e-6])
-    timer: Any = SimpleNamespace(seconds=lambda call, repeats: next(times), about=lambda whose: {f"{whose}how": 1})
-    found = timing.beside(timer, print, print, 1)
-    assert found == pytest.approx({"microseconds": 2, "how": 1, "apart_microseconds": 3, "apart_how": 1})
-
-
-class Seen(TorchDispatchMode):
-    """Operators called inside, each with the bytes of its first argument."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls.append((func.overloadpacket.__name__, args[0].untyped_storage().nbytes()))
-        return func(*args, **kwargs or {})
-
-
-def test_what_overwrites_the_cache_reads_it_full_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "FLUSHED", 2**16)
-    monkeypatch.setattr(timing, "READ", 2**14)
-    flush = timing.flush_of(CPU)
-    with Seen() as seen:
-        flush()
-    assert seen.calls == [("zero_", 2**16), ("sum", 2**14)]
-
-
-@pytest.mark.parametrize("fastest", ["copy_ in a graph", "copy_ launched", "a kernel in a graph"])
-def test_the_copy_is_of_random_bytes_in_the_fastest_way(fastest: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[Tensor] = []
-    ways: list[bool] = []
-
-    def seconds(call: Any, repeats: int, *, launched: bool) -> float:
-        found.append(call().view(torch.uint8))
-        ways.append(launched)
-        return 0.25 if list(all_ways)[len(found) - 1] == fastest else 0.5
-
-    all_ways = ceilings.ways_to_copy(torch.zeros(4), torch.zeros(4))
-    timer: Any = SimpleNamespace(seconds=seconds, about=lambda: {"number": len(found)})
-    best = ceilings.best_copy(Context(a_job(), print), timer)
-    assert best.way == fastest and best.rate == 8 * found[0].nbytes == best.rates[fastest] == max(best.rates.values())
-    assert list(best.rates) == list(all_ways) and best.about == {"number": 1 + list(all_ways).index(fastest)}
-    assert ways == [False, True, False] and all(len(each.unique()) == 256 for each in found)
-
-
-def test_every_way_to_copy_copies_all() -> None:
-    source = torch.randint(256, (4096,), dtype=torch.uint8)
-    for copy, _ in ceilings.ways_to_copy(source, target := torch.zeros_like(source)).values():
-        target.zero_()
-        copy()
-        assert torch.equal(source, target)
-
-
-def test_ceilings_at_the_end_are_told_beside_those_of_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ceilings, "best_copy", lambda *what: ceilings.Copied("copy_", 2e12, {}, {"copy_": 2e12}))
-    monkeypatch.setattr(ceilings, "product_rate", lambda *what: 9e14)
-    monkeypatch.setattr(timing.Timer, "about", lambda timer: {})
-    monkeypatch.setattr(launches, "tell", lambda *what: None)
-    rows: list[Row] = []
-    for part, first in (("ceilings", None), ("drift", Ceilings(4e12, 6e14))):
-        perform(a_job(part=part, name=part, ceilings=first), rows.append)
-    assert [row.figures.get("over_first") for row in rows] == [None, None, 0.5, 1.5]
-    found = found_so_far.Found(None, dry_run=False, quick=False)
-    for row in rows[:2] + [replace(row, figures={**row.figures, "bytes_per_second": 1.0}) for row in rows[2:]]:
-        found.tell(row)
-    assert found.ceilings == (2e12, 9e14), "those of the beginning"
-
-
 def test_the_device_is_told_by_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     about = {"name": "some GPU", "total_memory": 8 * 10**10, "multi_processor_count": 99, "L2_cache_size": 5}
     about |= {"major": 9, "minor": 0}
@@ -481,66 +232,6 @@ def test_the_device_is_told_by_a_process_of_its_own(monkeypatch: pytest.MonkeyPa
     ceilings._tell_device(Context(a_job(), rows.append))
     assert rows[0].figures["device"] == "some GPU" and rows[0].figures["memory_bytes"] == 8 * 10**10
     assert rows[0].text.startswith("some GPU, 80 GB, 99 processors, CUDA")
-
-
-@pytest.mark.parametrize(("seconds", "states"), [(60.0, ["measured"] * 3), (9.0, ["measured", "measured", "skipped"])])
-def test_a_warm_start_is_made_again_if_there_is_time(
-    seconds: float, states: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stamps, graphs = {"imports": 4.0, "first token": 9.5, start.PHASES: {"capture": 0.3}}, iter([1, 0, 0])
-    monkeypatch.setattr(start, "first_token", lambda *what: {**stamps, start.TRACED: next(graphs)})
-    rows: list[Row] = []
-    start.start_each(Context(a_job(part="start", name="start", seconds=seconds), rows.append), {})
-    assert [row.name for row in rows] == [f"llama-3.1-8b, {each}" for each in start.GRAPHS]
-    assert [row.state for row in rows] == states
-    assert [row.figures["traced"] for row in rows if row.figures] == [1, 0, 0][: states.count("measured")]
-    assert rows[0].figures["phases"] == {"capture": 0.3} and "phases" not in rows[0].text
-
-
-def test_what_a_start_prints_is_told_and_its_rows_are_not_mistaken(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    code = "import sys; print('a warning', file=sys.stderr); raise ImportError('no module\\n\\nSet this for more')"
-    run_in_its_place(monkeypatch, code)
-    rows: list[Row] = []
-    start.start_each(Context(a_job(part="start", name="start"), rows.append), os.environ)
-    assert [row.text for row in rows] == ["ValueError: the process must end well, got status 1: ImportError: no module"]
-    assert "a warning" in capfd.readouterr().err
-
-
-def run_in_its_place(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    """A process of other code than that of a first token."""
-    started = subprocess.Popen
-    monkeypatch.setattr(
-        subprocess, "Popen", lambda command, **options: started([sys.executable, "-c", code], **options)
-    )
-
-
-def test_a_start_is_over_with_its_line_however_long_the_process_takes_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what it started is ended with it: nobody holds the other end of the pipe then."""
-    seen, held = os.pipe()
-    os.set_inheritable(held, True)
-    code = f"""
-import subprocess, sys, time
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], pass_fds=[{held}])
-print('{{"first token": 2.5, "{start.TRACED}": 1}}', flush=True)
-time.sleep(1000)
-"""
-    started = subprocess.Popen
-    monkeypatch.setattr(
-        subprocess, "Popen", lambda command, **how: started([sys.executable, "-c", code], **how, pass_fds=[held])
-    )
-    found = start.first_token(Context(a_job(part="start", name="start"), print), os.environ)
-    os.close(held)
-    assert found == {"first token": 2.5, start.TRACED: 1} and os.read(seen, 1) == b""
-    os.close(seen)
-
-
-def test_a_start_that_takes_too_long_is_ended_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_in_its_place(monkeypatch, "import time; time.sleep(1000)")
-    rows: list[Row] = []
-    start.start_each(Context(a_job(part="start", name="start", seconds=0.0), rows.append), os.environ)
-    assert [row.text for row in rows] == ["ValueError: there must be a token in 1 s, there was none"]
 
 
 def test_kernels_of_a_step_that_take_most() -> None:
@@ -565,32 +256,6 @@ def test_the_profiler_tells_kernels_and_copies_alone(monkeypatch: pytest.MonkeyP
     calls: list[int] = []
     ran, wall = profiled.on_device(lambda: calls.append(1))
     assert ran == [("early", 3.0, 5.0), ("late", 9.0, 11.0)] and calls == [1] and wall >= 0
-
-
-def test_idle_is_of_one_window_by_one_clock() -> None:
-    found = steps_profiled.idle_of([(100.0, 140.0), (130.0, 150.0), (160.0, 200.0)], wall=200e-6)
-    assert found is not None and found.share == pytest.approx(0.1)
-    assert found.by_host == pytest.approx(0.55) and found.resolution == pytest.approx(0.03)
-    assert steps_profiled.idle_of([], 1.0) is None
-
-
-def test_a_graph_alone_is_replayed_back_to_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    replays: list[int] = []
-
-    class Event(HostEvent):
-        def record(self) -> None:
-            self.moment = 7.0 * len(replays)
-
-    engine: Any = SimpleNamespace(captured_step=lambda: replays.append(1))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert decoding.replayed(engine, 3) is None and not replays, "no device"
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    alone = decoding.replayed(engine, 3)
-    assert alone == pytest.approx((7.0,) * 3) and len(replays) == 1 + 3 * decoding.LAST, "the first is not timed"
-    engine.captured_step = None
-    assert decoding.replayed(engine, 3) is None
 
 
 def test_a_file_is_whole_at_any_time(tmp_path: Path) -> None:
