@@ -9,7 +9,7 @@ from threading import Condition
 from typing import ParamSpec
 from weakref import WeakMethod
 
-from selective_compile.runtime.forks import ThisProcess
+from selective_compile.forks import ThisProcess
 
 P = ParamSpec("P")
 
@@ -56,15 +56,18 @@ class BackgroundThread:
             if self.alive:
                 raise RuntimeError("a background thread must not be running already, got a second one")
             self._alive, self._stopping, self._process = True, False, ThisProcess.number
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="selective-compile") as executor:
-            loop = executor.submit(self._loop)
-            try:
-                yield
-            finally:
+        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="selective-compile")
+        loop, process = executor.submit(self._loop), ThisProcess.number
+        try:
+            yield
+        finally:
+            if process == ThisProcess.number:  # in one that was forked meanwhile there is no such thread
                 with self._guard:
                     self._stopping = True
                     self._guard.notify_all()
-        loop.result()
+                executor.shutdown()
+        if process == ThisProcess.number:
+            loop.result()
 
     def _loop(self) -> None:
         try:

@@ -328,6 +328,11 @@ class Engine:
         """Whether a background thread runs the steps."""
         return self._background.alive
 
+    @property
+    def lost(self) -> bool:
+        """Whether it is of no use in this process, which was forked within one of its steps."""
+        return self._stepping.lost
+
     def drive(self) -> None:
         """Run a step for those who learn of its failure from their requests."""
         try:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from selective_compile.runtime.forks import ThisProcess
+from selective_compile.forks import ThisProcess
 
 Delivery = tuple[Callable[..., None], tuple[Any, ...]]
 

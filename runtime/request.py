@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from threading import Condition, RLock
+from threading import Condition
 from typing import Any, Literal, Protocol
 
+from selective_compile.forks import lock_of_any_process
 from selective_compile.runtime.beam_request import RequestSearch
 from selective_compile.runtime.beams import BeamResult, Hypothesis
 from selective_compile.runtime.generation import GenerationParams
@@ -104,7 +105,7 @@ class Request:
         self.search: RequestSearch | None = None
         # Until the end: samples know one another, and a cycle would keep the KV pools until the garbage collector runs.
         self._owner: RequestOwner | None = owner
-        self._lock = RLock()
+        self._lock = lock_of_any_process()
         self._changed = Condition(self._lock)
         self._waiting = 0  # how many readers wait for a change: mostly none, whom it takes time to tell of each token
         self._tokens: list[int] = []

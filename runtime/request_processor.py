@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from threading import Lock
 from typing import Any, Literal, get_args
 
+from selective_compile.forks import lock_of_any_process
 from selective_compile.runtime.block_names import extend_names
 from selective_compile.runtime.engine import Engine
 from selective_compile.runtime.prompt import check_request_id, token_ids
@@ -50,7 +50,7 @@ class RequestProcessor:
             raise ValueError(f"engines must have one vocabulary size, block size and seed, got {sorted(kinds)}")
         self.engines = tuple(engines)
         self.routing = routing
-        self._lock = Lock()
+        self._lock = lock_of_any_process()
         self._open: dict[RequestId, tuple[int, Request]] = {}
         self._submitted = 0
         self._seen = [OrderedDict[bytes, None]() for _ in engines]

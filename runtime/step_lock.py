@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from threading import Condition, Lock, RLock
 
-from selective_compile.runtime.forks import LocksInForks
+from selective_compile.forks import LocksInForks
 
 
 class StepLock:
@@ -18,6 +18,11 @@ class StepLock:
         self._lock = RLock()  # of C, so that an exception of a signal's comes when it is held by a `with`, or free
         self._in_forks = LocksInForks(self._lock, *others)
 
+    @property
+    def lost(self) -> bool:
+        """Whether this process was forked within a step, whose thread is not there: there will be no other step."""
+        return self._in_forks.lost
+
     def of_one_step(self) -> RLock:
         """The lock, to be entered.  Raises RuntimeError as `check`."""
         self.check()
@@ -29,5 +34,5 @@ class StepLock:
             raise RuntimeError(
                 "steps must not be waited for from within a step, by a processor, a criterion or an observer of it"
             )
-        if self._in_forks.lost:
+        if self.lost:
             raise RuntimeError("a process must not be forked within a step of its engine, and this was: make another")

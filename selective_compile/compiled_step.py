@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from threading import Lock
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch._inductor.output_code import CompiledFxGraph
 from selective_compile.call_sequence import CallSequence
 from selective_compile.call_values import NotFollowed
 from selective_compile.compiling import give_back_free_pages
+from selective_compile.forks import lock_of_any_process
 from selective_compile.kernels import call_sequence_cpu, linear_cpu, ragged_attention_cpu
 from selective_compile.native_calls import native_calls
 from selective_compile.options import Implementation
@@ -22,7 +22,7 @@ from selective_compile.tensor_state import States
 
 logger = logging.getLogger(__name__)
 NATIVE_KERNELS = (linear_cpu, ragged_attention_cpu, call_sequence_cpu)  # that steps are made of
-_LOOKING = Lock()  # at what runs: one at a time
+_LOOKING = lock_of_any_process()  # at what runs: one at a time
 # Generated code is not ours: in another release of torch it may be of any form.
 UNKNOWN = (
     *(NotFollowed, TypeError, AttributeError, NameError, LookupError, ValueError),

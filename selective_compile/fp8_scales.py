@@ -11,12 +11,12 @@ Other weights have other scales: those of before could be too small for them, an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from threading import Lock
 
 import torch
 from torch import Tensor
 
 from selective_compile import fp8_rows
+from selective_compile.forks import lock_of_any_process
 from selective_compile.step import StepInputs
 
 TOKENS = 256
@@ -38,7 +38,7 @@ class KvScales:
         """Args: heads: K of each of the pools."""
         self.current = tuple(torch.ones(count, dtype=torch.float32, device=device) for count in heads)
         self._of: object = None
-        self._lock = Lock()
+        self._lock = lock_of_any_process()
 
     def are_of(self, version: object) -> bool:
         return not self.current or self._of == version

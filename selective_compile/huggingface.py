@@ -106,7 +106,7 @@ def generate(
         ValueError: an argument that is wrong or not supported, or a model that cannot be rewritten.
         RuntimeError: a step failed, or one of the call's own processors or criteria.
     """
-    given, model = model, uncompiled(model)
+    model = uncompiled(model)
     check_model(model)
     refuse_unsupported(
         {
@@ -120,7 +120,7 @@ def generate(
     inputs = input_ids if inputs is None else inputs
     arguments = {name: value for name, value in kwargs.items() if name in GENERATION_FIELDS}
     fields = fields_of(arguments, generation_config, getattr(model, "generation_config", None), inputs)
-    config = _config_given(engine_config, "engine_config") or _config_of(given)
+    config = _config_given(engine_config, "engine_config") or _config_of(model)
     if inputs_embeds is None:
         prompts = prompts_of(inputs, attention_mask, fields, device_of(model))
     else:
@@ -189,11 +189,12 @@ def wrap(model: nn.Module, config: EngineConfig | None = None) -> nn.Module:
     """
     if not isinstance(model, nn.Module) or not callable(getattr(model, "generate", None)):
         raise ValueError(f"model must be a torch.nn.Module with a generate method, got {type(model).__name__}")
-    own, given = vars(model), _config_given(config, "config")
+    inner = uncompiled(model)
+    own, given = vars(inner), _config_given(config, "config")
     if isinstance(own.get("generate"), BatchedGenerate):
         raise ValueError("model must not be wrapped already, got one that is; call unwrap first")
     previous = {"generate": own["generate"]} if "generate" in own else {}
-    own["generate"] = BatchedGenerate(model, given or EngineConfig(), previous)
+    own["generate"] = BatchedGenerate(inner, given or EngineConfig(), previous)
     return model
 
 
@@ -203,13 +204,14 @@ def unwrap(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: it is not wrapped, or something else took the place of its `generate` since.
     """
-    own = vars(model)
+    inner = uncompiled(model)
+    own = vars(inner)
     wrapper = own.get("generate")
     if not isinstance(wrapper, BatchedGenerate):
         raise ValueError("model must be wrapped, got one whose generate is not that of wrap")
     del own["generate"]
     own.update(wrapper.previous)
-    ENGINES.drop(uncompiled(model))
+    ENGINES.drop(inner)
     return model
 
 
@@ -235,9 +237,5 @@ def _config_given(value: object, name: str) -> EngineConfig | None:
 
 
 def _config_of(model: nn.Module) -> EngineConfig:
-    """What it was wrapped with, or else the model that it is compiled from."""
-    for each in (model, uncompiled(model)):
-        own = vars(each).get("generate")
-        if isinstance(own, BatchedGenerate):
-            return own.config
-    return EngineConfig()
+    own = vars(model).get("generate")
+    return own.config if isinstance(own, BatchedGenerate) else EngineConfig()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from selective_compile.forks import lock_of_any_process
 from selective_compile.int8_ops import as_int8, relative_error
 from selective_compile.tensor_state import States, states
 
@@ -40,7 +40,7 @@ class Int8Weights:
 
     def __init__(self, places: Sequence[int]) -> None:
         self._places = tuple(places)
-        self._lock = Lock()  # for one maker at a time
+        self._lock = lock_of_any_process()  # for one maker at a time
         self._made: Made | None = None
 
     @property

@@ -9,13 +9,13 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from selective_compile.backend import Program, StepProgram, compile_step_program
+from selective_compile.forks import lock_of_any_process
 from selective_compile.given_rows import FIRST, GivenRows, check_ids_are_only_looked_up
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.engine import Engine
@@ -38,7 +38,7 @@ class KeptEngine:
         self._config = config
         self._layout = layout_of(model)
         self.program: Program = compile_step_program(model, config)
-        self._lock = Lock()
+        self._lock = lock_of_any_process()
         self._engine: Engine | None = None
         self._blocks_asked = 0
 
@@ -50,7 +50,7 @@ class KeptEngine:
         """An engine whose pools hold requests of these lengths, or as much as the configuration allows."""
         blocks = self._blocks_for(lengths)
         with self._lock:
-            if self._engine is None or blocks > self._blocks_asked:
+            if self._engine is None or self._engine.lost or blocks > self._blocks_asked:
                 alias: Any = weakref.proxy(model)
                 self._engine = None  # its pools go before others are allocated
                 self._blocks_asked = blocks
@@ -96,7 +96,7 @@ class KeptRows:
         self._kept.program.num_ids = self.num_types * UNIT if with_types else FIRST + capacity
         self._free = list(range(capacity))
         self._salts = itertools.count()
-        self._lock = Lock()
+        self._lock = lock_of_any_process()
 
     @property
     def capacity(self) -> int:
@@ -155,7 +155,7 @@ class KeptEngines:
         self._rows: dict[bool, weakref.WeakKeyDictionary[nn.Module, KeptRows]] = {
             with_types: weakref.WeakKeyDictionary() for with_types in (False, True)
         }
-        self._lock = Lock()
+        self._lock = lock_of_any_process()
 
     def engine_for(self, model: nn.Module, config: EngineConfig, lengths: Sequence[int]) -> Engine:
         """The model's engine; compiled anew where the configuration or the layout of its weights is another.

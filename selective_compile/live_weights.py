@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from threading import Lock
 from time import monotonic
 from typing import Any, Final
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from selective_compile.cache_reach import kept_keys
 from selective_compile.capture import Captured
 from selective_compile.entries import Entries
+from selective_compile.forks import lock_of_any_process
 from selective_compile.live_conditions import LiveConditions
 from selective_compile.live_settings import NOTHING, LiveSettings
 from selective_compile.own_generation import tried
@@ -60,7 +60,8 @@ class LiveWeights:
             self._proved.add(*owners[id(tensor)][0], tensor)
         self._values = ProvedTensors(proved)
         self._kinds = [(t.shape, t.dtype, t.device, strides(t)) for t in constants]
-        self._lock = Lock()  # engines may share a program: what a look has found is never put in the place of later
+        # Engines may share a program: what a look has found is never put in the place of later.
+        self._lock = lock_of_any_process()
         # As `version` found them last: the tensors and their states, the same object until those change.
         self.seen: tuple[Sequence[Any], States] = constants, states(constants)
 

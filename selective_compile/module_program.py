@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from threading import Lock
 from typing import Any
 
 from torch import Tensor, nn
 
 from selective_compile.capture import Captured
+from selective_compile.forks import lock_of_any_process
 from selective_compile.isolated_op import running
 from selective_compile.live_settings import follow
 from selective_compile.module_state import own_attributes
@@ -47,7 +47,8 @@ class ModuleProgram(StepProgram):
         ]
         self._changes = 0  # of plain attributes
         self._seen: States | None = None  # of the modules' tensors
-        self._lock = Lock()  # engines may share a program, and the modules' own attributes are one call's at a time
+        # Engines may share a program, and the modules' own attributes are one call's at a time.
+        self._lock = lock_of_any_process()
         self.weights_version = self._versions
         paths = ", ".join(dict.fromkeys(call.module for call in self.calls))
         self.not_captured = f"code of the model, which may read the device on the host, runs in each step: {paths}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from threading import Lock
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from selective_compile.capture import declared_positions, device_of
+from selective_compile.forks import lock_of_any_process
 from selective_compile.live_settings import HOOK, hook_refusals, without_hooks
 from selective_compile.module_state import Place, State, deep_copy, own_attributes, unchanged, watched_objects
 from selective_compile.passes import Refusal, RefusedError
@@ -70,9 +70,8 @@ class SequentialProgram:
         self.max_positions = declared_positions(model)
         self._requests: dict[Hashable, OneRequest] = {}
         self._seen: States | None = None
-        self._lock = (
-            Lock()
-        )  # engines may share a program, and what the model keeps in itself is one request's at a time
+        # Engines may share a program, and what the model keeps in itself is one request's at a time.
+        self._lock = lock_of_any_process()
         self._written: set[Place] = set()
         with torch.no_grad(), without_hooks(model), unchanged(model) as written, watched_objects(model) as changed:
             self.vocab_size = self.num_ids = self._tried()

@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 
+from selective_compile.forks import lock_of_any_process
+
 _logger = logging.getLogger(__name__)
 
 COMPILERS = ("c++", "g++", "clang++")
@@ -77,7 +79,7 @@ class Functions:
         """`launcher`: the Python file."""
         self._source = Path(launcher).with_suffix(".cpp")
         self._functions: dict[str, Any] = {}
-        self._lock = threading.Lock()
+        self._lock = lock_of_any_process()
         self._built: ctypes.CDLL | NativeBuildError | None = None
 
     def __getitem__(self, name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -104,3 +105,19 @@ def test_backend_by_name_in_a_fresh_process(tmp_path: Path) -> None:
     code = FRESH.replace("MARGIN", repr(MARGIN))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_wrap_is_of_the_model_and_not_of_what_compiled_it() -> None:
+    model = tiny()
+    fast, ids = torch.compile(model, backend="eager"), torch.tensor([[3, 4, 5]])
+    expected = model.generate(ids, max_new_tokens=3)
+    sc.wrap(model, CONFIG)
+    with pytest.raises(ValueError, match="must not be wrapped already"):
+        sc.wrap(fast, CONFIG)
+    assert sc.unwrap(fast) is fast and "generate" not in vars(model)
+    sc.wrap(fast, CONFIG)
+    other = copy.deepcopy(fast)
+    assert torch.equal(other.generate(ids, max_new_tokens=3), expected)
+    assert ENGINES.engine_for(other._orig_mod, CONFIG, [1]).stats().steps == 3, "a copy is wrapped, too"
+    assert sc.unwrap(other) is other
+    assert torch.equal(sc.unwrap(model).generate(ids, max_new_tokens=3), expected)

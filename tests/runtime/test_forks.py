@@ -8,11 +8,14 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from threading import Event, Lock, Thread
 from typing import Any
 
 import pytest
 
-from selective_compile.runtime import Engine, forks
+from selective_compile import forks
+from selective_compile.forks import LocksInForks, lock_of_any_process
+from selective_compile.runtime import Engine
 from tests.runtime.simulated import SimulatedProgram, expected_tokens, simulated_engine
 
 SECONDS = 30
@@ -83,3 +86,55 @@ def test_a_fork_in_the_midst_of_a_step_is_told_that_nothing_comes_of_it(monkeypa
         going_on[0] = True
         assert list(request.result().tokens) == list(expected_tokens([1, 2], request.params))
     assert isinstance(error, RuntimeError) and "forked" in str(error)
+
+
+def test_who_leaves_running_in_a_fork_waits_for_nobody() -> None:
+    engine = simulated_engine()
+    reader, writer = os.pipe()
+    with engine.running():
+        engine.submit([1, 2], max_new_tokens=3).result()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(SECONDS)
+    if child == 0:
+        os.write(writer, b"left")
+        os._exit(0)
+    os.close(writer)
+    _, status = os.waitpid(child, 0)
+    assert status == 0 and os.read(reader, 9) == b"left"
+    os.close(reader)
+
+
+def test_locks_that_others_hold_are_free_in_a_fork_and_ones_own_are_not() -> None:
+    theirs, own, held, going_on = lock_of_any_process(), lock_of_any_process(), Event(), Event()
+
+    def hold() -> None:
+        with theirs:
+            held.set()
+            going_on.wait()
+
+    thread = Thread(target=hold)
+    thread.start()
+    held.wait()
+
+    def taken() -> list[bool]:
+        found = [theirs.acquire(blocking=False), own._is_owned()]  # type: ignore[attr-defined]
+        own.release()
+        return found
+
+    with own:
+        assert in_a_fork(taken) == [True, True]
+    going_on.set()
+    thread.join()
+    assert theirs.acquire(blocking=False) and own.acquire(blocking=False), "nor is anything of it left here"
+
+
+def test_a_fork_waits_for_all_engines_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forks, "PATIENCE", 0.4)
+    held = [Lock() for _ in range(5)]
+    every = [LocksInForks(lock) for lock in held]
+    for lock in held:
+        lock.acquire()
+    began = time.monotonic()
+    assert in_a_fork(lambda: [each.lost for each in every]) == [True] * 5
+    assert time.monotonic() - began < 2 and not any(each.lost for each in every)
