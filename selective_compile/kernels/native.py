@@ -166,9 +166,7 @@ def _output(command: list[str]) -> str:
 
 def library_name(compiler: str, source: Path, flags: tuple[str, ...] = FLAGS) -> str:
     """Names everything that the machine code depends on; -march=native makes the processor one of these."""
-    version = subprocess.run(
-        [compiler, "--version"], check=True, capture_output=True, text=True, encoding="utf-8", errors="replace"
-    ).stdout
+    version = _output([compiler, "--version"])
     parts = (*_texts(source), *flags, compiler, version, processor())
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     return f"{source.stem}-{digest}{sysconfig.get_config_var('SHLIB_SUFFIX') or '.so'}"
