@@ -149,7 +149,7 @@ def agrees(function: Callable[..., Any], found: Recognised, length: int) -> bool
     """Whether the function gives what the formula gives on ``length`` tokens drawn at random."""
     values = drawn(found, length)
     expected = computed(found, values, length)
-    tolerance = at_least(TOLERANCE, torch.float32, found) * float(expected.abs().max().clamp(min=1.0))
+    tolerance = with_rounding(TOLERANCE, torch.float32, found) * float(expected.abs().max().clamp(min=1.0))
     return bool(expected.isfinite().all()) and gives(function, found, values, expected, tolerance)
 
 
@@ -163,7 +163,7 @@ def agrees_scaled(function: Callable[..., Any], found: Recognised) -> bool:
         for factor in FACTORS if usual.is_floating_point() else ():
             scaled = {**values, role: usual * factor}
             expected = computed(found, scaled, SCALED_LENGTH)
-            tolerance = at_least(SCALED_TOLERANCE, torch.float32, found) * float(expected.abs().max())
+            tolerance = with_rounding(SCALED_TOLERANCE, torch.float32, found) * float(expected.abs().max())
             if expected.isfinite().all() and not gives(function, found, scaled, expected, tolerance):
                 return False
     return True
@@ -192,11 +192,11 @@ def explains(found: Recognised, given: Mapping[str, Any], output: Tensor) -> boo
     assert like.token_dim is not None
     got = output[0].movedim(like.token_dim - 1, 0)
     expected = computed(found, values, len(got))
-    tolerance = at_least(TOLERANCE, like.dtype, found)
+    tolerance = with_rounding(TOLERANCE, like.dtype, found)
     return bool((got.float() - expected.float()).abs().max() <= tolerance * got.float().abs().max())
 
 
-def at_least(tolerance: float, dtype: torch.dtype, found: Recognised) -> float:
+def with_rounding(tolerance: float, dtype: torch.dtype, found: Recognised) -> float:
     """So much, or more where the function may round every intermediate value as far: to the model's dtype, or in
     products of float32 that are computed with fewer bits."""
     return max(tolerance, 8 * torch.finfo(rounded_as(dtype, found.signature.device)).eps)

@@ -109,9 +109,8 @@ class _Sums:
         self._elements += len(difference)
         self._spread += sum(float(row[~hidden].std()) for row, hidden in zip(exact, never, strict=True))
         self._squares += float(difference.double().square().sum())
-        self._largest = float(
-            torch.maximum(difference.abs().max(), difference.new_tensor(self._largest))
-        )  # a NaN stays
+        largest = difference.abs().max()
+        self._largest = float(torch.maximum(largest, largest.new_tensor(self._largest)))  # a NaN stays
         self._same += int((exact.argmax(-1) == found.argmax(-1)).sum())
         self._predicted += len(prompt) - 1
         self._exact_loss += _loss(exact, prompt)

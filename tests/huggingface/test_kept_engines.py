@@ -7,6 +7,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -105,3 +106,14 @@ def test_calls_from_several_threads_share_the_engine(model: Any) -> None:
     for ids, result in zip(prompts, results, strict=True):
         assert torch.equal(result, model.generate(ids, max_new_tokens=10))
     assert_idle(model)
+
+
+def test_an_engine_that_a_fork_has_lost_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = tiny(), random_ids(2, 6)
+    expected = sc.generate(model, ids, max_new_tokens=3, engine_config=CONFIG)
+    engine = ENGINES.engine_for(model, CONFIG, [1])
+    monkeypatch.setattr(engine._stepping._in_forks, "lost", True)
+    with pytest.raises(RuntimeError, match="forked within a step"):
+        engine.submit([3, 4], max_new_tokens=2).result()
+    assert torch.equal(sc.generate(model, ids, max_new_tokens=3, engine_config=CONFIG), expected)
+    assert ENGINES.engine_for(model, CONFIG, [1]) is not engine

@@ -49,7 +49,7 @@ READING: dict[str, Callable[[Tensor], object]] = {
     "copied to its like": lambda last: torch.empty_like(last, device="cpu").copy_(last),
     "numbers beside it": lambda last: last.new_tensor([1, 2]),
 }
-HOST = torch.arange(3)
+HOST = torch.arange(2)
 # Those wait for nothing; in work, all that is computed is the device's.
 STAYING: dict[str, Callable[[Tensor], object]] = {
     "nothing": lambda last: None,
@@ -64,9 +64,29 @@ STAYING: dict[str, Callable[[Tensor], object]] = {
     "the host's numbers": lambda last: bool((HOST + 1 > 1).any()) and HOST.sum().item() and repr(HOST),
     "the host's like": lambda last: torch.zeros_like(last, device="cpu").tolist(),
 }
+BACK = torch.zeros(2, dtype=torch.int64)
+BLOCKING: dict[str, Callable[[Any, Tensor], object]] = {
+    "a list": lambda stream, last: last[[0, 1]],
+    "a list among others": lambda stream, last: last[None][:, [0, 1]],
+    "numpy's numbers": lambda stream, last: last[np.array([0, 1])],
+    "a host tensor": lambda stream, last: last[HOST],
+    "a range that does not say where": lambda stream, last: last[torch.arange(2)],
+    "put by a list": lambda stream, last: last.__setitem__([7], 0),
+    "put by a host tensor": lambda stream, last: last.index_put_((HOST,), last[:2].clone()),
+    "put from the host": lambda stream, last: last.__setitem__(slice(6, 8), HOST),
+    "made there": lambda stream, last: torch.tensor([1, 2], device=last.device),
+    "made there of an array": lambda stream, last: torch.as_tensor(np.arange(2), device=last.device),
+    "brought there": lambda stream, last: HOST.to(last.device),
+    "brought to its like": lambda stream, last: HOST.to(last),
+    "copied there": lambda stream, last: last[6:8].copy_(HOST),
+    "copied from there": lambda stream, last: BACK.copy_(last[:2]),
+    "not pinned": lambda stream, last: stream.copy(HOST.clone(), last[:2]),
+}
 
 
-def reads(captures: bool, place: str, look: Callable[[Tensor], object], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def reads(
+    captures: bool, place: str, look: Callable[[Any, Tensor], object], monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
     """Of a decode step that ends so: behind its launch, or in the work that the device was given."""
     stream = WatchedStream(captures=captures)
     with stream.built():
@@ -80,7 +100,7 @@ def reads(captures: bool, place: str, look: Callable[[Tensor], object], monkeypa
 
     def looking(*arguments: Any) -> Any:
         found = original(*arguments)
-        look(engine._runner._chooser.last)
+        look(stream, engine._runner._chooser.last)
         looked.append(place)
         return found
 
@@ -102,7 +122,7 @@ def reads(captures: bool, place: str, look: Callable[[Tensor], object], monkeypa
 def test_what_is_computed_from_the_device_is_the_devices(
     captures: bool, place: str, sabotage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert reads(captures, place, READING[sabotage], monkeypatch)
+    assert reads(captures, place, lambda stream, last: READING[sabotage](last), monkeypatch)
 
 
 @pytest.mark.filterwarnings("ignore:To copy construct")
@@ -110,4 +130,15 @@ def test_what_is_computed_from_the_device_is_the_devices(
 @pytest.mark.parametrize("look", STAYING)
 def test_what_waits_for_nothing_is_not_told(place: str, look: str, monkeypatch: pytest.MonkeyPatch) -> None:
     of_host = look == "the host's numbers"
-    assert bool(reads(False, place, STAYING[look], monkeypatch)) == (of_host and place == "choose")
+    assert bool(reads(False, place, lambda stream, last: STAYING[look](last), monkeypatch)) == (
+        of_host and place == "choose"
+    )
+
+
+@pytest.mark.parametrize("captures", [False, True])
+@pytest.mark.parametrize("place", ["launch", "choose"])
+@pytest.mark.parametrize("sabotage", BLOCKING)
+def test_a_decode_step_in_which_the_host_would_wait_for_a_copy_is_told(
+    captures: bool, place: str, sabotage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert reads(captures, place, BLOCKING[sabotage], monkeypatch)

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import Tensor
 
 from tests.runtime.engine_checks import EndsAt, expect, run_until_idle
@@ -31,26 +30,6 @@ READING: dict[str, Callable[[Tensor], object]] = {
     "nonzero": lambda last: last.nonzero(),
     "booleans": lambda last: last[last > 3],
     "put by booleans": lambda last: last.__setitem__(last < -9, 0),
-}
-
-
-HOST, BACK = torch.arange(2), torch.zeros(2, dtype=torch.int64)
-BLOCKING: dict[str, Callable[[Any, Tensor], object]] = {
-    "a list": lambda stream, last: last[[0, 1]],
-    "a list among others": lambda stream, last: last[None][:, [0, 1]],
-    "numpy's numbers": lambda stream, last: last[np.array([0, 1])],
-    "a host tensor": lambda stream, last: last[HOST],
-    "a range that does not say where": lambda stream, last: last[torch.arange(2)],
-    "put by a list": lambda stream, last: last.__setitem__([7], 0),
-    "put by a host tensor": lambda stream, last: last.index_put_((HOST,), last[:2].clone()),
-    "put from the host": lambda stream, last: last.__setitem__(slice(6, 8), HOST),
-    "made there": lambda stream, last: torch.tensor([1, 2], device=last.device),
-    "made there of an array": lambda stream, last: torch.as_tensor(np.arange(2), device=last.device),
-    "brought there": lambda stream, last: HOST.to(last.device),
-    "brought to its like": lambda stream, last: HOST.to(last),
-    "copied there": lambda stream, last: last[6:8].copy_(HOST),
-    "copied from there": lambda stream, last: BACK.copy_(last[:2]),
-    "not pinned": lambda stream, last: stream.copy(HOST.clone(), last[:2]),
 }
 
 
@@ -110,36 +89,6 @@ def test_nobody_waits_for_what_is_sent_of_requests_that_come(captures: bool) -> 
             for _ in range(2):
                 engine.step()
     assert not stream.reads
-    run_until_idle(engine)
-    for request in requests:
-        expect(request)
-
-
-@pytest.mark.parametrize("captures", [False, True])
-@pytest.mark.parametrize("place", ["launch", "choose"])
-@pytest.mark.parametrize("sabotage", BLOCKING)
-def test_a_decode_step_in_which_the_host_would_wait_for_a_copy_is_told(
-    captures: bool, place: str, sabotage: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream = WatchedStream(captures=captures)
-    with stream.built():
-        engine = simulated_engine(Kernels(stream, captured=captures), stream=stream, max_requests=8)
-    requests = [engine.submit([1, 2, 3 + n], max_new_tokens=30) for n in range(2)]
-    for _ in range(5):
-        engine.step()
-    owner: Any = {"launch": engine._runner, "choose": engine._runner._chooser}[place]
-    original = getattr(owner, place)
-
-    def blocking(*arguments: Any) -> Any:
-        found = original(*arguments)
-        BLOCKING[sabotage](stream, engine._runner._chooser.last)
-        return found
-
-    monkeypatch.setattr(owner, place, blocking)
-    with stream.watched():
-        engine.step()
-    assert stream.reads
-    monkeypatch.undo()
     run_until_idle(engine)
     for request in requests:
         expect(request)
