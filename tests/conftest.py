@@ -13,8 +13,8 @@ import torch
 from hypothesis import settings
 
 from selective_compile import kept_files
+from tests.kernels.compiled_before import COMPILED_BEFORE, Recorder
 from tests.order import long_files_first
-from tests.sampled import pytest_addoption as pytest_addoption
 from tests.sampled import take_turns
 
 # The same examples in every run, so that a commit's tests end alike wherever and whenever they run. Others are tried by
@@ -30,6 +30,18 @@ logging.getLogger("torch.__trace").propagate = True
 # Models here are small and each is traced once: to remember what every operator made of fake tensors took a fifth of
 # the time of tests that trace. Of large models it takes about what it saves, and the package leaves it as it is.
 torch._dynamo.config.fake_tensor_cache_enabled = False
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    every = "with all values of what is `sampled`: for every change of a kernel, of its tiles, or of Triton"
+    parser.addoption("--exhaustive", action="store_true", help=every)
+    record = "write down what kernels took that were compiled ahead of time, of the test files that run"
+    parser.addoption("--record-compiled", action="store_true", help=record)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--record-compiled"):
+        config.pluginmanager.register(Recorder(COMPILED_BEFORE))
 
 
 @pytest.fixture(scope="session")

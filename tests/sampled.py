@@ -7,11 +7,6 @@ from collections import defaultdict
 import pytest
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    told = "with all values of what is `sampled`: for every change of a kernel, of its tiles, or of Triton"
-    parser.addoption("--exhaustive", action="store_true", help=told)
-
-
 def take_turns(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out those whose turn it is not."""
     if config.getoption("exhaustive"):

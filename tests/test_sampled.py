@@ -6,8 +6,10 @@ import pytest
 
 pytest_plugins = ["pytester"]
 CONFTEST = """
-    from tests.sampled import pytest_addoption
     from tests.sampled import take_turns
+
+    def pytest_addoption(parser):
+        parser.addoption("--exhaustive", action="store_true")
 
     def pytest_collection_modifyitems(config, items):
         take_turns(config, items)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pytest
 import triton
-import triton.backends.compiler as compiler
+import triton.compiler.compiler as compiler
+from triton.runtime.cache import get_cache_key
+
+from tests.kernels.compiled_before import COMPILED_BEFORE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +37,14 @@ class Target:
     def __str__(self) -> str:
         return str(self.arch)
 
+    @contextmanager
+    def active(self) -> Iterator[compiler.GPUTarget]:
+        """Kernels may ask for which GPU they are compiled, and are told of the one that is there."""
+        gpu = compiler.GPUTarget(self.backend, self.arch, self.warp_size)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(triton.runtime.driver, "_active", NoDevice(gpu))
+            yield gpu
+
 
 # Shared memory that a block can have, in bytes: CUDA C++ Programming Guide, "Technical Specifications per
 # Compute Capability"; AMD CDNA 3 ISA, "Local data share".
@@ -41,8 +56,44 @@ TARGETS = (
 )
 
 
-def compile_ahead(kernel: Any, target: Target, types: dict[str, str], constants: dict[str, Any], **options: int) -> Any:
-    """Compile with what a launch would find: tensors aligned to 16 bytes, strides multiples of 16.
+@dataclass(frozen=True, kw_only=True)
+class Ahead:
+    """A kernel for a GPU that is not there, compiled when its code is asked for."""
+
+    source: Any
+    target: Target
+    options: dict[str, Any]
+
+    @cached_property
+    def compiled(self) -> Any:
+        with self.target.active() as gpu:
+            return triton.compile(self.source, target=gpu, options=self.options)
+
+    @property
+    def asm(self) -> Any:
+        return self.compiled.asm
+
+    @property
+    def metadata(self) -> Any:
+        return self.compiled.metadata
+
+    @cached_property
+    def key(self) -> str:
+        """By what Triton knows it in its own cache (the compiler, the kernel's text and that of all it calls, options),
+        and the parameters by their names, which are left out there."""
+        with self.target.active() as gpu:
+            backend = compiler.make_backend(gpu)
+            options = backend.parse_options(self.options | self.source.parse_options())
+            known = get_cache_key(self.source, backend, options, env_vars=compiler.get_cache_invalidating_env_vars())
+        constants = {name: getattr(value, "cache_key", repr(value)) for name, value in self.source.constants.items()}
+        given = sorted(self.source.signature.items()), sorted(constants.items(), key=repr)
+        return hashlib.sha256(f"{known} {given}".encode()).hexdigest()
+
+
+def compile_ahead(
+    kernel: Any, target: Target, types: dict[str, str], constants: dict[str, Any], **options: int
+) -> Ahead:
+    """With what a launch would find: tensors aligned to 16 bytes, strides multiples of 16.
 
     types: of the parameters that are not int32 numbers.
     """
@@ -60,12 +111,8 @@ def compile_ahead(kernel: Any, target: Target, types: dict[str, str], constants:
             continue
         if not parameter.do_not_specialize and not parameter.do_not_specialize_on_alignment:
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
-    gpu = compiler.GPUTarget(target.backend, target.arch, target.warp_size)
-    # Kernels may ask for which GPU they are compiled, and are told of the one that is there.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton.runtime.driver, "_active", NoDevice(gpu))
-        return triton.compile(source, target=gpu, options=options | {"enable_fp_fusion": True})
+    source = compiler.ASTSource(kernel, signature, constants, attributes)
+    return Ahead(source=source, target=target, options=options | {"enable_fp_fusion": True})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +122,9 @@ class Usage:
     registers: int
     spilled: int
     shared: int
+
+    def __str__(self) -> str:
+        return f"{self.registers} registers, {self.spilled} bytes spilled, {self.shared} bytes of shared memory"
 
     @classmethod
     def of(cls, compiled: Any, target: Target, folder: Path) -> Usage:
@@ -96,14 +146,19 @@ def said_of(compiled: Any, folder: Path, tool: str, *options: str) -> str:
     return subprocess.run([tool, *options, binary], capture_output=True, text=True, check=True).stdout
 
 
-def assert_ships(compiled: Any, target: Target, folder: Path) -> None:
+def assert_ships(ahead: Ahead, folder: Path) -> None:
     """There is machine code, it fits into the target's shared memory and spills no register; prints what it takes."""
-    assert len(compiled.asm["cubin" if target.backend == "cuda" else "hsaco"]) > 0
-    usage = Usage.of(compiled, target, folder)
-    print(f"{target}: {usage}")
-    assert_waits(compiled)
-    assert usage.shared <= target.shared_memory
-    assert usage.spilled == 0
+    print(COMPILED_BEFORE.what_shipped(ahead.key, lambda: f"{ahead.target}: {shipped(ahead, folder)}"))
+
+
+def shipped(ahead: Ahead, folder: Path) -> Usage:
+    target = ahead.target
+    assert len(ahead.asm["cubin" if target.backend == "cuda" else "hsaco"]) > 0
+    usage = Usage.of(ahead, target, folder)
+    assert_waits(ahead)
+    assert usage.shared <= target.shared_memory, usage
+    assert usage.spilled == 0, usage
+    return usage
 
 
 # Of PTX, what reads, writes, prefetches or copies memory, textures included, and calls of functions, which may.

@@ -138,7 +138,7 @@ def test_the_op_runs_it() -> None:
 
 @pytest.fixture
 def triton_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel compiled by an earlier run would prove nothing about this one."""
+    """Of the test alone: whatever is compiled is compiled by it."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
 
 
@@ -174,7 +174,6 @@ def test_any_number_of_rows_runs_one_compiled_kernel(triton_cache: None, monkeyp
 
 
 @compiling
-@pytest.mark.sampled("target")
 @pytest.mark.parametrize(("sizes", "has_bias"), [((4096, 14336), False), ((50257, 770), True)], ids=str)
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("target", ahead.TARGETS, ids=str)
@@ -188,7 +187,7 @@ def test_it_ships(
     types = dict.fromkeys(("output", "x", "weight", "bias"), f"*{element}")
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     compiled = ahead.compile_ahead(launcher._linear_kernel, target, types, constants, **options)
-    ahead.assert_ships(compiled, target, tmp_path)
+    ahead.assert_ships(compiled, tmp_path)
 
 
 @pytest.mark.gpu

@@ -115,13 +115,12 @@ def test_it_ships(target: object, dtype: str, fp8: bool, tmp_path: object) -> No
     names, size = ("BLOCK_H", "BLOCK_N", "BLOCK_D", "WARPS"), 4 if dtype == "fp32" else 2
     blocks = dict(zip(names, launcher.block_sizes(64, 128, size), strict=True))
     ranks = compile_for(target, launcher._rank_kernel, dtype, **SIZES, **blocks, GROUP=64, KV_HEADS=1)
-    ahead.assert_ships(ranks, target, tmp_path)
+    ahead.assert_ships(ranks, tmp_path)
     blocks = dict(zip(names, launcher.block_sizes(1, 192, size), strict=True))
     sizes = {**SIZES, **blocks, "KEY_SIZE": 192, "VALUE_SIZE": 128, "BLOCK_DV": 128, "GROUP": 1, "HEADS": 128}
     sizes |= {"COUNT": 2048, "SOFTCAP": 0.0}
     attends = compile_for(target, launcher._selected_kernel, dtype, fp8=fp8, **sizes, sinks=None, slopes=None, **scales)
-    ahead.assert_ships(attends, target, tmp_path)
+    ahead.assert_ships(attends, tmp_path)
     sizes = {"KV_HEADS": 1, "KEY_SIZE": 128, "BLOCK_SIZE": 16, "BLOCK_K": 1, "BLOCK_D": 128}
-    ahead.assert_ships(
-        compile_for(target, writes._write_kernel, dtype, fp8=fp8, **sizes, **key_scales), target, tmp_path
-    )
+    written = compile_for(target, writes._write_kernel, dtype, fp8=fp8, **sizes, **key_scales)
+    ahead.assert_ships(written, tmp_path)
