@@ -3,15 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from threading import Condition
+from threading import Condition, Thread
 from typing import ParamSpec
 from weakref import WeakMethod
 
-from selective_compile.forks import ThisProcess
-
 P = ParamSpec("P")
+
+
+class Run:
+    """A thread that works until it is told to stop, and what came of it."""
+
+    def __init__(self, guard: Condition, work: Callable[[Run], None], on_end: Callable[[], None]) -> None:
+        self.stopping = False
+        self._guard = guard
+        self._work = work
+        self._on_end = on_end
+        self._over = False
+        self._error: BaseException | None = None
+        self._thread = Thread(target=self._run, name="selective-compile")
+
+    @property
+    def alive(self) -> bool:
+        """False in a process that was forked meanwhile, too, which does not have the thread."""
+        return self._thread.is_alive() and not self._over
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Let it finish what it does, and wait for it; nothing if it has not begun, or is over."""
+        with self._guard:
+            self.stopping = True
+            self._guard.notify_all()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def raise_error(self) -> None:
+        error, self._error = self._error, None  # its traceback has hold of the engine
+        if error is not None:
+            raise error
+
+    def _run(self) -> None:
+        try:
+            try:
+                self._work(self)
+            finally:
+                self._over = True
+                self._on_end()
+        except BaseException as error:  # noqa: BLE001 - for whoever started it
+            self._error = error
 
 
 class BackgroundThread:
@@ -36,52 +77,49 @@ class BackgroundThread:
         self._has_work = has_work
         self._step = step
         self._on_stop = on_stop
-        self._alive = False
-        self._stopping = False
-        self._process = ThisProcess.number
+        self._run: Run | None = None
 
     @property
     def alive(self) -> bool:
-        return self._alive and self._process == ThisProcess.number
+        return self._run is not None and self._run.alive
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Start the thread; at the end let it finish its step and wait for it.
 
+        Wherever Ctrl-C comes meanwhile, the thread is told to stop: once more, if it came while it was being told.
+
         Raises:
             RuntimeError: it runs already.
             BaseException: whatever `step` or `on_stop` raised; the thread has stopped at that.
         """
+        run = Run(self._guard, self._loop, self._on_stop)
+        try:
+            try:
+                self._start(run)
+                yield
+            finally:
+                run.stop()
+        finally:
+            run.stop()
+        run.raise_error()
+
+    def _start(self, run: Run) -> None:
         with self._guard:
             if self.alive:
                 raise RuntimeError("a background thread must not be running already, got a second one")
-            self._alive, self._stopping, self._process = True, False, ThisProcess.number
-        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="selective-compile")
-        loop, process = executor.submit(self._loop), ThisProcess.number
-        try:
-            yield
-        finally:
-            if process == ThisProcess.number:  # in one that was forked meanwhile there is no such thread
-                with self._guard:
-                    self._stopping = True
-                    self._guard.notify_all()
-                executor.shutdown()
-        if process == ThisProcess.number:
-            loop.result()
+            self._run = run
+            run.start()
 
-    def _loop(self) -> None:
-        try:
-            while self._wait_for_work():
-                self._step()
-        finally:
-            self._alive = False
-            self._on_stop()
+    def _loop(self, run: Run) -> None:
+        while self._wait_for_work(run):
+            self._step()
 
-    def _wait_for_work(self) -> bool:
+    def _wait_for_work(self, run: Run) -> bool:
         """False: stop, even if there is work."""
         with self._guard:
-            self._guard.wait_for(lambda: self._stopping or self._has_work())
-            return not self._stopping
+            self._guard.wait_for(lambda: run.stopping or self._has_work())
+            return not run.stopping
 
 
 def weakly(method: Callable[P, None]) -> Callable[P, None]:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from threading import Lock
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import nn
@@ -115,6 +115,8 @@ class Engine:
         self._stepping = StepLock(self._submitting, self._guard)
         self._threads = IntraOpThreads(self.config.threads)
         self._threads.warn()
+        # A step computes in the dtypes of what was traced, whatever the caller has set meanwhile.
+        self._own_dtypes = torch.autocast(self._program.device.type, enabled=False)
         self._background = BackgroundThread(
             guard=self._guard,
             has_work=partial(has_work, self._scheduler),
@@ -239,7 +241,7 @@ class Engine:
             StepError: the step failed. All running requests have ended with "error"; waiting ones go on, unless
                 none was running: then no step would get further, and they have ended too.
         """
-        with self._stepping.of_one_step(), self._guard.listening(), self._threads:
+        with self._stepping.of_one_step(), self._guard.listening(), self._threads, self._own_dtypes:
             return self._steps.step()
 
     def warm_up(self, *, progress: bool = True) -> None:
@@ -257,8 +259,12 @@ class Engine:
             StepError: steps were on the device, and one of them failed.
         """
         stages = on_stderr() if progress else silent
-        with self._stepping.of_one_step(), self._guard.listening(), self._threads, torch.inference_mode(False):
-            self._steps.warm_up(stages)
+        with self._stepping.of_one_step(), self._guard.listening(), self._threads, self._own_dtypes:
+            with torch.inference_mode(False):
+                self._steps.warm_up(stages)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError("an Engine must not be copied or pickled: make one of the model, in each process")
 
     def cancel(self, request: Request) -> None:
         """End a request with "cancelled" and free its blocks; without effect on one that has finished."""

@@ -12,6 +12,8 @@ from typing import Any, Generic, Self, TypeVar
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from selective_compile.runtime.state_guard import is_passed_on
+
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
@@ -32,13 +34,14 @@ def attempt(what: str, call: Callable[[], Result]) -> Done[Result] | Failed:
     """The result of a call into a request's own code, or what it raised.
 
     Any exception is taken: nothing is known of the code, and the requests beside it have no part in it. So it cannot
-    end the thread with a SystemExit or a CancelledError either; a KeyboardInterrupt is not its own, and passed on.
+    end the thread with a SystemExit or a CancelledError either; what a signal's handler raises, as a KeyboardInterrupt,
+    is not its own, and passed on.
     """
     try:
         return Done(result=call())
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:
+        if is_passed_on(error):
+            raise
         logger.exception("%s of a request failed", what)
         return Failed(error=f"{what} failed: {type(error).__name__}: {error}")
 
@@ -46,7 +49,7 @@ def attempt(what: str, call: Callable[[], Result]) -> Done[Result] | Failed:
 class Logged:
     """Around a callback of the user: whatever it raises is his, and must not end the thread that called it.
 
-    What is not of the kind that it `takes` is passed on.
+    What is not of the kind that it `takes`, or comes of a signal, is passed on.
     """
 
     def __init__(self, name: str, *, takes: type[BaseException] = Exception) -> None:
@@ -61,7 +64,7 @@ class Logged:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         self.failed = error is not None
-        if isinstance(error, self._takes):
+        if isinstance(error, self._takes) and not is_passed_on(error):
             logger.error("callback %s raised", self._name, exc_info=error)
             return True
         return False

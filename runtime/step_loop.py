@@ -18,6 +18,7 @@ from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.publisher import Publisher
 from selective_compile.runtime.roster import Roster
 from selective_compile.runtime.scheduled_step import Launched, ScheduledStep
+from selective_compile.runtime.state_guard import is_passed_on
 from selective_compile.runtime.step_log import Observed, StepLog
 
 TOO_LATE = "deadline must leave time for the tokens asked for, at the pace of the steps so far: it cannot be met"
@@ -223,11 +224,12 @@ class StepLoop:
             yield
         except BaseException as error:
             message = f"step {self._log.steps} failed: {type(error).__name__}: {error}"
+            passed_on = not isinstance(error, Exception) or is_passed_on(error)
             with self._guard:
                 self._outbox.flush()
                 self._log.steps += 1
                 doomed = list(self._scheduler.running())
-                if not doomed and isinstance(error, Exception):  # or whoever waits for them would step for ever
+                if not (doomed or passed_on):  # or whoever waits for them would step for ever
                     doomed = list(self._scheduler.waiting())
                 self._runner.give_up()
                 self._flights.give_up()
@@ -239,12 +241,12 @@ class StepLoop:
                         self._roster.leave(request)
                         request.finish("error", message)
                 self._scheduler.forget()
-                self._recording.failed(doomed, passed_on=not isinstance(error, Exception))
+                self._recording.failed(doomed, passed_on=passed_on)
                 observed = self._log.failed(message)
             self._tell(observed)
-            if isinstance(error, Exception):
-                raise StepError(message) from error
-            raise
+            if passed_on:
+                raise
+            raise StepError(message) from error
 
     def _observe(self, flight: Flight, began: float) -> None:
         """`began`: when the call did that the step has landed in."""

@@ -15,6 +15,7 @@ from torch._dynamo.comptime import comptime
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._guards import TracingContext
+from torch.utils._python_dispatch import _disable_current_modes
 
 from selective_compile.live_conditions import LiveConditions
 from selective_compile.live_settings import Read, names_read
@@ -66,7 +67,7 @@ def capture(model: nn.Module, functions: Mapping[Place, Recognised] | None = Non
     ``functions`` are left whole: known recurrences (`whole_functions.known_recurrences`).
 
     Raises:
-        ValueError: the model is no torch module, or in training mode.
+        ValueError: the model is no torch module, or in training mode; or Dynamo is off.
         RefusedError: the model branches on the number of tokens, or Dynamo cannot trace it to one graph.
     """
     check(model)
@@ -89,8 +90,7 @@ def capture(model: nn.Module, functions: Mapping[Place, Recognised] | None = Non
     call, arguments = logits_call(model, ids)
     for argument in arguments:
         torch._dynamo.mark_dynamic(argument, 1)
-    config = {"specialize_float": True, "assume_static_by_default": True}
-    with torch._dynamo.config.patch(config), torch.no_grad(), left_whole(functions or {}), plain_buffers(model):
+    with by_dynamo(), torch.no_grad(), left_whole(functions or {}), plain_buffers(model):
         try:
             torch.compile(call, backend=keep, fullgraph=True)(*arguments)
         except CaptureDone:
@@ -99,17 +99,30 @@ def capture(model: nn.Module, functions: Mapping[Place, Recognised] | None = Non
             raise failure.inner_exception from None
         except TorchDynamoException as failure:
             raise RefusedError([untraceable(model, failure)]) from failure
+    if not found:
+        raise ValueError("Dynamo must be on to trace the model, got TORCHDYNAMO_DISABLE=1")
     return found.pop()  # the list outlives this call in Dynamo's record of the backend
 
 
+@contextmanager
+def by_dynamo() -> Iterator[None]:
+    """Dynamo traces as it would by default: with what a user has set for other code, or under a mode of his that sees
+    each operator, it would leave the call as it is."""
+    config = {"specialize_float": True, "assume_static_by_default": True, "disable": False}
+    with torch._dynamo.config.patch(config), torch.compiler.set_stance("default"), _disable_current_modes():
+        yield
+
+
 def check(model: object) -> None:
-    """Raises ValueError for what is no model, or one without its weights or in training mode."""
+    """Raises ValueError for what is no model, or one without its weights or in training mode; and under autocast."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if (empty := next((name for name, weight in model.named_parameters() if weight.is_meta), None)) is not None:
         raise ValueError(f"model must hold its weights, got {empty!r} on the device meta; load them first")
     if model.training:
         raise ValueError("model must be in evaluation mode, got training mode; call model.eval()")
+    if torch.is_autocast_enabled(device_of(model).type):
+        raise ValueError("autocast must be off, got on: the engine computes in the dtype of the weights")
 
 
 def recurrences_of(model: nn.Module) -> dict[Place, Recognised]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 
-from selective_compile.capture import check, device_of
+from selective_compile.capture import check
 from selective_compile.generate_fields import Fields, described
 from selective_compile.options import EngineConfig
 from selective_compile.own_generation import unlike_transformers
@@ -295,5 +295,3 @@ def check_model(model: Any) -> None:
     if isinstance(model, GenerationMixin) and (own := unlike_transformers(model)):
         raise ValueError(f"model must generate as transformers does, got {type(model).__name__} with its own {own}")
     check(model)
-    if torch.is_autocast_enabled(device_of(model).type):
-        raise ValueError("autocast must be off, got on: the engine computes in the dtype of the weights")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import selective_compile as sc
 from selective_compile.capture import capture, declared_positions
@@ -117,3 +121,45 @@ def test_forward_that_stores_something_else_is_refused() -> None:
     with pytest.raises(sc.RefusedError, match=r"store nothing in the model"):
         step_program(model)
     assert model.shift.item() == 0.5
+
+
+class SeesOperators(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+KEEPING_DYNAMO_OFF: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "disable": lambda: torch._dynamo.config.patch(disable=True),
+    "mode": SeesOperators,
+    **{name: partial(torch.compiler.set_stance, name) for name in ("force_eager", "eager_on_recompile")},
+    "fail_on_recompile": partial(torch.compiler.set_stance, "fail_on_recompile"),
+}
+
+
+@pytest.mark.parametrize("setting", KEEPING_DYNAMO_OFF)
+def test_what_a_user_sets_for_other_code_does_not_keep_dynamo_from_it(setting: str) -> None:
+    model = Decoder(layers=1)
+    expected = [str(node.target) for node in capture(model).module.graph.nodes]
+    torch._dynamo.reset()
+    with KEEPING_DYNAMO_OFF[setting]():
+        assert [str(node.target) for node in capture(model).module.graph.nodes] == expected
+
+
+def test_where_dynamo_is_off_for_the_process_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    with pytest.raises(ValueError, match="Dynamo must be on to trace the model, got TORCHDYNAMO_DISABLE=1"):
+        capture(Decoder(layers=1))
+
+
+def test_no_graph_is_made_under_autocast_and_a_step_computes_without() -> None:
+    """Whatever type it chose would be in the graph for good."""
+    model, config = tiny("gpt2"), sc.EngineConfig(compile=False)
+    engine = sc.Engine(model, config)
+    asked: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "logprobs": True}
+    expected = engine.submit([1, 2, 3], **asked).result().logprobs
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert engine.submit([1, 2, 3], **asked).result().logprobs == expected
+        assert torch.is_autocast_enabled("cpu")
+        for make in (sc.Engine, sc.explain, capture):
+            with pytest.raises(ValueError, match="autocast must be off, got on"):
+                make(model)

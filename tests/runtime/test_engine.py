@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import random
 import weakref
 from typing import Any
@@ -235,3 +237,9 @@ def test_two_engines_share_a_program() -> None:
             engine.step()
     for request in requests:
         expect(request)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_engine_is_not_copied(copied: Any) -> None:
+    with pytest.raises(TypeError, match="an Engine must not be copied or pickled: make one of the model"):
+        copied(simulated_engine())

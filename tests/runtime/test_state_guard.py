@@ -1,10 +1,12 @@
-"""Ctrl-C waits while an engine's state is in the midst of a change: wherever it comes, nothing is lost by it."""
+"""Signals wait while an engine's state is in the midst of a change: wherever one comes, nothing is lost by it."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Thread
@@ -115,6 +117,22 @@ def test_a_handler_of_the_users_gets_it_then() -> None:
         signal.signal(signal.SIGINT, before)
 
 
+def test_other_signals_that_end_a_program_wait_too() -> None:
+    guard, done = StateGuard(), []
+    before = signal.signal(signal.SIGALRM, time_is_up)
+    try:
+        with pytest.raises(TimeIsUp), guard:
+            signal.raise_signal(signal.SIGALRM)
+            done.append("within")
+        with pytest.raises(KeyboardInterrupt), guard:
+            signal.raise_signal(signal.SIGALRM)
+            ctrl_c()
+            done.append("both")
+        assert done == ["within", "both"] and signal.getsignal(signal.SIGALRM) is time_is_up
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
 @pytest.mark.parametrize("nothing", [signal.SIG_IGN, signal.SIG_DFL])
 def test_where_python_does_nothing_it_is_left_so(nothing: signal.Handlers) -> None:
     before = signal.signal(signal.SIGINT, nothing)
@@ -176,30 +194,42 @@ def test_one_that_was_left_in_the_handlers_place_hands_on_what_it_hears() -> Non
 
 
 class Interrupted:
-    """Has a SIGINT come at a line of the runtime's, the so many'th from now on."""
+    """Has a signal come at a line of the runtime's, or of other files, the so many'th from now on."""
 
-    def __init__(self, line: int) -> None:
+    def __init__(self, line: int, number: int, others: tuple[str, ...]) -> None:
         self.left = line
+        self._number = number
+        self._files = (OURS, *others)
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
         file = frame.f_code.co_filename
         # What the device does is not interrupted, though here it is played in this thread.
-        return self._line if file.startswith(OURS) and not file.endswith("device_stream.py") else None
+        return self._line if file.startswith(self._files) and not file.endswith("device_stream.py") else None
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
         self.left -= event == "line"
         if not self.left:
             sys.settrace(None)
-            ctrl_c()
+            signal.raise_signal(self._number)
         return self._line
 
 
-def interrupted(act: Callable[[], object], line: int) -> bool:
+class TimeIsUp(Exception):
+    pass
+
+
+def time_is_up(number: int, frame: FrameType | None) -> None:
+    raise TimeIsUp
+
+
+def interrupted(
+    act: Callable[[], object], line: int, number: int = signal.SIGINT, others: tuple[str, ...] = ()
+) -> bool:
     before = sys.gettrace()
-    sys.settrace(Interrupted(line))
+    sys.settrace(Interrupted(line, number, others))
     try:
         act()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, TimeIsUp):
         return True
     finally:
         sys.settrace(before)
@@ -233,11 +263,11 @@ def busy_engine(moods: random.Random) -> tuple[Engine, Callable[[], None], list[
     return engine, submit, requests
 
 
-def trial(act: str, seed: int) -> None:
+def trial(act: str, seed: int, number: int) -> None:
     moods = random.Random(seed)
     engine, submit, requests = busy_engine(moods)
     acts = {"step": engine.step, "submit": submit, "cancel": requests[0].cancel}
-    interrupted(acts[act], moods.randint(1, 900 if act == "step" else 250))
+    interrupted(acts[act], moods.randint(1, 900 if act == "step" else 250), number)
     for _ in range(2):
         submit()
     while engine.step():
@@ -250,9 +280,71 @@ def trial(act: str, seed: int) -> None:
             assert request.tokens == expected_tokens(request.prompt_ids, request.params), request
 
 
-@pytest.mark.parametrize("act", ["step", "step", "step", "submit", "cancel"])
-def test_wherever_it_comes_all_requests_end_and_the_engine_goes_on(act: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    ("act", "number"),
+    [
+        *(("step", signal.SIGINT), ("step", signal.SIGINT), ("submit", signal.SIGINT), ("cancel", signal.SIGINT)),
+        *(("step", signal.SIGALRM), ("submit", signal.SIGALRM)),
+    ],
+)
+def test_wherever_it_comes_all_requests_end_and_the_engine_goes_on(
+    act: str, number: int, request: pytest.FixtureRequest
+) -> None:
+    before = signal.signal(signal.SIGALRM, time_is_up)
     first = 100 * request.node.callspec.indices["act"]
     for seed in range(first, first + 100):
-        trial(act, seed)
+        trial(act, seed, number)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGALRM, before)
+
+
+def leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(7)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_what_a_handler_raises_in_a_requests_own_code_is_not_the_requests(own: bool) -> None:
+    """As a server is told to end, while a processor runs."""
+
+    def processor(ids: Any, scores: Any) -> Any:
+        if own:
+            sys.exit(7)
+        signal.raise_signal(signal.SIGTERM)
+        return scores
+
+    before = signal.signal(signal.SIGTERM, leave)
+    engine = simulated_engine()
+    request = engine.submit([1, 2], max_new_tokens=3, logits_processor=[processor])
+    try:
+        with contextlib.ExitStack() as stack:
+            if not own:
+                stack.enter_context(pytest.raises(SystemExit))
+            run_until_idle(engine)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert request.finish_reason == "error"
+    assert engine.submit([1, 2], max_new_tokens=2).result().finish_reason == "length"
+    assert_nothing_left(engine)
+
+
+def test_wherever_it_comes_the_background_thread_is_stopped_and_can_be_started_again() -> None:
+    """Between two lines of `contextlib`, too."""
+    lines = 0
+
+    def act() -> None:
+        with engine.running():
+            pass
+
+    engine = simulated_engine()
+    while lines < 1000:
+        request = engine.submit([1, 2], max_new_tokens=2)
+        lines += 1
+        if not interrupted(act, lines, others=(contextlib.__file__,)):
+            break
+        assert not engine.driven, lines
+        assert list(request.result().tokens) == expected_tokens(request.prompt_ids, request.params), lines
+        with engine.running():
+            assert engine.driven and engine.submit([2, 1], max_new_tokens=2).result().tokens
+    assert 80 < lines < 1000
+    assert [thread for thread in threading.enumerate() if thread.name == "selective-compile"] == []
     signal.signal(signal.SIGINT, signal.default_int_handler)
