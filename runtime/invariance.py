@@ -29,9 +29,10 @@ def check_invariance(program: Program) -> None:
       into how many splits a step's keys would go depends on the requests in it;
     - all else was proved token-wise, so that a row is computed from its own values, by code that is compiled once for
       any number of rows.  It is relied on, not proved, that this code sums a row's values (of a norm, of a router's
-      softmax) in an order that does not depend on how many rows there are.  Inductor's kernels do: their tiles are
-      chosen when the graph is compiled, or when a kernel first runs, and kept.  So do PyTorch's own on a CPU; on a GPU
-      those share out a row's sum by the number of rows, and are refused.
+      softmax) in an order that does not depend on how many rows there are, and each value by the same instructions.
+      Inductor's kernels do: their tiles are chosen when the graph is compiled, or when a kernel first runs, and kept.
+      PyTorch's own share out a row's sum by the number of rows on a GPU; on a CPU they compute what is left behind the
+      last whole vector of all rows, or of a thread's share, by other instructions. They are refused.
 
     Raises:
         ValueError: what depends on the batch is named, or the program was compiled for another engine.
@@ -42,6 +43,7 @@ def check_invariance(program: Program) -> None:
         _check_compiled_for_it(program)
         _check_products(program)
         _check_kernels(program)
+        _check_compiled(program)
 
 
 def _check_no_states(program: StepProgram) -> None:
@@ -70,11 +72,6 @@ def _check_compiled_for_it(program: StepProgram) -> None:
             f"batch_invariant must be that which the program was compiled for on {program.device}, "
             f"{program.config.batch_invariant}, got True"
         )
-    if not program.config.compile and program.device.type != "cpu":
-        raise ValueError(
-            f"batch_invariant must be False with compile=False on {program.device}: PyTorch's own kernels sum the "
-            "values of a row in an order that depends on how many rows there are"
-        )
 
 
 def _check_products(program: StepProgram) -> None:
@@ -92,4 +89,12 @@ def _check_kernels(program: StepProgram) -> None:
         raise ValueError(
             f"batch_invariant must be False but for float32 on the native kernels of a CPU, and for float32, bfloat16 "
             f"and float16 on the Triton kernels of a GPU, got {found} on {program.device} with the kernels {kernels!r}"
+        )
+
+
+def _check_compiled(program: StepProgram) -> None:
+    if not program.config.compile:
+        raise ValueError(
+            f"batch_invariant must be False with compile=False on {program.device}: PyTorch's own kernels compute a "
+            "row in another way for another number of rows"
         )

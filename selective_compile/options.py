@@ -107,8 +107,8 @@ class EngineConfig(_NamedOptions):
             its affinity and by the quota of its container.
         seed: of requests that bring none, mixed with their id: the same id samples the same tokens.
         batch_invariant: the logits of a request are the same bits whatever else is in the batch, however its prompt is
-            chunked and whatever blocks it finds; slower, as each row attends by itself. For float32 on a CPU; on a GPU
-            for float32, bfloat16 and float16, with `compile`.
+            chunked and whatever blocks it finds; slower, as each row attends by itself. With `compile`; for float32
+            on a CPU, and for float32, bfloat16 and float16 on a GPU.
         compile: False runs the rewritten graph without Inductor.
         record: a file to write the event log to, which `selective-compile replay` reads: all that the engine's
             decisions depend on, and what they were. It holds the prompts and the tokens. None: it is not written.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -12,23 +13,26 @@ import selective_compile as sc
 from selective_compile.backend import compile_step_program
 from selective_compile.sequential_program import SequentialProgram
 from tests.models import tiny
+from tests.runtime.eager_rows import eager_rows as eager_rows
 from tests.test_isolation import Decay, Mixed
 from tests.test_sequential_program import unproved
 from tests.test_whole_functions import Recurrent
 
 CONFIG = sc.EngineConfig(compile=False, max_kv_tokens=2048, batch_invariant=True)
+COMPILED = sc.EngineConfig(max_kv_tokens=2048, batch_invariant=True)
 PROMPT = [(13 * place + 7) % 97 for place in range(37)]
 
 
 @pytest.fixture(scope="module")
 def llama() -> Any:
-    model = tiny("llama", attention="eager")
-    return model, compile_step_program(model, CONFIG)
+    """Of a width that leaves something behind the last whole vector."""
+    model = tiny("llama", attention="eager", intermediate_size=97)
+    return model, compile_step_program(model, COMPILED)
 
 
 def engine_of(served: Any, **options: Any) -> sc.Engine:
     model, program = served
-    return sc.Engine(model, sc.EngineConfig(**{**vars(CONFIG), **options}), program=program)
+    return sc.Engine(model, replace(program.config, **options), program=program)
 
 
 def request_among(engine: sc.Engine, rng: Random) -> Any:
@@ -71,6 +75,7 @@ def test_scores_are_the_bits_reported_while_generating(llama: Any) -> None:
     assert engine.score(PROMPT[:1], PROMPT[1:]) == result.prompt_logprobs
 
 
+@pytest.mark.usefixtures("eager_rows")
 def test_layers_with_windows_give_the_same_bits() -> None:
     model = tiny("gemma3_text")
     windowed = model, compile_step_program(model, CONFIG)
@@ -82,6 +87,15 @@ def test_layers_with_windows_give_the_same_bits() -> None:
         assert found.tokens == alone.tokens
         assert all(torch.equal(ours, first) for ours, first in zip(found.logits, alone.logits, strict=True))
         assert found.prompt_logprobs == alone.prompt_logprobs
+
+
+def test_steps_that_are_not_compiled_are_refused(llama: Any) -> None:
+    """What is left behind the last whole vector of all rows is computed by other instructions."""
+    rows = torch.randn(54, 97, generator=torch.Generator().manual_seed(0))
+    silu, whole = torch.nn.functional.silu, torch.nn.functional.silu(rows)
+    assert any(not torch.equal(silu(rows[:count])[-1], whole[count - 1]) for count in range(1, 54))
+    with pytest.raises(ValueError, match="batch_invariant must be False with compile=False on cpu: PyTorch's own"):
+        sc.Engine(llama[0], CONFIG)
 
 
 def test_recurrences_and_isolated_modules_are_refused_by_name() -> None:

@@ -30,6 +30,7 @@ from selective_compile.runtime.replay_engine import replay_engine
 from selective_compile.sequential_program import SequentialProgram
 from selective_compile.tiny_model.prompts import demo_prompts
 from tests.models import tiny
+from tests.runtime.eager_rows import eager_rows as eager_rows
 from tests.runtime.simulated import CPU
 from tests.test_isolation import Decay, Mixed
 from tests.test_whole_functions import Recurrent
@@ -128,6 +129,7 @@ def prompts_of(tokenizer: Any, count: int) -> list[tuple[list[int], int]]:
     return [(prompt, room) for prompt, room in rows if len(prompt) + room < 120][:count]
 
 
+@pytest.mark.usefixtures("eager_rows")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -194,6 +196,7 @@ def test_samples_and_beams_that_share_blocks_are_those_of_requests_of_their_own(
     torch.testing.assert_close(found.sequences_scores, theirs.sequences_scores, rtol=0, atol=2e-2)
 
 
+@pytest.mark.usefixtures("eager_rows")
 def test_a_prefix_that_is_found_changes_no_bit(shipped: tuple[Any, Any, Program]) -> None:
     """With batch invariance: a row is rounded once, from itself, so that it is the same whoever wrote it and when."""
     model, _, program = shipped

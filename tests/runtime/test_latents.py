@@ -18,6 +18,7 @@ from selective_compile.runtime.logit_error import prompt_logits
 from tests.exactness import TOLERANCE, engine_error
 from tests.models import LATENT_OWN, VOCABULARY, tiny
 from tests.oracle import assert_generated_alone, assert_same_tokens, generated_alone
+from tests.runtime.eager_rows import eager_rows as eager_rows
 
 CONFIG = sc.EngineConfig(token_budget=7, max_requests=4, block_size=4, max_kv_tokens=56, compile=False)
 SHARED = [(17 * place + 5) % VOCABULARY for place in range(14)]
@@ -105,6 +106,7 @@ def test_what_is_kept_is_told_and_can_be_keys_and_values(served: tuple[Any, Prog
         sc.Engine(model, sc.EngineConfig(**{**vars(CONFIG), "latents": "expanded"}), program=program)
 
 
+@pytest.mark.usefixtures("eager_rows")
 def test_batch_invariance(served: tuple[Any, Program]) -> None:
     """The same bits alone and among others, in other chunks; expanded where a library multiplies by the maps."""
     model, program = served
