@@ -156,8 +156,8 @@ def _list_of_transformers(
         logits_processor=LogitsProcessorList([*_listed("logits_processor", values), *([grammar] if grammar else [])]),
         device=device,
         model_kwargs={},
-        negative_prompt_ids=_one_row("negative_prompt_ids", values, device),
-        negative_prompt_attention_mask=_one_row("negative_prompt_attention_mask", values, device),
+        negative_prompt_ids=_row_for_each_beam("negative_prompt_ids", values, device),
+        negative_prompt_attention_mask=_row_for_each_beam("negative_prompt_attention_mask", values, device),
     )
     _refuse_foreign_tokens(found, maker.vocab_size)
     return list(found)
@@ -242,9 +242,9 @@ def _listed(name: str, values: Mapping[str, Any]) -> LogitsProcessorList:
     return LogitsProcessorList(found)
 
 
-def _one_row(name: str, values: Mapping[str, Any], device: torch.device) -> Tensor | None:
-    """[1, S], of a sequence, an array or a tensor with or without the first dimension."""
-    given = values.get(name)
+def _row_for_each_beam(name: str, values: Mapping[str, Any], device: torch.device) -> Tensor | None:
+    """[num_beams, S], of a sequence, an array or a tensor [S], [1, S] or of that shape."""
+    given, beams = values.get(name), values["num_beams"]
     if given is None:
         return None
     try:
@@ -252,9 +252,9 @@ def _one_row(name: str, values: Mapping[str, Any], device: torch.device) -> Tens
     except (TypeError, ValueError, RuntimeError):
         found = torch.empty(0, dtype=torch.float32, device="cpu")
     found = found[None] if found.dim() == 1 else found
-    if found.dim() != 2 or found.shape[0] != 1 or not found.shape[1]:
-        raise ValueError(f"{name} must be integers in one dimension, at least one, got {given!r}")
-    return found
+    if found.dim() != 2 or found.shape[0] not in (1, beams) or not found.shape[1]:
+        raise ValueError(f"{name} must be integers in one dimension, at least one, or {beams} such rows, got {given!r}")
+    return found.expand(beams, -1)
 
 
 def _callable_or_none(name: str, values: Mapping[str, Any]) -> Any:

@@ -28,7 +28,7 @@ class CallObjects:
     assistant_model: Any
     structure: Mapping[str, Any]
 
-    def options(self, row: int, rows: int, padding: int) -> dict[str, Any]:
+    def options(self, row: int, rows: int, padding: int, beams: int) -> dict[str, Any]:
         """For one of the rows, which has so much `padding`, as options of `Engine.submit`.
 
         A single row gets the objects themselves. Several rows get a copy each, since every row is a request of its
@@ -49,17 +49,19 @@ class CallObjects:
             "tokenizer": self.tokenizer,
             "assistant_model": self.assistant_model,
             **self.structure,
-            **{name: _row_of(name, getattr(self, name), row, rows) for name in NEGATIVE},
+            **{name: _rows_of(name, getattr(self, name), row, rows, beams) for name in NEGATIVE},
         }
 
 
-def _row_of(name: str, given: Any, row: int, rows: int) -> Any:
+def _rows_of(name: str, given: Any, row: int, rows: int, beams: int) -> Any:
+    """What there is of one row of a call: a row for it, or for each of its beams, as `generate` has rows by then."""
     if given is None:
         return None
-    if not isinstance(given, (Tensor, list, tuple)) or len(given) != rows:
-        found = f"{len(given)} rows" if isinstance(given, (Tensor, list, tuple)) else repr(given)
+    several = isinstance(given, (Tensor, list, tuple))
+    if not several or len(given) not in (rows, rows * beams):
+        found = f"{len(given)} rows" if several else repr(given)
         raise ValueError(f"{name} must be one for each of the {rows} rows of input_ids, got {found}")
-    return given[row]
+    return given[row] if len(given) == rows else given[row * beams : (row + 1) * beams]
 
 
 def _without_padding(criterion: Any, padding: int) -> Any:

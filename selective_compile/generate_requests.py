@@ -103,7 +103,7 @@ def _served(
                 seen = len(prompts.seen(number))
                 options = fields[number].options(prompts.width_of(number) - seen, of_embeddings=of_embeddings)
                 padding = prompts.width_of(number, counted=False) - seen
-                options |= objects.options(number, len(fields), padding)
+                options |= objects.options(number, len(fields), padding, fields[number].num_beams)
                 options |= {"max_new_tokens": counts[number], "seed": seeds[number]}
                 if of_embeddings:
                     options |= dict.fromkeys(OF_PROMPT_IDS)

@@ -103,7 +103,8 @@ LIMITS: Mapping[str, str] = {
     "top_p": "with do_sample; of equal scores at the limit as many stay as there, those with the larger ids",
     "exponential_decay_length_penalty": "needs an end-of-sequence id, as there",
     "watermarking_config": "both kinds",
-    "guidance_scale": "transformers' own pass for each request by itself, with a cache beside the blocks",
+    "guidance_scale": "transformers' own pass for each request by itself, with a cache beside the blocks; with "
+    "a model that keeps its state in its modules generate itself mixes up two prompts', and use_cache=False is right",
     "output_scores": "rows that have ended: 0 for the padding id, -inf for all else",
     "output_logits": "rows that have ended: 0 for the padding id, -inf for all else",
     **dict.fromkeys(

@@ -189,6 +189,23 @@ def test_guidance_over_rows(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyP
         both(loaded, monkeypatch, guidance_scale=1.7, negative_prompt_ids=negative[:2])
 
 
+def test_guidance_of_beams(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`generate` wants a row for each beam; one for each prompt does as well."""
+    negative = torch.tensor([[97, 98, 99], [49, 50, 51], [99, 98, 97]])
+    options = {"guidance_scale": 1.7, "num_beams": 2}
+    rows = negative.repeat_interleave(2, dim=0)
+    ours, theirs = both(loaded, monkeypatch, negative_prompt_ids=rows, **options)
+    assert torch.equal(ours, theirs)
+    model, tokenizer = loaded
+    ids = tokenizer("letters c to j:", return_tensors="pt").input_ids
+    asked = {"max_new_tokens": 6, "pad_token_id": PAD, **options}
+    expected = model.generate(ids, negative_prompt_ids=rows[:2], **asked)
+    for given in (rows[:1], rows[:2]):
+        assert torch.equal(sc.generate(model, ids, negative_prompt_ids=given, **asked), expected)
+    with pytest.raises(ValueError, match="negative_prompt_ids must be one for each of the 1 rows .*got 3 rows"):
+        sc.generate(model, ids, negative_prompt_ids=negative, **asked)
+
+
 def test_stop_strings_over_rows(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = both(loaded, monkeypatch, stop_strings=["19", "4 5", " e"], tokenizer=loaded[1])
     assert torch.equal(ours, theirs)
