@@ -77,7 +77,7 @@ def main() -> None:
         ways = lookup(model, config, known, shape, arguments, task)
         times, counts = ratios(ways, arguments.rounds, same_tokens=True)
         found[task], steps[task] = times["lookup"], counts["lookup"]
-    if arguments.dtype == "float32":  # refused by name else
+    if arguments.dtype == "float32" and arguments.compile:  # refused by name else
         invariant = replace(config, batch_invariant=True)
         engines = {
             "ordinary": Engine(model, config, program=own),

@@ -12,16 +12,26 @@ P = ParamSpec("P")
 
 
 class Run:
-    """A thread that works until it is told to stop, and what came of it."""
+    """A thread that works until it is told to stop."""
 
-    def __init__(self, guard: Condition, work: Callable[[Run], None], on_end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        guard: Condition,
+        *,
+        work: Callable[[Run], None],
+        on_end: Callable[[], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        """
+        Args:
+            guard: held and notified where the thread is told.
+            on_end: called in the thread as its last act, when `alive` is False already.
+            failed: given what `work` or `on_end` raised.
+        """
         self.stopping = False
         self._guard = guard
-        self._work = work
-        self._on_end = on_end
         self._over = False
-        self._error: BaseException | None = None
-        self._thread = Thread(target=self._run, name="selective-compile")
+        self._thread = Thread(target=self._run, args=(work, on_end, failed), name="selective-compile")
 
     @property
     def alive(self) -> bool:
@@ -39,20 +49,17 @@ class Run:
         if self._thread.is_alive():
             self._thread.join()
 
-    def raise_error(self) -> None:
-        error, self._error = self._error, None  # its traceback has hold of the engine
-        if error is not None:
-            raise error
-
-    def _run(self) -> None:
+    def _run(
+        self, work: Callable[[Run], None], on_end: Callable[[], None], failed: Callable[[BaseException], None]
+    ) -> None:
         try:
             try:
-                self._work(self)
+                work(self)
             finally:
                 self._over = True
-                self._on_end()
+                on_end()
         except BaseException as error:  # noqa: BLE001 - for whoever started it
-            self._error = error
+            failed(error)
 
 
 class BackgroundThread:
@@ -93,7 +100,8 @@ class BackgroundThread:
             RuntimeError: it runs already.
             BaseException: whatever `step` or `on_stop` raised; the thread has stopped at that.
         """
-        run = Run(self._guard, self._loop, self._on_stop)
+        failures: list[BaseException] = []
+        run = Run(self._guard, work=self._loop, on_end=self._on_stop, failed=failures.append)
         try:
             try:
                 self._start(run)
@@ -102,7 +110,8 @@ class BackgroundThread:
                 run.stop()
         finally:
             run.stop()
-        run.raise_error()
+        if failures:
+            raise failures.pop()
 
     def _start(self, run: Run) -> None:
         with self._guard:

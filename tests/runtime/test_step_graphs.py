@@ -20,6 +20,7 @@ from selective_compile.runtime.token_marks import needs_marks
 from selective_compile.step import StepInputs
 from tests.models import VOCABULARY, tiny
 from tests.oracle import assert_same_tokens
+from tests.runtime.eager_rows import eager_rows as eager_rows
 from tests.runtime.engine_checks import expect, run_until_idle
 from tests.runtime.played_stream import PlayedStream, TapedStream
 from tests.runtime.simulated import SimulatedProgram, simulated_engine
@@ -68,6 +69,7 @@ def submit_some(engine: Engine, seed: int, count: int, vocabulary: int) -> list[
     return requests
 
 
+@pytest.mark.usefixtures("eager_rows")
 @pytest.mark.parametrize(
     ("family", "budget", "invariant"),
     [("llama", 24, False), ("gemma2", 64, False), ("mamba2", 64, False), ("llama", 24, True), ("gemma2", 64, True)],
