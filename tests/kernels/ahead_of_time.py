@@ -123,9 +123,6 @@ class Usage:
     spilled: int
     shared: int
 
-    def __str__(self) -> str:
-        return f"{self.registers} registers, {self.spilled} bytes spilled, {self.shared} bytes of shared memory"
-
     @classmethod
     def of(cls, compiled: Any, target: Target, folder: Path) -> Usage:
         """Triton's own `n_regs` and `n_spills` want a driver."""
@@ -148,17 +145,20 @@ def said_of(compiled: Any, folder: Path, tool: str, *options: str) -> str:
 
 def assert_ships(ahead: Ahead, folder: Path) -> None:
     """There is machine code, it fits into the target's shared memory and spills no register; prints what it takes."""
-    print(COMPILED_BEFORE.what_shipped(ahead.key, lambda: f"{ahead.target}: {shipped(ahead, folder)}"))
+    print(COMPILED_BEFORE.what_shipped(ahead.key, lambda: shipped(ahead, folder)))
 
 
-def shipped(ahead: Ahead, folder: Path) -> Usage:
+def shipped(ahead: Ahead, folder: Path) -> str:
     target = ahead.target
     assert len(ahead.asm["cubin" if target.backend == "cuda" else "hsaco"]) > 0
     usage = Usage.of(ahead, target, folder)
     assert_waits(ahead)
-    assert usage.shared <= target.shared_memory, usage
-    assert usage.spilled == 0, usage
-    return usage
+    took = f"{target}: {usage}"  # as `benchmarks/gpu_registers.py` reads it
+    if usage.spilled or usage.shared > target.shared_memory:
+        print(took)  # of what does not ship, too
+    assert usage.shared <= target.shared_memory
+    assert usage.spilled == 0
+    return took
 
 
 # Of PTX, what reads, writes, prefetches or copies memory, textures included, and calls of functions, which may.

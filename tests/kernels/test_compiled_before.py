@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,3 +123,10 @@ def test_what_ships_is_asked_of_those_before_first(tmp_path: Path, monkeypatch: 
 def test_all_that_is_known_is_of_test_files_that_are_there() -> None:
     root = Path(__file__).parents[2]
     assert all((root / name).is_file() for name in COMPILED_BEFORE.known)
+
+
+def test_what_is_known_is_as_the_table_of_registers_reads_it() -> None:
+    root = Path(__file__).parents[2]
+    usage = runpy.run_path(str(root / "benchmarks" / "gpu_registers.py"))["USAGE"]
+    took = [text for kernels in COMPILED_BEFORE.known.values() for text in kernels.values()]
+    assert took and all(len(usage.findall(text)) == 1 for text in took)

@@ -11,6 +11,7 @@ import torch
 
 import selective_compile as sc
 from selective_compile.backend import compile_step_program
+from selective_compile.runtime.invariance import check_invariance
 from selective_compile.sequential_program import SequentialProgram
 from tests.models import tiny
 from tests.runtime.eager_rows import eager_rows as eager_rows
@@ -96,6 +97,10 @@ def test_steps_that_are_not_compiled_are_refused(llama: Any) -> None:
     assert any(not torch.equal(silu(rows[:count])[-1], whole[count - 1]) for count in range(1, 54))
     with pytest.raises(ValueError, match="batch_invariant must be False with compile=False on cpu: PyTorch's own"):
         sc.Engine(llama[0], CONFIG)
+    program: Any = compile_step_program(llama[0], CONFIG)
+    program.device = torch.device("cuda")
+    with pytest.raises(ValueError, match="batch_invariant must be False with compile=False on cuda"):
+        check_invariance(program)
 
 
 def test_recurrences_and_isolated_modules_are_refused_by_name() -> None:

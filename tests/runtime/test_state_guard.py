@@ -283,7 +283,8 @@ def trial(act: str, seed: int, number: int) -> None:
 @pytest.mark.parametrize(
     ("act", "number"),
     [
-        *(("step", signal.SIGINT), ("step", signal.SIGINT), ("submit", signal.SIGINT), ("cancel", signal.SIGINT)),
+        *[("step", signal.SIGINT)] * 3,
+        *(("submit", signal.SIGINT), ("cancel", signal.SIGINT)),
         *(("step", signal.SIGALRM), ("submit", signal.SIGALRM)),
     ],
 )
