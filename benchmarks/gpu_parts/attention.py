@@ -7,8 +7,9 @@ through all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +27,8 @@ from selective_compile.kernels.one_step import one_step
 
 Requests = tuple[tuple[int, int], ...]
 LAYERS = 32  # of the 8B
+BEHIND_ANOTHER = 8  # of them, at most, that are timed as they come one behind another
+OF_NO_CACHE = 1e9  # bytes
 SPARE = 2**31  # for what a kernel allocates, and the rows of the reference
 
 
@@ -55,35 +58,71 @@ def prefill_cells(context: Context) -> Iterator[tuple[str, Requests]]:
 def decode(context: Context) -> None:
     best, timer = ceilings.measured(context), Timer(context.device)
     large: list[float] = []
+    by_itself: list[float] = []
 
     def measure(name: str, step: RaggedStep) -> None:
-        seconds, first, about = of_a_layer(step, timer, context.repeats)
-        found = share(step.kv_bytes, seconds, best.bytes_per_second)
+        times, about = of_a_layer(layers_like(step), timer, context.repeats)
+        found, alone = (share(step.kv_bytes, each, best.bytes_per_second) for each in (times.mean, times.alone))
         counts = step.kv_bytes >= LARGE_KV or context.tiny
         if counts:
             large.append(found)
-        figures = {"microseconds": 1e6 * seconds, "kv_bytes": step.kv_bytes, "share_of_copy": found, "counts": counts}
-        figures |= {**about, "first_layer_microseconds": 1e6 * first}
-        text = f"{1e6 * seconds:9.1f} us  {found:6.1%} of copy bandwidth{'' if counts else '  (below 64 MB)'}"
-        text = f"{text}; {1e6 * first:.1f} us in the first layer"
-        context.tell(context.job.row(name, figures=figures, text=text))
+            by_itself.append(alone)
+        figures = {f"{which}_microseconds": 1e6 * seconds for which, seconds in times._asdict().items()}
+        figures = {"microseconds": 1e6 * times.mean, "kv_bytes": step.kv_bytes, **figures, **about}
+        figures |= {"share_of_copy": found, "alone_share_of_copy": alone, "counts": counts}
+        text = f"{1e6 * times.mean:9.1f} us  {found:6.1%} of copy bandwidth{'' if counts else '  (below 64 MB)'}"
+        context.tell(context.job.row(name, figures=figures, text=f"{text}; {1e6 * times.alone:.1f} us by itself"))
 
     each(context, decode_cells(context), measure)
-    if (of_large := spread(large)) is not None:
+    if (of_large := spread(large)) is not None and (alone := spread(by_itself)) is not None:
         text = f"worst {of_large.worst:.1%}, worst over best {of_large.worst_over_best:.2f}, {len(large)} cells"
-        figures = {"cells": len(large), **of_large._asdict()}
+        text = f"{text}; by itself {alone.worst:.1%} and {alone.worst_over_best:.2f}"
+        figures = {"cells": len(large), **of_large._asdict(), "alone_worst": alone.worst}
         context.tell(context.job.row("decode, 64 MB of keys and values or more", figures=figures, text=text))
     sizes = [(3, 40)] if context.tiny else [(1, 512), (32, 512), (8, 4096), (32, 4096), (1, 32_768)]
     tell_kernels(context, [(f"{batch} x {length}", ragged(batch, length)) for batch, length in sizes])
 
 
-def of_a_layer(step: Callable[[], Any], timer: Timer, repeats: int) -> tuple[float, float, dict[str, Any]]:
-    """Seconds of a layer of the 8B's step, in the mean, and of the first one, which alone shares out the keys; and how
-    those of the others were timed."""
-    first = timer.seconds(step, repeats)
-    with one_step():  # the timer's first calls, before those that count, share them out
-        other = timer.seconds(step, repeats)
-    return (first + (LAYERS - 1) * other) / LAYERS, first, timer.about("layer_")
+class LayerTimes(NamedTuple):
+    """Seconds of a layer's attention in a step of the 8B.
+
+    Attributes:
+        mean: of all layers, of which the first one alone shares out the keys.
+        behind: of one behind another.
+        alone: of one by itself, between two moments.
+        first: of one that shares out the keys, by itself.
+    """
+
+    mean: float
+    behind: float
+    alone: float
+    first: float
+
+
+def layers_like(step: RaggedStep) -> list[RaggedStep]:
+    """Layers of one step: as many as the device has room for, but each has keys and values of its own, so that none
+    finds any in a cache. Those that no cache holds are read again."""
+    if step.kv_bytes > OF_NO_CACHE:
+        return [step] * 2
+    needed = bytes_needed(step.requests, step.shape)
+    count = max(2, min(BEHIND_ANOTHER, 1 + (free_bytes(step.query.device) - SPARE) // needed))
+    others = [make_step(step.requests, step.shape, step.query.device) for _ in range(count - 1)]
+    return [step, *(replace(other, **step.lengths) for other in others)]
+
+
+def of_a_layer(layers: Sequence[Callable[[], Any]], timer: Timer, repeats: int) -> tuple[LayerTimes, dict[str, Any]]:
+    """And how those of layers one behind another were timed."""
+
+    def one_behind_another() -> None:
+        for layer in layers:
+            layer()
+
+    first = timer.seconds(layers[0], repeats)
+    with one_step():  # the timer's first calls, before those that count, share out the keys
+        alone = timer.seconds(layers[0], repeats)
+        behind = timer.seconds(one_behind_another, repeats) / len(layers)
+    mean = behind + max(0.0, first - alone) / LAYERS
+    return LayerTimes(mean, behind, alone, first), timer.about("layers_")
 
 
 def prefill(context: Context) -> None:

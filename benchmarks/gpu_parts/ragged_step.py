@@ -57,6 +57,11 @@ class RaggedStep:
         return self.query.shape[0]
 
     @property
+    def lengths(self) -> dict[str, Tensor]:
+        """What the layers of a step have in common, and by which they know that they are of one."""
+        return {"cu_seqlens_q": self.cu_seqlens_q, "context_lens": self.context_lens}
+
+    @property
     def kv_bytes(self) -> int:
         """That a step must read at least."""
         seen = self.window or max(context for _, context in self.requests)

@@ -2,9 +2,10 @@
 
 Kernels here that have a parameter ``PDL`` wait (``gdc_wait``) until all kernels in front of them are complete and what
 these wrote can be read. Every program does, so that a kernel that is complete says the same of all in front of it.
-Only then a program gives the next kernel leave to begin (``gdc_launch_dependents``): the short ones at once, attention
-behind its keys. The next one begins when all programs have, so that none of them waits for a place that it takes, and
-waits for their results itself (CUDA C++ Programming Guide, "Programmatic Dependent Launch").
+Only then a program gives the next kernel leave to begin (``gdc_launch_dependents``), and does at once: the next one
+begins when all programs have, so that none of them waits for a place that it takes, and waits for their results itself
+(CUDA C++ Programming Guide, "Programmatic Dependent Launch").  Where attention gave leave behind its keys, the launch
+of the merge was not hidden: a layer of decoding took an H200 a microsecond and a half longer.
 
 A kernel of another library that is launched so behind one of these has to wait, too, before it reads or writes.
 

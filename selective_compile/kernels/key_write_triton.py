@@ -43,17 +43,15 @@ def _write_kernel(
         gdc_wait()
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping + row)
-    if slot < 0:
-        return
     head = tl.arange(0, BLOCK_K)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
     mask = (head < KV_HEADS) & (d < KEY_SIZE)
-    k = as_kept(
-        tl.load(key + row * key_row_stride + head * key_head_stride + d, mask), key_scales, head, head < KV_HEADS
-    )
-    to = key_pool + (slot // BLOCK_SIZE) * key_block_stride + (slot % BLOCK_SIZE) * key_slot_stride
-    tl.store(to + head * key_pool_head_stride + d, k, mask)
+    # Both at once, as in `ragged_attention_write_triton`.
+    slot = tl.load(slot_mapping + row)
+    k = tl.load(key + row * key_row_stride + head * key_head_stride + d, mask)
+    k = as_kept(k, key_scales, head, head < KV_HEADS)
+    to = key_pool + slot // BLOCK_SIZE * key_block_stride + slot % BLOCK_SIZE * key_slot_stride
+    tl.store(to + head * key_pool_head_stride + d, k, mask & (head * 0 + slot >= 0))
 
 
 def write_keys(key: Tensor, key_pool: Tensor, slot_mapping: Tensor, key_scales: Tensor | None = None) -> None:

@@ -110,6 +110,7 @@ def _latent_kernel(
     PROGRAMS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H  # of a piece
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     number = tl.program_id(0) // PROGRAMS
     if SPLIT:
         request, first_row, row_end, context, split, each_has, place = piece_of(pieces, num_pieces, number)
@@ -224,8 +225,6 @@ def _latent_kernel(
             accumulator = widened_dot(weight.to(latent.dtype), latent, accumulator * correction[:, None], WIDEN, BULK)
             maximum = new_maximum
 
-    if PDL:
-        gdc_launch_dependents()
     if key_scales is not None:
         accumulator *= tl.load(key_scales)
     value_mask = row_mask[:, None] & (r < VALUE_SIZE)[None, :]

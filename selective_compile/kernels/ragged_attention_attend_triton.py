@@ -147,6 +147,7 @@ def _attention_kernel(
     else:
         if PDL:
             gdc_wait()
+            gdc_launch_dependents()
         number = num_pieces - 1 - tl.program_id(0) // PROGRAMS
         request, row_begin, row_end, first_row = tile_rows(cu_seqlens_q, num_requests, num_rows, number, BLOCK_Q)
         if first_row >= row_end:
@@ -171,6 +172,7 @@ def _attention_kernel(
         begin, end, divided = piece_keys(split, each_has, begin, end)
         if PDL:
             gdc_wait()
+            gdc_launch_dependents()
         if (first_row >= row_end) | ((begin >= end) & (split > 0)):
             return
 
@@ -304,8 +306,6 @@ def _attention_kernel(
                 *(late_start % BLOCK_SIZE, BLOCK_N, BLOCK_DV, WIDEN),
             )
 
-    if PDL:
-        gdc_launch_dependents()
     if value_scales is not None:
         accumulator *= tl.load(value_scales + kv_head)
     if SPLIT:

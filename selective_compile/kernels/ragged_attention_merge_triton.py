@@ -9,8 +9,7 @@ Legend
     maxima     of each place, head and row: the largest score in base 2, which the weights are relative to, or -inf
     totals     of each place, head and row: the sum of the weights
     BLOCK_Q    rows of a tile
-    BLOCK_R    rows of an item that are merged at once: one where most tiles have one or two rows, else all of them
-    BLOCK_S    splits of each that are merged at once
+    BLOCK_R    rows of an item that are merged at once, BLOCK_S splits of each: `MergeConfig`
     PDL        whether it begins before the kernel in front of it has ended: `dependent_launch`
 
 Only what was written is read: splits behind the last one that a tile uses hold anything. The order in which splits
@@ -18,11 +17,15 @@ are merged depends on nothing but their number and BLOCK_S. The grid depends on 
 of programs without an item there are as few as run at once: a program for each item that there could be, 16,896 of
 them, took an H200 22 microseconds behind a prompt that nothing was divided of.
 
-Of several rows at once a warp has one each, and with values of 65 to 128 numbers its threads sum all splits of theirs
-by themselves, so that no warp waits for another; of one row the splits are shared among all warps.
+A warp has a row by itself, and with values of 65 to 128 numbers its threads sum all its splits, so that no warp waits
+for another: of one row at a time a program has one warp. With four of them for each row of decoding, a layer of 32
+requests of 1,024 tokens took an H200 47 us, and takes 43. Only where a step has one or two rows, of which each may have
+splits of a whole device, four share them.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -33,30 +36,45 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from selective_compile.kernels.dependent_launch import begins_early, launch_options
 from selective_compile.kernels.interpreter import on_device
 from selective_compile.kernels.ragged_attention_tiles import processors
-from selective_compile.kernels.registers import Backend, backend
+from selective_compile.kernels.registers import Backend, backend, warps
 from selective_compile.kernels.split_plan_triton import SplitPlan, divided_tile
 
 # Rows of an item: one for each of a program's four warps where several are merged at once. The 32 of a tall tile, one
 # after another in one program, would be 32 times a load, a sum over all warps and a store.
 ROWS = 4
-# Programs for each processor: so many have room at once, by the 80 registers of each of 128 threads.
-PLACES = 6
+# Rows of a step whose splits four warps share.
+FEWEST = 2
 
 
-def merged_at_once(block_dv: int, *, rows: int = 1) -> int:
-    """BLOCK_S for values of that padded size and BLOCK_R: of large ones twice as many spill a register for sm_80."""
-    return (32 if block_dv <= 128 else 8) // rows
+@dataclass(frozen=True, kw_only=True)
+class MergeConfig:
+    """How a step's items are merged.
+
+    rows, splits: BLOCK_R and BLOCK_S; places: programs for each processor, which all have room at once.
+    """
+
+    rows: int
+    splits: int
+    warps: int
+    places: int
+
+    def options(self, block_dv: int, backend: Backend) -> dict[str, int]:
+        """Of a launch. Of several rows at once, the assembler spills a register of heads of 80 numbers to have room for
+        a ninth program on sm_100; with 80 registers for a thread there is room for all places."""
+        several = backend == "cuda" and self.rows > 1 and block_dv <= 256
+        return warps(self.warps, backend) | ({"maxnreg": 80} if several else {})
 
 
-def merge_options(block_dv: int, *, rows: int, backend: Backend) -> dict[str, int]:
-    """Of a launch with that BLOCK_R. Of several rows at once, the assembler spills a register of heads of 80 numbers to
-    have room for a ninth program on sm_100; with 80 registers for a thread there is room for PLACES."""
-    return {"num_warps": 4} | ({"maxnreg": 80} if backend == "cuda" and rows > 1 and block_dv <= 256 else {})
-
-
-def rows_at_once(block_q: int, *, num_rows: int, num_requests: int) -> int:
-    """BLOCK_R of a step: by what tells low tiles from tall ones in `ragged_attention_tiles`."""
-    return 1 if num_rows <= 2 * num_requests else min(ROWS, triton.next_power_of_2(block_q))
+def merge_config(block_q: int, block_dv: int, *, num_rows: int, num_requests: int) -> MergeConfig:
+    """By what tells low tiles from tall ones in `ragged_attention_tiles`. Of large values, twice as many splits spill a
+    register for sm_80; those of one warp are 64 numbers for a thread."""
+    many = 32 if block_dv <= 128 else 8
+    if num_rows > 2 * num_requests:
+        rows = min(ROWS, triton.next_power_of_2(block_q))
+        return MergeConfig(rows=rows, splits=many // rows, warps=4, places=6)
+    if num_rows <= FEWEST:
+        return MergeConfig(rows=1, splits=many, warps=4, places=6)
+    return MergeConfig(rows=1, splits=max(1, min(16, 2048 // block_dv)), warps=1, places=8)
 
 
 @triton.jit(do_not_specialize=["num_divided", "num_items"])
@@ -136,14 +154,13 @@ def merge(output: Tensor, parts: tuple[Tensor, Tensor, Tensor], split: SplitPlan
     """Write the rows [T, H, Dv] of the tiles that more than one split was used for."""
     (num_rows, heads, value_size), num_divided, block_q = output.shape, split.divided.shape[1], parts[0].shape[2]
     block_dv, early = triton.next_power_of_2(value_size), begins_early(output.device)
-    at_once = rows_at_once(block_q, num_rows=num_rows, num_requests=num_requests)
+    how = merge_config(block_q, block_dv, num_rows=num_rows, num_requests=num_requests)
     items = num_divided * heads * triton.cdiv(block_q, ROWS)
     if items == 0:
         return
     # fmt: off
-    on_device(_merge_kernel, output)[(min(items, PLACES * processors(output.device)),)](
-        output, *parts, split.divided, num_divided, items, heads, value_size, block_q, ROWS, at_once,
-        merged_at_once(block_dv, rows=at_once), block_dv, early, enable_fp_fusion=True,
-        **merge_options(block_dv, rows=at_once, backend=backend()), **launch_options(early),
+    on_device(_merge_kernel, output)[(min(items, how.places * processors(output.device)),)](
+        output, *parts, split.divided, num_divided, items, heads, value_size, block_q, ROWS, how.rows, how.splits,
+        block_dv, early, enable_fp_fusion=True, **how.options(block_dv, backend()), **launch_options(early),
     )
     # fmt: on

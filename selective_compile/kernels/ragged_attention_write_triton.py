@@ -58,24 +58,22 @@ def _write_kernel(
         gdc_wait()
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping + row)
-    if slot < 0:
-        return
-    block = slot // BLOCK_SIZE
-    offset = slot % BLOCK_SIZE
     head = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
     dv = tl.arange(0, BLOCK_DV)[None, :]
     key_mask = (head < KV_HEADS) & (d < KEY_SIZE)
-    k = tl.load(key + row * key_row_stride + head * key_head_stride + d, key_mask)
-    k = as_kept(k, key_scales, head, head < KV_HEADS)
-    key_slot = key_pool + block * key_block_stride + offset * key_slot_stride
-    tl.store(key_slot + head * key_pool_head_stride + d, k, key_mask)
     value_mask = (head < KV_HEADS) & (dv < VALUE_SIZE)
+    # All at once, of rows that are kept nowhere, too: a program that had its slot first would wait for memory twice.
+    slot = tl.load(slot_mapping + row)
+    k = tl.load(key + row * key_row_stride + head * key_head_stride + d, key_mask)
     v = tl.load(value + row * value_row_stride + head * value_head_stride + dv, value_mask)
+    k = as_kept(k, key_scales, head, head < KV_HEADS)
     v = as_kept(v, value_scales, head, head < KV_HEADS)
-    value_slot = value_pool + block * value_block_stride + offset * value_slot_stride
-    tl.store(value_slot + head * value_pool_head_stride + dv, v, value_mask)
+    kept = head * 0 + slot >= 0
+    key_slot = key_pool + slot // BLOCK_SIZE * key_block_stride + slot % BLOCK_SIZE * key_slot_stride
+    tl.store(key_slot + head * key_pool_head_stride + d, k, key_mask & kept)
+    value_slot = value_pool + slot // BLOCK_SIZE * value_block_stride + slot % BLOCK_SIZE * value_slot_stride
+    tl.store(value_slot + head * value_pool_head_stride + dv, v, value_mask & kept)
 
 
 def write(

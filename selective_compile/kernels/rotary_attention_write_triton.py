@@ -144,11 +144,8 @@ def _rotate_kernel(
         q_mask = head_mask[:, None] & (d < KEY_SIZE)[None, :]
         tl.store(output + q_offset, q.to(output.dtype.element_ty), q_mask)
         return
+    # At once with what is rotated, as in `ragged_attention_write_triton`.
     slot = tl.load(slot_mapping + row)
-    if slot < 0:
-        return
-    block = slot // BLOCK_SIZE
-    offset = slot % BLOCK_SIZE
     head = (part - QUERY_PARTS) * BLOCK_H + tl.arange(0, BLOCK_H)
     head_mask = head < KV_HEADS
     # fmt: off
@@ -157,19 +154,18 @@ def _rotate_kernel(
         EPS, WEIGHT_OFFSET, FIRST, ROTATED, INTERLEAVED, WIDE, KEY_SIZE, BLOCK_D,
     )
     # fmt: on
-    key_mask = head_mask[:, None] & (d < KEY_SIZE)[None, :]
-    key_slot = key_pool + block * key_block_stride + offset * key_slot_stride
-    key_offset = head[:, None] * key_pool_head_stride + d[None, :]
-    # What is kept as e4m3 is rounded to the key's own dtype first, as where no launch does both.
-    k = as_kept(k.to(key.dtype.element_ty), key_scales, head[:, None], head_mask[:, None])
-    tl.store(key_slot + key_offset, k, key_mask)
     dv = tl.arange(0, BLOCK_DV)
     value_mask = head_mask[:, None] & (dv < VALUE_SIZE)[None, :]
-    value_row = value + row * value_row_stride
-    v = tl.load(value_row + head[:, None] * value_head_stride + dv[None, :], value_mask)
+    v = tl.load(value + row * value_row_stride + head[:, None] * value_head_stride + dv[None, :], value_mask)
+    # What is kept as e4m3 is rounded to the key's own dtype first, as where no launch does both.
+    k = as_kept(k.to(key.dtype.element_ty), key_scales, head[:, None], head_mask[:, None])
     v = as_kept(v, value_scales, head[:, None], head_mask[:, None])
-    value_slot = value_pool + block * value_block_stride + offset * value_slot_stride
-    tl.store(value_slot + head[:, None] * value_pool_head_stride + dv[None, :], v, value_mask)
+    kept = (head * 0 + slot >= 0)[:, None]
+    key_slot = key_pool + slot // BLOCK_SIZE * key_block_stride + slot % BLOCK_SIZE * key_slot_stride
+    key_mask = head_mask[:, None] & (d < KEY_SIZE)[None, :] & kept
+    tl.store(key_slot + head[:, None] * key_pool_head_stride + d[None, :], k, key_mask)
+    value_slot = value_pool + slot // BLOCK_SIZE * value_block_stride + slot % BLOCK_SIZE * value_slot_stride
+    tl.store(value_slot + head[:, None] * value_pool_head_stride + dv[None, :], v, value_mask & kept)
 
 
 def rotate_and_write(

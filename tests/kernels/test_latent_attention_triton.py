@@ -217,14 +217,3 @@ def test_keys_that_every_row_sees_are_compared_with_nothing(target: Any, name: s
     assert "async_tma_copy_global_to_local" not in masked
     if target.arch == 90:  # two buffers of latents, or the copy of an iteration would begin where it is waited for
         assert re.search(rf"memdesc<2x(1x1x)?{64 if name == 'step' else 32}x512x", clear)
-
-
-@compiling
-@pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_the_merge_of_so_large_values_compiles_ahead_of_time(target: Any, tmp_path: Any) -> None:
-    merges = pytest.importorskip("selective_compile.kernels.ragged_attention_merge_triton")
-    types = {"output": "*bf16", "divided": "*i32"} | dict.fromkeys(("sums", "maxima", "totals"), "*fp32")
-    constants = {"HEADS": 128, "VALUE_SIZE": 512, "BLOCK_Q": 1}
-    constants |= {"ROWS": merges.ROWS, "BLOCK_R": 1, "BLOCK_S": merges.merged_at_once(512), "BLOCK_DV": 512}
-    compiled = ahead.compile_ahead(merges._merge_kernel, target, types, constants, num_warps=4)
-    ahead.assert_ships(compiled, tmp_path)

@@ -122,7 +122,7 @@ def test_a_program_merges_a_few_rows(group, requests, programs, at_once, nan_fil
     (told,) = (dict(zip(names, args, strict=False)) for kernel, _, args in launches if kernel is merges._merge_kernel)
     assert (told["num_items"], told["BLOCK_R"]) == (programs * told["num_divided"] * 2 * group, at_once)
     (grid,) = (grid for kernel, grid, _ in launches if kernel is merges._merge_kernel)
-    assert grid == (min(told["num_items"], merges.PLACES),)  # of one processor
+    assert grid == (min(told["num_items"], 6 if at_once > 1 else 8),)  # of one processor
     output = launcher.ragged_attention(*inputs.ragged())
     torch.testing.assert_close(output.double(), exact_ragged(inputs)[0], rtol=0, atol=2e-5)
 
@@ -180,8 +180,9 @@ def test_a_batch_invariant_step_is_whole_at_any_width():
 
 
 @compiling
-def test_steps_of_every_shape_share_two_compiled_kernels_and_their_merges(monkeypatch):
-    """Low and tall tiles: what is known of the lengths, and how many pieces there are, may not cause a recompile."""
+def test_steps_of_every_shape_share_two_compiled_kernels_and_three_merges(monkeypatch):
+    """Low and tall tiles, and where there is one row or two: what is known of the lengths, and how many pieces there
+    are, may not cause a recompile."""
     monkeypatch.setattr(triton.runtime.driver, "_active", ahead.NoDevice())
     monkeypatch.setattr(attends, "processors", lambda device: 132)
     compiled = set()
@@ -195,7 +196,7 @@ def test_steps_of_every_shape_share_two_compiled_kernels_and_their_merges(monkey
         compiled |= set(recorded(lambda inputs=inputs: launcher.ragged_attention(*inputs.ragged()), launch))
     kinds = [kernel for kernel, _ in compiled]
     kernels = (attends._attention_kernel, merges._merge_kernel, plans._plan_kernel, writes._write_kernel)
-    assert [kinds.count(each) for each in kernels] == [2, 2, 2, 1]
+    assert [kinds.count(each) for each in kernels] == [2, 3, 2, 1]
 
 
 SPLITS = {
@@ -218,31 +219,54 @@ def test_splits_compile_ahead_of_time_without_spills(target, name, tmp_path):
     ahead.assert_ships(compiled, tmp_path)
 
 
-def compile_merge(target, *, size: int, block_q: int, at_once: int, heads: int = 32):
+def compile_merge(target, *, size: int, block_q: int, num_rows: int, heads: int = 32):
+    """Of a step of eight requests."""
     types = {"output": "*bf16", "divided": "*i32"} | dict.fromkeys(("sums", "maxima", "totals"), "*fp32")
     block_dv = triton.next_power_of_2(size)
-    constants = {"HEADS": heads, "VALUE_SIZE": size, "BLOCK_Q": block_q, "ROWS": merges.ROWS, "BLOCK_R": at_once}
-    constants |= {"BLOCK_DV": block_dv, "BLOCK_S": merges.merged_at_once(block_dv, rows=at_once)}
-    options = merges.merge_options(block_dv, rows=at_once, backend=target.backend)
+    how = merges.merge_config(block_q, block_dv, num_rows=num_rows, num_requests=8)
+    constants = {"HEADS": heads, "VALUE_SIZE": size, "BLOCK_Q": block_q, "ROWS": merges.ROWS, "BLOCK_R": how.rows}
+    constants |= {"BLOCK_DV": block_dv, "BLOCK_S": how.splits}
+    options = how.options(block_dv, target.backend)
     return ahead.compile_ahead(merges._merge_kernel, target, types, constants, **options)
 
 
+FEWEST, LOW, TALL = 2, 8, 512  # rows of a step
+MERGED = [*((size, 4, rows) for size in (64, 80, 128, 256, 512, 576) for rows in (FEWEST, LOW))]
+MERGED += [
+    (512, 1, LOW),
+    (512, 1, FEWEST),
+    (64, 32, TALL),
+    (80, 32, TALL),
+    (128, 32, TALL),
+    (256, 2, TALL),
+    (256, 32, TALL),
+    (576, 16, TALL),
+]
+
+
 @compiling
-@pytest.mark.parametrize(
-    ("size", "block_q", "at_once"),
-    [(80, 4, 1), (512, 4, 1), (64, 32, 4), (80, 32, 4), (128, 32, 4), (256, 2, 2), (256, 32, 4), (576, 16, 4)],
-)
+@pytest.mark.parametrize(("size", "block_q", "num_rows"), MERGED)
 @pytest.mark.parametrize("target", ahead.TARGETS, ids=str)
-def test_the_merge_compiles_ahead_of_time_without_spills(target, size, block_q, at_once, tmp_path):
-    compiled = compile_merge(target, size=size, block_q=block_q, at_once=at_once)
-    ahead.assert_ships(compiled, tmp_path)
+def test_the_merge_compiles_ahead_of_time_without_spills(target, size, block_q, num_rows, tmp_path):
+    ahead.assert_ships(compile_merge(target, size=size, block_q=block_q, num_rows=num_rows), tmp_path)
 
 
 @compiling
-@pytest.mark.parametrize(("at_once", "waiting"), [(1, True), (4, False)])
-def test_a_warp_of_several_rows_merged_at_once_waits_for_no_other(at_once, waiting):
-    compiled = compile_merge(ahead.TARGETS[1], size=128, block_q=32, at_once=at_once)
+@pytest.mark.parametrize(("num_rows", "waiting"), [(FEWEST, True), (LOW, False), (TALL, False)])
+def test_a_warp_that_merges_rows_by_itself_waits_for_no_other(num_rows, waiting):
+    block_q = 32 if num_rows == TALL else 4
+    compiled = compile_merge(ahead.TARGETS[1], size=128, block_q=block_q, num_rows=num_rows)
     assert ("bar.sync" in compiled.asm["ptx"]) is waiting
+
+
+@pytest.mark.parametrize("num_rows", (1, 2, 3, 30))
+@pytest.mark.parametrize("size", (16, 128, 192, 512))
+def test_a_program_has_numbers_of_a_few_registers(num_rows, size):
+    """32 or 64 for each of its threads; and a step of one request, of one row or two, all its splits at once."""
+    block_dv = triton.next_power_of_2(size)
+    how = merges.merge_config(4, block_dv, num_rows=num_rows, num_requests=num_rows)
+    assert how.rows == 1 and how.splits * block_dv <= 64 * 32 * how.warps
+    assert how.warps == (4 if num_rows <= 2 else 1) and how.splits == {1: 16, 4: 32}[how.warps] or block_dv > 128
 
 
 @pytest.mark.gpu
