@@ -32,10 +32,18 @@ FUNCTIONS = {
     "selective_compile.step_program.capture_once": "capture",
     "selective_compile.step_program.rewrite": "passes",
     "selective_compile.isolation.one_token_refusal": "steps of one token",
+    "selective_compile.programs.step_program": "the step",
+    "selective_compile.programs.join": "joining",
+    "selective_compile.programs.fuse_rotary": "fusing rotary",
+    "selective_compile.step_program.LiveWeights": "the weights that are live",
+    "selective_compile.joined_weights.joined": "moving weights",
+    "selective_compile.joined_weights.give_back_memory": "memory of the device given back",
     "selective_compile.step_program.compiled": "compiling",
     "selective_compile.compiling.cut": "cutting layers",
     "selective_compile.compiling.compile_fx": "Inductor",
     "selective_compile.compiling.give_back_memory": "memory given back",
+    "selective_compile.runtime.engine_parts.ModelRunner": "the runner",
+    "selective_compile.runtime.model_runner.DeviceChooser": "the chooser",
     "selective_compile.runtime.model_runner.allocate_pools": "pools",
 }
 LONGEST = 12  # of torch's own phases, which are told beside them

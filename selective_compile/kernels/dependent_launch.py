@@ -13,8 +13,8 @@ What a kernel reads before it waits, past the first-level cache, must have been 
 began: how a step's attention is cut is (`split_plan_triton`), since the launch that writes keys lies between. By
 waiting, that one has seen to it that the plan is complete.
 
-It hides the time between two kernels, about a microsecond for each: on an H200 they begin up to 3 us before the one in
-front has ended.
+It hides the time between two kernels: in a graph, one that does next to nothing comes 1.4 us behind another, and 0.7
+where it begins early (H200).
 """
 
 from __future__ import annotations
