@@ -145,7 +145,7 @@ def test_a_cell_that_failed_may_be_the_worst() -> None:
     assert of([*WHOLE, skipped], "KV bytes").why == "2 cells, without decode 256 x 32768"
     idle = of([step(32, 0.9, None), *WHOLE], "idle")
     assert idle.found is None and idle.why == (
-        "llama-3.1-8b, 32 requests: idle is not known, without a graph of the step to replay; 0.004 of 2 others"
+        "llama-3.1-8b, 32 requests: idle is not known, by a graph of the step alone; 0.004 of 2 others"
     )
 
 

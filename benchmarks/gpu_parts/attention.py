@@ -67,8 +67,9 @@ def decode(context: Context) -> None:
         if counts:
             large.append(found)
             by_itself.append(alone)
-        figures = {f"{which}_microseconds": 1e6 * seconds for which, seconds in times._asdict().items()}
-        figures = {"microseconds": 1e6 * times.mean, "kv_bytes": step.kv_bytes, **figures, **about}
+        figures = {"microseconds": 1e6 * times.mean, "kv_bytes": step.kv_bytes, **about}
+        for which in ("behind", "alone", "first"):
+            figures[f"{which}_microseconds"] = 1e6 * getattr(times, which)
         figures |= {"share_of_copy": found, "alone_share_of_copy": alone, "counts": counts}
         text = f"{1e6 * times.mean:9.1f} us  {found:6.1%} of copy bandwidth{'' if counts else '  (below 64 MB)'}"
         context.tell(context.job.row(name, figures=figures, text=f"{text}; {1e6 * times.alone:.1f} us by itself"))
@@ -77,7 +78,11 @@ def decode(context: Context) -> None:
     if (of_large := spread(large)) is not None and (alone := spread(by_itself)) is not None:
         text = f"worst {of_large.worst:.1%}, worst over best {of_large.worst_over_best:.2f}, {len(large)} cells"
         text = f"{text}; by itself {alone.worst:.1%} and {alone.worst_over_best:.2f}"
-        figures = {"cells": len(large), **of_large._asdict(), "alone_worst": alone.worst}
+        figures = {
+            "cells": len(large),
+            **of_large._asdict(),
+            **{f"alone_{of}": part for of, part in alone._asdict().items()},
+        }
         context.tell(context.job.row("decode, 64 MB of keys and values or more", figures=figures, text=text))
     sizes = [(3, 40)] if context.tiny else [(1, 512), (32, 512), (8, 4096), (32, 4096), (1, 32_768)]
     tell_kernels(context, [(f"{batch} x {length}", ragged(batch, length)) for batch, length in sizes])

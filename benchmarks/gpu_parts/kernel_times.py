@@ -1,7 +1,8 @@
 """How long each kernel of a layer takes, by torch's profiler: the launches of one cell apart.
 
 Beside the time of a cell, which is of all of them in a graph, with what lies between two of them. Here they are
-launched one by one, find in the cache what the call before left there, and have the profiler beside them.
+launched one by one, find in the cache what the call before left there, and have the profiler beside them.  One that
+begins early is there while it waits for the one in front of it: that is in its time, too, most of all in the merge's.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def step_share(rows: Sequence[Row]) -> Value:
 def idle(rows: Sequence[Row]) -> Value:
     """What the host leaves idle in the worst cell. Beside it, for information, what the profiler saw between kernels,
     too, in which its own part may be the larger one."""
-    worst = _of_cells(_steps(rows), "idle", max, "not known, without a graph of the step to replay")
+    worst = _of_cells(_steps(rows), "idle", max, "not known, by a graph of the step alone")
     profiled = [row for row in _of(rows, "steps", MODEL) if "strict_idle" in row.figures]
     if worst.found is None or not profiled:
         return worst

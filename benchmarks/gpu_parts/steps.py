@@ -104,6 +104,8 @@ def profile_counts(context: Context, engine: Engine, running: list[Request], cou
 def row(context: Context, name: str, found: Decoded, replays: tuple[float, ...] | None, floor: float) -> Row:
     """`replays` as of `replayed`."""
     alone = None if replays is None else replays[0]
+    slowed = alone is not None and alone > SLOWED * found.last_wall
+    idle = None if alone is None or slowed else idle_share(alone, found.last_wall)
     between = None if found.span is None else idle_share(found.span, found.wall)
     count = len(found.contexts)
     rows = next(size for size in decode_sizes(count) if size >= count)
@@ -118,16 +120,16 @@ def row(context: Context, name: str, found: Decoded, replays: tuple[float, ...] 
         "rows": rows,
         "mean_context": sum(found.contexts) / count,
         "quartile_microseconds": [1e6 * seconds for seconds in found.quartiles],
-        "idle": None if alone is None else idle_share(alone, found.last_wall),
+        "idle": idle,
         "idle_between_runs": between,
         "counts": True,
     }
     text = f"{1e6 * found.wall:9.0f} us  {floor / found.wall:6.1%} of speed at the floor of {1e6 * floor:.0f} us"
     text += f", {rows} rows" * (rows != count)
-    text += "; no graph" if alone is None else f"; {1e6 * (found.last_wall - alone):.0f} us over its graph alone, idle "
-    text += "" if alone is None else f"{idle_share(alone, found.last_wall):.2%}"
-    if alone is not None and alone > SLOWED * found.last_wall:
-        text += ", and not known: the graph alone took longer, the device may have slowed down"
+    text += "; no graph" if alone is None else f"; {1e6 * (found.last_wall - alone):.0f} us over its graph alone"
+    text += "" if idle is None else f", idle {idle:.2%}"
+    if slowed:
+        text += ", idle not known: the graph alone took longer, the device may have slowed down"
     text += f"; between runs {'unknown' if between is None else format(between, '.2%')}"
     return context.job.row(name, figures=figures, text=text)
 

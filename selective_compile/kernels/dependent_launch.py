@@ -5,7 +5,7 @@ these wrote can be read. Every program does, so that a kernel that is complete s
 Only then a program gives the next kernel leave to begin (``gdc_launch_dependents``), and does at once: the next one
 begins when all programs have, so that none of them waits for a place that it takes, and waits for their results itself
 (CUDA C++ Programming Guide, "Programmatic Dependent Launch").  Where attention gave leave behind its keys, the launch
-of the merge was not hidden: a layer of decoding took an H200 a microsecond and a half longer.
+of the merge was not hidden: a layer of decoding took an H200 up to 1.5 us longer.
 
 A kernel of another library that is launched so behind one of these has to wait, too, before it reads or writes.
 

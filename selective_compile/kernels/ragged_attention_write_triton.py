@@ -7,7 +7,7 @@ Legend
     BLOCK_SIZE slots of a block
     PDL        whether it begins before the kernel in front of it has ended: `dependent_launch`
 
-What is written is read by the launch behind it. On an H200 it takes 1.2 us of one row, and 9.7 of 4,096, whose 34 MB
+What is written is read by the launch behind it. On an H200 it takes 0.9 us of one row, and 9.1 of 4,096, whose 34 MB
 take 7.9 at the rate of a copy.
 """
 

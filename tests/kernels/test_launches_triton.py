@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.kernels.ragged_cases import Case, make_inputs
-from tests.kernels.test_ragged_attention_triton import Recorder
+from tests.kernels.test_latent_attention_triton import compile_latents
+from tests.kernels.test_ragged_attention_triton import Recorder, compile_attention, compiling
 
 triton = pytest.importorskip("triton")
 launcher = pytest.importorskip("selective_compile.kernels.ragged_attention_triton")
@@ -16,6 +17,7 @@ attends = pytest.importorskip("selective_compile.kernels.ragged_attention_attend
 merges = pytest.importorskip("selective_compile.kernels.ragged_attention_merge_triton")
 writes = pytest.importorskip("selective_compile.kernels.ragged_attention_write_triton")
 launches = pytest.importorskip("selective_compile.kernels.dependent_launch")
+ahead = pytest.importorskip("tests.kernels.ahead_of_time")
 Launch = tuple[str, tuple[int, ...], dict[str, Any]]
 GPU = torch.device("cuda", 0)
 
@@ -79,3 +81,20 @@ def test_devices_that_can_begin_early(
     monkeypatch.setattr(torch.version, "hip", hip)
     assert launches.begins_early.__wrapped__(GPU) is early
     assert not launches.begins_early.__wrapped__(torch.device("cpu"))
+
+
+HOPPER = ahead.TARGETS[1]
+COMPILED = {
+    "pieces": lambda: compile_attention(HOPPER, "bf16", 128, 8, split=True),
+    "whole": lambda: compile_attention(HOPPER, "bf16", 128, 8),
+    "latents": lambda: compile_latents(HOPPER, "step", 16, 8),
+}
+
+
+@compiling
+@pytest.mark.parametrize("name", COMPILED)
+def test_attention_gives_leave_before_it_reads_keys(name: str) -> None:
+    """Then the launch of what comes behind it, the merge above all, takes no time of its own."""
+    _, _, behind = COMPILED[name]().asm["ptx"].partition("griddepcontrol.wait")
+    between, leave, _ = behind.partition("griddepcontrol.launch_dependents")
+    assert leave and not ahead.global_accesses(between)

@@ -79,11 +79,11 @@ def test_the_number_of_splits_changes_nothing(case: Case, slots: int, length: in
     torch.testing.assert_close(split, whole, rtol=0, atol=2e-5)
 
 
-def test_more_splits_than_are_merged_at_once(nan_filled_outputs, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize("requests", [((1, 600), (1, 511), (1, 512)), ((1, 600), (1, 511)), ((1, 600),)], ids=len)
+def test_more_splits_than_are_merged_at_once(requests, nan_filled_outputs, monkeypatch):  # noqa: F811
+    """By one warp, and by four of a step of one row or two."""
     monkeypatch.setattr(attends, "split_config", split_into(16, slots=200))
-    inputs = make_inputs(
-        Case(name="", requests=((1, 600), (1, 511), (1, 512)), query_heads=2, kv_heads=1), torch.float32
-    )
+    inputs = make_inputs(Case(name="", requests=requests, query_heads=2, kv_heads=1), torch.float32)
     output = launcher.ragged_attention(*inputs.ragged())
     torch.testing.assert_close(output.double(), exact_ragged(inputs)[0], rtol=0, atol=2e-5)
 
@@ -262,11 +262,12 @@ def test_a_warp_that_merges_rows_by_itself_waits_for_no_other(num_rows, waiting)
 @pytest.mark.parametrize("num_rows", (1, 2, 3, 30))
 @pytest.mark.parametrize("size", (16, 128, 192, 512))
 def test_a_program_has_numbers_of_a_few_registers(num_rows, size):
-    """32 or 64 for each of its threads; and a step of one request, of one row or two, all its splits at once."""
+    """At most 64 for each of its threads; four warps have what a step of one row or two is split into."""
     block_dv = triton.next_power_of_2(size)
     how = merges.merge_config(4, block_dv, num_rows=num_rows, num_requests=num_rows)
-    assert how.rows == 1 and how.splits * block_dv <= 64 * 32 * how.warps
-    assert how.warps == (4 if num_rows <= 2 else 1) and how.splits == {1: 16, 4: 32}[how.warps] or block_dv > 128
+    assert how.rows == 1 and how.warps == (4 if num_rows <= 2 else 1)
+    assert 1 <= how.splits and how.splits * block_dv <= 64 * 32 * how.warps
+    assert block_dv > 128 or how.splits == {1: 16, 4: 32}[how.warps]
 
 
 @pytest.mark.gpu
