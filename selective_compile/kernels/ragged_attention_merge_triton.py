@@ -20,9 +20,9 @@ them, took an H200 22 microseconds behind a prompt that nothing was divided of.
 
 A warp has a row by itself, and with values of 65 to 128 numbers its threads sum all its splits, so that no warp waits
 for another: of one row at a time a program has one warp. With four of them for each row of decoding, a layer of 32
-requests of 1,024 tokens took an H200 47 us, and takes 43. Only where a step has one or two rows, of which each may have
-splits of a whole device, four share them: one request of 32,768 takes 40 us so, and 43 with one warp. Where between two
-and eight rows that turns, and values of 512 numbers, were not measured.
+requests of 1,024 tokens took an H200 47 us, and 43 with one, of 16 programs a processor. Only where a step has one or
+two rows, of which each may have splits of a whole device, four share them: one request of 32,768 takes 40 us so, and 43
+with one warp. Where between two and eight rows that turns, and values of 512 numbers, were not measured.
 """
 
 from __future__ import annotations

@@ -219,8 +219,9 @@ def test_splits_compile_ahead_of_time_without_spills(target, name, tmp_path):
     ahead.assert_ships(compiled, tmp_path)
 
 
-def compile_merge(target, *, size: int, block_q: int, num_rows: int, heads: int = 32):
-    """Of a step of eight requests."""
+def compile_merge(target, *, size: int, block_q: int, num_rows: int):
+    """Of a step of eight requests; tiles of one row are those of latents, which 128 heads read."""
+    heads = 128 if block_q == 1 else 32
     types = {"output": "*bf16", "divided": "*i32"} | dict.fromkeys(("sums", "maxima", "totals"), "*fp32")
     block_dv = triton.next_power_of_2(size)
     how = merges.merge_config(block_q, block_dv, num_rows=num_rows, num_requests=8)
