@@ -15,6 +15,7 @@ from torch._dynamo.comptime import comptime
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._guards import TracingContext
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from selective_compile.live_conditions import LiveConditions
@@ -33,6 +34,8 @@ ATTENTION_MASK = "L['attention_mask']"
 TOKEN_INPUTS = ("L['input_ids']", ATTENTION_MASK)
 UNTRACEABLE = "graph capture"  # stands as the operator of what Dynamo cannot trace
 
+# What Dynamo raises of a call; the second goes through it as it is, and is of a size that only values tell.
+CANNOT_TRACE = (TorchDynamoException, GuardOnDataDependentSymNode)
 # What models and modules raise when they are called in a way that they do not support.
 CANNOT = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError)
 
@@ -97,7 +100,7 @@ def capture(model: nn.Module, functions: Mapping[Place, Recognised] | None = Non
             pass
         except BackendCompilerFailed as failure:
             raise failure.inner_exception from None
-        except TorchDynamoException as failure:
+        except CANNOT_TRACE as failure:
             raise RefusedError([untraceable(model, failure)]) from failure
     if not found:
         raise ValueError("Dynamo must be on to trace the model, got TORCHDYNAMO_DISABLE=1")
@@ -155,7 +158,7 @@ def plain_buffers(model: nn.Module) -> Iterator[None]:
             buffer._is_buffer = True
 
 
-def untraceable(model: nn.Module, failure: TorchDynamoException) -> Refusal:
+def untraceable(model: nn.Module, failure: Exception) -> Refusal:
     lines = [line.strip() for line in str(failure).strip().splitlines() if line.strip()]
     stack = getattr(failure, "real_stack", None)
     where = f"{stack[-1].filename}:{stack[-1].lineno}  {stack[-1].line}" if stack else "source line unknown"

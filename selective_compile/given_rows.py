@@ -8,6 +8,7 @@ the types of tokens, see `token_types`.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -57,7 +58,7 @@ class GivenRows:
         with torch.no_grad():
             example = model.get_submodule(path)(torch.zeros(1, 1, dtype=torch.int64, device=device_of(model)))
         self._table = torch.zeros(capacity, example.shape[-1], dtype=example.dtype, device=example.device)
-        self._buffers = _buffers_of(model)
+        self._modules, self._buffers = _modules_of(model), _buffers_of(model)
         # The copy has attributes of its own: whichever of them its graph has read, the model's must stay as they were.
         names = frozenset(name for module in model.modules() for name in vars(module))
         self._settings = LiveSettings(model, Read(names=names))
@@ -71,7 +72,9 @@ class GivenRows:
         return len(self._table)
 
     def is_of(self, model: nn.Module) -> bool:
-        """Whether the model has still the buffers, attributes and hooks that the copy was made with."""
+        """Whether the model has still the modules, buffers, attributes and hooks that the copy was made with."""
+        if _modules_of(model) != self._modules:
+            return False
         found = _buffers_of(model)
         same = len(found) == len(self._buffers) and all(map(lambda a, b: a is b, found, self._buffers))
         return same and not self._settings.change()
@@ -184,6 +187,11 @@ def _path_of_embedding(model: nn.Module) -> str:
     if not paths:
         raise ValueError(f"inputs_embeds must be None for {name}, which does not say which its input embedding is")
     return paths[0]
+
+
+def _modules_of(model: nn.Module) -> list[tuple[str, weakref.ref[nn.Module]]]:
+    """Which module is in which place; one that is not there any more is like no other."""
+    return [(path, weakref.ref(module)) for path, module in model.named_modules(remove_duplicate=False)]
 
 
 def _buffers_of(model: nn.Module) -> list[Tensor]:

@@ -24,6 +24,7 @@ MODEL: Final = "L['model']"  # beside it, arguments and what is made anew for ea
 # What others look at: hooks (`LiveSettings`), and weights, which may be others (`LiveWeights`).
 ELSEWHERE: Final = re.compile(r"\._\w*hooks\w*\b")
 WEIGHT: Final = re.compile(r"\._(parameters|buffers)\[[^\]]*\]$")
+LOCAL: Final = re.compile(r"(?<![\w'\"])L\[")  # and no other name or key that ends like it
 # What each kind of condition asks, as an expression of the object and of what it is asked with.
 ASKS: Final = {
     "TYPE_MATCH": "type({0})",
@@ -58,7 +59,7 @@ class LiveConditions:
         self._model, self._conditions, self._call = weakref.ref(model), conditions, call
         self._namespace = {**_get_closure_vars(), "key_of": key_of, "G": Globals(call)}
         asked = dict.fromkeys(asked_of(one) for one in conditions if is_looked_at(one))
-        known = self._answers(model, asked)
+        known = self._answers(model, asked) | self._weights_that_are_none(model)
         self._asked = [question for question, answer in known.items() if answer is not GONE]
         self._code = compile(f"[{','.join(self._asked)}]", "<conditions>", "eval")
         self._known = [Known(known[question]) for question in self._asked]
@@ -80,6 +81,12 @@ class LiveConditions:
             if not known.is_still(now):
                 return f"{spelled(question)} must stay {known}, as compiled, got {described(now)}"
         return ""
+
+    def _weights_that_are_none(self, model: nn.Module) -> dict[str, Any]:
+        """A weight may become another one, but what was none has no place in the graph."""
+        asked = dict.fromkeys(asked_of(one) for one in self._conditions if WEIGHT.search(one.source))
+        found = self._answers(model, asked)
+        return {question: answer for question, answer in found.items() if answer is None or answer is type(None)}
 
     def _answers(self, model: nn.Module, asked: Sequence[str] | dict[str, None]) -> dict[str, Any]:
         """Each by itself; `GONE` where one cannot be answered."""
@@ -117,7 +124,7 @@ class Known:
 
 def is_looked_at(condition: Condition) -> bool:
     source = condition.source
-    if ("L[" in source and MODEL not in source) or ELSEWHERE.search(source):
+    if (LOCAL.search(source) and MODEL not in source) or ELSEWHERE.search(source):
         return False
     return not WEIGHT.search(source)
 

@@ -15,6 +15,7 @@ from selective_compile.entries import Entries
 from selective_compile.forks import lock_of_any_process
 from selective_compile.live_conditions import LiveConditions
 from selective_compile.live_settings import NOTHING, LiveSettings
+from selective_compile.optimizer_steps import count_steps_for
 from selective_compile.own_generation import tried
 from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.proved_tensors import ProvedTensors
@@ -64,6 +65,11 @@ class LiveWeights:
         self._lock = lock_of_any_process()
         # As `version` found them last: the tensors and their states, the same object until those change.
         self.seen: tuple[Sequence[Any], States] = constants, states(constants)
+        count_steps_for(self)
+
+    def tensors(self) -> list[Tensor]:
+        """That are the model's now."""
+        return [tensor for tensor in self._slots.found() if isinstance(tensor, Tensor)]
 
     def version(self) -> States:
         """Look the tensors up; see `States`.

@@ -84,6 +84,20 @@ def test_branch_at_a_length_bounds_requests(branch: Callable[[Tensor], Tensor], 
     assert step_program(Decoder(layers=1, mix=branch, positions=first_ten)).max_positions == last
 
 
+def by_values(x: Tensor) -> Tensor:
+    for sign in (x > 0).to(torch.int64).unique().tolist():
+        x = x + sign
+    return x
+
+
+def test_loop_over_values_is_refused() -> None:
+    """Dynamo lets its error about the loop's unknown length through as it is."""
+    with pytest.raises(sc.RefusedError) as refused:
+        step_program(Decoder(layers=1, mix=by_values))
+    (refusal,) = refused.value.refusals
+    assert "Dynamo cannot trace the model to one graph" in refusal.reason and ".tolist()" in refusal.source_line
+
+
 def first_ten(ids: Tensor) -> Tensor:
     """Positions that never leave their table."""
     return torch.arange(ids.shape[1]).clamp(max=9)

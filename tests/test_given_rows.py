@@ -198,6 +198,22 @@ def test_new_buffers_of_the_model_are_seen() -> None:
     assert torch.equal(sc.generate(model, engine_config=CONFIG, **arguments), model.generate(**arguments))
 
 
+MODULES = {
+    "swapped": lambda layers: layers.insert(0, layers.pop(-1)),
+    "another": lambda layers: layers.__setitem__(0, tiny("llama", seed=5).model.layers[0]),
+}
+
+
+@pytest.mark.parametrize("changed", MODULES)
+def test_other_modules_of_the_model_are_seen(changed: str) -> None:
+    model = tiny("llama")
+    given = {**prompts(1), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    before = sc.generate(model, **given, engine_config=CONFIG)
+    MODULES[changed](model.model.layers)
+    found = sc.generate(model, **given, engine_config=CONFIG)
+    assert found.tolist() == model.generate(**given).tolist() != before.tolist()
+
+
 def test_new_attributes_of_the_model_are_seen() -> None:
     """The copy has its own: with those that it was made with, the answers would be those of the model before."""
     model = small()

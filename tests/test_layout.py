@@ -55,6 +55,7 @@ LAYERS = (
         "module_state",
         "proved_tensors",
         "tensor_state",
+        "optimizer_steps",
         "whole_device",
         "joined_weights",
         "entries",

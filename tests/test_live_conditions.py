@@ -18,6 +18,7 @@ from selective_compile.capture import capture
 from tests.test_live_settings import PROMPTS, RAGGED, alone, ours, small, told
 
 SCALE = 1.5
+TOTAL = {"scale": 1.5}  # whose name ends as Dynamo's for what is local
 
 
 def multiplied(x: torch.Tensor) -> torch.Tensor:
@@ -158,6 +159,25 @@ def test_names_in_a_python_module_are_seen(monkeypatch: pytest.MonkeyPatch) -> N
         with monkeypatch.context() as patch:
             patch.setattr(sys.modules[__name__], name, other)
             assert "must stay" in holds.change()
+
+
+def test_a_table_in_a_python_module_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = asking(lambda own, x: x * TOTAL["scale"])
+    holds = capture(model).holds_for(model)
+    assert holds.change() == ""
+    monkeypatch.setitem(TOTAL, "scale", -3.0)
+    assert "TOTAL['scale'] must stay 1.5, as compiled, got -3.0" in holds.change()
+
+
+def test_a_weight_that_there_was_none_of_is_seen() -> None:
+    """Another weight in the place of one is read as it is, by the same graph."""
+    model = small()
+    before, holds = logits(model), capture(model).holds_for(model)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight * 2)
+    assert holds.change() == ""
+    model.lm_head.bias = nn.Parameter(torch.ones(model.config.vocab_size))
+    assert not torch.equal(logits(model), before)
+    assert "lm_head._parameters['bias'] must stay None, as compiled, got Parameter" in holds.change()
 
 
 def test_another_answer_is_compiled_anew_by_the_next_call_and_refused_by_an_engine() -> None:
