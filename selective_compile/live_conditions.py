@@ -8,6 +8,7 @@ model of 32 layers.
 from __future__ import annotations
 
 import copy
+import hashlib
 import re
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,7 +23,8 @@ from selective_compile.trace_conditions import Condition, Globals
 
 MODEL: Final = "L['model']"  # beside it, arguments and what is made anew for each call
 # What others look at: hooks (`LiveSettings`), and weights, which may be others (`LiveWeights`).
-ELSEWHERE: Final = re.compile(r"\._\w*hooks\w*\b")
+HOOKS: Final = "|".join(name for name in vars(nn.Module()) if "hooks" in name)
+ELSEWHERE: Final = re.compile(rf"\.({HOOKS}|_global_\w*hooks\w*)\b")
 WEIGHT: Final = re.compile(r"\._(parameters|buffers)\[[^\]]*\]$")
 LOCAL: Final = re.compile(r"(?<![\w'\"])L\[")  # and no other name or key that ends like it
 # What each kind of condition asks, as an expression of the object and of what it is asked with.
@@ -41,6 +43,7 @@ ASKS: Final = {
     "SET_NOT_CONTAINS": "set.__contains__({0}, {1!r})",
 }
 ITSELF: Final = "{0}"
+ARRAY: Final = "___from_numpy("  # Dynamo's way from an array to a tensor, which is another one each time
 VALUES: Final = (bytes, complex, range, slice, torch.Size, torch.device)  # told by what they are, beside plain ones
 GONE: Final = object()  # in place of an answer
 
@@ -57,7 +60,7 @@ class LiveConditions:
             call: what was traced.
         """
         self._model, self._conditions, self._call = weakref.ref(model), conditions, call
-        self._namespace = {**_get_closure_vars(), "key_of": key_of, "G": Globals(call)}
+        self._namespace = {**_get_closure_vars(), "key_of": key_of, "values_of": values_of, "G": Globals(call)}
         asked = dict.fromkeys(asked_of(one) for one in conditions if is_looked_at(one))
         known = self._answers(model, asked) | self._weights_that_are_none(model)
         self._asked = [question for question, answer in known.items() if answer is not GONE]
@@ -130,7 +133,8 @@ def is_looked_at(condition: Condition) -> bool:
 
 
 def asked_of(condition: Condition) -> str:
-    return ASKS.get(condition.kind, ITSELF).format(f"({condition.source})", *condition.given)
+    asked = ASKS.get(condition.kind, ITSELF).format(f"({condition.source})", *condition.given)
+    return f"values_of({asked})" if ARRAY in asked else asked
 
 
 def is_value(answer: Any) -> bool:
@@ -140,6 +144,7 @@ def is_value(answer: Any) -> bool:
 def spelled(question: str) -> str:
     """As one would write it of the model."""
     short = re.sub(r"\._modules\['([^']*)'\]", r".\1", question).replace(MODEL, "model")
+    short = short.replace(ARRAY, "torch.from_numpy(")
     return re.sub(r"^\(([^()]*)\)$", r"\1", short)
 
 
@@ -152,3 +157,11 @@ def described(answer: Any) -> str:
 def key_of(key: Any) -> Any:
     """A key of a dictionary, or which object it is."""
     return key if is_plain(key) else id(key)
+
+
+def values_of(answer: Any) -> Any:
+    """Of a tensor that was made of an array, all that there is; anything else is its own."""
+    if not isinstance(answer, torch.Tensor):
+        return answer
+    digest = hashlib.sha256(answer.numpy().tobytes()).hexdigest()
+    return f"{answer.dtype} {list(answer.shape)} {digest[:16]}"

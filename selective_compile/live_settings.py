@@ -35,6 +35,7 @@ CONSTANTS = (bytes, complex, type(Ellipsis))  # that code may have beside
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
 # What torch keeps in every module: hooks are looked at by themselves, tensors and modules elsewhere.
 TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
+NOT_FOLLOWED = TORCHS_OWN | {"forward"}  # by copies of modules, which may be called in another way
 DEPTH = 8  # of containers in containers, and objects in objects
 NOT_WATCHED = (nn.Module, ModuleType, type, dict, list, tuple, set, frozenset)  # modules are looked at elsewhere
 FUNCTIONS = (FunctionType, BuiltinFunctionType)
@@ -207,14 +208,17 @@ def follow(own: nn.Module, copied: nn.Module) -> bool:
     """Give a copy of a module the plain attributes that the module has by now; whether one was another."""
     theirs, changed = vars(copied), False
     for name, value in vars(own).items():
-        if name in TORCHS_OWN or name == "forward":
+        if name in NOT_FOLLOWED:
             continue
         if is_plain(value) and (name not in theirs or theirs[name] != value):
             theirs[name] = copy.deepcopy(value)
             changed = True
-        elif isinstance(value, FUNCTIONS) and theirs.get(name) is not value:
+        elif not is_plain(value) and theirs.get(name) is not value:
             theirs[name] = value
             changed = True
+    for name in theirs.keys() - vars(own).keys() - NOT_FOLLOWED:
+        del theirs[name]
+        changed = True
     return changed
 
 

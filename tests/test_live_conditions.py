@@ -9,6 +9,7 @@ from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ class Options:
     scale = 1.5
 
     def __init__(self) -> None:
-        self.given = 1.5
+        self.given = self._hooks_scale = 1.5
 
     @property
     def doubled(self) -> float:
@@ -68,6 +69,7 @@ class Asking(nn.Module):
         self.functions, self.layers = [torch.tanh], [nn.Tanh()]
         self.queue = deque([1.5])
         self.tensors = {"a": torch.tensor(1.5)}
+        self.array = np.array([1.5], dtype=np.float32)
         self.times = times(1.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -119,6 +121,14 @@ ASKED: dict[str, tuple[Any, Any]] = {
     "a tensor in a dictionary": (
         lambda own, x: x * own.tensors["a"],
         lambda own: own.tensors.__setitem__("a", torch.tensor(-3.0)),
+    ),
+    "an array": (
+        lambda own, x: x * torch.from_numpy(own.array)[0],
+        lambda own: own.array.__setitem__(0, -3.0),
+    ),
+    "an attribute of an object whose name is like that of torch's hooks": (
+        lambda own, x: x * own.options._hooks_scale,
+        lambda own: setattr(own.options, "_hooks_scale", -3.0),
     ),
     "what a function has closed over": (lambda own, x: own.times(x), lambda own: own.times.change(-3.0)),
     "a buffer that may not be there": (

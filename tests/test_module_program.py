@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import random
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,6 +155,41 @@ def test_a_weight_of_such_a_module_is_used_from_the_next_step_on() -> None:
         model.experts[0].weights.neg_()
     tokens = list(request.result().tokens)
     assert_same_tokens(model, [5, 7, 9, *before], tokens[len(before) :])
+
+
+class Object:
+    factor = -2.0
+
+
+ATTRIBUTES: dict[str, tuple[Any, Callable[[Any], None]]] = {
+    "a tensor": (torch.tensor(1.0), lambda own: setattr(own, "given", torch.tensor(-2.0))),
+    "an object": (SimpleNamespace(factor=1.0), lambda own: setattr(own, "given", Object())),
+    "a list of objects": ([SimpleNamespace(factor=1.0)], lambda own: setattr(own, "given", [Object()])),
+    "none any more": (Object(), lambda own: delattr(own, "given")),
+}
+
+
+class Reading(Experts):
+    """Multiplies by an attribute, whatever that is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        given: Any = getattr(self, "given", 1.0)
+        given = given[0] if isinstance(given, list) else given
+        return super().forward(x) * getattr(given, "factor", given)
+
+
+@pytest.mark.parametrize("given", ATTRIBUTES)
+def test_an_attribute_of_such_a_module_is_used_from_the_next_step_on(given: str) -> None:
+    model = Sparse(Reading)
+    own = model.experts[0]
+    own.given, change = ATTRIBUTES[given]
+    engine = sc.Engine(model, CONFIG)
+    before = engine.submit([5, 7, 9], max_new_tokens=6).result().tokens
+    assert_same_tokens(model, [5, 7, 9], before)
+    change(own)
+    after = engine.submit([5, 7, 9], max_new_tokens=6).result().tokens
+    assert_same_tokens(model, [5, 7, 9], after)
+    assert after != before
 
 
 @pytest.mark.parametrize(("kind", "fallback"), [(Normalised, "refuse"), (Normalised, "isolated"), (Counting, "refuse")])
