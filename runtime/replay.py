@@ -38,7 +38,7 @@ class EventLog:
             OSError: the file cannot be read.
             ValueError: it is no event log, or one of another version. A last line that was cut off is left out.
         """
-        lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         whole = [line for line in lines if line.endswith("\n")]
         try:
             events = [json.loads(line) for line in whole]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
 from torch._guards import CompileContext
@@ -177,7 +178,8 @@ def explain(model: nn.Module, *, max_attention_window: int | None = None) -> Rep
     model = uncompiled(model)
     name = type(model).__name__
     try:
-        proved = prove(model, "sequential", max_attention_window)
+        with compile_lock:
+            proved = prove(model, "sequential", max_attention_window)
     except RefusedError as error:
         return unproved_report(model, error.refusals)
     return report_on(proved.rewritten, name, isolated=proved.isolated)

@@ -78,6 +78,9 @@ def through_inductor(
     # and compiles it for its own, which leaves out every other part of a row; by this it tells the two apart.
     if config.cpp.simdlen is None and flat.device.type == "cpu":
         settings["cpp.simdlen"] = pick_vec_isa().bit_width()
+    # With wrappers in other languages `compile_fx` asks for values that placeholders of ours do not have; and native
+    # calls and captured graphs take the place of any wrapper.
+    settings |= {"cpp_wrapper": False, "fx_wrapper": False}
     # A context of our own: the caller may be inside Dynamo's, whose fake tensors must not meet ours.
     with config.patch(**passes, **settings), tracing(TracingContext(flat.symbols.mode)), torch.no_grad():
         return compile_fx(module, list(examples))  # type: ignore[return-value]

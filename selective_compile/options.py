@@ -32,6 +32,8 @@ class _NamedOptions:
 
 # Far beyond the cores of any machine: OpenMP ends the process where the system gives it no more threads.
 MOST_THREADS = 1024
+MOST_TOKENS = 2**31 - 1  # slots and lengths are int32
+MOST_BYTES = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,15 +154,13 @@ class EngineConfig(_NamedOptions):
 
     def __post_init__(self) -> None:
         for name in ("token_budget", "max_requests", "block_size"):
-            _require_integer(name, getattr(self, name), at_least=1)
+            _require_integer(name, getattr(self, name), at_least=1, at_most=MOST_TOKENS)
         if self.max_kv_tokens is not None:
-            _require_integer("max_kv_tokens", self.max_kv_tokens, at_least=self.block_size)
+            _require_integer("max_kv_tokens", self.max_kv_tokens, at_least=self.block_size, at_most=MOST_TOKENS)
         if self.max_attention_window is not None:
-            _require_integer("max_attention_window", self.max_attention_window, at_least=1)
+            _require_integer("max_attention_window", self.max_attention_window, at_least=1, at_most=MOST_TOKENS)
         if self.threads is not None:
-            _require_integer("threads", self.threads, at_least=1)
-            if self.threads > MOST_THREADS:
-                raise ValueError(f"threads must be an integer of at most {MOST_THREADS}, got {self.threads}")
+            _require_integer("threads", self.threads, at_least=1, at_most=MOST_THREADS)
         fraction = self.kv_memory_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
             raise ValueError(f"kv_memory_fraction must be a number above 0 and at most 1, got {fraction!r}")
@@ -178,7 +178,7 @@ class EngineConfig(_NamedOptions):
             raise ValueError("async_scheduling must be None or False with record, got True")
         _require_bool("join_weights", self.join_weights)
         _require_bool("block_reuse", self.block_reuse)
-        _require_integer("host_kv_bytes", self.host_kv_bytes, at_least=0)
+        _require_integer("host_kv_bytes", self.host_kv_bytes, at_least=0, at_most=MOST_BYTES)
         if self.host_kv_bytes and not self.block_reuse:
             raise ValueError(f"host_kv_bytes must be 0 without block_reuse, got {self.host_kv_bytes}")
         if self.record is not None and not isinstance(self.record, (str, os.PathLike)):
@@ -226,9 +226,11 @@ class BackendOptions(_NamedOptions):
         _require_implementation(self.implementation)
 
 
-def _require_integer(name: str, value: object, *, at_least: int) -> None:
+def _require_integer(name: str, value: object, *, at_least: int, at_most: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         raise ValueError(f"{name} must be an integer of at least {at_least}, got {value!r}")
+    if at_most is not None and value > at_most:
+        raise ValueError(f"{name} must be an integer of at most {at_most}, got {value!r}")
 
 
 def _require_bool(name: str, value: object) -> None:

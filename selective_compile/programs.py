@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch._dynamo.convert_frame import compile_lock
 
 from selective_compile.capture import device_of
 from selective_compile.compiled_step import NATIVE_KERNELS, runs_native
@@ -42,12 +43,14 @@ def compile_step_program(model: nn.Module, config: EngineConfig) -> Program:
         ValueError: the model is in training mode, or of a dtype that no kernel has; or ``config.max_attention_window``
             is given for a model that runs request after request, all of it or in part; or `check_kv_dtype` refuses.
     """
-    with IntraOpThreads(config.threads):  # Inductor's kernels are made for a number of threads
+    build_native_kernels(model, config)
+    # Inductor's kernels are made for a number of threads; and what Dynamo, FX and Inductor trace by is the process's:
+    # nobody else may trace meanwhile, in whatever thread.
+    with IntraOpThreads(config.threads), compile_lock:
         return _compiled(model, config)
 
 
 def _compiled(model: nn.Module, config: EngineConfig) -> Program:
-    build_native_kernels(model, config)
     try:
         proved = prove(
             model,

@@ -61,6 +61,18 @@ def test_code_is_kept_apart_by_the_length_of_its_vectors(monkeypatch: pytest.Mon
     assert seen == [pick_vec_isa().bit_width(), 256]
 
 
+@pytest.mark.parametrize("wrapper", ["cpp_wrapper", "fx_wrapper"])
+def test_a_users_wrapper_is_not_for_the_rewritten_graph(wrapper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(compiling, "compile_fx", lambda *_: seen.append(getattr(config, wrapper)))
+    flat = captured_and_rewritten(Decoder(layers=1), {})[1].flat
+    assert flat is not None
+    with config.patch({wrapper: True}):
+        compiling.compiled(flat, inductor=True)
+        assert getattr(config, wrapper)
+    assert seen == [False]
+
+
 def test_a_step_of_a_plain_decoder_has_no_checks_and_the_configuration_is_as_before() -> None:
     model, before = tiny("llama", num_hidden_layers=1), config.size_asserts
     with config.patch(force_disable_caches=True):

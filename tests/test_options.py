@@ -97,6 +97,11 @@ def test_blocks_are_larger_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch)
         {"fallback": "isolate"},
         {"record": 7},
         {"host_kv_bytes": -1},
+        {"host_kv_bytes": 10**20},
+        {"token_budget": 10**10},
+        {"max_requests": 10**12},
+        {"max_kv_tokens": 2**31},
+        {"max_attention_window": 10**20},
     ],
 )
 def test_engine_config_refuses(options: dict[str, Any]) -> None:

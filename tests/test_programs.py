@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from torch._dynamo.convert_frame import compile_lock
 
 import selective_compile as sc
-from selective_compile import programs
+from selective_compile import backend, programs
 from selective_compile.compiled_step import NATIVE_KERNELS
 from selective_compile.kernels import ragged_attention_cpu
 from tests.models import tiny
@@ -38,6 +40,26 @@ def test_native_kernels_are_built_beside_it_where_they_run(
     monkeypatch.setattr(programs, "prove", prove)
     with pytest.raises(InterruptedError):
         programs.compile_step_program(tiny("llama", num_hidden_layers=1), sc.EngineConfig(**options))
+
+
+def test_nobody_else_traces_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch traces by is the process's: another thread's `torch.compile` failed, or got our symbols."""
+    free: list[bool] = []
+
+    def prove(*_: object, **__: object) -> None:
+        with ThreadPoolExecutor(1) as other:
+            free.append(other.submit(compile_lock.acquire, blocking=False).result())
+        raise InterruptedError
+
+    model = tiny("llama", num_hidden_layers=1)
+    for module, make in (
+        (programs, lambda: programs.compile_step_program(model, sc.EngineConfig(compile=False))),
+        (backend, lambda: sc.explain(model)),
+    ):
+        monkeypatch.setattr(module, "prove", prove)
+        with pytest.raises(InterruptedError):
+            make()
+    assert free == [False, False]
 
 
 def test_what_is_no_model_is_told_as_ever() -> None:

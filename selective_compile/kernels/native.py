@@ -44,6 +44,7 @@ class NativeBuildInterrupted(NativeBuildError):
     """Ctrl-C, which a terminal sends to compilers, too: says nothing of whether it can be built."""
 
 
+ROOM = 2**23  # bytes that must be free where a library is built: one has at most a few of 2**20
 INTERRUPTED = (-signal.SIGINT, 128 + signal.SIGINT)  # exit statuses, the second of a script around a compiler
 
 
@@ -137,11 +138,12 @@ class Functions:
 
 
 def _load_with(compiler: str, source: Path, cache: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
+    name = library_name(compiler, source, flags)
+    if (cache / name).exists():  # in a folder that may be for reading alone, as an image's
+        return ctypes.CDLL(str(cache / name))
     with _writable(cache) as folder:
-        library = folder / library_name(compiler, source, flags)
-        if not library.exists():
-            _build(compiler, source, library, flags)
-        return ctypes.CDLL(str(library))
+        _build(compiler, source, folder / name, flags)
+        return ctypes.CDLL(str(folder / name))
 
 
 def _build(compiler: str, source: Path, library: Path, flags: tuple[str, ...]) -> None:
@@ -193,9 +195,18 @@ def processor() -> str:
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept: the user's cache folder, as the XDG base directory specification places it."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path("~/.cache").expanduser()) / "selective_compile"
+    """Where libraries are kept: the user's cache folder, as the XDG base directory specification places it; of a user
+    without a home, as in containers, a temporary one for as long as the process runs."""
+    given = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(given) if given else Path.home() / ".cache") / "selective_compile"
+    except RuntimeError:
+        return Path(_folder_of_process().name)
+
+
+@functools.cache
+def _folder_of_process() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="selective_compile-", ignore_cleanup_errors=True)
 
 
 @contextlib.contextmanager
@@ -203,7 +214,7 @@ def _writable(cache: Path) -> Iterator[Path]:
     """The cache folder; where it cannot be written, a temporary one. A loaded library outlives its file."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        writable = os.access(cache, os.W_OK)
+        writable = os.access(cache, os.W_OK) and shutil.disk_usage(cache).free >= ROOM
     except OSError:
         writable = False
     if writable:

@@ -10,6 +10,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -98,6 +99,32 @@ def test_a_cache_that_cannot_be_used_is_done_without(source, tmp_path):
     blocked = tmp_path / "file"
     blocked.touch()
     assert native.load(source, cache=blocked / "cache").answer() == 42
+
+
+@needs_compiler
+def test_a_full_disk_is_done_without(source, tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(native.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    assert native.load(source, cache=cache).answer() == 42
+    assert list(cache.iterdir()) == []
+
+
+@needs_compiler
+def test_what_is_there_is_loaded_from_a_folder_for_reading_alone(source, tmp_path, monkeypatch):
+    """As from a container's image: it is not even asked whether it can be written."""
+    native.load(source, cache=tmp_path / "cache")
+    monkeypatch.setattr(native, "_writable", None)
+    assert native.load(source, cache=tmp_path / "cache").answer() == 42
+
+
+def test_a_user_without_a_home_has_a_cache_folder_of_the_process(monkeypatch):
+    def none():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(native.Path, "home", none)
+    folder = native.cache_folder()
+    assert folder.is_dir() and folder == native.cache_folder() and folder.stat().st_mode & 0o077 == 0
 
 
 def test_without_a_compiler_the_reason_names_those_looked_for(source, tmp_path, monkeypatch):

@@ -239,8 +239,8 @@ def test_what_was_cut_off_counts_up_to_there(tmp_path: Path) -> None:
 
 def test_what_is_no_log_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    for text in ("", "hello\n", "[]\n", '{"event": "engine", "version": 0}\n'):
-        path.write_text(text)
+    for text in (b"", b"hello\n", b"\xe5\x00\n", b"[]\n", b'{"event": "engine", "version": 0}\n'):
+        path.write_bytes(text)
         with pytest.raises(ValueError, match=r"run.jsonl must be an event log"):
             EventLog.read(path)
     log = recorded(path)
