@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/installed-$(shell (pwd; cat pyproject.toml constraints.txt)
 INSTALL := $(BIN)/python -m pip install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench bench-cpu soak coverage hf-tests clean
+.PHONY: help demo test test-all lint bench bench-cpu soak coverage hf-tests clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -20,10 +20,13 @@ demo: $(INSTALLED) ## serve mixed requests on the model that ships; ARGS='--help
 
 # A process for each core, with one thread each: teams of threads on shared cores wait for one another.
 # Lint, of one thread, runs beside them; what it says comes last. Inductor's own worker processes would be too many.
-test: $(INSTALLED)-test ## lint and the whole test suite; ARGS='-m "not slow"' goes to pytest
+test: RUN := --short
+test: test-all ## lint and the tests, of what takes long a part of its cases; ARGS='-k window' goes to pytest
+
+test-all: $(INSTALLED)-test ## lint and the whole test suite: three quarters of an hour on two cores
 	@$(MAKE) --no-print-directory lint >$(VENV)/lint.txt 2>&1 & lint=$$!; \
 	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
-	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder --durations=10 $(ARGS); tests=$$?; \
+	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder --durations=10 $(RUN) $(ARGS); tests=$$?; \
 	wait $$lint; lint=$$?; cat $(VENV)/lint.txt; exit $$((tests || lint))
 
 lint: $(INSTALLED)-test ## ruff and mypy

@@ -13,8 +13,8 @@ import torch
 from hypothesis import settings
 
 from selective_compile import kept_files
+from tests.durations import DurationRecorder, left_to_a_long_run, long_files_first, recorded
 from tests.kernels.compiled_before import COMPILED_BEFORE, Recorder
-from tests.order import long_files_first
 from tests.sampled import take_turns
 
 # The same examples in every run, so that a commit's tests end alike wherever and whenever they run. Others are tried by
@@ -37,11 +37,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help=every)
     record = "write down what kernels took that were compiled ahead of time, of the test files that run"
     parser.addoption("--record-compiled", action="store_true", help=record)
+    short = "of each test function as many combinations as its share of the time has room for, by durations.json"
+    parser.addoption("--short", action="store_true", help=short)
+    parser.addoption("--record-durations", action="store_true", help="write down how long the tests of a run take")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--record-compiled"):
         config.pluginmanager.register(Recorder(COMPILED_BEFORE))
+    if config.getoption("--record-durations") and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(DurationRecorder())
 
 
 @pytest.fixture(scope="session")
@@ -77,7 +82,12 @@ def pytest_unconfigure() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     take_turns(config, items)
-    long_files_first(items)
+    durations = recorded()
+    if config.getoption("--short"):
+        left = left_to_a_long_run(items, durations)
+        items[:] = [item for item in items if item not in left]
+        config.hook.pytest_deselected(items=list(left))
+    long_files_first(items, durations)
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA or ROCm device")
         for item in items:

@@ -112,7 +112,6 @@ def test_dropout_in_training_mode_runs_as_it_came() -> None:
     assert any("draws random numbers" in refusal.reason for refusal in sc.selective.reports[-1].refusals)
 
 
-@pytest.mark.slow
 def test_weight_updates_are_seen() -> None:
     model = tiny("llama", num_hidden_layers=1)
     compiled = fast(model)
@@ -178,7 +177,6 @@ def test_model_is_let_go() -> None:
     assert gone() is None
 
 
-@pytest.mark.slow
 def test_by_name_with_inductor() -> None:
     torch._dynamo.reset()
     sc.selective.reports.clear()

@@ -60,7 +60,6 @@ def test_arguments_of_a_call_that_runs_as_it_came(llama: nn.Module, name: str) -
     assert not sc.selective.reports[-1].ok
 
 
-@pytest.mark.slow
 def test_attentions_asked_for_run_as_they_came() -> None:
     model = tiny("llama", attention="eager", num_hidden_layers=1)
     compiled = fast(model)
@@ -110,7 +109,6 @@ def test_window_over_rows_with_holes() -> None:
     assert sc.selective.reports[-1].ok
 
 
-@pytest.mark.slow
 def test_batches_of_one_and_tokens_of_one(llama: nn.Module) -> None:
     sizes = [(1, 19), (4, 19), (4, 1), (1, 1), (4, 4)]
     calls = [
@@ -120,7 +118,6 @@ def test_batches_of_one_and_tokens_of_one(llama: nn.Module) -> None:
     assert difference(llama, *calls) < TOLERANCE
 
 
-@pytest.mark.slow
 def test_all_sizes_symbolic(llama: nn.Module) -> None:
     """``dynamic=True`` makes inputs of the model's floats as well, and of two equal sizes one."""
     torch._dynamo.reset()

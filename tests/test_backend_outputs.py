@@ -88,7 +88,6 @@ def test_engine_serves_a_model_without_attention() -> None:
     assert engine_error(Bigram().eval(), vocabulary=VOCABULARY) < TOLERANCE
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "attention"), [(torch.bfloat16, "sdpa"), (torch.bfloat16, "eager"), (torch.float16, "eager")]
 )

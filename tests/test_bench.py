@@ -370,7 +370,6 @@ def test_a_peer_that_cannot_be_started_is_named(checkpoint: Checkpoint, monkeypa
     assert list(peers) == ["generate"] and failed == {"openvino": "pip install failed"}
 
 
-@pytest.mark.slow
 def test_a_quick_benchmark_tells_all_that_a_reader_needs() -> None:
     modes = ("saturated", "arriving")
     settings = replace(QUICK, dtypes=("float32",), modes=modes, arrival_rate=200.0, peers=("engine", "generate"))

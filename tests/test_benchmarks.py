@@ -142,7 +142,6 @@ def test_split_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[0]["mean"] > rows[2]["mean"] and rows[1]["worst"] >= rows[3]["worst"]
 
 
-@pytest.mark.slow
 def test_startup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = run("startup", tmp_path, monkeypatch, "--quick", "--no-compile")["rows"]
     once = [(False, start) for start in ("cold", "warm", "traced")]

@@ -250,7 +250,6 @@ def test_explain_fails_where_the_model_is_refused(folder: str, monkeypatch: pyte
 # bench
 
 
-@pytest.mark.slow
 def test_bench_keeps_results_beside_one_another_and_shows_them(tmp_path: Path) -> None:
     path, pictures = tmp_path / "figures.json", tmp_path / "pictures"
     store(path, {"1b alone float32 saturated": {"peers": {}}})

@@ -67,7 +67,6 @@ def logits(program: StepProgram, monkeypatch: pytest.MonkeyPatch) -> tuple[list[
 
 
 # What e4m3 keeps of a number may be another for one that differs in its last bit, as compiled code may give it.
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "kv_dtype", "operator", "layers", "tolerance"),
     [

@@ -296,7 +296,6 @@ def test_the_error_of_a_process_is_told_in_a_line(tmp_path: Path) -> None:
     assert last_words(text, -9)["error"] == "the process ended with -9"
 
 
-@pytest.mark.slow
 def test_a_sweep_goes_on_where_it_was_and_outlives_its_processes(tmp_path: Path) -> None:
     seen: list[str] = []
     asked = Sweep(types=("gemma3n", "gpt2"), out=tmp_path / "found.json", jobs=2, trial=QUICK)

@@ -18,7 +18,6 @@ from selective_compile.coverage.trial import QUICK
 COMMITTED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "docs" / "coverage.json").read_text())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CORE)
 def test_no_type_of_the_core_gets_worse(name: str) -> None:
     facts: dict[str, Any] = {}

@@ -300,7 +300,6 @@ def test_what_does_not_go_with_them_is_refused(llama: Any, arguments: dict[str, 
         sc.generate(llama, **{**given, **arguments})
 
 
-@pytest.mark.slow
 def test_compiled_with_inductor() -> None:
     model, arguments = small(), {**prompts(), "max_new_tokens": 8, "pad_token_id": 0}
     found = sc.generate(model, engine_config=sc.EngineConfig(), **arguments)

@@ -101,7 +101,6 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     yield names
 
 
-@pytest.mark.slow
 def test_steps_and_the_trace(tmp_path: Path, measured: set[str]) -> None:
     status, found = dry_run(tmp_path / "found.json", "steps", "trace")
     assert len(measured) == 4, measured  # without a device no graph is replayed, and its idle part not known
@@ -119,7 +118,6 @@ def test_steps_and_the_trace(tmp_path: Path, measured: set[str]) -> None:
     ]
 
 
-@pytest.mark.slow
 def test_a_start_is_a_process_of_its_own(tmp_path: Path, measured: set[str]) -> None:
     status, found = dry_run(tmp_path / "found.json", "start")
     names = ["phases", "seconds", "stamps", "traced"]

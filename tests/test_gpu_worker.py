@@ -231,7 +231,6 @@ if sys.argv[1] == "0.2":
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.slow
 def test_a_worker_ends_at_once_when_its_job_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is to come at its exit; with what it started, which holds the other end of the pipe until then."""
     seen, held = os.pipe()

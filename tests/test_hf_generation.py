@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 TESTS = """
 import unittest
@@ -56,7 +54,6 @@ class ModelTest(GenerationTesterMixin, unittest.TestCase):
 """
 
 
-@pytest.mark.slow
 def test_what_is_counted_and_how(tmp_path: Path) -> None:
     folder = tmp_path / "tests" / "models" / "llama"
     folder.mkdir(parents=True)

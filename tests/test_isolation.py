@@ -338,7 +338,6 @@ def with_sorted_selection(model: Any) -> Any:
     return model
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", TYPES)
 def test_tokens_are_those_of_generate_on_each_request_alone(family: str) -> None:
     """Under random arrivals, prompts longer than a step's budget, and preemption."""

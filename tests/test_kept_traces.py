@@ -61,7 +61,6 @@ def test_a_second_start_traces_nothing(made: list[Any], folder: Path) -> None:
     assert len(made) == len(kept(folder)) == 2
 
 
-@pytest.mark.slow
 def test_a_change_of_the_model_is_traced(made: list[Any], folder: Path) -> None:
     start(tiny("llama"))
     for changes in ({"rms_norm_eps": 1e-3}, {"num_hidden_layers": 3}, {"num_key_value_heads": 1}):

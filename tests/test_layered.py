@@ -19,7 +19,6 @@ SMALL = {"hidden_size": 32, "intermediate_size": 48}
 TURNS = {"num_hidden_layers": 14, "layer_types": ["sliding_attention", "full_attention"] * 7}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "changes"), [("llama", {"num_hidden_layers": 9, **SMALL}), ("gemma2", {**TURNS, **SMALL})]
 )

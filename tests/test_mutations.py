@@ -51,7 +51,6 @@ def test_scores_with_sinks_are_changed_once_and_sinks_are_not() -> None:
     assert float(scores[0, 0, 2, 0]) == 1.0  # half of 2 % 3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "mutation", "kind"),
     [
@@ -71,7 +70,6 @@ def test_changed_attention_is_exact_or_refused(model_type: str, mutation: str, k
     assert bool(found.reason) == (kind == "refused")
 
 
-@pytest.mark.slow
 def test_proof_that_sees_nothing_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("selective_compile.passes.mask_proof.agrees", lambda *_: True)
     assert outcome("gpt2", "dropped row", SMALL).kind == "wrong"

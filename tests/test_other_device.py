@@ -24,7 +24,6 @@ RUNS = {
 }
 
 
-@pytest.mark.slow
 def test_what_runs_and_which_tokens_come_are_those_of_the_cpu(tmp_path: Path) -> None:
     """In a process of its own: torch takes one such device, for good."""
     if not any(map(shutil.which, COMPILERS)):

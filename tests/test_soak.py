@@ -6,7 +6,6 @@ import random
 import resource
 from pathlib import Path
 
-import pytest
 from torch._dynamo.utils import counters
 from transformers import GenerationConfig
 
@@ -30,7 +29,6 @@ def traced_and_compiled() -> dict[str, int]:
     return {f"{kind}.{name}": count for kind in ("stats", "inductor") for name, count in counters[kind].items()}
 
 
-@pytest.mark.slow
 def test_random_traffic_neither_recompiles_nor_grows() -> None:
     model = tiny("llama")
     engine = sc.Engine(model, sc.EngineConfig(token_budget=48, max_requests=12, max_kv_tokens=16 * 12))

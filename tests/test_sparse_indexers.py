@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 import selective_compile as sc
@@ -14,7 +13,6 @@ from tests.exactness import TOLERANCE, engine_error, padded_error
 from tests.oracle import assert_generated_alone
 
 
-@pytest.mark.slow
 def test_logits_in_chunks_and_in_a_padded_call() -> None:
     """Of a model with sinks, in whose second layer the selection of the first is used again."""
     model = random_model("hy_v4")

@@ -39,7 +39,6 @@ def start(folder: Path) -> tuple[dict[str, Any], set[Path]]:
     return json.loads(done.stdout.splitlines()[-1]), set(folder.rglob("*.so"))
 
 
-@pytest.mark.slow
 def test_a_second_process_traces_and_compiles_nothing(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     (first, compiled), (second, found) = start(tmp_path), start(tmp_path)

@@ -87,7 +87,6 @@ assert selective.reports[-1].ok, selective.reports[-1]
 """
 
 
-@pytest.mark.slow
 def test_backend_by_name_in_a_fresh_process(tmp_path: Path) -> None:
     """By its entry point; where the package is not installed, by a copy of what an install would write."""
     environment = {**os.environ, "PYTHONPATH": ""}

@@ -206,7 +206,6 @@ LARGE: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("spread", [1, 4])
 def test_a_large_vocabulary_in_steps_as_long_as_a_gpu_takes_them(spread: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a row's token is that which it has alone."""

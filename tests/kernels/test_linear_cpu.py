@@ -49,7 +49,6 @@ def test_more_rows_than_are_packed_at_once(dtype, threads):
     assert_near_float64(linear(x, weight, bias), x, weight, bias)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_instruction_set(architecture, tmp_path, monkeypatch):
     if not runs(architecture):

@@ -88,7 +88,6 @@ def test_any_step(op, data):
     check(make_call(data.draw(any_case(op)), data.draw(st.sampled_from(list(TOLERANCE))), data.draw(st.integers(0, 9))))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_instruction_set(architecture, tmp_path, monkeypatch, nan_filled_outputs):
     if not runs(architecture):

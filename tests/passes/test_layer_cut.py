@@ -41,7 +41,6 @@ def flat() -> FlatGraph:
     return flat_graph(tiny("llama", num_hidden_layers=8, **SMALL))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "changes", "least"),
     [

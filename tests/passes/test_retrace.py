@@ -60,7 +60,6 @@ def test_code_is_written_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -
     assert found.flat is not None and "ragged_attention" in found.flat.module.code
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_that_were_copied_are_those_that_would_be_traced(
     name: str, traced: list[int], monkeypatch: pytest.MonkeyPatch

@@ -147,7 +147,6 @@ def test_it_is_logged_and_refused_where_attention_is_not_ragged(caplog: pytest.L
         config(0)
 
 
-@pytest.mark.slow
 def test_through_inductor(whole: Any, narrowed: dict[int, tuple[Program, Any]]) -> None:
     _, other = narrowed[5]
     engine = sc.Engine(whole, sc.EngineConfig(block_size=BLOCK, max_kv_tokens=400, max_attention_window=5))

@@ -63,7 +63,6 @@ def assert_same_bits(found: Any, alone: Any) -> None:
     assert found.prompt_logprobs == alone.prompt_logprobs and found.logprobs == alone.logprobs
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype", "budgets"),
     [("llama", torch.float32, (3, 30)), ("llama", torch.bfloat16, (5,)), ("mistral", torch.float16, (7,))],

@@ -241,7 +241,6 @@ def test_selected_keys_through_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert apart(found, plain) < 0.1 * apart(plain, exact_logits(model, prompt))
 
 
-@pytest.mark.slow
 def test_through_inductor() -> None:
     check_same("llama", compile=True)
 

@@ -342,7 +342,6 @@ def test_the_error_is_measured(shipped: tuple[Any, Any, Program]) -> None:
         logit_error(model, [[5]], CONFIG)
 
 
-@pytest.mark.slow
 def test_through_inductor() -> None:
     """The logits of the same graph without it."""
     model = tiny("llama", num_hidden_layers=1, initializer_range=0.2)

@@ -71,7 +71,6 @@ def test_samples_beams_and_drafts(served: tuple[Any, Program]) -> None:
     assert list(best.tokens) == theirs
 
 
-@pytest.mark.slow
 def test_compiled_steps_are_native_calls(caplog: pytest.LogCaptureFixture) -> None:
     """Their logits are those of the compiled code to the bit, or they are not made: with int8 rows, as without."""
     with caplog.at_level(logging.INFO, logger="selective_compile.compiled_step"):

@@ -181,7 +181,6 @@ def test_the_tokens_are_those_of_generate(family: str) -> None:
         assert stats.preemptions > 0
 
 
-@pytest.mark.slow
 def test_two_block_tables_through_inductor() -> None:
     model = tiny("gemma3_text")
     engine = sc.Engine(model, sc.EngineConfig(block_size=BLOCK, token_budget=16, max_kv_tokens=400))
