@@ -69,7 +69,8 @@ class LiveWeights:
 
     def tensors(self) -> list[Tensor]:
         """That are the model's now."""
-        return [tensor for tensor in self._slots.found() if isinstance(tensor, Tensor)]
+        with self._lock:
+            return [tensor for tensor in self._slots.found() if isinstance(tensor, Tensor)]
 
     def version(self) -> States:
         """Look the tensors up; see `States`.

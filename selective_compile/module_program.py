@@ -12,6 +12,7 @@ from selective_compile.forks import lock_of_any_process
 from selective_compile.isolated_op import running
 from selective_compile.live_settings import follow
 from selective_compile.module_state import own_attributes
+from selective_compile.optimizer_steps import count_steps_for
 from selective_compile.options import EngineConfig
 from selective_compile.passes import Rewrite
 from selective_compile.passes.isolated_call import IsolatedCall
@@ -50,6 +51,7 @@ class ModuleProgram(StepProgram):
         # Engines may share a program, and the modules' own attributes are one call's at a time.
         self._lock = lock_of_any_process()
         self.weights_version = self._versions
+        count_steps_for(self)
         paths = ", ".join(dict.fromkeys(call.module for call in self.calls))
         self.not_captured = f"code of the model, which may read the device on the host, runs in each step: {paths}"
 
@@ -69,9 +71,13 @@ class ModuleProgram(StepProgram):
             for own, copied in self._pairs:
                 copied._buffers.update(own._buffers)
                 self._changes += follow(own, copied)
-        tensors = [t for own, _ in self._pairs for t in (*own._parameters.values(), *own._buffers.values())]
-        self._seen = states(tensors, self._seen)
+        self._seen = states(self.tensors(), self._seen)
         return version, self._changes, self._seen
+
+    def tensors(self) -> list[Tensor]:
+        """Of the modules, as they are now."""
+        tensors = (t for own, _ in self._pairs for t in (*own._parameters.values(), *own._buffers.values()))
+        return [tensor for tensor in tensors if tensor is not None]
 
     def _called_once(self, number: int, values: list[Tensor]) -> list[Tensor]:
         """The results of call ``number`` that are used; ``values`` are those that the graph computed."""

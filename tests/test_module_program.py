@@ -157,6 +157,17 @@ def test_a_weight_of_such_a_module_is_used_from_the_next_step_on() -> None:
     assert_same_tokens(model, [5, 7, 9, *before], tokens[len(before) :])
 
 
+def test_a_fused_step_of_such_modules_alone_is_a_change_of_the_weights() -> None:
+    model = Sparse()
+    program = compile_step_program(model, CONFIG)
+    before = program.weights_version()
+    optimizer = torch.optim.AdamW(model.experts.parameters(), fused=True)
+    for weight in model.experts.parameters():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert program.weights_version() != before
+
+
 class Object:
     factor = -2.0
 
