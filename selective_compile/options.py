@@ -32,7 +32,8 @@ class _NamedOptions:
 
 # Far beyond the cores of any machine: OpenMP ends the process where the system gives it no more threads.
 MOST_THREADS = 1024
-MOST_TOKENS = 2**31 - 1  # slots and lengths are int32
+# As far beyond any memory: tensors and counters end in errors that name no option.
+MOST_TOKENS = 2**31 - 1
 MOST_BYTES = 2**63 - 1
 
 
