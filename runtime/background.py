@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Condition, Thread
@@ -12,7 +13,7 @@ P = ParamSpec("P")
 
 
 class Run:
-    """A thread that works until it is told to stop."""
+    """A thread that works until it is told to stop, at the latest when the process is to end."""
 
     def __init__(
         self,
@@ -31,7 +32,8 @@ class Run:
         self.stopping = False
         self._guard = guard
         self._over = False
-        self._thread = Thread(target=self._run, args=(work, on_end, failed), name="selective-compile")
+        # Python would wait for one that is no daemon before it calls what is to be called at exit.
+        self._thread = Thread(target=self._run, args=(work, on_end, failed), name="selective-compile", daemon=True)
 
     @property
     def alive(self) -> bool:
@@ -39,15 +41,17 @@ class Run:
         return self._thread.is_alive() and not self._over
 
     def start(self) -> None:
+        atexit.register(self.stop)
         self._thread.start()
 
     def stop(self) -> None:
         """Let it finish what it does, and wait for it; nothing if it has not begun, or is over."""
-        with self._guard:
-            self.stopping = True
-            self._guard.notify_all()
+        self.stopping = True
         if self._thread.is_alive():
+            with self._guard:
+                self._guard.notify_all()
             self._thread.join()
+        atexit.unregister(self.stop)
 
     def _run(
         self, work: Callable[[Run], None], on_end: Callable[[], None], failed: Callable[[BaseException], None]

@@ -90,7 +90,7 @@ def load_model(
         raise ValueError(f"dtype must be one of {', '.join(get_args(DtypeName))}, got {dtype!r}")
     target = device_named(device)
     source = name if name is not None else str(tiny_model.path())
-    if source.startswith(("/", "./", "../", "~")) or Path(source).is_dir():
+    if source.startswith(("/", "./", "../", "~")) or Path(source).exists():
         if not (Path(source) / "config.json").exists():
             raise ValueError(f"model must be a folder with a config.json, got {source!r}")
     refuse_code_without_trust(source, trust_remote_code)

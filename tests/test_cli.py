@@ -144,6 +144,8 @@ def test_a_folder_without_a_model_is_told_in_a_line(command: str, tmp_path: Path
 def test_a_name_that_is_no_model_is_told_in_a_line() -> None:
     error = refused("explain", "--model", "./no/such/folder")
     assert error == "error: model must be a folder with a config.json, got './no/such/folder'\n"
+    error = refused("explain", "--model", __file__)
+    assert error == f"error: model must be a folder with a config.json, got {__file__!r}\n"
     error = refused("explain", "--model", "no//such name")
     assert error.startswith("error: model must be a folder or a Hugging Face id") and error.count("\n") == 1
 

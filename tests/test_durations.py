@@ -11,13 +11,13 @@ from tests.durations import DurationRecorder, recorded
 
 pytest_plugins = ["pytester"]
 CONFTEST = """
-    from tests.durations import left_to_a_long_run, long_files_first
+    from tests.durations import SHARE, left_to_a_long_run, long_files_first
 
     SECONDS = {
-        "test_b.py::test_some": 6.0,
-        "test_b.py::test_one": 20.0,
-        "test_b.py::test_none": 31.0,
-        "test_c.py::test_x": 99.0,
+        "test_b.py::test_some": 0.4 * SHARE,
+        "test_b.py::test_one": 1.4 * SHARE,
+        "test_b.py::test_none": 2.1 * SHARE,
+        "test_c.py::test_x": 2.1 * SHARE,
     }
 
     def pytest_addoption(parser):
