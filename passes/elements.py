@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from selective_compile.passes.heads import MOVES
-from selective_compile.passes.repeats import reads, spelled
+from selective_compile.passes.repeats import reads
 from selective_compile.passes.retrace import results_of
 
 aten = torch.ops.aten
@@ -134,8 +134,12 @@ class Spelling:
     """All that a `Reader` can tell of ``end``: where two are equal it reads the same, ``nodes`` of one in the place of
     those of the other."""
 
-    def __init__(self, source: fx.Node, end: fx.Node) -> None:
-        self._source, self._dependent = source, dependents(source, end)
+    def __init__(self, source: fx.Node, end: fx.Node, told: Callable[[fx.Node], Hashable]) -> None:
+        """
+        Args:
+            told: `as_traced` of a node.
+        """
+        self._source, self._dependent, self._told = source, dependents(source, end), told
         self._numbers: dict[fx.Node, int] = {}
         self.text = self._of(end)
         self.nodes = list(self._numbers)
@@ -146,7 +150,7 @@ class Spelling:
         self._numbers[node] = len(self._numbers)
         if node is self._source or not self._is_followed(node):
             return node is self._source, results_of(node)
-        return spelled(node), results_of(node), tuple(map(self._of, reads([node])))
+        return self._told(node), tuple(map(self._of, reads([node])))
 
     def _is_followed(self, node: fx.Node) -> bool:
         moves = getattr(node.target, "overloadpacket", None) in MOVEMENTS or node.target is operator.getitem

@@ -19,7 +19,7 @@ once, in the end, as in the code that Inductor makes of the graph.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from selective_compile.passes.equal_values import first_of_equal
 from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.head_norm import HeadNorm, head_norm
 from selective_compile.passes.heads import MOVES
+from selective_compile.passes.retrace import kind_of
 from selective_compile.passes.rotation import Rotation, Rotations, Table, rows_first
 
 aten, ops = torch.ops.aten, torch.ops.selective
@@ -51,7 +52,7 @@ class Heads:
 
 def fuse_rotary(flat: FlatGraph) -> int:
     """Returns how many attention calls rotate their own queries and keys from here on."""
-    graph, tables, rotations = flat.module.graph, Tables(flat), Rotations(flat)
+    graph, tables, rotations = flat.module.graph, Tables(Views(flat)), Rotations(flat)
     calls = [node for node in graph.nodes if node.target is ops.ragged_attention.default]
     fused = [node for node in calls if rotates_its_own(flat, node, tables, rotations)]
     graph.eliminate_dead_code()
@@ -87,8 +88,8 @@ def fused_arguments(
     """What the operator is called with in the place of ``node``; None where rows are not contiguous."""
     rotation, norm, ends = tables.shared(both[0].rotation), both[0].norm, node.args[:2]
     with flat.module.graph.inserting_before(node):
-        rows = [rows_of(flat, heads.source, end) for heads, end in zip(both, ends, strict=True)]
-        weights = [None if heads.norm is None else weight_of(flat, heads.norm) for heads in both]
+        rows = [rows_of(tables.views, heads.source, end) for heads, end in zip(both, ends, strict=True)]
+        weights = [None if heads.norm is None else weight_of(tables.views, heads.norm) for heads in both]
     turning = [tables.rows(table) for table in (rotation.cos, rotation.sin)]
     if any(given is not None and given.meta["val"].stride()[-1] != 1 for given in (*rows, *turning, *weights)):
         return None
@@ -184,21 +185,39 @@ def is_in_memory(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr") or is_kernel(node)
 
 
-def rows_of(flat: FlatGraph, node: fx.Node, end: Any) -> fx.Node:
+class Views:
+    """Puts views into a graph; what they are like is found out once for values alike, as those of other layers are."""
+
+    def __init__(self, flat: FlatGraph) -> None:
+        self.flat = flat
+        self._known: dict[Hashable, Any] = {}
+
+    def add(self, target: Any, node: fx.Node, *args: Any) -> fx.Node:
+        value = node.meta["val"]
+        kind = target, kind_of(value), str(args)
+        if kind not in self._known:
+            with self.flat.symbols.mode:
+                self._known[kind] = target(value, *args)
+        made = self.flat.module.graph.call_function(target, (node, *args))
+        made.meta["val"] = self._known[kind]
+        return made
+
+
+def rows_of(views: Views, node: fx.Node, end: Any) -> fx.Node:
     """``[T, heads, D]`` of a value with as many elements: a view wherever its strides allow it."""
-    moved = added(flat, aten.permute.default, node, rows_first(flat, node))
-    return added(flat, aten.reshape.default, moved, [-1, *end.meta["val"].shape[1:]])
+    moved = views.add(aten.permute.default, node, rows_first(views.flat, node))
+    return views.add(aten.reshape.default, moved, [-1, *end.meta["val"].shape[1:]])
 
 
-def weight_of(flat: FlatGraph, norm: HeadNorm) -> fx.Node | None:
-    return None if norm.weight is None else added(flat, aten.reshape.default, norm.weight, [-1])
+def weight_of(views: Views, norm: HeadNorm) -> fx.Node | None:
+    return None if norm.weight is None else views.add(aten.reshape.default, norm.weight, [-1])
 
 
 class Tables:
     """The tables of a graph as ``[T, width]``: one for all calls that read equal ones."""
 
-    def __init__(self, flat: FlatGraph) -> None:
-        self._flat, self._first = flat, first_of_equal(flat.module.graph)
+    def __init__(self, views: Views) -> None:
+        self.views, self._first = views, first_of_equal(views.flat.module.graph)
         self._rows: dict[Table, fx.Node] = {}
 
     def shared(self, rotation: Rotation) -> Rotation:
@@ -208,21 +227,14 @@ class Tables:
 
     def rows(self, table: Table) -> fx.Node:
         if table not in self._rows:
-            graph, node = self._flat.module.graph, table.node
+            flat, node = self.views.flat, table.node
             end = table.start + table.width
             for target, arguments in (
-                (aten.permute.default, (rows_first(self._flat, node),)),
+                (aten.permute.default, (rows_first(flat, node),)),
                 (aten.flatten.using_ints, (1,)),
                 (aten.slice.Tensor, (1, table.start, end)),
             ):
-                with graph.inserting_after(node):
-                    node = added(self._flat, target, node, *arguments)
+                with flat.module.graph.inserting_after(node):
+                    node = self.views.add(target, node, *arguments)
             self._rows[table] = node
         return self._rows[table]
-
-
-def added(flat: FlatGraph, target: Any, *args: Any) -> fx.Node:
-    node = flat.module.graph.call_function(target, args)
-    with flat.symbols.mode:
-        node.meta["val"] = target(*fx.node.map_arg(args, lambda given: given.meta["val"]))
-    return node

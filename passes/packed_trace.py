@@ -219,22 +219,21 @@ def unpacked_trace(
     graph = fx.Graph()
     made: list[fx.Node] = []
     sources: dict[str, fx.Node] = {}
-    with mode:
-        for packed in trace.nodes:
-            node = unpacked_call(packed.call, graph, made)
-            made.append(node)
-            if packed.source is not None:
-                source = sources[node.name] = originals[packed.source]
-                node.meta = {name: source.meta[name] for name in OF_SOURCE if name in source.meta}
-            if node.op == "placeholder":
-                node.meta[VALUE] = next(given)
-            elif packed.values:
-                node.meta[VALUE] = tree_map(value_of, packed.values[0], is_leaf=lambda value: value is None)
+    for packed in trace.nodes:
+        node = unpacked_call(packed.call, graph, made)
+        made.append(node)
+        if packed.source is not None:
+            source = sources[node.name] = originals[packed.source]
+            node.meta = {name: source.meta[name] for name in OF_SOURCE if name in source.meta}
+        if node.op == "placeholder":
+            node.meta[VALUE] = next(given)
+        elif packed.values:
+            node.meta[VALUE] = tree_map(value_of, packed.values[0], is_leaf=lambda value: value is None)
     return _LazyGraphModule(dict(trace.constants), graph), sources
 
 
 def maker_of_values(fakes: Sequence[Any], mode: FakeTensorMode) -> Callable[[Any], Any]:
-    """What makes a value what it was, with the symbols of ``fakes``; a tensor of its own for each."""
+    """What makes a value what it was, with the symbols of ``fakes``; a tensor for each, not its memory."""
     env = mode.shape_env
     assert env is not None
     hints = {
@@ -250,13 +249,22 @@ def maker_of_values(fakes: Sequence[Any], mode: FakeTensorMode) -> Callable[[Any
             numbers[expression] = env.create_symintnode(expression, hint=int(expression.subs(hints)))
         return numbers[expression]
 
-    def value_of(value: Any) -> Any:
-        if not isinstance(value, Strided):
-            return number(value)
+    metas: dict[Strided, Tensor] = {}
+
+    def meta_of(value: Strided) -> Tensor:
         shape, stride, offset = tuple(map(number, value.shape)), tuple(map(number, value.stride)), number(value.offset)
-        tensor = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+        tensor = torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
         if not isinstance(offset, int) or offset:
             tensor.set_(tensor.untyped_storage(), offset, shape, stride)
         return tensor
+
+    def value_of(value: Any) -> Any:
+        if not isinstance(value, Strided):
+            return number(value)
+        # What strides of symbolic sizes say is found out once for all values that are alike: it takes twenty times as
+        # long as the rest. They share memory, which views' of the trace do not with what they are of: it tells nothing.
+        if value not in metas:
+            metas[value] = meta_of(value)
+        return FakeTensor(mode, metas[value].detach(), value.device)
 
     return value_of

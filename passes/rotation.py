@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import sympy
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, fx
 from selective_compile.passes.axes import size_expression
 from selective_compile.passes.elements import SIGN, SOURCE, TABLE, Reader, Spelling, UnreadableError
 from selective_compile.passes.flat_graph import FlatGraph
+from selective_compile.passes.retrace import as_traced
 
 # One number of tokens might be that of heads as well, so that a value could be taken for its own transpose.
 PROBES = (2, 3)
@@ -48,6 +50,7 @@ class Rotations:
     def __init__(self, flat: FlatGraph) -> None:
         self._flat = flat
         self._known: dict[Hashable, tuple[Rotation | UnreadableError, list[fx.Node]]] = {}
+        self._told = cache(as_traced)  # a node is asked for from each source in front of it
 
     def read(self, source: fx.Node, end: fx.Node) -> Rotation:
         """How the heads ``end`` ``[T, heads, D]`` are rotated out of ``source``, which has the same elements.
@@ -56,7 +59,7 @@ class Rotations:
             UnreadableError: they are not, or by something that is not read, or computed in a narrower dtype than the
                 end's.
         """
-        spelling = Spelling(source, end)
+        spelling = Spelling(source, end, self._told)
         if spelling.text not in self._known:
             self._known[spelling.text] = self._read(source, end), spelling.nodes
         found, nodes = self._known[spelling.text]

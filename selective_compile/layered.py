@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
 from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.layer_cut import LayerCut, Part
 
@@ -25,7 +28,7 @@ class Layered:
         placeholders = [node for node in flat.module.graph.nodes if node.op == "placeholder"]
         examples = dict(zip(placeholders, flat.example_inputs, strict=True))
         first, layer, last = (
-            compiled(part, [examples[node] if node in examples else node.meta["val"] for node in part.inputs])
+            compiled(part, [examples[node] if node in examples else apart(node.meta["val"]) for node in part.inputs])
             for part in (pieces.first, pieces.layer, pieces.last)
         )
         calls = [(first, pieces.first.inputs, pieces.first.outputs)]
@@ -57,3 +60,12 @@ class Layered:
             for place, result in zip(left, results, strict=False):  # the last one leaves nothing to others
                 values[place] = result
         return results
+
+
+def apart(value: Any) -> Any:
+    """An example like ``value``, of memory that it has for itself: values that are alike may share theirs."""
+    if not isinstance(value, FakeTensor):
+        return value
+    with value.fake_mode:
+        memory = torch.empty(0, dtype=value.dtype, device=value.device)
+        return memory.set_(memory.untyped_storage(), value.storage_offset(), value.shape, value.stride())

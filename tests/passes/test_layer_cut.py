@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from selective_compile.capture import ATTENTION_MASK, capture
 from selective_compile.compiled_step import CompiledStep
@@ -17,8 +18,9 @@ from selective_compile.layered import Layered
 from selective_compile.passes import rewrite
 from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.fuse_rotary import fuse_rotary
-from selective_compile.passes.layer_cut import cut
+from selective_compile.passes.layer_cut import Part, cut
 from selective_compile.passes.normalise import Symbols
+from selective_compile.passes.retrace import kind_of
 from tests.decoders import Decoder
 from tests.exactness import logits_in_chunks, step_program
 from tests.models import VOCABULARY, tiny
@@ -97,6 +99,28 @@ def test_values_that_are_one_for_some_layers_alone(function: Callable[..., Tenso
     assert pieces is not None
     layered = Layered(flat, pieces, lambda part, _: part.module.forward)
     assert torch.equal(layered(*arguments)[0], module(*arguments)[0])
+
+
+def test_examples_of_what_parts_are_given_share_no_memory(flat: FlatGraph, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the values of nodes do that are alike; what is compiled for inputs that are one would not be for two."""
+    pieces = cut(flat)
+    assert pieces is not None
+    first: dict[Any, Any] = {}
+    for node in flat.module.graph.nodes:
+        if isinstance(node.meta.get("val"), Tensor):
+            monkeypatch.setitem(node.meta, "val", first.setdefault(kind_of(node.meta["val"]), node.meta["val"]))
+    found: list[int] = []
+
+    def compiled(part: Part, examples: list[Any]) -> Callable[..., Any]:
+        made = {n: e for n, e in zip(part.inputs, examples, strict=True) if n.op != "placeholder"}
+        assert all(kind_of(example) == kind_of(node.meta["val"]) for node, example in made.items())
+        memory = [StorageWeakRef(example.untyped_storage()) for example in made.values() if isinstance(example, Tensor)]
+        assert len(set(memory)) == len(memory)
+        found.append(len(memory))
+        return part.module.forward
+
+    Layered(flat, pieces, compiled)
+    assert max(found) > 1
 
 
 def test_every_weight_is_read_by_one_call(flat: FlatGraph) -> None:
