@@ -44,7 +44,7 @@ def own_attributes(module: nn.Module, state: State, written: Collection[Place] =
     parts = list(module.modules())  # those that a run puts in their places are new, and stay as it leaves them
     own = attributes(parts)
     weights = versions(module.parameters())
-    put(parts, {**own, **replaced(module, own, written), **state})
+    put({**own, **replaced(module, own, written), **state}, own)
     left: dict[Place, Any] = {}
     try:
         yield left
@@ -57,7 +57,7 @@ def own_attributes(module: nn.Module, state: State, written: Collection[Place] =
                 place: v for place, v in left.items() if isinstance(v, FLAGS) and isinstance(own.get(place), FLAGS)
             }
             own.update(flags)
-        put(parts, own)
+        put(own, now)
 
 
 @contextmanager
@@ -89,15 +89,16 @@ def attributes(parts: Iterable[nn.Module]) -> dict[Place, Any]:
     return found
 
 
-def put(parts: Iterable[nn.Module], wanted: Mapping[Place, Any]) -> None:
-    """Make attributes and buffers of the modules those of ``wanted``, no more, and in its order."""
-    now = attributes(parts)
+def put(wanted: Mapping[Place, Any], now: Mapping[Place, Any]) -> None:
+    """Make attributes and buffers of modules, which are ``now``, those of ``wanted``, no more, and in its order."""
     wanted = {place: value for place, value in wanted.items() if value is not GONE}
     if list(now) != list(wanted):
         for place in now:
             del table_of(place)[place[2]]
+        now = {}
     for place, value in wanted.items():
-        table_of(place)[place[2]] = value
+        if place not in now or now[place] is not value:
+            table_of(place)[place[2]] = value
 
 
 def table_of(place: Place) -> dict[str, Any]:
