@@ -144,8 +144,5 @@ def token_ids(shares: Sequence[Share]) -> bytes:
         own = state.tokens[start : start + num_tokens - drafted]
         if drafted:
             own += state.draft[:drafted]
-        if state.id_offset:
-            generated = max(0, state.prompt_length - start)
-            own[generated:] = array("q", [token + state.id_offset for token in own[generated:]])
-        found.append(own)
+        found.append(state.taken(own, start))
     return b"".join(found)

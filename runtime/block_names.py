@@ -1,4 +1,4 @@
-"""Names for the content of blocks: equal where the tokens, all those before them and the salt are equal."""
+"""Names for the content of blocks: equal where the salt is, and what the model takes for all tokens up to the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def block_names(state: RequestState, count: int, block_size: int) -> list[bytes]
     """
     names = state.block_names
     if len(names) < count:
-        extend_names(names, state.tokens, state.terms.cache_salt, count, block_size, prefix=state.prefix)
+        tokens = state.taken(state.tokens, 0)
+        extend_names(names, tokens, state.terms.cache_salt, count, block_size, prefix=state.prefix)
     return names
 
 

@@ -174,6 +174,13 @@ class RequestState:
         """What its processors, criteria and beams see of its tokens; not to be changed."""
         return self.tokens if self.shown is None else self.shown + self.tokens[self.prompt_length :]
 
+    def taken(self, tokens: array[int], start: int) -> array[int]:
+        """What the model takes for `tokens`, which stand from `start` on."""
+        generated = max(0, self.prompt_length - start)
+        if not self.id_offset or generated >= len(tokens):
+            return tokens
+        return tokens[:generated] + array("q", [token + self.id_offset for token in tokens[generated:]])
+
     @property
     def blocks(self) -> array[int]:
         """Those of the first table: of the attention that sees farthest."""

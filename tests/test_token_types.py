@@ -57,6 +57,26 @@ def test_equals_generate(gpt2: Any, case: str, embeddings: bool) -> None:
     assert not torch.equal(ours, sc.generate(gpt2, engine_config=CONFIG, **others))
 
 
+def test_generated_tokens_of_one_type_are_not_found_for_a_prompt_of_another() -> None:
+    model = tiny("gpt2", attention="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(2 * parameter.shape[-1] ** -0.5 / parameter.std())
+    prompt, rest = [5, 17, 33, 71], [0] * 8
+    greedy = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    first = {"input_ids": torch.tensor([prompt]), "token_type_ids": torch.ones(1, 4, dtype=torch.int64)}
+    generated = model.generate(**first, **greedy)[0, 4:12].tolist()
+    both: dict[str, Any] = {
+        "input_ids": torch.tensor([rest + prompt, prompt + generated]),
+        "attention_mask": torch.tensor([rest + [1] * 4, [1] * 12]),
+        "token_type_ids": torch.tensor([rest + [1] * 4, [1] * 4 + rest]),
+        **greedy,
+    }
+    config = sc.EngineConfig(compile=False, block_size=4, max_requests=1, max_kv_tokens=64, token_budget=64)
+    assert torch.equal(sc.generate(model, engine_config=config, **both), model.generate(**both))
+
+
 def test_types_of_embeddings_without_ids_equal_generate(gpt2: Any) -> None:
     arguments = {**given(), "max_new_tokens": 8}
     del arguments["input_ids"]
