@@ -27,9 +27,15 @@ from selective_compile.tensor_state import States, states
 
 @dataclass(kw_only=True)
 class OneRequest:
-    """One request: the tokens so far and, once the model has seen some, what `generate` hands from step to step."""
+    """One request: the tokens so far and, once the model has seen some, what `generate` hands from step to step.
+
+    ``calls``: how many tokens the model had seen behind each of its calls; ``again``: the same of calls that are to be
+    made once more, before any other.
+    """
 
     tokens: Tensor  # [1, length] int64
+    calls: list[int] = field(default_factory=list)
+    again: list[int] = field(default_factory=list)
     kwargs: dict[str, Any] = field(default_factory=dict)
     state: State = field(default_factory=dict)
     seen: int = 0
@@ -37,15 +43,17 @@ class OneRequest:
     def copy(self, model: nn.Module) -> OneRequest:
         """Another one that is as far, with a cache of its own."""
         kwargs, state = deep_copy(model, (self.kwargs, self.state))
-        return OneRequest(tokens=self.tokens.clone(), kwargs=kwargs, state=state, seen=self.seen)
+        tokens, calls = self.tokens.clone(), [*self.calls]
+        return OneRequest(tokens=tokens, calls=calls, kwargs=kwargs, state=state, seen=self.seen)
 
 
 class SequentialProgram:
     """Callable on `StepInputs` as `StepProgram` is; it needs no pools.
 
     A prompt is run whole, in the step that asks for its logits: a model with recurrent layers cannot always go on in
-    the middle of one. No request is to be preempted: of a model that is not causal, a prompt and what was generated
-    from it are not the same as a longer prompt.
+    the middle of one. No request is to be preempted for memory; one that begins again, since weights have changed,
+    makes the calls that it made before: of a model that is not causal, a prompt and what was generated from it are not
+    the same as a longer prompt.
     """
 
     graphs = 0
@@ -133,7 +141,9 @@ class SequentialProgram:
         """None: it was cancelled since the step was put together."""
         one = self._requests.get(request)
         if position == 0:
-            one = self._requests[request] = OneRequest(tokens=ids[None].clone())  # the next step's ids take its place
+            again = [] if one is None else one.again or one.calls
+            # A copy, for the next step's ids take their place.
+            one = self._requests[request] = OneRequest(tokens=ids[None].clone(), again=again)
         elif one is not None:
             assert one.tokens.shape[1] == position, "a request goes on where it was"
             one.tokens = torch.cat([one.tokens, ids[None]], dim=1)
@@ -144,9 +154,14 @@ class SequentialProgram:
 
         Some models keep state in their modules: the request's is there for the step, and then the model's own again.
         """
-        with own_attributes(self._model, one.state, self._written) as left:
-            logits = stepped(self._model, one)
-        one.state = left
+        tokens = one.tokens
+        for end in (*one.again, tokens.shape[1]):
+            one.tokens = tokens[:, :end]
+            with own_attributes(self._model, one.state, self._written) as left:
+                logits = stepped(self._model, one)
+            one.state = left
+            one.calls.append(end)
+        one.again = []
         return logits
 
 

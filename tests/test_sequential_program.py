@@ -124,6 +124,26 @@ def test_weight_updates_are_seen() -> None:
     assert tokens[len(before) :] == expected
 
 
+@pytest.mark.parametrize("name", ["moshi", "cpmant"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_requests_that_begin_again_make_the_calls_that_they_made(name: str, times: int) -> None:
+    """To these models a prompt and what was generated from it are not what a longer prompt is."""
+    model, prompt, count = random_model(name), [3, 14, 15, 9, 26, 5], 16
+    engine = whole(model)
+    request = engine.submit(prompt, max_new_tokens=count, do_sample=False)
+    beams = engine.submit(prompt[1:], max_new_tokens=6, num_beams=2, do_sample=False)
+    for _ in range(times):
+        for _ in range(4):
+            engine.step()
+        with torch.no_grad():
+            next(model.parameters()).add_(0.0)
+    assert_generated_alone(model, prompt, request.result().tokens)
+    ids = torch.tensor([prompt[1:]])
+    expected = model.generate(ids, max_new_tokens=6, num_beams=2, do_sample=False, attention_mask=torch.ones_like(ids))
+    assert list(beams.result().tokens) == expected[0, 5:].tolist()
+    assert engine.stats().preemptions
+
+
 def test_engines_that_share_a_program_do_not_share_requests() -> None:
     model = unproved("gpt_neo")
     program = SequentialProgram(model, ())
