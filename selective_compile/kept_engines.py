@@ -20,7 +20,7 @@ from selective_compile.given_rows import FIRST, GivenRows, check_ids_are_only_lo
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.engine import Engine
 from selective_compile.runtime.kv_cache import num_blocks
-from selective_compile.tensor_state import strides
+from selective_compile.tensor_state import class_of, strides
 from selective_compile.token_types import UNIT
 
 # Rows of a table of embeddings at first: many short prompts, or a few long ones, before it has to grow.
@@ -213,7 +213,7 @@ def _rows_for(prompts: Sequence[Tensor], least: int) -> int:
 
 
 def layout_of(model: nn.Module) -> tuple[Any, ...]:
-    """What a program takes for granted of the weights: where they are, names, shapes, dtypes, devices, strides, ties.
+    """What a program takes for granted of the weights: where they are, names, classes, shapes, dtypes, strides, ties.
 
     A module is told by its dictionary of parameters: the program holds it, so that no other has its id.
     """
@@ -233,5 +233,5 @@ def _own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, tensor) for name, tensor in named if tensor is not None]
 
 
-def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...]]:
-    return tensor.shape, tensor.dtype, tensor.device, strides(tensor)
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return class_of(tensor), tensor.shape, tensor.dtype, tensor.device, strides(tensor)

@@ -19,7 +19,7 @@ from selective_compile.optimizer_steps import count_steps_for
 from selective_compile.own_generation import tried
 from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.proved_tensors import ProvedTensors
-from selective_compile.tensor_state import States, states, strides
+from selective_compile.tensor_state import States, class_of, states, strides
 
 EVERY: Final = 1.0  # seconds between close looks while steps follow each other: they take a thousandth of that
 
@@ -60,7 +60,7 @@ class LiveWeights:
         for tensor in proved:
             self._proved.add(*owners[id(tensor)][0], tensor)
         self._values = ProvedTensors(proved)
-        self._kinds = [(t.shape, t.dtype, t.device, strides(t)) for t in constants]
+        self._kinds = [(t.shape, t.dtype, t.device, strides(t), class_of(t)) for t in constants]
         # Engines may share a program: what a look has found is never put in the place of later.
         self._lock = lock_of_any_process()
         # As `version` found them last: the tensors and their states, the same object until those change.
@@ -77,8 +77,8 @@ class LiveWeights:
 
         Raises:
             ValueError: the graph is not that of the model any more: as in `change`; or a tied weight was replaced in
-                one of its places only, or a weight got another shape, dtype, device or strides, or a buffer that masks
-                were proved from got other values.
+                one of its places only, or a weight got another class, shape, dtype, device or strides, or a buffer that
+                masks were proved from got other values.
         """
         if change := self.change():
             raise ValueError(f"the model must stay as it was compiled: {change}")
@@ -126,7 +126,8 @@ class LiveWeights:
         self._look_closely_at = 0.0
 
     def _check_kinds(self, tensors: Sequence[Any]) -> None:
-        for tensor, name, (shape, dtype, device, steps) in zip(tensors, self._slots.names, self._kinds, strict=True):
+        names = self._slots.names
+        for tensor, name, (shape, dtype, device, steps, own) in zip(tensors, names, self._kinds, strict=True):
             is_one = isinstance(tensor, Tensor)
             if not is_one or tensor.dtype != dtype or tensor.shape != shape or tensor.device != device:
                 found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}" if is_one else None
@@ -136,3 +137,10 @@ class LiveWeights:
                 )
             if strides(tensor) != steps:  # which the graph does not look at
                 raise ValueError(f"strides of {name!r} must stay {steps}, as compiled, got {strides(tensor)}")
+            if (kind := class_of(tensor)) != own:
+                raise ValueError(f"the class of {name!r} must stay {named(own)}, as compiled, got {named(kind)}")
+
+
+def named(kind: Any) -> str:
+    """What `class_of` gave, without the parts of a tensor that is made of others."""
+    return str((kind[0] if isinstance(kind, tuple) else kind).__name__)

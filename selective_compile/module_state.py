@@ -12,6 +12,8 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
+from selective_compile.tensor_state import class_of
+
 MACHINERY: Final = frozenset(vars(nn.Module()))  # hooks, parameters, modules: of every module, and no state
 FLAGS: Final = (bool, int, float, str)
 GONE: Final = object()
@@ -66,18 +68,30 @@ def unchanged(model: nn.Module) -> Iterator[set[Place]]:
 
     Yields a set that has, at the end, the buffers that were written in place.
     """
-    buffers = [(module, name, b) for module in model.modules() for name, b in module._buffers.items() if b is not None]
+    with same_buffers(model) as found, own_attributes(model, {}):
+        yield found
+
+
+@contextmanager
+def same_buffers(model: nn.Module) -> Iterator[set[Place]]:
+    """As `unchanged` of buffers alone.  If weights change within, the model sets itself up: its buffers, which may say
+    so, stay as they are."""
+    every = [(module, name, b) for module in model.modules() for name, b in module._buffers.items() if b is not None]
+    buffers = [each for each in every if class_of(each[-1]) is Tensor]
     values = [(buffer.clone(), version(buffer)) for *_, buffer in buffers]
+    weights = versions(model.parameters())
     found: set[Place] = set()
     try:
-        with own_attributes(model, {}):
-            yield found
+        yield found
     finally:
+        set_up = versions(model.parameters()) != weights
         for (module, name, buffer), (value, before) in zip(buffers, values, strict=True):
             if version(buffer) != before:
                 found.add((module, "buffer", name))
-            if not torch.equal(buffer, value):  # one that is as it was keeps its version: compiled programs watch it
-                buffer.copy_(value)
+            # One that is as it was keeps its version: compiled programs watch it.
+            if not set_up and not torch.equal(buffer, value):
+                with torch.no_grad():
+                    buffer.copy_(value)
 
 
 def attributes(parts: Iterable[nn.Module]) -> dict[Place, Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _version = attrgetter("_version")
 
@@ -44,6 +45,17 @@ def read_by_graphs(tensors: Sequence[Any], device: torch.device) -> list[int]:
     which there are single numbers, values as they were, told by address and version."""
     elsewhere = [each for each in tensors if isinstance(each, Tensor) and each.device.type != device.type]
     return [*map(_address_of, tensors), *map(_version_of, elsewhere)]
+
+
+def class_of(tensor: Tensor) -> Hashable:
+    """Which functions a tensor's class has of its own, as quantised weights' have: of weights and buffers `Tensor`."""
+    kind = type(tensor)
+    if kind in (Tensor, nn.Parameter, nn.Buffer):
+        return Tensor
+    whole: Any = tensor
+    parts = whole.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(whole) else ()
+    inner = [(name, getattr(whole, name)) for name in parts]
+    return kind, *((name, class_of(part), part.dtype, part.shape) for name, part in inner)
 
 
 def strides(tensor: Tensor) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from selective_compile import live_weights
 from selective_compile.backend import compile_step_program
 from selective_compile.tensor_state import states
 from tests.decoders import Decoder
+from tests.models import tiny
 
 CONFIG = sc.EngineConfig(compile=False, max_kv_tokens=512)
 
@@ -42,3 +43,28 @@ def test_what_an_earlier_look_has_found_is_not_put_in_the_place_of_a_later(monke
     second.join(10)
     tensors, seen = weights.seen
     assert any(tensor is model.head.weight for tensor in tensors) and seen.hold(tensors)
+
+
+class Tripled(torch.Tensor):
+    """A weight whose class makes another function of linear layers."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **(kwargs or {}))
+        return result * 3 if function is nn.functional.linear else result
+
+
+def test_a_weight_of_another_class_is_told_by_an_engine_and_is_compiled_anew_for_generate() -> None:
+    model = tiny("llama", num_hidden_layers=1, initializer_range=0.15)
+    ids = torch.tensor([[1, 5, 7]])
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
+    engine = sc.Engine(model, CONFIG)
+    before = sc.generate(model, ids, engine_config=CONFIG, **options)
+    linear = model.model.layers[0].mlp.up_proj
+    linear._parameters["weight"] = linear.weight.detach().as_subclass(Tripled)
+    told = engine.submit([1, 5, 7], max_new_tokens=4).result().error
+    assert told is not None and "the class of 'weight' must stay Tensor, as compiled, got Tripled" in told
+    expected = model.generate(ids, **options)
+    assert not torch.equal(expected, before)
+    assert torch.equal(sc.generate(model, ids, engine_config=CONFIG, **options), expected)

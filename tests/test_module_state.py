@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import selective_compile as sc
 from selective_compile.backend import report_of
-from selective_compile.module_state import deep_copy, own_attributes, unchanged, watched_objects
+from selective_compile.module_state import deep_copy, own_attributes, same_buffers, unchanged, watched_objects
 from selective_compile.sequential_program import SequentialProgram
+from tests.models import tiny
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -326,6 +328,40 @@ def test_buffers_written_in_place_are_named_and_put_back() -> None:
         model.running_mean.add_(1)  # type: ignore[union-attr]
     assert written == {(model, "buffer", "running_mean")}
     assert torch.equal(model.running_mean, values) and model.num_batches_tracked._version == version  # type: ignore
+
+
+class Counted(nn.Module):
+    """What a layer gives depends on how often it was called, by a buffer that each call writes in place."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls.add_(1)
+        return self.inner(x) * (1 + 0.1 * self.calls)
+
+
+def test_making_an_engine_leaves_buffers_as_they_were() -> None:
+    model = tiny("llama", num_hidden_layers=1, initializer_range=0.15)
+    model.model.layers[0].mlp = counted = Counted(model.model.layers[0].mlp)
+    prompt = [1, 5, 7]
+    expected = alone(copy.deepcopy(model), prompt, 4)
+    assert sc.explain(model).verdict == "sequential" and counted.calls == 0
+    engine = sc.Engine(model, CONFIG)
+    assert counted.calls == 0
+    assert list(engine.submit(prompt, max_new_tokens=4, do_sample=False).result().tokens) == expected
+    assert counted.calls == 0
+
+
+def test_a_buffer_that_says_that_weights_are_set_up_goes_on_to() -> None:
+    module = Rescaling()
+    module.register_buffer("said", torch.zeros(()))
+    with torch.no_grad(), same_buffers(module):
+        module(torch.zeros(1, 1))
+        module.said.add_(1)
+    assert module.said == 1
 
 
 def test_objects_that_change_are_named() -> None:

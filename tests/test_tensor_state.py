@@ -7,9 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
-from selective_compile.tensor_state import read_by_graphs, states
+from selective_compile.tensor_state import class_of, read_by_graphs, states
 
 
 def moved(tensor: Tensor) -> None:
@@ -62,3 +63,11 @@ def test_of_a_number_in_the_hosts_memory_a_graph_holds_the_value() -> None:
     scale.mul_(2)
     assert read_by_graphs([weight, scale, 3], torch.device("meta")) != of_device
     assert read_by_graphs([scale], torch.device("cpu")) == of_host[1:2]
+
+
+def test_classes_are_told_with_those_of_the_parts_that_tensors_are_made_of() -> None:
+    plain = torch.ones(2, 3)
+    assert class_of(plain) == class_of(nn.Parameter(plain)) == class_of(nn.Buffer(plain))
+    nested = [TwoTensor(plain, plain.clone()), TwoTensor(plain, TwoTensor(plain, plain.clone()))]
+    kinds = [class_of(tensor) for tensor in (plain, *nested, nested[0].to(torch.float64))]
+    assert len({*kinds}) == 4 and class_of(TwoTensor(plain, plain.clone())) == kinds[1]
