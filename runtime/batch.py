@@ -144,5 +144,5 @@ def token_ids(shares: Sequence[Share]) -> bytes:
         own = state.tokens[start : start + num_tokens - drafted]
         if drafted:
             own += state.draft[:drafted]
-        found.append(state.taken(own, start))
+        found.append(state.taken(own, start) if state.id_offset else own)
     return b"".join(found)

@@ -18,7 +18,7 @@ def block_names(state: RequestState, count: int, block_size: int) -> list[bytes]
     """
     names = state.block_names
     if len(names) < count:
-        tokens = state.taken(state.tokens, 0)
+        tokens = state.taken(state.tokens, 0) if state.id_offset else state.tokens
         extend_names(names, tokens, state.terms.cache_salt, count, block_size, prefix=state.prefix)
     return names
 

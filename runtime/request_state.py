@@ -177,8 +177,6 @@ class RequestState:
     def taken(self, tokens: array[int], start: int) -> array[int]:
         """What the model takes for `tokens`, which stand from `start` on."""
         generated = max(0, self.prompt_length - start)
-        if not self.id_offset or generated >= len(tokens):
-            return tokens
         return tokens[:generated] + array("q", [token + self.id_offset for token in tokens[generated:]])
 
     @property

@@ -14,13 +14,12 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
 from torch._guards import CompileContext
 
-from selective_compile.capture import CANNOT, check, uncompiled
+from selective_compile.capture import CANNOT, uncompiled
 from selective_compile.compiled_step import runs_native
 from selective_compile.compiling import compiled_as_it_came
 from selective_compile.isolation import prove
 from selective_compile.kept_traces import KeptTraces
 from selective_compile.kernels import ragged_attention_cpu
-from selective_compile.module_state import same_buffers
 from selective_compile.options import BackendOptions
 from selective_compile.padded_program import PaddedProgram
 from selective_compile.passes import Refusal, RefusedError, rewrite
@@ -177,10 +176,9 @@ def explain(model: nn.Module, *, max_attention_window: int | None = None) -> Rep
         ValueError: the model is in training mode, or has something that cannot be narrowed.
     """
     model = uncompiled(model)
-    check(model)
     name = type(model).__name__
     try:
-        with compile_lock, same_buffers(model):
+        with compile_lock:
             proved = prove(model, "sequential", max_attention_window)
     except RefusedError as error:
         return unproved_report(model, error.refusals)

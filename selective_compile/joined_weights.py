@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from selective_compile.tensor_state import States, states
+from selective_compile.tensor_state import States, class_of, states
 from selective_compile.whole_device import ALONE
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ def put_in_order(group: Sequence[Tensor]) -> None:
     Raises:
         ValueError: see `JoinedWeights.gather`.
     """
-    plain = all(is_of_no_class(weight) and not weight.is_inference() for weight in group)
+    plain = all(class_of(weight) is Tensor and not weight.is_inference() for weight in group)
     if not plain or len(set(map(id, group))) < len(group):
         raise ValueError(
             "weights that were joined when the model was compiled must stay plain tensors, each another one and none "
@@ -165,12 +165,8 @@ def can_be_joined(group: Sequence[Any]) -> bool:
 
 def is_plain(weight: Any) -> bool:
     """Of no class of its own, with elements that lie in order and versions that are counted."""
-    plain = is_of_no_class(weight) and weight.layout is torch.strided
+    plain = class_of(weight) is Tensor and weight.layout is torch.strided
     return plain and weight.is_contiguous() and not weight.is_inference() and weight.numel() > 0
-
-
-def is_of_no_class(weight: Any) -> bool:
-    return type(weight) in (Tensor, nn.Parameter)
 
 
 def is_held_alone(weight: Tensor) -> bool:

@@ -36,11 +36,11 @@ from selective_compile.live_settings import LiveSettings, Read, words_of
 from selective_compile.named_tensors import all_tensors_of, kind_of
 from selective_compile.packed_graph import PackedGraph, packed, unpacked
 from selective_compile.same_logits import gives_logits_of, ids_for
+from selective_compile.tensor_state import class_of
 from selective_compile.told_objects import file_of
 from selective_compile.trace_conditions import Conditions, hold, told
 
 ENDING = ".capture"
-TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def parts_of(model: nn.Module) -> str:
     Raises:
         ValueError: a weight is of a class of its own, as quantised weights are.
     """
-    if odd := [type(tensor).__name__ for _, tensor in all_tensors_of(model) if type(tensor) not in TENSORS]:
+    if odd := [type(tensor).__name__ for _, tensor in all_tensors_of(model) if class_of(tensor) is not Tensor]:
         raise ValueError(f"weights must be plain tensors, got {odd[0]}")
     told = [f"{path} {kind.__module__}.{kind.__qualname__}" for path, kind in kinds_of(model)]
     first: dict[int, str] = {}  # of the names of one tensor

@@ -10,14 +10,13 @@ import torch
 from torch import nn
 from torch._dynamo.convert_frame import compile_lock
 
-from selective_compile.capture import check, device_of
+from selective_compile.capture import device_of
 from selective_compile.compiled_step import NATIVE_KERNELS, runs_native
 from selective_compile.cores import IntraOpThreads
 from selective_compile.isolated_program import IsolatedProgram
 from selective_compile.isolation import Proved, prove
 from selective_compile.kernels import ragged_attention_cpu
 from selective_compile.module_program import ModuleProgram
-from selective_compile.module_state import same_buffers
 from selective_compile.options import EngineConfig
 from selective_compile.passes import Refusal, RefusedError
 from selective_compile.passes.fp8_pools import keep_as_fp8
@@ -44,11 +43,10 @@ def compile_step_program(model: nn.Module, config: EngineConfig) -> Program:
         ValueError: the model is in training mode, or of a dtype that no kernel has; or ``config.max_attention_window``
             is given for a model that runs request after request, all of it or in part; or `check_kv_dtype` refuses.
     """
-    check(model)
     build_native_kernels(model, config)
     # Inductor's kernels are made for a number of threads; and what Dynamo, FX and Inductor trace by is the process's:
     # nobody else may trace meanwhile, in whatever thread.
-    with IntraOpThreads(config.threads), compile_lock, same_buffers(model):
+    with IntraOpThreads(config.threads), compile_lock:
         return _compiled(model, config)
 
 

@@ -29,13 +29,11 @@ from selective_compile.tensor_state import States, states
 class OneRequest:
     """One request: the tokens so far and, once the model has seen some, what `generate` hands from step to step.
 
-    ``calls``: how many tokens the model had seen behind each of its calls; ``again``: the same of calls that are to be
-    made once more, before any other.
+    ``begun``: how many tokens its first call had, 0 before that; each one behind it has another one.
     """
 
     tokens: Tensor  # [1, length] int64
-    calls: list[int] = field(default_factory=list)
-    again: list[int] = field(default_factory=list)
+    begun: int = 0
     kwargs: dict[str, Any] = field(default_factory=dict)
     state: State = field(default_factory=dict)
     seen: int = 0
@@ -43,8 +41,7 @@ class OneRequest:
     def copy(self, model: nn.Module) -> OneRequest:
         """Another one that is as far, with a cache of its own."""
         kwargs, state = deep_copy(model, (self.kwargs, self.state))
-        tokens, calls = self.tokens.clone(), [*self.calls]
-        return OneRequest(tokens=tokens, calls=calls, kwargs=kwargs, state=state, seen=self.seen)
+        return OneRequest(tokens=self.tokens.clone(), begun=self.begun, kwargs=kwargs, state=state, seen=self.seen)
 
 
 class SequentialProgram:
@@ -141,9 +138,9 @@ class SequentialProgram:
         """None: it was cancelled since the step was put together."""
         one = self._requests.get(request)
         if position == 0:
-            again = [] if one is None else one.again or one.calls
+            begun = 0 if one is None else one.begun
             # A copy, for the next step's ids take their place.
-            one = self._requests[request] = OneRequest(tokens=ids[None].clone(), again=again)
+            one = self._requests[request] = OneRequest(tokens=ids[None].clone(), begun=begun)
         elif one is not None:
             assert one.tokens.shape[1] == position, "a request goes on where it was"
             one.tokens = torch.cat([one.tokens, ids[None]], dim=1)
@@ -154,14 +151,13 @@ class SequentialProgram:
 
         Some models keep state in their modules: the request's is there for the step, and then the model's own again.
         """
-        tokens = one.tokens
-        for end in (*one.again, tokens.shape[1]):
+        tokens, length = one.tokens, one.tokens.shape[1]
+        one.begun = one.begun or length
+        for end in range(max(one.begun, one.seen + 1), length + 1):  # more than one call if it begins again
             one.tokens = tokens[:, :end]
             with own_attributes(self._model, one.state, self._written) as left:
                 logits = stepped(self._model, one)
             one.state = left
-            one.calls.append(end)
-        one.again = []
         return logits
 
 
