@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -75,6 +76,7 @@ class SequentialProgram:
         self.max_positions = declared_positions(model)
         self._requests: dict[Hashable, OneRequest] = {}
         self._seen: States | None = None
+        self._tables = tables_of(model)
         # Engines may share a program, and what the model keeps in itself is one request's at a time.
         self._lock = lock_of_any_process()
         self._written: set[Place] = set()
@@ -97,9 +99,16 @@ class SequentialProgram:
         return bool(hook_refusals(model)) == any(refusal.node == HOOK for refusal in self.refusals)
 
     def weights_version(self) -> States:
-        """Of each weight; see `States`."""
-        self._seen = states(list(self._model.parameters()), self._seen)
-        return self._seen
+        """Of each weight; see `States`.
+
+        Raises:
+            ValueError: the tables of embeddings have other sizes than at first, as from `resize_token_embeddings`.
+        """
+        seen = states(list(self._model.parameters()), self._seen)
+        if seen is not self._seen and (found := tables_of(self._model)) != self._tables:
+            raise ValueError(f"the model's tables of embeddings must stay {self._tables}, got {found}")
+        self._seen = seen
+        return seen
 
     def look_closely(self) -> None:
         """It runs the model itself, as that is."""
@@ -221,6 +230,15 @@ def kept_in_object(model: nn.Module, path: str, name: str) -> Refusal:
         source_line="source line unknown",
         module=path,
     )
+
+
+def tables_of(model: Any) -> dict[str, list[int]]:
+    """The shapes of the tables that ids are looked up in and that give logits, of a model that says which they are."""
+    found = {}
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        with suppress(AttributeError, NotImplementedError):
+            found[name.removeprefix("get_")] = list(getattr(model, name)().weight.shape)
+    return found
 
 
 def why_not_run(model: Any) -> str:

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 import selective_compile as sc
 from selective_compile.backend import compile_step_program, report_of
 from selective_compile.coverage.random_model import random_model
+from selective_compile.runtime import StepError
 from selective_compile.sequential_program import SequentialProgram
 from tests.decoders import Decoder
 from tests.leaving import STAYS, served_while_one_leaves
@@ -122,6 +123,20 @@ def test_weight_updates_are_seen() -> None:
     ids = torch.tensor([[5, 7, 9, *before]])
     expected = model.generate(ids, max_new_tokens=12 - len(before), do_sample=False)[0, ids.shape[1] :].tolist()
     assert tokens[len(before) :] == expected
+
+
+@pytest.mark.parametrize("count", [64, 128])
+def test_other_tables_of_embeddings_are_refused_by_name(count: int) -> None:
+    model = unproved("mamba")
+    engine = whole(model)
+    request = engine.submit([5, 7, 9], max_new_tokens=12, do_sample=False)
+    engine.step()
+    model.resize_token_embeddings(count, mean_resizing=False)
+    for _ in range(2):
+        with pytest.raises(StepError, match=rf"tables of embeddings must stay .*\[97, 32\].*got .*\[{count}, 32\]"):
+            engine.submit([5, 7, 9], max_new_tokens=12, do_sample=False)
+            engine.step()
+    assert request.result().error is not None
 
 
 @pytest.mark.parametrize("name", ["moshi", "cpmant"])
