@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,10 @@ from selective_compile.whole_functions import Place, known_recurrences, left_who
 ATTENTION_MASK = "L['attention_mask']"
 TOKEN_INPUTS = ("L['input_ids']", ATTENTION_MASK)
 UNTRACEABLE = "graph capture"  # stands as the operator of what Dynamo cannot trace
+
+# What it warns of for each call of such a function, as of those that look for installed packages: that it reads a
+# cached function's code, and so what that reads as it is now.
+CACHED_FUNCTION = "Dynamo detected a call to a `functools.lru_cache`-wrapped function"
 
 # What Dynamo raises of a call; the second goes through it as it is, and is of a size that only values tell.
 CANNOT_TRACE = (TorchDynamoException, GuardOnDataDependentSymNode)
@@ -110,10 +115,12 @@ def capture(model: nn.Module, functions: Mapping[Place, Recognised] | None = Non
 @contextmanager
 def by_dynamo() -> Iterator[None]:
     """Dynamo traces as it would by default: with what a user has set for other code, or under a mode of his that sees
-    each operator, it would leave the call as it is."""
+    each operator, it would leave the call as it is.  It does not warn of what transformers' own code calls."""
     config = {"specialize_float": True, "assume_static_by_default": True, "disable": False}
     with torch._dynamo.config.patch(config), torch.compiler.set_stance("default"), _disable_current_modes():
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", CACHED_FUNCTION)
+            yield
 
 
 def check(model: object) -> None:

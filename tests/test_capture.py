@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -31,6 +33,22 @@ class Watched(nn.Module):
         if not torch.compiler.is_compiling():
             self.runs += 1
         return x
+
+
+@functools.lru_cache
+def halves() -> float:
+    return 0.5
+
+
+class Halved(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * halves()
+
+
+def test_cached_functions_are_traced_without_a_word() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        capture(Decoder(layers=1, mix=Halved()))
 
 
 def test_model_is_not_run_and_not_changed() -> None:
