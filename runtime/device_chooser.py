@@ -107,11 +107,11 @@ class DeviceChooser:
         Args:
             slots: [R], of the requests in `marks`; None: nobody has a penalty or a ban.
         """
-        if rows is not None and logits.is_cuda:
+        if logits.is_cuda:
             from selective_compile.kernels import choose_triton  # without a GPU, there may be no Triton
 
-            marks = None if slots is None else self.marks.marks
-            tokens = choose_triton.choose(logits, rows.contiguous(), marks, slots, no_token=NO_TOKEN)
+            marks, fields = None if slots is None else self.marks.marks, None if rows is None else rows.contiguous()
+            tokens = choose_triton.choose(logits, fields, marks, slots, no_token=NO_TOKEN)
         else:
             tokens = choose(logits, rows, None if slots is None else self.marks.marks[slots])
             if slots is not None:

@@ -221,7 +221,8 @@ class ModelRunner:
         if steps and self.stream.separate:  # or the host chooses
             rows = torch.zeros(FIELDS, 2, dtype=torch.float64, device=self.program.device)
             nobody = torch.full((2,), self._chooser.marks.nobody, device=self.program.device)
-            runs += [partial(self._choose, steps[0], None, rows, 2, slots) for slots in (None, nobody)]
+            choices = ((None, None), (rows, None), (rows, nobody))  # as `step_graphs.CHOICES`
+            runs += [partial(self._choose, steps[0], None, fields, 2, slots) for fields, slots in choices]
         works: list[Work] = [partial(self.stream.enqueue, run) for run in runs]
         return works + ([] if self._graphs is None else self._graphs.missing())
 

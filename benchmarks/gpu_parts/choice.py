@@ -61,8 +61,6 @@ def drawn(count: int, limits: tuple[float, ...], device: torch.device) -> Tensor
 
 def chosen(logits: Tensor, fields: Tensor | None) -> Callable[[], Tensor]:
     """As a captured step chooses: tokens [N]."""
-    if fields is None:
-        return lambda: choose(logits, None)
     return lambda: choose_triton.choose(logits, fields, None, None, no_token=NO_TOKEN)
 
 

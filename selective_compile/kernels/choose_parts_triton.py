@@ -35,14 +35,17 @@ BANNED = tl.constexpr(2)
 
 @triton.jit
 def scores_of(logits, marks, penalty, scale, j, mask):
-    """float32 [BLOCK], with the repetition penalty, the bans and the temperature; -inf where there is none."""
+    """float32 [BLOCK], with the repetition penalty, the bans and the temperature, unless `scale` is None; -inf where
+    there is none."""
     score = tl.load(logits + j, mask, float("-inf")).to(tl.float32)
     if marks is not None:
         mark = tl.load(marks + j, mask, 0)
         penalised = tl.where(score < 0, score * penalty, tl.div_rn(score, penalty))
         score = tl.where((mark & SEEN) != 0, penalised, score)
         score = tl.where((mark & BANNED) != 0, float("-inf"), score)
-    return tl.div_rn(score, scale)
+    if scale is not None:
+        score = tl.div_rn(score, scale)
+    return score
 
 
 @triton.jit
@@ -71,7 +74,7 @@ def _part_kernel(
     sums,  # [R, PARTS] float64, what the part weighs; of a row that is drawn by its temperature alone
     lanes,  # [R, PARTS, LANES], largest scores; of a row with top-k
     logits,  # [R, V]
-    fields,  # [6, R] float64
+    fields,  # [6, R] float64; None: of each row, the largest logit is wanted
     marks,  # [slots + 1, V] uint8, of bits SEEN and BANNED, or None
     slots,  # [R] int64, or None
     vocabulary,
@@ -84,8 +87,11 @@ def _part_kernel(
     LANES: tl.constexpr,
 ):
     row, number = tl.program_id(0), tl.program_id(1)
-    temperature, penalty, _, _, top_k, few = asked(fields, num_rows, row, vocabulary)
-    scale = tl.where(temperature == 0, 1.0, temperature)
+    penalty = None
+    scale = None
+    if fields is not None:
+        temperature, penalty, _, _, top_k, few = asked(fields, num_rows, row, vocabulary)
+        scale = tl.where(temperature == 0, 1.0, temperature)
     logits += row.to(tl.int64) * logits_stride
     if marks is not None:
         marks += tl.load(slots + row) * marks_stride
@@ -108,26 +114,31 @@ def _part_kernel(
     of_part = row.to(tl.int64) * PARTS + number
     tl.store(bests + of_part, tl.where(nan < NEVER, float("nan"), top))
     tl.store(places + of_part, tl.where(nan < NEVER, nan, first))
-    if top_k > 0:
-        largest = tl.reduce(tl.reshape(best, [BLOCK // LANES, LANES]), 0, tl.standard._elementwise_max)
-        tl.store(lanes + of_part * LANES + tl.arange(0, LANES), largest)
-    if (temperature != 0) & (few == 0) & (top < float("inf")):
-        top = tl.where(top == float("-inf"), 0.0, top)  # what -inf is less than -inf is NaN
-        weights = tl.full([BLOCK], 0.0, tl.float64)
-        for start in range(begin, end, BLOCK):
-            j = start + tl.arange(0, BLOCK)
-            weights += tl.exp(scores_of(logits, marks, penalty, scale, j, j < vocabulary) - top).to(tl.float64)
-        tl.store(sums + of_part, total_of(weights))
+    if fields is not None:
+        if top_k > 0:
+            largest = tl.reduce(tl.reshape(best, [BLOCK // LANES, LANES]), 0, tl.standard._elementwise_max)
+            tl.store(lanes + of_part * LANES + tl.arange(0, LANES), largest)
+        if (temperature != 0) & (few == 0) & (top < float("inf")):
+            top = tl.where(top == float("-inf"), 0.0, top)  # what -inf is less than -inf is NaN
+            weights = tl.full([BLOCK], 0.0, tl.float64)
+            for start in range(begin, end, BLOCK):
+                j = start + tl.arange(0, BLOCK)
+                weights += tl.exp(scores_of(logits, marks, penalty, scale, j, j < vocabulary) - top).to(tl.float64)
+            tl.store(sums + of_part, total_of(weights))
 
 
 def look_at_parts(
-    logits: Tensor, fields: Tensor, marks: Tensor | None, slots: Tensor | None, *, block: int
-) -> tuple[tuple[Tensor, ...], int]:
+    logits: Tensor, fields: Tensor | None, marks: Tensor | None, slots: Tensor | None, *, block: int
+) -> tuple[tuple[Tensor | None, ...], int]:
     """What `_part_kernel` writes of logits [R, V], and how many scores a part has; the rest as in `choose`."""
     num_rows, vocabulary = logits.shape
     part = triton.cdiv(vocabulary, PARTS * block) * block
-    of_parts = [logits.new_empty(num_rows, PARTS, dtype=each) for each in (torch.float32, torch.int32, torch.float64)]
-    of_parts.append(logits.new_empty(num_rows, PARTS, LANES, dtype=torch.float32))
+    of_parts: list[Tensor | None] = [
+        logits.new_empty(num_rows, PARTS, dtype=torch.float32),
+        logits.new_empty(num_rows, PARTS, dtype=torch.int32),
+        None if fields is None else logits.new_empty(num_rows, PARTS, dtype=torch.float64),
+        None if fields is None else logits.new_empty(num_rows, PARTS, LANES, dtype=torch.float32),
+    ]
     strides = logits.stride(0), 0 if marks is None else marks.stride(0)
     on_device(_part_kernel, logits)[(num_rows, triton.cdiv(vocabulary, part))](
         *(*of_parts, logits, fields, marks, slots, vocabulary, num_rows, part, *strides, block, PARTS, LANES),

@@ -23,8 +23,10 @@ Legend
               walk over the row: added up at each step, threads would wait for each other all the time
 
 Of a row, 512 KB for 128,000 scores, memory is read once and then the cache. To sort the rows in place of that would
-move each score and its token through memory for each digit of its bits. Of 128,256 scores, an H200 takes 39 us for one
-row, greedy, and 184 with top-k and top-p; for 256 rows 48 and 438.
+move each score and its token through memory for each digit of its bits. Of 128,256 scores, an H200 takes 16 us for one
+row with a temperature, and 184 with top-k and top-p; for 256 rows 106 and 438. Where all are greedy, the largest of the
+parts is all that is looked for; by `argmax`, which gives a row to one processor, it took 39 and 48 us. Not measured on
+a GPU since.
 """
 
 from __future__ import annotations
@@ -34,6 +36,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from selective_compile.kernels.choose_limits_triton import (
+    find_candidates,
+    find_kth_largest,
+    find_top_k,
+    find_top_p,
+    keys_of,
+    scores_at,
+)
 from selective_compile.kernels.choose_parts_triton import (
     LANES,
     NEVER,
@@ -41,7 +51,6 @@ from selective_compile.kernels.choose_parts_triton import (
     SEEN,
     asked,
     look_at_parts,
-    scores_of,
     total_of,
 )
 from selective_compile.kernels.interpreter import on_device
@@ -59,163 +68,10 @@ ROOM = 32768
 
 
 @triton.jit
-def _scores_at(place, logits, marks, penalty, scale, candidates, whole, length):
-    """The tokens of candidates and their scores, and whether there are so many."""
-    mask = place < length
-    j = tl.where(whole, place, tl.load(candidates + place, place < tl.where(whole, 0, length), 0))
-    return j, scores_of(logits, marks, penalty, scale, j, mask), mask
-
-
-@triton.jit
-def _keys(score):
-    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)  # there is one zero
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-@triton.jit
-def _key_at(found, digit, shift):
-    """The key that a search tries: a digit of two bits behind those that are found."""
-    return (found + (digit << shift) - 2147483648).to(tl.int32)
-
-
-@triton.jit
-def _kth_largest(keys, k, SEARCHES: tl.constexpr):
-    """The largest key that as many as `k` of these are not less than; the least there is, if they are fewer."""
-    found = tl.full([], 0, tl.int64)
-    for search in range(SEARCHES):
-        shift = 30 - 2 * search
-        one = total_of((keys >= _key_at(found, 1, shift)).to(tl.int32)) >= k
-        two = total_of((keys >= _key_at(found, 2, shift)).to(tl.int32)) >= k
-        three = total_of((keys >= _key_at(found, 3, shift)).to(tl.int32)) >= k
-        found += (one.to(tl.int64) + two.to(tl.int64) + three.to(tl.int64)) << shift
-    return _key_at(found, 0, 0)
-
-
-@triton.jit
-def _find_candidates(
-    candidates, logits, marks, penalty, scale, vocabulary, top, least, lightest, ROOM: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Tokens with a key and a weight that are not less: how many they are, and what the others weigh."""
-    count = tl.full([], 0, tl.int32)
-    rest = tl.full([BLOCK], 0.0, tl.float64)
-    for start in range(0, vocabulary, BLOCK):
-        j = start + tl.arange(0, BLOCK)
-        score = scores_of(logits, marks, penalty, scale, j, j < vocabulary)
-        weight = tl.exp(score - top).to(tl.float64)
-        likely = (j < vocabulary) & (_keys(score) >= least) & (weight >= lightest)
-        rest += tl.where(likely, 0.0, weight)
-        here = total_of(likely.to(tl.int32))
-        if here > 0:  # of a sharp row there is mostly none
-            place = count - 1 + tl.associative_scan(likely.to(tl.int32), 0, tl.standard._sum_combine)
-            tl.store(candidates + place, j, likely & (place < ROOM))
-        count += here
-    tl.debug_barrier()  # each thread reads what others have found
-    return count, total_of(rest)
-
-
-@triton.jit
-def _top_k(
-    logits, marks, penalty, scale, candidates, whole, length, top_k, BLOCK: tl.constexpr, SEARCHES: tl.constexpr
-):
-    """The largest key that as many as `top_k` scores are not less than."""
-    found = tl.full([], 0, tl.int64)
-    for search in range(SEARCHES):
-        shift = 30 - 2 * search
-        first = tl.full([BLOCK], 0, tl.int32)
-        second = tl.full([BLOCK], 0, tl.int32)
-        third = tl.full([BLOCK], 0, tl.int32)
-        for start in range(0, length, BLOCK):
-            place = start + tl.arange(0, BLOCK)
-            _, score, mask = _scores_at(place, logits, marks, penalty, scale, candidates, whole, length)
-            key = tl.where(mask, _keys(score), -2147483648)
-            first += (key >= _key_at(found, 1, shift)).to(tl.int32)
-            second += (key >= _key_at(found, 2, shift)).to(tl.int32)
-            third += (key >= _key_at(found, 3, shift)).to(tl.int32)
-        one, two, three = total_of(first) >= top_k, total_of(second) >= top_k, total_of(third) >= top_k
-        found += (one.to(tl.int64) + two.to(tl.int64) + three.to(tl.int64)) << shift
-    return _key_at(found, 0, 0)
-
-
-@triton.jit
-def _sum_kept(logits, marks, penalty, scale, candidates, whole, length, top, kept, BLOCK: tl.constexpr):
-    """The weights of what is kept."""
-    total = tl.full([BLOCK], 0.0, tl.float64)
-    for start in range(0, length, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        _, score, _ = _scores_at(place, logits, marks, penalty, scale, candidates, whole, length)
-        total += tl.where(_keys(score) >= kept, tl.exp(score - top), 0.0).to(tl.float64)
-    return total_of(total)
-
-
-@triton.jit
-def _top_p(
-    logits,
-    marks,
-    penalty,
-    scale,
-    candidates,
-    whole,
-    length,
-    top,
-    kept,
-    rest,
-    limit,
-    BLOCK: tl.constexpr,
-    SEARCHES: tl.constexpr,
-):
-    """The largest key that all below it go with, and the last of the tokens that have it that goes, or -1.
-
-    rest: of what has gone.
-    """
-    total = rest + _sum_kept(logits, marks, penalty, scale, candidates, whole, length, top, kept, BLOCK)
-    largest = _keys(top)
-    found = tl.full([], 0, tl.int64)
-    below = rest
-    for search in range(SEARCHES):
-        shift = 30 - 2 * search
-        first = tl.full([BLOCK], 0.0, tl.float64)
-        second = tl.full([BLOCK], 0.0, tl.float64)
-        third = tl.full([BLOCK], 0.0, tl.float64)
-        for start in range(0, length, BLOCK):
-            place = start + tl.arange(0, BLOCK)
-            _, score, _ = _scores_at(place, logits, marks, penalty, scale, candidates, whole, length)
-            key = _keys(score)
-            weight = tl.where(key >= kept, tl.exp(score - top), 0.0).to(tl.float64)
-            first += tl.where(key < _key_at(found, 1, shift), weight, 0.0)
-            second += tl.where(key < _key_at(found, 2, shift), weight, 0.0)
-            third += tl.where(key < _key_at(found, 3, shift), weight, 0.0)
-        shares = rest + total_of(first), rest + total_of(second), rest + total_of(third)
-        # In float32, as transformers compares. What is rounded to a limit of 1 would reach behind the likeliest tokens.
-        one = ((shares[0] / total).to(tl.float32) <= limit) & (_key_at(found, 1, shift) <= largest)
-        two = ((shares[1] / total).to(tl.float32) <= limit) & (_key_at(found, 2, shift) <= largest)
-        three = ((shares[2] / total).to(tl.float32) <= limit) & (_key_at(found, 3, shift) <= largest)
-        below = tl.where(three, shares[2], tl.where(two, shares[1], tl.where(one, shares[0], below)))
-        found += (one.to(tl.int64) + two.to(tl.int64) + three.to(tl.int64)) << shift
-    edge = _key_at(found, 0, 0)
-    ties = tl.full([], 0, tl.int32)
-    gone = tl.full([], -1, tl.int32)
-    last = gone
-    for start in range(0, length, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        j, score, mask = _scores_at(place, logits, marks, penalty, scale, candidates, whole, length)
-        tied = mask & (_keys(score) == edge)
-        here = total_of(tied.to(tl.int32))
-        if here > 0:  # mostly in one step alone
-            rank = ties + tl.associative_scan(tied.to(tl.int32), 0, tl.standard._sum_combine)
-            share = (below + rank.to(tl.float64) * tl.exp(score - top).to(tl.float64)) / total
-            goes = tied & (share.to(tl.float32) <= limit)
-            gone = tl.maximum(gone, tl.reduce(tl.where(goes, j, -1), 0, tl.standard._elementwise_max))
-            last = tl.maximum(last, tl.reduce(tl.where(tied, j, -1), 0, tl.standard._elementwise_max))
-        ties += here
-    # The likeliest token stays, whatever the limit.
-    return edge, tl.where(edge == largest, tl.minimum(gone, last - 1), gone)
-
-
-@triton.jit
 def _left(place, logits, marks, penalty, scale, candidates, whole, length, best, kept, edge, gone, min_p):
     """The tokens of candidates and their weights next to the score `best`, 0 of those that are not left."""
-    j, score, mask = _scores_at(place, logits, marks, penalty, scale, candidates, whole, length)
-    key = _keys(score)
+    j, score, mask = scores_at(place, logits, marks, penalty, scale, candidates, whole, length)
+    key = keys_of(score)
     weight = tl.exp(score - best).to(tl.float64)
     left = mask & (key >= kept) & ((key > edge) | ((key == edge) & (j > gone))) & (weight >= min_p)
     return j, tl.where(left, weight, 0.0)
@@ -309,16 +165,73 @@ def _draw(
     return tl.minimum(found, last)
 
 
+@triton.jit
+def _drawn(
+    logits,  # of a row, as all up to the candidates
+    marks,
+    penalty,
+    scale,
+    candidates,
+    vocabulary,
+    limits,  # 1 - top-p, min-p, top-k, whether there is any
+    best,
+    top,
+    parts,
+    part,
+    sums,  # of the row's parts, as the lanes
+    lanes,
+    fraction,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    LANES: tl.constexpr,
+    SEARCHES: tl.constexpr,
+    LISTED: tl.constexpr,
+    ROOM: tl.constexpr,
+):
+    """The token at that share of the sum of what is left."""
+    limit, min_p, top_k, few = limits
+    number = tl.arange(0, PARTS)
+    kept = tl.full([], -2147483648, tl.int32)
+    edge, gone = kept, tl.full([], -1, tl.int32)
+    count, rest = tl.full([], NEVER, tl.int32), tl.full([], 0.0, tl.float64)
+    if few:
+        least, lightest = kept, tl.where(limit > 0, limit.to(tl.float64) / vocabulary, min_p)
+        if top_k > 0:
+            lane = tl.arange(0, PARTS * LANES)
+            largest = tl.load(lanes + lane, lane < parts * LANES, float("-inf"))
+            least, lightest = find_kth_largest(keys_of(largest), top_k, SEARCHES), lightest * 0
+        # fmt: off
+        count, rest = find_candidates(
+            candidates, logits, marks, penalty, scale, vocabulary, top, least, lightest, ROOM, LISTED * BLOCK,
+        )
+        # fmt: on
+    whole = count > ROOM
+    length = tl.where(whole, vocabulary, count)
+    # What top-k lets go has no share that top-p could be of.
+    rest = tl.where(whole | (top_k > 0), 0.0, rest)
+    of_row = (logits, marks, penalty, scale, candidates, whole, length)
+    if top_k > 0:
+        kept = find_top_k(*of_row, top_k, BLOCK, SEARCHES)
+    if limit > 0:
+        edge, gone = find_top_p(*of_row, top, kept, rest, limit, BLOCK, SEARCHES)
+    if few:
+        weighs, each = _segments(*of_row, top, kept, edge, gone, min_p, BLOCK, PARTS)
+        best = tl.full([PARTS], 0.0, tl.float32) + top
+    else:
+        weighs, each = tl.load(sums + number, number < parts, 0.0), part
+    return _draw(*of_row, top, best, weighs, each, kept, edge, gone, min_p, fraction, BLOCK, PARTS)
+
+
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["fields", "slots"])
 def _choose_kernel(
     tokens,  # [R] int64
-    candidates,  # [R, ROOM] int32, to be written
+    candidates,  # [R, ROOM] int32, to be written; None as `fields`
     bests,  # of `_part_kernel`, as all up to the lanes
     places,
     sums,
     lanes,
     logits,  # [R, V]
-    fields,  # [6, R] float64
+    fields,  # [6, R] float64; None: of each row, the largest logit is wanted
     marks,  # [slots + 1, V] uint8, of bits SEEN and BANNED, or None
     slots,  # [R] int64, or None
     vocabulary,
@@ -335,10 +248,11 @@ def _choose_kernel(
     NO_TOKEN: tl.constexpr,
 ):
     row = tl.program_id(0)
-    temperature, penalty, limit, min_p, top_k, few = asked(fields, num_rows, row, vocabulary)
-    scale = tl.where(temperature == 0, 1.0, temperature)
-    logits += row.to(tl.int64) * logits_stride
-    candidates += row.to(tl.int64) * ROOM
+    if fields is not None:
+        temperature, penalty, limit, min_p, top_k, few = asked(fields, num_rows, row, vocabulary)
+        scale = tl.where(temperature == 0, 1.0, temperature)
+        logits += row.to(tl.int64) * logits_stride
+        candidates += row.to(tl.int64) * ROOM
     if marks is not None:
         marks += tl.load(slots + row) * marks_stride
 
@@ -355,40 +269,18 @@ def _choose_kernel(
     chosen = tl.reduce(tl.where(best == top, place, NEVER), 0, tl.standard._elementwise_min)
     chosen = tl.where(chosen == NEVER, 0, chosen)  # no score is above -inf
     chosen = tl.where(is_nan, nan, chosen)
-    if temperature != 0:
-        chosen = tl.where(is_nan | (top == float("inf")) | (top == float("-inf")), NO_TOKEN, chosen)
-        if chosen != NO_TOKEN:
-            fraction = tl.load(fields + 4 * num_rows + row)
-            kept = tl.full([], -2147483648, tl.int32)
-            edge, gone = kept, tl.full([], -1, tl.int32)
-            count, rest = tl.full([], NEVER, tl.int32), tl.full([], 0.0, tl.float64)
-            if few:
-                least, lightest = kept, tl.where(limit > 0, limit.to(tl.float64) / vocabulary, min_p)
-                if top_k > 0:
-                    lane = tl.arange(0, PARTS * LANES)
-                    of_lanes = lanes + row.to(tl.int64) * PARTS * LANES + lane
-                    largest = tl.load(of_lanes, lane < parts * LANES, float("-inf"))
-                    least, lightest = _kth_largest(_keys(largest), top_k, SEARCHES), lightest * 0
+    if fields is not None:
+        if temperature != 0:
+            chosen = tl.where(is_nan | (top == float("inf")) | (top == float("-inf")), NO_TOKEN, chosen)
+            if chosen != NO_TOKEN:
+                limits = (limit, min_p, top_k, few)
                 # fmt: off
-                count, rest = _find_candidates(
-                    candidates, logits, marks, penalty, scale, vocabulary, top, least, lightest, ROOM, LISTED * BLOCK,
+                chosen = _drawn(
+                    logits, marks, penalty, scale, candidates, vocabulary, limits, best, top, parts, part,
+                    sums + row.to(tl.int64) * PARTS, lanes + row.to(tl.int64) * PARTS * LANES,
+                    tl.load(fields + 4 * num_rows + row), BLOCK, PARTS, LANES, SEARCHES, LISTED, ROOM,
                 )
                 # fmt: on
-            whole = count > ROOM
-            length = tl.where(whole, vocabulary, count)
-            # What top-k lets go has no share that top-p could be of.
-            rest = tl.where(whole | (top_k > 0), 0.0, rest)
-            of_row = (logits, marks, penalty, scale, candidates, whole, length)
-            if top_k > 0:
-                kept = _top_k(*of_row, top_k, BLOCK, SEARCHES)
-            if limit > 0:
-                edge, gone = _top_p(*of_row, top, kept, rest, limit, BLOCK, SEARCHES)
-            if few:
-                weighs, each = _segments(*of_row, top, kept, edge, gone, min_p, BLOCK, PARTS)
-                best = tl.full([PARTS], 0.0, tl.float32) + top
-            else:
-                weighs, each = tl.load(sums + of_parts, number < parts, 0.0), part
-            chosen = _draw(*of_row, top, best, weighs, each, kept, edge, gone, min_p, fraction, BLOCK, PARTS)
     tl.store(tokens + row, chosen.to(tl.int64))
     if marks is not None:
         marks += tl.maximum(chosen, 0)
@@ -397,15 +289,22 @@ def _choose_kernel(
         tl.store(marks, seen)
 
 
-def choose(logits: Tensor, fields: Tensor, marks: Tensor | None, slots: Tensor | None, *, no_token: int) -> Tensor:
+def choose(
+    logits: Tensor, fields: Tensor | None, marks: Tensor | None, slots: Tensor | None, *, no_token: int
+) -> Tensor:
     """Tokens [R] int64 of logits [R, V]; each is marked, where there are marks.
 
-    fields: [6, R] float64, as `runtime.device_draw.choices` has them; marks: [slots + 1, V] uint8; slots: [R] int64.
+    fields: [6, R] float64, as `runtime.device_draw.choices` has them, or None; marks: [slots + 1, V] uint8; slots: [R]
+    int64.
     """
     num_rows, vocabulary = logits.shape
-    assert logits.stride(-1) == 1 and fields.is_contiguous() and fields.shape == (6, num_rows)
+    if fields is None and logits.dtype is torch.float64:  # which the kernels would round
+        return logits.argmax(dim=-1)
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    assert fields is None or fields.is_contiguous() and fields.shape == (6, num_rows)
     tokens = logits.new_empty(num_rows, dtype=torch.int64)
-    candidates = logits.new_empty(num_rows, ROOM, dtype=torch.int32)  # as wide for any V: the kernel is one for all
+    # As wide for any V: the kernel is one for all.
+    candidates = None if fields is None else logits.new_empty(num_rows, ROOM, dtype=torch.int32)
     of_parts, part = look_at_parts(logits, fields, marks, slots, block=BLOCK)
     strides = logits.stride(0), 0 if marks is None else marks.stride(0)
     # fmt: off

@@ -72,6 +72,27 @@ def test_rows_have_the_tokens_of_the_definition(
     assert found.tolist() == expected.tolist()
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    count=st.integers(1, 4),
+    vocabulary=st.integers(1, 300),
+    seed=st.integers(0, 2**31),
+    ties=st.booleans(),
+    rare=st.sampled_from([None, float("nan"), float("inf"), -float("inf")]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_where_all_are_greedy_it_is_the_first_of_the_largest(
+    count: int, vocabulary: int, seed: int, ties: bool, rare: float | None, dtype: torch.dtype
+) -> None:
+    """As `argmax` has it, of rows that lie apart, too: a NaN is the largest of all."""
+    logits = torch.cat([random_logits(count, vocabulary, seed, ties)] * 2, dim=1).to(dtype)[:, :vocabulary]
+    if rare is not None:
+        share = 1.0 if rare < 0 else 0.02
+        logits[torch.rand(logits.shape, generator=torch.Generator().manual_seed(seed)) < share] = rare
+    found = choose_triton.choose(logits, None, None, None, no_token=NO_TOKEN)
+    assert found.dtype is torch.int64 and found.tolist() == choose(logits, None).tolist()
+
+
 @pytest.mark.parametrize(
     "asked_for", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.01}, {"top_k": 40, "top_p": 0.8, "min_p": 0.01}], ids=str
 )
@@ -171,6 +192,18 @@ def test_rows_that_lie_apart_and_a_row_of_one_value() -> None:
     assert found.tolist() == expected.tolist() and found[1] == 5 and found[0] >= 100
 
 
+def test_rows_that_lie_one_beside_the_other() -> None:
+    logits = random_logits(90, 3, 4).T
+    expected, found = both(logits, [GREEDY, SAMPLED, GREEDY])
+    assert found.tolist() == expected.tolist()
+    assert choose_triton.choose(logits, None, None, None, no_token=NO_TOKEN).tolist() == choose(logits, None).tolist()
+
+
+def test_greedy_tokens_of_float64_are_told_apart_by_all_of_its_digits() -> None:
+    logits = torch.tensor([[1.0, 1.0 + 2**-40, 0.0]], dtype=torch.float64)
+    assert choose_triton.choose(logits, None, None, None, no_token=NO_TOKEN).tolist() == [1]
+
+
 @pytest.mark.parametrize("asked_for", [{}, {"top_p": 0.7}], ids=str)
 def test_wherever_in_the_sum_it_is_drawn(asked_for: dict[str, float]) -> None:
     """At its ends, at those of parts and anywhere; with parts of which nothing can be drawn, or next to nothing."""
@@ -244,7 +277,8 @@ def test_a_row_drawn_by_its_temperature_alone_is_gone_over_by_many_programs(monk
     assert sum(read) <= 8192 // choose_triton.PARTS + 4 * choose_triton.PARTS
 
 
-def compile_choice(kernel: Any, target: Any, **given: int) -> Any:
+def compile_choice(kernel: Any, target: Any, **given: int | None) -> Any:
+    """Arguments that are `given` are constants."""
     names = ("PARTS", "LANES", "SEARCHES", "LISTED", "ROOM")
     constants = {"BLOCK": BLOCK, "NO_TOKEN": NO_TOKEN} | {name: getattr(choose_triton, name) for name in names}
     types = {"tokens": "*i64", "candidates": "*i32", "logits": "*bf16", "fields": "*fp64", "marks": "*u8"}
@@ -254,6 +288,19 @@ def compile_choice(kernel: Any, target: Any, **given: int) -> Any:
     of_kernel = {parameter.name for parameter in kernel.params}
     constants = {name: value for name, value in (constants | given).items() if name in of_kernel}
     return ahead.compile_ahead(kernel, target, types, constants, **options)
+
+
+GREEDILY = dict.fromkeys(("fields", "sums", "lanes", "candidates", "marks", "slots"))
+
+
+@pytest.mark.parametrize("target", ahead.TARGETS, ids=str)
+def test_it_ships_where_all_are_greedy(target: Any, triton_cache: None, tmp_path: Any) -> None:
+    for kernel in (choose_triton._choose_kernel, choose_parts_triton._part_kernel):
+        compiled = compile_choice(kernel, target, **GREEDILY)
+        ahead.assert_ships(compiled, tmp_path)
+        if kernel is choose_parts_triton._part_kernel and target.backend == "cuda":
+            loads = set(re.findall(r"ld\.global\S*", compiled.asm["ptx"]))
+            assert any(".v4.b32" in load for load in loads), loads
 
 
 @pytest.mark.parametrize("kernel", ["row", "parts"])
@@ -286,3 +333,13 @@ def test_on_a_gpu(spread: int, dtype: torch.dtype) -> None:
     fields, logits = torch.from_numpy(found), (spread * random_logits(16, 128_256)).to(dtype)
     given = logits.cuda(), fields.cuda()
     assert choose_triton.choose(*given, None, None, no_token=NO_TOKEN).tolist() == choose(logits, fields).tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 33])
+@pytest.mark.parametrize("vocabulary", [32_000, 50_257, 128_256])
+def test_greedy_on_a_gpu(vocabulary: int, count: int) -> None:
+    logits = random_logits(count, vocabulary, ties=True).to(torch.bfloat16)
+    logits[-1, vocabulary // 2] = torch.nan
+    found = choose_triton.choose(logits.cuda(), None, None, None, no_token=NO_TOKEN)
+    assert found.tolist() == choose(logits, None).tolist()
