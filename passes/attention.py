@@ -20,6 +20,7 @@ from selective_compile.passes.gated_output import gated_output
 from selective_compile.passes.heads import Unreadable, operand_of, plain_size, require_grouped, sinks_of
 from selective_compile.passes.score_chain import ScoreChain, passes_through, read_scores, require_width
 from selective_compile.passes.traced_graph import (
+    DTYPES,
     AttentionCall,
     MaskTerm,
     Operand,
@@ -29,7 +30,6 @@ from selective_compile.passes.traced_graph import (
 )
 
 aten = torch.ops.aten
-DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 SDPA = aten.scaled_dot_product_attention.default
 SOFTMAX = (aten.softmax.int, aten._softmax.default)
 
@@ -46,7 +46,7 @@ def recognise_attention(traced: TracedGraph) -> int:
             traced.refuse(found.node, f"part of an attention that cannot be read: {found}")
     for call in traced.calls:
         dtypes = {operand.node.meta["val"].dtype for operand in (call.query, call.key, call.value)}
-        if len(dtypes) > 1 or not dtypes <= DTYPES:
+        if len(dtypes) > 1 or not dtypes.issubset(DTYPES):
             traced.refuse(call.output, f"queries, keys and values must be of one of {DTYPES}, got {dtypes}")
     read = [*(call.covers for call in traced.calls), *(call.covers for call in traced.selections)]
     covered = {node for nodes in read for node in nodes}

@@ -19,13 +19,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from selective_compile.isolated_op import TOKENS, isolated, isolated_rows, sizes_of
 from selective_compile.passes.axes import Axes, Axis
 from selective_compile.passes.evaluate import ancestors, constants_in
 from selective_compile.passes.isolated_call import Argument, IsolatedCall, Whole
-from selective_compile.passes.traced_graph import TracedGraph, is_mutable, source_line
+from selective_compile.passes.traced_graph import TracedGraph, is_lost, is_mutable, source_line
 
 TRIED, LONGEST_TRIED = (2, 3, 5, 17, 40, 130), 1100
 HIDDEN = -1e4  # what is added to scores that shall not count is below; no bias is
@@ -136,7 +135,7 @@ def made_of_length(traced: TracedGraph, node: fx.Node) -> bool:
     """Whether the value depends on the number of tokens, and constants, alone; buffers count as such."""
     given = {item.node: item for item in traced.inputs if item.place != "size"}
     for current in ancestors(node):
-        if current.op == "get_attr" and isinstance(getattr(traced.module, str(current.target)), FakeTensor):
+        if is_lost(traced, current):
             return False  # a constant that the trace does not hold
         if current in given:
             weight = given[current].place == "weight" and not isinstance(given[current].example, torch.nn.Parameter)

@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from selective_compile.passes.evaluate import ancestors
 from selective_compile.passes.rules_lookup import LOOKUPS
 from selective_compile.passes.table_rows import TableRows, table_rows
-from selective_compile.passes.traced_graph import AttentionCall, Input, KeyMarks, KeySelection, TracedGraph
+from selective_compile.passes.traced_graph import AttentionCall, Input, KeyMarks, KeySelection, TracedGraph, is_lost
 
 aten = torch.ops.aten
 
@@ -66,7 +65,7 @@ def mask_reads(traced: TracedGraph, call: AttentionCall | KeySelection, read_oth
                 marked.append(marks[node])
             elif node in tokens:
                 found.add(node)
-            elif node.op == "get_attr" and isinstance(getattr(traced.module, str(node.target)), FakeTensor):
+            elif is_lost(traced, node):
                 raise Unproved(term.node, f"its mask reads a constant that the trace does not hold ({node.name})")
             elif node in kept:
                 buffers.append(kept[node])

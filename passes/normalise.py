@@ -54,6 +54,9 @@ SPELT_OUT: dict[Any, Any] = INDEX_FORM | {
     aten.where.ScalarSelf: filled_where,
 }
 
+# What `tensor.data` is to Dynamo: tracing, which sees operators alone, would take what it gives for a constant.
+DATA: Any = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
+
 
 def source_name(placeholder: fx.Node) -> str:
     """Dynamo's name for where a placeholder's value comes from (torch 2.11 has a method where 2.13 has a property)."""
@@ -209,7 +212,9 @@ def retrace(
     module: fx.GraphModule, symbols: Symbols, fakes: Sequence[Any], traces: Traces | None = None
 ) -> fx.GraphModule:
     """``module`` traced once more to ATen with ``fakes``, keeping stack traces and composite operators."""
-
+    for node in module.graph.nodes:
+        if node.target is DATA:
+            node.target = torch.detach
     try:
         return retraced(module, fakes, SPELT_OUT, symbols.mode, traces)
     except RuntimeError as error:  # an operator finds that symbolic sizes do not fit

@@ -22,7 +22,14 @@ from selective_compile.function_op import function
 from selective_compile.passes.axes import Axis
 from selective_compile.passes.recurrence_families import CAUSAL_CONV1D
 from selective_compile.passes.recurrence_match import Recognised, Signature, TensorArgument
-from selective_compile.passes.traced_graph import RecurrentCall, TokenTensor, TracedGraph, module_path, source_line
+from selective_compile.passes.traced_graph import (
+    DTYPES,
+    RecurrentCall,
+    TokenTensor,
+    TracedGraph,
+    module_path,
+    source_line,
+)
 
 aten = torch.ops.aten
 DEFAULTS = (None, [1], [0], [1], 1)  # of a convolution: bias, stride, padding, dilation, groups
@@ -135,6 +142,9 @@ def recognise_recurrences(traced: TracedGraph) -> int:
         known = convolution_of(tensors, node) if name == CONVOLUTION else traced.functions.get(name)
         if known is None:
             traced.refuse(node, "it is no recurrence that is known")
+            continue
+        if (dtype := node.meta["val"].dtype) not in DTYPES:
+            traced.refuse(node, f"rows of a recurrence must be of one of {DTYPES}, got {dtype}")
             continue
         wrong = unlike(traced, tensors, known)
         if wrong is not None:

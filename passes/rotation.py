@@ -18,10 +18,10 @@ from selective_compile.passes.axes import size_expression
 from selective_compile.passes.elements import SIGN, SOURCE, TABLE, Reader, Spelling, UnreadableError
 from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.retrace import as_traced
+from selective_compile.passes.traced_graph import DTYPES
 
 # One number of tokens might be that of heads as well, so that a value could be taken for its own transpose.
 PROBES = (2, 3)
-DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ from selective_compile.passes.rules_order import (
 from selective_compile.passes.rules_pointwise import UNTAGGED, pointwise
 from selective_compile.passes.rules_reduce import REDUCTIONS
 from selective_compile.passes.rules_views import VIEWS
-from selective_compile.passes.traced_graph import Input, TracedGraph, is_mutable
+from selective_compile.passes.traced_graph import Input, TracedGraph, is_lost, is_mutable
 
 Rule = Callable[[fx.Node, Callable[[Any], Axes], Sizes], Axes]
 aten = torch.ops.aten
@@ -74,7 +74,7 @@ def mark_token_axes(traced: TracedGraph) -> int:
     for node in traced.graph.nodes:
         if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor):
             traced.axes[node] = placeholder_axes(places[node], traced.sizes)
-        elif node.op == "get_attr" and not is_graph(node):
+        elif node.op == "get_attr" and not is_graph(node) and not is_lost(traced, node):
             traced.axes[node] = Axes(dims=tuple((size,) if size != 1 else () for size in node.meta["val"].shape))
         elif node.op == "call_function":
             mark(traced, node)
@@ -122,6 +122,9 @@ def mark(traced: TracedGraph, node: fx.Node) -> None:
             traced.refuse(node, "this result of an isolated module does not have tokens in exactly one dimension")
         else:
             traced.axes[node] = axes
+        return
+    if any(is_lost(traced, given) for given in node.all_input_nodes):
+        traced.refuse(node, "it reads a constant that the trace does not hold")
         return
     if any(map(is_graph, node.all_input_nodes)):
         traced.refuse(node, "it runs graphs of its own, which no rule reads")

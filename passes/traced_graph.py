@@ -11,11 +11,13 @@ from typing import Any, Literal
 import sympy
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from selective_compile.passes.axes import Axes, Sizes
 from selective_compile.passes.isolated_call import IsolatedCall, WholeModules
 
 Place = Literal["weight", "tokens", "size", "other"]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the rows that our kernels take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,6 +305,11 @@ class TracedGraph:
                 module=module_path(node),
             )
         )
+
+
+def is_lost(traced: TracedGraph, node: fx.Node) -> bool:
+    """Whether it is a constant without values: what tracing did not follow, and took for a tensor from outside."""
+    return node.op == "get_attr" and isinstance(getattr(traced.module, str(node.target)), FakeTensor)
 
 
 def is_mutable(node: fx.Node) -> bool:

@@ -47,6 +47,17 @@ def test_an_adapter_is_part_of_the_ragged_graph_and_switching_it_is_seen() -> No
     assert len({str(tokens) for tokens in found}) == 3
 
 
+def test_an_adapter_that_reads_data_of_a_weight_is_part_of_the_ragged_graph() -> None:
+    config = peft.HRAConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model: Any = peft.get_peft_model(tiny("llama", num_hidden_layers=1), config).eval()
+    torch.manual_seed(3)
+    for name, weight in model.named_parameters():
+        if "hra_u" in name:
+            nn.init.normal_(weight, std=0.3)
+    assert sc.explain(model).verdict == "ragged"
+    assert ours(model) == alone(model) != alone(tiny("llama", num_hidden_layers=1))
+
+
 def test_an_adapter_switched_under_an_engine_is_refused_by_name() -> None:
     model = adapted("one", "two")
     model.set_adapter("one")  # which leaves a name where there was a list of names

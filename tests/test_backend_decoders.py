@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import selective_compile as sc
@@ -25,7 +27,7 @@ from tests.decoders import (
     tril_mask,
     window_mask,
 )
-from tests.exactness import TOLERANCE, engine_error, fast, greatest, padded_error
+from tests.exactness import TOLERANCE, engine_error, fast, greatest, padded_error, step_program
 from tests.padded_calls import IDS
 
 
@@ -55,6 +57,39 @@ def test_hand_written_decoder_is_exact_in_both_calls(name: str) -> None:
     assert len(sc.selective.reports) == 1  # one graph for every shape
     assert error < TOLERANCE
     assert engine_error(model, vocabulary=VOCABULARY) < TOLERANCE
+
+
+class OfData(nn.Module):
+    """Reads `data` of its weight and of what it is given, as some of PEFT's adapters do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        twice = torch.mm(self.linear.weight.data, 2 * torch.eye(WIDTH))
+        return x + F.linear(x.data, twice, self.linear.bias.data)
+
+
+def test_data_of_tensors_is_what_they_hold_now() -> None:
+    """Tracing took it for a constant, whose values there were none of: other logits, or a crash."""
+    mix = OfData()
+    model = Decoder(layers=2, mix=mix)
+    program = step_program(model)
+    for change in (1.0, -1.5):
+        with torch.no_grad():
+            mix.linear.weight.mul_(change)
+        assert engine_error(model, vocabulary=VOCABULARY, program=program) < TOLERANCE
+        error, report = padded_error(model, vocabulary=VOCABULARY)
+        assert report.ok and error < TOLERANCE, report
+
+
+def test_what_reads_a_constant_that_the_trace_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As of what Dynamo calls and tracing does not see.
+    monkeypatch.setattr(sys.modules["selective_compile.passes.normalise"], "DATA", None)
+    model = Decoder(layers=1, mix=OfData())
+    with pytest.raises(sc.RefusedError, match="reads a constant that the trace does not hold"):
+        step_program(model)
 
 
 def test_scores_rounded_to_a_narrower_type_are_not_rewritten_silently() -> None:

@@ -350,6 +350,17 @@ def test_tokens_are_those_of_generate_on_each_request_alone(family: str) -> None
     assert not program._requests
 
 
+@pytest.mark.parametrize("family", ["llama", "mamba", "rwkv"])
+def test_what_the_kernels_do_not_take_runs_by_itself(family: str) -> None:
+    """Rows of float64 are none for recurrences either: a step failed."""
+    model: Any = random_model(family).double()
+    assert sc.explain(model).verdict in ("isolated", "sequential")
+    ids = torch.tensor([[3, 14, 15, 9, 26, 5]])
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
+    found = sc.generate(model, ids, engine_config=sc.EngineConfig(compile=False), **options)
+    assert torch.equal(found, model.generate(ids, **options))
+
+
 @pytest.mark.parametrize("step", [1, 2])
 def test_who_leaves_between_plan_and_run_leaves_nothing(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, program = compiled(Decay)
