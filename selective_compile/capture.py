@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from selective_compile.live_conditions import LiveConditions
 from selective_compile.live_settings import Read, names_read
-from selective_compile.module_state import unchanged
+from selective_compile.module_state import same_buffers, unchanged
 from selective_compile.passes.lengths import CAPTURE_TOKENS, bounds_requests, longest_request
 from selective_compile.passes.normalise import keep_sources
 from selective_compile.passes.recurrence_match import Recognised
@@ -98,7 +98,8 @@ def capture(model: nn.Module, functions: Mapping[Place, Recognised] | None = Non
     call, arguments = logits_call(model, ids)
     for argument in arguments:
         torch._dynamo.mark_dynamic(argument, 1)
-    with by_dynamo(), torch.no_grad(), left_whole(functions or {}), plain_buffers(model):
+    # What is assigned to `data` of a buffer, Dynamo assigns as it traces: memory that there is none of.
+    with by_dynamo(), torch.no_grad(), left_whole(functions or {}), same_buffers(model), plain_buffers(model):
         try:
             torch.compile(call, backend=keep, fullgraph=True)(*arguments)
         except CaptureDone:

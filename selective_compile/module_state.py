@@ -1,18 +1,19 @@
-"""What a forward leaves in a model: plain attributes of its modules and buffers, kept apart from the model's own."""
+"""What a forward leaves in a model: attributes, buffers and parts of its modules, kept apart from the model's own."""
 
 from __future__ import annotations
 
 import copy
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
 
-from selective_compile.tensor_state import class_of
+from selective_compile.kept_buffers import kept_buffer, version
+from selective_compile.state_copies import Copies
 
 MACHINERY: Final = frozenset(vars(nn.Module()))  # hooks, parameters, modules: of every module, and no state
 FLAGS: Final = (bool, int, float, str)
@@ -28,24 +29,23 @@ NO_STATE: Final = (
     torch.device,
 )
 
-Place = tuple[nn.Module, Literal["attribute", "buffer"], str]
-# What is other than the model's own, or may be: an attribute or buffer that a run has set, taken out (`GONE`), or might
-# have changed where it is, as a list or a tensor.
+Place = tuple[nn.Module, Literal["attribute", "buffer", "part"], str]
+# What is other than the model's own, or may be: an attribute, buffer or module in it that a run has set, taken out
+# (`GONE`), or might have changed where it is, as a list or a tensor.
 State = Mapping[Place, Any]
 
 
 @contextmanager
 def own_attributes(module: nn.Module, state: State, written: Collection[Place] = ()) -> Iterator[dict[Place, Any]]:
-    """Within, attributes and buffers of the modules are those of ``state``, where it has them; what they are at the end
-    is put into what this yields, as far as it may be another, and then they are again what they were.
+    """Within, attributes, buffers and parts of the modules are those of ``state``, where it has them; what they are at
+    the end is put into what this yields, as far as it may be another, and then they are again what they were.
 
     Tensors and containers of the model's own are copies meanwhile, and so are buffers at ``written``: others must not
     be changed in place.  If a run changes weights it sets the model up, as some do when first called: then its flags
-    stay as the run has set them.
+    stay as the run has set them, and so do modules that it put in the place of others.
     """
-    parts = list(module.modules())  # those that a run puts in their places are new, and stay as it leaves them
-    own = attributes(parts)
-    weights = versions(module.parameters())
+    parts = list(module.modules())  # what is in those that a run puts in their places is that run's own
+    own, weights = attributes(parts), versions(parts)
     put({**own, **replaced(module, own, written), **state}, own)
     left: dict[Place, Any] = {}
     try:
@@ -54,12 +54,14 @@ def own_attributes(module: nn.Module, state: State, written: Collection[Place] =
         now = attributes(parts)
         left.update({place: value for place, value in now.items() if place not in own or value is not own[place]})
         left.update(dict.fromkeys(own.keys() - now.keys(), GONE))
-        if versions(module.parameters()) != weights:
-            flags = {
-                place: v for place, v in left.items() if isinstance(v, FLAGS) and isinstance(own.get(place), FLAGS)
-            }
-            own.update(flags)
+        if versions(parts) != weights:
+            own.update({place: v for place, v in left.items() if stays(place, v, own.get(place))})
         put(own, now)
+
+
+def stays(place: Place, value: Any, own: Any) -> bool:
+    """Whether it says that the model is set up, or is a part of what was set up."""
+    return place[1] == "part" or (isinstance(value, FLAGS) and isinstance(own, FLAGS))
 
 
 @contextmanager
@@ -76,35 +78,35 @@ def unchanged(model: nn.Module) -> Iterator[set[Place]]:
 def same_buffers(model: nn.Module) -> Iterator[set[Place]]:
     """As `unchanged` of buffers alone.  If weights change within, the model sets itself up: its buffers, which may say
     so, stay as they are."""
-    every = [(module, name, b) for module in model.modules() for name, b in module._buffers.items() if b is not None]
-    buffers = [each for each in every if class_of(each[-1]) is Tensor]
-    values = [(buffer.clone(), version(buffer)) for *_, buffer in buffers]
-    weights = versions(model.parameters())
-    found: set[Place] = set()
-    try:
-        yield found
-    finally:
-        set_up = versions(model.parameters()) != weights
-        for (module, name, buffer), (value, before) in zip(buffers, values, strict=True):
-            if version(buffer) != before:
-                found.add((module, "buffer", name))
-            # One that is as it was keeps its version: compiled programs watch it.
-            if not set_up and not torch.equal(buffer, value):
-                with torch.no_grad():
-                    buffer.copy_(value)
+    parts, found = list(model.modules()), set[Place]()
+    every: list[tuple[Place, Tensor | None]] = [
+        ((part, "buffer", name), buffer) for part in parts for name, buffer in part._buffers.items()
+    ]
+    weights = versions(parts)
+    with ExitStack() as stack:
+        kept = [(place, stack.enter_context(kept_buffer(buffer))) for place, buffer in every if buffer is not None]
+        try:
+            yield found
+        finally:
+            found.update(place for place, buffer in kept if buffer.is_other())
+            if versions(parts) == weights:
+                for _, buffer in kept:
+                    buffer.put_back()
 
 
 def attributes(parts: Iterable[nn.Module]) -> dict[Place, Any]:
-    """Every plain attribute and buffer of the modules, with its value."""
+    """Every plain attribute, buffer and part of the modules, with its value."""
     found: dict[Place, Any] = {}
     for module in parts:
         found.update(((module, "attribute", n), v) for n, v in vars(module).items() if n not in MACHINERY)
         found.update(((module, "buffer", n), v) for n, v in module._buffers.items())
+        if not isinstance(module, torch.jit.ScriptModule):  # what it has cannot be replaced
+            found.update(((module, "part", n), v) for n, v in module._modules.items())
     return found
 
 
 def put(wanted: Mapping[Place, Any], now: Mapping[Place, Any]) -> None:
-    """Make attributes and buffers of modules, which are ``now``, those of ``wanted``, no more, and in its order."""
+    """Make attributes, buffers and parts of modules, which are ``now``, those of ``wanted``, no more, in its order."""
     wanted = {place: value for place, value in wanted.items() if value is not GONE}
     if list(now) != list(wanted):
         for place in now:
@@ -117,41 +119,16 @@ def put(wanted: Mapping[Place, Any], now: Mapping[Place, Any]) -> None:
 
 def table_of(place: Place) -> dict[str, Any]:
     module, kind, _ = place
-    return vars(module) if kind == "attribute" else module._buffers
+    return {"attribute": vars(module), "buffer": module._buffers, "part": module._modules}[kind]
 
 
 def replaced(model: nn.Module, own: Mapping[Place, Any], written: Collection[Place]) -> dict[Place, Any]:
     """Copies of what a run might change in place, each as often the same as the model's own is."""
     places = {place: value for place, value in own.items() if place[1] == "attribute" or place in written}
     copied = {id(value) for place, value in own.items() if place in written}
-    memo = {id(t): t for t in (*model.parameters(), *model.buffers()) if id(t) not in copied}
-    found = {place: copy_of(value, memo) for place, value in places.items()}
+    copies = Copies(t for t in (*model.parameters(), *model.buffers()) if id(t) not in copied)
+    found = {place: copies.of(value) for place, value in places.items()}
     return {place: value for place, value in found.items() if value is not own[place]}
-
-
-def copy_of(value: Any, memo: dict[int, Any]) -> Any:
-    """A copy of tensors and containers, down to objects in them, which stay, as do those in ``memo`` by their ids."""
-    if id(value) in memo:
-        return memo[id(value)]
-    new: Any = value
-    if isinstance(value, Tensor):
-        new = value.clone()
-    elif isinstance(value, tuple):
-        items = [copy_of(item, memo) for item in value]
-        if any(one is not other for one, other in zip(items, value, strict=True)):
-            new = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    elif isinstance(value, dict):
-        new = memo[id(value)] = copy.copy(value)
-        for key, item in value.items():
-            new[key] = copy_of(item, memo)
-    elif isinstance(value, (list, deque)):
-        new = memo[id(value)] = copy.copy(value)
-        new.clear()
-        new.extend(copy_of(item, memo) for item in value)
-    elif isinstance(value, set):
-        new = copy.copy(value)
-    memo[id(value)] = new
-    return new
 
 
 def deep_copy(model: nn.Module, value: Any) -> Any:
@@ -200,10 +177,7 @@ def contents(value: Any, within: dict[int, Any], seen: dict[int, Any]) -> Any:
     return id(value), contents(getattr(value, "__dict__", None), within, seen)
 
 
-def versions(tensors: Iterator[Any]) -> list[tuple[int, int]]:
-    return [(id(tensor), version(tensor)) for tensor in tensors]
-
-
-def version(tensor: Tensor) -> int:
-    """How often it was written in place; one made in inference mode does not count it."""
-    return 0 if tensor.is_inference() else tensor._version
+def versions(parts: Iterable[nn.Module]) -> list[tuple[int, int]]:
+    """Of the modules' own weights."""
+    weights = (weight for part in parts for weight in part._parameters.values() if weight is not None)
+    return [(id(weight), version(weight)) for weight in weights]

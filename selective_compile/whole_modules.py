@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from selective_compile.module_state import contents_of, own_attributes
+from selective_compile.module_state import contents_of, own_attributes, same_buffers
 from selective_compile.skeleton import rebuilt, skeleton, structure_of
 
 CONSTANTS = (int, float, str, bool, type(None))
@@ -30,11 +30,14 @@ class ModulesOf:
         module = skeleton(self._model.get_submodule(path), {})
         args, kwargs = rebuilt(structure, tensors)
         found: list[Tensor] = []
-        with own_attributes(module, {}):
+        # What is assigned to `data` of a buffer has no memory where the tensors have none, and counts as no change.
+        with same_buffers(module) as written, own_attributes(module, {}):
             before, _alive = contents_of(module)  # so that no other object has the id of one of it
             structure_of(module(*args, **kwargs), found)
             if contents_of(module)[0] != before:
                 raise RuntimeError("it keeps something of its call in its attributes")
+        if written:
+            raise RuntimeError("it keeps something of its call in its buffers")
         return found
 
     def likeness(self, path: str) -> Hashable:

@@ -53,6 +53,8 @@ LAYERS = (
         "kernels",
         "step",
         "module_state",
+        "kept_buffers",
+        "state_copies",
         "proved_tensors",
         "tensor_state",
         "optimizer_steps",
