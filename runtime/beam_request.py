@@ -38,6 +38,7 @@ class RequestSearch:
                 terms=state.terms,
                 id_offset=state.id_offset,
                 prefix=state.prefix,
+                use_cache=state.use_cache,
             )
             for place in range(1, params.num_beams)
         ]

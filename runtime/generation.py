@@ -73,6 +73,8 @@ class GenerationParams:
         lookup_ngram: most tokens that are looked up.
         assistant: a model that drafts, at most `assistant_tokens` at a time; None: there is none.
         beams: how several are searched, in place of all above that chooses tokens; None: there is one.
+        use_cache: what `generate` is asked for, where it prepares the steps of a model that runs whole: there are some
+            of which the tokens are others without a cache. None: what it does by itself.
     """
 
     max_new_tokens: int
@@ -100,6 +102,7 @@ class GenerationParams:
     lookup_ngram: int = 2
     assistant: Any = None
     assistant_tokens: int = 20
+    use_cache: bool | None = None
 
     @property
     def keeps_prompt(self) -> bool:
@@ -202,6 +205,7 @@ class GenerationParams:
             eos_token_ids=stop.eos_token_ids,
             do_sample=values["do_sample"],
             seed=_seed(values, default_seed),
+            use_cache=values.get("use_cache"),
             **found,
             **tail,
             **_drafts(values, served),

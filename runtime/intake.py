@@ -66,6 +66,7 @@ class Submission:
             prefix=self.prefix,
             shown=self.shown,
             id_offset=self.id_offset,
+            use_cache=params.use_cache,
         )
 
 

@@ -86,6 +86,7 @@ class RequestState:
         "terms",
         "tokens",
         "unknown",
+        "use_cache",
         "whole",
         "width",
     )
@@ -103,6 +104,7 @@ class RequestState:
         prefix: int = 0,
         shown: array[int] | None = None,
         id_offset: int = 0,
+        use_cache: bool | None = None,
     ) -> None:
         self.request_id = request_id
         self.number = number  # the order of arrival; also tells two requests apart that used one id in turn
@@ -114,6 +116,8 @@ class RequestState:
         self.shown = shown
         # What the model takes for a generated token is its id and this.
         self.id_offset = id_offset
+        # What `generate` is asked for, where it prepares the model's steps.
+        self.use_cache = use_cache
         # The most tokens that can come to be computed: the last one to be generated never is.
         self.final_length = self.prompt_length + max_new_tokens - 1
         self.computed = 0  # how many of the tokens have their keys and values in the blocks

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from selective_compile.generate_arguments import Prompts
 from selective_compile.generate_fields import STATES, Fields
+from selective_compile.module_state import lock_of
 from selective_compile.runtime.request import RequestResult
 
 
@@ -90,8 +91,17 @@ def states_of(
                 tuple(_at(layer, rows) for layer in step) for step, rows in zip(found[name], paths.steps, strict=True)
             )
     if found["past_key_values"] is not None:
-        found["past_key_values"].reorder_cache(torch.tensor(paths.last, device=columns.device))
+        last = torch.tensor(paths.last, device=columns.device)
+        found["past_key_values"] = _reordered(model, found["past_key_values"], last)
     return found
+
+
+def _reordered(model: Any, cache: Any, rows: Tensor) -> Any:
+    """As `generate` does it: some models have a way of their own, for caches of their own."""
+    if hasattr(model, "_reorder_cache"):
+        return model._reorder_cache(cache, rows)
+    cache.reorder_cache(rows)
+    return cache
 
 
 def _paths_of(results: Sequence[RequestResult], pad: int | None) -> _Paths:
@@ -175,15 +185,16 @@ def _run_over(
         return_dict_in_generate=True,
         **fields.states(),
     )
-    # Of the class: the model's own may be the one that `wrap` put there.
-    found = cast(Any, type(model)).generate(
-        model,
-        columns,
-        attention_mask=mask.long(),
-        **given,
-        generation_config=config,
-        custom_generate=_forced_loop(_Forced(forced, width), width + steps),
-    )
+    with lock_of(model):
+        # Of the class: the model's own may be the one that `wrap` put there.
+        found = cast(Any, type(model)).generate(
+            model,
+            columns,
+            attention_mask=mask.long(),
+            **given,
+            generation_config=config,
+            custom_generate=_forced_loop(_Forced(forced, width), width + steps),
+        )
     assert torch.equal(found.sequences[:, width:], forced), "the loop took other tokens than it was given"
     return {name: getattr(found, name) for name in ("hidden_states", "attentions", "past_key_values")}
 

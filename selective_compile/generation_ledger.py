@@ -115,7 +115,8 @@ LIMITS: Mapping[str, str] = {
     "return_dict_in_generate": "past_key_values with hidden states, attentions, inputs_embeds or use_cache=True",
     "num_return_sequences": "of beams; with do_sample, each with a seed of its own, the prompt computed once for all",
     "decoder_start_token_id": "no effect on a decoder, as there",
-    "use_cache": "no effect on tokens: the engine keeps its own blocks in any case; True in the call returns a cache",
+    "use_cache": "the engine keeps its own blocks in any case; a model that runs whole is run as it says; True in the "
+    "call returns a cache",
     **dict.fromkeys(OF_CACHES, OWN_CACHE),
     "prefill_chunk_size": f"{OWN_CACHE}; of less than a prefix whose tokens see one another, refused by name",
     **dict.fromkeys(OF_BEAMS, ONE_BEAM),

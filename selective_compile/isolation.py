@@ -28,7 +28,7 @@ from selective_compile.isolated_program import MODES, IsolatedProgram, Mode
 from selective_compile.isolation_trial import NEEDED, departs
 from selective_compile.live_settings import hook_refusals
 from selective_compile.module_program import ModuleProgram
-from selective_compile.module_state import own_attributes, same_buffers
+from selective_compile.module_state import lock_of, own_attributes, same_buffers
 from selective_compile.one_token import one_token_refusal
 from selective_compile.options import EngineConfig, Fallback
 from selective_compile.passes import Refusal, RefusedError, Rewrite
@@ -114,7 +114,7 @@ def prove(
         if isinstance(model, nn.Module) and (hooks := hook_refusals(model)):
             raise RefusedError(hooks)  # not to be isolated: trials of a part would call them too
         check(model)
-        with on_device_of(model), same_buffers(model):  # for trials
+        with lock_of(model), on_device_of(model), same_buffers(model):  # for trials
             found = ragged(model, fallback, max_window, latents=latents, keep=keep)
             departure = None if max_window else cache_refusal(model, found.rewritten.traced.calls)
             departure = departure or one_token_refusal(

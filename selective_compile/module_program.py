@@ -8,10 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from selective_compile.capture import Captured
-from selective_compile.forks import lock_of_any_process
 from selective_compile.isolated_op import running
 from selective_compile.live_settings import follow
-from selective_compile.module_state import own_attributes
+from selective_compile.module_state import lock_of, own_attributes
 from selective_compile.optimizer_steps import count_steps_for
 from selective_compile.options import EngineConfig
 from selective_compile.passes import Rewrite
@@ -48,8 +47,7 @@ class ModuleProgram(StepProgram):
         ]
         self._changes = 0  # of plain attributes
         self._seen: States | None = None  # of the modules' tensors
-        # Engines may share a program, and the modules' own attributes are one call's at a time.
-        self._lock = lock_of_any_process()
+        self._lock = lock_of(model)
         self.weights_version = self._versions
         count_steps_for(self)
         paths = ", ".join(dict.fromkeys(call.module for call in self.calls))

@@ -6,12 +6,15 @@ import copy
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from threading import RLock
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from selective_compile.forks import lock_of_any_process
 from selective_compile.kept_buffers import kept_buffer, version
 from selective_compile.state_copies import Copies
 
@@ -33,6 +36,16 @@ Place = tuple[nn.Module, Literal["attribute", "buffer", "part"], str]
 # What is other than the model's own, or may be: an attribute, buffer or module in it that a run has set, taken out
 # (`GONE`), or might have changed where it is, as a list or a tensor.
 State = Mapping[Place, Any]
+
+
+_LOCKS: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
+_LOCKS_KNOWN = lock_of_any_process()
+
+
+def lock_of(model: nn.Module) -> RLock:
+    """Held by who runs ``model`` itself or its modules: what they keep in themselves is one run's at a time."""
+    with _LOCKS_KNOWN:
+        return _LOCKS.setdefault(model, lock_of_any_process())
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -18,9 +18,16 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from selective_compile.capture import declared_positions, device_of
-from selective_compile.forks import lock_of_any_process
 from selective_compile.live_settings import HOOK, hook_refusals, without_hooks
-from selective_compile.module_state import Place, State, deep_copy, own_attributes, unchanged, watched_objects
+from selective_compile.module_state import (
+    Place,
+    State,
+    deep_copy,
+    lock_of,
+    own_attributes,
+    unchanged,
+    watched_objects,
+)
 from selective_compile.passes import Refusal, RefusedError
 from selective_compile.step import StepInputs
 from selective_compile.tensor_state import States, states
@@ -31,10 +38,12 @@ class OneRequest:
     """One request: the tokens so far and, once the model has seen some, what `generate` hands from step to step.
 
     ``begun``: how many tokens its first call had, 0 before that; each one behind it has another one.
+    ``use_cache``: as `generate` is asked for; None: as it does by itself.
     """
 
     tokens: Tensor  # [1, length] int64
     begun: int = 0
+    use_cache: bool | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
     state: State = field(default_factory=dict)
     seen: int = 0
@@ -42,7 +51,7 @@ class OneRequest:
     def copy(self, model: nn.Module) -> OneRequest:
         """Another one that is as far, with a cache of its own."""
         kwargs, state = deep_copy(model, (self.kwargs, self.state))
-        return OneRequest(tokens=self.tokens.clone(), begun=self.begun, kwargs=kwargs, state=state, seen=self.seen)
+        return replace(self, tokens=self.tokens.clone(), kwargs=kwargs, state=state)
 
 
 class SequentialProgram:
@@ -77,10 +86,15 @@ class SequentialProgram:
         self._requests: dict[Hashable, OneRequest] = {}
         self._seen: States | None = None
         self._tables = tables_of(model)
-        # Engines may share a program, and what the model keeps in itself is one request's at a time.
-        self._lock = lock_of_any_process()
+        self._lock = lock_of(model)
         self._written: set[Place] = set()
-        with torch.no_grad(), without_hooks(model), unchanged(model) as written, watched_objects(model) as changed:
+        with (
+            self._lock,
+            torch.no_grad(),
+            without_hooks(model),
+            unchanged(model) as written,
+            watched_objects(model) as changed,
+        ):
             self.vocab_size = self.num_ids = self._tried()
         self._written = written
         if changed:
@@ -147,9 +161,9 @@ class SequentialProgram:
         """None: it was cancelled since the step was put together."""
         one = self._requests.get(request)
         if position == 0:
-            begun = 0 if one is None else one.begun
+            begun, use_cache = 0 if one is None else one.begun, getattr(request, "use_cache", None)
             # A copy, for the next step's ids take their place.
-            one = self._requests[request] = OneRequest(tokens=ids[None].clone(), begun=begun)
+            one = self._requests[request] = OneRequest(tokens=ids[None].clone(), begun=begun, use_cache=use_cache)
         elif one is not None:
             assert one.tokens.shape[1] == position, "a request goes on where it was"
             one.tokens = torch.cat([one.tokens, ids[None]], dim=1)
@@ -182,7 +196,7 @@ def step_arguments(model: Any, one: OneRequest) -> dict[str, Any]:
     """What `generate` hands to ``model`` in the request's next step."""
     first = not one.seen
     if first:
-        one.kwargs = prepared(model, one.tokens)
+        one.kwargs = prepared(model, one.tokens, one.use_cache)
     new = None if first or not one.kwargs.get("use_cache") else one.tokens.shape[1] - one.seen
     found: dict[str, Any] = model.prepare_inputs_for_generation(
         one.tokens, next_sequence_length=new, is_first_iteration=first, **one.kwargs
@@ -190,7 +204,7 @@ def step_arguments(model: Any, one: OneRequest) -> dict[str, Any]:
     return found
 
 
-def prepared(model: Any, ids: Tensor) -> dict[str, Any]:
+def prepared(model: Any, ids: Tensor, use_cache: bool | None = None) -> dict[str, Any]:
     """What `generate` hands to the first step of ``model`` for ``ids`` ``[1, S]``: cache, positions and all else."""
     found: dict[str, Any] = {}
 
@@ -211,6 +225,7 @@ def prepared(model: Any, ids: Tensor) -> dict[str, Any]:
     takes_mask = "attention_mask" in inspect.signature(model.forward).parameters
     mask = {"attention_mask": torch.ones_like(ids)} if takes_mask else {}
     options = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1, "num_return_sequences": 1}
+    options |= {} if use_cache is None else {"use_cache": use_cache}
     generate = type(model).generate  # the class's own: the object's may have been replaced by `wrap`
     try:
         generate(model, ids, **mask, custom_generate=keep, **options)

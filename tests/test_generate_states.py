@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import selective_compile as sc
+from selective_compile.coverage.random_model import random_model
 
 CONFIG = sc.EngineConfig(compile=False)
 RETURNS = {"return_dict_in_generate": True, "output_hidden_states": True, "output_attentions": True}
@@ -172,3 +173,17 @@ def test_arguments_of_forward_that_change_nothing() -> None:
             sc.generate(model, engine_config=CONFIG, **inputs, **{name: value})
     with pytest.raises(ValueError, match="position_ids must be None for a list of prompts"):
         sc.generate(model, [[1, 2]], engine_config=CONFIG, position_ids=positions)
+
+
+@pytest.mark.parametrize("asked", [{"use_cache": True}, {"output_hidden_states": True}], ids=str)
+def test_beams_of_a_model_with_a_cache_of_its_own_kind(asked: dict[str, Any]) -> None:
+    model: Any = random_model("xlnet")
+    ids = torch.tensor([[7, 8, 9, 10]])
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 3, "num_beams": 2, **asked}
+    options["return_dict_in_generate"] = True
+    found = sc.generate(model, ids, engine_config=sc.EngineConfig(compile=False), **options)
+    expected = model.generate(ids, **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert len(found.past_key_values) == len(expected.past_key_values)
+    for ours, theirs in zip(found.past_key_values, expected.past_key_values, strict=True):
+        torch.testing.assert_close(ours, theirs)

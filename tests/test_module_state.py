@@ -355,6 +355,22 @@ def test_making_an_engine_leaves_buffers_as_they_were() -> None:
     assert counted.calls == 0
 
 
+def test_a_model_may_be_explained_while_engines_of_their_own_threads_run_it() -> None:
+    model = tiny("llama", num_hidden_layers=1, initializer_range=0.15)
+    model.model.layers[0].mlp = counted = Counted(model.model.layers[0].mlp)
+    prompts, new = [[1, 5, 7], [9, 3], [4, 4, 8]], 25
+    expected = [alone(copy.deepcopy(model), prompt, new) for prompt in prompts]
+    first, second = sc.Engine(model, CONFIG), sc.Engine(model, CONFIG)
+    with first.running(), second.running():
+        for _ in range(3):
+            every = [
+                engine.submit(p, max_new_tokens=new, do_sample=False) for engine in (first, second) for p in prompts
+            ]
+            assert sc.explain(model).verdict == "sequential"
+            assert [list(request.result(timeout=60).tokens) for request in every] == expected * 2
+    assert counted.calls == 0
+
+
 def test_a_buffer_that_says_that_weights_are_set_up_goes_on_to() -> None:
     module = Rescaling()
     module.register_buffer("said", torch.zeros(()))

@@ -204,11 +204,12 @@ def test_who_leaves_between_plan_and_run_leaves_nothing(step: int, monkeypatch: 
     assert not program._requests
 
 
-def test_engines_in_threads_of_their_own_do_not_see_one_anothers_states() -> None:
-    """Where a model keeps its recurrent state in attributes of its modules."""
+@pytest.mark.parametrize("shared", [True, False], ids=["one program", "two programs"])
+def test_engines_in_threads_of_their_own_do_not_see_one_anothers_states(shared: bool) -> None:
+    """Where a model keeps its recurrent state in attributes of its modules, which are there once."""
     model = unproved("recurrent_gemma")
-    program = SequentialProgram(model, ())
-    engines = [sc.Engine(model, CONFIG, program=program) for _ in range(2)]
+    programs = [SequentialProgram(model, ())] * 2 if shared else [SequentialProgram(model, ()) for _ in range(2)]
+    engines = [sc.Engine(model, CONFIG, program=program) for program in programs]
     prompts = [[number + 1, 7, 9, 2 * number] for number in range(12)]
     with engines[0].running(), engines[1].running():
         requests = [
@@ -218,3 +219,22 @@ def test_engines_in_threads_of_their_own_do_not_see_one_anothers_states() -> Non
         results = [request.result(timeout=120) for request in requests]
     for prompt, result in zip(prompts, results, strict=True):
         assert_generated_alone(model, prompt, result.tokens)
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("name", ["moshi", "cpmant", "prophetnet"])
+def test_use_cache_is_what_the_call_says(name: str, beams: int) -> None:
+    """Of these models transformers' own tokens are others without a cache."""
+    model = random_model(name)
+    ids = torch.randint(3, 60, (1, 11), generator=torch.Generator().manual_seed(1))
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, "num_beams": beams}
+    found = {}
+    for use_cache in (True, False):
+        asked: dict[str, Any] = {**options, "use_cache": use_cache}
+        found[use_cache] = sc.generate(model, ids, engine_config=sc.EngineConfig(compile=False), **asked).tolist()
+        assert found[use_cache] == model.generate(ids, **asked).tolist()
+    assert found[True] != found[False] or beams > 1
+    model.generation_config.use_cache = False
+    assert sc.generate(model, ids, engine_config=sc.EngineConfig(compile=False), **options).tolist() == found[False]
+    asked = {**options, "generation_config": GenerationConfig(use_cache=True)}
+    assert sc.generate(model, ids, engine_config=sc.EngineConfig(compile=False), **asked).tolist() == found[True]
