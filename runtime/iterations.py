@@ -59,8 +59,9 @@ class Iterations:
         return [found for place in range(len(self._engines)) for found in self._taken(place)]
 
     def close(self) -> None:
-        for each, observer in zip(self._engines, self._observers, strict=True):
+        for each, observer in zip(self._engines, self._observers, strict=False):
             each.remove_observer(observer)
+        self._observers.clear()  # they lead back here, and so to the engines, whose memory is to be freed at once
         if self._others is not None:
             self._others.shutdown()
 

@@ -107,8 +107,9 @@ class EngineMetrics(Collector):
     def close(self) -> None:
         """Follow them no more: all stays as it is now."""
         self._closed = [engine.stats() for engine in self._engines]
-        for engine, observer in zip(self._engines, self._observers, strict=True):
+        for engine, observer in zip(self._engines, self._observers, strict=False):
             engine.remove_observer(observer)
+        self._observers.clear()  # they lead back here, and so to the engines, whose memory is to be freed at once
 
     def collect(self) -> Iterator[Metric]:
         now = self._closed or [engine.stats() for engine in self._engines]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from selective_compile.runtime import BatchManager
-from tests.runtime.managed import Blocking, Client, SlowIds, assert_nothing_left, manage, until
+from tests.runtime.managed import Blocking, Client, SlowIds, assert_nothing_left, engines_of, manage, until
 from tests.runtime.simulated import SimulatedProgram, simulated_engine
 
 
@@ -82,3 +84,21 @@ def test_a_shutdown_does_not_wait_for_a_request_that_is_being_read() -> None:
     assert client.done == ["slow"] and client.errors == {}
     assert int(client.parts["slow"][0]["sequence_length"]) < 2002
     assert_nothing_left(manager)
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_engines_of_a_manager_that_was_shut_down_are_freed_with_it(engines: int) -> None:
+    """By the count of references: until the collector comes round there would be twice the memory."""
+    client = Client()
+    client.ask("a", max_new_tokens=3)
+    manager = manage(client, *[None] * engines)
+    client.wait(1)
+    assert manager.shutdown(10)
+    kept = [weakref.ref(engine) for engine in engines_of(manager)]
+    gc.collect()
+    gc.disable()
+    try:
+        del manager
+        assert [each() for each in kept] == [None] * engines
+    finally:
+        gc.enable()
