@@ -20,6 +20,7 @@ from selective_compile.compiling import compiled_as_it_came
 from selective_compile.isolation import prove
 from selective_compile.kept_traces import KeptTraces
 from selective_compile.kernels import ragged_attention_cpu
+from selective_compile.module_state import lock_of
 from selective_compile.options import BackendOptions
 from selective_compile.padded_program import PaddedProgram
 from selective_compile.passes import Refusal, RefusedError, rewrite
@@ -178,7 +179,7 @@ def explain(model: nn.Module, *, max_attention_window: int | None = None) -> Rep
     model = uncompiled(model)
     name = type(model).__name__
     try:
-        with compile_lock:
+        with lock_of(model), compile_lock:
             proved = prove(model, "sequential", max_attention_window)
     except RefusedError as error:
         return unproved_report(model, error.refusals)

@@ -42,8 +42,13 @@ _LOCKS: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
 _LOCKS_KNOWN = lock_of_any_process()
 
 
-def lock_of(model: nn.Module) -> RLock:
-    """Held by who runs ``model`` itself or its modules: what they keep in themselves is one run's at a time."""
+def lock_of(model: object) -> RLock:
+    """Held by who runs ``model`` itself or its modules: what they keep in themselves is one run's at a time.
+
+    Who traces, too, takes this first: a run may come to something that is compiled.
+    """
+    if not isinstance(model, nn.Module):  # which is said elsewhere
+        return lock_of_any_process()
     with _LOCKS_KNOWN:
         return _LOCKS.setdefault(model, lock_of_any_process())
 
@@ -122,12 +127,23 @@ def put(wanted: Mapping[Place, Any], now: Mapping[Place, Any]) -> None:
     """Make attributes, buffers and parts of modules, which are ``now``, those of ``wanted``, no more, in its order."""
     wanted = {place: value for place, value in wanted.items() if value is not GONE}
     if list(now) != list(wanted):
-        for place in now:
+        # Those that stay are not taken out meanwhile: others may look at the model.
+        order, was = names_of(wanted), names_of(now)
+        others = {table for table in was if was[table] != order.get(table)}
+        for place in [place for place in now if place[:2] in others]:
             del table_of(place)[place[2]]
-        now = {}
+        now = {place: value for place, value in now.items() if place[:2] not in others}
     for place, value in wanted.items():
         if place not in now or now[place] is not value:
             table_of(place)[place[2]] = value
+
+
+def names_of(places: Iterable[Place]) -> dict[tuple[nn.Module, str], list[str]]:
+    """By module and kind, in their order."""
+    found: dict[tuple[nn.Module, str], list[str]] = {}
+    for module, kind, name in places:
+        found.setdefault((module, kind), []).append(name)
+    return found
 
 
 def table_of(place: Place) -> dict[str, Any]:

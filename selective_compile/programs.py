@@ -17,6 +17,7 @@ from selective_compile.isolated_program import IsolatedProgram
 from selective_compile.isolation import Proved, prove
 from selective_compile.kernels import ragged_attention_cpu
 from selective_compile.module_program import ModuleProgram
+from selective_compile.module_state import lock_of
 from selective_compile.options import EngineConfig
 from selective_compile.passes import Refusal, RefusedError
 from selective_compile.passes.fp8_pools import keep_as_fp8
@@ -45,8 +46,8 @@ def compile_step_program(model: nn.Module, config: EngineConfig) -> Program:
     """
     build_native_kernels(model, config)
     # Inductor's kernels are made for a number of threads; and what Dynamo, FX and Inductor trace by is the process's:
-    # nobody else may trace meanwhile, in whatever thread.
-    with IntraOpThreads(config.threads), compile_lock:
+    # nobody else may trace meanwhile, in whatever thread.  First the model: who runs it may have something to trace.
+    with IntraOpThreads(config.threads), lock_of(model), compile_lock:
         return _compiled(model, config)
 
 

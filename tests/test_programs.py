@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,6 +13,7 @@ import selective_compile as sc
 from selective_compile import backend, programs
 from selective_compile.compiled_step import NATIVE_KERNELS
 from selective_compile.kernels import ragged_attention_cpu
+from selective_compile.module_state import lock_of
 from tests.models import tiny
 
 
@@ -60,6 +62,20 @@ def test_nobody_else_traces_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(InterruptedError):
             make()
     assert free == [False, False]
+
+
+def test_who_runs_the_model_may_trace_while_others_wait_to_prove_it() -> None:
+    """A step that comes to something compiled would wait for who makes an engine, and that for the step."""
+    model, config = tiny("llama", num_hidden_layers=1), sc.EngineConfig(compile=False)
+    with ThreadPoolExecutor(1) as other:
+        for make in (lambda: programs.compile_step_program(model, config), lambda: sc.explain(model)):
+            with lock_of(model):
+                made = other.submit(make)
+                time.sleep(0.5)
+                assert compile_lock.acquire(timeout=10)
+                compile_lock.release()
+                assert not made.done()
+            made.result(timeout=120)
 
 
 def test_what_is_no_model_is_told_as_ever() -> None:
