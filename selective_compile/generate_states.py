@@ -51,7 +51,8 @@ def check_states(model: nn.Module, prompts: Prompts, fields: Sequence[Fields]) -
             if name == "output_attentions" and kind not in (None, "eager"):
                 raise ValueError(
                     f"output_attentions must be False for a model with {kind!r} attention, got True; "
-                    "model.set_attn_implementation('eager') keeps them"
+                    "loaded with attn_implementation='eager', or mostly by model.set_attn_implementation('eager'), it "
+                    "keeps them"
                 )
 
 

@@ -64,8 +64,8 @@ class ModuleProgram(StepProgram):
             return super()._logits(inputs, pools, states, scales)
 
     def _versions(self) -> tuple[States, int, States]:
-        version = self.weights.version()
         with self._lock:  # a step of another engine may have put its requests' attributes into the copies
+            version = self.weights.version()
             for own, copied in self._pairs:
                 copied._buffers.update(own._buffers)
                 self._changes += follow(own, copied)

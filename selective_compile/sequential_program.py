@@ -118,11 +118,12 @@ class SequentialProgram:
         Raises:
             ValueError: the tables of embeddings have other sizes than at first, as from `resize_token_embeddings`.
         """
-        seen = states(list(self._model.parameters()), self._seen)
-        if seen is not self._seen and (found := tables_of(self._model)) != self._tables:
-            raise ValueError(f"the model's tables of embeddings must stay {self._tables}, got {found}")
-        self._seen = seen
-        return seen
+        with self._lock:  # a run may have put other modules into the model
+            seen = states(list(self._model.parameters()), self._seen)
+            if seen is not self._seen and (found := tables_of(self._model)) != self._tables:
+                raise ValueError(f"the model's tables of embeddings must stay {self._tables}, got {found}")
+            self._seen = seen
+            return seen
 
     def look_closely(self) -> None:
         """It runs the model itself, as that is."""
