@@ -73,8 +73,7 @@ class GenerationParams:
         lookup_ngram: most tokens that are looked up.
         assistant: a model that drafts, at most `assistant_tokens` at a time; None: there is none.
         beams: how several are searched, in place of all above that chooses tokens; None: there is one.
-        use_cache: what `generate` is asked for, where it prepares the steps of a model that runs whole: there are some
-            of which the tokens are others without a cache. None: what it does by itself.
+        use_cache: whether a model that runs whole has a cache: there are some of which the tokens are others without.
     """
 
     max_new_tokens: int
@@ -102,7 +101,7 @@ class GenerationParams:
     lookup_ngram: int = 2
     assistant: Any = None
     assistant_tokens: int = 20
-    use_cache: bool | None = None
+    use_cache: bool = True
 
     @property
     def keeps_prompt(self) -> bool:
@@ -205,7 +204,7 @@ class GenerationParams:
             eos_token_ids=stop.eos_token_ids,
             do_sample=values["do_sample"],
             seed=_seed(values, default_seed),
-            use_cache=values.get("use_cache"),
+            use_cache=values.get("use_cache") is not False,
             **found,
             **tail,
             **_drafts(values, served),

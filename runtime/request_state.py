@@ -104,7 +104,7 @@ class RequestState:
         prefix: int = 0,
         shown: array[int] | None = None,
         id_offset: int = 0,
-        use_cache: bool | None = None,
+        use_cache: bool = True,
     ) -> None:
         self.request_id = request_id
         self.number = number  # the order of arrival; also tells two requests apart that used one id in turn
@@ -116,7 +116,7 @@ class RequestState:
         self.shown = shown
         # What the model takes for a generated token is its id and this.
         self.id_offset = id_offset
-        # What `generate` is asked for, where it prepares the model's steps.
+        # Whether a model that runs whole has a cache of its own for it.
         self.use_cache = use_cache
         # The most tokens that can come to be computed: the last one to be generated never is.
         self.final_length = self.prompt_length + max_new_tokens - 1
