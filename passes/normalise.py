@@ -211,7 +211,10 @@ def bounding(symbols: Symbols) -> list[Any]:
 def retrace(
     module: fx.GraphModule, symbols: Symbols, fakes: Sequence[Any], traces: Traces | None = None
 ) -> fx.GraphModule:
-    """``module`` traced once more to ATen with ``fakes``, keeping stack traces and composite operators."""
+    """``module`` traced once more to ATen with ``fakes``, keeping stack traces and composite operators.
+
+    In ``module`` itself `detach` stands then for what tracing would not follow.
+    """
     for node in module.graph.nodes:
         if node.target is DATA:
             node.target = torch.detach

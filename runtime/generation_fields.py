@@ -91,8 +91,9 @@ OF_DRAFTS = frozenset(
 OF_CACHES = frozenset({"cache_config", "max_cache_len", "prefill_chunk_size"})
 OF_COMPILING = frozenset({"compile_config", "disable_compile"})
 
-# These do not change which tokens a decoder generates as one sequence without an assistant: any value is taken, as
-# `generate` takes it. Padding and the return type are the business of the one who calls `generate`.
+# These do not change which tokens a decoder generates as one sequence without an assistant, but for `use_cache` of
+# models that are not causal, which run whole and by what it says: any value is taken, as `generate` takes it. Padding
+# and the return type are the business of the one who calls `generate`.
 WITHOUT_EFFECT = (
     OF_BEAMS
     | OF_DRAFTS

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from selective_compile.capture import CANNOT, device_of, logits_call, logits_of, takes
 from selective_compile.isolation_trial import alike
 from selective_compile.live_settings import LiveSettings, Read
+from selective_compile.module_state import lock_of, unchanged
 from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.traced_graph import source_line
 from selective_compile.skeleton import LENGTHS, Forward, skeleton
@@ -203,15 +204,16 @@ def _check_by_trial(model: nn.Module, given: GivenRows) -> None:
     """That embeddings given to the model go where those of its own go is not proved from a graph, which has ids."""
     shape, generator = (max(LENGTHS), given._table.shape[1]), torch.Generator().manual_seed(0)
     rows = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(given._table)
-    for length in LENGTHS:
-        ids = torch.tensor([given.put(range(length), rows[:length])], device=given._table.device)
-        try:
-            call, arguments = logits_call(given.model, ids)
-            same = alike(call(*arguments)[0], _logits_of_rows(skeleton(model, {}), rows[:length])[0])
-        except CANNOT as error:
-            raise ValueError(more_than_looked_up(type(model).__name__)) from error
-        if not same:
-            raise ValueError(more_than_looked_up(type(model).__name__))
+    with lock_of(model), unchanged(model):
+        for length in LENGTHS:
+            ids = torch.tensor([given.put(range(length), rows[:length])], device=given._table.device)
+            try:
+                call, arguments = logits_call(given.model, ids)
+                same = alike(call(*arguments)[0], _logits_of_rows(skeleton(model, {}), rows[:length])[0])
+            except CANNOT as error:
+                raise ValueError(more_than_looked_up(type(model).__name__)) from error
+            if not same:
+                raise ValueError(more_than_looked_up(type(model).__name__))
 
 
 def more_than_looked_up(name: str) -> str:

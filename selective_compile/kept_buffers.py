@@ -5,48 +5,65 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from selective_compile.tensor_state import class_of
+from selective_compile.tensor_state import class_of, strides
 
 # What PyTorch raises of an operator that a layout, a dtype or a class of tensors does not have.
 CANNOT = (NotImplementedError, RuntimeError, TypeError)
 
 
 class KeptBuffer:
-    """``buffer`` and what it was, in memory of its own; where it cannot be copied, only whether it was written."""
+    """``buffer`` and what it was, in memory of its own; where it cannot be copied, only whether it was written.
+
+    Attributes:
+        times: how often it was put back.
+    """
 
     def __init__(self, buffer: Tensor) -> None:
-        self._buffer, self.version = buffer, version(buffer)
+        self.times = 0
+        self._buffer, self._version = buffer, version(buffer)
         self._values: Tensor | None = None
         self._same: Tensor | None = None
-        with _as_it_is(), suppress(*CANNOT):
-            self._values = buffer.detach().clone()
-            self._same = buffer.detach()  # in the same memory, whatever the run gives the buffer
-        self._at = _address_of(buffer)
+        with _as_it_is():
+            try:
+                self._values = buffer.detach().clone()
+                self._same = buffer.detach()  # in the same memory, whatever the run gives the buffer
+            except torch.OutOfMemoryError:
+                raise
+            except CANNOT:
+                pass
+        self._lies = _lies(buffer)
 
     def holds(self) -> bool:
         """Whether it is still what it was when this was made, as far as PyTorch counts that."""
-        counted = not self._buffer.is_inference()
-        return counted and version(self._buffer) == self.version and _address_of(self._buffer) == self._at
+        return not self._buffer.is_inference() and self._is_where_it_was()
 
     def is_other(self) -> bool:
-        """Whether it was written in place, or given other memory."""
-        if not self._buffer.is_inference():
-            return not self.holds()
-        return self._values is not None and not _same_bytes(self._buffer, self._values)
+        """Whether it was written in place, also where that is not counted, or given other memory."""
+        return not self._is_where_it_was() or not (self._values is None or _same_bytes(self._buffer, self._values))
 
     def put_back(self) -> None:
-        """One that is as it was keeps its version: compiled programs watch it."""
-        if not self.is_other() or self._values is None or self._same is None:
-            return
-        with _as_it_is(), torch.inference_mode(self._buffer.is_inference()), suppress(*CANNOT):
-            if self._buffer.shape != self._values.shape or _address_of(self._buffer) != self._at:
+        """
+        Raises:
+            ValueError: nothing is known of what it was.
+        """
+        if self._values is None or self._same is None:
+            what = f"{self._buffer.dtype}, {self._buffer.layout}, {type(self._buffer).__name__}"
+            raise ValueError(f"a buffer that a run of the model writes must be one that can be copied, got {what}")
+        self.times += 1
+        with _as_it_is(), torch.inference_mode(self._buffer.is_inference()):
+            if _lies(self._buffer) != self._lies:
                 self._buffer.data = self._same
             self._buffer.copy_(self._values)
+        self._version = version(self._buffer)
+
+    def _is_where_it_was(self) -> bool:
+        return version(self._buffer) == self._version and _lies(self._buffer) == self._lies
 
 
 _KEPT = threading.local()
@@ -83,15 +100,17 @@ def _as_it_is() -> Iterator[None]:
 
 
 def _same_bytes(one: Tensor, other: Tensor) -> bool:
-    """NaN is what it is, too."""
-    if one.shape != other.shape or class_of(one) is not Tensor or one.layout is not torch.strided:
-        return one is other
-    one, other = (tensor.contiguous().view(torch.uint8) for tensor in (one.reshape(-1), other.reshape(-1)))
-    return torch.equal(one, other)
+    """NaN is what it is, too. Of what has no bytes to look at, that it was not written is all that is known."""
+    with _as_it_is(), suppress(*CANNOT):
+        if class_of(one) is Tensor and one.layout is torch.strided:
+            bytes_of = [tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in (one, other)]
+            return torch.equal(*bytes_of)
+    return True
 
 
-def _address_of(tensor: Tensor) -> int:
-    """0 where there is no memory, as of one that tracing made."""
+def _lies(tensor: Tensor) -> tuple[Any, ...]:
+    """Where it lies and how; in no memory, as one that tracing made, at 0."""
+    address = 0
     with suppress(*CANNOT):
-        return 0 if tensor.device.type == "meta" else tensor.data_ptr()
-    return 0
+        address = 0 if tensor.device.type == "meta" else tensor.data_ptr()
+    return address, tensor.dtype, tensor.shape, strides(tensor)

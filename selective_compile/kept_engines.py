@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from selective_compile.backend import Program, StepProgram, compile_step_program
 from selective_compile.forks import lock_of_any_process
 from selective_compile.given_rows import FIRST, GivenRows, check_ids_are_only_looked_up
+from selective_compile.module_state import lock_of
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.engine import Engine
 from selective_compile.runtime.kv_cache import num_blocks
@@ -36,7 +37,8 @@ class KeptEngine:
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         self._config = config
-        self._layout = layout_of(model)
+        with lock_of(model):  # a run may have put other modules into it
+            self._layout = layout_of(model)
         self.program: Program = compile_step_program(model, config)
         self._lock = lock_of_any_process()
         self._engine: Engine | None = None
@@ -44,7 +46,8 @@ class KeptEngine:
 
     def fits(self, model: nn.Module, config: EngineConfig) -> bool:
         """Whether the program is still that of the model."""
-        return config == self._config and layout_of(model) == self._layout and self.program.is_of(model)
+        with lock_of(model):
+            return config == self._config and layout_of(model) == self._layout and self.program.is_of(model)
 
     def engine_for(self, model: nn.Module, lengths: Sequence[int]) -> Engine:
         """An engine whose pools hold requests of these lengths, or as much as the configuration allows."""

@@ -15,6 +15,7 @@ from selective_compile.entries import Entries
 from selective_compile.forks import lock_of_any_process
 from selective_compile.live_conditions import LiveConditions
 from selective_compile.live_settings import NOTHING, LiveSettings
+from selective_compile.module_state import lock_of
 from selective_compile.optimizer_steps import count_steps_for
 from selective_compile.own_generation import tried
 from selective_compile.passes.flat_graph import FlatGraph
@@ -61,6 +62,7 @@ class LiveWeights:
             self._proved.add(*owners[id(tensor)][0], tensor)
         self._values = ProvedTensors(proved)
         self._kinds = [(t.shape, t.dtype, t.device, strides(t), class_of(t)) for t in constants]
+        self._run = lock_of(model)
         # Engines may share a program: what a look has found is never put in the place of later.
         self._lock = lock_of_any_process()
         # As `version` found them last: the tensors and their states, the same object until those change.
@@ -73,13 +75,20 @@ class LiveWeights:
             return [tensor for tensor in self._slots.found() if isinstance(tensor, Tensor)]
 
     def version(self) -> States:
-        """Look the tensors up; see `States`.
+        """Look the tensors up; see `States`.  While somebody runs the model itself, there may be others in it.
 
         Raises:
             ValueError: the graph is not that of the model any more: as in `change`; or a tied weight was replaced in
                 one of its places only, or a weight got another class, shape, dtype, device or strides, or a buffer that
                 masks were proved from got other values.
         """
+        try:
+            return self._version()
+        except ValueError:
+            with self._run:
+                return self._version()
+
+    def _version(self) -> States:
         if change := self.change():
             raise ValueError(f"the model must stay as it was compiled: {change}")
         for own, name, others, other in self._tied:

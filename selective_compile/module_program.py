@@ -69,8 +69,8 @@ class ModuleProgram(StepProgram):
             for own, copied in self._pairs:
                 copied._buffers.update(own._buffers)
                 self._changes += follow(own, copied)
-        self._seen = states(self.tensors(), self._seen)
-        return version, self._changes, self._seen
+            self._seen = states(self.tensors(), self._seen)
+            return version, self._changes, self._seen
 
     def tensors(self) -> list[Tensor]:
         """Of the modules, as they are now."""

@@ -103,13 +103,17 @@ def same_buffers(model: nn.Module) -> Iterator[set[Place]]:
     weights = versions(parts)
     with ExitStack() as stack:
         kept = [(place, stack.enter_context(kept_buffer(buffer))) for place, buffer in every if buffer is not None]
+        times = [buffer.times for _, buffer in kept]
         try:
             yield found
         finally:
-            found.update(place for place, buffer in kept if buffer.is_other())
+            others = [(place, buffer) for place, buffer in kept if buffer.is_other()]
+            found.update(place for place, _ in others)
+            found.update(place for (place, buffer), before in zip(kept, times, strict=True) if buffer.times != before)
             if versions(parts) == weights:
-                for _, buffer in kept:
-                    buffer.put_back()
+                # One that is as it was keeps its version: compiled programs watch it.
+                for _, buffer in others:
+                    stack.callback(buffer.put_back)  # each of them, whatever becomes of others
 
 
 def attributes(parts: Iterable[nn.Module]) -> dict[Place, Any]:

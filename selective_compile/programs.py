@@ -26,11 +26,11 @@ from selective_compile.passes.int8_pools import keep_as_int8
 from selective_compile.passes.join import join
 from selective_compile.passes.lower import lower
 from selective_compile.passes.quantise import quantise
+from selective_compile.passes.traced_graph import DTYPES
 from selective_compile.sequential_program import SequentialProgram, why_not_run
 from selective_compile.step_program import StepProgram
 
 logger = logging.getLogger(__name__)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NOT_RAGGED = "kv_dtype must be 'auto' for a model in which not every attention is ragged"
 Program = StepProgram | SequentialProgram
 

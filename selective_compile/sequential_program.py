@@ -85,7 +85,6 @@ class SequentialProgram:
         self.max_positions = declared_positions(model)
         self._requests: dict[Hashable, OneRequest] = {}
         self._seen: States | None = None
-        self._tables = tables_of(model)
         self._lock = lock_of(model)
         self._written: set[Place] = set()
         with (
@@ -95,6 +94,7 @@ class SequentialProgram:
             unchanged(model) as written,
             watched_objects(model) as changed,
         ):
+            self._tables = tables_of(model)
             self.vocab_size = self.num_ids = self._tried()
         self._written = written
         if changed:

@@ -20,10 +20,13 @@ class Copies:
     def __init__(self, kept: Iterable[Tensor]) -> None:
         """
         Args:
-            kept: what stays, as what lies in its memory does.
+            kept: what stays, as what lies where it lies does.
         """
         self._copies: dict[int, Any] = {id(tensor): tensor for tensor in kept}
-        self._memory_kept = {memory_of(tensor) for tensor in self._copies.values()} - {None}
+        self._kept: dict[int, list[range]] = {}
+        for tensor in self._copies.values():
+            if (memory := memory_of(tensor)) is not None:
+                self._kept.setdefault(memory, []).append(bytes_of(tensor))
         self._first: dict[int, tuple[Tensor, Tensor]] = {}  # in some memory, and its copy
         self._memory: dict[int, torch.UntypedStorage] = {}  # a copy of it, where others lie in it, too
 
@@ -52,7 +55,7 @@ class Copies:
 
     def _of_tensor(self, tensor: Tensor) -> Tensor:
         memory = memory_of(tensor)
-        if memory in self._memory_kept:
+        if memory is not None and self._lies_with_kept(memory, bytes_of(tensor)):
             return tensor
         new = tensor.clone()
         if memory is not None:
@@ -62,6 +65,9 @@ class Copies:
                     self._put_together(memory, one, copied)
         return new
 
+    def _lies_with_kept(self, memory: int, own: range) -> bool:
+        return any(own.start < kept.stop and kept.start < own.stop for kept in self._kept.get(memory, ()))
+
     def _put_together(self, memory: int, tensor: Tensor, copied: Tensor) -> None:
         if memory not in self._memory:
             self._memory[memory] = tensor.untyped_storage().clone()
@@ -70,8 +76,17 @@ class Copies:
 
 
 def memory_of(tensor: Tensor) -> int | None:
-    """What tells the memory that it lies in, if it is a plain one that lies in any."""
-    if class_of(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device.type == "meta":
+    """What tells the memory that it lies in, if it is a plain one that lies in any, and is no more than what lies
+    there."""
+    plain = class_of(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type != "meta"
+    if not plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return None
     storage = tensor.untyped_storage()
     return int(storage._cdata) if storage.nbytes() else None
+
+
+def bytes_of(tensor: Tensor) -> range:
+    """From its first to its last, in its memory."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    start = tensor.storage_offset() * tensor.itemsize
+    return range(start, start + (last + 1) * tensor.itemsize if tensor.numel() else start)

@@ -22,8 +22,16 @@ def set_data(buffer: Tensor) -> None:
     buffer.data = torch.full((3,), 5.0)
 
 
+def set_view(buffer: Tensor) -> None:
+    buffer.data = buffer.data.view(torch.int32)
+
+
 CHANGES: dict[str, Callable[[Tensor], Any]] = {
     "in place": lambda buffer: buffer.add_(1),
+    "in place and not counted": lambda buffer: buffer.data.add_(1),
+    "through NumPy": lambda buffer: buffer.numpy().__iadd__(1),
+    "resized to less": lambda buffer: buffer.resize_(2),
+    "another dtype": set_view,
     "to NaN": lambda buffer: buffer.fill_(torch.nan),
     "resized": lambda buffer: buffer.resize_(7).fill_(1),
     "given other memory": set_data,
@@ -72,16 +80,39 @@ def test_runs_within_others_copy_nothing_that_is_copied_already(monkeypatch: pyt
         return clone(tensor, **options)
 
     monkeypatch.setattr(Tensor, "clone", counted)
-    with same_buffers(model):
+    with same_buffers(model) as every:
         for _ in range(3):
             with unchanged(model):
                 pass
+        for _ in range(2):
+            with unchanged(model) as written:
+                model.kept.add_(1)
+            assert model.kept.sum() == 0 and written
+            with unchanged(model) as written:
+                pass
+            assert not written
         assert len(copied) == 1
-        with unchanged(model):
-            model.kept.add_(1)
-        assert model.kept.sum() == 0
         model.kept.add_(2)
         with unchanged(model):
             model.kept.add_(3)
         assert model.kept.sum() == 18
-    assert model.kept.sum() == 0
+    assert model.kept.sum() == 0 and every == {(model, "buffer", "kept")}
+
+
+def test_a_buffer_that_cannot_be_put_back_is_an_error_and_others_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, clone = holding(torch.zeros(3)), Tensor.clone
+    for name in ("before", "behind"):
+        model.register_buffer(name, torch.zeros(2))
+
+    def refused(tensor: Tensor, **options: Any) -> Tensor:
+        if tensor.shape == (3,):
+            raise NotImplementedError
+        return clone(tensor, **options)
+
+    monkeypatch.setattr(Tensor, "clone", refused)
+    with unchanged(model):
+        model.before.add_(1)
+    with pytest.raises(ValueError, match="must be one that can be copied, got torch.float32"), same_buffers(model):
+        for buffer in model.buffers():
+            buffer.add_(1)
+    assert not model.before.any() and not model.behind.any() and model.kept.all()

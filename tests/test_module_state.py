@@ -491,6 +491,8 @@ class Numbered(Counted):
     def forward(self, x: Tensor) -> Any:
         if self.how == "given other memory":
             self.calls.data = self.calls + 1
+        elif self.how == "not counted":
+            self.calls.data.add_(1)
         elif self.how == "resized":
             self.calls.resize_(self.calls.numel() + 1).fill_(self.calls.numel())
         else:
@@ -511,6 +513,7 @@ class OfItsOwn(torch.Tensor):
         "two attributes in one memory",
         "given other memory",
         "resized",
+        "not counted",
     ],
 )
 def test_whatever_way_buffers_are_written_each_request_has_its_own(how: str) -> None:

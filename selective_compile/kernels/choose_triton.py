@@ -24,9 +24,9 @@ Legend
 
 Of a row, 512 KB for 128,000 scores, memory is read once and then the cache. To sort the rows in place of that would
 move each score and its token through memory for each digit of its bits. Of 128,256 scores, an H200 takes 16 us for one
-row with a temperature, and 184 with top-k and top-p; for 256 rows 106 and 438. Where all are greedy, the largest of the
-parts is all that is looked for; by `argmax`, which gives a row to one processor, it took 39 and 48 us. Not measured on
-a GPU since.
+row with a temperature, and 184 with top-k and top-p; for 256 rows 106 and 438. Where all are greedy and rows are
+few, the largest of the parts is all that is looked for; by `argmax` it took 39 us, and 40 of 32 rows, of which draws
+took 27. Not measured on a GPU since.
 """
 
 from __future__ import annotations
@@ -61,10 +61,13 @@ BLOCK = 1024
 WARPS = 8
 SEARCHES = 16
 # Blocks that are looked at at once where candidates are listed, behind each of which threads wait for one another eight
-# times: a step takes longer for that than for its scores. With four, 224 registers for sm_90. Not measured on a GPU.
+# times: a step takes longer for that than for its scores. With four, 218 registers for sm_90. Not measured on a GPU.
 LISTED = 4
 # 128 KB for each row. Not measured on a GPU.
 ROOM = 32768
+# Of so many rows and fewer, draws by parts took less than `argmax`, which gives each row to one processor; that took 48
+# us of 256 rows, where draws took 106.
+GREEDY_ROWS = 64
 
 
 @triton.jit
@@ -298,7 +301,9 @@ def choose(
     int64.
     """
     num_rows, vocabulary = logits.shape
-    if fields is None and logits.dtype is torch.float64:  # which the kernels would round
+    assert fields is not None or marks is None
+    # What is wider the kernels would round.
+    if fields is None and (num_rows > GREEDY_ROWS or logits.dtype is torch.float64):
         return logits.argmax(dim=-1)
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     assert fields is None or fields.is_contiguous() and fields.shape == (6, num_rows)

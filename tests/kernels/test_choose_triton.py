@@ -192,6 +192,14 @@ def test_rows_that_lie_apart_and_a_row_of_one_value() -> None:
     assert found.tolist() == expected.tolist() and found[1] == 5 and found[0] >= 100
 
 
+@pytest.mark.parametrize("rare", [None, float("nan")])
+def test_greedy_parts_of_several_blocks(rare: float | None) -> None:
+    logits = random_logits(3, 64 * 64 * 2 + 100, 8, ties=True)
+    if rare is not None:
+        logits[1, 5000:5300:70] = rare
+    assert choose_triton.choose(logits, None, None, None, no_token=NO_TOKEN).tolist() == choose(logits, None).tolist()
+
+
 def test_rows_that_lie_one_beside_the_other() -> None:
     logits = random_logits(90, 3, 4).T
     expected, found = both(logits, [GREEDY, SAMPLED, GREEDY])
@@ -336,7 +344,7 @@ def test_on_a_gpu(spread: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("count", [1, 33])
+@pytest.mark.parametrize("count", [1, 33, 65])
 @pytest.mark.parametrize("vocabulary", [32_000, 50_257, 128_256])
 def test_greedy_on_a_gpu(vocabulary: int, count: int) -> None:
     logits = random_logits(count, vocabulary, ties=True).to(torch.bfloat16)
