@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from selective_compile.tensor_state import class_of, strides
+from selective_compile.tensor_state import address_of, class_of, strides, version_of
 
 # What PyTorch raises of an operator that a layout, a dtype or a class of tensors does not have.
 CANNOT = (NotImplementedError, RuntimeError, TypeError)
@@ -26,7 +26,7 @@ class KeptBuffer:
 
     def __init__(self, buffer: Tensor) -> None:
         self.times = 0
-        self._buffer, self._version = buffer, version(buffer)
+        self._buffer, self._version = buffer, version_of(buffer)
         self._values: Tensor | None = None
         self._same: Tensor | None = None
         with _as_it_is():
@@ -60,10 +60,10 @@ class KeptBuffer:
             if _lies(self._buffer) != self._lies:
                 self._buffer.data = self._same
             self._buffer.copy_(self._values)
-        self._version = version(self._buffer)
+        self._version = version_of(self._buffer)
 
     def _is_where_it_was(self) -> bool:
-        return version(self._buffer) == self._version and _lies(self._buffer) == self._lies
+        return version_of(self._buffer) == self._version and _lies(self._buffer) == self._lies
 
 
 _KEPT = threading.local()
@@ -87,11 +87,6 @@ def kept_buffer(buffer: Tensor) -> Iterator[KeptBuffer]:
             kept[id(buffer)] = outer
 
 
-def version(tensor: Tensor) -> int:
-    """How often it was written in place; one made in inference mode does not count it."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
 @contextmanager
 def _as_it_is() -> Iterator[None]:
     """Also where a run is traced."""
@@ -103,14 +98,11 @@ def _same_bytes(one: Tensor, other: Tensor) -> bool:
     """NaN is what it is, too. Of what has no bytes to look at, that it was not written is all that is known."""
     with _as_it_is(), suppress(*CANNOT):
         if class_of(one) is Tensor and one.layout is torch.strided:
-            bytes_of = [tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in (one, other)]
-            return torch.equal(*bytes_of)
+            return torch.equal(*(each.reshape(-1).contiguous().view(torch.uint8) for each in (one, other)))
     return True
 
 
 def _lies(tensor: Tensor) -> tuple[Any, ...]:
     """Where it lies and how; in no memory, as one that tracing made, at 0."""
-    address = 0
-    with suppress(*CANNOT):
-        address = 0 if tensor.device.type == "meta" else tensor.data_ptr()
+    address = 0 if tensor.device.type == "meta" else address_of(tensor)
     return address, tensor.dtype, tensor.shape, strides(tensor)

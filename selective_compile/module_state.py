@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from selective_compile.forks import lock_of_any_process
-from selective_compile.kept_buffers import kept_buffer, version
+from selective_compile.kept_buffers import kept_buffer
 from selective_compile.state_copies import Copies
+from selective_compile.tensor_state import version_of
 
 MACHINERY: Final = frozenset(vars(nn.Module()))  # hooks, parameters, modules: of every module, and no state
 FLAGS: Final = (bool, int, float, str)
@@ -202,7 +203,7 @@ def contents(value: Any, within: dict[int, Any], seen: dict[int, Any]) -> Any:
         return id(value)
     within[id(value)] = value
     if isinstance(value, Tensor):
-        return id(value), version(value)
+        return id(value), version_of(value)
     if isinstance(value, dict):
         return [(contents(key, within, seen), contents(item, within, seen)) for key, item in value.items()]
     if isinstance(value, (list, tuple, deque)):
@@ -213,4 +214,4 @@ def contents(value: Any, within: dict[int, Any], seen: dict[int, Any]) -> Any:
 def versions(parts: Iterable[nn.Module]) -> list[tuple[int, int]]:
     """Of the modules' own weights."""
     weights = (weight for part in parts for weight in part._parameters.values() if weight is not None)
-    return [(id(weight), version(weight)) for weight in weights]
+    return [(id(weight), version_of(weight)) for weight in weights]

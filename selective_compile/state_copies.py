@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,10 +24,7 @@ class Copies:
             kept: what stays, as what lies where it lies does.
         """
         self._copies: dict[int, Any] = {id(tensor): tensor for tensor in kept}
-        self._kept: dict[int, list[range]] = {}
-        for tensor in self._copies.values():
-            if (memory := memory_of(tensor)) is not None:
-                self._kept.setdefault(memory, []).append(bytes_of(tensor))
+        self._kept = list(self._copies.values())
         self._first: dict[int, tuple[Tensor, Tensor]] = {}  # in some memory, and its copy
         self._memory: dict[int, torch.UntypedStorage] = {}  # a copy of it, where others lie in it, too
 
@@ -66,7 +64,16 @@ class Copies:
         return new
 
     def _lies_with_kept(self, memory: int, own: range) -> bool:
-        return any(own.start < kept.stop and kept.start < own.stop for kept in self._kept.get(memory, ()))
+        return any(own.start < kept.stop and kept.start < own.stop for kept in self._bytes_kept.get(memory, ()))
+
+    @cached_property
+    def _bytes_kept(self) -> dict[int, list[range]]:
+        """By memory; most models keep no tensors that would have to be looked for in it."""
+        found: dict[int, list[range]] = {}
+        for tensor in self._kept:
+            if (memory := memory_of(tensor)) is not None:
+                found.setdefault(memory, []).append(bytes_of(tensor))
+        return found
 
     def _put_together(self, memory: int, tensor: Tensor, copied: Tensor) -> None:
         if memory not in self._memory:

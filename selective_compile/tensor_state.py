@@ -44,7 +44,7 @@ def read_by_graphs(tensors: Sequence[Any], device: torch.device) -> list[int]:
     """What graphs that were captured on ``device`` hold of tensors that they read: addresses there; of the host's, of
     which there are single numbers, values as they were, told by address and version."""
     elsewhere = [each for each in tensors if isinstance(each, Tensor) and each.device.type != device.type]
-    return [*map(_address_of, tensors), *map(_version_of, elsewhere)]
+    return [*map(address_of, tensors), *map(version_of, elsewhere)]
 
 
 def class_of(tensor: Tensor) -> Hashable:
@@ -68,19 +68,20 @@ def _told(tensors: Sequence[Any]) -> tuple[list[int], list[int], list[int]]:
     try:  # in loops of C: a model has hundreds, and is asked before each step
         return identities, list(map(Tensor.data_ptr, tensors)), list(map(_version, tensors))
     except (RuntimeError, TypeError, AttributeError):
-        return identities, list(map(_address_of, tensors)), list(map(_version_of, tensors))
+        return identities, list(map(address_of, tensors)), list(map(version_of, tensors))
 
 
 def _has_memory(tensor: Any) -> bool:
-    return _address_of(tensor) != 0
+    return address_of(tensor) != 0
 
 
-def _address_of(tensor: Any) -> int:
+def address_of(tensor: Any) -> int:
     try:
         return tensor.data_ptr() if isinstance(tensor, Tensor) else 0
     except RuntimeError:  # a subclass that only wraps others
         return 0
 
 
-def _version_of(tensor: Any) -> int:
+def version_of(tensor: Any) -> int:
+    """How often it was written in place; one made in inference mode does not count it."""
     return tensor._version if isinstance(tensor, Tensor) and not tensor.is_inference() else 0

@@ -67,7 +67,7 @@ LISTED = 4
 ROOM = 32768
 # Of so many rows and fewer, draws by parts took less than `argmax`, which gives each row to one processor; that took 48
 # us of 256 rows, where draws took 106.
-GREEDY_ROWS = 64
+GREEDY_ROWS = 32
 
 
 @triton.jit
