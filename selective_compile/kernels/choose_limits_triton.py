@@ -42,28 +42,6 @@ def find_kth_largest(keys, k, SEARCHES: tl.constexpr):
 
 
 @triton.jit
-def find_candidates(
-    candidates, logits, marks, penalty, scale, vocabulary, top, least, lightest, ROOM: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Tokens with a key and a weight that are not less: how many they are, and what the others weigh."""
-    count = tl.full([], 0, tl.int32)
-    rest = tl.full([BLOCK], 0.0, tl.float64)
-    for start in range(0, vocabulary, BLOCK):
-        j = start + tl.arange(0, BLOCK)
-        score = scores_of(logits, marks, penalty, scale, j, j < vocabulary)
-        weight = tl.exp(score - top).to(tl.float64)
-        likely = (j < vocabulary) & (keys_of(score) >= least) & (weight >= lightest)
-        rest += tl.where(likely, 0.0, weight)
-        here = total_of(likely.to(tl.int32))
-        if here > 0:  # of a sharp row there is mostly none
-            place = count - 1 + tl.associative_scan(likely.to(tl.int32), 0, tl.standard._sum_combine)
-            tl.store(candidates + place, j, likely & (place < ROOM))
-        count += here
-    tl.debug_barrier()  # each thread reads what others have found
-    return count, total_of(rest)
-
-
-@triton.jit
 def find_top_k(
     logits, marks, penalty, scale, candidates, whole, length, top_k, BLOCK: tl.constexpr, SEARCHES: tl.constexpr
 ):

@@ -12,6 +12,8 @@ Legend
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -127,22 +129,33 @@ def _part_kernel(
             tl.store(sums + of_part, total_of(weights))
 
 
+class Parts(NamedTuple):
+    """What `_part_kernel` writes of R rows, and how many scores a part has."""
+
+    bests: Tensor
+    places: Tensor
+    sums: Tensor | None
+    lanes: Tensor | None
+    length: int
+
+
 def look_at_parts(
     logits: Tensor, fields: Tensor | None, marks: Tensor | None, slots: Tensor | None, *, block: int
-) -> tuple[tuple[Tensor | None, ...], int]:
-    """What `_part_kernel` writes of logits [R, V], and how many scores a part has; the rest as in `choose`."""
+) -> Parts:
+    """Of logits [R, V]; the rest as in `choose`."""
     num_rows, vocabulary = logits.shape
-    part = triton.cdiv(vocabulary, PARTS * block) * block
-    of_parts: list[Tensor | None] = [
-        logits.new_empty(num_rows, PARTS, dtype=torch.float32),
-        logits.new_empty(num_rows, PARTS, dtype=torch.int32),
-        None if fields is None else logits.new_empty(num_rows, PARTS, dtype=torch.float64),
-        None if fields is None else logits.new_empty(num_rows, PARTS, LANES, dtype=torch.float32),
-    ]
+    found = Parts(
+        bests=logits.new_empty(num_rows, PARTS, dtype=torch.float32),
+        places=logits.new_empty(num_rows, PARTS, dtype=torch.int32),
+        sums=None if fields is None else logits.new_empty(num_rows, PARTS, dtype=torch.float64),
+        lanes=None if fields is None else logits.new_empty(num_rows, PARTS, LANES, dtype=torch.float32),
+        length=triton.cdiv(vocabulary, PARTS * block) * block,
+    )
+    *of_parts, part = found
     strides = logits.stride(0), 0 if marks is None else marks.stride(0)
     on_device(_part_kernel, logits)[(num_rows, triton.cdiv(vocabulary, part))](
         *(*of_parts, logits, fields, marks, slots, vocabulary, num_rows, part, *strides, block, PARTS, LANES),
         enable_fp_fusion=False,
         num_warps=PART_WARPS,
     )
-    return tuple(of_parts), part
+    return found

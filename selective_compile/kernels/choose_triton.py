@@ -3,8 +3,8 @@
 Legend
     row       R of them, of V logits each, and a program for each, behind those that look at the parts of every row.
               Where it is drawn by its temperature alone, the program looks at what is known of the parts, and then at
-              the part that the draw falls into. Else it goes over the V logits once more, and some forty times over its
-              candidates, which may be all V, out of the cache; it never sorts them
+              the part that the draw falls into. Else others have listed its candidates, and it goes over these some
+              forty times, or over all V, out of the cache; it never sorts them
     part, best, lanes  of `choose_parts_triton`
     key       a score's bits as an integer of the same order. A limit between scores is looked for in its 32 bits, two
               of them each time the candidates are gone over: SEARCHES times
@@ -23,10 +23,10 @@ Legend
               walk over the row: added up at each step, threads would wait for each other all the time
 
 Of a row, 512 KB for 128,000 scores, memory is read once and then the cache. To sort the rows in place of that would
-move each score and its token through memory for each digit of its bits. Of 128,256 scores, an H200 takes 16 us for one
-row with a temperature, and 184 with top-k and top-p; for 256 rows 106 and 438. Where all are greedy and rows are
-few, the largest of the parts is all that is looked for; by `argmax` it took 39 us, and 40 of 32 rows, of which draws
-took 27. Not measured on a GPU since.
+move each score and its token through memory for each digit of its bits. Of 128,256 scores, an H200 took 16 us for one
+row with a temperature, and 184 with top-k and top-p; for 256 rows 106 and 438, when one program listed the candidates
+of a row. Where all are greedy and rows are few, the largest of the parts is all that is looked for; by `argmax` it took
+39 us, and 40 of 32 rows, of which draws took 27. Not measured on a GPU since.
 """
 
 from __future__ import annotations
@@ -36,23 +36,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selective_compile.kernels.choose_limits_triton import (
-    find_candidates,
-    find_kth_largest,
-    find_top_k,
-    find_top_p,
-    keys_of,
-    scores_at,
-)
-from selective_compile.kernels.choose_parts_triton import (
-    LANES,
-    NEVER,
-    PARTS,
-    SEEN,
-    asked,
-    look_at_parts,
-    total_of,
-)
+from selective_compile.kernels.choose_candidates_triton import list_candidates
+from selective_compile.kernels.choose_limits_triton import find_top_k, find_top_p, keys_of, scores_at
+from selective_compile.kernels.choose_parts_triton import NEVER, PARTS, SEEN, asked, look_at_parts, total_of
 from selective_compile.kernels.interpreter import on_device
 from selective_compile.kernels.registers import backend, warps
 
@@ -60,9 +46,6 @@ from selective_compile.kernels.registers import backend, warps
 BLOCK = 1024
 WARPS = 8
 SEARCHES = 16
-# Blocks that are looked at at once where candidates are listed, behind each of which threads wait for one another eight
-# times: a step takes longer for that than for its scores. With four, 218 registers for sm_90. Not measured on a GPU.
-LISTED = 4
 # 128 KB for each row. Not measured on a GPU.
 ROOM = 32768
 # Of so many rows and fewer, draws by parts took less than `argmax`, which gives each row to one processor; that took 48
@@ -179,35 +162,25 @@ def _drawn(
     limits,  # 1 - top-p, min-p, top-k, whether there is any
     best,
     top,
-    parts,
     part,
-    sums,  # of the row's parts, as the lanes
-    lanes,
+    of_parts,  # what each weighs, how many candidates it has and what all others weigh
+    parts,
     fraction,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
-    LANES: tl.constexpr,
     SEARCHES: tl.constexpr,
-    LISTED: tl.constexpr,
     ROOM: tl.constexpr,
 ):
     """The token at that share of the sum of what is left."""
     limit, min_p, top_k, few = limits
+    sums, counts, rests = of_parts
     number = tl.arange(0, PARTS)
     kept = tl.full([], -2147483648, tl.int32)
     edge, gone = kept, tl.full([], -1, tl.int32)
     count, rest = tl.full([], NEVER, tl.int32), tl.full([], 0.0, tl.float64)
     if few:
-        least, lightest = kept, tl.where(limit > 0, limit.to(tl.float64) / vocabulary, min_p)
-        if top_k > 0:
-            lane = tl.arange(0, PARTS * LANES)
-            largest = tl.load(lanes + lane, lane < parts * LANES, float("-inf"))
-            least, lightest = find_kth_largest(keys_of(largest), top_k, SEARCHES), lightest * 0
-        # fmt: off
-        count, rest = find_candidates(
-            candidates, logits, marks, penalty, scale, vocabulary, top, least, lightest, ROOM, LISTED * BLOCK,
-        )
-        # fmt: on
+        count = total_of(tl.load(counts + number, number < parts, 0))
+        rest = total_of(tl.load(rests + number, number < parts, 0.0))
     whole = count > ROOM
     length = tl.where(whole, vocabulary, count)
     # What top-k lets go has no share that top-p could be of.
@@ -228,11 +201,12 @@ def _drawn(
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["fields", "slots"])
 def _choose_kernel(
     tokens,  # [R] int64
-    candidates,  # [R, ROOM] int32, to be written; None as `fields`
-    bests,  # of `_part_kernel`, as all up to the lanes
+    bests,  # of `_part_kernel`, as the places and the sums
     places,
     sums,
-    lanes,
+    candidates,  # of `list_candidates`, as the counts and the rests; None as `fields`
+    counts,
+    rests,
     logits,  # [R, V]
     fields,  # [6, R] float64; None: of each row, the largest logit is wanted
     marks,  # [slots + 1, V] uint8, of bits SEEN and BANNED, or None
@@ -244,9 +218,7 @@ def _choose_kernel(
     marks_stride,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
-    LANES: tl.constexpr,
     SEARCHES: tl.constexpr,
-    LISTED: tl.constexpr,
     ROOM: tl.constexpr,
     NO_TOKEN: tl.constexpr,
 ):
@@ -276,12 +248,12 @@ def _choose_kernel(
         if temperature != 0:
             chosen = tl.where(is_nan | (top == float("inf")) | (top == float("-inf")), NO_TOKEN, chosen)
             if chosen != NO_TOKEN:
-                limits = (limit, min_p, top_k, few)
+                first = row.to(tl.int64) * PARTS
                 # fmt: off
                 chosen = _drawn(
-                    logits, marks, penalty, scale, candidates, vocabulary, limits, best, top, parts, part,
-                    sums + row.to(tl.int64) * PARTS, lanes + row.to(tl.int64) * PARTS * LANES,
-                    tl.load(fields + 4 * num_rows + row), BLOCK, PARTS, LANES, SEARCHES, LISTED, ROOM,
+                    logits, marks, penalty, scale, candidates, vocabulary, (limit, min_p, top_k, few), best, top, part,
+                    (sums + first, counts + first, rests + first), parts, tl.load(fields + 4 * num_rows + row),
+                    BLOCK, PARTS, SEARCHES, ROOM,
                 )
                 # fmt: on
     tl.store(tokens + row, chosen.to(tl.int64))
@@ -308,14 +280,16 @@ def choose(
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     assert fields is None or fields.is_contiguous() and fields.shape == (6, num_rows)
     tokens = logits.new_empty(num_rows, dtype=torch.int64)
-    # As wide for any V: the kernel is one for all.
-    candidates = None if fields is None else logits.new_empty(num_rows, ROOM, dtype=torch.int32)
-    of_parts, part = look_at_parts(logits, fields, marks, slots, block=BLOCK)
+    parts = look_at_parts(logits, fields, marks, slots, block=BLOCK)
+    listed: tuple[Tensor | None, ...] = (None, None, None)
+    if fields is not None:
+        listed = list_candidates(logits, fields, marks, slots, parts, room=ROOM, block=BLOCK, searches=SEARCHES)
     strides = logits.stride(0), 0 if marks is None else marks.stride(0)
     # fmt: off
     on_device(_choose_kernel, logits)[(num_rows,)](
-        tokens, candidates, *of_parts, logits, fields, marks, slots, vocabulary, num_rows, part, *strides,
-        BLOCK, PARTS, LANES, SEARCHES, LISTED, ROOM, no_token, enable_fp_fusion=False, **warps(WARPS, backend()),
+        tokens, parts.bests, parts.places, parts.sums, *listed,
+        logits, fields, marks, slots, vocabulary, num_rows, parts.length, *strides,
+        BLOCK, PARTS, SEARCHES, ROOM, no_token, enable_fp_fusion=False, **warps(WARPS, backend()),
     )
     # fmt: on
     return tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from triton.runtime import interpreter
 
-from selective_compile.kernels import choose_parts_triton, choose_triton
+from selective_compile.kernels import choose_candidates_triton, choose_parts_triton, choose_triton
+from selective_compile.kernels.interpreter import interpreted
 from selective_compile.kernels.registers import warps
 from selective_compile.runtime.device_draw import NO_TOKEN, choices, choose
 from selective_compile.runtime.token_marks import BANNED, SEEN
@@ -93,23 +95,54 @@ def test_where_all_are_greedy_it_is_the_first_of_the_largest(
     assert found.dtype is torch.int64 and found.tolist() == choose(logits, None).tolist()
 
 
+ASKED_OF_A_ROW = 5  # fields that `asked` loads
+
+
+def reads_of(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How many numbers each kernel reads, from now on."""
+    reads: Counter[str] = Counter()
+    of, running = interpreter.InterpreterBuilder.create_masked_load, [""]
+
+    def noted(self: Any, ptrs: Any, mask: Any, *others: Any) -> Any:
+        reads[running[0]] += int(mask.data.sum())
+        return of(self, ptrs, mask, *others)
+
+    def on_device(kernel: Any, tensor: Tensor) -> Any:
+        running[0] = kernel.fn.__name__
+        return interpreted(kernel)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", noted)
+    for module in (choose_triton, choose_candidates_triton, choose_parts_triton):
+        monkeypatch.setattr(module, "on_device", on_device)
+    return reads
+
+
 @pytest.mark.parametrize(
     "asked_for", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.01}, {"top_k": 40, "top_p": 0.8, "min_p": 0.01}], ids=str
 )
 def test_few_tokens_are_gone_over_again(asked_for: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a row with few likely tokens, those that may be left: of what is behind each other token nothing is read."""
-    gone_over: list[int] = []
-    of = interpreter.InterpreterBuilder.create_masked_load
-
-    def noted(self: Any, ptrs: Any, mask: Any, *others: Any) -> Any:
-        gone_over.append(int(mask.data.sum()))
-        return of(self, ptrs, mask, *others)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", noted)
+    reads = reads_of(monkeypatch)
     logits = random_logits(1, 2000) * 4
     expected, found = both(logits, [dataclasses.replace(SAMPLED, **asked_for)])
     assert found.tolist() == expected.tolist()
-    assert sum(gone_over) < 2.2 * 2000 + 2 * 40 * 130
+    assert reads["_choose_kernel"] < 2 * 40 * 130
+
+
+@pytest.mark.parametrize("asked_for", [{"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.01}], ids=str)
+def test_candidates_are_looked_for_where_there_are_any(
+    asked_for: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All logits are read when these are counted, and again those of the few parts that have some."""
+    reads = reads_of(monkeypatch)
+    logits = torch.full((1, 64 * 60), -20.0)
+    logits[0, [70, 71, 2000]] = torch.tensor([2.0, 1.9, 1.8])
+    expected, found = both(logits, [dataclasses.replace(SAMPLED, **asked_for)])
+    assert found.tolist() == expected.tolist()
+    of_parts, of_lanes = 60 * 60, 60 * 60 * choose_parts_triton.LANES * ("top_k" in asked_for)
+    assert reads["_count_kernel"] == 60 * 64 + of_lanes + of_parts + 60 * ASKED_OF_A_ROW
+    # What the two parts with any read, next to the others': how many candidates are in front, and the row's top.
+    assert reads["_list_kernel"] == 2 * (64 + 1 + 60) + 60 * 59 // 2 + 60 * (1 + ASKED_OF_A_ROW)
 
 
 ASKED = ({"top_p": 0.5}, {"top_p": 0.9}, {"min_p": 0.2}, {"top_k": 7}, {"top_k": 30, "top_p": 0.6, "min_p": 0.01})
@@ -126,7 +159,7 @@ def test_what_may_be_left_is_what_is_drawn_from(
     logits = torch.cat([random_logits(1, 200, seed) for seed in range(6)])
     expected, found = both(logits, [dataclasses.replace(SAMPLED, seed=n, **asked_for) for n in range(6)])
     assert found.tolist() == expected.tolist()
-    candidates = written[0]  # the first that is made
+    candidates = next(numbers for numbers in written if len(numbers) == 6 * room + 100)
     assert (candidates[6 * room :] == -7).all() and (candidates[: 6 * room] != -7).any()
 
 
@@ -264,33 +297,31 @@ def test_a_large_vocabulary_in_steps_as_long_as_a_gpu_takes_them(spread: int, mo
 
 
 def test_a_row_drawn_by_its_temperature_alone_is_gone_over_by_many_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program that chooses looks at one part of the row."""
-    read: list[int] = []
-    of = interpreter.InterpreterBuilder.create_masked_load
-
-    def noted(self: Any, ptrs: Any, mask: Any, *others: Any) -> Any:
-        read.append(int(mask.data.sum()))
-        return of(self, ptrs, mask, *others)
-
-    def on_device(kernel: Any, tensor: Tensor) -> Any:
-        interpreted = choose_kernels(kernel, tensor)
-        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", noted)
-        return interpreted
-
-    choose_kernels = choose_triton.on_device
-    monkeypatch.setattr(choose_triton, "on_device", on_device)
+    """The program that chooses looks at one part of the row, and those that list candidates at none."""
+    reads = reads_of(monkeypatch)
     logits = random_logits(1, 8000)
     expected, found = both(logits, [SAMPLED])
     assert found.tolist() == expected.tolist()
-    assert sum(read) <= 8192 // choose_triton.PARTS + 4 * choose_triton.PARTS
+    assert 0 < reads["_choose_kernel"] <= 8192 // choose_triton.PARTS + 4 * choose_triton.PARTS
+    assert reads["_count_kernel"] == reads["_list_kernel"] == 63 * ASKED_OF_A_ROW
+
+
+KERNELS = {
+    "parts": choose_parts_triton._part_kernel,
+    "count": choose_candidates_triton._count_kernel,
+    "list": choose_candidates_triton._list_kernel,
+    "row": choose_triton._choose_kernel,
+}
 
 
 def compile_choice(kernel: Any, target: Any, **given: int | None) -> Any:
     """Arguments that are `given` are constants."""
-    names = ("PARTS", "LANES", "SEARCHES", "LISTED", "ROOM")
+    names = ("PARTS", "SEARCHES", "ROOM")
     constants = {"BLOCK": BLOCK, "NO_TOKEN": NO_TOKEN} | {name: getattr(choose_triton, name) for name in names}
+    constants |= {"LANES": choose_parts_triton.LANES}
     types = {"tokens": "*i64", "candidates": "*i32", "logits": "*bf16", "fields": "*fp64", "marks": "*u8"}
     types |= {"slots": "*i64", "bests": "*fp32", "places": "*i32", "sums": "*fp64", "lanes": "*fp32"}
+    types |= {"counts": "*i32", "leasts": "*i32", "rests": "*fp64"}
     whole = kernel is choose_triton._choose_kernel
     options = warps(choose_triton.WARPS, target.backend) if whole else {"num_warps": choose_parts_triton.PART_WARPS}
     of_kernel = {parameter.name for parameter in kernel.params}
@@ -298,35 +329,36 @@ def compile_choice(kernel: Any, target: Any, **given: int | None) -> Any:
     return ahead.compile_ahead(kernel, target, types, constants, **options)
 
 
-GREEDILY = dict.fromkeys(("fields", "sums", "lanes", "candidates", "marks", "slots"))
+def assert_reads_eight_at_a_time(compiled: Any) -> None:
+    """Of a vocabulary that is a multiple of 16, logits and marks."""
+    loads = set(re.findall(r"ld\.global\S*", compiled.asm["ptx"]))
+    assert any(".v4.b32" in load for load in loads) and not any(re.search(r"\.[bu](8|16)$", load) for load in loads)
+
+
+GREEDILY = dict.fromkeys(("fields", "sums", "lanes", "candidates", "counts", "rests", "marks", "slots"))
 
 
 @pytest.mark.parametrize("target", ahead.TARGETS, ids=str)
 def test_it_ships_where_all_are_greedy(target: Any, triton_cache: None, tmp_path: Any) -> None:
-    for kernel in (choose_triton._choose_kernel, choose_parts_triton._part_kernel):
-        compiled = compile_choice(kernel, target, **GREEDILY)
+    for name in ("parts", "row"):
+        compiled = compile_choice(KERNELS[name], target, **GREEDILY)
         ahead.assert_ships(compiled, tmp_path)
-        if kernel is choose_parts_triton._part_kernel and target.backend == "cuda":
-            loads = set(re.findall(r"ld\.global\S*", compiled.asm["ptx"]))
-            assert any(".v4.b32" in load for load in loads), loads
+        if name == "parts" and target.backend == "cuda":
+            assert_reads_eight_at_a_time(compiled)
 
 
-@pytest.mark.parametrize("kernel", ["row", "parts"])
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("target", ahead.TARGETS, ids=str)
 def test_it_ships(target: Any, kernel: str, triton_cache: None, tmp_path: Any) -> None:
-    kernels = {"row": choose_triton._choose_kernel, "parts": choose_parts_triton._part_kernel}
-    compiled = compile_choice(kernels[kernel], target)
+    compiled = compile_choice(KERNELS[kernel], target)
     ahead.assert_ships(compiled, tmp_path)
-    if kernel == "row":  # between threads that list candidates and read them
-        assert re.search(r"(ttg|gpu)\.barrier", compiled.asm["ttgir"])
-    elif target.backend == "cuda":  # of a vocabulary that is a multiple of 16, eight scores and marks at a time
-        loads = set(re.findall(r"ld\.global\S*", compiled.asm["ptx"]))
-        assert any(".v4.b32" in load for load in loads) and not any(re.search(r"\.[bu](8|16)$", load) for load in loads)
+    if kernel != "row" and target.backend == "cuda":
+        assert_reads_eight_at_a_time(compiled)
 
 
 def test_a_vocabulary_of_one_ships(triton_cache: None) -> None:
     """Which a launch would have as a constant."""
-    for kernel in (choose_triton._choose_kernel, choose_parts_triton._part_kernel):
+    for kernel in KERNELS.values():
         assert compile_choice(kernel, ahead.TARGETS[1], vocabulary=1).asm["cubin"]
 
 
