@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from selective_compile.capture import CANNOT, device_of, logits_call, logits_of, takes
 from selective_compile.isolation_trial import alike
 from selective_compile.live_settings import LiveSettings, Read
-from selective_compile.module_state import lock_of, unchanged
+from selective_compile.module_state import lock_of, same_buffers, unchanged
 from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.traced_graph import source_line
 from selective_compile.skeleton import LENGTHS, Forward, skeleton
@@ -55,9 +55,16 @@ class GivenRows:
         assert capacity >= max(LENGTHS), capacity  # for the trial
         if with_types:
             check_takes_types(model)
+        with lock_of(model), same_buffers(model):  # for trials
+            self._copy(model, capacity)
+        if with_types:
+            self.model.__class__ = reading_types(type(model))
+
+    def _copy(self, model: nn.Module, capacity: int) -> None:
         path = _path_of_embedding(model)
-        with torch.no_grad():
-            example = model.get_submodule(path)(torch.zeros(1, 1, dtype=torch.int64, device=device_of(model)))
+        embedding, ids = model.get_submodule(path), torch.zeros(1, 1, dtype=torch.int64, device=device_of(model))
+        with torch.no_grad(), unchanged(embedding):
+            example = embedding(ids)
         self._table = torch.zeros(capacity, example.shape[-1], dtype=example.dtype, device=example.device)
         self._modules, self._buffers = _modules_of(model), _buffers_of(model)
         # The copy has attributes of its own: whichever of them its graph has read, the model's must stay as they were.
@@ -65,8 +72,6 @@ class GivenRows:
         self._settings = LiveSettings(model, Read(names=names))
         self.model = skeleton(model, {path: self._reading})
         _check_by_trial(model, self)
-        if with_types:
-            self.model.__class__ = reading_types(type(model))
 
     @property
     def capacity(self) -> int:
@@ -204,7 +209,7 @@ def _check_by_trial(model: nn.Module, given: GivenRows) -> None:
     """That embeddings given to the model go where those of its own go is not proved from a graph, which has ids."""
     shape, generator = (max(LENGTHS), given._table.shape[1]), torch.Generator().manual_seed(0)
     rows = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(given._table)
-    with lock_of(model), unchanged(model):
+    with unchanged(model):
         for length in LENGTHS:
             ids = torch.tensor([given.put(range(length), rows[:length])], device=given._table.device)
             try:

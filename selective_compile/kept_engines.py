@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from selective_compile.runtime.kv_cache import num_blocks
 from selective_compile.tensor_state import class_of, strides
 from selective_compile.token_types import UNIT
 
+Kept = TypeVar("Kept")
 # Rows of a table of embeddings at first: many short prompts, or a few long ones, before it has to grow.
 ROWS = 2048
 
@@ -106,8 +107,10 @@ class KeptRows:
         return self._given.capacity
 
     def fits(self, model: nn.Module, config: EngineConfig) -> bool:
-        is_of = self._given.is_of(model) and not self._conditions.change()
-        return is_of and self._kept.fits(self._given.model, config)
+        """Whether the program is still that of a copy of the model."""
+        with lock_of(model):
+            is_of = self._given.is_of(model) and not self._conditions.change()
+            return is_of and self._kept.fits(self._given.model, config)
 
     def follow(self, model: nn.Module) -> None:
         """What the model has anew that nothing compiled depends on."""
@@ -149,16 +152,33 @@ class Lent:
     places: list[int]
 
 
-class KeptEngines:
-    """A `KeptEngine` for each model that lives; not an attribute of the model, which stays as it is."""
+class ByModel(Generic[Kept]):
+    """Something for each model that lives; not an attribute of the model, which stays as it is."""
 
     def __init__(self) -> None:
-        self._kept: weakref.WeakKeyDictionary[nn.Module, KeptEngine] = weakref.WeakKeyDictionary()
-        # Without types of tokens, and with them.
-        self._rows: dict[bool, weakref.WeakKeyDictionary[nn.Module, KeptRows]] = {
-            with_types: weakref.WeakKeyDictionary() for with_types in (False, True)
-        }
+        self._kept: weakref.WeakKeyDictionary[nn.Module, Kept] = weakref.WeakKeyDictionary()
         self._lock = lock_of_any_process()
+
+    def of(self, model: nn.Module) -> Kept | None:
+        with self._lock:
+            return self._kept.get(model)
+
+    def keep(self, model: nn.Module, kept: Kept) -> Kept:
+        with self._lock:
+            self._kept[model] = kept
+        return kept
+
+    def drop(self, model: nn.Module) -> None:
+        with self._lock:
+            self._kept.pop(model, None)
+
+
+class KeptEngines:
+    """A `KeptEngine` for each model; who asks for one waits for who makes one of the same model, and no other."""
+
+    def __init__(self) -> None:
+        self._kept = ByModel[KeptEngine]()
+        self._rows = {with_types: ByModel[KeptRows]() for with_types in (False, True)}
 
     def engine_for(self, model: nn.Module, config: EngineConfig, lengths: Sequence[int]) -> Engine:
         """The model's engine; compiled anew where the configuration or the layout of its weights is another.
@@ -166,11 +186,11 @@ class KeptEngines:
         Raises:
             ValueError: the model cannot be rewritten, or the configuration does not go with it.
         """
-        with self._lock:
-            kept = self._kept.get(model)
+        with lock_of(model):
+            kept = self._kept.of(model)
             if kept is None or not kept.fits(model, config):
-                self._kept.pop(model, None)
-                kept = self._kept[model] = KeptEngine(model, config)
+                self._kept.drop(model)
+                kept = self._kept.keep(model, KeptEngine(model, config))
         return kept.engine_for(model, lengths)
 
     @contextmanager
@@ -185,16 +205,17 @@ class KeptEngines:
         Raises:
             ValueError: the model cannot be rewritten so, or the prompts are not such embeddings as its own.
         """
-        with self._lock:
+        with lock_of(model):
             every = self._rows[with_types]
-            kept = every.get(model)
+            kept = every.of(model)
             if kept is None or not kept.fits(model, config):
-                kept = every[model] = KeptRows(model, config, _rows_for(prompts, ROWS), with_types=with_types)
+                capacity = _rows_for(prompts, ROWS)
+                kept = every.keep(model, KeptRows(model, config, capacity, with_types=with_types))
             kept.follow(model)
             lent = kept.lend(prompts)
             if lent is None:  # those who have rows of the smaller table keep its engine until they end
                 capacity = _rows_for(prompts, 2 * kept.capacity)
-                kept = every[model] = KeptRows(model, config, capacity, with_types=with_types)
+                kept = every.keep(model, KeptRows(model, config, capacity, with_types=with_types))
                 lent = kept.lend(prompts)
                 assert lent is not None
         try:
@@ -203,10 +224,10 @@ class KeptEngines:
             kept.give_back(lent)
 
     def drop(self, model: nn.Module) -> None:
-        with self._lock:
-            self._kept.pop(model, None)
+        with lock_of(model):
+            self._kept.drop(model)
             for rows in self._rows.values():
-                rows.pop(model, None)
+                rows.drop(model)
 
 
 def _rows_for(prompts: Sequence[Tensor], least: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from selective_compile.forks import lock_of_any_process
-from selective_compile.kept_buffers import kept_buffer
+from selective_compile.kept_buffers import KeptBuffer, kept_buffer
+from selective_compile.kept_weights import Weights, summed_weights
 from selective_compile.state_copies import Copies
 from selective_compile.tensor_state import version_of
 
@@ -54,6 +56,13 @@ def lock_of(model: object) -> RLock:
         return _LOCKS.setdefault(model, lock_of_any_process())
 
 
+def share_lock(copy: nn.Module, model: nn.Module) -> None:
+    """The copy has buffers of ``model``: who runs one of them has both to himself."""
+    own = lock_of(model)
+    with _LOCKS_KNOWN:
+        _LOCKS[copy] = own
+
+
 @contextmanager
 def own_attributes(module: nn.Module, state: State, written: Collection[Place] = ()) -> Iterator[dict[Place, Any]]:
     """Within, attributes, buffers and parts of the modules are those of ``state``, where it has them; what they are at
@@ -64,7 +73,7 @@ def own_attributes(module: nn.Module, state: State, written: Collection[Place] =
     stay as the run has set them, and so do modules that it put in the place of others.
     """
     parts = list(module.modules())  # what is in those that a run puts in their places is that run's own
-    own, weights = attributes(parts), versions(parts)
+    own, weights = attributes(parts), Weights(parts)
     put({**own, **replaced(module, own, written), **state}, own)
     left: dict[Place, Any] = {}
     try:
@@ -73,8 +82,9 @@ def own_attributes(module: nn.Module, state: State, written: Collection[Place] =
         now = attributes(parts)
         left.update({place: value for place, value in now.items() if place not in own or value is not own[place]})
         left.update(dict.fromkeys(own.keys() - now.keys(), GONE))
-        if versions(parts) != weights:
-            own.update({place: v for place, v in left.items() if stays(place, v, own.get(place))})
+        staying = {place: value for place, value in left.items() if stays(place, value, own.get(place))}
+        if staying and weights.are_others():
+            own.update(staying)
         put(own, now)
 
 
@@ -87,7 +97,7 @@ def stays(place: Place, value: Any, own: Any) -> bool:
 def unchanged(model: nn.Module) -> Iterator[set[Place]]:
     """Within, ``model`` may be run; what that writes into attributes and buffers is gone afterwards.
 
-    Yields a set that has, at the end, the buffers that were written in place.
+    Yields a set that has, at the end, the buffers that were written or given other memory.
     """
     with same_buffers(model) as found, own_attributes(model, {}):
         yield found
@@ -101,20 +111,28 @@ def same_buffers(model: nn.Module) -> Iterator[set[Place]]:
     every: list[tuple[Place, Tensor | None]] = [
         ((part, "buffer", name), buffer) for part in parts for name, buffer in part._buffers.items()
     ]
-    weights = versions(parts)
-    with ExitStack() as stack:
-        kept = [(place, stack.enter_context(kept_buffer(buffer))) for place, buffer in every if buffer is not None]
-        times = [buffer.times for _, buffer in kept]
-        try:
-            yield found
-        finally:
-            others = [(place, buffer) for place, buffer in kept if buffer.is_other()]
-            found.update(place for place, _ in others)
-            found.update(place for (place, buffer), before in zip(kept, times, strict=True) if buffer.times != before)
-            if versions(parts) == weights:
-                # One that is as it was keeps its version: compiled programs watch it.
-                for _, buffer in others:
-                    stack.callback(buffer.put_back)  # each of them, whatever becomes of others
+    with ExitStack() as stack:  # each of them is looked at and put back, whatever becomes of others
+        stack.enter_context(summed_weights(parts))
+        are_others = functools.cache(Weights(parts).are_others)
+
+        def look_at(place: Place, buffer: Tensor, kept: KeptBuffer, version: int) -> None:
+            other, written = None, True
+            try:
+                other = kept.is_other()
+                written = bool(other) or version_of(buffer) != version
+            except torch.OutOfMemoryError:  # there is no room to look at it
+                pass
+            finally:  # also where that is interrupted
+                if written:
+                    found.add(place)
+                if written and other is not False and not are_others():
+                    kept.put_back()
+
+        for place, buffer in every:
+            if buffer is not None:
+                kept = stack.enter_context(kept_buffer(buffer))
+                stack.callback(look_at, place, buffer, kept, version_of(buffer))
+        yield found
 
 
 def attributes(parts: Iterable[nn.Module]) -> dict[Place, Any]:
@@ -160,7 +178,8 @@ def replaced(model: nn.Module, own: Mapping[Place, Any], written: Collection[Pla
     """Copies of what a run might change in place, each as often the same as the model's own is."""
     places = {place: value for place, value in own.items() if place[1] == "attribute" or place in written}
     copied = {id(value) for place, value in own.items() if place in written}
-    copies = Copies(t for t in (*model.parameters(), *model.buffers()) if id(t) not in copied)
+    kept = (tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in copied)
+    copies = Copies(places.values(), kept)
     found = {place: copies.of(value) for place, value in places.items()}
     return {place: value for place, value in found.items() if value is not own[place]}
 
@@ -209,9 +228,3 @@ def contents(value: Any, within: dict[int, Any], seen: dict[int, Any]) -> Any:
     if isinstance(value, (list, tuple, deque)):
         return [contents(item, within, seen) for item in value]
     return id(value), contents(getattr(value, "__dict__", None), within, seen)
-
-
-def versions(parts: Iterable[nn.Module]) -> list[tuple[int, int]]:
-    """Of the modules' own weights."""
-    weights = (weight for part in parts for weight in part._parameters.values() if weight is not None)
-    return [(id(weight), version_of(weight)) for weight in weights]

@@ -102,11 +102,14 @@ class SequentialProgram:
             raise RefusedError([*refusals, *(refusal for refusal in kept if refusal not in refusals)])
 
     def _tried(self) -> int:
-        """The number of logits, by two steps of a request."""
-        one = OneRequest(tokens=torch.zeros(1, 2, dtype=torch.int64, device=self.device))
-        self._logits(one)
-        one.tokens = torch.cat([one.tokens, one.tokens[:, :1]], dim=1)
-        return len(self._logits(one))
+        """The number of logits, by two steps of two requests each.  No token is another's, nor what buffers mostly hold
+        at first: what a run leaves of them in a buffer is another value, also where PyTorch does not count it."""
+        for ids in torch.arange(1, 7, device=self.device).view(2, 1, 3):
+            one = OneRequest(tokens=ids[:, :2])
+            self._logits(one)
+            one.tokens = ids
+            found = len(self._logits(one))
+        return found
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether a model with other hooks would still be run so: if hooks are why it is, they must be there."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from selective_compile.capture import device_of, logits_call
 from selective_compile.isolated_op import TOKENS, OutputSizes
-from selective_compile.module_state import own_attributes
+from selective_compile.module_state import own_attributes, share_lock
 
 LENGTHS = (5, 8)  # two lengths tell a size that is the tokens' from a constant
 Forward = Callable[..., Any]
@@ -23,7 +23,8 @@ Forward = Callable[..., Any]
 def skeleton(model: nn.Module, forwards: Mapping[str, Callable[[nn.Module], Forward]]) -> nn.Module:
     """A copy of the tree with the same parameters; the module at each path is called by ``forwards[path](copy)``.
 
-    Plain attributes and buffers that the copy's modules set are the copy's own.
+    Plain attributes and buffers that the copy's modules set are the copy's own.  Who runs it waits for who runs
+    ``model``, whose buffers it has.
     """
     copies: dict[int, nn.Module] = {}
 
@@ -43,6 +44,7 @@ def skeleton(model: nn.Module, forwards: Mapping[str, Callable[[nn.Module], Forw
     for path, forward in forwards.items():
         module = root.get_submodule(path)
         module.__dict__["forward"] = forward(module)
+    share_lock(root, model)
     return root
 
 

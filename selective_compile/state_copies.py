@@ -4,37 +4,37 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from selective_compile.tensor_state import class_of
+from selective_compile.tensor_memory import bytes_of, memory_of
+
+ALIGNED = 16  # bytes, that numbers of any dtype may begin at
 
 
 class Copies:
     """Of tensors and containers, down to objects in them, which stay.  What is the same is the same again, and tensors
-    that lie in the same memory do so again."""
+    that lie over one another in memory do so again."""
 
-    def __init__(self, kept: Iterable[Tensor]) -> None:
+    def __init__(self, values: Iterable[Any], kept: Iterable[Tensor]) -> None:
         """
         Args:
-            kept: what stays, as what lies where it lies does.
+            values: what `of` is asked for, all of it.
+            kept: what stays, as what lies over it does, and over that.
         """
         self._copies: dict[int, Any] = {id(tensor): tensor for tensor in kept}
-        self._kept = list(self._copies.values())
-        self._first: dict[int, tuple[Tensor, Tensor]] = {}  # in some memory, and its copy
-        self._memory: dict[int, torch.UntypedStorage] = {}  # a copy of it, where others lie in it, too
+        stay: list[Tensor] = list(self._copies.values())
+        for tensors in lying_together([one for one in tensors_in(values) if id(one) not in self._copies], stay):
+            self._copies.update(zip(map(id, tensors), copied(tensors), strict=True))
 
     def of(self, value: Any) -> Any:
         if id(value) in self._copies:
             return self._copies[id(value)]
         new: Any = value
-        if isinstance(value, Tensor):
-            new = self._of_tensor(value)
-        elif isinstance(value, tuple):
+        if isinstance(value, tuple):
             items = [self.of(item) for item in value]
             if any(one is not other for one, other in zip(items, value, strict=True)):
                 new = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -51,49 +51,69 @@ class Copies:
         self._copies[id(value)] = new
         return new
 
-    def _of_tensor(self, tensor: Tensor) -> Tensor:
-        memory = memory_of(tensor)
-        if memory is not None and self._lies_with_kept(memory, bytes_of(tensor)):
-            return tensor
-        new = tensor.clone()
-        if memory is not None:
-            first = self._first.setdefault(memory, (tensor, new))
-            if first[0] is not tensor:
-                for one, copied in (first, (tensor, new)):
-                    self._put_together(memory, one, copied)
-        return new
 
-    def _lies_with_kept(self, memory: int, own: range) -> bool:
-        return any(own.start < kept.stop and kept.start < own.stop for kept in self._bytes_kept.get(memory, ()))
-
-    @cached_property
-    def _bytes_kept(self) -> dict[int, list[range]]:
-        """By memory; most models keep no tensors that would have to be looked for in it."""
-        found: dict[int, list[range]] = {}
-        for tensor in self._kept:
-            if (memory := memory_of(tensor)) is not None:
-                found.setdefault(memory, []).append(bytes_of(tensor))
-        return found
-
-    def _put_together(self, memory: int, tensor: Tensor, copied: Tensor) -> None:
-        if memory not in self._memory:
-            self._memory[memory] = tensor.untyped_storage().clone()
-        place = tensor.storage_offset(), tensor.size(), tensor.stride()
-        copied.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(self._memory[memory], *place)
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """Each once, as far as `Copies` goes."""
+    found: dict[int, Tensor] = {}
+    seen: dict[int, Any] = {}
+    left = list(values)
+    while left:
+        value = left.pop()
+        if isinstance(value, Tensor):
+            found[id(value)] = value
+        elif isinstance(value, (tuple, dict, list, deque)) and id(value) not in seen:
+            seen[id(value)] = value
+            left.extend(value.values() if isinstance(value, dict) else value)
+    return list(found.values())
 
 
-def memory_of(tensor: Tensor) -> int | None:
-    """What tells the memory that it lies in, if it is a plain one that lies in any, and is no more than what lies
-    there."""
-    plain = class_of(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type != "meta"
-    if not plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-        return None
-    storage = tensor.untyped_storage()
-    return int(storage._cdata) if storage.nbytes() else None
+def lying_together(tensors: Sequence[Tensor], kept: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Those of ``tensors`` that lie over one another, or over others that do; without those of which one is ``kept``,
+    which stay."""
+    by_memory: dict[int, list[tuple[Tensor, bool]]] = {}
+    for tensor in tensors:
+        if (memory := memory_of(tensor)) is None:
+            yield [tensor]
+        else:
+            by_memory.setdefault(memory, []).append((tensor, False))
+    for tensor in kept if by_memory else ():
+        if (others := by_memory.get(memory_of(tensor) or 0)) is not None:
+            others.append((tensor, True))
+    for within in by_memory.values():
+        for group in overlapping(within):
+            ours = [tensor for tensor, stays in group if not stays]
+            if len(ours) == len(group):
+                yield ours
 
 
-def bytes_of(tensor: Tensor) -> range:
-    """From its first to its last, in its memory."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    start = tensor.storage_offset() * tensor.itemsize
-    return range(start, start + (last + 1) * tensor.itemsize if tensor.numel() else start)
+def overlapping(tensors: Sequence[tuple[Tensor, bool]]) -> list[list[tuple[Tensor, bool]]]:
+    """Of one memory; one of no numbers lies over none."""
+    groups: list[list[tuple[Tensor, bool]]] = []
+    end = -1
+    for one in sorted(tensors, key=lambda one: bytes_of(one[0]).start):
+        own = bytes_of(one[0])
+        if own.start >= end:
+            groups.append([])
+        groups[-1].append(one)
+        end = max(end, own.stop)
+    return groups
+
+
+def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Of tensors that lie over one another, in one memory."""
+    if len(tensors) == 1:
+        return [tensors[0].clone()]
+    every = [bytes_of(tensor) for tensor in tensors]
+    start = min(own.start for own in every) // ALIGNED * ALIGNED
+    size = max(own.stop for own in every) - start
+    memory = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
+    memory = memory.set_(tensors[0].untyped_storage(), start, (size,), (1,)).clone()
+    return [placed(tensor, memory.untyped_storage(), start) for tensor in tensors]
+
+
+def placed(tensor: Tensor, memory: torch.UntypedStorage, start: int) -> Tensor:
+    """As it is, in another memory, of which so many bytes in front are not there."""
+    place = tensor.storage_offset() - start // tensor.itemsize, tensor.size(), tensor.stride()
+    found = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(memory, *place)
+    found = torch._neg_view(found) if tensor.is_neg() else found
+    return found.conj() if tensor.is_conj() else found

@@ -59,8 +59,8 @@ def class_of(tensor: Tensor) -> Hashable:
 
 
 def strides(tensor: Tensor) -> tuple[int, ...]:
-    """Its strides; none of a tensor that has none, as a sparse one."""
-    return tensor.stride() if tensor.layout is torch.strided else ()
+    """Its strides; none of a tensor that has none, as a sparse or a nested one."""
+    return tensor.stride() if tensor.layout is torch.strided and not tensor.is_nested else ()
 
 
 def _told(tensors: Sequence[Any]) -> tuple[list[int], list[int], list[int]]:
@@ -83,5 +83,8 @@ def address_of(tensor: Any) -> int:
 
 
 def version_of(tensor: Any) -> int:
-    """How often it was written in place; one made in inference mode does not count it."""
-    return tensor._version if isinstance(tensor, Tensor) and not tensor.is_inference() else 0
+    """How often it was written in place; one whose memory was made in inference mode does not count it."""
+    try:
+        return tensor._version if isinstance(tensor, Tensor) else 0
+    except RuntimeError:
+        return 0

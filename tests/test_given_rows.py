@@ -15,6 +15,7 @@ from transformers import Gemma3nForCausalLM, Gemma3nTextConfig, GenerationConfig
 import selective_compile as sc
 from selective_compile.given_rows import FIRST, GivenRows
 from selective_compile.kept_engines import KeptEngines, KeptRows
+from selective_compile.module_state import lock_of
 from tests.models import VOCABULARY, tiny
 
 CONFIG = sc.EngineConfig(compile=False)
@@ -304,3 +305,34 @@ def test_compiled_with_inductor() -> None:
     model, arguments = small(), {**prompts(), "max_new_tokens": 8, "pad_token_id": 0}
     found = sc.generate(model, engine_config=sc.EngineConfig(), **arguments)
     assert torch.equal(found, model.generate(**arguments))
+
+
+class Counts(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return super().forward(ids)
+
+
+def test_an_embedding_keeps_nothing_of_the_trials() -> None:
+    model = small()
+    embedding = Counts(*model.get_input_embeddings().weight.shape).eval()
+    embedding.register_buffer("calls", torch.zeros(()))
+    model.set_input_embeddings(embedding)
+    GivenRows(model, 64)
+    assert embedding.calls.item() == 0
+
+
+def test_the_copy_is_looked_at_and_run_while_nobody_runs_the_model() -> None:
+    """Who runs it may have put other modules into it, and both have the same buffers."""
+    model = small()
+    kept = KeptRows(model, CONFIG, 64)
+    assert lock_of(kept._given.model) is lock_of(model)
+    with ThreadPoolExecutor(1) as pool:
+        with lock_of(model):
+            own = model.model.layers[0].mlp
+            model.model.layers[0].mlp = nn.Sequential(own)
+            fits = pool.submit(kept.fits, model, CONFIG)
+            with pytest.raises(TimeoutError):
+                fits.result(timeout=0.3)
+            model.model.layers[0].mlp = own
+        assert fits.result(timeout=30)

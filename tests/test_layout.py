@@ -54,6 +54,8 @@ LAYERS = (
         "step",
         "module_state",
         "kept_buffers",
+        "kept_weights",
+        "tensor_memory",
         "state_copies",
         "proved_tensors",
         "tensor_state",

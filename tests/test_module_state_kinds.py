@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BigBirdConfig, BigBirdForCausalLM
+from transformers import BigBirdConfig, BigBirdForCausalLM, LlamaConfig
 
 import selective_compile as sc
 from selective_compile.module_state import own_attributes
 from tests.models import tiny
-from tests.test_module_state import CONFIG, SIZES, Counted, Shift, alone
+from tests.test_module_state import CONFIG, SIZES, Counted, Shift, Untraceable, alone
 
 
 class Part(nn.Module):
@@ -150,3 +150,59 @@ def test_whatever_way_buffers_are_written_each_request_has_its_own(how: str) -> 
         assert [list(request.result().tokens) for request in requests] == expected
         calls = model.model.layers[0].mlp.calls
         assert calls.shape == () and calls == 0
+
+
+class SetsUp(nn.Module):
+    """Scales itself when it is first called, and says so in a buffer, as layers whose scale is that of data do."""
+
+    def __init__(self, mlp: nn.Module, counted: bool) -> None:
+        super().__init__()
+        self.mlp, self.counted = mlp, counted
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("ready", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Any:
+        if not bool(self.ready.item()):
+            self.scale.data.mul_(1.5)
+            (self.ready if self.counted else self.ready.data).fill_(1)
+        return self.mlp(x) * self.scale
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_model_that_sets_itself_up_does_so_once(counted: bool) -> None:
+    model = tiny("llama", num_hidden_layers=1, initializer_range=0.15)
+    model.model.layers[0].mlp = part = SetsUp(model.model.layers[0].mlp, counted)
+    expected = alone(copy.deepcopy(model), [1, 5, 7], 6)
+    for _ in range(2):
+        engine = sc.Engine(model, CONFIG)
+        assert list(engine.submit([1, 5, 7], max_new_tokens=6, do_sample=False).result().tokens) == expected
+        assert part.scale.item() == 1.5 and part.ready.item() == 1
+
+
+class Behind(Untraceable):
+    """What the token of the last call makes likelier is kept in a buffer."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.register_buffer("last", torch.zeros(1, dtype=torch.int64), persistent=False)
+
+    def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+        before = self.last.clone() if input_ids.shape[1] == 1 else torch.zeros_like(self.last)
+        self.last.data.copy_(input_ids[0, -1:])
+        output = super().forward(input_ids=input_ids, **kwargs)
+        likelier = nn.functional.one_hot((before * 7 + 1) % output.logits.shape[-1], output.logits.shape[-1])
+        output.logits = output.logits + 30 * likelier
+        return output
+
+
+def test_what_a_trial_writes_is_seen_though_a_prompt_of_zeros_would_write_what_was_there() -> None:
+    def behind() -> Any:
+        torch.manual_seed(0)
+        return Behind(LlamaConfig(**SIZES, eos_token_id=None, bos_token_id=None, pad_token_id=0)).eval()
+
+    prompts = [[5, 7, 9, 11], [8, 6], [30, 31, 32]]
+    expected = [alone(behind(), prompt, 5) for prompt in prompts]
+    model = behind()
+    engine = sc.Engine(model, CONFIG)
+    requests = [engine.submit(prompt, max_new_tokens=5, do_sample=False) for prompt in prompts]
+    assert [list(request.result().tokens) for request in requests] == expected and model.last.item() == 0

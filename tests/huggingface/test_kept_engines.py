@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import selective_compile as sc
 from selective_compile.generate_requests import ENGINES
+from selective_compile.module_state import lock_of
 from selective_compile.options import EngineConfig
 from tests.huggingface.models import CONFIG, assert_idle, random_ids, tiny
 
@@ -117,3 +118,15 @@ def test_an_engine_that_a_fork_has_lost_is_made_again(monkeypatch: pytest.Monkey
         engine.submit([3, 4], max_new_tokens=2).result()
     assert torch.equal(sc.generate(model, ids, max_new_tokens=3, engine_config=CONFIG), expected)
     assert ENGINES.engine_for(model, CONFIG, [1]) is not engine
+
+
+def test_a_call_waits_for_nobody_who_runs_another_model() -> None:
+    one, other = tiny("llama", num_hidden_layers=1), tiny("llama", num_hidden_layers=1)
+    for model in (one, other):
+        ENGINES.engine_for(model, CONFIG, [1])
+    with ThreadPoolExecutor(2) as pool, lock_of(one):
+        waits = pool.submit(ENGINES.engine_for, one, CONFIG, [1])
+        with pytest.raises(TimeoutError):
+            waits.result(timeout=0.3)
+        assert pool.submit(ENGINES.engine_for, other, CONFIG, [1]).result(timeout=30)
+        assert not waits.done()

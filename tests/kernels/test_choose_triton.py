@@ -376,7 +376,7 @@ def test_on_a_gpu(spread: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("count", [1, 33, 65])
+@pytest.mark.parametrize("count", [1, choose_triton.GREEDY_ROWS, choose_triton.GREEDY_ROWS + 1])
 @pytest.mark.parametrize("vocabulary", [32_000, 50_257, 128_256])
 def test_greedy_on_a_gpu(vocabulary: int, count: int) -> None:
     logits = random_logits(count, vocabulary, ties=True).to(torch.bfloat16)

@@ -1,0 +1,126 @@
+"""A run that changes weights is noticed, also where PyTorch counts no change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from selective_compile.kept_weights import CHUNK, Weights, summed_weights
+from selective_compile.module_state import unchanged
+
+
+def holding(*weights: Tensor) -> nn.Module:
+    module = nn.Module()
+    for number, weight in enumerate(weights):
+        module.register_parameter(f"weight{number}", nn.Parameter(weight, requires_grad=False))
+    return module
+
+
+def last(weight: Tensor) -> Tensor:
+    return weight.data.view(-1)[-1:]
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda module: module.weight0.add_(1),
+    "other memory": lambda module: setattr(module.weight0, "data", module.weight0.data.clone()),
+    "another one": lambda module: setattr(module, "weight0", nn.Parameter(module.weight0.data)),
+    "one number, not counted": lambda module: last(module.weight0).add_(1),
+    "all signs, not counted": lambda module: module.weight0.data.neg_(),
+    "rows in another order, not counted": lambda module: module.weight0.data.copy_(module.weight0.flip(0)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_noticed(change: str) -> None:
+    module = holding(torch.arange(4.0 * CHUNK).view(2, -1), torch.zeros(3))
+    with summed_weights([module]):
+        before = Weights([module])
+        assert not before.are_others()
+        CHANGES[change](module)
+        assert before.are_others() and before.are_others(), "also where it is asked for again"
+        assert not Weights([module]).are_others()
+
+
+SHAPES = [
+    torch.zeros(0),
+    torch.zeros(()),
+    torch.zeros(3, dtype=torch.bfloat16),
+    torch.zeros(7, dtype=torch.int8)[2:5],
+    torch.zeros(40)[3:],
+    torch.zeros(2 * CHUNK + 5, dtype=torch.float64),
+    torch.zeros(6, 5)[:, 1:].t(),
+]
+
+
+@pytest.mark.parametrize("own", SHAPES, ids=lambda tensor: f"{tensor.dtype} {list(tensor.shape)}")
+def test_of_any_size_and_place(own: Tensor) -> None:
+    module = holding(own)
+    with summed_weights([module]):
+        before = Weights([module])
+        assert not before.are_others()
+        for place in range(min(own.numel(), 40)):
+            number = own.data[tuple(torch.unravel_index(torch.tensor(place), own.shape))]
+            number.fill_(1)
+            assert before.are_others()
+            number.fill_(0)
+        assert not before.are_others()
+
+
+def test_without_sums_it_goes_by_what_is_counted() -> None:
+    module = holding(torch.zeros(3))
+    before = Weights([module])
+    module.weight0.data.add_(1)
+    assert not before.are_others()
+    module.weight0.add_(1)
+    assert before.are_others()
+
+
+def test_weights_are_read_once_as_long_as_nothing_else_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, read, total = holding(torch.zeros(2 * CHUNK)), [], Tensor.sum
+
+    def counted(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+        read.append(tensor)
+        return total(tensor, *args, **options)
+
+    monkeypatch.setattr(Tensor, "sum", counted)
+    with unchanged(module):
+        for _ in range(4):
+            with unchanged(module):
+                pass
+    assert sum(map(len, read)) <= 3, "of whole chunks, and of what is behind them"
+
+
+class SetsUp(nn.Module):
+    def __init__(self, flag: str, weight: str) -> None:
+        super().__init__()
+        self.how, self.weight = (flag, weight), nn.Parameter(torch.ones(1), requires_grad=False)
+        self.register_buffer("buffer", torch.zeros(1))
+        self.attribute = False
+
+    def forward(self) -> Tensor:
+        flag, weight = self.how
+        if not (self.attribute if flag == "attribute" else self.buffer.item()):
+            if weight == "memory":
+                self.weight.data = self.weight.data * 3
+            else:
+                (self.weight if weight == "counted" else self.weight.data).mul_(3)
+            if flag == "attribute":
+                self.attribute = True
+            else:
+                (self.buffer if flag == "counted" else self.buffer.data).fill_(1)
+        return self.weight * 2
+
+
+@pytest.mark.parametrize("weight", ["counted", "not counted", "memory"])
+@pytest.mark.parametrize("flag", ["counted", "not counted", "attribute"])
+def test_a_model_sets_itself_up_once(flag: str, weight: str) -> None:
+    model = SetsUp(flag, weight)
+    with unchanged(model):
+        for _ in range(2):
+            with unchanged(model):
+                assert model().item() == 6
+    assert model().item() == 6 and model.weight.item() == 3
