@@ -74,9 +74,7 @@ def in_process(
     command += [] if keep_captures else ["--trace"]
     command += ["--threads", str(arguments.threads)] if arguments.threads else []
     command += [] if arguments.compile else ["--no-compile"]
-    # Else each process would try what vectors the compiler knows.
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_VEC_ISA_OK": "1"}
-    environment |= {"XDG_CACHE_HOME": folder}
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder, "XDG_CACHE_HOME": folder}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, encoding="utf-8")
     return dict(json.loads(done.stdout.splitlines()[-1]))
 

@@ -14,6 +14,7 @@ import threading
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
+from selective_compile.garbage import only_new_garbage
 from selective_compile.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("selective_compile.runtime")
     if name not in HOMES:
         raise AttributeError(f"module 'selective_compile' has no attribute {name!r}")
-    with _LOADING:
+    with _LOADING, only_new_garbage():
         return getattr(importlib.import_module(f"selective_compile.{HOMES[name]}"), name)
 
 

@@ -21,6 +21,7 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.exc import InvalidCxxCompiler
 
+from selective_compile import beforehand
 from selective_compile.isolated_op import isolated_rows
 from selective_compile.layered import Layered
 from selective_compile.passes.flat_graph import FlatGraph
@@ -73,11 +74,13 @@ def through_inductor(
     passes: dict[str, Any] = {}
     if inputs_are_checked and config.post_grad_custom_post_pass is None:  # or it is the user's
         passes["post_grad_custom_post_pass"] = UncheckedStrides()
-    settings: dict[str, Any] = {"size_asserts": config.size_asserts, "alignment_asserts": config.alignment_asserts}
+    settings = beforehand.answers(flat.device)
+    settings |= {"size_asserts": config.size_asserts, "alignment_asserts": config.alignment_asserts}
     # Inductor finds code again that it made for vectors of another length, from a cache folder that processors share,
     # and compiles it for its own, which leaves out every other part of a row; by this it tells the two apart.
     if config.cpp.simdlen is None and flat.device.type == "cpu":
-        settings["cpp.simdlen"] = pick_vec_isa().bit_width()
+        with config.patch(settings):
+            settings["cpp.simdlen"] = pick_vec_isa().bit_width()
     # With wrappers in other languages `compile_fx` asks for values that placeholders of ours do not have; and native
     # calls and captured graphs take the place of any wrapper.
     settings |= {"cpp_wrapper": False, "fx_wrapper": False}

@@ -10,9 +10,12 @@ import torch
 from torch import nn
 from torch._dynamo.convert_frame import compile_lock
 
+from selective_compile import beforehand
 from selective_compile.capture import device_of
 from selective_compile.compiled_step import NATIVE_KERNELS, runs_native
+from selective_compile.compiling import can_compile
 from selective_compile.cores import IntraOpThreads
+from selective_compile.garbage import only_new_garbage
 from selective_compile.isolated_program import IsolatedProgram
 from selective_compile.isolation import Proved, prove
 from selective_compile.kernels import ragged_attention_cpu
@@ -44,10 +47,10 @@ def compile_step_program(model: nn.Module, config: EngineConfig) -> Program:
         ValueError: the model is in training mode, or of a dtype that no kernel has; or ``config.max_attention_window``
             is given for a model that runs request after request, all of it or in part; or `check_kv_dtype` refuses.
     """
-    build_native_kernels(model, config)
+    begin_beside(model, config)
     # Inductor's kernels are made for a number of threads; and what Dynamo, FX and Inductor trace by is the process's:
     # nobody else may trace meanwhile, in whatever thread.  First the model: who runs it may have something to trace.
-    with IntraOpThreads(config.threads), lock_of(model), compile_lock:
+    with IntraOpThreads(config.threads), lock_of(model), compile_lock, only_new_garbage():
         return _compiled(model, config)
 
 
@@ -87,12 +90,17 @@ def _compiled(model: nn.Module, config: EngineConfig) -> Program:
     return program
 
 
-def build_native_kernels(model: object, config: EngineConfig) -> None:
-    """Those of a CPU that no earlier start has left; it takes about as long as to trace a model, and goes on beside."""
-    # What is no model is refused behind it.
-    if isinstance(model, nn.Module) and runs_native(config.implementation, device_of(model)):
+def begin_beside(model: object, config: EngineConfig) -> None:
+    """Native kernels of a CPU that no earlier start has left, which take about as long as to trace a model, and what
+    Inductor will ask the machine for; both go on beside."""
+    if not isinstance(model, nn.Module):  # which is said behind it
+        return
+    device = device_of(model)
+    if runs_native(config.implementation, device):
         for kernels in NATIVE_KERNELS if config.compile else (ragged_attention_cpu,):
             kernels.build_beside()
+    if config.compile and can_compile(device):
+        beforehand.ask(device)
 
 
 def keeps_latents(model: nn.Module, config: EngineConfig) -> bool:

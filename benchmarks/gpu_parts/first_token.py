@@ -73,9 +73,8 @@ def main() -> None:
 
     from benchmarks.gpu_parts.models import random_model
     from benchmarks.phases import watched
+    from selective_compile import Engine, EngineConfig
     from selective_compile.bench.peers import greedy_without_end
-    from selective_compile.options import EngineConfig
-    from selective_compile.runtime.engine import Engine
 
     stamp("imports")
     model = random_model(arguments.model, torch.device("cpu" if arguments.tiny else "cuda"), tiny=arguments.tiny)

@@ -168,10 +168,13 @@ def _output(command: list[str]) -> str:
 
 def library_name(compiler: str, source: Path, flags: tuple[str, ...] = FLAGS) -> str:
     """Names everything that the machine code depends on; -march=native makes the processor one of these."""
-    version = _output([compiler, "--version"])
-    parts = (*_texts(source), *flags, compiler, version, processor())
+    parts = (*_texts(source), *flags, compiler, compiler_version(compiler), processor())
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     return f"{source.stem}-{digest}{sysconfig.get_config_var('SHLIB_SUFFIX') or '.so'}"
+
+
+def compiler_version(compiler: str) -> str:
+    return _output([compiler, "--version"])
 
 
 def _texts(source: Path) -> list[str]:

@@ -1,0 +1,76 @@
+"""While much is made, what was there before is not looked through; nothing is lost by that."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from selective_compile.garbage import only_new_garbage
+
+
+class Loop:
+    def __init__(self) -> None:
+        self.own = self
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_frozen() -> Iterator[None]:
+    gc.unfreeze()  # all tests together keep what was there before them
+    yield
+    assert gc.get_freeze_count() == 0
+    gc.freeze()
+
+
+def test_what_was_there_before_waits_and_what_is_made_is_found() -> None:
+    old = weakref.ref(Loop())
+    with only_new_garbage():
+        new = weakref.ref(Loop())
+        gc.collect()
+        assert old() is not None and new() is None
+    gc.collect()
+    assert old() is None
+
+
+def test_one_within_another() -> None:
+    with only_new_garbage():
+        between = weakref.ref(Loop())
+        with pytest.raises(RuntimeError), only_new_garbage():
+            raise RuntimeError
+        gc.collect()
+        assert between() is not None and gc.get_freeze_count()
+    gc.collect()
+    assert between() is None
+
+
+def test_threads_that_are_within_at_once() -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        with only_new_garbage():
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    assert inside.wait(10)
+    with only_new_garbage():
+        pass
+    assert gc.get_freeze_count()
+    leave.set()
+    thread.join()
+
+
+def test_what_somebody_has_frozen_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with only_new_garbage():
+            new = [Loop() for _ in range(10)]
+            assert gc.get_freeze_count() <= frozen
+        assert 0 < gc.get_freeze_count() <= frozen and new
+    finally:
+        gc.unfreeze()
