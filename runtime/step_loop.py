@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -102,7 +103,7 @@ class StepLoop:
             self._observe(flight, began)
 
     def warm_up(self, stages: Stages) -> None:
-        """Compile and capture what steps can need."""
+        """Compile and capture what steps can need; and collect garbage, for which Python would stop a step."""
         self.land()
         with self._guard:
             self._weights_changed |= self._runner.weights_changed()
@@ -114,6 +115,7 @@ class StepLoop:
             for work in works:
                 work()
                 advance(1)
+        gc.collect()
 
     def drop_computed(self) -> None:
         """Drop all keys and values, under the guard; no step is on the device."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 import sys
+import weakref
 from typing import Any
 
 import pytest
@@ -227,3 +228,14 @@ def test_no_bar_is_made_where_nobody_would_see_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "rich.console", None)
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     assert on_stderr() is silent
+
+
+def test_what_nobody_can_reach_is_gone_before_requests_come() -> None:
+    """Else Python would look for it in the middle of a step."""
+    engine = Engine(tiny("llama", num_hidden_layers=1), EngineConfig(compile=False, max_kv_tokens=160))
+    loop: list[Any] = [Tensor()]
+    loop.append(loop)
+    lost = weakref.ref(loop[0])
+    del loop
+    engine.warm_up(progress=False)
+    assert lost() is None
