@@ -66,11 +66,23 @@ class ModuleProgram(StepProgram):
     def _versions(self) -> tuple[States, int, States]:
         with self._lock:  # a step of another engine may have put its requests' attributes into the copies
             version = self.weights.version()
+            if change := self._change():
+                raise ValueError(f"the model must stay as it was compiled: {change}")
             for own, copied in self._pairs:
                 copied._buffers.update(own._buffers)
                 self._changes += follow(own, copied)
             self._seen = states(self.tensors(), self._seen)
             return version, self._changes, self._seen
+
+    def is_of(self, model: nn.Module) -> bool:
+        return super().is_of(model) and not self._change()
+
+    def _change(self) -> str:
+        """What the copies do not follow, in words; empty if there is none."""
+        for own, copied in self._pairs:
+            if type(own) is not type(copied):
+                return f"a module that runs by itself must stay a {type(copied).__name__}, got a {type(own).__name__}"
+        return ""
 
     def tensors(self) -> list[Tensor]:
         """Of the modules, as they are now."""

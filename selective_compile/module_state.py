@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from threading import RLock
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, Final, Literal
-from weakref import WeakKeyDictionary
+from typing import Any, Final, Literal, cast
+from weakref import ProxyTypes, WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -52,8 +52,10 @@ def lock_of(model: object) -> RLock:
     """
     if not isinstance(model, nn.Module):  # which is said elsewhere
         return lock_of_any_process()
+    if isinstance(model, ProxyTypes):  # of an engine that does not hold its model; nothing refers weakly to that
+        model = next(model.modules())
     with _LOCKS_KNOWN:
-        return _LOCKS.setdefault(model, lock_of_any_process())
+        return _LOCKS.setdefault(cast(nn.Module, model), lock_of_any_process())
 
 
 def share_lock(copy: nn.Module, model: nn.Module) -> None:

@@ -7,8 +7,8 @@ that `generate` prepares for it, and steps the model by `generate`'s own prepara
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -30,7 +30,7 @@ from selective_compile.module_state import (
 )
 from selective_compile.passes import Refusal, RefusedError
 from selective_compile.step import StepInputs
-from selective_compile.tensor_state import States, states
+from selective_compile.tensor_state import States, states, version_of
 
 
 @dataclass(kw_only=True)
@@ -116,17 +116,26 @@ class SequentialProgram:
         return bool(hook_refusals(model)) == any(refusal.node == HOOK for refusal in self.refusals)
 
     def weights_version(self) -> States:
-        """Of each weight; see `States`.
+        """Of each weight, and of each buffer that runs only read; see `States`.
 
         Raises:
             ValueError: the tables of embeddings have other sizes than at first, as from `resize_token_embeddings`.
         """
         with self._lock:  # a run may have put other modules into the model
-            seen = states(list(self._model.parameters()), self._seen)
+            seen = states([*self._model.parameters(), *self._read_buffers().values()], self._seen)
             if seen is not self._seen and (found := tables_of(self._model)) != self._tables:
                 raise ValueError(f"the model's tables of embeddings must stay {self._tables}, got {found}")
             self._seen = seen
             return seen
+
+    def _read_buffers(self) -> dict[str, Tensor]:
+        """Those that no run of the trial has written, by their names."""
+        return {
+            f"{path}.{name}".strip("."): buffer
+            for path, module in self._model.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and (module, "buffer", name) not in self._written
+        }
 
     def look_closely(self) -> None:
         """It runs the model itself, as that is."""
@@ -158,8 +167,18 @@ class SequentialProgram:
             for request, first, end in zip(inputs.requests, bounds, bounds[1:], strict=False):
                 one = self._advanced(request, inputs.input_ids[first:end], int(inputs.positions[first]))
                 if one is not None and end - 1 in wanted:
-                    logits[wanted[end - 1]] = self._logits(one)
+                    with self._no_other_buffers_written():
+                        logits[wanted[end - 1]] = self._logits(one)
         return logits
+
+    @contextmanager
+    def _no_other_buffers_written(self) -> Iterator[None]:
+        """Raises `ValueError`: requests would share what the model has begun to keep."""
+        before = [(name, buffer, version_of(buffer)) for name, buffer in self._read_buffers().items()]
+        yield
+        if written := [name for name, buffer, version in before if version_of(buffer) != version]:
+            what = "a run of the model must write no other buffers than when its engine was made"
+            raise ValueError(f"{what}, got {', '.join(written)}")
 
     def _advanced(self, request: Hashable, ids: Tensor, position: int) -> OneRequest | None:
         """None: it was cancelled since the step was put together."""

@@ -229,3 +229,28 @@ def test_modules_are_alike_if_only_weights_differ() -> None:
     other.experts[0].extra = 3
     modules = ModulesOf(other)
     assert len({modules.likeness(path) for path in ("experts.0", "experts.1", "blocks.0")}) == 3
+
+
+class Doubled(Experts):
+    def compute(self, rows: Tensor, expert: int) -> Tensor:
+        return 2 * super().compute(rows, expert)
+
+
+@pytest.mark.parametrize("change", ["of the module", "of a part of it", "parametrised"])
+def test_another_class_is_compiled_anew_and_refused_by_an_engine(change: str) -> None:
+    torch.manual_seed(0)
+    model = Sparse()
+    program = compile_step_program(model, sc.EngineConfig(compile=False))
+    engine = sc.Engine(model, CONFIG, program=program)
+    assert program.is_of(model) and len(engine.submit([1, 2, 3], max_new_tokens=2).result().tokens) == 2
+    experts = model.experts[0]
+    if change == "of the module":
+        experts.__class__ = Doubled
+    elif change == "of a part of it":
+        experts.router.__class__ = type("Own", (nn.Linear,), {"forward": lambda self, x: -nn.Linear.forward(self, x)})
+    else:
+        torch.nn.utils.parametrizations.weight_norm(experts.router)
+    assert not program.is_of(model)
+    told = engine.submit([1, 2, 3], max_new_tokens=2).result().error
+    assert told is not None and "the model must stay as it was compiled" in told and "must stay" in told
+    assert "Experts" in told or "a module that runs by itself must stay a Linear, got a" in told

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import selective_compile as sc
@@ -17,6 +18,7 @@ from selective_compile.runtime import StepError
 from selective_compile.sequential_program import SequentialProgram
 from tests.decoders import Decoder
 from tests.leaving import STAYS, served_while_one_leaves
+from tests.models import tiny
 from tests.oracle import assert_generated_alone
 
 VOCABULARY = 97
@@ -238,3 +240,51 @@ def test_use_cache_is_what_the_call_says(name: str, beams: int) -> None:
     assert sc.generate(model, ids, engine_config=sc.EngineConfig(compile=False), **options).tolist() == found[False]
     asked = {**options, "generation_config": GenerationConfig(use_cache=True)}
     assert sc.generate(model, ids, engine_config=sc.EngineConfig(compile=False), **asked).tolist() == found[True]
+
+
+class Masked(nn.Module):
+    """Reads a buffer; and writes another one, once it ``keeps`` something."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp, self.keeps = mlp, False
+        self.register_buffer("mask", torch.ones(64))
+        self.register_buffer("last", torch.zeros(1, 1, 64))
+
+    def forward(self, x: Tensor) -> Any:
+        if self.keeps:
+            self.last.copy_(x[:, -1:])
+        return self.mlp(x * self.mask) + self.last
+
+
+def masked() -> Any:
+    model = tiny("llama", num_hidden_layers=1, initializer_range=0.15)
+    model.model.layers[0].mlp = Masked(model.model.layers[0].mlp)
+    return model
+
+
+def test_a_buffer_that_changes_is_seen() -> None:
+    model = masked()
+    engine, prompt = whole(model), [9, 2, 77, 31]
+    request = engine.submit(prompt, max_new_tokens=12, do_sample=False)
+    for _ in range(4):
+        engine.step()
+    before = list(request.tokens)
+    model.model.layers[0].mlp.mask[::2] = -2.0
+    tokens, ids = list(request.result().tokens), torch.tensor([[*prompt, *before]])
+    expected = model.generate(ids, max_new_tokens=12 - len(before), do_sample=False)[0, ids.shape[1] :].tolist()
+    assert (
+        tokens[len(before) :] == expected
+        and expected
+        != masked().generate(ids, max_new_tokens=12 - len(before), do_sample=False)[0, ids.shape[1] :].tolist()
+    )
+
+
+def test_a_model_that_begins_to_keep_something_is_refused_by_name() -> None:
+    """Requests would share it: of a buffer that a trial has not seen written, none has one of its own."""
+    model = masked()
+    engine = whole(model)
+    assert len(engine.submit([9, 2], max_new_tokens=2, do_sample=False).result().tokens) == 2
+    model.model.layers[0].mlp.keeps = True
+    told = engine.submit([9, 2], max_new_tokens=2, do_sample=False).result().error
+    assert told is not None and told.endswith(", got model.layers.0.mlp.last")
