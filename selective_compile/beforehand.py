@@ -8,7 +8,9 @@ before.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,24 +21,26 @@ from torch._inductor import config
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
+from selective_compile.forks import lock_of_any_process
 from selective_compile.kept_files import attempt, own_folder
 from selective_compile.kernels.native import compiler_version, processor
 
-_asking: list[threading.Thread] = []
+_ASKING: dict[str, threading.Thread] = {}
+_LOCK = lock_of_any_process()
 
 
 def ask(device: torch.device) -> None:
     """Begin to, in threads of their own, once in a process; errors are left to who needs the answer."""
-    if not _asking:
-        asked = [_read_triton, _find_vectors] if device.type == "cpu" else [_read_triton]
-        _asking.extend(threading.Thread(target=_quietly, args=(each,), daemon=True) for each in asked)
-        for thread in _asking:
-            thread.start()
+    _begin("triton", _read_triton)
+    if device.type == "cpu":
+        _begin("vectors", _find_vectors)
 
 
 def answers(device: torch.device) -> dict[str, Any]:
     """Settings of Inductor for a graph on ``device``, by which it need not ask again."""
-    for thread in _asking:
+    with _LOCK:
+        asking = list(_ASKING.values())
+    for thread in asking:
         thread.join()
     if device.type != "cpu" or config.cpp.vec_isa_ok is not None:
         return {}
@@ -48,6 +52,15 @@ def answers(device: torch.device) -> dict[str, Any]:
         with attempt("keep which vectors the processor has"):
             _file_of_vectors().touch()
     return {"cpp.vec_isa_ok": True}
+
+
+def _begin(name: str, question: Callable[[], None]) -> None:
+    with _LOCK:
+        if name not in _ASKING:
+            thread = threading.Thread(target=_quietly, args=(question,), daemon=True)
+            with contextlib.suppress(RuntimeError):  # the process may have as many threads as it can
+                thread.start()
+                _ASKING[name] = thread
 
 
 def vectors_are_known() -> bool:
@@ -62,8 +75,13 @@ def vectors_are_known() -> bool:
 
 
 def _file_of_vectors() -> Path:
-    told = torch.__version__, torch.__file__, compiler_version(get_cpp_compiler()), processor()
-    return own_folder() / f"vectors-{hashlib.sha256(repr(told).encode()).hexdigest()[:24]}"
+    return own_folder() / f"vectors-{_machine(get_cpp_compiler())}"
+
+
+@functools.cache
+def _machine(compiler: str) -> str:
+    told = torch.__version__, torch.__file__, shutil.which(compiler), compiler_version(compiler), processor()
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:24]
 
 
 def _find_vectors() -> None:
@@ -77,6 +95,6 @@ def _read_triton() -> None:
     triton_key()
 
 
-def _quietly(ask: Callable[[], Any]) -> None:
+def _quietly(question: Callable[[], None]) -> None:
     with contextlib.suppress(Exception):
-        ask()
+        question()

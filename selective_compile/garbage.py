@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,7 +19,8 @@ def only_new_garbage() -> Iterator[None]:
     million objects of torch's modules, which take it a quarter of a second each time.  Nothing of them would be found
     but what somebody has let go of before; that is found behind the context.
 
-    Where somebody has frozen objects himself (`gc.freeze`), all is left to him.
+    Where somebody has frozen objects himself before (`gc.freeze`), all is left to him; who does so within, finds them
+    thawed.
     """
     with _LOCK:
         ours = bool(_WITHIN) or not gc.get_freeze_count()
@@ -29,7 +31,17 @@ def only_new_garbage() -> Iterator[None]:
         yield
     finally:
         with _LOCK:
-            if ours:
+            if ours and _WITHIN:  # in a process that was forked within, there is nothing left of it
                 _WITHIN.pop()
-            if ours and not _WITHIN:
-                gc.unfreeze()
+                if not _WITHIN:
+                    gc.unfreeze()
+
+
+def _forget() -> None:
+    """In a process that was forked, where whoever was within may not be."""
+    if _WITHIN:
+        _WITHIN.clear()
+        gc.unfreeze()
+
+
+os.register_at_fork(after_in_child=_forget)

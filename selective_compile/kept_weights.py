@@ -14,12 +14,13 @@ from selective_compile.tensor_memory import as_it_is, memory_of, words_of
 from selective_compile.tensor_state import address_of, version_of
 
 Told = tuple[int, int, int]
-CHUNK = 2048  # words that have a sum
+# Words that have a sum; odd, or the signs of all of them together would add up to nothing.
+CHUNK = 2047
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summed:
-    """A weight, what tells of it without a look at its numbers, and sums of these."""
+    """A weight, what tells of it without a look at its numbers, and sums of these, where it has plain ones."""
 
     weight: Tensor
     told: Told
@@ -49,23 +50,30 @@ class Weights:
     """Those of modules, as they are now."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
-        self._parts = parts
+        self._parts, known = parts, summed()
         self._told = [told(weight) for weight in weights_of(parts)]
-        known = summed()
         for own in self._told:
             if own[0] in known and known[own[0]].told != own:  # written since, as was counted
                 known[own[0]] = sums_of(known[own[0]].weight)
-        self._summed = {number: known[number] for number, *_ in self._told if number in known}
+        self._summed = [known.get(number) for number, *_ in self._told]
 
     def are_others(self) -> bool:
-        """Whether there are other ones, or these were written or given other memory; where they are summed, whether
-        they hold other numbers, but for such as are the same, in another order, within `CHUNK`."""
-        if [told(weight) for weight in weights_of(self._parts)] != self._told:
+        """Whether they hold other numbers, where they are summed, but for such as are the same in another order, within
+        `CHUNK`; elsewhere, whether there are others, or these were written or given other memory."""
+        now = weights_of(self._parts)
+        if len(now) != len(self._told):
             return True
-        now = {number: sums_of(each.weight) for number, each in self._summed.items()}
-        others = {n: each for n, each in now.items() if not alike(each.sums, self._summed[n].sums)}
-        summed().update(others)
-        return bool(others)
+        changed = [self._is_other(*each) for each in zip(now, self._told, self._summed, strict=True)]
+        return any(changed)
+
+    def _is_other(self, weight: Tensor, before: Told, was: Summed | None) -> bool:
+        if was is None or was.sums is None:
+            return told(weight) != before
+        found = sums_of(weight)
+        if id(weight) in summed():
+            summed()[id(weight)] = found  # later contexts are to know it as it is now
+        with as_it_is():
+            return found.sums is None or not torch.equal(found.sums, was.sums)
 
 
 def summed() -> dict[int, Summed]:
@@ -82,15 +90,11 @@ def told(weight: Tensor) -> Told:
 
 
 def sums_of(weight: Tensor) -> Summed:
-    """One that is made of others has none."""
+    """What is left of whole chunks, as all of a small weight, is kept as it is."""
     sums = None
     if memory_of(weight) is not None:
         with as_it_is(), torch.inference_mode(weight.is_inference()):
             words, rest = words_of(weight)
             whole = len(words) // CHUNK * CHUNK
-            sums = torch.cat([words[:whole].view(-1, CHUNK).sum(-1), words[None, whole:].sum(-1), rest.long()])
+            sums = torch.cat([words[:whole].view(-1, CHUNK).sum(-1), words[whole:], rest.long()])
     return Summed(weight=weight, told=told(weight), sums=sums)
-
-
-def alike(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is other or (one is not None and other is not None and torch.equal(one, other))

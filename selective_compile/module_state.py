@@ -85,9 +85,11 @@ def own_attributes(module: nn.Module, state: State, written: Collection[Place] =
         left.update({place: value for place, value in now.items() if place not in own or value is not own[place]})
         left.update(dict.fromkeys(own.keys() - now.keys(), GONE))
         staying = {place: value for place, value in left.items() if stays(place, value, own.get(place))}
-        if staying and weights.are_others():
-            own.update(staying)
-        put(own, now)
+        try:
+            if staying and weights.are_others():
+                own.update(staying)
+        finally:
+            put(own, now)
 
 
 def stays(place: Place, value: Any, own: Any) -> bool:
@@ -127,8 +129,13 @@ def same_buffers(model: nn.Module) -> Iterator[set[Place]]:
             finally:  # also where that is interrupted
                 if written:
                     found.add(place)
-                if written and other is not False and not are_others():
-                    kept.put_back()
+                if written and other is not False:
+                    stays = False
+                    try:
+                        stays = are_others()
+                    finally:
+                        if not stays:
+                            kept.put_back()
 
         for place, buffer in every:
             if buffer is not None:

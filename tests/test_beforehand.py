@@ -43,7 +43,8 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Started]:
     def started(found: list[str]) -> Vectors:
         vectors = Vectors(found)
         monkeypatch.setattr(beforehand, "valid_vec_isa_list", vectors)
-        monkeypatch.setattr(beforehand, "_asking", [])
+        monkeypatch.setattr(beforehand, "_ASKING", {})
+        beforehand._machine.cache_clear()
         return vectors
 
     with config.patch({"cpp.vec_isa_ok": None}):
@@ -53,14 +54,14 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Started]:
 def asked(device: torch.device) -> dict[str, Any]:
     beforehand.ask(device)
     beforehand.ask(device)
-    assert len(beforehand._asking) <= 2
+    assert set(beforehand._ASKING) <= {"triton", "vectors"}
     return beforehand.answers(device)
 
 
 def test_what_one_process_has_tried_others_need_not(start: Started) -> None:
     first = start(["avx512", "avx2"])
     assert asked(CPU) == TRUSTED and first.tried
-    assert threading.main_thread() not in {*beforehand._asking} and {*beforehand._asking} & first.threads
+    assert beforehand._ASKING["vectors"] in first.threads
     second = start(["avx512", "avx2"])
     assert asked(CPU) == TRUSTED and not second.tried and second.threads
 
@@ -106,10 +107,29 @@ def test_a_folder_that_cannot_be_written_is_no_error(start: Started, monkeypatch
 
 
 def test_errors_are_left_to_who_needs_the_answer(start: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
     start(["avx2"])
 
     def failing() -> None:
         raise RuntimeError
 
     monkeypatch.setattr(beforehand, "_read_triton", failing)
-    assert asked(CPU) == {}
+    assert asked(CPU) == {} and not raised
+
+
+def test_without_a_thread_who_needs_the_answer_asks_himself(start: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    vectors = start(["avx2"])
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        assert asked(CPU) == {} and vectors.threads == {threading.current_thread()}
+    assert asked(CPU) == {} and len(vectors.threads) == 2
+
+
+def test_who_asked_for_a_gpu_asks_for_a_cpu_too(start: Started) -> None:
+    vectors = start(["avx2"])
+    assert asked(GPU) == asked(CPU) == {} and beforehand._ASKING["vectors"] in vectors.threads

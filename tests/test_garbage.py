@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -74,3 +75,16 @@ def test_what_somebody_has_frozen_stays_frozen() -> None:
         assert 0 < gc.get_freeze_count() <= frozen and new
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+def test_a_process_that_was_forked_within_is_not_within() -> None:
+    with only_new_garbage():
+        child = os.fork()
+        if not child:
+            lost = weakref.ref(Loop())
+            gc.collect()
+            with only_new_garbage():
+                pass
+            os._exit(0 if lost() is None and gc.get_freeze_count() == 0 else 1)
+        assert os.waitpid(child, 0)[1] == 0 and gc.get_freeze_count()

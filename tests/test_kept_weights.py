@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from selective_compile import kept_weights
 from selective_compile.kept_weights import CHUNK, Weights, summed_weights
 from selective_compile.module_state import unchanged
 
@@ -26,17 +27,37 @@ def last(weight: Tensor) -> Tensor:
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "in place": lambda module: module.weight0.add_(1),
-    "other memory": lambda module: setattr(module.weight0, "data", module.weight0.data.clone()),
-    "another one": lambda module: setattr(module, "weight0", nn.Parameter(module.weight0.data)),
-    "one number, not counted": lambda module: last(module.weight0).add_(1),
+    "other memory": lambda module: setattr(module.weight0, "data", module.weight0.data + 1),
+    "another one": lambda module: setattr(module, "weight0", nn.Parameter(module.weight0.data + 1)),
+    "one more": lambda module: module.register_parameter("more", nn.Parameter(torch.zeros(1))),
+    "one number, not counted": lambda module: last(module.weight0).neg_(),
     "all signs, not counted": lambda module: module.weight0.data.neg_(),
     "rows in another order, not counted": lambda module: module.weight0.data.copy_(module.weight0.flip(0)),
+    "four times as much, not counted": lambda module: module.weight0.data.mul_(4),
+    "every other sign, not counted": lambda module: module.weight0.data.view(-1)[1::2].neg_(),
+}
+# That PyTorch counts, or that tells by where weights lie.
+NOTHING: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda module: module.weight0.mul_(1),
+    "other memory": lambda module: setattr(module.weight0, "data", module.weight0.data.clone()),
+    "another one": lambda module: setattr(module, "weight0", nn.Parameter(module.weight0.data.clone())),
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_noticed(change: str) -> None:
+@pytest.mark.parametrize("change", NOTHING)
+def test_what_holds_the_same_numbers_has_not_changed(change: str) -> None:
+    """As where a table of embeddings is to renormalise its rows, and none is too large."""
     module = holding(torch.arange(4.0 * CHUNK).view(2, -1), torch.zeros(3))
+    with summed_weights([module]):
+        before = Weights([module])
+        NOTHING[change](module)
+        assert not before.are_others() and not Weights([module]).are_others()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_noticed(change: str, dtype: torch.dtype) -> None:
+    module = holding(torch.arange(1.0, 1 + 4.0 * CHUNK).view(2, -1).to(dtype), torch.zeros(3))
     with summed_weights([module]):
         before = Weights([module])
         assert not before.are_others()
@@ -91,7 +112,7 @@ def test_weights_are_read_once_as_long_as_nothing_else_changes(monkeypatch: pyte
         for _ in range(4):
             with unchanged(module):
                 pass
-    assert sum(map(len, read)) <= 3, "of whole chunks, and of what is behind them"
+    assert sum(map(len, read)) == 1, "of a whole chunk; what is behind it is kept as it is"
 
 
 class SetsUp(nn.Module):
@@ -124,3 +145,19 @@ def test_a_model_sets_itself_up_once(flag: str, weight: str) -> None:
             with unchanged(model):
                 assert model().item() == 6
     assert model().item() == 6 and model.weight.item() == 3
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_where_weights_cannot_be_looked_at_what_a_run_left_is_gone(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = SetsUp("not counted", "not counted")
+
+    def stopped(weight: Tensor) -> Any:
+        raise error
+
+    with pytest.raises(error), unchanged(model):
+        model.attribute = True
+        model.buffer.add_(1)
+        monkeypatch.setattr(kept_weights, "sums_of", stopped)
+    assert model.attribute is False and model.buffer.item() == 0
