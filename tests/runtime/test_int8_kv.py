@@ -319,7 +319,8 @@ def test_kept_engines_are_told_apart_by_it(shipped: tuple[Any, Any, Program]) ->
     kept = KeptEngines()
     engine = kept.engine_for(model, CONFIG, [40])
     assert kept.engine_for(model, CONFIG, [40]) is engine
-    assert not kept._kept[model].fits(model, configured(kv_dtype="auto"))
+    found = kept._kept.of(model)
+    assert found is not None and not found.fits(model, configured(kv_dtype="auto"))
 
 
 def test_the_error_is_measured(shipped: tuple[Any, Any, Program]) -> None:
