@@ -163,12 +163,11 @@ class SequentialProgram:
         bounds = inputs.cu_seqlens_q.tolist()
         wanted = {row: place for place, row in reversed(list(enumerate(inputs.logit_rows.tolist())))}
         logits = torch.zeros(len(inputs.logit_rows), self.vocab_size, dtype=torch.float32, device=self.device)
-        with self._lock:
+        with self._lock, self._no_other_buffers_written():
             for request, first, end in zip(inputs.requests, bounds, bounds[1:], strict=False):
                 one = self._advanced(request, inputs.input_ids[first:end], int(inputs.positions[first]))
                 if one is not None and end - 1 in wanted:
-                    with self._no_other_buffers_written():
-                        logits[wanted[end - 1]] = self._logits(one)
+                    logits[wanted[end - 1]] = self._logits(one)
         return logits
 
     @contextmanager
