@@ -9,7 +9,7 @@ from torch import Tensor
 
 from selective_compile.runtime.beams import BeamParams, BeamResult, BeamSearch, Moves
 from selective_compile.runtime.own_code import Failed, attempt
-from selective_compile.runtime.request_state import RequestState
+from selective_compile.runtime.request_state import RequestState, unknown_id
 
 
 class RequestSearch:
@@ -17,7 +17,7 @@ class RequestSearch:
 
     Attributes:
         moves: of the next step, once all rows are there; None where the search has ended or failed, too.
-        error: what one of the request's own processors or criteria raised.
+        error: what one of the request's own processors or criteria raised, or which token no beam can go on with.
     """
 
     def __init__(self, state: RequestState, params: BeamParams, *, seed: int, device: torch.device) -> None:
@@ -37,6 +37,7 @@ class RequestSearch:
                 max_new_tokens=state.final_length - state.prompt_length + 1,
                 terms=state.terms,
                 id_offset=state.id_offset,
+                known_ids=state.known_ids,
                 prefix=state.prefix,
                 use_cache=state.use_cache,
             )
@@ -62,7 +63,12 @@ class RequestSearch:
             if isinstance(asked, Failed):
                 self.moves, self.error = None, asked.error
             else:
-                self.moves = asked.result
+                self._go_on(asked.result)
+
+    def _go_on(self, moves: Moves | None) -> None:
+        unknown = [token for token in moves.tokens if token >= self._leader.known_ids] if moves is not None else []
+        self.moves = None if unknown else moves
+        self.error = unknown_id(unknown[0], self._leader.known_ids) if unknown else None
 
     def result(self) -> BeamResult:
         return self._search.result()

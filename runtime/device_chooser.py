@@ -47,14 +47,24 @@ class DeviceChooser:
     """
 
     def __init__(
-        self, stream: DeviceStream, device: torch.device, *, token_budget: int, rows: int, slots: int, vocab_size: int
+        self,
+        stream: DeviceStream,
+        device: torch.device,
+        *,
+        token_budget: int,
+        rows: int,
+        slots: int,
+        vocab_size: int,
+        known_ids: int,
     ) -> None:
         """
         Args:
             rows: most rows of logits of a step.
             slots: that requests are kept in.
+            known_ids: a step can be given ids less than this.
         """
         self._stream = stream
+        self._known_ids = known_ids
         self.marks = TokenMarks(stream, slots=slots, vocab_size=vocab_size, device=device)
         self.last = torch.zeros(rows, dtype=torch.int64, device=device)
         self._sources = [Staged(stream, (token_budget,), torch.int64, device) for _ in range(TURNS)]
@@ -83,8 +93,8 @@ class DeviceChooser:
         if sources is None:
             return known
         count = sources.shape[0]
-        # Where no token could be drawn, the request has ended; any id will do.
-        given = self.last[sources.clamp(min=0)].clamp(min=0)
+        # Where no token could be drawn, or one that the model does not know, the request ends; any id will do.
+        given = self.last[sources.clamp(min=0)].clamp(0, self._known_ids - 1)
         ids = known.clone()
         ids[:count] = torch.where(sources < 0, known[:count], given)
         return ids

@@ -37,6 +37,7 @@ class Submission:
         deadline: as given.
         shown: what stands for the prompt where others than the model look at it; None: the prompt does.
         id_offset: what is added to the ids of generated tokens where the model looks at them.
+        known_ids: it can go on from generated tokens less than this.
         cut_up_to: of requests of at most so many tokens the prompt may be computed in parts; None: of all.
         prefix: of any prompt, so many first tokens may not.
     """
@@ -47,6 +48,7 @@ class Submission:
     deadline: float | None
     cut_up_to: int | None
     prefix: int
+    known_ids: int
     shown: array[int] | None = None
     id_offset: int = 0
 
@@ -66,6 +68,7 @@ class Submission:
             prefix=self.prefix,
             shown=self.shown,
             id_offset=self.id_offset,
+            known_ids=self.known_ids,
             use_cache=params.use_cache,
         )
 
@@ -127,6 +130,7 @@ class Intake:
             deadline=deadline,
             cut_up_to=self._program.cut_up_to,
             prefix=prefix,
+            known_ids=self._program.known_ids,
             shown=None if shown is None else token_ids(shown, self._program.vocab_size, least=0),
             id_offset=id_offset,
         )

@@ -83,6 +83,7 @@ class ModelRunner:
                 rows=rows,
                 slots=self.max_requests,
                 vocab_size=self.program.vocab_size,
+                known_ids=self.program.known_ids,
             )
             if config.max_kv_tokens is None and not self.program.keeps_requests:
                 # What graphs compute in is theirs alone.

@@ -13,7 +13,7 @@ from selective_compile.runtime.plan import Share
 from selective_compile.runtime.recording import Recording
 from selective_compile.runtime.records import TokenRecord
 from selective_compile.runtime.request import FinishReason, Request
-from selective_compile.runtime.request_state import RequestState
+from selective_compile.runtime.request_state import RequestState, unknown_id
 from selective_compile.runtime.roster import Roster
 from selective_compile.runtime.scheduled_step import ScheduledStep
 from selective_compile.runtime.scheduler import Scheduler
@@ -147,6 +147,8 @@ class Publisher:
                     reason = request.reason_to_end(generated, token, record)
                     if reason is not None:
                         self._roster.leave(request)
+                    if reason == "error" and not failed((token, record)):
+                        record = TokenRecord(error=unknown_id(token, request.state.known_ids))
                     handed.append((request, token, record, reason))
                 ends.append(reason)
         finally:  # whoever has left gets its reason, also where the step is interrupted

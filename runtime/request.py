@@ -227,7 +227,7 @@ class Request:
     def reason_to_end(self, generated: int, token: int, record: TokenRecord | None) -> FinishReason | None:
         """For the engine: why this token, with so many generated before it, is the last; None if it is not.
 
-        "error" where the record is that of one in place of a token.
+        "error" where the record is that of one in place of a token, or where the model cannot go on from it.
         """
         if record is not None and record.error is not None:
             return "error"
@@ -235,7 +235,9 @@ class Request:
             return "stop"
         if record is not None and record.stop is not None:
             return record.stop
-        return "length" if generated + 1 == self.params.max_new_tokens else None
+        if generated + 1 == self.params.max_new_tokens:
+            return "length"
+        return "error" if token >= self.state.known_ids else None
 
     def start(self) -> None:
         """For the engine: the request is in a step for the first time, or again after a preemption."""

@@ -6,6 +6,7 @@ import math
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 
 RequestId = int | str
 
@@ -34,6 +35,11 @@ NOT_CLEAR = -1
 NO_BLOCKS = array("i")
 # Stands for a token that a step on its way has still to give.
 UNKNOWN = -1
+ALL = 2**63  # ids, of a model that has an embedding of each
+
+
+def unknown_id(token: int, known: int) -> str:
+    return f"a token must be less than {known} for the model to go on from it, whose embedding has no more, got {token}"
 
 
 class BlockTable:
@@ -74,6 +80,7 @@ class RequestState:
         "group",
         "id_offset",
         "kept",
+        "known_ids",
         "number",
         "prefix",
         "prompt_length",
@@ -104,6 +111,7 @@ class RequestState:
         prefix: int = 0,
         shown: array[int] | None = None,
         id_offset: int = 0,
+        known_ids: int = ALL,
         use_cache: bool = True,
     ) -> None:
         self.request_id = request_id
@@ -116,6 +124,8 @@ class RequestState:
         self.shown = shown
         # What the model takes for a generated token is its id and this.
         self.id_offset = id_offset
+        # The request can go on from a generated token less than this: tables have rows for no others.
+        self.known_ids = known_ids
         # Whether a model that runs whole has a cache of its own for it.
         self.use_cache = use_cache
         # The most tokens that can come to be computed: the last one to be generated never is.
@@ -148,7 +158,8 @@ class RequestState:
     def propose(self, draft: array[int]) -> None:
         """What may come next is to be computed with the last token, as far as there is room for it."""
         if draft or self.draft:  # without one it goes on decoding as it did
-            self.draft = draft
+            right = takewhile(self.known_ids.__gt__, draft)
+            self.draft = draft if self.known_ids == ALL else array("q", right)
             self.clear_until = NOT_CLEAR
 
     def expect(self) -> None:

@@ -42,6 +42,7 @@ class GivenRows:
 
     Attributes:
         model: the copy. Parameters that the model gets anew are the copy's too; for buffers see `is_of`.
+        own_ids: those less than this have rows in the model's own embedding; None: that is no plain table.
     """
 
     def __init__(self, model: nn.Module, capacity: int, *, with_types: bool = False) -> None:
@@ -65,6 +66,7 @@ class GivenRows:
         embedding, ids = model.get_submodule(path), torch.zeros(1, 1, dtype=torch.int64, device=device_of(model))
         with torch.no_grad(), unchanged(embedding):
             example = embedding(ids)
+        self.own_ids = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
         self._table = torch.zeros(capacity, example.shape[-1], dtype=example.dtype, device=example.device)
         self._modules, self._buffers = _modules_of(model), _buffers_of(model)
         # The copy has attributes of its own: whichever of them its graph has read, the model's must stay as they were.

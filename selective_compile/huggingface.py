@@ -172,7 +172,10 @@ class BatchedGenerate:
     def _wrapped(self) -> nn.Module:
         model = self._model()
         if model is None:
-            raise ReferenceError("the wrapped model must be alive, got one that was freed")
+            raise ReferenceError(
+                "the wrapped model must be alive, got one that was freed: its generate does not hold it, so keep it, "
+                "as in model = sc.wrap(...); model.generate(...)"
+            )
         return model
 
 

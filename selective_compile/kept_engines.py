@@ -98,6 +98,8 @@ class KeptRows:
         self._conditions = self._kept.program.weights.conditions_of(model)
         self.num_types = check_ids_are_only_looked_up(self._kept.program.rewritten.flat, type(model).__name__)
         self._kept.program.num_ids = self.num_types * UNIT if with_types else FIRST + capacity
+        if self._given.own_ids is not None:
+            self._kept.program.known_ids = min(self._given.own_ids, self._kept.program.vocab_size)
         self._free = list(range(capacity))
         self._salts = itertools.count()
         self._lock = lock_of_any_process()

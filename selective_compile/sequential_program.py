@@ -95,7 +95,7 @@ class SequentialProgram:
             watched_objects(model) as changed,
         ):
             self._tables = tables_of(model)
-            self.vocab_size = self.num_ids = self._tried()
+            self.vocab_size = self.num_ids = self.known_ids = self._tried()
         self._written = written
         if changed:
             kept = [kept_in_object(model, *place) for place in sorted(changed)]

@@ -107,6 +107,7 @@ class StepProgram:
     ``pauses``: whether a request can be computed again, from its prompt and what it has generated;
     ``num_ids``: ids of a prompt are less than this, as many as the model knows of the vocabulary, and those beside
     it that only a prompt can have;
+    ``known_ids``: those of generated tokens that requests go on from are less than this;
     ``gives_every_row``: whether the logits of any token of a step can be asked for, or only of a request's last;
     ``config``: what it was compiled for;
     ``not_captured``: why its steps cannot be captured as CUDA graphs, None if nothing is known to prevent it.
@@ -143,7 +144,8 @@ class StepProgram:
         self.device = flat.device
         self.vocab_size = int(rewritten.logits_shape[-1])
         known = id_limit(flat)
-        self.num_ids = self.vocab_size if known is None else min(known, self.vocab_size)
+        self.known_ids = self.vocab_size if known is None else min(known, self.vocab_size)
+        self.num_ids = self.known_ids
         self.max_positions = max_positions
         self.graphs = 1
         self.weights = LiveWeights(model, flat, captured)

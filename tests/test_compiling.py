@@ -12,7 +12,7 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from selective_compile import compiling, ops
+from selective_compile import beforehand, compiling, ops
 from selective_compile.compiling import UncheckedStrides
 from selective_compile.isolated_op import isolated_rows
 from selective_compile.options import EngineConfig
@@ -22,6 +22,18 @@ from selective_compile.step_program import captured_and_rewritten
 from tests.decoders import Decoder
 from tests.models import tiny
 from tests.oracle import assert_same_tokens
+
+
+def test_inductor_is_told_what_the_machine_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks anew otherwise, in processes of its own: a second of each start."""
+    told: list[object] = []
+    flat = captured_and_rewritten(tiny("llama", num_hidden_layers=1), {})[1].flat
+    assert flat is not None
+    monkeypatch.setattr(beforehand, "answers", lambda device: {"cpp.vec_isa_ok": True})
+    monkeypatch.setattr(compiling, "compile_fx", lambda *_: told.append(config.cpp.vec_isa_ok))
+    with config.patch({"cpp.vec_isa_ok": None}):
+        compiling.through_inductor(flat, flat.module, [], inputs_are_checked=True)
+    assert told == [True]
 
 
 def generated(x: Tensor) -> Tensor:

@@ -10,7 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
+import selective_compile as sc
+from selective_compile import programs
 from selective_compile.garbage import only_new_garbage
+from tests.models import tiny
 
 
 class Loop:
@@ -34,6 +37,22 @@ def test_what_was_there_before_waits_and_what_is_made_is_found() -> None:
         assert old() is not None and new() is None
     gc.collect()
     assert old() is None
+
+
+def test_engines_and_imports_are_made_within(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen: list[bool] = []
+
+    def noted(*_: object, **__: object) -> None:
+        frozen.append(gc.get_freeze_count() > 0)
+        raise InterruptedError
+
+    monkeypatch.setattr(programs, "prove", noted)
+    with pytest.raises(InterruptedError):
+        programs.compile_step_program(tiny("llama", num_hidden_layers=1), sc.EngineConfig(compile=False))
+    monkeypatch.setattr("selective_compile.importlib.import_module", noted)
+    with pytest.raises(InterruptedError):
+        sc.__getattr__("Engine")
+    assert frozen == [True, True]
 
 
 def test_one_within_another() -> None:

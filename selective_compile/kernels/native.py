@@ -45,6 +45,7 @@ class NativeBuildInterrupted(NativeBuildError):
 
 
 ROOM = 2**23  # bytes that must be free where a library is built: one has at most a few of 2**20
+ENDING = sysconfig.get_config_var("SHLIB_SUFFIX") or ".so"
 INTERRUPTED = (-signal.SIGINT, 128 + signal.SIGINT)  # exit statuses, the second of a script around a compiler
 
 
@@ -138,25 +139,27 @@ class Functions:
 
 
 def _load_with(compiler: str, source: Path, cache: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
-    name = library_name(compiler, source, flags)
-    if (cache / name).exists():  # in a folder that may be for reading alone, as an image's
-        return ctypes.CDLL(str(cache / name))
+    key = library_key(compiler, source, flags)
+    for library in cache.glob(f"{key}-*{ENDING}"):  # in a folder that may be for reading alone, as an image's
+        if library.name == library_name(key, library.read_bytes()):
+            return ctypes.CDLL(str(library))
+        with contextlib.suppress(OSError):  # what has been cut short would end the process that loads it
+            library.unlink()
     with _writable(cache) as folder:
-        _build(compiler, source, folder / name, flags)
-        return ctypes.CDLL(str(folder / name))
+        return ctypes.CDLL(str(_build(compiler, source, folder, key, flags)))
 
 
-def _build(compiler: str, source: Path, library: Path, flags: tuple[str, ...]) -> None:
+def _build(compiler: str, source: Path, folder: Path, key: str, flags: tuple[str, ...]) -> Path:
     _logger.info("building %s with %s", source.name, compiler)
     # Under a name of its own, then renamed: another process may be building the same library at this moment.
-    descriptor, unfinished = tempfile.mkstemp(prefix=library.stem, suffix=".unfinished", dir=library.parent)
+    descriptor, name = tempfile.mkstemp(prefix=key, suffix=".unfinished", dir=folder)
     os.close(descriptor)
+    unfinished = Path(name)
     try:
-        command = [compiler, *flags, str(source), "-o", unfinished]
-        _output(command)
-        os.replace(unfinished, library)
+        _output([compiler, *flags, str(source), "-o", name])
+        return unfinished.replace(folder / library_name(key, unfinished.read_bytes()))
     finally:
-        Path(unfinished).unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
 
 
 def _output(command: list[str]) -> str:
@@ -166,11 +169,20 @@ def _output(command: list[str]) -> str:
     ).stdout
 
 
-def library_name(compiler: str, source: Path, flags: tuple[str, ...] = FLAGS) -> str:
+def library_key(compiler: str, source: Path, flags: tuple[str, ...] = FLAGS) -> str:
     """Names everything that the machine code depends on; -march=native makes the processor one of these."""
     parts = (*_texts(source), *flags, compiler, compiler_version(compiler), processor())
-    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-    return f"{source.stem}-{digest}{sysconfig.get_config_var('SHLIB_SUFFIX') or '.so'}"
+    told = "\0".join(parts)
+    return f"{source.stem}-{_digest(told.encode())}"
+
+
+def library_name(key: str, code: bytes) -> str:
+    """What is in the file is told by its name, so that one which is not as it was written is known by it."""
+    return f"{key}-{_digest(code)}{ENDING}"
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:24]
 
 
 def compiler_version(compiler: str) -> str:

@@ -45,6 +45,20 @@ def test_a_source_is_built_once_and_then_loaded(source, tmp_path, monkeypatch):
 
 
 @needs_compiler
+def test_a_library_that_was_cut_short_is_built_anew_and_not_loaded(source, tmp_path):
+    """Loaded, it ended the process with a bus error, and every one behind it."""
+    cache = tmp_path / "cache"
+    native.load(source, cache=cache)
+    (library,) = cache.iterdir()
+    whole = library.read_bytes()
+    library.unlink()  # this process has it in its memory
+    library.write_bytes(whole[:4096])
+    assert native.load(source, cache=cache).answer() == 42
+    (again,) = cache.iterdir()
+    assert again.read_bytes() == whole
+
+
+@needs_compiler
 @pytest.mark.parametrize("change", ("source", "flags", "processor"))
 def test_what_the_code_depends_on_makes_another_library(change, source, tmp_path, monkeypatch):
     cache, flags = tmp_path / "cache", native.FLAGS
@@ -185,7 +199,7 @@ def test_it_is_built_beside_once_and_who_asks_meanwhile_waits_for_it(source, tmp
         begun.set()
         assert may_end.wait(60)
         built.append(threading.current_thread().name)
-        build(compiler, source, *others)
+        return build(compiler, source, *others)
 
     monkeypatch.setattr(native, "_build", noted)
     functions = native.Functions(str(source.with_suffix(".py")))

@@ -39,7 +39,7 @@ def logits_of(tokens: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
 class SimulatedProgram:
     """Keeps token ids in its key pool, positions and the weights' number in its value pool; hashes them."""
 
-    vocab_size = num_ids = VOCAB_SIZE
+    vocab_size = num_ids = known_ids = VOCAB_SIZE
     device = CPU
     graphs = 1
     rewinds = True

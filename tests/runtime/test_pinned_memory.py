@@ -25,7 +25,7 @@ MADE: dict[str, tuple[Callable[[torch.device], Any], int]] = {
     "staged": (lambda device: Staged(STREAM, (4,), torch.int64, device), 1),
     # Sources, slots, what tokens are drawn by, and the tokens that come back; and what of a request was seen.
     "choices": (
-        lambda device: DeviceChooser(STREAM, device, token_budget=4, rows=4, slots=4, vocab_size=8),
+        lambda device: DeviceChooser(STREAM, device, token_budget=4, rows=4, slots=4, vocab_size=8, known_ids=8),
         4 * TURNS,
     ),
 }
