@@ -83,7 +83,7 @@ class CompiledStep:
             calls = native_calls(ran[0], examples)
             self.sequence = CallSequence(calls, num_arguments=len(arguments), num_weights=num_weights)
         except UNKNOWN as error:
-            logger.info("steps run as they were compiled: %s: %s", type(error).__name__, error)
+            logger.info("steps run as they were compiled: %s: %s", type(error).__name__, str(error))
         else:
             logger.info("%d native calls of a step are made without the code around them", len(calls.calls))
         return result

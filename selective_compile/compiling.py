@@ -133,11 +133,25 @@ class UncheckedStrides(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         if all(not node.op.startswith("call_") or is_generated(node) for node in graph.nodes):
+            ask_for_sizes(graph)
             config.size_asserts = config.alignment_asserts = False  # until the end of `compiled`
 
     def uuid(self) -> bytes:
         """For Inductor's cache of compiled graphs: another rule gives another graph."""
         return get_hash_for_files((__file__,))
+
+
+def ask_for_sizes(graph: fx.Graph) -> None:
+    """Have Inductor name each size that is not known before: from torch 2.14 on it takes them from nodes that ask for
+    them, or else from the checks of inputs alone."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder" and isinstance(node.meta.get("val"), Tensor)]
+    named = set()
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+        for node in inputs:
+            for dim, size in enumerate(node.meta["val"].shape):
+                if isinstance(size, torch.SymInt) and size.node.expr not in named:
+                    named.add(size.node.expr)
+                    graph.call_function(torch.ops.aten.sym_size.int, (node, dim)).meta["val"] = size
 
 
 def is_generated(node: fx.Node) -> bool:

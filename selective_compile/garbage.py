@@ -22,12 +22,13 @@ def only_new_garbage() -> Iterator[None]:
     Where somebody has frozen objects himself before (`gc.freeze`), all is left to him; who does so within, finds them
     thawed.
     """
-    with _LOCK:
-        ours = bool(_WITHIN) or not gc.get_freeze_count()
-        if ours:
-            gc.freeze()
-            _WITHIN.append(None)
+    ours = False
     try:
+        with _LOCK:
+            if _WITHIN or not gc.get_freeze_count():
+                _WITHIN.append(None)
+                ours = True
+                gc.freeze()
         yield
     finally:
         with _LOCK:

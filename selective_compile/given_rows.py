@@ -197,9 +197,9 @@ def _path_of_embedding(model: nn.Module) -> str:
     return paths[0]
 
 
-def _modules_of(model: nn.Module) -> list[tuple[str, weakref.ref[nn.Module]]]:
-    """Which module is in which place; one that is not there any more is like no other."""
-    return [(path, weakref.ref(module)) for path, module in model.named_modules(remove_duplicate=False)]
+def _modules_of(model: nn.Module) -> list[tuple[str, type[nn.Module], weakref.ref[nn.Module]]]:
+    """Which module is in which place, and of which class; one that is not there any more is like no other."""
+    return [(path, type(module), weakref.ref(module)) for path, module in model.named_modules(remove_duplicate=False)]
 
 
 def _buffers_of(model: nn.Module) -> list[Tensor]:

@@ -202,19 +202,21 @@ def wrap(model: nn.Module, config: EngineConfig | None = None) -> nn.Module:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Undo `wrap`, and free the model's engine with its KV pools; returns the model.
+    """Undo `wrap`, and free the model's engine with its KV pools, also where `sc.generate` alone has made one; returns
+    the model.
 
     Raises:
-        ValueError: it is not wrapped, or something else took the place of its `generate` since.
+        ValueError: it is not wrapped and has no engine, or something else took the place of its `generate` since.
     """
     inner = uncompiled(model)
     own = vars(inner)
     wrapper = own.get("generate")
-    if not isinstance(wrapper, BatchedGenerate):
+    if isinstance(wrapper, BatchedGenerate):
+        del own["generate"]
+        own.update(wrapper.previous)
+        ENGINES.drop(inner)
+    elif wrapper is not None or not ENGINES.drop(inner):
         raise ValueError("model must be wrapped, got one whose generate is not that of wrap")
-    del own["generate"]
-    own.update(wrapper.previous)
-    ENGINES.drop(inner)
     return model
 
 

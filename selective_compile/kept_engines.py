@@ -170,9 +170,10 @@ class ByModel(Generic[Kept]):
             self._kept[model] = kept
         return kept
 
-    def drop(self, model: nn.Module) -> None:
+    def drop(self, model: nn.Module) -> bool:
+        """Whether there was something."""
         with self._lock:
-            self._kept.pop(model, None)
+            return self._kept.pop(model, None) is not None
 
 
 class KeptEngines:
@@ -225,11 +226,12 @@ class KeptEngines:
         finally:
             kept.give_back(lent)
 
-    def drop(self, model: nn.Module) -> None:
+    def drop(self, model: nn.Module) -> bool:
+        """Whether there was an engine."""
         with lock_of(model):
-            self._kept.drop(model)
-            for rows in self._rows.values():
-                rows.drop(model)
+            every: list[ByModel[Any]] = [self._kept, *self._rows.values()]
+            dropped = [each.drop(model) for each in every]
+        return any(dropped)
 
 
 def _rows_for(prompts: Sequence[Tensor], least: int) -> int:

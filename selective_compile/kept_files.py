@@ -24,7 +24,7 @@ def attempt(to: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001 - a model's code may raise anything on fake tensors
-        _logger.info("could not %s: %s: %s", to, type(error).__name__, error)
+        _logger.info("could not %s: %s: %s", to, type(error).__name__, str(error))
 
 
 def own_folder() -> Path:

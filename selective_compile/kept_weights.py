@@ -14,7 +14,8 @@ from selective_compile.tensor_memory import as_it_is, memory_of, words_of
 from selective_compile.tensor_state import address_of, version_of
 
 Told = tuple[int, int, int]
-# Words that have a sum; odd, or the signs of all of them together would add up to nothing.
+# Words in a row of those that are added up, row by row and column by column; odd, or the signs of all of them together
+# would add up to nothing.
 CHUNK = 2047
 
 
@@ -58,8 +59,8 @@ class Weights:
         self._summed = [known.get(number) for number, *_ in self._told]
 
     def are_others(self) -> bool:
-        """Whether they hold other numbers, where they are summed, but for such as are the same in another order, within
-        `CHUNK`; elsewhere, whether there are others, or these were written or given other memory."""
+        """Whether they hold other numbers, where they are summed; elsewhere, whether there are others, or these were
+        written or given other memory."""
         now = weights_of(self._parts)
         if len(now) != len(self._told):
             return True
@@ -90,11 +91,13 @@ def told(weight: Tensor) -> Told:
 
 
 def sums_of(weight: Tensor) -> Summed:
-    """What is left of whole chunks, as all of a small weight, is kept as it is."""
+    """Numbers that change places change a row's sum or a column's.  What is left of whole rows, as all of a small
+    weight, is kept as it is."""
     sums = None
     if memory_of(weight) is not None:
         with as_it_is(), torch.inference_mode(weight.is_inference()):
             words, rest = words_of(weight)
             whole = len(words) // CHUNK * CHUNK
-            sums = torch.cat([words[:whole].view(-1, CHUNK).sum(-1), words[whole:], rest.long()])
+            rows = words[:whole].view(-1, CHUNK)
+            sums = torch.cat([rows.sum(1), rows.sum(0), words[whole:], rest.long()])
     return Summed(weight=weight, told=told(weight), sums=sums)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from threading import RLock
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal
 from weakref import ProxyTypes, WeakKeyDictionary
 
 import torch
@@ -52,10 +52,13 @@ def lock_of(model: object) -> RLock:
     """
     if not isinstance(model, nn.Module):  # which is said elsewhere
         return lock_of_any_process()
-    if isinstance(model, ProxyTypes):  # of an engine that does not hold its model; nothing refers weakly to that
-        model = next(model.modules())
     with _LOCKS_KNOWN:
-        return _LOCKS.setdefault(cast(nn.Module, model), lock_of_any_process())
+        return _LOCKS.setdefault(itself(model), lock_of_any_process())
+
+
+def itself(model: nn.Module) -> nn.Module:
+    """Of a proxy, as an engine has that does not hold its model: nothing refers weakly to that."""
+    return next(model.modules()) if isinstance(model, ProxyTypes) else model
 
 
 def share_lock(copy: nn.Module, model: nn.Module) -> None:
@@ -81,20 +84,24 @@ def own_attributes(module: nn.Module, state: State, written: Collection[Place] =
     try:
         yield left
     finally:
-        now = attributes(parts)
-        left.update({place: value for place, value in now.items() if place not in own or value is not own[place]})
-        left.update(dict.fromkeys(own.keys() - now.keys(), GONE))
-        staying = {place: value for place, value in left.items() if stays(place, value, own.get(place))}
         try:
+            now = attributes(parts)
+            left.update({place: value for place, value in now.items() if place not in own or value is not own[place]})
+            left.update(dict.fromkeys(own.keys() - now.keys(), GONE))
+            staying = {place: value for place, value in left.items() if stays(place, value, own)}
             if staying and weights.are_others():
                 own.update(staying)
-        finally:
-            put(own, now)
+        finally:  # also where that is interrupted
+            put(own, attributes(parts))
 
 
-def stays(place: Place, value: Any, own: Any) -> bool:
+def stays(place: Place, value: Any, own: Mapping[Place, Any]) -> bool:
     """Whether it says that the model is set up, or is a part of what was set up."""
-    return place[1] == "part" or (isinstance(value, FLAGS) and isinstance(own, FLAGS))
+    module, kind, name = place
+    if kind == "part":
+        return True
+    before = own.get(place, getattr(type(module), name, None))
+    return isinstance(value, bool) if before is None else isinstance(value, FLAGS) and isinstance(before, FLAGS)
 
 
 @contextmanager

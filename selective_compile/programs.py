@@ -72,7 +72,8 @@ def _compiled(model: nn.Module, config: EngineConfig) -> Program:
             raise ValueError(f"weights must be 'model' for a model that runs whole, got {config.weights!r}") from error
         if config.kv_dtype != "auto":
             raise ValueError(f"{NOT_RAGGED}, got {config.kv_dtype!r}: {error}") from error
-        logger.warning("%s runs whole, one request after another: %s", type(model).__name__, error)
+        # Its text: who keeps what is logged would keep the error, and by its traceback the model.
+        logger.warning("%s runs whole, one request after another: %s", type(model).__name__, str(error))
         return SequentialProgram(model, error.refusals)
     if config.max_attention_window is not None:
         logger.warning("%s", narrowed(type(model).__name__, proved, config.max_attention_window))

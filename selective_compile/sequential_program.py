@@ -7,8 +7,9 @@ that `generate` prepares for it, and steps the model by `generate`'s own prepara
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+import weakref
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +24,7 @@ from selective_compile.module_state import (
     Place,
     State,
     deep_copy,
+    itself,
     lock_of,
     own_attributes,
     unchanged,
@@ -30,7 +32,8 @@ from selective_compile.module_state import (
 )
 from selective_compile.passes import Refusal, RefusedError
 from selective_compile.step import StepInputs
-from selective_compile.tensor_state import States, states, version_of
+from selective_compile.tensor_state import States, states
+from selective_compile.watched_buffers import WatchedBuffers
 
 
 @dataclass(kw_only=True)
@@ -80,13 +83,12 @@ class SequentialProgram:
     def __init__(self, model: Any, refusals: Sequence[Refusal]) -> None:
         """Raises `RefusedError` if a run changes an object in the model that cannot be kept for each request."""
         self.refusals = tuple(refusals)
-        self._model = model
+        self._model_alive = weakref.ref(itself(model))  # engines hold theirs; those of `generate` must not
         self.device = next(model.parameters()).device
         self.max_positions = declared_positions(model)
         self._requests: dict[Hashable, OneRequest] = {}
         self._seen: States | None = None
         self._lock = lock_of(model)
-        self._written: set[Place] = set()
         with (
             self._lock,
             torch.no_grad(),
@@ -95,20 +97,27 @@ class SequentialProgram:
             watched_objects(model) as changed,
         ):
             self._tables = tables_of(model)
-            self.vocab_size = self.num_ids = self.known_ids = self._tried()
-        self._written = written
+            self.vocab_size = self.num_ids = self.known_ids = self._tried(model)
+        self._buffers = WatchedBuffers(model, written, hooks=bool(hook_refusals(model)))
         if changed:
             kept = [kept_in_object(model, *place) for place in sorted(changed)]
             raise RefusedError([*refusals, *(refusal for refusal in kept if refusal not in refusals)])
 
-    def _tried(self) -> int:
+    @property
+    def _model(self) -> Any:
+        model = self._model_alive()
+        if model is None:
+            raise ReferenceError("the model must be alive, got one that was freed")
+        return model
+
+    def _tried(self, model: Any) -> int:
         """The number of logits, by two steps of two requests each.  No token is another's, nor what buffers mostly hold
         at first: what a run leaves of them in a buffer is another value, also where PyTorch does not count it."""
         for ids in torch.arange(1, 7, device=self.device).view(2, 1, 3):
             one = OneRequest(tokens=ids[:, :2])
-            self._logits(one)
+            self._logits(model, one)
             one.tokens = ids
-            found = len(self._logits(one))
+            found = len(self._logits(model, one))
         return found
 
     def is_of(self, model: nn.Module) -> bool:
@@ -122,20 +131,12 @@ class SequentialProgram:
             ValueError: the tables of embeddings have other sizes than at first, as from `resize_token_embeddings`.
         """
         with self._lock:  # a run may have put other modules into the model
-            seen = states([*self._model.parameters(), *self._read_buffers().values()], self._seen)
-            if seen is not self._seen and (found := tables_of(self._model)) != self._tables:
+            model = self._model
+            seen = states([*model.parameters(), *self._buffers.others(model).values()], self._seen)
+            if seen is not self._seen and (found := tables_of(model)) != self._tables:
                 raise ValueError(f"the model's tables of embeddings must stay {self._tables}, got {found}")
             self._seen = seen
             return seen
-
-    def _read_buffers(self) -> dict[str, Tensor]:
-        """Those that no run of the trial has written, by their names."""
-        return {
-            f"{path}.{name}".strip("."): buffer
-            for path, module in self._model.named_modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and (module, "buffer", name) not in self._written
-        }
 
     def look_closely(self) -> None:
         """It runs the model itself, as that is."""
@@ -163,21 +164,14 @@ class SequentialProgram:
         bounds = inputs.cu_seqlens_q.tolist()
         wanted = {row: place for place, row in reversed(list(enumerate(inputs.logit_rows.tolist())))}
         logits = torch.zeros(len(inputs.logit_rows), self.vocab_size, dtype=torch.float32, device=self.device)
-        with self._lock, self._no_other_buffers_written():
+        model = self._model
+        with self._lock, self._buffers.no_others_written(model):
+            own = self._buffers.written(model)
             for request, first, end in zip(inputs.requests, bounds, bounds[1:], strict=False):
                 one = self._advanced(request, inputs.input_ids[first:end], int(inputs.positions[first]))
                 if one is not None and end - 1 in wanted:
-                    logits[wanted[end - 1]] = self._logits(one)
+                    logits[wanted[end - 1]] = self._logits(model, one, own)
         return logits
-
-    @contextmanager
-    def _no_other_buffers_written(self) -> Iterator[None]:
-        """Raises `ValueError`: requests would share what the model has begun to keep."""
-        before = [(name, buffer, version_of(buffer)) for name, buffer in self._read_buffers().items()]
-        yield
-        if written := [name for name, buffer, version in before if version_of(buffer) != version]:
-            what = "a run of the model must write no other buffers than when its engine was made"
-            raise ValueError(f"{what}, got {', '.join(written)}")
 
     def _advanced(self, request: Hashable, ids: Tensor, position: int) -> OneRequest | None:
         """None: it was cancelled since the step was put together."""
@@ -191,7 +185,7 @@ class SequentialProgram:
             one.tokens = torch.cat([one.tokens, ids[None]], dim=1)
         return one
 
-    def _logits(self, one: OneRequest) -> Tensor:
+    def _logits(self, model: Any, one: OneRequest, written: Collection[Place] = ()) -> Tensor:
         """[V] of the last token; the model sees the tokens that it has not seen.
 
         Some models keep state in their modules: the request's is there for the step, and then the model's own again.
@@ -200,8 +194,8 @@ class SequentialProgram:
         one.begun = one.begun or length
         for end in range(max(one.begun, one.seen + 1), length + 1):  # more than one call if it begins again
             one.tokens = tokens[:, :end]
-            with own_attributes(self._model, one.state, self._written) as left:
-                logits = stepped(self._model, one)
+            with own_attributes(model, one.state, written) as left:
+                logits = stepped(model, one)
             one.state = left
         return logits
 

@@ -60,6 +60,21 @@ def test_what_is_checked(function: Callable[[Tensor], Tensor], checked: bool) ->
     assert str(graph) == before
 
 
+@pytest.mark.parametrize(("function", "checked"), [(generated, False), (run_as_it_is, True)])
+def test_each_size_is_asked_for_where_inputs_are_not_checked(
+    function: Callable[[Tensor], Tensor], checked: bool
+) -> None:
+    """From torch 2.14 on the code would not know them: a NameError in the first step."""
+    graph = make_fx(function, tracing_mode="symbolic")(torch.randn(3, 5)).graph
+    (example,) = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
+    graph.eliminate_dead_code()
+    with config.patch(size_asserts=True, alignment_asserts=True):
+        UncheckedStrides()(graph)
+    graph.lint()
+    asked = [node.meta["val"] for node in graph.nodes if node.target is torch.ops.aten.sym_size.int]
+    assert asked == ([] if checked else list(example.shape))
+
+
 def test_code_is_kept_apart_by_the_length_of_its_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The key of Inductor's cache has its configuration in it, but not the processor, which may be another later."""
     seen: list[int | None] = []

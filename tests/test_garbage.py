@@ -55,6 +55,20 @@ def test_engines_and_imports_are_made_within(monkeypatch: pytest.MonkeyPatch) ->
     assert frozen == [True, True]
 
 
+def test_an_interrupt_leaves_nothing_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    freeze = gc.freeze
+
+    def interrupted() -> None:
+        freeze()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(gc, "freeze", interrupted)
+        with only_new_garbage():
+            pass
+    assert gc.get_freeze_count() == 0
+
+
 def test_one_within_another() -> None:
     with only_new_garbage():
         between = weakref.ref(Loop())

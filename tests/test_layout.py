@@ -110,6 +110,7 @@ LAYERS = (
         "padded_program",
         "programs",
         "sequential_program",
+        "watched_buffers",
         "skeleton",
         "step_program",
         "int8_weights",

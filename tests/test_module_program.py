@@ -19,6 +19,7 @@ from selective_compile.module_program import ModuleProgram
 from selective_compile.whole_modules import ModulesOf
 from tests.decoders import VOCABULARY, WIDTH, Decoder
 from tests.exactness import TOLERANCE, logits_in_chunks
+from tests.models import tiny
 from tests.oracle import assert_same_tokens
 from tests.runtime.played_stream import TapedStream
 
@@ -236,6 +237,25 @@ class Doubled(Experts):
         return 2 * super().compute(rows, expert)
 
 
+class Negated(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return -super().forward(x)
+
+
+def test_another_class_is_compiled_anew_for_prompts_of_embeddings_too() -> None:
+    model = tiny("llama", num_hidden_layers=1)
+    torch.manual_seed(0)
+    model.model.layers[0].mlp = Experts()
+    assert sc.explain(model).called_once
+    embeddings = model.get_input_embeddings()(torch.tensor([[5, 6, 7, 9]])).detach()
+    asked: dict[str, Any] = {"inputs_embeds": embeddings, "max_new_tokens": 6, "do_sample": False}
+    asked |= {"output_logits": True, "return_dict_in_generate": True}
+    for kind in (nn.Linear, Negated):
+        model.model.layers[0].mlp.router.__class__ = kind
+        found, alone = sc.generate(model, engine_config=CONFIG, **asked), model.generate(**asked)
+        torch.testing.assert_close(found.logits[0], alone.logits[0], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("change", ["of the module", "of a part of it", "parametrised"])
 def test_another_class_is_compiled_anew_and_refused_by_an_engine(change: str) -> None:
     torch.manual_seed(0)
@@ -247,7 +267,7 @@ def test_another_class_is_compiled_anew_and_refused_by_an_engine(change: str) ->
     if change == "of the module":
         experts.__class__ = Doubled
     elif change == "of a part of it":
-        experts.router.__class__ = type("Own", (nn.Linear,), {"forward": lambda self, x: -nn.Linear.forward(self, x)})
+        experts.router.__class__ = Negated
     else:
         torch.nn.utils.parametrizations.weight_norm(experts.router)
     assert not program.is_of(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import selective_compile as sc
+from selective_compile import module_state
 from selective_compile.backend import report_of
 from selective_compile.module_state import deep_copy, own_attributes, same_buffers, unchanged, watched_objects
 from selective_compile.sequential_program import SequentialProgram
@@ -268,6 +270,25 @@ def test_attribute_that_a_run_takes_out_is_out_for_its_request_alone() -> None:
         assert not hasattr(module, "flag")
     with own_attributes(module, deep_copy(module, left)):
         assert not hasattr(module, "flag")
+
+
+@pytest.mark.parametrize("name", ["attributes", "stays"])
+def test_an_interrupt_while_it_looks_at_what_a_run_has_left_leaves_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = nn.Linear(1, 1)
+    module.flag = 1  # type: ignore[assignment]
+    function, calls = getattr(module_state, name), itertools.count()
+
+    def interrupted(*given: Any) -> Any:
+        if next(calls) == (name == "attributes"):
+            raise KeyboardInterrupt
+        return function(*given)
+
+    monkeypatch.setattr(module_state, name, interrupted)
+    with pytest.raises(KeyboardInterrupt), own_attributes(module, {}):
+        module.flag = 7  # type: ignore[assignment]
+    assert module.flag == 1
 
 
 def test_weights_in_containers_stay_the_weights() -> None:

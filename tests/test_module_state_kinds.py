@@ -153,30 +153,41 @@ def test_whatever_way_buffers_are_written_each_request_has_its_own(how: str) -> 
 
 
 class SetsUp(nn.Module):
-    """Scales itself when it is first called, and says so in a buffer, as layers whose scale is that of data do."""
+    """Changes itself when it is first called, and says so, as layers whose scale is that of data do."""
 
-    def __init__(self, mlp: nn.Module, counted: bool) -> None:
+    class_flag = False
+
+    def __init__(self, mlp: nn.Module, flag: str) -> None:
         super().__init__()
-        self.mlp, self.counted = mlp, counted
-        self.scale = nn.Parameter(torch.ones(1))
+        self.mlp, self.flag = mlp, flag
+        self.scale = nn.Parameter(torch.ones(2))
         self.register_buffer("ready", torch.zeros(1))
+        self.empty_flag = None
+        self.own_flag = False
 
     def forward(self, x: Tensor) -> Any:
-        if not bool(self.ready.item()):
-            self.scale.data.mul_(1.5)
-            (self.ready if self.counted else self.ready.data).fill_(1)
-        return self.mlp(x) * self.scale
+        if self.flag in FLAGS_OF_MODULES:
+            if not getattr(self, self.flag, False):
+                self.scale.data = torch.tensor([1.0, 1.5]) * self.scale
+                setattr(self, self.flag, True)
+        elif not bool(self.ready.item()):
+            self.scale.data[1:].mul_(1.5)
+            (self.ready if self.flag == "counted buffer" else self.ready.data).fill_(1)
+        return self.mlp(x) * self.scale[1]
 
 
-@pytest.mark.parametrize("counted", [False, True])
-def test_a_model_that_sets_itself_up_does_so_once(counted: bool) -> None:
+FLAGS_OF_MODULES = ("own_flag", "class_flag", "empty_flag", "new_flag")
+
+
+@pytest.mark.parametrize("flag", [*FLAGS_OF_MODULES, "buffer", "counted buffer"])
+def test_a_model_that_sets_itself_up_does_so_once(flag: str) -> None:
     model = tiny("llama", num_hidden_layers=1, initializer_range=0.15)
-    model.model.layers[0].mlp = part = SetsUp(model.model.layers[0].mlp, counted)
+    model.model.layers[0].mlp = part = SetsUp(model.model.layers[0].mlp, flag)
     expected = alone(copy.deepcopy(model), [1, 5, 7], 6)
     for _ in range(2):
         engine = sc.Engine(model, CONFIG)
         assert list(engine.submit([1, 5, 7], max_new_tokens=6, do_sample=False).result().tokens) == expected
-        assert part.scale.item() == 1.5 and part.ready.item() == 1
+        assert part.scale[1].item() == 1.5 and getattr(part, flag, part.ready)
 
 
 class Behind(Untraceable):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 import selective_compile as sc
 from selective_compile.backend import compile_step_program, report_of
 from selective_compile.coverage.random_model import random_model
+from selective_compile.generate_requests import ENGINES
 from selective_compile.runtime import StepError
 from selective_compile.sequential_program import SequentialProgram
 from tests.decoders import Decoder
@@ -258,7 +261,8 @@ class Masked(nn.Module):
 
 
 def masked() -> Any:
-    model = tiny("llama", num_hidden_layers=1, initializer_range=0.15)
+    """With a second layer: what a first one has kept of a token is made anew where the token is computed anew alone."""
+    model = tiny("llama", num_hidden_layers=2, initializer_range=0.15)
     model.model.layers[0].mlp = Masked(model.model.layers[0].mlp)
     return model
 
@@ -280,11 +284,44 @@ def test_a_buffer_that_changes_is_seen() -> None:
     )
 
 
-def test_a_model_that_begins_to_keep_something_is_refused_by_name() -> None:
-    """Requests would share it: of a buffer that a trial has not seen written, none has one of its own."""
-    model = masked()
-    engine = whole(model)
-    assert len(engine.submit([9, 2], max_new_tokens=2, do_sample=False).result().tokens) == 2
-    model.model.layers[0].mlp.keeps = True
-    told = engine.submit([9, 2], max_new_tokens=2, do_sample=False).result().error
-    assert told is not None and told.endswith(", got model.layers.0.mlp.last")
+def test_a_model_that_begins_to_keep_something_is_refused_by_name_and_then_kept_apart() -> None:
+    """Requests have shared it: of a buffer that a trial has not seen written, none has one of its own at first."""
+    model, greedy = masked(), {"max_new_tokens": 4, "do_sample": False}
+    engine, layer = whole(model), model.model.layers[0].mlp
+    assert len(engine.submit([9, 2], **greedy).result().tokens) == 4
+    layer.keeps = True
+    told = engine.submit([9, 2], **greedy).result().error
+    assert told is not None and told.endswith("got model.layers.0.mlp.last: the next step has one for each request")
+    layer.last.zero_()
+    requests = [engine.submit(prompt, **greedy) for prompt in ([9, 2], [5, 7, 1])]
+    for request in requests:
+        found = request.result().tokens
+        assert not layer.last.any()
+        assert_generated_alone(model, request.prompt_ids, found)
+        layer.last.zero_()
+
+
+def counting(model: Any) -> Any:
+    layer = model.model.layers[0].mlp
+    layer.register_buffer("seen", torch.zeros((), dtype=torch.long))
+    layer.register_forward_hook(lambda module, given, out: module.seen.add_(out.shape[1]) and None)
+    return model
+
+
+def test_what_hooks_write_is_theirs() -> None:
+    """As observers of a quantisation do, for which such a model runs whole."""
+    served, alone = (counting(tiny("llama", num_hidden_layers=1)) for _ in range(2))
+    ids, greedy = torch.tensor([[9, 2, 77]]), {"max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(sc.generate(served, ids, engine_config=CONFIG, **greedy), alone.generate(ids, **greedy))
+    assert served.model.layers[0].mlp.seen == alone.model.layers[0].mlp.seen == 6
+
+
+def test_a_model_that_generate_has_run_whole_is_freed() -> None:
+    model = counting(tiny("llama", num_hidden_layers=1))
+    gone = weakref.ref(model)
+    sc.generate(model, torch.tensor([[9, 2]]), engine_config=CONFIG, max_new_tokens=2, do_sample=False)
+    kept = ENGINES._kept.of(model)
+    assert kept is not None and isinstance(kept.program, SequentialProgram)
+    del model, kept
+    gc.collect()
+    assert gone() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import selective_compile as sc
+from selective_compile import kept_engines
 from selective_compile.generate_requests import ENGINES
+from selective_compile.kept_engines import KeptEngines
 from selective_compile.module_state import lock_of
 from selective_compile.options import EngineConfig
 from tests.huggingface.models import CONFIG, assert_idle, random_ids, tiny
@@ -130,3 +133,50 @@ def test_a_call_waits_for_nobody_who_runs_another_model() -> None:
             waits.result(timeout=0.3)
         assert pool.submit(ENGINES.engine_for, other, CONFIG, [1]).result(timeout=30)
         assert not waits.done()
+
+
+def test_unwrap_frees_what_generate_alone_has_made(compiled: list[Any]) -> None:
+    model, ids = tiny(), random_ids(1, 4)
+    sc.generate(model, ids, max_new_tokens=2, engine_config=CONFIG)
+    sc.generate(model, inputs_embeds=model.get_input_embeddings()(ids), max_new_tokens=2, engine_config=CONFIG)
+    assert len(compiled) == 2 and sc.unwrap(model) is model
+    with pytest.raises(ValueError, match="model must be wrapped"):
+        sc.unwrap(model)
+    sc.generate(model, ids, max_new_tokens=2, engine_config=CONFIG)
+    assert len(compiled) == 3
+
+
+class Waiting:
+    """In place of a `KeptEngine`: takes until it may end."""
+
+    made: list[nn.Module]
+    begun: threading.Event
+    may_end: threading.Event
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        self.made.append(model)
+        self.begun.set()
+        assert self.may_end.wait(60)
+
+    def fits(self, model: nn.Module, config: EngineConfig) -> bool:
+        return True
+
+    def engine_for(self, model: nn.Module, lengths: list[int]) -> Any:
+        return self
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["same model", "another"])
+def test_a_model_is_compiled_once_and_others_do_not_wait(same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_engines, "KeptEngine", Waiting)
+    Waiting.made, Waiting.begun, Waiting.may_end = [], threading.Event(), threading.Event()
+    engines, model, config = KeptEngines(), nn.Linear(1, 1), EngineConfig()
+    other = model if same else nn.Linear(1, 1)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(engines.engine_for, model, config, [1])
+        assert Waiting.begun.wait(60)
+        Waiting.begun.clear()
+        second = threads.submit(engines.engine_for, other, config, [1])
+        assert Waiting.begun.wait(0.5 if same else 60) is not same
+        Waiting.may_end.set()
+        assert (first.result(60) is second.result(60)) is same
+    assert len(Waiting.made) == (1 if same else 2)
