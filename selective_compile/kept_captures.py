@@ -35,7 +35,7 @@ from selective_compile.kept_files import attempt, data_of, own_folder, was_of_us
 from selective_compile.live_settings import LiveSettings, Read, words_of
 from selective_compile.named_tensors import all_tensors_of, kind_of
 from selective_compile.packed_graph import PackedGraph, packed, unpacked
-from selective_compile.same_logits import gives_logits_of, ids_for
+from selective_compile.same_logits import gives_logits_of, ids_for, writes_inputs
 from selective_compile.tensor_state import class_of
 from selective_compile.told_objects import file_of
 from selective_compile.trace_conditions import Conditions, hold, told
@@ -94,7 +94,9 @@ def loaded(file: Path, model: nn.Module) -> Captured | None:
 
 
 def save(captured: Captured, model: nn.Module, folder: Path, parts: str) -> None:
-    """Raises ValueError for what cannot be told, or gives other logits than the model."""
+    """Raises ValueError for what cannot be told, writes to the model, or gives other logits than it."""
+    if writes_inputs(captured, model):  # and would again, where it is tried
+        raise ValueError("a capture must write to nothing of the model's")
     read = captured.read
     kept = Kept(
         graph=packed(captured, model),

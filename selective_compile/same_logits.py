@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from selective_compile.capture import TOKEN_INPUTS, Captured, device_of, logits_call
 from selective_compile.module_state import unchanged
 from selective_compile.passes.lengths import CAPTURE_TOKENS
 from selective_compile.passes.normalise import source_name
 from selective_compile.passes.vmapped import interpreter_of
+from selective_compile.tensor_state import version_of
 
 # Of the difference over the logits, both as lengths of vectors. A model may ask for other operators while it is traced,
 # as for a mask that is written out; of these only the rounding differs.
@@ -29,16 +32,38 @@ def gives_logits_of(captured: Captured, model: nn.Module) -> bool:
     call, arguments = logits_call(model, ids_for(model))
     with unchanged(model):
         expected = call(*arguments)
-    tokens = dict(zip(TOKEN_INPUTS, arguments, strict=False))
-    inputs = [
-        CAPTURE_TOKENS if isinstance(example, torch.SymInt) else tokens.get(source_name(node), example)
-        for node, example in zip(
-            (node for node in captured.module.graph.nodes if node.op == "placeholder"), captured.examples, strict=True
-        )
-    ]
-    results: Any = interpreter_of(captured.module).run(*inputs)
+    results: Any = interpreter_of(captured.module).run(*inputs_of(captured, arguments))
     found = [result for result in results if isinstance(result, Tensor) and result.shape == expected.shape]
     return len(found) == 1 and agree(found[0], expected)
+
+
+@torch.no_grad()
+def writes_inputs(captured: Captured, model: nn.Module) -> bool:
+    """Whether a run would change what it is given, as a weight that a first run sets up: tried on tensors without
+    numbers.
+
+    Raises:
+        Exception: whatever an operator raises.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    _, arguments = logits_call(model, ids_for(model))
+    given = inputs_of(captured, arguments)
+    given = [mode.from_tensor(each) if isinstance(each, Tensor) else each for each in given]
+    fakes = [each for each in given if isinstance(each, Tensor)]
+    before = [(version_of(fake), fake.untyped_storage()._cdata) for fake in fakes]
+    with mode:
+        interpreter_of(captured.module).run(*given)
+    return before != [(version_of(fake), fake.untyped_storage()._cdata) for fake in fakes]
+
+
+def inputs_of(captured: Captured, arguments: Sequence[Tensor]) -> list[Any]:
+    """`arguments` as the token inputs, and what else the graph was traced with."""
+    tokens = dict(zip(TOKEN_INPUTS, arguments, strict=False))
+    placeholders = [node for node in captured.module.graph.nodes if node.op == "placeholder"]
+    return [
+        CAPTURE_TOKENS if isinstance(example, torch.SymInt) else tokens.get(source_name(node), example)
+        for node, example in zip(placeholders, captured.examples, strict=True)
+    ]
 
 
 def ids_for(model: nn.Module) -> Tensor:

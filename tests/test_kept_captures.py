@@ -328,6 +328,39 @@ def test_a_trace_that_is_not_what_the_model_computes_is_not_kept(kind: type[Smal
     assert not kept(own_folder)
 
 
+class SetsUp(Small):
+    """Changes a weight when it is first called."""
+
+    how, ready = "", False
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        if not self.ready:
+            weight = self.head.weight
+            with torch.no_grad():
+                if self.how == "in place":
+                    weight.mul_(2)
+                elif self.how == "a part":
+                    weight[1:] = weight[1:] * 2
+                elif self.how == "as an operator":
+                    weight *= 2
+                elif self.how == "given to write to":
+                    torch.mul(weight, 2, out=weight)
+                else:
+                    weight.data = weight.data * 2
+            self.ready = True
+        return self.head(self.embed(input_ids))
+
+
+@pytest.mark.parametrize("how", ["in place", "a part", "as an operator", "given to write to", "other memory"])
+def test_a_trace_that_changes_weights_is_not_kept_and_nowhere_tried(how: str, own_folder: Path) -> None:
+    model = SetsUp().eval()
+    model.how = how
+    before = model.head.weight.detach().clone()
+    with contextlib.suppress(RefusedError):  # where Dynamo cannot follow it
+        capture_once(model)
+    assert not kept(own_folder) and torch.equal(model.head.weight, before) and not model.ready
+
+
 def test_a_file_of_which_a_bit_is_another_is_not_taken(
     own: nn.Module, traced: list[nn.Module], own_folder: Path
 ) -> None:

@@ -204,9 +204,9 @@ def _longest_split(
         theirs = tl.where(request < num_requests, tiles * tl.maximum((keys + tight - 1) // tl.maximum(tight, 1), 1), 0)
         pieces += tl.reduce(theirs.to(tl.int32), 0, tl.standard._sum_combine)
     alike = tl.where(pieces <= at_once, tight, alike)
-    fits = (room > 0) & (walked > room.to(tl.int64) * length) & (alike >= length) & (alike <= TIMES * length)
+    fits = (room > 0) & (walked > room.to(tl.int64) * length) & (alike >= length) & (alike <= length * TIMES)
     length = tl.where(fits, alike, length)
-    uneven = UNSEEN * unseen >= walked
+    uneven = unseen * UNSEEN >= walked
     length = tl.where(uneven, tl.maximum(length, (walked - unseen) // tl.maximum(at_once, 1)), length)
     length = tl.minimum(length, LONGEST).to(tl.int32)
     return (length + BLOCK_N - 1) // BLOCK_N * BLOCK_N
