@@ -1,6 +1,6 @@
 """Beam search for one request: which beams go on, which have ended and how well, as `generate` decides it.
 
-The arithmetic is that of transformers 5.23 in its order and its dtype, float32, for a batch of this request alone:
+The arithmetic is that of transformers 5.24 in its order and its dtype, float32, for a batch of this request alone:
 equal scores are told apart by the same `topk` over tensors of the same shape.
 """
 
@@ -11,13 +11,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import transformers
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from selective_compile.runtime.philox import uniform
 from selective_compile.runtime.processors import RowProcessors
 
 # What transformers takes off the score of what must not be chosen.
 FAR = -1.0e9
+# Whether it goes on with the best of those that it has drawn, and not with the first.
+BEST_FIRST = TorchVersion(transformers.__version__) >= TorchVersion("5.24.0.dev0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +237,11 @@ class BeamSearch:
         state = int(uniform([self._seed], [self._generated])[0] * 2.0**53)
         generator = torch.Generator(device=self._device).manual_seed(state)
         drawn = torch.multinomial(scores.softmax(dim=-1), self.params.num_candidates, generator=generator)
-        return scores.gather(1, drawn), drawn
+        values = scores.gather(1, drawn)
+        if BEST_FIRST:
+            values, order = values.sort(dim=-1, descending=True)
+            drawn = drawn.gather(1, order)
+        return values, drawn
 
     def _finish(self, candidates: _Beams, ends: Tensor) -> None:
         """Take up those of the best candidates that ended, as far as they are better than what ended before."""

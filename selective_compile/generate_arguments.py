@@ -23,6 +23,7 @@ NONE_OR_EMPTY = frozenset({"synced_gpus", "trust_remote_code"})
 FROM_CACHE = "give it all tokens: the engine finds the blocks of those that it has computed"
 OF_HUGGING_FACE = "leave it out, or call model.generate, of a model that is not wrapped"
 INSTEAD: Mapping[str, str] = {
+    "cache": FROM_CACHE,
     "past_key_values": FROM_CACHE,
     "cache_params": FROM_CACHE,
     "assistant_tokenizer": "prompt_lookup_num_tokens drafts without a model; an assistant needs the same vocabulary",

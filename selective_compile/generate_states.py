@@ -13,11 +13,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from selective_compile.generate_arguments import Prompts
 from selective_compile.generate_fields import STATES, Fields
 from selective_compile.module_state import lock_of
 from selective_compile.runtime.request import RequestResult
+
+# By what name a call returns it; the second until transformers 5.24.
+CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +64,7 @@ def states_of(
     model: nn.Module, prompts: Prompts, results: Sequence[RequestResult], fields: Sequence[Fields]
 ) -> dict[str, Any]:
     """`hidden_states` and `attentions` as far as a call asks for them, and with them, or where it has `use_cache=True`,
-    `past_key_values`.
+    the `CACHE`.
 
     For each step a tuple of layers: of hidden states [B, S, hidden] for the prompts and [B, 1, hidden] after that; of
     attentions [B, H, S, S] and [B, H, 1, length]. Prompts are padded on the left, however they came. With beams B is
@@ -91,9 +95,9 @@ def states_of(
             found[name] = tuple(
                 tuple(_at(layer, rows) for layer in step) for step, rows in zip(found[name], paths.steps, strict=True)
             )
-    if found["past_key_values"] is not None:
+    if found[CACHE] is not None:
         last = torch.tensor(paths.last, device=columns.device)
-        found["past_key_values"] = _reordered(model, found["past_key_values"], last)
+        found[CACHE] = _reordered(model, found[CACHE], last)
     return found
 
 
@@ -197,7 +201,7 @@ def _run_over(
             custom_generate=_forced_loop(_Forced(forced, width), width + steps),
         )
     assert torch.equal(found.sequences[:, width:], forced), "the loop took other tokens than it was given"
-    return {name: getattr(found, name) for name in ("hidden_states", "attentions", "past_key_values")}
+    return {name: getattr(found, name) for name in ("hidden_states", "attentions", CACHE)}
 
 
 def _forced_loop(processor: LogitsProcessor, length: int) -> Callable[..., Any]:

@@ -99,7 +99,7 @@ def generate(
         `logits` where they are asked for: of each step [B, V]; a row that has ended has 0 for `pad_token_id`
         there and -inf for all else. `hidden_states` and `attentions` come from the model's own loop over the finished
         sequences, padded on the left, and with them, with `inputs_embeds`, or where the call has `use_cache=True`, does
-        `past_key_values`: such a call takes as long as `model.generate` besides. With `num_beams` above 1, in a
+        the cache: such a call takes as long as `model.generate` besides. With `num_beams` above 1, in a
         GenerateBeamDecoderOnlyOutput, with `sequences_scores` (where scores are asked for) and `beam_indices`.
 
     Raises:

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import LlamaModel
 from transformers.masking_utils import create_causal_mask
 
+from selective_compile.generate_states import CACHE
 from tests.models import tiny
 
 
@@ -17,13 +18,12 @@ class Prefixed:
 
     prefix = 0
 
-    def forward(
-        self, input_ids: Any = None, attention_mask: Any = None, past_key_values: Any = None, **kwargs: Any
-    ) -> Any:
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
+        cache = kwargs.get(CACHE)
+        seen = 0 if cache is None else cache.get_seq_length()
         mask = prefix_mask(input_ids, attention_mask, seen, self.prefix)
         forward: Any = super().forward  # type: ignore[misc]
-        return forward(input_ids, attention_mask=mask, past_key_values=past_key_values, **kwargs)
+        return forward(input_ids, attention_mask=mask, **kwargs)
 
 
 class PrefixModel(Prefixed, LlamaModel):
@@ -37,7 +37,6 @@ class PrefixByFunction(PrefixModel):
         self,
         input_ids: Any = None,
         attention_mask: Any = None,
-        past_key_values: Any = None,
         position_ids: Any = None,
         **kwargs: Any,
     ) -> Any:
@@ -46,7 +45,7 @@ class PrefixByFunction(PrefixModel):
             self.config,
             embeds,
             attention_mask,
-            past_key_values,
+            kwargs.get(CACHE),
             position_ids,
             or_mask_function=lambda batch, head, query, key: key < prefix,
         )
@@ -55,7 +54,6 @@ class PrefixByFunction(PrefixModel):
             input_ids,
             attention_mask=mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             **kwargs,
         )
 

@@ -11,6 +11,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHead
 
 import selective_compile as sc
 from selective_compile.coverage.random_model import random_model
+from selective_compile.generate_states import CACHE
 
 CONFIG = sc.EngineConfig(compile=False)
 RETURNS = {"return_dict_in_generate": True, "output_hidden_states": True, "output_attentions": True}
@@ -79,9 +80,9 @@ def test_they_equal_those_of_generate(model: Any, case: str) -> None:
                 if layer.shape[-2] >= WIDTH:  # a step that computes the prompt, padding included
                     layer, wanted = (each.movedim(-2, 1)[:, :WIDTH][real] for each in (layer, wanted))
                 assert torch.allclose(layer, wanted, atol=1e-5)
-    assert (ours.past_key_values is None) == (theirs.past_key_values is None) == (case == "without cache")
-    if ours.past_key_values is not None:
-        for mine, other in zip(ours.past_key_values.layers, theirs.past_key_values.layers, strict=True):
+    assert (getattr(ours, CACHE) is None) == (getattr(theirs, CACHE) is None) == (case == "without cache")
+    if getattr(ours, CACHE) is not None:
+        for mine, other in zip(getattr(ours, CACHE).layers, getattr(theirs, CACHE).layers, strict=True):
             assert mine.keys.shape == other.keys.shape and torch.allclose(mine.values[0], other.values[0], atol=1e-5)
 
 
@@ -130,13 +131,12 @@ def test_a_wrapped_model_returns_them_and_is_left_as_it_was() -> None:
     with sc.wrapped(model, CONFIG):
         found = model.generate(rows()["input_ids"], max_new_tokens=3, eos_token_id=None, pad_token_id=0, **RETURNS)
         assert "generate" in vars(model)
-    assert len(found.attentions) == 3 and found.past_key_values.get_seq_length() == WIDTH + 2
+    assert len(found.attentions) == 3 and getattr(found, CACHE).get_seq_length() == WIDTH + 2
     # Asked for by itself, of the class that is asked for.
     asked = {"use_cache": True, "cache_implementation": "static", "return_dict_in_generate": True, "max_new_tokens": 3}
-    cache = sc.generate(
-        model, **rows(), eos_token_id=None, pad_token_id=0, engine_config=CONFIG, **asked
-    ).past_key_values
-    theirs = model.generate(**rows(), eos_token_id=None, pad_token_id=0, **asked).past_key_values
+    found = sc.generate(model, **rows(), eos_token_id=None, pad_token_id=0, engine_config=CONFIG, **asked)
+    cache = getattr(found, CACHE)
+    theirs = getattr(model.generate(**rows(), eos_token_id=None, pad_token_id=0, **asked), CACHE)
     assert type(cache) is type(theirs) and cache.layers[0].keys.shape == theirs.layers[0].keys.shape
     plain = sc.generate(model, rows()["input_ids"], max_new_tokens=3, output_hidden_states=True, engine_config=CONFIG)
     assert isinstance(plain, Tensor), "without return_dict_in_generate nothing else is returned, as there"
@@ -184,6 +184,6 @@ def test_beams_of_a_model_with_a_cache_of_its_own_kind(asked: dict[str, Any]) ->
     found = sc.generate(model, ids, engine_config=sc.EngineConfig(compile=False), **options)
     expected = model.generate(ids, **options)
     assert torch.equal(found.sequences, expected.sequences)
-    assert len(found.past_key_values) == len(expected.past_key_values)
-    for ours, theirs in zip(found.past_key_values, expected.past_key_values, strict=True):
+    assert len(getattr(found, CACHE)) == len(getattr(expected, CACHE))
+    for ours, theirs in zip(getattr(found, CACHE), getattr(expected, CACHE), strict=True):
         torch.testing.assert_close(ours, theirs)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import Gemma3nForCausalLM, Gemma3nTextConfig, GenerationConfig, LogitsProcessor, StoppingCriteria
 
 import selective_compile as sc
+from selective_compile.generate_states import CACHE
 from selective_compile.given_rows import FIRST, GivenRows
 from selective_compile.kept_engines import KeptEngines, KeptRows
 from selective_compile.module_state import lock_of
@@ -109,7 +110,7 @@ def test_scores_states_and_cache_equal_generate(model: Any) -> None:
                 assert torch.allclose(mine, other, atol=1e-4)
         for mine, other in zip(ours.hidden_states, theirs.hidden_states, strict=True):
             assert mine[-1].shape == other[-1].shape and torch.allclose(mine[-1][:, -1], other[-1][:, -1], atol=1e-4)
-        assert type(ours.past_key_values) is type(theirs.past_key_values)
+        assert type(getattr(ours, CACHE)) is type(getattr(theirs, CACHE))
 
 
 def test_processors_and_criteria_see_what_generate_shows(llama: Any) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 import selective_compile as sc
+from selective_compile.generate_states import CACHE
 from selective_compile.one_token import one_token_refusal
 from tests.decoders import Decoder
 from tests.models import shallow, tiny
@@ -51,9 +52,10 @@ def test_branch_that_makes_no_difference_is_none() -> None:
 class WithCache(LlamaForCausalLM):
     """Does something else with one token only if it has seen others: in steps of `generate`."""
 
-    def forward(self, input_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
-        seen = past_key_values is not None and past_key_values.get_seq_length() > 0
-        result = super().forward(input_ids, past_key_values=past_key_values, **kwargs)
+    def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+        cache = kwargs.get(CACHE)
+        seen = cache is not None and cache.get_seq_length() > 0
+        result = super().forward(input_ids, **kwargs)
         if seen and input_ids.shape[1] == 1:
             result.logits = result.logits.flip(-1)
         return result

@@ -14,6 +14,7 @@ import selective_compile as sc
 from selective_compile import fp8_rows, fp8_scales, programs, tiny_model
 from selective_compile.backend import Program, compile_step_program
 from selective_compile.coverage.random_model import random_model, vocabulary_of
+from selective_compile.generate_states import CACHE
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.kv_cache import allocate_pools
 from selective_compile.runtime.logit_error import logit_error, prompt_logits
@@ -48,7 +49,7 @@ def rounded(rows: Tensor, scales: Tensor) -> Tensor:
 @torch.no_grad()
 def rounding_logits(model: Any, tokens: list[int], program: Program) -> Tensor:
     cache = Rounding(program.kv_scales, sites=len(program.call_sites), config=model.config)
-    return model(torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits[0].float()
+    return model(torch.tensor([tokens]), **{CACHE: cache}, use_cache=True).logits[0].float()
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ import selective_compile as sc
 from selective_compile import kept_engines, tiny_model
 from selective_compile.backend import CallSite, Program, compile_step_program
 from selective_compile.coverage.random_model import random_model, vocabulary_of
+from selective_compile.generate_states import CACHE
 from selective_compile.int8_rows import dequantised, quantised
 from selective_compile.kept_engines import KeptEngines
 from selective_compile.options import EngineConfig
@@ -54,7 +55,7 @@ def rounded(rows: Tensor) -> Tensor:
 def rounding_logits(model: Any, tokens: list[int]) -> Tensor:
     """[tokens, V] by the model itself."""
     cache = Rounding(config=model.config)
-    return model(torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits[0].float()
+    return model(torch.tensor([tokens]), **{CACHE: cache}, use_cache=True).logits[0].float()
 
 
 @torch.no_grad()
@@ -191,7 +192,7 @@ def test_samples_and_beams_that_share_blocks_are_those_of_requests_of_their_own(
     assert together == alone and len({tuple(tokens) for tokens in together}) > 1
     beams = {"num_beams": 4, "max_new_tokens": 9, "output_scores": True, "return_dict_in_generate": True}
     found = sc.generate(model, torch.tensor([prompt]), engine_config=CONFIG, **beams)
-    theirs = model.generate(torch.tensor([prompt]), past_key_values=Rounding(config=model.config), **beams)
+    theirs = model.generate(torch.tensor([prompt]), **{CACHE: Rounding(config=model.config)}, **beams)
     assert torch.equal(found.sequences, theirs.sequences)
     torch.testing.assert_close(found.sequences_scores, theirs.sequences_scores, rtol=0, atol=2e-2)
 

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 import selective_compile as sc
 from selective_compile.backend import Program, compile_step_program, report_of
+from selective_compile.generate_states import CACHE
 from selective_compile.int8_rows import dequantised, quantised
 from selective_compile.programs import keeps_latents
 from selective_compile.runtime.logit_error import prompt_logits
@@ -138,6 +139,6 @@ def test_rows_of_int8() -> None:
     assert engine.kv_bytes_per_token == ROW + 4
     ours = prompt_logits(engine, SHARED)
     with torch.no_grad():
-        theirs = model(torch.tensor([SHARED]), past_key_values=Rounding(config=model.config), use_cache=True).logits[0]
+        theirs = model(torch.tensor([SHARED]), **{CACHE: Rounding(config=model.config)}, use_cache=True).logits[0]
         exact = model(torch.tensor([SHARED])).logits[0]
     assert float((ours - theirs).abs().max()) < TOLERANCE < float((theirs - exact).abs().max())

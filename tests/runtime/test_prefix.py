@@ -12,6 +12,7 @@ from torch import nn
 
 import selective_compile as sc
 from selective_compile.backend import Program, compile_step_program
+from selective_compile.generate_states import CACHE
 from tests.decoders import Decoder
 from tests.oracle import generated_alone
 from tests.prefix_models import PrefixByFunction, PrefixModel, prefix_model
@@ -234,7 +235,7 @@ class Alone(PrefixModel):
 
     def forward(self, input_ids: Any = None, *args: Any, **kwargs: Any) -> Any:
         result = super().forward(input_ids, *args, **kwargs)
-        if input_ids.shape[1] == 1 and kwargs["past_key_values"].get_seq_length() == 1:
+        if input_ids.shape[1] == 1 and kwargs[CACHE].get_seq_length() == 1:
             result.last_hidden_state = -result.last_hidden_state
         return result
 
