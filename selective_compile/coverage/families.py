@@ -18,24 +18,24 @@ FAMILIES: Final = (DENSE, EXPERTS, HYBRID, RECURRENT, BERT_LIKE, HALVES, WRAPPER
 
 _MEMBERS: Final = {
     DENSE: """
-        apertus arcee biogpt bitnet bloom codegen cohere cohere2 cohere_compass_text ctrl cwm diffllama doge emu3
-        ernie4_5 exaone4 falcon flint gemma gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4
-        gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gptj granite granite_swa helium hunyuan_v1_dense
-        hyperclovax internlm3 iquestcoder jais2 llama minicpm3 ministral ministral3 mistral modernbert-decoder mpt
-        nanochat nemotron olmo olmo2 olmo3 openai-gpt opt persimmon phi phi3 qwen2 qwen3 seed_oss smollm3 stablelm
-        starcoder2 vaultgemma xglm youtu
+        apertus apertus1p5_text arcee biogpt bitnet bloom codegen cohere cohere2 cohere_compass_text ctrl cwm
+        diffllama doge dory emu3 ernie4_5 exaone exaone4 falcon flint gemma gemma2 gemma3_text gemma3n_text
+        gemma4_text gemma4_unified_text glm glm4 gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gptj
+        granite granite_swa helium hunyuan_v1_dense hyperclovax internlm3 iquestcoder jais2 llama minicpm3 ministral
+        ministral3 mistral modernbert-decoder mpt nanochat nemotron olmo olmo2 olmo3 openai-gpt opt persimmon phi
+        phi3 qwen2 qwen3 seed_oss smollm3 stablelm starcoder2 vaultgemma xglm youtu
     """,
     EXPERTS: """
         afmoe aria_text axk1 axk2 beam cohere2_moe dbrx deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots1
         dots3_note dots3_note_text ernie4_5_moe exaone_moe flex_olmo glm4_moe glm4_moe_lite glm_moe_dsa gpt_oss
         granitemoe granitemoe_swa granitemoeshared hunyuan_v1_moe hy_v3 hy_v4 jetmoe kolibri1 laguna llama4
         llama4_text longcat_flash mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text mixtral olmoe phimoe qwen2_moe
-        qwen3_moe solar_open
+        qwen3_moe sarvam_mla sarvam_moe solar_open
     """,
     HYBRID: """
-        bailing_hybrid bamba falcon_h1 granitemoehybrid inkling2_text inkling_text jamba kimi_linear lfm2 lfm2_moe
-        lfm3 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp
-        qwen4_exp_text recurrent_gemma zamba zamba2 zaya
+        bailing_hybrid bamba falcon_h1 granitemoehybrid inkling2_loop_text inkling2_text inkling_text jamba
+        kimi_linear lara_mini lfm2 lfm2_moe lfm3 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text
+        qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma zamba zamba2 zaya
     """,
     RECURRENT: "falcon_mamba mamba mamba2 rwkv xlstm",
     BERT_LIKE: """

@@ -26,7 +26,7 @@ _SIZES: Final = (
         VOCABULARY,
         """
         encoder_hash_byte_group_vocab ngram_vocab_size_base vocab_size vocab_size_per_layer_input
-        decoder_vocab_size
+        decoder_vocab_size unpadded_vocab_size
         """,
     ),
     (
@@ -182,6 +182,12 @@ OWN: Final[dict[str, dict[str, Any]]] = {
         "mlp_layer_types": ["hash_moe", "moe", "moe"],
         "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
     },
+    "dory": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "n_input_layers": 1,
+        "n_output_layers": 1,
+    },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note": {"text_config": {**NOTE_LAYERS}},
     "dots3_note_text": {**NOTE_LAYERS},
@@ -214,6 +220,7 @@ OWN: Final[dict[str, dict[str, Any]]] = {
         "num_buckets": 2,
         "hash_seed": 0,
     },
+    "sarvam_mla": {"num_key_value_heads": HEADS},
     "xlstm": {"hidden_size": 128, "ffn_round_up_to_multiple_of": 8},
     "xmod": {"default_language": "en_XX"},
     "zamba": {
