@@ -75,7 +75,7 @@ def test_none_are_kept_where_captures_are_not(made: list[Any], folder: Path, mon
     monkeypatch.setattr(programs, "step_program", lambda *_: None)  # nothing is compiled
     for _ in range(2):
         programs.compile_step_program(tiny("llama"), EngineConfig(keep_captures=False))
-    assert len(made) == 4 and not folder.exists()
+    assert len(made) == 4 and not [file for file in folder.glob("*") if not file.match("vectors-*")]
 
 
 def test_a_compiled_model_takes_them_unless_it_is_asked_not_to(made: list[Any], folder: Path) -> None:
