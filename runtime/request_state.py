@@ -158,8 +158,7 @@ class RequestState:
     def propose(self, draft: array[int]) -> None:
         """What may come next is to be computed with the last token, as far as there is room for it."""
         if draft or self.draft:  # without one it goes on decoding as it did
-            right = takewhile(self.known_ids.__gt__, draft)
-            self.draft = draft if self.known_ids == ALL else array("q", right)
+            self.draft = array("q", takewhile(self.known_ids.__gt__, draft))
             self.clear_until = NOT_CLEAR
 
     def expect(self) -> None:

@@ -97,7 +97,8 @@ class SequentialProgram:
             watched_objects(model) as changed,
         ):
             self._tables = tables_of(model)
-            self.vocab_size = self.num_ids = self.known_ids = self._tried(model)
+            self.vocab_size = self.num_ids = self._tried(model)
+            self.known_ids = min(self.vocab_size, known_ids(model) or self.vocab_size)
         self._buffers = WatchedBuffers(model, written, hooks=bool(hook_refusals(model)))
         if changed:
             kept = [kept_in_object(model, *place) for place in sorted(changed)]
@@ -261,6 +262,15 @@ def kept_in_object(model: nn.Module, path: str, name: str) -> Refusal:
         source_line="source line unknown",
         module=path,
     )
+
+
+def known_ids(model: Any) -> int | None:
+    """How many ids the table of a model has rows for, if it says which it is and that is a plain one: the head of some
+    gives more."""
+    with suppress(AttributeError, NotImplementedError):
+        table = model.get_input_embeddings()
+        return table.num_embeddings if isinstance(table, nn.Embedding) else None
+    return None
 
 
 def tables_of(model: Any) -> dict[str, list[int]]:

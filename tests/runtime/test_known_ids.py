@@ -14,6 +14,7 @@ import selective_compile as sc
 from selective_compile.runtime import Engine
 from selective_compile.runtime.device_stream import DeviceStream
 from selective_compile.runtime.request_state import RequestState
+from selective_compile.sequential_program import SequentialProgram
 from tests.models import VOCABULARY, tiny
 from tests.runtime.engine_checks import run_until_idle
 from tests.runtime.played_stream import PlayedStream
@@ -92,6 +93,14 @@ def test_a_last_token_needs_no_embedding(engine: Engine, model: PreTrainedModel,
     found = engine.submit(PROMPT, **{"max_new_tokens": 6, "do_sample": False, **options}).result()
     expected = model.generate(torch.tensor([PROMPT]), **{"max_new_tokens": 6, "do_sample": False, **options})
     assert found.tokens == (UNKNOWN_ID,) == tuple(expected[0, len(PROMPT) :].tolist())
+
+
+def test_so_does_one_of_a_model_that_runs_whole(model: PreTrainedModel) -> None:
+    engine = Engine(model, EAGER, program=SequentialProgram(model, ()))
+    other, found = (engine.submit(prompt, max_new_tokens=6, do_sample=False) for prompt in ([1] * 9, PROMPT))
+    with pytest.raises(RuntimeError, match=WORDS):
+        list(found)
+    assert len(other.result().tokens) == 6
 
 
 def test_prompts_of_embeddings_end_by_name_too(model: PreTrainedModel) -> None:
