@@ -220,6 +220,7 @@ OWN: Final[dict[str, dict[str, Any]]] = {
         "num_buckets": 2,
         "hash_seed": 0,
     },
+    "rwkv": {"rescale_every": 1},  # as it has from its seventh layer on: a first call divides weights
     "sarvam_mla": {"num_key_value_heads": HEADS},
     "xlstm": {"hidden_size": 128, "ffn_round_up_to_multiple_of": 8},
     "xmod": {"default_language": "en_XX"},
