@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from selective_compile.capture import TOKEN_INPUTS, Captured, device_of, logits_call
 from selective_compile.module_state import unchanged
@@ -45,7 +46,8 @@ def writes_inputs(captured: Captured, model: nn.Module) -> bool:
     Raises:
         Exception: whatever an operator raises.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # Sizes that values tell, as how many tokens an expert has, are symbols.
+    mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True, shape_env=ShapeEnv())
     _, arguments = logits_call(model, ids_for(model))
     given = inputs_of(captured, arguments)
     given = [mode.from_tensor(each) if isinstance(each, Tensor) else each for each in given]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from selective_compile import kept_captures, kept_files, programs
 from selective_compile.capture import ATTENTION_MASK, capture
+from selective_compile.coverage.random_model import random_model
 from selective_compile.kept_captures import ENDING, capture_once
 from selective_compile.options import EngineConfig
 from selective_compile.passes import RefusedError, rewrite
@@ -326,6 +327,13 @@ class AsksForDynamo(Small):
 def test_a_trace_that_is_not_what_the_model_computes_is_not_kept(kind: type[Small], own_folder: Path) -> None:
     capture_once(kind().eval())
     assert not kept(own_folder)
+
+
+def test_a_trace_with_sizes_that_values_tell_is_kept(traced: list[nn.Module]) -> None:
+    """As how many tokens each expert has."""
+    for _ in range(2):
+        capture_once(random_model("jetmoe"))
+    assert len(traced) == 1
 
 
 class SetsUp(Small):
