@@ -6,7 +6,7 @@ import inspect
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -274,6 +274,15 @@ def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
         function.__defaults__,
         function.__closure__,
     )
+
+
+def known_ids(model: Any) -> int | None:
+    """How many ids the table of a model has rows for, if it says which it is and that is a plain one: the head of some
+    gives more."""
+    with suppress(AttributeError, NotImplementedError):
+        table = model.get_input_embeddings()
+        return table.num_embeddings if isinstance(table, nn.Embedding) else None
+    return None
 
 
 def declared_positions(model: nn.Module) -> int | None:

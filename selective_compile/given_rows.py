@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from selective_compile.capture import CANNOT, device_of, logits_call, logits_of, takes
+from selective_compile.capture import CANNOT, device_of, known_ids, logits_call, logits_of, takes
 from selective_compile.isolation_trial import alike
 from selective_compile.live_settings import LiveSettings, Read
 from selective_compile.module_state import lock_of, same_buffers, unchanged
@@ -42,7 +42,7 @@ class GivenRows:
 
     Attributes:
         model: the copy. Parameters that the model gets anew are the copy's too; for buffers see `is_of`.
-        own_ids: those less than this have rows in the model's own embedding; None: that is no plain table.
+        own_ids: as `known_ids` of the model.
     """
 
     def __init__(self, model: nn.Module, capacity: int, *, with_types: bool = False) -> None:
@@ -66,7 +66,7 @@ class GivenRows:
         embedding, ids = model.get_submodule(path), torch.zeros(1, 1, dtype=torch.int64, device=device_of(model))
         with torch.no_grad(), unchanged(embedding):
             example = embedding(ids)
-        self.own_ids = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
+        self.own_ids = known_ids(model)
         self._table = torch.zeros(capacity, example.shape[-1], dtype=example.dtype, device=example.device)
         self._modules, self._buffers = _modules_of(model), _buffers_of(model)
         # The copy has attributes of its own: whichever of them its graph has read, the model's must stay as they were.

@@ -81,6 +81,7 @@ def own_attributes(module: nn.Module, state: State, written: Collection[Place] =
     own, weights = attributes(parts), Weights(parts)
     put({**own, **replaced(module, own, written), **state}, own)
     left: dict[Place, Any] = {}
+    now = None
     try:
         yield left
     finally:
@@ -92,7 +93,7 @@ def own_attributes(module: nn.Module, state: State, written: Collection[Place] =
             if staying and weights.are_others():
                 own.update(staying)
         finally:  # also where that is interrupted
-            put(own, attributes(parts))
+            put(own, attributes(parts) if now is None else now)
 
 
 def stays(place: Place, value: Any, own: Mapping[Place, Any]) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 
-from selective_compile.capture import declared_positions, device_of
+from selective_compile.capture import declared_positions, device_of, known_ids
 from selective_compile.live_settings import HOOK, hook_refusals, without_hooks
 from selective_compile.module_state import (
     Place,
@@ -262,15 +262,6 @@ def kept_in_object(model: nn.Module, path: str, name: str) -> Refusal:
         source_line="source line unknown",
         module=path,
     )
-
-
-def known_ids(model: Any) -> int | None:
-    """How many ids the table of a model has rows for, if it says which it is and that is a plain one: the head of some
-    gives more."""
-    with suppress(AttributeError, NotImplementedError):
-        table = model.get_input_embeddings()
-        return table.num_embeddings if isinstance(table, nn.Embedding) else None
-    return None
 
 
 def tables_of(model: Any) -> dict[str, list[int]]:
