@@ -162,7 +162,7 @@ def why_not_causal(traced: TracedGraph, node: fx.Node, whole: Whole) -> str | No
         value = whole(length)
         if before is not None and not torch.equal(before, beginning_of(value, whole.token_dims, before)):
             return "changes for earlier tokens as a request grows"
-        if len(whole.token_dims) == 2 and not hides_later(value, *whole.token_dims):
+        if len(whole.token_dims) == 2 and not hides_later(value.movedim(whole.token_dims, (-2, -1))):
             return "does not hide later tokens"
         before = value
     return None
@@ -174,14 +174,16 @@ def beginning_of(value: torch.Tensor, dims: tuple[int, ...], like: torch.Tensor)
     return value
 
 
-def hides_later(value: torch.Tensor, queries: int, keys: int) -> bool:
-    """Whether all later keys have one value if it is a boolean, or are hidden alike, or not at all, if it is added."""
-    pairs = value.movedim((queries, keys), (-2, -1))
-    places = torch.arange(value.shape[keys], device=value.device)
-    later = pairs[..., places[None, :] > places[:, None]]
-    if value.is_floating_point():
-        later = later < HIDDEN
-    return later.numel() == 0 or bool((later == later.flatten()[0]).all())
+def hides_later(pairs: torch.Tensor) -> bool:
+    """Whether ``pairs`` ``[..., queries, keys]`` have one value of all later keys if they are booleans, hide all alike,
+    or none, if they are added, and tell of the distance alone if they are integers: those are no masks."""
+    places = torch.arange(pairs.shape[-1], device=pairs.device)
+    later = places[None, :] > places[:, None]
+    if pairs.is_floating_point() or pairs.dtype == torch.bool:
+        values = pairs[..., later] if pairs.dtype == torch.bool else pairs[..., later] < HIDDEN
+        return values.numel() == 0 or bool((values == values.flatten()[0]).all())
+    of_next = pairs[..., 1:, 1:] == pairs[..., :-1, :-1]
+    return bool(of_next[..., later[1:, 1:]].all())
 
 
 def snapshot(traced: TracedGraph) -> tuple[TracedGraph, dict[fx.Node, fx.Node]]:

@@ -13,6 +13,7 @@ from torch._dynamo.comptime import ComptimeContext
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
 from selective_compile.passes.traced_graph import shortened_path
+from selective_compile.stride_order import answer_without_guards
 
 
 class GuardsByModule(list[Any]):
@@ -28,11 +29,13 @@ class GuardsByModule(list[Any]):
 
 
 def watch_guards(context: ComptimeContext) -> None:
-    """To be called while Dynamo traces: conditions asked from now on are kept with their modules."""
+    """To be called while Dynamo traces: conditions that the model asks from now on are kept with its modules."""
     fake_mode = torch._guards.TracingContext.get().fake_mode
     assert fake_mode is not None and fake_mode.shape_env is not None
-    if not isinstance(fake_mode.shape_env.guards, GuardsByModule):
-        fake_mode.shape_env.guards = GuardsByModule(fake_mode.shape_env.guards)
+    env = fake_mode.shape_env
+    if not isinstance(env.guards, GuardsByModule):
+        env.guards = GuardsByModule(env.guards)
+        answer_without_guards(env)
 
 
 def traced_module() -> str:

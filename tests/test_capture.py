@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -100,6 +101,23 @@ def test_branch_on_the_number_of_tokens_is_refused() -> None:
 @pytest.mark.parametrize(("branch", "last"), [(longer_is_doubled, 700), (one_length_is_doubled, 776)])
 def test_branch_at_a_length_bounds_requests(branch: Callable[[Tensor], Tensor], last: int) -> None:
     assert step_program(Decoder(layers=1, mix=branch, positions=first_ten)).max_positions == last
+
+
+def windows_backwards(x: Tensor) -> Tensor:
+    """Of each token the sum of the last four; which of two equal strides of the copy is first, its sizes tell."""
+    return F.pad(x.transpose(1, 2), (3, 0)).unfold(-1, 4, 1).flip(-1).sum(-1).transpose(1, 2)
+
+
+def few_are_doubled(x: Tensor) -> Tensor:
+    windows = windows_backwards(x)
+    return windows * 2 if x.shape[1] < 4 else windows
+
+
+def test_how_a_copy_lies_in_memory_is_no_branch() -> None:
+    """The same question as the model's own is one."""
+    assert capture(Decoder(layers=1, mix=windows_backwards)).max_tokens is None
+    with pytest.raises(sc.RefusedError, match=r"takes this branch only where .* >= 4"):
+        capture(Decoder(layers=1, mix=few_are_doubled))
 
 
 def by_values(x: Tensor) -> Tensor:

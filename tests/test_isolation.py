@@ -104,6 +104,24 @@ def leaking(ids: Tensor, attention_mask: Any) -> Tensor:
     return ((places[None, :] <= places[:, None]) | (places == 90)[None, :])[None, None]
 
 
+def distances(ids: Tensor, attention_mask: Any) -> Tensor:
+    places = torch.arange(ids.shape[1])
+    return places[:, None] - places[None, :]
+
+
+def odd_distances(ids: Tensor, attention_mask: Any) -> Tensor:
+    """Those of the token at 90 say that no token is behind it."""
+    return distances(ids, attention_mask).masked_fill((torch.arange(ids.shape[1]) == 90)[None, :], 0)
+
+
+def by_distance(query: Tensor, key: Tensor, value: Tensor, distance: Tensor) -> Tensor:
+    """To near keys the query adds what it holds for their distance, which is no mask."""
+    scores = torch.einsum("bqhd,bkhd->bhqk", query, key)
+    near = query.transpose(1, 2).gather(-1, distance.clamp(0, 3).expand(*scores.shape))
+    weights = (scores + near).masked_fill(distance < 0, torch.finfo(scores.dtype).min).softmax(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, value).flatten(2)
+
+
 @functools.cache
 def compiled(kind: type[nn.Module]) -> tuple[Mixed, IsolatedProgram]:
     """Tests share models: none changes a weight of these."""
@@ -153,6 +171,15 @@ def test_attention_with_an_odd_mask_is_isolated_with_what_surrounds_it() -> None
         assert_same_tokens(model, prompt, tokens)
 
 
+def test_a_module_may_be_told_how_far_tokens_are_from_each_other() -> None:
+    model = Decoder(attend=by_distance, mask=distances, layers=1)
+    program = compile_step_program(model, CONFIG)
+    assert tuple(program.isolated) == ("blocks.0",)
+    prompts = random_prompts(VOCABULARY)
+    for prompt, tokens in zip(prompts, serve(model, program, prompts, [12] * 8), strict=True):
+        assert_same_tokens(model, prompt, tokens)
+
+
 class Chosen(nn.Module):
     """The 70 tokens with the largest first feature pass: not causal in requests of more."""
 
@@ -172,7 +199,13 @@ def test_a_prompt_that_may_not_be_cut_must_fit_into_a_step() -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: Mixed(Backwards), lambda: Mixed(Chosen), lambda: Decoder(mask=leaking, layers=1)]
+    "make",
+    [
+        lambda: Mixed(Backwards),
+        lambda: Mixed(Chosen),
+        lambda: Decoder(mask=leaking, layers=1),
+        lambda: Decoder(attend=by_distance, mask=odd_distances, layers=1),
+    ],
 )
 def test_what_sees_later_tokens_is_refused(make: Callable[[], nn.Module]) -> None:
     """At once, and at a place far beyond what is tried."""

@@ -115,6 +115,7 @@ LAYERS = (
         "step_program",
         "int8_weights",
         "token_types",
+        "stride_order",
         "where_refused",
         "whole_modules",
     ),
