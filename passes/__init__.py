@@ -16,17 +16,21 @@ import selective_compile.selection_ops
 import selective_compile.state_ops  # noqa: F401  (all register the operators that the flat graph calls)
 from selective_compile.passes.all_ones import all_ones
 from selective_compile.passes.attention import recognise_attention
+from selective_compile.passes.axes import is_symbolic
+from selective_compile.passes.evaluate import ancestors
 from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.flatten import flatten
 from selective_compile.passes.isolate import isolate
 from selective_compile.passes.isolated_call import WholeModules
 from selective_compile.passes.latents import recognise_latents
+from selective_compile.passes.length_conditions import settle_lengths
 from selective_compile.passes.lower import lower
 from selective_compile.passes.mask_proof import prove_masks
 from selective_compile.passes.merge import merge
 from selective_compile.passes.narrow_windows import narrow_windows
 from selective_compile.passes.normalise import normalise
 from selective_compile.passes.output_tails import Tail, take_off_tails
+from selective_compile.passes.overwritten import forget_overwritten
 from selective_compile.passes.packed_trace import Traces
 from selective_compile.passes.recurrences import recognise_recurrences, whole_convolutions
 from selective_compile.passes.sampled_rows import keep_sampled_rows
@@ -120,6 +124,8 @@ def rewrite(
         all_ones(traced, ones)
     if paged:
         drop_stored_weights(traced)
+        settle_lengths(traced)
+        forget_overwritten(traced)
     result = Rewrite(traced=traced, tails=take_off_tails(traced.module))
     if paged and not all(tail.keeps_last for tail in result.tails):
         traced.refuse(traced.output_node, "it cuts off the logits of the last token")
@@ -157,8 +163,16 @@ def drop_stored_weights(traced: TracedGraph) -> int:
     output.args = (tuple(kept),)
     if len(kept) != 1:
         traced.refuse(output, f"its forward must give logits and store nothing in the model, got {len(kept)} results")
+        traced.makes_constants = any(map(is_constant, kept))
     traced.module.recompile()
     return len(results) - len(kept)
+
+
+def is_constant(result: Any) -> bool:
+    """Whether it is made of nothing that a call is given."""
+    return isinstance(result, fx.Node) and not any(
+        is_symbolic(node.meta.get("val")) or node.op == "placeholder" for node in ancestors(result)
+    )
 
 
 def flatten_into(result: Rewrite, *, paged: bool, traces: Traces | None) -> int:

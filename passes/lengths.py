@@ -77,7 +77,11 @@ def test_of(condition: sympy.Basic, symbol: sympy.Symbol) -> Callable[[int], boo
 
 
 def tried(condition: sympy.Basic, shortest: int) -> list[int]:
-    constants = {abs(int(number)) for number in condition.atoms(sympy.Integer)}
+    return lengths_around({abs(int(number)) for number in condition.atoms(sympy.Integer)}, shortest)
+
+
+def lengths_around(constants: Iterable[int], shortest: int, *, dense: int = DENSE, largest: int = LARGEST) -> list[int]:
+    """Every length up to ``dense``, and those around ``constants`` and powers of two up to ``largest``."""
     near = {c + d for c in constants for d in (-2, -1, 0, 1, 2)}
-    powers = {2**k + d for k in range(12, 25) for d in (-1, 0, 1)}
-    return sorted(n for n in {*range(shortest, DENSE), *near, *powers} if shortest <= n <= LARGEST)
+    powers = {2**k + d for k in range(dense.bit_length() - 1, largest.bit_length()) for d in (-1, 0, 1)}
+    return sorted(n for n in {*range(shortest, dense), *near, *powers} if shortest <= n <= largest)

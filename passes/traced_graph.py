@@ -257,7 +257,8 @@ class TracedGraph:
     is the longest request that they hold for, None if any is.  ``functions`` are those left whole by capture, with what
     they are known to compute (`recurrence_match.Recognised`).  ``modules`` runs copies of the modules
     that capture left whole, to see what they compute; None where there are none.  ``proved_from`` are buffers of the
-    model whose values a proof has read: it holds as long as they stay.
+    model whose values a proof has read: it holds as long as they stay.  ``makes_constants``: the forward stores a
+    tensor that no input of a call decides, as one does that makes a table when it is first called.
     """
 
     module: fx.GraphModule
@@ -276,6 +277,7 @@ class TracedGraph:
     modules: WholeModules | None = None
     max_tokens: int | None = None
     proved_from: list[Input] = field(default_factory=list)
+    makes_constants: bool = False
 
     @property
     def graph(self) -> fx.Graph:

@@ -17,6 +17,7 @@ from selective_compile.choices import KvDtype
 from selective_compile.compiled_step import CompiledStep, native_kernels_run, runs_native
 from selective_compile.compiling import compiled
 from selective_compile.current_device import on
+from selective_compile.first_call import make_for_good
 from selective_compile.first_steps import may_be_followed, run_first_steps
 from selective_compile.fp8_scales import BLOCK, SLOTS, KvScales, measure_scales, spread_ids
 from selective_compile.int8_rows import row_bytes
@@ -369,7 +370,25 @@ def captured_and_rewritten(
     latents: bool = True,
     keep: bool = False,
 ) -> tuple[Captured, Rewrite]:
-    """``functions`` and ``modules`` are left whole; ``keep``, as in `proved`, is where none are, and for traces too."""
+    """``functions`` and ``modules`` are left whole; ``keep``, as in `proved`, is where none are, and for traces too.
+
+    A model that makes itself a table when first called is given that first.
+    """
+    captured, rewritten = rewritten_as_it_is(model, functions, max_window, modules, latents=latents, keep=keep)
+    if rewritten.traced.makes_constants and make_for_good(model):
+        return rewritten_as_it_is(model, functions, max_window, modules, latents=latents, keep=keep)
+    return captured, rewritten
+
+
+def rewritten_as_it_is(
+    model: nn.Module,
+    functions: Mapping[Place, Recognised],
+    max_window: int | None,
+    modules: WholeModules | None,
+    *,
+    latents: bool,
+    keep: bool,
+) -> tuple[Captured, Rewrite]:
     captured = capture_once(model) if keep else capture(model, functions)
     named = {str(place): known for place, known in functions.items()}
     rewritten = rewrite(

@@ -80,6 +80,7 @@ LAYERS = (
         "native_calls",
         "call_sequence",
         "compiled_step",
+        "first_call",
         "first_steps",
         "fp8_scales",
         "compiling",

@@ -1,0 +1,115 @@
+"""A model that makes itself a table when first called is traced with it; nothing else is left in it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import selective_compile as sc
+from selective_compile.first_call import make_for_good
+from tests.decoders import WIDTH, Decoder
+from tests.models import tiny
+from tests.oracle import assert_same_tokens
+
+FAST = sc.EngineConfig(compile=False, block_size=8, token_budget=16, max_kv_tokens=512)
+
+
+class Made(nn.Module):
+    """Makes its scale in the first call."""
+
+    scale: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = torch.linspace(0.5, 1.5, WIDTH, device=x.device)
+        return x * self.scale
+
+
+class Counted(Made):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Last(nn.Module):
+    last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x[:, -1]
+        return x
+
+
+def decoder(kind: type[nn.Module]) -> Any:
+    model: Any = Decoder(layers=1, mix=(mix := kind()))
+    model.mix = mix
+    return model
+
+
+def test_what_a_second_call_leaves_is_made_for_good() -> None:
+    model = decoder(Made)
+    assert make_for_good(model) and torch.equal(model.mix.scale, torch.linspace(0.5, 1.5, WIDTH))
+    assert not make_for_good(model)
+
+
+def test_what_a_call_only_counts_stays() -> None:
+    model = decoder(Counted)
+    assert make_for_good(model)
+    assert model.mix.calls == 0 and model.mix.scale is not None
+
+
+def test_what_depends_on_the_tokens_is_not_left() -> None:
+    model = decoder(Last)
+    assert not make_for_good(model)
+    assert model.mix.last is None and "last" not in vars(model.mix)
+
+
+def longrope(original: int) -> Any:
+    """As Phi-3's of long context: other frequencies beyond ``original`` tokens, which its first call makes, and each
+    call writes those that it takes into a buffer."""
+    parameters = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": original}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0 + 3 * pair for pair in range(8)]}
+    model = tiny(
+        "phi3",
+        num_hidden_layers=2,
+        max_position_embeddings=4096,
+        original_max_position_embeddings=original,
+        rope_parameters={**parameters, **factors, "partial_rotary_factor": 1.0},
+    )
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.normal_(std=0.3)
+    return model
+
+
+def test_longrope_is_ragged_up_to_where_its_frequencies_change() -> None:
+    """Below, all trials of isolated modules are of fewer tokens."""
+    model = longrope(400)
+    reference = copy.deepcopy(model)
+    engine = sc.Engine(model, FAST)
+    prompts = [[5, 7, 9], list(range(2, 60)), [11]]
+    requests = [engine.submit(prompt, max_new_tokens=30) for prompt in prompts]
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert_same_tokens(reference, prompt, request.result().tokens)
+    assert engine.stats().preemptions == 0
+    reused = engine.submit(prompts[1], max_new_tokens=3)
+    assert_same_tokens(reference, prompts[1], reused.result().tokens)
+    assert engine.stats().tokens_reused > 0
+    with pytest.raises(ValueError, match="at most 400 tokens"):
+        engine.submit([3] * 401, max_new_tokens=1)
+    assert sc.explain(model).verdict == "ragged"
+
+
+def test_a_live_engine_goes_on_when_the_user_has_called_the_model() -> None:
+    model = longrope(400)
+    engine = sc.Engine(model, FAST)
+    with torch.no_grad():
+        model(torch.arange(401)[None] % 50)  # leaves the frequencies of long requests in the model
+    request = engine.submit([5, 7, 9], max_new_tokens=20)
+    assert_same_tokens(longrope(400), [5, 7, 9], request.result().tokens)
