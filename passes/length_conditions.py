@@ -51,7 +51,7 @@ def is_condition(traced: TracedGraph, node: fx.Node) -> bool:
         return False
     needed, counted = ancestors(node), False
     for current in needed:
-        size = current.meta.get("val")
+        size: Any = current.meta.get("val")
         if is_symbolic(size):
             if size.node.expr.free_symbols - {traced.sizes.token}:
                 return False  # another number, as of values that are not 0

@@ -41,7 +41,7 @@ def forget_overwritten(traced: TracedGraph) -> int:
 
 def is_own(traced: TracedGraph, item: Input) -> bool:
     """Whether nothing else that the graph is given lies where the buffer does."""
-    if isinstance(item.example, nn.Parameter):
+    if not isinstance(item.example, torch.Tensor) or isinstance(item.example, nn.Parameter):
         return False
     own = item.example.untyped_storage().data_ptr()
     others: list[Any] = [other.example for other in traced.inputs if other is not item]
