@@ -6,6 +6,7 @@ of the flat graph: every read of a table at an index that is made of ``positions
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,8 +35,11 @@ def position_limit(flat: FlatGraph) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def id_limit(flat: FlatGraph) -> int | None:
-    """The first token id at which a table would be read beyond its end; None: no table is read at ids as they are."""
+def id_limit(flat: FlatGraph, *, through: Callable[[fx.Node], bool] = lambda node: False) -> int | None:
+    """The first token id at which a table would be read beyond its end; None: no table is read at ids as they are.
+
+    ``through``: what else leaves the ids in question as they are.
+    """
     placeholders = [node for node in flat.module.graph.nodes if node.op == "placeholder"]
     stack = placeholders[len(flat.weights) : len(flat.weights) + len(flat.tokens)]
     limits: list[int] = []
@@ -43,7 +47,7 @@ def id_limit(flat: FlatGraph) -> int | None:
         ids = stack.pop()
         for user in ids.users:
             limits += [rows for index, rows in reads(user) if index is ids]
-            if getattr(user.target, "overloadpacket", None) in MOVES:
+            if getattr(user.target, "overloadpacket", None) in MOVES or through(user):
                 stack.append(user)
     return min(limits, default=None)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -281,6 +282,10 @@ class ModelRunner:
         self._chooser.marks.forget()
         if self._graphs is not None:
             self._graphs.give_up()
+
+    def take_failed(self) -> Mapping[Any, Exception]:
+        """States of requests that the program could not run, each by itself, since this was called last, and why."""
+        return self.program.take_failed() if isinstance(self.program, SequentialProgram) else {}
 
     def check_graphs(self) -> None:
         """Nothing is on its way, and the weights may lie elsewhere: then they are joined, and steps captured, anew.

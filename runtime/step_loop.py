@@ -17,6 +17,7 @@ from selective_compile.runtime.flights import Flight
 from selective_compile.runtime.outbox import Outbox
 from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.publisher import Publisher
+from selective_compile.runtime.request_state import RequestState
 from selective_compile.runtime.roster import Roster
 from selective_compile.runtime.scheduled_step import Launched, ScheduledStep
 from selective_compile.runtime.state_guard import is_passed_on
@@ -216,9 +217,24 @@ class StepLoop:
     def _publish(self, publish: Callable[[], None]) -> None:
         with self._guard:
             self._outbox.flush()
+            self._end_failed()
             publish()
             if not self._scheduler.has_work:
                 self._outbox.flush()
+
+    def _end_failed(self) -> None:
+        """What one request's own run has raised ends it alone, as if it had been cancelled while the model ran."""
+        for state, error in self._runner.take_failed().items():
+            if is_passed_on(error):
+                raise error
+            if not state.finished:
+                self._end(state, f"{type(error).__name__}: {error}")
+
+    def _end(self, state: RequestState, message: str) -> None:
+        """With an error, and all samples that start from its prompt."""
+        for request in reversed(self._requests.group_of(state)):
+            self._roster.leave(request)
+            request.finish("error", message)
 
     @contextmanager
     def _failure_ends_running_requests(self) -> Iterator[None]:
@@ -237,11 +253,8 @@ class StepLoop:
                 self._flights.give_up()
                 self._scheduler.settle()
                 for state in doomed:
-                    if state.finished:
-                        continue  # with another of its group
-                    for request in reversed(self._requests.group_of(state)):
-                        self._roster.leave(request)
-                        request.finish("error", message)
+                    if not state.finished:  # with another of its group
+                        self._end(state, message)
                 self._scheduler.forget()
                 self._recording.failed(doomed, passed_on=passed_on)
                 observed = self._log.failed(message)

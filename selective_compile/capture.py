@@ -277,11 +277,13 @@ def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def known_ids(model: Any) -> int | None:
-    """How many ids the table of a model has rows for, if it says which it is and that is a plain one: the head of some
-    gives more."""
+    """How many ids the table of a model has rows for, if it says which it is and all that it does is to look them up:
+    the head of some gives more."""
     with suppress(AttributeError, NotImplementedError):
         table = model.get_input_embeddings()
-        return table.num_embeddings if isinstance(table, nn.Embedding) else None
+        plain = getattr(type(table), "forward", None) is nn.Embedding.forward and "forward" not in vars(table)
+        if plain and not table._forward_pre_hooks:
+            return int(table.num_embeddings)
     return None
 
 

@@ -20,7 +20,6 @@ from selective_compile.options import EngineConfig
 from selective_compile.runtime.engine import Engine
 from selective_compile.runtime.request import Request, RequestResult
 from selective_compile.runtime.samples import Asked
-from selective_compile.token_types import typed
 
 # A function with the arguments of `model.generate` has no other place for what it compiled, since the model
 # object stays as it is. Nothing in here outlives its model.
@@ -67,7 +66,7 @@ def finished_requests(
     with ENGINES.lent(model, config, rows, with_types=prompts.types is not None) as (kept, lent):
         ids = dict(zip(own, lent.ids if rows else [prompts.rows[number] for number in own], strict=True))
         if prompts.types is not None:
-            ids = {number: typed(ids[number], prompts.types_of(number, kept.num_types)) for number in own}
+            ids = {number: kept.typed(ids[number], prompts.types_of(number, kept.num_types)) for number in own}
         known = replace(prompts, rows=[ids[first[id(row)]] for row in prompts.rows])
         salt = lent.salt if rows else None
         return _served(kept.engine_for(lengths), known, fields, counts, seeds, objects, streamer, salt)

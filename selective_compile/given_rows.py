@@ -15,11 +15,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from selective_compile.capture import CANNOT, device_of, known_ids, logits_call, logits_of, takes
+from selective_compile.capture import CANNOT, device_of, logits_call, logits_of, takes
 from selective_compile.isolation_trial import alike
 from selective_compile.live_settings import LiveSettings, Read
 from selective_compile.module_state import lock_of, same_buffers, unchanged
 from selective_compile.passes.flat_graph import FlatGraph
+from selective_compile.passes.position_limit import id_limit
 from selective_compile.passes.traced_graph import source_line
 from selective_compile.skeleton import LENGTHS, Forward, skeleton
 from selective_compile.token_types import (
@@ -42,7 +43,6 @@ class GivenRows:
 
     Attributes:
         model: the copy. Parameters that the model gets anew are the copy's too; for buffers see `is_of`.
-        own_ids: as `known_ids` of the model.
     """
 
     def __init__(self, model: nn.Module, capacity: int, *, with_types: bool = False) -> None:
@@ -66,7 +66,6 @@ class GivenRows:
         embedding, ids = model.get_submodule(path), torch.zeros(1, 1, dtype=torch.int64, device=device_of(model))
         with torch.no_grad(), unchanged(embedding):
             example = embedding(ids)
-        self.own_ids = known_ids(model)
         self._table = torch.zeros(capacity, example.shape[-1], dtype=example.dtype, device=example.device)
         self._modules, self._buffers = _modules_of(model), _buffers_of(model)
         # The copy has attributes of its own: whichever of them its graph has read, the model's must stay as they were.
@@ -172,10 +171,19 @@ def _is_of_shape(node: fx.Node) -> bool:
     return node.target in (aten.sym_size.int, *OTHER_SHAPES)
 
 
+def own_ids(flat: FlatGraph) -> int | None:
+    """How many ids of tokens the copy's graph has rows for in the model's own table; None: its graph does not tell."""
+    return id_limit(flat, through=lambda node: is_split(node) or _is_own(node))
+
+
 def _is_look_up(node: fx.Node) -> bool:
     of_table = node.target in (aten.ge.Scalar, aten.sub.Tensor) and node.args[1] == FIRST
-    of_own = node.target is aten.masked_fill.Scalar and _is_given(node.args[1])
-    return bool(of_table or of_own or _is_of_shape(node))
+    return bool(of_table or _is_own(node) or _is_of_shape(node))
+
+
+def _is_own(node: fx.Node) -> bool:
+    """Whether it leaves ids of tokens as they are, for the model's own table."""
+    return node.target is aten.masked_fill.Scalar and _is_given(node.args[1])
 
 
 def _is_given(node: Any) -> bool:

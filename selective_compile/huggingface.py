@@ -206,8 +206,11 @@ def unwrap(model: nn.Module) -> nn.Module:
     the model.
 
     Raises:
-        ValueError: it is not wrapped and has no engine, or something else took the place of its `generate` since.
+        ValueError: it is no model, it is not wrapped and has no engine, or something else took the place of its
+            `generate` since.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     inner = uncompiled(model)
     own = vars(inner)
     wrapper = own.get("generate")

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from selective_compile.backend import Program, StepProgram, compile_step_program
 from selective_compile.forks import lock_of_any_process
-from selective_compile.given_rows import FIRST, GivenRows, check_ids_are_only_looked_up
+from selective_compile.given_rows import FIRST, GivenRows, check_ids_are_only_looked_up, own_ids
 from selective_compile.module_state import lock_of
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.engine import Engine
 from selective_compile.runtime.kv_cache import num_blocks
+from selective_compile.runtime.prompt import token_ids
 from selective_compile.tensor_state import class_of, strides
-from selective_compile.token_types import UNIT
+from selective_compile.token_types import UNIT, typed
 
 Kept = TypeVar("Kept")
 # Rows of a table of embeddings at first: many short prompts, or a few long ones, before it has to grow.
@@ -94,12 +95,12 @@ class KeptRows:
         if not isinstance(self._kept.program, StepProgram):
             what = "token_type_ids" if with_types else "inputs_embeds"
             raise ValueError(f"{what} must be None for a model that runs whole, one request after another")
-        assert self._kept.program.rewritten.flat is not None
-        self._conditions = self._kept.program.weights.conditions_of(model)
-        self.num_types = check_ids_are_only_looked_up(self._kept.program.rewritten.flat, type(model).__name__)
-        self._kept.program.num_ids = self.num_types * UNIT if with_types else FIRST + capacity
-        if self._given.own_ids is not None:
-            self._kept.program.known_ids = min(self._given.own_ids, self._kept.program.vocab_size)
+        program, flat = self._kept.program, self._kept.program.rewritten.flat
+        assert flat is not None
+        self._conditions = program.weights.conditions_of(model)
+        self.num_types = check_ids_are_only_looked_up(flat, type(model).__name__)
+        program.num_ids = self.num_types * UNIT if with_types else FIRST + capacity
+        program.known_ids = min(own_ids(flat) or program.vocab_size, program.vocab_size)
         self._free = list(range(capacity))
         self._salts = itertools.count()
         self._lock = lock_of_any_process()
@@ -120,6 +121,16 @@ class KeptRows:
 
     def engine_for(self, lengths: Sequence[int]) -> Engine:
         return self._kept.engine_for(self._given.model, lengths)
+
+    def typed(self, ids: Any, types: Tensor) -> list[int]:
+        """As `typed`, of ids of tokens, or of `Lent` ones.
+
+        Raises:
+            ValueError: the model knows one of them not.
+        """
+        own: list[int] = torch.as_tensor(ids, dtype=torch.int64, device="cpu").tolist()
+        token_ids([token for token in own if token < FIRST], self._kept.program.known_ids, least=0)
+        return typed(own, types)
 
     def lend(self, prompts: Sequence[Tensor]) -> Lent | None:
         """Ids for prompts [n, hidden] until they are given back; None: there are not as many rows left.

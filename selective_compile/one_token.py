@@ -26,7 +26,7 @@ TOKENS, PROMPT = 7, 4
 # Of a longer request, where steps of `generate` may depart from the forward with what it counts or keeps of a few dozen
 # tokens: as many as a trial of isolated modules takes.
 LONGER, STEPS = 66, 3
-TOKEN_IDS = 8  # there are as many in any vocabulary
+TOKEN_IDS = 8  # that short trials take, of a vocabulary of so many
 Pair = tuple[Tensor, Tensor]  # of a token by itself, of it among others
 
 
@@ -43,7 +43,7 @@ def one_token_refusal(
             are tried here, and `prefix_refusal` tries the others.
         longest: tokens that a request can have at most, None: as many as it likes.
     """
-    ids = drawn(model, TOKEN_IDS, TOKENS, seed=0)[:longest]
+    ids = drawn(model, min(TOKEN_IDS, vocabulary_of(model)), TOKENS, seed=0)[:longest]
     with unchanged(model):
         if departs(pairs(lambda: called_again(model, ids, isolated))):
             return refusal(model, "", "tokens once it was called", "when it is called first", "state of earlier calls")

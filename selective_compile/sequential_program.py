@@ -87,6 +87,7 @@ class SequentialProgram:
         self.device = next(model.parameters()).device
         self.max_positions = declared_positions(model)
         self._requests: dict[Hashable, OneRequest] = {}
+        self._failed: dict[Hashable, Exception] = {}
         self._seen: States | None = None
         self._lock = lock_of(model)
         with (
@@ -97,8 +98,8 @@ class SequentialProgram:
             watched_objects(model) as changed,
         ):
             self._tables = tables_of(model)
-            self.vocab_size = self.num_ids = self._tried(model)
-            self.known_ids = min(self.vocab_size, known_ids(model) or self.vocab_size)
+            self.vocab_size = self._tried(model)
+        self.num_ids = self.known_ids = min(self.vocab_size, known_ids(model) or self.vocab_size)
         self._buffers = WatchedBuffers(model, written, hooks=bool(hook_refusals(model)))
         if changed:
             kept = [kept_in_object(model, *place) for place in sorted(changed)]
@@ -112,9 +113,10 @@ class SequentialProgram:
         return model
 
     def _tried(self, model: Any) -> int:
-        """The number of logits, by two steps of two requests each.  No token is another's, nor what buffers mostly hold
-        at first: what a run leaves of them in a buffer is another value, also where PyTorch does not count it."""
-        for ids in torch.arange(1, 7, device=self.device).view(2, 1, 3):
+        """The number of logits, by two steps of two requests each.  No token is another's, as far as there are so many,
+        nor what buffers mostly hold at first: what a run leaves of them in a buffer is another value, also where
+        PyTorch does not count it."""
+        for ids in (torch.arange(1, 7, device=self.device) % (known_ids(model) or 7)).view(2, 1, 3):
             one = OneRequest(tokens=ids[:, :2])
             self._logits(model, one)
             one.tokens = ids
@@ -161,7 +163,8 @@ class SequentialProgram:
     def __call__(
         self, inputs: StepInputs, pools: Sequence[tuple[Tensor, Tensor]], states: Sequence[Tensor] = ()
     ) -> Tensor:
-        """Logits ``[R, V]`` of ``inputs.logit_rows``, each the last row of its request in this step."""
+        """Logits ``[R, V]`` of ``inputs.logit_rows``, each the last row of its request in this step; zeros where the
+        request's run raises, see `take_failed`."""
         bounds = inputs.cu_seqlens_q.tolist()
         wanted = {row: place for place, row in reversed(list(enumerate(inputs.logit_rows.tolist())))}
         logits = torch.zeros(len(inputs.logit_rows), self.vocab_size, dtype=torch.float32, device=self.device)
@@ -170,9 +173,19 @@ class SequentialProgram:
             own = self._buffers.written(model)
             for request, first, end in zip(inputs.requests, bounds, bounds[1:], strict=False):
                 one = self._advanced(request, inputs.input_ids[first:end], int(inputs.positions[first]))
-                if one is not None and end - 1 in wanted:
+                if one is None or end - 1 not in wanted:
+                    continue
+                try:
                     logits[wanted[end - 1]] = self._logits(model, one, own)
+                except Exception as error:  # noqa: BLE001 - a model raises anything, of this request alone
+                    self._failed[request] = error
+                    self.forget(request)
         return logits
+
+    def take_failed(self) -> dict[Hashable, Exception]:
+        """The requests whose runs have raised since this was called last, and what."""
+        found, self._failed = self._failed, {}
+        return found
 
     def _advanced(self, request: Hashable, ids: Tensor, position: int) -> OneRequest | None:
         """None: it was cancelled since the step was put together."""

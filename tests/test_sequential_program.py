@@ -325,3 +325,16 @@ def test_a_model_that_generate_has_run_whole_is_freed() -> None:
     del model, kept
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("vocabulary", [3, 5])
+def test_a_vocabulary_may_be_of_few_tokens(vocabulary: int) -> None:
+    """As of nucleotides."""
+    config = AutoConfig.for_model("rwkv", vocab_size=vocabulary, hidden_size=32, num_hidden_layers=2, context_length=64)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config.eos_token_id = None
+    hooked = tiny("llama", vocab_size=vocabulary, bos_token_id=0)
+    hooked.register_forward_hook(lambda *_: None)
+    for each in (model, hooked):
+        tokens = sc.Engine(each, CONFIG).submit([1, 2, 0], max_new_tokens=5).result().tokens
+        assert_generated_alone(each, [1, 2, 0], tokens)

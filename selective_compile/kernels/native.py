@@ -141,8 +141,9 @@ class Functions:
 def _load_with(compiler: str, source: Path, cache: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
     key = library_key(compiler, source, flags)
     for library in cache.glob(f"{key}-*{ENDING}"):  # in a folder that may be for reading alone, as an image's
-        if library.name == library_name(key, library.read_bytes()):
-            return ctypes.CDLL(str(library))
+        with contextlib.suppress(OSError):  # another process may take it away meanwhile
+            if library.name == library_name(key, library.read_bytes()):
+                return ctypes.CDLL(str(library))
         with contextlib.suppress(OSError):  # what has been cut short would end the process that loads it
             library.unlink()
     with _writable(cache) as folder:

@@ -79,6 +79,8 @@ def test_wrapped_generate_is_that_of_the_engine(compiled: list[Any]) -> None:
     assert len(compiled) == 1
     with pytest.raises(ValueError, match="model must be wrapped"):
         sc.unwrap(model)
+    with pytest.raises(ValueError, match="must be a torch.nn.Module, got NoneType"):
+        sc.unwrap(None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="with a generate method, got Linear"):
         sc.wrap(nn.Linear(2, 2))
 

@@ -59,6 +59,24 @@ def test_a_library_that_was_cut_short_is_built_anew_and_not_loaded(source, tmp_p
 
 
 @needs_compiler
+def test_a_library_that_another_process_takes_away_is_built_anew(source, tmp_path, monkeypatch):
+    """Both have found it cut short."""
+    cache = tmp_path / "cache"
+    native.load(source, cache=cache)
+    read, taken = Path.read_bytes, []
+
+    def taken_away(path):
+        if not taken:
+            taken.append(path)
+            path.unlink()
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", taken_away)
+    assert native.load(source, cache=cache).answer() == 42
+    assert taken == list(cache.iterdir())  # of the same compiler
+
+
+@needs_compiler
 @pytest.mark.parametrize("change", ("source", "flags", "processor"))
 def test_what_the_code_depends_on_makes_another_library(change, source, tmp_path, monkeypatch):
     cache, flags = tmp_path / "cache", native.FLAGS

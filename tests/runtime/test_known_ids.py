@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from array import array
 from typing import Any
 
@@ -69,6 +70,35 @@ def model() -> PreTrainedModel:
     return model
 
 
+class Rows(nn.Module):
+    """A table that is no `nn.Embedding`."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.embedding(ids, self.weight)
+
+
+class Clamped(nn.Embedding):
+    """Unknown ids share the last row: it knows all."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids.clamp(max=self.num_embeddings - 1))
+
+
+def with_table(model: PreTrainedModel, kind: type[nn.Module]) -> PreTrainedModel:
+    other: Any = copy.copy(model)
+    other._modules = {**model._modules, "model": copy.copy(model.model)}
+    other.model._modules = dict(model.model._modules)
+    weight = model.get_input_embeddings().weight
+    table: Any = Rows(weight) if kind is Rows else kind(*weight.shape)
+    table.weight = weight
+    other.set_input_embeddings(table.eval())
+    return other
+
+
 @pytest.fixture(scope="module")
 def engine(model: PreTrainedModel) -> Engine:
     return Engine(model, EAGER)
@@ -103,10 +133,63 @@ def test_so_does_one_of_a_model_that_runs_whole(model: PreTrainedModel) -> None:
     assert len(other.result().tokens) == 6
 
 
-def test_prompts_of_embeddings_end_by_name_too(model: PreTrainedModel) -> None:
+def test_an_error_of_a_whole_run_ends_its_request_alone(model: PreTrainedModel) -> None:
+    """Of a table of which nothing is known."""
+    strange = with_table(model, Rows)
+    engine = Engine(strange, EAGER, program=SequentialProgram(strange, ()))
+    others = [engine.submit([number + 1] * 9, max_new_tokens=6, do_sample=False) for number in range(2)]
+    found = engine.submit(PROMPT, max_new_tokens=6, do_sample=False)
+    beams = engine.submit(PROMPT, max_new_tokens=6, do_sample=False, num_beams=2)
+    samples = engine.submit(PROMPT, max_new_tokens=6, top_k=1, do_sample=True, num_return_sequences=2)
+    assert [len(other.result().tokens) for other in others] == [6, 6]
+    for request in (found, beams, *samples.samples):
+        result = request.result()
+        assert result.finish_reason == "error" and "IndexError" in (result.error or "")
+    assert found.result().tokens == (UNKNOWN_ID,)
+    assert not engine.stats().blocks_used and not engine._runner.program._requests
+
+
+def test_a_prompt_without_an_embedding_is_refused_when_submitted(model: PreTrainedModel) -> None:
+    engine = Engine(model, EAGER, program=SequentialProgram(model, ()))
+    with pytest.raises(ValueError, match=f"less than .*{VOCABULARY}, got {UNKNOWN_ID}"):
+        engine.submit([5, UNKNOWN_ID], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_table_that_knows_all_ids_goes_on_from_them(model: PreTrainedModel, whole: bool) -> None:
+    clamped = with_table(model, Clamped)
+    engine = Engine(clamped, EAGER, program=SequentialProgram(clamped, ()) if whole else None)
+    expected = clamped.generate(torch.tensor([PROMPT]), max_new_tokens=6, do_sample=False)[0, 3:].tolist()
+    assert expected[0] == UNKNOWN_ID
+    assert list(engine.submit(PROMPT, max_new_tokens=6, do_sample=False).result().tokens) == expected
+    embeddings = model.get_input_embeddings()(torch.tensor([PROMPT]))
+    options: dict[str, Any] = {"inputs_embeds": embeddings, "max_new_tokens": 6, "do_sample": False}
+    if not whole:
+        assert sc.generate(clamped, **options, engine_config=EAGER)[0].tolist() == expected
+
+
+def test_hooks_may_give_the_table_other_ids(model: PreTrainedModel) -> None:
+    hooked = with_table(model, nn.Embedding)
+    hooked.get_input_embeddings().register_forward_pre_hook(lambda _, args: (args[0] % VOCABULARY,))
+    expected = hooked.generate(torch.tensor([PROMPT]), max_new_tokens=6, do_sample=False)
+    assert torch.equal(sc.generate(hooked, torch.tensor([PROMPT]), max_new_tokens=6, do_sample=False), expected)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, Rows])
+def test_prompts_of_embeddings_end_by_name_too(model: PreTrainedModel, kind: type[nn.Module]) -> None:
+    model = with_table(model, kind)
     embeddings = model.get_input_embeddings()(torch.tensor([PROMPT]))
     with pytest.raises(RuntimeError, match=WORDS):
         sc.generate(model, inputs_embeds=embeddings, max_new_tokens=6, do_sample=False, engine_config=EAGER)
+
+
+def test_a_prompt_whose_tokens_have_types_must_have_embeddings() -> None:
+    """The engine is given ids that tell both."""
+    model = tiny("gpt2")
+    model.lm_head = nn.Linear(model.config.n_embd, VOCABULARY + 16, bias=False).eval()
+    ids = torch.tensor([[5, UNKNOWN_ID, 7]])
+    with pytest.raises(ValueError, match=f"less than .*{VOCABULARY}, got {UNKNOWN_ID}"):
+        sc.generate(model, ids, token_type_ids=torch.zeros_like(ids), max_new_tokens=2, engine_config=EAGER)
 
 
 def test_drafts_go_as_far_as_the_model_knows_them() -> None:
