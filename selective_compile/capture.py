@@ -15,6 +15,8 @@ from torch import fx, nn
 from torch._dynamo.comptime import comptime
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.nn_module import NNModuleVariable, UnspecializedNNModuleVariable
 from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -50,6 +52,7 @@ class Captured:
     """Dynamo's graph from token ids (and an attention mask, if the model takes one) to logits ``[1, S, V]``.
 
     ``max_tokens``: the largest S that it holds for, where the model has a table of positions that ends; None if any.
+    ``sets``: whether a call sets attributes of the model's modules.
     ``read``: the attributes that the trace depends on, and the code.
     ``conditions``: what it holds for.
     """
@@ -57,6 +60,7 @@ class Captured:
     module: fx.GraphModule
     examples: list[Any]
     max_tokens: int | None
+    sets: bool = False
     read: Read = Read()
     conditions: tuple[Condition, ...] = ()
 
@@ -88,6 +92,7 @@ def capture(model: nn.Module, functions: Mapping[Place, Recognised] | None = Non
                 module=module,
                 examples=list(examples),
                 max_tokens=longest_of_graph(),
+                sets=sets_attributes(),
                 read=read_by_trace(),
                 conditions=conditions_of(guards_of_trace()),
             )
@@ -204,6 +209,12 @@ def longest_of_graph() -> int | None:
     if refusals:
         raise RefusedError(refusals)
     return longest_request(guard.expr for guard in guards)
+
+
+def sets_attributes() -> bool:
+    tx: Any = InstructionTranslator.current_tx()
+    written = tx.output.side_effects.store_attr_mutations
+    return any(isinstance(variable, (NNModuleVariable, UnspecializedNNModuleVariable)) for variable in written)
 
 
 def guards_of_trace() -> Iterator[Any]:

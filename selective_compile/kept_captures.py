@@ -19,6 +19,7 @@ import sys
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -31,6 +32,7 @@ from transformers.utils import output_capturing
 
 from selective_compile.capture import Captured, capture, check, logits_call
 from selective_compile.environment_read import variables_read
+from selective_compile.first_call import settled
 from selective_compile.kept_files import attempt, data_of, own_folder, was_of_use, write
 from selective_compile.live_settings import LiveSettings, Read, words_of
 from selective_compile.named_tensors import all_tensors_of, kind_of
@@ -69,7 +71,7 @@ def capture_once(model: nn.Module) -> Captured:
             with attempt(f"take {file}"):
                 if (found := loaded(file, model)) is not None:
                     return found
-    captured = capture(model)
+    captured = settled(model, partial(capture, model))
     if parts:
         with attempt("keep a capture"):
             save(captured, model, own_folder(), parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +18,7 @@ from selective_compile.choices import KvDtype
 from selective_compile.compiled_step import CompiledStep, native_kernels_run, runs_native
 from selective_compile.compiling import compiled
 from selective_compile.current_device import on
-from selective_compile.first_call import make_for_good
+from selective_compile.first_call import set_for_good, settled
 from selective_compile.first_steps import may_be_followed, run_first_steps
 from selective_compile.fp8_scales import BLOCK, SLOTS, KvScales, measure_scales, spread_ids
 from selective_compile.int8_rows import row_bytes
@@ -375,7 +376,7 @@ def captured_and_rewritten(
     A model that makes itself a table when first called is given that first.
     """
     captured, rewritten = rewritten_as_it_is(model, functions, max_window, modules, latents=latents, keep=keep)
-    if rewritten.traced.makes_constants and make_for_good(model):
+    if rewritten.traced.makes_constants and set_for_good(model, Tensor):
         return rewritten_as_it_is(model, functions, max_window, modules, latents=latents, keep=keep)
     return captured, rewritten
 
@@ -389,7 +390,7 @@ def rewritten_as_it_is(
     latents: bool,
     keep: bool,
 ) -> tuple[Captured, Rewrite]:
-    captured = capture_once(model) if keep else capture(model, functions)
+    captured = capture_once(model) if keep else settled(model, partial(capture, model, functions))
     named = {str(place): known for place, known in functions.items()}
     rewritten = rewrite(
         captured.module,

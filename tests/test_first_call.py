@@ -1,4 +1,4 @@
-"""A model that makes itself a table when first called is traced with it; nothing else is left in it."""
+"""A model that sets a flag, or makes a table, when first called is traced with it; nothing else is left in it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import selective_compile as sc
-from selective_compile.first_call import make_for_good
+from selective_compile.first_call import set_for_good
 from tests.decoders import WIDTH, Decoder
 from tests.models import tiny
 from tests.oracle import assert_same_tokens
@@ -37,6 +38,25 @@ class Counted(Made):
         return super().forward(x)
 
 
+class Flagged(nn.Module):
+    """As RWKV, whose weights its first call divides, by one where it has few layers."""
+
+    called = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.called:
+            self.called = True
+        return x
+
+
+class Alternating(nn.Module):
+    odd = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.odd = not self.odd
+        return x
+
+
 class Last(nn.Module):
     last: Tensor | None = None
 
@@ -53,20 +73,46 @@ def decoder(kind: type[nn.Module]) -> Any:
 
 def test_what_a_second_call_leaves_is_made_for_good() -> None:
     model = decoder(Made)
-    assert make_for_good(model) and torch.equal(model.mix.scale, torch.linspace(0.5, 1.5, WIDTH))
-    assert not make_for_good(model)
+    assert set_for_good(model, Tensor) and torch.equal(model.mix.scale, torch.linspace(0.5, 1.5, WIDTH))
+    assert not set_for_good(model, Tensor)
 
 
 def test_what_a_call_only_counts_stays() -> None:
     model = decoder(Counted)
-    assert make_for_good(model)
+    assert set_for_good(model, Tensor)
     assert model.mix.calls == 0 and model.mix.scale is not None
 
 
 def test_what_depends_on_the_tokens_is_not_left() -> None:
     model = decoder(Last)
-    assert not make_for_good(model)
+    assert not set_for_good(model, Tensor)
     assert model.mix.last is None and "last" not in vars(model.mix)
+
+
+def test_flags_that_stay_are_set_for_good() -> None:
+    model, other = decoder(Flagged), decoder(Alternating)
+    assert set_for_good(model, bool) and model.mix.called
+    assert not set_for_good(other, bool) and "odd" not in vars(other.mix)
+
+
+def rwkv(layers: int, rescale_every: int) -> Any:
+    sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": layers, "context_length": 64}
+    config = AutoConfig.for_model("rwkv", rescale_every=rescale_every, **sizes)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.mark.parametrize(("layers", "rescale_every"), [(2, 6), (2, 0), (4, 2)])
+def test_rwkv_that_nobody_has_called_is_ragged_and_stays_so(layers: int, rescale_every: int) -> None:
+    model, reference = rwkv(layers, rescale_every), rwkv(layers, rescale_every)
+    assert sc.explain(model).verdict == "ragged"
+    engine = sc.Engine(model, FAST)
+    with torch.no_grad():
+        model(torch.tensor([[5, 7, 9]]))
+    engine._runner.look_closely()
+    assert_same_tokens(reference, [5, 7, 9], engine.submit([5, 7, 9], max_new_tokens=9).result().tokens)
 
 
 def longrope(original: int) -> Any:

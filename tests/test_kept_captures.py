@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from selective_compile import kept_captures, kept_files, programs
 from selective_compile.capture import ATTENTION_MASK, capture
 from selective_compile.coverage.random_model import random_model
-from selective_compile.kept_captures import ENDING, capture_once
+from selective_compile.kept_captures import ENDING, capture_once, save
 from selective_compile.options import EngineConfig
 from selective_compile.passes import RefusedError, rewrite
+from selective_compile.same_logits import writes_inputs
 from tests.decoders import Small
 from tests.models import tiny
 
@@ -360,13 +361,20 @@ class SetsUp(Small):
 
 
 @pytest.mark.parametrize("how", ["in place", "a part", "as an operator", "given to write to", "other memory"])
-def test_a_trace_that_changes_weights_is_not_kept_and_nowhere_tried(how: str, own_folder: Path) -> None:
-    model = SetsUp().eval()
-    model.how = how
+def test_a_trace_that_changes_weights_is_neither_kept_nor_tried(how: str, own_folder: Path) -> None:
+    """What a first call sets up is set up once; that trace is kept which is behind it."""
+    model, called = SetsUp().eval(), SetsUp().eval()
+    model.how = called.how = how
+    called(torch.tensor([[1, 2, 3]]))
     before = model.head.weight.detach().clone()
     with contextlib.suppress(RefusedError):  # where Dynamo cannot follow it
-        capture_once(model)
+        captured = capture(model)
+        with pytest.raises(ValueError, match="must write to nothing"):
+            save(captured, model, own_folder, "parts")
     assert not kept(own_folder) and torch.equal(model.head.weight, before) and not model.ready
+    with contextlib.suppress(RefusedError):
+        assert not writes_inputs(capture_once(model), model) and model.ready
+    assert torch.equal(model.head.weight, called.head.weight if model.ready else before)
 
 
 def test_a_file_of_which_a_bit_is_another_is_not_taken(
