@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from selective_compile.capture import Captured
 from selective_compile.isolated_cache import Caches, put_at
 from selective_compile.isolated_op import running
 from selective_compile.module_program import ModuleProgram
-from selective_compile.module_state import State, own_attributes
+from selective_compile.module_state import Place, State, own_attributes
 from selective_compile.options import EngineConfig
 from selective_compile.passes import Refusal, Rewrite
 from selective_compile.passes.isolated_call import Argument, IsolatedCall
@@ -97,9 +97,10 @@ class Wholes:
 class IsolatedProgram(ModuleProgram):
     """As `ModuleProgram`, with modules called for each request by itself; ``mode`` says on what.
 
-    ``isolated`` has the modules' paths, and why they are.  One that is given no cache sees all tokens of its request up
-    to the last of the step: exact if what it gives for a token does not depend on the tokens behind it, and slow.
-    One that is given a cache sees, of a request of more than `TRIED` tokens, what `generate` would show it.
+    ``isolated`` has the modules' paths, and why they are; ``written`` are buffers that each call writes, of which each
+    request has its own.  One that is given no cache sees all tokens of its request up to the last of the step: exact if
+    what it gives for a token does not depend on the tokens behind it, and slow.  One that is given a cache sees, of a
+    request of more than `TRIED` tokens, what `generate` would show it.
     """
 
     keeps_requests = True
@@ -115,12 +116,16 @@ class IsolatedProgram(ModuleProgram):
         max_positions: int | None,
         isolated: Mapping[str, Refusal],
         caches: Caches | None,
+        written: Collection[Place] = (),
         mode: Mode,
         captured: Captured | None = None,
     ) -> None:
         super().__init__(model, rewritten, config, max_positions=max_positions, captured=captured)
         self.isolated, self.mode = isolated, mode
         self._caches = caches
+        self._written = {
+            (copied, kind, name) for own, copied in self._pairs for module, kind, name in written if module is own
+        }
         self._modes = [mode_of(call, mode, caches) for call in self.calls]
         self._requests: dict[Hashable, Kept] = {}
 
@@ -190,7 +195,7 @@ class IsolatedProgram(ModuleProgram):
             assert self._caches is not None
             put_at(self._caches.calls[call.module].cache, self._caches.new(), args, kwargs)
         found: list[Tensor] = []
-        with own_attributes(module, share.kept.attributes.get(number, {})) as left:
+        with own_attributes(module, share.kept.attributes.get(number, {}), self._written) as left:
             structure_of(module(*args, **kwargs), found)
         if mode != "all tokens":
             share.kept.attributes[number] = left

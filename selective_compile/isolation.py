@@ -28,7 +28,8 @@ from selective_compile.isolated_program import MODES, IsolatedProgram, Mode
 from selective_compile.isolation_trial import NEEDED, departs
 from selective_compile.live_settings import hook_refusals
 from selective_compile.module_program import ModuleProgram
-from selective_compile.module_state import lock_of, own_attributes, same_buffers
+from selective_compile.module_state import Place as StatePlace
+from selective_compile.module_state import lock_of, own_attributes, same_buffers, unchanged
 from selective_compile.one_token import one_token_refusal
 from selective_compile.options import EngineConfig, Fallback
 from selective_compile.passes import Refusal, RefusedError, Rewrite
@@ -81,6 +82,7 @@ class Proved:
     rewritten: Rewrite
     isolated: Mapping[str, Refusal]
     caches: Caches | None = None
+    written: frozenset[StatePlace] = frozenset()  # buffers, by each call
     mode: Mode = "all tokens"
 
     @property
@@ -166,11 +168,15 @@ def ragged(model: nn.Module, fallback: Fallback, max_window: int | None, *, late
 
 
 @torch.no_grad()
-def run_once(model: nn.Module) -> None:
-    """Some models change themselves when first called, such as rescale their weights, which copies would not tell."""
+def buffers_written(model: nn.Module) -> frozenset[StatePlace]:
+    """By a call that is not the first: some models change themselves in that, such as rescale their weights, which
+    copies would not tell."""
     call, arguments = logits_call(model, torch.zeros(1, 2, dtype=torch.int64, device=device_of(model)))
     with own_attributes(model, {}):
         call(*arguments)
+    with unchanged(model) as written:
+        call(*arguments)
+    return frozenset(written)
 
 
 def mode_found(model: nn.Module, found: Proved) -> Mode | None:
@@ -195,6 +201,7 @@ def mode_found(model: nn.Module, found: Proved) -> Mode | None:
             max_positions=longest,
             isolated=found.isolated,
             caches=found.caches,
+            written=found.written,
             mode=mode,
         )
         if not departs(model, program):
@@ -230,7 +237,7 @@ def isolated(model: nn.Module, error: RefusedError, *, refuse: bool = False, lat
     ``refuse``: None also where modules would have to run for one request after another.
     """
     try:
-        run_once(model)
+        written = buffers_written(model)
         results = results_of_modules(model)
         functions = recurrences_of(model)
     except CANNOT:  # the model itself cannot be called so, as those that know only some lengths
@@ -251,7 +258,8 @@ def isolated(model: nn.Module, error: RefusedError, *, refuse: bool = False, lat
             continue
         if refuse and found.isolated:
             return None
-        found = replace(found, caches=caches_of(model, found.isolated) if found.isolated else None)
+        caches = caches_of(model, found.isolated) if found.isolated else None
+        found = replace(found, caches=caches, written=written)
         mode = mode_found(model, found)
         return None if mode is None else replace(found, mode=mode)
     return None

@@ -176,6 +176,7 @@ def step_program(model: nn.Module, config: EngineConfig, proved: Proved) -> Step
             max_positions=longest,
             isolated=proved.isolated,
             caches=proved.caches,
+            written=proved.written,
             mode=proved.mode,
             captured=captured,
         )

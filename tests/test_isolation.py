@@ -69,6 +69,19 @@ class Keeping(nn.Module):
         return means
 
 
+class Writing(nn.Module):
+    """As `Highest`; leaves the last value in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        highest = x.cummax(1).values
+        self.last.copy_(highest[0, -1])
+        return highest
+
+
 class Backwards(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.flip(1).cumsum(1).flip(1) / 10
@@ -224,6 +237,20 @@ def test_state_that_a_module_keeps_in_itself_is_not_shared() -> None:
             logits = reference_logits(skeleton(model, {}), [3, 5, 7][: n + 1] + tokens[:place], [token])[0]
             assert float(logits.max() - logits[token]) < TOLERANCE
     assert model.mixers[0].last is None
+
+
+def test_buffers_that_a_module_writes_are_each_requests_own() -> None:
+    """They are no weights that have changed, for which all that was computed would be dropped in every step."""
+    model, program = compiled(Writing)
+    engine = sc.Engine(model, CONFIG, program=program)
+    prompts = [list(range(30)), [3, 5, 7]]
+    requests = [engine.submit(prompt, max_new_tokens=6) for prompt in prompts]
+    for prompt, request in zip(prompts, requests, strict=True):
+        while not request.finished:
+            assert engine.stats().steps < 50
+            engine.step()
+        assert_same_tokens(model, prompt, request.result().tokens)
+    assert engine.stats().preemptions == 0
 
 
 def test_fallback_says_how_far_to_go() -> None:
