@@ -69,7 +69,7 @@ def test_a_gpu_is_made_current_and_a_cpu_never(monkeypatch: pytest.MonkeyPatch) 
     [
         (
             lambda: Mixed(Decay),
-            [(isolation, "run_once"), (isolation_trial, "in_steps"), (isolation, "one_token_refusal")],
+            [(isolation, "buffers_written"), (isolation_trial, "in_steps"), (isolation, "one_token_refusal")],
         ),
         (lambda: prefix_model(5), [(prefix_trial, "both"), (prefix_trial, "in_steps"), (isolation, "handed_refusal")]),
     ],
