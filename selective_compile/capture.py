@@ -121,8 +121,14 @@ def capture(model: nn.Module, functions: Mapping[Place, Recognised] | None = Non
 @contextmanager
 def by_dynamo() -> Iterator[None]:
     """Dynamo traces as it would by default: with what a user has set for other code, or under a mode of his that sees
-    each operator, it would leave the call as it is.  It does not warn of what transformers' own code calls."""
-    config = {"specialize_float": True, "assume_static_by_default": True, "disable": False}
+    each operator, it would leave the call as it is.  What it has traced before, of a model with other sizes, is none of
+    its business.  It does not warn of what transformers' own code calls."""
+    config = {
+        "specialize_float": True,
+        "assume_static_by_default": True,
+        "automatic_dynamic_shapes": False,
+        "disable": False,
+    }
     with torch._dynamo.config.patch(config), torch.compiler.set_stance("default"), _disable_current_modes():
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", CACHED_FUNCTION)

@@ -120,6 +120,23 @@ def test_how_a_copy_lies_in_memory_is_no_branch() -> None:
         capture(Decoder(layers=1, mix=few_are_doubled))
 
 
+class Scaled(nn.Module):
+    """By a tensor that is a plain attribute."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.scale = torch.linspace(1, 2, groups)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.unflatten(-1, (len(self.scale), -1)) * self.scale[:, None]).flatten(-2)
+
+
+def test_models_of_one_code_may_have_tensors_of_other_sizes() -> None:
+    """Of which Dynamo would take the second one's for a number that may be any."""
+    for groups in (4, 8, 16):
+        capture(Decoder(layers=1, mix=Scaled(groups)))
+
+
 def by_values(x: Tensor) -> Tensor:
     for sign in (x > 0).to(torch.int64).unique().tolist():
         x = x + sign
