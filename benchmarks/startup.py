@@ -24,7 +24,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from selective_compile import compiling, step_program
+from selective_compile import compiling, rewriting, step_program
 from selective_compile.bench.arguments import benchmark_parser, keep, parsed
 from selective_compile.bench.serving import random_llama
 from selective_compile.bench.settings import LlamaShape
@@ -37,8 +37,8 @@ from benchmarks.phases import timed, watched
 
 LAYERS, QUICK = (8, 32), (7,)
 QUICK_STARTS = {False: ("cold", "warm", "traced"), True: ("cold",)}  # does it run?
-CALLED = {"capture": "capture", "capture_once": "capture", "rewrite": "passes", "compiled": "compiling"}
-CALLED = {f"{step_program.__name__}.{name}": part for name, part in CALLED.items()}
+CALLED = {f"{rewriting.__name__}.{name}": "capture" for name in ("capture", "capture_once")}
+CALLED |= {f"{rewriting.__name__}.rewrite": "passes", f"{step_program.__name__}.compiled": "compiling"}
 STARTS = {"cold": True, "warm": True, "traced": False}  # whether captures are kept, and taken
 PARTS = (*dict.fromkeys(CALLED.values()), "all")
 

@@ -17,7 +17,7 @@ import selective_compile.state_ops  # noqa: F401  (all register the operators th
 from selective_compile.passes.all_ones import all_ones
 from selective_compile.passes.attention import recognise_attention
 from selective_compile.passes.axes import is_symbolic
-from selective_compile.passes.evaluate import ancestors
+from selective_compile.passes.evaluate import MarkedError, ancestors
 from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.flatten import flatten
 from selective_compile.passes.isolate import isolate
@@ -39,6 +39,7 @@ from selective_compile.passes.token_axes import mark_token_axes
 from selective_compile.passes.token_wise import call_once
 from selective_compile.passes.traced_graph import AttentionCall, Refusal, RefusedError, TracedGraph
 from selective_compile.passes.weight_classes import try_weight_classes
+from selective_compile.step import LongForm
 
 __all__ = ["PIPELINE", "AttentionCall", "FlatGraph", "PassRecord", "RefusedError", "Refusal", "Rewrite", "rewrite"]
 
@@ -73,12 +74,16 @@ class PassRecord:
 
 @dataclass(kw_only=True)
 class Rewrite:
-    """The pipeline's result: what was proved and, unless something was refused, the flat graph."""
+    """The pipeline's result: what was proved and, unless something was refused, the flat graph.
+
+    ``long_form``: how requests go on beyond `TracedGraph.long_beyond`, which is for who asked for it to find out.
+    """
 
     traced: TracedGraph
     flat: FlatGraph | None = None
     tails: tuple[Tail, ...] = ()
     records: list[PassRecord] = field(default_factory=list)
+    long_form: LongForm | None = None
 
     @property
     def refusals(self) -> list[Refusal]:
@@ -106,6 +111,7 @@ def rewrite(
     modules: WholeModules | None = None,
     latents: bool = True,
     traces: Traces | None = None,
+    long_form: bool = False,
 ) -> Rewrite:
     """Run the pipeline on Dynamo's graph.
 
@@ -114,7 +120,8 @@ def rewrite(
     capture left whole, by name, with what they compute; ``modules`` are those that it left whole.  ``max_window``: let
     no attention see farther, whatever the model says; that is no part of the pipeline, for it changes results.
     ``latents``: pools keep what keys and values are made of, where that pays.  ``traces`` has graphs that were traced
-    to ATen before, and gets others.  What cannot be proved stands in
+    to ATen before, and gets others.  ``long_form``: positions may tell which tokens are of long requests, for a model
+    that computes these otherwise.  What cannot be proved stands in
     ``refusals`` and leaves ``flat`` None.  Raises `RefusedError` when the graph's inputs are not those of a decoder at
     all.
     """
@@ -124,15 +131,19 @@ def rewrite(
         all_ones(traced, ones)
     if paged:
         drop_stored_weights(traced)
-        settle_lengths(traced)
         forget_overwritten(traced)
+        settle_lengths(traced, long_form=long_form)
     result = Rewrite(traced=traced, tails=take_off_tails(traced.module))
     if paged and not all(tail.keeps_last for tail in result.tails):
         traced.refuse(traced.output_node, "it cuts off the logits of the last token")
     for name, analysis in ANALYSES:
         if analysis is recognise_latents and not (paged and latents):
             continue
-        result.timed(name, lambda analysis=analysis: analysis(traced))  # type: ignore[misc]
+        try:
+            result.timed(name, lambda analysis=analysis: analysis(traced))  # type: ignore[misc]
+        except MarkedError as error:
+            traced.refuse(traced.output_node, f"what is to be proved of {error} depends on which requests are long")
+            return result
     if paged and not traced.refusals:  # a request grows past any length, a padded call tests the one it is called with
         traced.refusals += traced.narrowings
     if traced.refusals:

@@ -83,6 +83,10 @@ def leaves(arguments: Any) -> Iterator[Any]:
         yield from leaves(argument)
 
 
+class MarkedError(Exception):
+    """What is to be evaluated depends on which requests are long: a value for short ones alone would prove nothing."""
+
+
 def evaluate(
     traced: TracedGraph,
     node: fx.Node,
@@ -104,6 +108,8 @@ def evaluate(
     for current in ancestors(node, frozenset(given)):
         if current in given:
             values[current] = given[current]
+        elif current is traced.long_numbers:
+            raise MarkedError(node.name)
         elif isinstance(current.meta.get("val"), (torch.SymInt, int)):
             values[current] = concrete(current.meta["val"], symbols)
         elif current.op == "placeholder":

@@ -39,7 +39,7 @@ from selective_compile.passes.traced_graph import (
     TokenTensor,
     TracedGraph,
 )
-from selective_compile.step import reaches
+from selective_compile.step import LONG, reaches
 
 aten = torch.ops.aten
 PAGED = ("cu_seqlens_q", "context_lens", "block_table", "slot_mapping")
@@ -262,7 +262,7 @@ class Flattener:
             if rows is None or rows.from_end or self.traced.axes[node].is_pair:
                 continue
             with self.graph.inserting_before(node):
-                index = self.graph.call_function(aten.add.Tensor, (self.new["positions"], rows.start))
+                index = self.graph.call_function(aten.add.Tensor, (self.positions(), rows.start))
                 chosen = self.graph.call_function(aten.index_select.default, (node.args[0], rows.dim, index))
             node.replace_all_uses_with(chosen)
             self.graph.erase_node(node)
@@ -273,7 +273,7 @@ class Flattener:
             axes = self.traced.axes.get(node)
             if axes is None or not node.users or not is_positional_root(axes, node):
                 continue
-            line = straight_line(self.traced, node)
+            line = (0, 1) if node is self.traced.long_numbers else straight_line(self.traced, node)
             if line is None:
                 self.traced.refuse(node, "its values by position are no straight line, and no table of them is kept")
                 continue
@@ -284,7 +284,8 @@ class Flattener:
 
     def numbered(self, node: fx.Node, first: int, step: int) -> fx.Node:
         call = self.graph.call_function
-        scaled = call(aten.mul.Tensor, (self.new["positions"], step)) if step != 1 else self.new["positions"]
+        numbers = self.new["positions"] if node is self.traced.long_numbers else self.positions()
+        scaled = call(aten.mul.Tensor, (numbers, step)) if step != 1 else numbers
         moved = call(aten.add.Tensor, (scaled, first)) if first else scaled
         cast = call(aten.to.dtype, (moved, node.meta["val"].dtype))
         sizes = self.sizes_of(node)
@@ -292,6 +293,12 @@ class Flattener:
         if all(abs(size) == 1 for size in sizes):
             return column
         return call(aten.expand.default, (column, sizes))
+
+    def positions(self) -> fx.Node:
+        """[T], without marks of long requests."""
+        if self.traced.long_numbers is None:
+            return self.new["positions"]
+        return self.graph.call_function(aten.bitwise_and.Scalar, (self.new["positions"], LONG - 1))
 
     def check_survivors(self) -> None:
         """What is left must be token-wise: reads at a token's own index and pairs of tokens belong to masks only."""

@@ -1,7 +1,7 @@
-"""Before pass 2, for the engine: what tells whether a request is longer than some number bounds requests.
+"""Before pass 2, for the engine: what tells whether a request is longer than some number is settled.
 
 Before::  where(gt(add(max(positions), 1), 4096), long, short)
-After::   short, and requests have at most 4096 tokens
+After::   short, and requests have at most 4096 tokens; or both, and each token's own (`long_form`)
 
 As where the model's own code asks for the number of tokens, which Dynamo takes down (`lengths`): the graph is of the
 side that short requests are on.  Tried on lengths, not proved: on all up to `DENSE`, and around every constant and
@@ -10,6 +10,7 @@ power of two beyond.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,30 +19,52 @@ from torch import fx
 from selective_compile.passes.axes import is_symbolic
 from selective_compile.passes.evaluate import ancestors, constants_in, evaluate
 from selective_compile.passes.lengths import CAPTURE_TOKENS, SHORTEST, lengths_around
+from selective_compile.passes.long_form import chosen_by, has_forms, keep_both, known_as
 from selective_compile.passes.traced_graph import TracedGraph, is_lost, is_mutable
 
-aten = torch.ops.aten
 DENSE, LARGEST = 512, 2**20
 
 
-def settle_lengths(traced: TracedGraph) -> int:
-    """Replaces conditions that hold, or do not, for all requests up to some length; returns how many."""
-    settled = 0
-    for node in list(traced.tensors()):
-        if not is_condition(traced, node):
+@dataclass(frozen=True, kw_only=True)
+class Condition:
+    """A boolean that ``holds``, or not, for requests of up to ``longest`` tokens; ``once``: not so for all others."""
+
+    node: fx.Node
+    holds: bool
+    longest: int
+    once: bool
+
+
+def settle_lengths(traced: TracedGraph, *, long_form: bool) -> int:
+    """Replaces conditions that hold, or do not, for all requests up to some length; returns how many.
+
+    ``long_form``: longer requests are computed, too, where the model computes all that are longer in one other way.
+    """
+    found = deciding(traced)
+    beyond = min((each.longest for each in found if each.longest < LARGEST), default=LARGEST)
+    turning = [each for each in found if each.longest == beyond < LARGEST]
+    if long_form and all(each.once for each in turning) and has_forms(traced, [each.node for each in turning]):
+        keep_both(traced, {each.node: each.holds for each in turning}, beyond)
+    else:
+        turning = []
+    for each in found:
+        if each in turning:
             continue
-        known = value_up_to(traced, node)
-        if known is None:
-            continue
-        holds, longest = known
-        if longest < LARGEST:
-            traced.bound(longest)
-        settle(traced, node, holds)
-        settled += 1
-    if settled:
+        if each.longest < LARGEST:
+            traced.bound(each.longest)
+        settle(each.node, each.holds)
+    if found:
         traced.graph.eliminate_dead_code()
         traced.module.recompile()
-    return settled
+    return len(found)
+
+
+def deciding(traced: TracedGraph) -> list[Condition]:
+    """Those that are known, and decide something by themselves, not by way of others alone."""
+    found = [known_of(traced, node) for node in list(traced.tensors()) if is_condition(traced, node)]
+    known = [each for each in found if each is not None]
+    nodes = {each.node for each in known}
+    return [each for each in known if not nodes.issuperset(each.node.users)]
 
 
 def is_condition(traced: TracedGraph, node: fx.Node) -> bool:
@@ -63,38 +86,31 @@ def is_condition(traced: TracedGraph, node: fx.Node) -> bool:
     return counted
 
 
-def value_up_to(traced: TracedGraph, node: fx.Node) -> tuple[bool, int] | None:
-    """What the condition is for short requests, and up to which length; None if other lengths are in between."""
+def known_of(traced: TracedGraph, node: fx.Node) -> Condition | None:
+    """None if neither of its values is that of all lengths from the shortest to one beyond that of the capture."""
 
     def at(tokens: int) -> bool:
         return bool(evaluate(traced, node, batch=1, tokens=tokens, given={}))
 
-    first, last = at(SHORTEST), SHORTEST
-    for length in lengths_around(constants_in(node), SHORTEST, dense=DENSE, largest=LARGEST):
-        if at(length) != first:
-            return (first, last) if last > CAPTURE_TOKENS else None
-        last = length
-    return first, LARGEST
+    lengths = lengths_around(constants_in(node), SHORTEST, dense=DENSE, largest=LARGEST)
+    values = [at(length) for length in lengths]
+    holds = values[0]
+    if all(value == holds for value in values):
+        return Condition(node=node, holds=holds, longest=LARGEST, once=False)
+    change = values.index(not holds)
+    longest = lengths[change - 1]
+    if longest <= CAPTURE_TOKENS:
+        return None
+    return Condition(node=node, holds=holds, longest=longest, once=holds not in values[change:])
 
 
-def settle(traced: TracedGraph, node: fx.Node, holds: bool) -> None:
+def settle(node: fx.Node, holds: bool) -> None:
     """The condition is ``holds``: who chooses by it alone has chosen."""
     for user in list(node.users):
-        if user.target is aten.where.self and user.args[0] is node:
-            chosen: Any = user.args[1 if holds else 2]
-            if alike(chosen, user):
-                user.replace_all_uses_with(chosen)
-                traced.graph.erase_node(user)
+        chosen = chosen_by(user, node, holds)
+        if chosen is not None:
+            user.replace_all_uses_with(chosen)
+            user.graph.erase_node(user)
     if node.users:
-        value = node.meta["val"]
-        with traced.graph.inserting_before(node):
-            known = traced.graph.call_function(
-                aten.full.default, (list(value.shape), holds), {"dtype": torch.bool, "device": value.device}
-            )
-        known.meta = dict(node.meta)
-        node.replace_all_uses_with(known)
-
-
-def alike(chosen: fx.Node, result: fx.Node) -> bool:
-    one, other = chosen.meta["val"], result.meta["val"]
-    return bool(one.shape == other.shape and one.dtype == other.dtype and one.device == other.device)
+        with node.graph.inserting_before(node):
+            node.replace_all_uses_with(known_as(node, holds))

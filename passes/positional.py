@@ -77,6 +77,8 @@ def numbers_in(traced: TracedGraph, node: fx.Node, tokens: int) -> int:
 def made_of_sizes(traced: TracedGraph, node: fx.Node) -> bool:
     refused = {refusal.node for refusal in traced.refusals}
     sources = {given.node for given in traced.inputs if given.place != "size"}
+    if traced.long_numbers is not None:  # whose marks no size tells
+        sources.add(traced.long_numbers)
     found = ancestors(node)
     return not any(current in sources or current.name in refused or is_mutable(current) for current in found) and all(
         torch.Tag.nondeterministic_seeded not in getattr(current.target, "tags", ()) for current in found

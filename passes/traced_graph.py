@@ -258,7 +258,8 @@ class TracedGraph:
     they are known to compute (`recurrence_match.Recognised`).  ``modules`` runs copies of the modules
     that capture left whole, to see what they compute; None where there are none.  ``proved_from`` are buffers of the
     model whose values a proof has read: it holds as long as they stay.  ``makes_constants``: the forward stores a
-    tensor that no input of a call decides, as one does that makes a table when it is first called.
+    tensor that no input of a call decides, as one does that makes a table when it is first called.  ``long_beyond``:
+    of requests of more tokens the graph is told by marks on ``long_numbers`` (`long_form`); None: it knows of none.
     """
 
     module: fx.GraphModule
@@ -278,6 +279,8 @@ class TracedGraph:
     max_tokens: int | None = None
     proved_from: list[Input] = field(default_factory=list)
     makes_constants: bool = False
+    long_beyond: int | None = None
+    long_numbers: fx.Node | None = None
 
     @property
     def graph(self) -> fx.Graph:

@@ -40,6 +40,7 @@ class RequestSearch:
                 known_ids=state.known_ids,
                 prefix=state.prefix,
                 use_cache=state.use_cache,
+                long_form=state.long_form,
             )
             for place in range(1, params.num_beams)
         ]

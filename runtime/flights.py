@@ -109,9 +109,9 @@ class Flights:
             return None
         given = self._rows()
         found = array("q")
-        for state, _, num_tokens, _, _ in plan.shares:
+        for state, _, num_tokens, samples, _ in plan.shares:
             found.extend([-1] * num_tokens)
-            if state.unknown:
+            if state.unknown and samples:  # one that begins anew may have a share that ends before that token
                 found[-1] = given[state.number]
         return found
 

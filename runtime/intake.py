@@ -22,6 +22,7 @@ from selective_compile.runtime.merged_fields import merged, samples_asked
 from selective_compile.runtime.prompt import check_length, check_terms, token_ids
 from selective_compile.runtime.request_state import RequestId, RequestState, Terms
 from selective_compile.runtime.samples import Asked, options_of_samples
+from selective_compile.step import LongForm
 
 # Samples of one request, all of which are made before the first of them runs, while nobody else is taken in. They may
 # be more than run at a time: the others wait.
@@ -38,6 +39,7 @@ class Submission:
         shown: what stands for the prompt where others than the model look at it; None: the prompt does.
         id_offset: what is added to the ids of generated tokens where the model looks at them.
         known_ids: it can go on from generated tokens less than this.
+        long_form: of the model.
         cut_up_to: of requests of at most so many tokens the prompt may be computed in parts; None: of all.
         prefix: of any prompt, so many first tokens may not.
     """
@@ -51,6 +53,7 @@ class Submission:
     known_ids: int
     shown: array[int] | None = None
     id_offset: int = 0
+    long_form: LongForm | None = None
 
     def is_whole(self, max_new_tokens: int) -> bool:
         """Whether its prompt must be computed in one step."""
@@ -70,6 +73,7 @@ class Submission:
             id_offset=self.id_offset,
             known_ids=self.known_ids,
             use_cache=params.use_cache,
+            long_form=self.long_form,
         )
 
 
@@ -118,11 +122,12 @@ class Intake:
         prompt = token_ids(prompt_ids, known if shown is not None else min(known, self._program.vocab_size))
         checked = check_terms(arrival=arrival, deadline=deadline, **terms)
         names: list[bytes] = []
-        prefix = self._program.prefix
+        prefix, form = self._program.prefix, self._program.long_form
         # Made here: in a step, they would keep all other requests waiting.
         if self._reuses_blocks and len(prompt) >= prefix:
             size = self._config.block_size
-            extend_names(names, prompt, checked.cache_salt, len(prompt) // size, size, prefix=prefix)
+            long = form is not None and len(prompt) > form.beyond
+            extend_names(names, prompt, checked.cache_salt, len(prompt) // size, size, prefix=prefix, long=long)
         return Submission(
             prompt=prompt,
             terms=checked,
@@ -133,6 +138,7 @@ class Intake:
             known_ids=self._program.known_ids,
             shown=None if shown is None else token_ids(shown, self._program.vocab_size, least=0),
             id_offset=id_offset,
+            long_form=form,
         )
 
     def samples(self, config: GenerationConfig | None, options: dict[str, Any]) -> list[Asked]:

@@ -42,7 +42,7 @@ class StepPlan:
     """What one step computes, in the order in which it lies in the ragged batch.
 
     Attributes:
-        preempted: those that gave up their blocks, to be computed again.
+        preempted: those that gave up their blocks, to be computed again: for others, or since they are `outgrown`.
         admitted: those that wait no more, the first time or again.
         refused: those that could not end by their deadline any more; they have left.
         copies: between the device and the host tier, and to blocks of their own for those who shared one; to be made
@@ -73,19 +73,23 @@ class StepPlan:
 
 @dataclass(kw_only=True)
 class Draft:
-    """A plan in the making; `budget` is what is left of the step's tokens, `prefill` of those for chunks of prompts."""
+    """A plan in the making; `budget` is what is left of the step's tokens, `prefill` of those for chunks of prompts.
+
+    `outgrown`: those that gave up their blocks since these were of no use, `preempted` those that did it for others.
+    """
 
     budget: int
     prefill: int
     shares: list[Share] = field(default_factory=list)
     preempted: list[RequestState] = field(default_factory=list)
+    outgrown: list[RequestState] = field(default_factory=list)
     admitted: list[RequestState] = field(default_factory=list)
     refused: list[RequestState] = field(default_factory=list)
 
     def plan(self, *, copies: tuple[Copy | BlockCopy, ...], empty_slots: int) -> StepPlan:
         return StepPlan(
             shares=tuple(self.shares),
-            preempted=tuple(self.preempted),
+            preempted=(*self.outgrown, *self.preempted),
             admitted=tuple(self.admitted),
             refused=tuple(self.refused),
             copies=copies,

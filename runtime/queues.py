@@ -18,7 +18,8 @@ class Queues:
     A request is admitted with the blocks of all the tokens it has, so only growth by generated tokens can find the
     pool empty. Then the request that was admitted last is preempted: it gives back its blocks and waits to be computed
     again. The one that was admitted first is never preempted, and a request that could not run with the pool to itself
-    is never added, hence every request ends. Nobody overtakes the request that waits first, whatever it takes to admit
+    is never added, hence every request ends. So does one that has grown into the model's long form give back its
+    blocks, once. Nobody overtakes the request that waits first, whatever it takes to admit
     it.
 
     A request of a `width` above 1 has room for as many of the places of `max_requests`: once its prompt is computed,
@@ -162,8 +163,9 @@ class Queues:
     def check(self) -> None:
         """Assert the invariants of the queues and of the pool."""
         running, waiting = list(self._running.values()), list(self._waiting)
-        numbers = [state.number for state in running + sorted(waiting, key=lambda state: state.number)]
-        assert len(set(numbers)) == len(numbers) == len(running) + self.num_waiting, numbers
+        states = running + sorted(waiting, key=lambda state: state.number)
+        assert len({state.number for state in states}) == len(states) == len(running) + self.num_waiting, states
+        numbers = [state.number for state in states if not (state.began_anew or state.outgrown)]
         assert self.order != "first_come" or numbers == sorted(numbers), "not in order of arrival"
         assert self._places == sum(state.width for state in running) <= self.max_requests, self._places
         for state in running:
@@ -188,6 +190,9 @@ class Queues:
             return None
         if self._places + sum(member.width for member in state.members) > self.max_requests:
             return None
+        for member in state.members:
+            if member.outgrown:
+                member.choose_form()
         if not self.blocks.admit(state, num_running=len(self._running)):
             return None
         # At no time in neither: whoever runs or waits has an account.
@@ -219,14 +224,16 @@ class Queues:
         return all(self.blocks.cover(member, most) for member, most in ends)
 
     def _preempt_last(self) -> RequestState:
-        _, last = self._running.popitem()
-        for member in last.members:
-            self._running.pop(member.number, None)
+        return self._preempt(next(reversed(self._running.values())).members[0])
+
+    def _preempt(self, leader: RequestState) -> RequestState:
+        for member in leader.members:
+            del self._running[member.number]
             self._give_back(member)
             member.computed = 0
-        self._waiting.add(last.members[0])
+        self._waiting.add(leader)
         self.preemptions += 1
-        return last.members[0]
+        return leader
 
     def _give_back(self, state: RequestState) -> None:
         self._charge_generated(state)

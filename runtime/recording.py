@@ -130,6 +130,7 @@ class FileRecording(Recording):
             rows_from=state.rows_from,
             whole=state.whole,
             prefix=state.prefix,
+            long_form=state.long_form and dataclasses.asdict(state.long_form),
             options=told,
             untold=untold,
         )

@@ -19,7 +19,7 @@ from selective_compile.runtime.request import FinishReason, RequestTiming
 from selective_compile.runtime.request_state import RequestId, RequestState, Terms
 from selective_compile.runtime.scheduler import Scheduler
 from selective_compile.runtime.stats import RequestEnd, StepObserver, StepRecord
-from selective_compile.step import Reach
+from selective_compile.step import LongForm, Reach
 
 Event = dict[str, Any]
 
@@ -153,6 +153,7 @@ class _ScheduleAgain:
             terms=terms_of(event),
             whole=event.get("whole", False),
             prefix=event.get("prefix", 0),
+            long_form=LongForm(**form) if (form := event.get("long_form")) else None,
         )
         state.rows_from = event.get("rows_from")
         self._states[state.number] = state

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
+
+from selective_compile.step import LongForm
 
 RequestId = int | str
 
@@ -36,6 +38,7 @@ NO_BLOCKS = array("i")
 # Stands for a token that a step on its way has still to give.
 UNKNOWN = -1
 ALL = 2**63  # ids, of a model that has an embedding of each
+NEVER = 2**62  # tokens, of a request that does not come to have so many
 
 
 def unknown_id(token: int, known: int) -> str:
@@ -81,6 +84,9 @@ class RequestState:
         "id_offset",
         "kept",
         "known_ids",
+        "long_beyond",
+        "long_form",
+        "long_from",
         "number",
         "prefix",
         "prompt_length",
@@ -113,6 +119,7 @@ class RequestState:
         id_offset: int = 0,
         known_ids: int = ALL,
         use_cache: bool = True,
+        long_form: LongForm | None = None,
     ) -> None:
         self.request_id = request_id
         self.number = number  # the order of arrival; also tells two requests apart that used one id in turn
@@ -128,6 +135,12 @@ class RequestState:
         self.known_ids = known_ids
         # Whether a model that runs whole has a cache of its own for it.
         self.use_cache = use_cache
+        if long_form is not None and not use_cache:  # without one, all is computed in each step
+            long_form = replace(long_form, anew=True)
+        self.long_form = long_form
+        # With more tokens than `long_beyond`, of which the last is yet to be computed, it is to be computed anew; from
+        # the position `long_from` on its tokens are computed in the long form.
+        self.long_beyond, self.long_from = self._form()
         # The most tokens that can come to be computed: the last one to be generated never is.
         self.final_length = self.prompt_length + max_new_tokens - 1
         self.computed = 0  # how many of the tokens have their keys and values in the blocks
@@ -177,6 +190,32 @@ class RequestState:
             del self.tokens[-self.unknown :]
             self.computed = min(self.computed, len(self.tokens))
             self.unknown = 0
+            if self.long_form is not None and not self.computed:
+                self.choose_form()
+
+    @property
+    def outgrown(self) -> bool:
+        """Whether nothing that was computed of it is of use, since it has grown into the long form."""
+        return len(self.tokens) > self.long_beyond
+
+    @property
+    def began_anew(self) -> bool:
+        return self.long_form is not None and self.long_from == 0 and self.prompt_length <= self.long_form.beyond
+
+    def choose_form(self) -> None:
+        """That of a request of as many tokens, of which nothing is computed: it has no blocks."""
+        before = self.long_from
+        self.long_beyond, self.long_from = self._form()
+        if self.long_from != before:
+            self.block_names = []
+
+    def _form(self) -> tuple[int, int]:
+        form = self.long_form
+        if form is None:
+            return NEVER, NEVER
+        if self.prompt_length > form.beyond or (form.anew and len(self.tokens) > form.beyond):
+            return NEVER, 0
+        return (form.beyond, NEVER) if form.anew else (NEVER, form.beyond)
 
     @property
     def members(self) -> tuple[RequestState, ...]:

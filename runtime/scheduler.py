@@ -117,15 +117,20 @@ class Scheduler(Queues):
         """
         draft = Draft(budget=self.token_budget, prefill=self._prefill_budget())
         self._refuse_late(now, draft)
+        self._fill(draft)
+        if draft.outgrown and not draft.shares:  # nobody else ran: they begin anew in this step
+            self._fill(draft)
+        assert draft.shares or self._ends_are_on_their_way or not self.has_work, "requests wait and none is scheduled"
+        static = self.batching == "static" and bool(self._running)
+        empty = self._batch - self._places if static else 0
+        return draft.plan(copies=self.blocks.take_copies() if draft.shares else (), empty_slots=empty)
+
+    def _fill(self, draft: Draft) -> None:
         if self.batching == "inflight_fused":
             self._continue(draft)
             self._admit_within_budget(draft)
         else:
             self._alternate(draft)
-        assert draft.shares or self._ends_are_on_their_way or not self.has_work, "requests wait and none is scheduled"
-        static = self.batching == "static" and bool(self._running)
-        empty = self._batch - self._places if static else 0
-        return draft.plan(copies=self.blocks.take_copies() if draft.shares else (), empty_slots=empty)
 
     def advance(self, share: Share, token: int | None = None) -> None:
         """The step has computed this share and, where the share samples, generated `token`.
@@ -199,8 +204,10 @@ class Scheduler(Queues):
                 take(share((state, start, 1, True, 0)))
                 budget -= 1
                 continue
-            if budget == 0 or not state.tables:
+            if budget == 0:
                 break
+            if not state.tables:  # it gave way
+                continue
             if draft.prefill or not state.in_prefill:
                 draft.budget = budget
                 # Nobody is left without a token for the sake of another's draft.
@@ -211,10 +218,10 @@ class Scheduler(Queues):
 
     def _next_block(self, state: RequestState) -> bool:
         """Get a block for a request that has filled the one that it decoded in; False: there is none to be had."""
-        if not self.blocks.cover(state, state.computed + 1):
+        if state.outgrown or not self.blocks.cover(state, state.computed + 1):
             return False
         self._charge_generated(state)
-        state.clear_until += self.block_size
+        state.clear_until = min(state.clear_until + self.block_size, state.long_beyond)
         return True
 
     def _admit_to(self, draft: Draft) -> RequestState | None:
@@ -260,6 +267,9 @@ class Scheduler(Queues):
         start, pending = state.computed, len(state.tokens) - state.computed
         if not pending or state.awaits_its_last:
             return True  # until the others of its group are as far, or it ends
+        if state.outgrown:
+            draft.outgrown.append(self._preempt(state.members[0]))
+            return True
         in_prefill = pending > 1 or start < state.prompt_length
         num_tokens = 1
         if in_prefill:
@@ -276,7 +286,7 @@ class Scheduler(Queues):
         if in_prefill:
             draft.prefill = max(0, draft.prefill - num_tokens)
         elif state.group is None:
-            state.clear_until = start - start % self.block_size + self.block_size
+            state.clear_until = min(start - start % self.block_size + self.block_size, state.long_beyond)
         draft.budget -= num_tokens + drafted
         draft.shares.append(Share(state, start, num_tokens + drafted, num_tokens == pending, drafted))
         if num_tokens == pending and self._prefilling:
@@ -289,7 +299,8 @@ class Scheduler(Queues):
         """How much of a request's draft can be computed, with the blocks for it taken; nobody is preempted for it."""
         if state.pending != 1 or most <= 0:
             return 0
-        drafted = self.blocks.room_for_draft(state, min(most, len(state.draft)), num_running=len(self._running))
+        most = min(most, len(state.draft), state.long_beyond - end)
+        drafted = self.blocks.room_for_draft(state, most, num_running=len(self._running))
         covered = self.blocks.cover(state, end + drafted)
         assert covered, state
         return drafted

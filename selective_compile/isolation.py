@@ -37,8 +37,9 @@ from selective_compile.passes.position_limit import position_limit
 from selective_compile.passes.recurrence_match import Recognised
 from selective_compile.passes.traced_graph import module_path
 from selective_compile.prefix_trial import not_as_computed, prefix_refusal
+from selective_compile.rewriting import captured_and_rewritten, proved
 from selective_compile.skeleton import Results, others_in, results_of_modules, skeleton, stand_in
-from selective_compile.step_program import StepProgram, captured_and_rewritten, proved
+from selective_compile.step_program import StepProgram
 from selective_compile.whole_functions import Place
 from selective_compile.whole_modules import ModulesOf
 
@@ -89,13 +90,21 @@ class Proved:
     def table_end(self) -> int | None:
         """How long a request may be by the tables that are read at its tokens' positions; None: there is none."""
         assert self.rewritten.flat is not None
-        ends = (self.captured.max_tokens, self.rewritten.traced.max_tokens, position_limit(self.rewritten.flat))
-        return min((end for end in ends if end is not None), default=None)
+        return least(self.captured.max_tokens, self.rewritten.traced.max_tokens, position_limit(self.rewritten.flat))
 
     def max_positions(self, model: nn.Module) -> int | None:
         """How long a request may be, as far as ``model``, its trace and the tables that it reads tell."""
-        limits = (declared_positions(model), self.table_end)
-        return min((limit for limit in limits if limit is not None), default=None)
+        return least(declared_positions(model), self.table_end)
+
+    def short_positions(self, model: nn.Module) -> int | None:
+        """The same of requests that are computed in one way, whatever length they began with."""
+        form = self.rewritten.long_form
+        return least(self.max_positions(model), None if form is None else form.beyond)
+
+
+def least(*limits: int | None) -> int | None:
+    """None: there is none."""
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def prove(
@@ -120,7 +129,7 @@ def prove(
             found = ragged(model, fallback, max_window, latents=latents, keep=keep)
             departure = None if max_window else cache_refusal(model, found.rewritten.traced.calls)
             departure = departure or one_token_refusal(
-                model, found.isolated, prefix=prefix_of(found), longest=found.max_positions(model)
+                model, found.isolated, prefix=prefix_of(found), longest=found.short_positions(model)
             )
             departure = departure or handed_refusal(model) or goes_on_otherwise(model, found)
         if departure is not None:  # not for isolated modules: `generate` has it in every step, and they see more tokens

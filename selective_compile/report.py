@@ -57,6 +57,7 @@ class Report:
     after another.  ``called_once`` are modules that run by their own Python, once for the tokens of all requests.
     ``refused``: the graph runs as it came, or the engine refuses it.  ``batch_dependent`` names the operations whose
     rows may differ in the last bits with the rows around them, unless the engine is batch-invariant.
+    ``long_beyond``: requests of more tokens are computed otherwise, as the model does; None: all alike.
     """
 
     model: str
@@ -70,6 +71,7 @@ class Report:
     recurrences: tuple[RecurrenceReport, ...] = ()
     batch_dependent: tuple[str, ...] = ()
     called_once: tuple[str, ...] = ()
+    long_beyond: int | None = None
 
     @property
     def ok(self) -> bool:
@@ -96,6 +98,8 @@ class Report:
         if self.isolated:
             lines.append(f"  {len(self.isolated)} modules run for one request after another, and share no prefixes:")
             lines.append(f"      {shortened(self.isolated)}")
+        if self.long_beyond is not None:
+            lines.append(f"  requests of more than {self.long_beyond:,} tokens are computed in the form for such")
         if self.batch_dependent:
             count = len(self.batch_dependent)
             lines.append(f"  {count} operations depend on the batch in the last bits, without batch_invariant=True:")
@@ -167,6 +171,7 @@ def report_on(
         isolated=tuple(apart),
         called_once=tuple(dict.fromkeys(call.module for call in traced.isolated if call.module not in apart)),
         recurrences=tuple(recurrence_report(call) for call in traced.recurrences),
+        long_beyond=None if rewritten.long_form is None else rewritten.long_form.beyond,
         passes=tuple(rewritten.records),
         note=note,
         batch_dependent=batch_dependent(rewritten.flat) if rewritten.flat is not None else (),

@@ -77,6 +77,7 @@ class SequentialProgram:
     rewinds = False  # nor are there rows for more than a request's last token
     call_sites: tuple[Any, ...] = ()
     state_sites: tuple[Any, ...] = ()
+    long_form = None
     isolated: Mapping[str, Refusal] = MappingProxyType({})
     not_captured = "the whole model runs as it is, one request after another"
 

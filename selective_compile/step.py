@@ -7,6 +7,21 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+# What the position of a token is greater by that is computed in the long form.
+LONG = 2**40
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongForm:
+    """Of a model that computes requests of more than `beyond` tokens in another way, as longrope does.
+
+    `anew`: a request that grows beyond is computed again from its first token, as `generate` does for Phi-3; else it
+    goes on from what was computed of it.
+    """
+
+    beyond: int
+    anew: bool
+
 
 @dataclass(frozen=True)
 class Reach:
@@ -50,7 +65,7 @@ class StepInputs:
 
     Attributes:
         input_ids: [T] int64.
-        positions: [T] int64, the absolute position of each token in its request.
+        positions: [T] int64, the absolute position of each token in its request, and `LONG` more in its long form.
         cu_seqlens_q: [N + 1] int32, request n has rows cu_seqlens_q[n] : cu_seqlens_q[n + 1]; may be none.
         context_lens: [N] int32, tokens of the request in the pools once this step's are written.
         block_table: [N, max_blocks] int32, block i of request n holds its tokens from i * block_size; the

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -13,32 +12,26 @@ import torch
 from torch import Tensor, nn
 
 from selective_compile import fp8_rows
-from selective_compile.capture import ATTENTION_MASK, Captured, capture, recurrences_of
+from selective_compile.capture import Captured
 from selective_compile.choices import KvDtype
 from selective_compile.compiled_step import CompiledStep, native_kernels_run, runs_native
 from selective_compile.compiling import compiled
 from selective_compile.current_device import on
-from selective_compile.first_call import set_for_good, settled
 from selective_compile.first_steps import may_be_followed, run_first_steps
 from selective_compile.fp8_scales import BLOCK, SLOTS, KvScales, measure_scales, spread_ids
 from selective_compile.int8_rows import row_bytes
 from selective_compile.int8_weights import Int8Weights
 from selective_compile.joined_weights import JoinedWeights
-from selective_compile.kept_captures import capture_once
-from selective_compile.kept_traces import KeptTraces
 from selective_compile.kernels.one_step import one_step
 from selective_compile.live_weights import LiveWeights
 from selective_compile.ops import forced_implementation
 from selective_compile.options import EngineConfig
-from selective_compile.passes import Refusal, RefusedError, Rewrite, rewrite
+from selective_compile.passes import Refusal, Rewrite
 from selective_compile.passes.flat_graph import FlatGraph, reach_of
 from selective_compile.passes.host_reads import host_read
-from selective_compile.passes.isolated_call import WholeModules
 from selective_compile.passes.position_limit import id_limit
-from selective_compile.passes.recurrence_match import Recognised
 from selective_compile.passes.traced_graph import KeySelection
 from selective_compile.step import Reach, StepInputs, reaches
-from selective_compile.whole_functions import Place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +100,7 @@ class StepProgram:
     what is generated there token by token, without drafts; requests share blocks only if their prompts reach as far and
     begin with the same tokens up to there;
     ``pauses``: whether a request can be computed again, from its prompt and what it has generated;
+    ``long_form``: beyond which length requests are computed otherwise, None: beyond none;
     ``num_ids``: ids of a prompt are less than this, as many as the model knows of the vocabulary, and those beside
     it that only a prompt can have;
     ``known_ids``: those of generated tokens that requests go on from are less than this;
@@ -154,6 +148,7 @@ class StepProgram:
         self.weights_version: Callable[[], object] = self.weights.version
         families = [call.family for call in flat.calls if call.family is not None]
         self.prefix = flat.prefix
+        self.long_form = rewritten.long_form
         self.counts_padding = any(family.window or family.chunk or family.prefix for family in families)
         self.not_captured = why_not_captured(flat, config)
         self._flat = flat
@@ -335,72 +330,3 @@ def index_site(call: KeySelection) -> CallSite:
         dtype=value.dtype,
         device=value.device,
     )
-
-
-def proved(
-    model: nn.Module, max_window: int | None = None, *, latents: bool = True, keep: bool = False
-) -> tuple[Captured, Rewrite]:
-    """Capture and rewrite; where that fails, once more with the model's recurrences left whole, if it has any.
-
-    `max_window`, `latents`: as in `rewrite`.  `keep`: the capture may be one that is kept on disk, and is kept there.
-
-    Raises:
-        RefusedError: the model cannot be captured.
-    """
-    try:
-        first = captured_and_rewritten(model, {}, max_window, latents=latents, keep=keep)
-        if first[1].flat is not None:
-            return first
-        failure = None
-    except RefusedError as error:
-        failure = error
-    functions = recurrences_of(model)
-    if functions:
-        return captured_and_rewritten(model, functions, max_window, latents=latents)
-    if failure is not None:
-        raise failure
-    return first
-
-
-def captured_and_rewritten(
-    model: nn.Module,
-    functions: Mapping[Place, Recognised],
-    max_window: int | None = None,
-    modules: WholeModules | None = None,
-    *,
-    latents: bool = True,
-    keep: bool = False,
-) -> tuple[Captured, Rewrite]:
-    """``functions`` and ``modules`` are left whole; ``keep``, as in `proved`, is where none are, and for traces too.
-
-    A model that makes itself a table when first called is given that first.
-    """
-    captured, rewritten = rewritten_as_it_is(model, functions, max_window, modules, latents=latents, keep=keep)
-    if rewritten.traced.makes_constants and set_for_good(model, Tensor):
-        return rewritten_as_it_is(model, functions, max_window, modules, latents=latents, keep=keep)
-    return captured, rewritten
-
-
-def rewritten_as_it_is(
-    model: nn.Module,
-    functions: Mapping[Place, Recognised],
-    max_window: int | None,
-    modules: WholeModules | None,
-    *,
-    latents: bool,
-    keep: bool,
-) -> tuple[Captured, Rewrite]:
-    captured = capture_once(model) if keep else settled(model, partial(capture, model, functions))
-    named = {str(place): known for place, known in functions.items()}
-    rewritten = rewrite(
-        captured.module,
-        captured.examples,
-        paged=True,
-        ones=ATTENTION_MASK,
-        functions=named,
-        max_window=max_window,
-        modules=modules,
-        latents=latents,
-        traces=KeptTraces() if keep else None,
-    )
-    return captured, rewritten

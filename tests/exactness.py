@@ -14,7 +14,7 @@ from selective_compile.backend import compile_step_program
 from selective_compile.options import Fallback
 from selective_compile.report import Report
 from selective_compile.runtime.kv_cache import reaches_of
-from selective_compile.step import StepInputs
+from selective_compile.step import LONG, StepInputs
 from selective_compile.step_program import StepProgram
 
 TOLERANCE = 1e-4
@@ -45,6 +45,9 @@ def logits_in_chunks(program: StepProgram, prompts: Sequence[Sequence[int]], chu
     for start in range(0, max(map(len, prompts)), chunk):
         rows = [range(min(start, len(p)), min(start + chunk, len(p))) for p in prompts]
         inputs = step_inputs(prompts, rows, blocks)
+        if program.long_form is not None:
+            longer = [len(p) > program.long_form.beyond for p, r in zip(prompts, rows, strict=True) for _ in r]
+            inputs.positions[: len(longer)] += LONG * torch.tensor(longer)
         # Every block is kept here, so that calls that see less far can do with the same table.
         others = len(reaches_of(program.call_sites)) - 1
         inputs = replace(inputs, other_tables=((inputs.block_table, inputs.slot_mapping),) * others)

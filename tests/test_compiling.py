@@ -17,8 +17,8 @@ from selective_compile.compiling import UncheckedStrides
 from selective_compile.isolated_op import isolated_rows
 from selective_compile.options import EngineConfig
 from selective_compile.programs import compile_step_program
+from selective_compile.rewriting import captured_and_rewritten
 from selective_compile.runtime.engine import Engine
-from selective_compile.step_program import captured_and_rewritten
 from tests.decoders import Decoder
 from tests.models import tiny
 from tests.oracle import assert_same_tokens

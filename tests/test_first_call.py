@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import selective_compile as sc
 from selective_compile.first_call import set_for_good
 from tests.decoders import WIDTH, Decoder
-from tests.models import tiny
+from tests.longrope import longrope
 from tests.oracle import assert_same_tokens
 
 FAST = sc.EngineConfig(compile=False, block_size=8, token_budget=16, max_kv_tokens=512)
@@ -113,43 +112,6 @@ def test_rwkv_that_nobody_has_called_is_ragged_and_stays_so(layers: int, rescale
         model(torch.tensor([[5, 7, 9]]))
     engine._runner.look_closely()
     assert_same_tokens(reference, [5, 7, 9], engine.submit([5, 7, 9], max_new_tokens=9).result().tokens)
-
-
-def longrope(original: int) -> Any:
-    """As Phi-3's of long context: other frequencies beyond ``original`` tokens, which its first call makes, and each
-    call writes those that it takes into a buffer."""
-    parameters = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": original}
-    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0 + 3 * pair for pair in range(8)]}
-    model = tiny(
-        "phi3",
-        num_hidden_layers=2,
-        max_position_embeddings=4096,
-        original_max_position_embeddings=original,
-        rope_parameters={**parameters, **factors, "partial_rotary_factor": 1.0},
-    )
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() == 2:
-                weight.normal_(std=0.3)
-    return model
-
-
-def test_longrope_is_ragged_up_to_where_its_frequencies_change() -> None:
-    """Below, all trials of isolated modules are of fewer tokens."""
-    model = longrope(400)
-    reference = copy.deepcopy(model)
-    engine = sc.Engine(model, FAST)
-    prompts = [[5, 7, 9], list(range(2, 60)), [11]]
-    requests = [engine.submit(prompt, max_new_tokens=30) for prompt in prompts]
-    for prompt, request in zip(prompts, requests, strict=True):
-        assert_same_tokens(reference, prompt, request.result().tokens)
-    assert engine.stats().preemptions == 0
-    reused = engine.submit(prompts[1], max_new_tokens=3)
-    assert_same_tokens(reference, prompts[1], reused.result().tokens)
-    assert engine.stats().tokens_reused > 0
-    with pytest.raises(ValueError, match="at most 400 tokens"):
-        engine.submit([3] * 401, max_new_tokens=1)
-    assert sc.explain(model).verdict == "ragged"
 
 
 def test_a_live_engine_goes_on_when_the_user_has_called_the_model() -> None:

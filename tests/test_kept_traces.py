@@ -17,7 +17,7 @@ from selective_compile.kept_traces import ENDING, KeptTraces, named
 from selective_compile.options import EngineConfig
 from selective_compile.passes import retrace
 from selective_compile.passes.packed_trace import PackedTrace
-from selective_compile.step_program import proved
+from selective_compile.rewriting import proved
 from tests.models import tiny
 
 TRACE = PackedTrace(nodes=())

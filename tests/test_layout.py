@@ -99,6 +99,8 @@ LAYERS = (
         "trace_conditions",
         "live_conditions",
         "live_weights",
+        "long_forms",
+        "rewriting",
         "same_logits",
         "packed_graph",
         "given_rows",

@@ -15,6 +15,7 @@ from selective_compile.backend import compile_step_program, report_of
 from selective_compile.coverage.random_model import random_model, vocabulary_of
 from selective_compile.step_program import StepProgram
 from tests.exactness import TOLERANCE, engine_error, logits_in_chunks
+from tests.longrope import longrope
 from tests.models import tiny
 from tests.oracle import assert_generated_alone
 
@@ -67,6 +68,15 @@ def test_logits_are_the_models(family: str, count: int, on_triton: None) -> None
     assert isinstance(program, StepProgram) and fused(program) == count
     lengths = (1, 2, 23, 7)
     error = engine_error(model, vocabulary=vocabulary_of(model), lengths=lengths, chunk=5, program=program)
+    assert error < TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["phi3", "llama"])
+def test_each_request_is_rotated_in_its_own_form(family: str, on_triton: None) -> None:
+    model = longrope(30, family)
+    program = compile_step_program(model, replace(REFERENCE, fallback="refuse"))
+    assert isinstance(program, StepProgram) and fused(program) == 2
+    error = engine_error(model, vocabulary=100, lengths=(1, 30, 31, 60), chunk=7, program=program)
     assert error < TOLERANCE
 
 

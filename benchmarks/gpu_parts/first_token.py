@@ -29,8 +29,8 @@ TRACED, PHASES = "graphs traced", "phases"
 FUNCTIONS = {
     "selective_compile.runtime.model_runner.compile_step_program": "the program",
     "selective_compile.programs.prove": "proofs",
-    "selective_compile.step_program.capture_once": "capture",
-    "selective_compile.step_program.rewrite": "passes",
+    "selective_compile.rewriting.capture_once": "capture",
+    "selective_compile.rewriting.rewrite": "passes",
     "selective_compile.isolation.one_token_refusal": "steps of one token",
     "selective_compile.programs.step_program": "the step",
     "selective_compile.programs.join": "joining",

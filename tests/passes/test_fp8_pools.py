@@ -6,7 +6,7 @@ import torch
 
 from selective_compile.passes.fp8_pools import keep_as_fp8
 from selective_compile.passes.int8_pools import placeholders, pools_of
-from selective_compile.step_program import captured_and_rewritten
+from selective_compile.rewriting import captured_and_rewritten
 from tests.models import tiny
 from tests.prefix_models import prefix_model
 

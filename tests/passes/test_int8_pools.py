@@ -6,7 +6,7 @@ import torch
 
 from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.int8_pools import keep_as_int8, placeholders
-from selective_compile.step_program import captured_and_rewritten
+from selective_compile.rewriting import captured_and_rewritten
 from tests.models import tiny
 
 

@@ -1,15 +1,18 @@
-"""What tells how long a request is, as a tensor, bounds requests; what else decides is refused."""
+"""What tells how long a request is, as a tensor, is known of each, or bounds requests; what else decides is refused."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import selective_compile as sc
-from tests.decoders import Decoder
+from selective_compile.step import LongForm
+from selective_compile.step_program import StepProgram
+from tests.decoders import Decoder, tril_mask
 from tests.exactness import TOLERANCE, logits_in_chunks, step_program
 
 LAST = 40
@@ -41,21 +44,73 @@ def product_is_asked(x: Tensor) -> Tensor:
     return torch.where(length_of(x) * 3 > 3 * LAST, -x, x)
 
 
-CONDITIONS = [longer_are_positive, shorter_are_scaled, both_are_asked, product_is_asked]
+def chosen_twice(x: Tensor) -> Tensor:
+    """Where one form is made of both branches of another choice by the same condition."""
+    longer = length_of(x) > LAST
+    factor = torch.where(longer, torch.linspace(1, 2, x.shape[-1]), torch.ones(x.shape[-1]))
+    return x * torch.where(longer, factor.sin(), factor)
+
+
+CONDITIONS = [longer_are_positive, shorter_are_scaled, both_are_asked, product_is_asked, chosen_twice]
 
 
 @pytest.mark.parametrize("mix", CONDITIONS)
-def test_requests_are_bounded_and_computed_as_by_the_model(mix: Callable[[Tensor], Tensor]) -> None:
+def test_requests_of_each_length_are_computed_as_by_the_model(mix: Callable[[Tensor], Tensor]) -> None:
     model = Decoder(layers=1, mix=mix, positions=first_ten)
     program = step_program(model)
-    assert program.max_positions == LAST
-    prompts = [list(range(LAST)), [5, 7, 9]]
-    for prompt, logits in zip(prompts, logits_in_chunks(program, prompts, chunk=7), strict=True):
-        with torch.no_grad():
-            assert float((model(torch.tensor([prompt]))[0] - logits).abs().max()) < TOLERANCE
+    assert program.long_form == LongForm(beyond=LAST, anew=True)
+    assert program.max_positions is None
+    prompts = [list(range(LAST)), [5, 7, 9], list(range(LAST + 1)), list(range(97))]
+    assert errors(model, program, prompts) < TOLERANCE
     longer = torch.arange(LAST + 1)[None]
     with torch.no_grad():  # the model does compute something else of them
         assert not torch.allclose(model(longer)[0, :LAST], model(longer[:, :LAST])[0], atol=1e-3)
+
+
+def errors(model: Decoder, program: StepProgram, prompts: list[list[int]]) -> float:
+    """The largest in the logits of any of these."""
+    with torch.no_grad():
+        found = zip(prompts, logits_in_chunks(program, prompts, chunk=7), strict=True)
+        return max(float((model(torch.tensor([prompt]))[0] - logits).abs().max()) for prompt, logits in found)
+
+
+def of_some_lengths(x: Tensor) -> Tensor:
+    length = length_of(x)
+    return torch.where((length > LAST) & (length <= 1000), -x, x)
+
+
+def test_requests_are_bounded_where_longer_ones_are_not_all_alike() -> None:
+    model = Decoder(layers=1, mix=of_some_lengths, positions=first_ten)
+    program = step_program(model)
+    assert program.long_form is None
+    assert program.max_positions == LAST
+    assert errors(model, program, [list(range(LAST)), [5, 7, 9]]) < TOLERANCE
+
+
+def test_of_two_lengths_the_shorter_has_two_forms_and_the_other_bounds_requests() -> None:
+    def mix(x: Tensor) -> Tensor:
+        return torch.where(length_of(x) > LAST, -x, x) * torch.where(length_of(x) > 80, 2.0, 1.0)
+
+    model = Decoder(layers=1, mix=mix, positions=first_ten)
+    program = step_program(model)
+    assert program.long_form == LongForm(beyond=LAST, anew=True)
+    assert program.max_positions == 80
+    assert errors(model, program, [list(range(LAST)), list(range(LAST + 1)), list(range(80))]) < TOLERANCE
+
+
+def test_a_mask_that_is_another_for_long_requests_bounds_them() -> None:
+    """It is proved on values, which are those of short ones."""
+
+    def mask(ids: Tensor, attention_mask: Any) -> Tensor:
+        places = torch.arange(ids.shape[1])
+        near = places[:, None] - places < torch.where(length_of(ids) > LAST, 7, 10**6)
+        return tril_mask(ids, attention_mask) & near
+
+    model = Decoder(layers=1, mask=mask, positions=first_ten)
+    program = step_program(model)
+    assert program.long_form is None
+    assert program.max_positions == LAST
+    assert errors(model, program, [list(range(LAST)), [5, 7, 9]]) < TOLERANCE
 
 
 def always(x: Tensor) -> Tensor:
@@ -63,7 +118,9 @@ def always(x: Tensor) -> Tensor:
 
 
 def test_what_holds_for_all_lengths_bounds_none() -> None:
-    assert step_program(Decoder(layers=1, mix=always, positions=first_ten)).max_positions is None
+    program = step_program(Decoder(layers=1, mix=always, positions=first_ten))
+    assert program.max_positions is None
+    assert program.long_form is None
 
 
 def odd_are_doubled(x: Tensor) -> Tensor:

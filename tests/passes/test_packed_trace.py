@@ -14,14 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from selective_compile.capture import capture
+from selective_compile.capture import ATTENTION_MASK, capture
 from selective_compile.coverage.random_model import random_model
 from selective_compile.passes import retrace as tracing
 from selective_compile.passes import rewrite
 from selective_compile.passes.normalise import SPELT_OUT, Symbols
 from selective_compile.passes.packed_trace import PackedTrace, asked_of
 from selective_compile.passes.retrace import results_of
-from selective_compile.step_program import ATTENTION_MASK
 from tests.models import tiny
 
 FOUND = ("llama", "qwen3", "gemma2", "phi3", "gpt2", "deepseek_v3")

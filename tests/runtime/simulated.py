@@ -23,7 +23,7 @@ from selective_compile.options import EngineConfig
 from selective_compile.runtime import Engine, GenerationParams, StepObserver
 from selective_compile.runtime.device_stream import DeviceStream
 from selective_compile.runtime.sampler import sample
-from selective_compile.step import StepInputs
+from selective_compile.step import LONG, LongForm, StepInputs
 
 VOCAB_SIZE = 61
 CPU = torch.device("cpu")
@@ -49,9 +49,11 @@ class SimulatedProgram:
     pauses = True
     not_captured: str | None = None
 
-    def __init__(self, max_positions: int | None = None, *, captured: bool = False) -> None:
+    def __init__(
+        self, max_positions: int | None = None, *, captured: bool = False, long_form: LongForm | None = None
+    ) -> None:
         """`captured`: its steps may be those of a graph, which have a size of their own."""
-        self.captured = captured
+        self.captured, self.long_form = captured, long_form
         self.max_positions = max_positions
         self.keeps_requests = False
         self.forks_requests = True
@@ -153,12 +155,25 @@ def simulated_engine(
     return Engine(model or SimulatedModel(), chosen, program=simulated, observers=observers, clock=clock, stream=stream)
 
 
-def expected_tokens(prompt: Sequence[int], params: GenerationParams, weights: int = 0) -> list[int]:
+def places(length: int, prompt_length: int, form: LongForm | None) -> Tensor:
+    """[length] float64: the positions of a request's tokens, of which `LongForm` tells how they are computed."""
+    positions = torch.arange(length).double()
+    if form is None:
+        return positions
+    if prompt_length > form.beyond or (form.anew and length > form.beyond):
+        return positions + LONG
+    return positions + LONG * (positions >= form.beyond)
+
+
+def expected_tokens(
+    prompt: Sequence[int], params: GenerationParams, weights: int = 0, form: LongForm | None = None
+) -> list[int]:
     """What a request generates, computed without engine, scheduler, batch or pools."""
     context = list(prompt)
     while True:
         tokens = torch.tensor(context, dtype=torch.float64)
-        logits = logits_of(tokens, torch.arange(len(context)).double(), torch.full_like(tokens, weights))
+        positions = places(len(context), len(prompt), form)
+        logits = logits_of(tokens, positions, torch.full_like(tokens, weights))
         generated = len(context) - len(prompt)
         sampled = sample(logits[None], [params], [generated], [array("q", context)])
         context += sampled.tokens

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from selective_compile.runtime import Request
+from selective_compile.step import LongForm
 from tests.runtime.engine_checks import EndsAt, check, run_until_idle
 from tests.runtime.played_stream import PlayedStream
 from tests.runtime.simulated import SimulatedProgram, expected_tokens, simulated_engine
@@ -35,6 +36,8 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"stopping_criteria": [EndsAt(ENDS)], "repetition_penalty": 1.5, "do_sample": True, "seed": 7},
 )
 
+LONG_FORMS = (None, LongForm(beyond=6, anew=True), LongForm(beyond=6, anew=False))
+
 
 class SameTokens(RuleBasedStateMachine):
     """Whatever comes, whenever the device gets to it: requests have the tokens that they have by themselves."""
@@ -48,11 +51,12 @@ class SameTokens(RuleBasedStateMachine):
         captured=st.booleans(),
         async_scheduling=st.sampled_from([None, None, False]),
         prefill_slowdown=st.sampled_from([None, 1.5]),
+        long_form=st.sampled_from(LONG_FORMS),
         seed=st.integers(0, 99),
     )
-    def start(self, blocks: int, captured: bool, seed: int, **config: Any) -> None:
+    def start(self, blocks: int, captured: bool, long_form: LongForm | None, seed: int, **config: Any) -> None:
         moods = random.Random(seed)
-        self.program = SimulatedProgram(captured=captured)
+        self.program = SimulatedProgram(captured=captured, long_form=long_form)
         self.engine = simulated_engine(
             self.program,
             stream=PlayedStream(lambda: moods.choice((0, 0, 1, 9)), captures=captured),
@@ -98,12 +102,12 @@ class SameTokens(RuleBasedStateMachine):
         for request in self.requests:
             ended = request.finish_reason != "cancelled"
             if request.params.beams is not None:
-                alone = simulated_engine(max_requests=5).submit(
+                alone = simulated_engine(SimulatedProgram(long_form=self.program.long_form), max_requests=5).submit(
                     request.prompt_ids, num_beams=3, max_new_tokens=request.params.max_new_tokens
                 )
                 assert not ended or request.tokens == list(alone.result().tokens), request
             else:
-                wanted = expected_tokens(request.prompt_ids, request.params)
+                wanted = expected_tokens(request.prompt_ids, request.params, form=self.program.long_form)
                 assert request.tokens == (wanted if ended else wanted[: len(request.tokens)]), request
 
 

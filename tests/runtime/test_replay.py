@@ -18,6 +18,7 @@ from selective_compile.options import Batching, SchedulerPolicy, WaitingOrder
 from selective_compile.runtime import Engine, Request, RequestTiming, StepError, StepRecord
 from selective_compile.runtime.replay import EventLog, Replayed, first_difference, replay_schedule
 from selective_compile.runtime.replay_engine import replay_engine
+from selective_compile.step import LongForm
 from tests.runtime.simulated import VOCAB_SIZE, SimulatedModel, SimulatedProgram, simulated_engine
 
 PROGRAM: Any = SimulatedProgram  # takes the place of a compiled model
@@ -81,6 +82,7 @@ def traffic(engine: Engine, program: SimulatedProgram, source: random.Random) ->
     order=st.sampled_from(get_args(WaitingOrder)),
     batching=st.sampled_from(get_args(Batching)),
     prefill_slowdown=st.sampled_from([None, 1.5]),
+    long_form=st.sampled_from([None, LongForm(beyond=9, anew=True), LongForm(beyond=9, anew=False)]),
 )
 def test_a_replay_has_the_same_batches_and_tokens(
     tmp_path_factory: pytest.TempPathFactory,
@@ -89,9 +91,10 @@ def test_a_replay_has_the_same_batches_and_tokens(
     order: WaitingOrder,
     batching: Batching,
     prefill_slowdown: float | None,
+    long_form: LongForm | None,
 ) -> None:
     folder = tmp_path_factory.mktemp("logs")
-    program = SimulatedProgram()
+    program = SimulatedProgram(long_form=long_form)
     # Room in the host's memory for 8 blocks of 2 slots of three numbers.
     host = {"host_kv_bytes": 8 * 2 * 3 * 8 if seed % 2 else 0}
     sizes = {"max_kv_tokens": 40, **host, "block_size": 2, "token_budget": 9, "max_requests": 4}
@@ -111,13 +114,14 @@ def test_a_replay_has_the_same_batches_and_tokens(
     assert replay_schedule(log, [decided.append]).difference is None
     assert [told(record) for record in decided] == [told(record) for record in records]
     if program.weights == 0:  # the simulated tokens depend on them, and the log does not say what they were
-        again = replay_engine(log, SimulatedModel(), program=PROGRAM(), record=folder / "again.jsonl")
+        same: Any = PROGRAM(long_form=long_form)
+        again = replay_engine(log, SimulatedModel(), program=same, record=folder / "again.jsonl")
         stats = engine.stats()
         assert again == Replayed(requests=again.requests, steps=again.steps, tokens=again.tokens, difference=None)
         assert again.steps >= stats.steps and again.tokens >= stats.tokens_generated
         # Not only what is compared: the log of the replay is the log, but for what could not be told.
-        same = EventLog.read(folder / "again.jsonl").events
-        assert [strip(event) for event in same] == [strip(event) for event in log.events]
+        events = EventLog.read(folder / "again.jsonl").events
+        assert [strip(event) for event in events] == [strip(event) for event in log.events]
 
 
 def told(record: StepRecord) -> StepRecord:

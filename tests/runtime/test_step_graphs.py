@@ -6,6 +6,7 @@ import contextlib
 import gc
 import random
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from selective_compile.backend import compile_step_program
 from selective_compile.runtime import StepError, model_runner
 from selective_compile.runtime.token_marks import needs_marks
 from selective_compile.step import StepInputs
+from tests.longrope import longrope
 from tests.models import VOCABULARY, tiny
 from tests.oracle import assert_same_tokens
 from tests.runtime.eager_rows import eager_rows as eager_rows
@@ -72,10 +74,15 @@ def submit_some(engine: Engine, seed: int, count: int, vocabulary: int) -> list[
 @pytest.mark.usefixtures("eager_rows")
 @pytest.mark.parametrize(
     ("family", "budget", "invariant"),
-    [("llama", 24, False), ("gemma2", 64, False), ("mamba2", 64, False), ("llama", 24, True), ("gemma2", 64, True)],
+    [
+        *(("llama", 24, False), ("gemma2", 64, False), ("mamba2", 64, False), ("longrope", 64, False)),
+        *(("llama", 24, True), ("gemma2", 64, True)),
+    ],
 )
 def test_the_tokens_are_those_of_steps_that_are_not_captured(family: str, budget: int, invariant: bool) -> None:
-    model = tiny_mamba2() if family == "mamba2" else tiny(family)
+    """Of longrope, some grow long, and begin anew."""
+    others: dict[str, Any] = {"mamba2": tiny_mamba2, "longrope": partial(longrope, 16)}
+    model = others[family]() if family in others else tiny(family)
     moods = random.Random(1)
     stream = TapedStream(lambda: moods.choice((0, 0, 1, 9)), captures=True)
     config = EngineConfig(

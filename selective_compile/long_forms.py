@@ -1,0 +1,61 @@
+"""What `generate` does where a request comes to be so long that the model computes it in another way.
+
+Phi-3's `prepare_inputs_for_generation` drops the cache there, so that all is computed again; other models go on from
+what they have.  Which it is, is asked of it, with a cache that says it has as many tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache
+
+from selective_compile.capture import CANNOT, device_of
+from selective_compile.given_rows import BUFFER
+from selective_compile.module_state import own_attributes, unchanged
+from selective_compile.sequential_program import OneRequest, step_arguments, why_not_run
+from selective_compile.step import LongForm
+
+
+@torch.no_grad()
+def long_form_of(model: nn.Module, beyond: int) -> LongForm | None:
+    """None where it is not known, or drops its cache at any other length than where it has ``beyond`` tokens."""
+    if why_not_run(model):  # nothing but its forward says what it computes
+        return LongForm(beyond=beyond, anew=True)
+    lengths = sorted({1, beyond // 2, beyond - 1, beyond, beyond + 1, *near(model, beyond)} - {0})
+    if any(BUFFER in module._buffers for module in model.modules()):  # `generate` counts what it generates alone
+        lengths = [1]
+    with unchanged(model), own_attributes(model, {}):
+        try:
+            dropped = [length for length in lengths if drops_its_cache(model, length)]
+        except CANNOT:
+            return None
+    if dropped not in ([], [beyond]):
+        return None
+    return LongForm(beyond=beyond, anew=bool(dropped))
+
+
+def near(model: nn.Module, beyond: int) -> list[int]:
+    """Lengths that the configuration names, at which something else may happen, and twice the one that is known."""
+    config: Any = getattr(model, "config", None)
+    numbers = [value for value in vars(config).values() if type(value) is int] if config is not None else []
+    return [length + d for length in {*numbers, 2 * beyond} for d in (-1, 0, 1) if 1 < length <= 2 * beyond]
+
+
+def drops_its_cache(model: Any, length: int) -> bool:
+    """Whether the step behind ``length`` tokens that are in the cache begins without it."""
+    ids = torch.zeros(1, length + 1, dtype=torch.int64, device=device_of(model))
+    one = OneRequest(tokens=ids[:, :length])
+    step_arguments(model, one)
+    caches = [each for each in one.kwargs.values() if isinstance(each, Cache)]
+    for cache in caches:
+        vars(cache)["get_seq_length"] = lambda *layer: length
+    one.tokens, one.seen = ids, length
+    arguments = step_arguments(model, one)
+    kept = any(each is cache for each in arguments.values() for cache in caches)
+    handed = arguments["input_ids"].shape[1]
+    if handed != (1 if kept else length + 1):
+        raise ValueError(f"a step must be handed {1 if kept else length + 1} tokens, got {handed}")
+    return not kept

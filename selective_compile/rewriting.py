@@ -1,0 +1,95 @@
+"""A model's capture and its rewrite: tried in the ways in which a model can be captured, the best one first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from torch import Tensor, nn
+
+from selective_compile.capture import ATTENTION_MASK, Captured, capture, recurrences_of
+from selective_compile.first_call import set_for_good, settled
+from selective_compile.kept_captures import capture_once
+from selective_compile.kept_traces import KeptTraces
+from selective_compile.long_forms import long_form_of
+from selective_compile.passes import RefusedError, Rewrite, rewrite
+from selective_compile.passes.isolated_call import WholeModules
+from selective_compile.passes.recurrence_match import Recognised
+from selective_compile.whole_functions import Place
+
+
+def proved(
+    model: nn.Module, max_window: int | None = None, *, latents: bool = True, keep: bool = False
+) -> tuple[Captured, Rewrite]:
+    """Capture and rewrite; where that fails, once more with the model's recurrences left whole, if it has any.
+
+    `max_window`, `latents`: as in `rewrite`.  `keep`: the capture may be one that is kept on disk, and is kept there.
+
+    Raises:
+        RefusedError: the model cannot be captured.
+    """
+    try:
+        first = captured_and_rewritten(model, {}, max_window, latents=latents, keep=keep)
+        if first[1].flat is not None:
+            return first
+        failure = None
+    except RefusedError as error:
+        failure = error
+    functions = recurrences_of(model)
+    if functions:
+        return captured_and_rewritten(model, functions, max_window, latents=latents)
+    if failure is not None:
+        raise failure
+    return first
+
+
+def captured_and_rewritten(
+    model: nn.Module,
+    functions: Mapping[Place, Recognised],
+    max_window: int | None = None,
+    modules: WholeModules | None = None,
+    *,
+    latents: bool = True,
+    keep: bool = False,
+) -> tuple[Captured, Rewrite]:
+    """``functions`` and ``modules`` are left whole; ``keep``, as in `proved`, is where none are, and for traces too.
+
+    A model that makes itself a table when first called is given that first.  Long requests are computed, too, if it is
+    known how `generate` goes on where a request becomes one.
+    """
+    again = partial(rewritten_as_it_is, model, functions, max_window, modules, latents=latents, keep=keep)
+    captured, rewritten = again(long_form=modules is None)
+    if rewritten.traced.makes_constants and set_for_good(model, Tensor):
+        captured, rewritten = again(long_form=modules is None)
+    beyond, flat = rewritten.traced.long_beyond, rewritten.flat
+    if beyond is None:
+        return captured, rewritten
+    rewritten.long_form = long_form_of(model, beyond) if flat is not None and not flat.prefix else None
+    return again(long_form=False) if rewritten.long_form is None else (captured, rewritten)
+
+
+def rewritten_as_it_is(
+    model: nn.Module,
+    functions: Mapping[Place, Recognised],
+    max_window: int | None,
+    modules: WholeModules | None,
+    *,
+    latents: bool,
+    keep: bool,
+    long_form: bool,
+) -> tuple[Captured, Rewrite]:
+    captured = capture_once(model) if keep else settled(model, partial(capture, model, functions))
+    named = {str(place): known for place, known in functions.items()}
+    rewritten = rewrite(
+        captured.module,
+        captured.examples,
+        paged=True,
+        ones=ATTENTION_MASK,
+        functions=named,
+        max_window=max_window,
+        modules=modules,
+        latents=latents,
+        traces=KeptTraces() if keep else None,
+        long_form=long_form,
+    )
+    return captured, rewritten
