@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from selective_compile.ops import forced_implementation
+from selective_compile.passes.constant_arguments import as_given, number_pair
 from selective_compile.passes.recurrence_families import FAMILIES, Family, Role
 from selective_compile.rounding import rounded_as
 
@@ -51,6 +52,7 @@ class TensorArgument:
 class Signature:
     """How a model called a function: its tensors, everything else, and the one tensor with tokens that came back.
 
+    ``constants``: everything else, by name, as `constant_arguments.kept` has it.
     ``returned``: the length of the tuple whose first member that tensor was, the others None; None if no tuple.
     """
 
@@ -96,16 +98,12 @@ def recognise_function(function: Callable[..., Any], signature: Signature) -> Re
 
 def ways(family: Family, signature: Signature) -> Iterator[dict[str, Any]]:
     """The ways to write the formula; a pair of numbers among the constants may be limits."""
-    pairs = [value for _, value in signature.constants if is_pair(value)] if family.reads_limits else []
+    pairs = [pair for _, value in signature.constants if (pair := number_pair(value)) is not None]
     for options in family.options:
         for limits in (*pairs, None) if family.reads_limits else ():
             yield {**options, "limits": limits}
         if not family.reads_limits:
             yield options
-
-
-def is_pair(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and all(isinstance(x, (int, float)) for x in value)
 
 
 def assignments(family: Family, signature: Signature) -> Iterator[tuple[dict[str, int], dict[str, int]]]:
@@ -218,7 +216,7 @@ def drawn(found: Recognised, length: int) -> dict[str, Tensor]:
 
 def arguments(found: Recognised, values: Mapping[str, Tensor]) -> dict[str, Any]:
     """The values as the function takes them."""
-    given = dict(found.signature.constants)
+    given = {name: as_given(value) for name, value in found.signature.constants}
     for role, place in found.roles:
         tensor = found.signature.tensors[place]
         given[tensor.name] = placed(values[role], tensor)

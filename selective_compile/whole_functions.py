@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from selective_compile import function_op
+from selective_compile.passes.constant_arguments import as_given, is_constant, kept
 from selective_compile.passes.recurrence_match import (
     Recognised,
     Signature,
@@ -30,7 +31,6 @@ from selective_compile.passes.recurrence_match import (
 
 LENGTHS = (37, 41, 43, 47)  # of the trial: one that is no size of the model's own
 DRAWN_PROMPTS = 3  # of the trial, besides one of zeros: what a function does to rare values shows on few tokens
-CONSTANTS = (int, float, str, bool, type(None), torch.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +142,7 @@ def recorder(place: Place, calls: dict[Place, Calls], length: int) -> Callable[.
         if sum(isinstance(value, Tensor) and length in value.shape for value in given.values()) >= 2:
             seen = calls.setdefault(place, Calls())
             signature = signature_of(given, result, length)
-            seen.unclear = seen.unclear or signature is None
+            seen.unclear = seen.unclear or signature is None or writes_into(signature, named)
             if signature is not None:
                 output = copied(result[0] if isinstance(result, tuple) else result)
                 seen.made.append(Call(signature=signature, owner=owner, given=given, output=output))
@@ -157,8 +157,13 @@ def named_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def copied(value: Any) -> Any:
-    """Tensors as they are now: what a function is given it may change."""
-    return value.detach().clone() if isinstance(value, Tensor) else value
+    """Tensors and lists as they are now: what a function is given it may change."""
+    return value.detach().clone() if isinstance(value, Tensor) else kept(value)
+
+
+def writes_into(signature: Signature, named: Mapping[str, Any]) -> bool:
+    """Whether a list is not what it was before the call: left whole, the function would write nothing into it."""
+    return any(kept(named[name]) != value for name, value in signature.constants)
 
 
 def signature_of(given: Mapping[str, Any], result: Any, length: int) -> Signature | None:
@@ -183,12 +188,6 @@ def signature_of(given: Mapping[str, Any], result: Any, length: int) -> Signatur
         returned=len(result) if isinstance(result, tuple) else None,
         device=outputs[0].device,
     )
-
-
-def is_constant(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(is_constant, value))
-    return isinstance(value, CONSTANTS)
 
 
 def described_as(name: str, value: Tensor, length: int) -> TensorArgument | None:
@@ -216,7 +215,7 @@ def one_operator(place: Place, known: Recognised) -> Callable[..., Any]:
     original = place.bound()
     names = named_parameters(original)
     order = tuple(tensor.name for tensor in known.signature.tensors)
-    expected = known.signature.constants
+    expected = [(name, as_given(value)) for name, value in known.signature.constants]
     result, label = known.signature.result, str(place)
     anchor = next(tensor for tensor in known.signature.tensors if tensor.token_dim is not None)
     shape = tuple(-1 if dim == result.token_dim else size for dim, size in enumerate(result.shape))

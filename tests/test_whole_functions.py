@@ -104,3 +104,60 @@ def test_other_convolutions_are_left_alone(change: str) -> None:
     report = sc.explain(model)
     assert report.verdict != "ragged"
     assert report.refusals
+
+
+def scaled(keep: Tensor, fresh: Tensor, factors: list[float]) -> Tensor:
+    state, states = torch.zeros_like(fresh[:, 0]), []
+    for t in range(fresh.shape[1]):
+        state = keep[:, t] * state + fresh[:, t] * factors[0]
+        states.append(state)
+    return torch.stack(states, 1)
+
+
+def noting(keep: Tensor, fresh: Tensor, factors: list[float]) -> Tensor:
+    factors.append(1.0)
+    return forgetful(keep, fresh)
+
+
+class Listing(nn.Module):
+    """The loop is given a list, of the module's own or a new one, which is read behind it."""
+
+    def __init__(self, own: bool, notes: bool) -> None:
+        super().__init__()
+        self.factors, self.own, self.notes = [1.0], own, notes
+        self.gate = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        factors = self.factors if self.own else [1.0]
+        mixed = (noting if self.notes else scaled)(torch.sigmoid(self.gate(hidden)), hidden, factors)
+        return mixed * len(factors)
+
+
+def listing(own: bool, notes: bool = False) -> Recurrent:
+    model = Recurrent()
+    model.layers = nn.ModuleList([Listing(own, notes)])
+    return model.eval()
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_loop_may_take_a_list(own: bool) -> None:
+    model = listing(own)
+    report = sc.explain(model)
+    assert report.verdict == "ragged", str(report)
+    assert engine_error(model, vocabulary=VOCABULARY) < TOLERANCE
+
+
+def test_a_loop_that_writes_into_its_list_is_not_left_whole() -> None:
+    model = listing(own=False, notes=True)
+    assert [place.name for place in recurrences_of(model)] == ["forgetful"]  # which it calls
+    assert engine_error(model, vocabulary=VOCABULARY) < TOLERANCE
+
+
+def test_a_list_that_is_another_one_later_is_told_by_name() -> None:
+    model = listing(own=True)
+    engine = sc.Engine(model, sc.EngineConfig(compile=False))
+    engine.submit([1, 2, 3], max_new_tokens=4, do_sample=False)
+    engine.step()
+    model.layers[0].factors[0] = 2.0  # type: ignore[operator]
+    with pytest.raises(RuntimeError, match=r"layers\.0\.factors.*must stay \[1\.0\]"):
+        engine.step()

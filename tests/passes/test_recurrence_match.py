@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from selective_compile.passes.constant_arguments import kept
 from selective_compile.passes.recurrence_match import Signature, TensorArgument, recognise_function
 
 LENGTH = 37
@@ -117,6 +118,43 @@ def test_selective_scan_with_its_options() -> None:
 
 def test_scan_that_reads_ahead_is_not_recognised() -> None:
     assert recognise_function(selective, signature(SCAN_SHAPES, SCAN_SHAPES["u"], ahead=1)) is None
+
+
+def limited(
+    x: Tensor, pace: Tensor, fade: Tensor, into: Tensor, out: Tensor, *, limits: Any, used: type | None = None
+) -> Tensor:
+    """Mamba-2's scan with several groups and its time step in ``limits``, heeded if they are ``used`` or it is None."""
+    if used is None or type(limits) is used:
+        pace = pace.clamp(*limits)
+    into, out = (each.repeat_interleave(x.shape[2] // each.shape[2], 2) for each in (into, out))
+    state, outputs = torch.zeros(1, *x.shape[2:], into.shape[3]), []
+    for t in range(x.shape[1]):
+        update = (pace[:, t, :, None] * x[:, t])[..., None] * into[:, t, :, None]
+        state = (pace[:, t] * fade).exp()[..., None, None] * state + update
+        outputs.append((state * out[:, t, :, None]).sum(-1))
+    return torch.stack(outputs, 1)
+
+
+SSD_SHAPES = {
+    "x": (1, LENGTH, 4, 6),
+    "pace": (1, LENGTH, 4),
+    "fade": (4,),
+    "into": (1, LENGTH, 2, 3),
+    "out": (1, LENGTH, 2, 3),
+}
+
+
+@pytest.mark.parametrize("limits", [(0.1, 0.7), [0.1, 0.7], [0.0, float("inf")]])
+def test_limits_of_the_time_step_may_be_a_list_as_in_json(limits: Any) -> None:
+    found = recognise_function(limited, signature(SSD_SHAPES, SSD_SHAPES["x"], limits=kept(limits)))
+    assert found is not None and found.family.name == "ssd"
+    assert dict(found.options) == {"softplus": False, "limits": tuple(limits)}
+
+
+@pytest.mark.parametrize(("limits", "expected"), [([0.1, 0.7], None), ((0.1, 0.7), (0.1, 0.7))])
+def test_a_function_that_tells_lists_from_tuples_is_given_what_the_model_gives(limits: Any, expected: Any) -> None:
+    found = recognise_function(limited, signature(SSD_SHAPES, SSD_SHAPES["x"], limits=kept(limits), used=tuple))
+    assert found is not None and dict(found.options)["limits"] == expected
 
 
 def averaged(x: Tensor, y: Tensor) -> Tensor:
