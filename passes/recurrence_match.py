@@ -18,7 +18,7 @@ from torch import Tensor
 from selective_compile.ops import forced_implementation
 from selective_compile.passes.constant_arguments import as_given, number_pair
 from selective_compile.passes.recurrence_families import FAMILIES, Family, Role
-from selective_compile.rounding import rounded_as
+from selective_compile.rounding import coarsest, rounded_as
 
 FIRST_TRIAL = 5
 # Around the chunks that scans are cut into: 64 (delta rules) to 256 (Mamba-2); odd, so that a last chunk is not full.
@@ -190,7 +190,9 @@ def explains(found: Recognised, given: Mapping[str, Any], output: Tensor) -> boo
     assert like.token_dim is not None
     got = output[0].movedim(like.token_dim - 1, 0)
     expected = computed(found, values, len(got))
-    tolerance = with_rounding(TOLERANCE, like.dtype, found)
+    # What it gives may have more bits than what it was given, and computed with.
+    dtype = coarsest([like.dtype, *(tensor.dtype for tensor in found.signature.tensors)])
+    tolerance = with_rounding(TOLERANCE, dtype, found)
     return bool((got.float() - expected.float()).abs().max() <= tolerance * got.float().abs().max())
 
 

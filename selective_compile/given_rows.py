@@ -224,7 +224,7 @@ def _check_by_trial(model: nn.Module, given: GivenRows) -> None:
             ids = torch.tensor([given.put(range(length), rows[:length])], device=given._table.device)
             try:
                 call, arguments = logits_call(given.model, ids)
-                same = alike(call(*arguments)[0], _logits_of_rows(skeleton(model, {}), rows[:length])[0])
+                same = alike(model, call(*arguments)[0], _logits_of_rows(skeleton(model, {}), rows[:length])[0])
             except CANNOT as error:
                 raise ValueError(more_than_looked_up(type(model).__name__)) from error
             if not same:

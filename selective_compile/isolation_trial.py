@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from selective_compile.capture import CANNOT, logits_call
 from selective_compile.isolated_program import TRIED
 from selective_compile.module_state import own_attributes
-from selective_compile.rounding import tolerance
+from selective_compile.rounding import computed_in, tolerance
 from selective_compile.skeleton import skeleton
 from selective_compile.step import StepInputs, reaches
 from selective_compile.step_program import StepProgram
@@ -49,7 +49,7 @@ def departs(model: nn.Module, program: StepProgram) -> bool:
         alone = [logits_alone(model, prompt) for prompt in prompts]
     except CANNOT:
         return True
-    return not all(map(alike, ours, alone))
+    return not all(alike(model, *both) for both in zip(ours, alone, strict=True))
 
 
 def looks_ahead(model: nn.Module, prompt: Tensor, longest: int | None) -> bool:
@@ -60,12 +60,12 @@ def looks_ahead(model: nn.Module, prompt: Tensor, longest: int | None) -> bool:
         except CANNOT:  # a table of positions of which nobody knew ends before
             continue
         prefixes = (length // 5, length // 2, length - 1)
-        return not all(alike(whole[:count], logits_alone(model, prompt[:count])) for count in prefixes)
+        return not all(alike(model, whole[:count], logits_alone(model, prompt[:count])) for count in prefixes)
     return True
 
 
-def alike(rows: Tensor, theirs: Tensor) -> bool:
-    most = tolerance(theirs.dtype, theirs.device) * float(theirs.float().std())
+def alike(model: nn.Module, rows: Tensor, theirs: Tensor) -> bool:
+    most = tolerance(computed_in(model, theirs), theirs.device) * float(theirs.float().std())
     return bool(((rows.float() - theirs.float()).abs() <= most).all())
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from selective_compile.capture import CANNOT, device_of, logits_call
 from selective_compile.module_state import own_attributes, unchanged
 from selective_compile.passes import Refusal
-from selective_compile.rounding import rounded_as, tolerance
+from selective_compile.rounding import computed_in, rounded_as, tolerance
 from selective_compile.sequential_program import OneRequest, stepped, why_not_run
 from selective_compile.skeleton import Forward, skeleton, structure_of
 from selective_compile.where_refused import begin_of
@@ -45,11 +45,12 @@ def one_token_refusal(
     """
     ids = drawn(model, min(TOKEN_IDS, vocabulary_of(model)), TOKENS, seed=0)[:longest]
     with unchanged(model):
-        if departs(pairs(lambda: called_again(model, ids, isolated))):
+        if departs(model, pairs(lambda: called_again(model, ids, isolated))):
             return refusal(model, "", "tokens once it was called", "when it is called first", "state of earlier calls")
         if prefix:
             return None
-        if departs(pairs(lambda: [(logits(model, two[:1])[0], logits(model, two)[0]) for two in ids.split(2)[:-1]])):
+        twos = ids.split(2)[:-1]
+        if departs(model, pairs(lambda: [(logits(model, two[:1])[0], logits(model, two)[0]) for two in twos])):
             return refusal(model, departing_module(model, ids[:2]), "a prompt of one token")
         if departs_in_generate(model, ids, PROMPT) or departs_later(model, LONGER if longest is None else longest):
             return refusal(model, "", "one token and a cache, as in steps of generate")
@@ -104,7 +105,7 @@ def departs_in_generate(model: nn.Module, ids: Tensor, prompt: int, *, in_most: 
         stepped_alone = by_generate(model, ids, [prompt] + [1] * (len(ids) - prompt))
         return list(zip(stepped_alone, logits(model, ids)[prompt - 1 :], strict=True))
 
-    return departs(pairs(found), in_most=in_most)
+    return departs(model, pairs(found), in_most=in_most)
 
 
 def pairs(run: Callable[[], list[Pair]]) -> list[Pair]:
@@ -115,12 +116,13 @@ def pairs(run: Callable[[], list[Pair]]) -> list[Pair]:
         return []
 
 
-def departs(found: list[Pair], *, in_most: bool = False) -> bool:
-    """In float32, whether any pair differs; else, where rounding decides whom a router chooses, whether most do."""
+def departs(model: nn.Module, found: list[Pair], *, in_most: bool = False) -> bool:
+    """Whether any pair differs; most of them, where ``model`` does not compute in float32 and rounding decides whom a
+    router chooses."""
     if not found:
         return False
     differences = torch.stack([((a.float() - b.float()).abs().max() / b.float().std()) for a, b in found])
-    dtype, device = found[0][0].dtype, found[0][0].device
+    dtype, device = computed_in(model, found[0][0]), found[0][0].device
     any_counts = rounded_as(dtype, device) in (torch.float32, torch.float64) and not in_most
     worst = differences.max() if any_counts else differences.median()
     return bool(worst > tolerance(dtype, device))
@@ -150,7 +152,7 @@ def departing_module(model: nn.Module, two: Tensor) -> str:
     for path, single in alone:
         others = [other for place, other in among if place == path and other.dim() == single.dim() > 1]
         if single.dim() > 1 and single.shape[1] == 1 and others and others[0].shape[1] == 2 and path:
-            if departs([(single, others[0][:, :1])]):
+            if departs(model, [(single, others[0][:, :1])]):
                 return path
     return ""
 

@@ -39,7 +39,8 @@ def prefix_refusal(model: nn.Module, program: StepProgram) -> Refusal | None:
     with unchanged(model):
         for prompt in sorted({1, max(1, program.prefix // 2), program.prefix, longest}):
             counts = [prompt] + [1] * GENERATED
-            if departs(pairs(lambda counts=counts: both(model, program, ids, counts))):  # type: ignore[misc]
+            found = pairs(lambda counts=counts: both(model, program, ids, counts))  # type: ignore[misc]
+            if departs(model, found):
                 return not_as_computed(
                     model, f"{seen}, and generate goes on otherwise than with a cache, from {prompt} of them"
                 )

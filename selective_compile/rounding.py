@@ -7,7 +7,10 @@ and no less may be made of that.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+from torch import Tensor, nn
 
 # Of the spread of logits.  What is computed otherwise departs by about the spread itself.
 TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.05}
@@ -27,3 +30,15 @@ def rounded_as(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 def tolerance(dtype: torch.dtype, device: torch.device) -> float:
     """Of the spread of logits of that dtype."""
     return TOLERANCES.get(rounded_as(dtype, device), COARSE)
+
+
+def computed_in(model: nn.Module, result: Tensor) -> torch.dtype:
+    """The dtype with the fewest bits that ``result`` has been through: a model may give what it computes in 16 bits as
+    float32.  Tables and matrices count: of a vector, as the weight of a norm, a product has the bits of its other side.
+    """
+    return coarsest([result.dtype, *{weight.dtype for weight in model.parameters() if weight.dim() > 1}])
+
+
+def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """That with the fewest bits of those that round."""
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps if dtype.is_floating_point else 0.0)

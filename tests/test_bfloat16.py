@@ -4,28 +4,51 @@ from __future__ import annotations
 
 import copy
 import random
+from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import selective_compile as sc
-from selective_compile.backend import compile_step_program
+from selective_compile.backend import compile_step_program, report_of
 from selective_compile.coverage.recorder import Recorder
-from tests.models import LATENT_OWN, tiny
+from tests.models import LATENT_OWN, VOCABULARY, tiny
 from tests.oracle import reference_logits
 
 ALLOWED = 1.1
 CONFIG = sc.EngineConfig(compile=False, token_budget=64, max_kv_tokens=16 * 60)
 
 
+# Which give logits in float32, and two of them what their scans return, whatever they compute in.
+RECURRENT: dict[str, dict[str, Any]] = {
+    "mamba": {"state_size": 8},
+    "falcon_mamba": {"state_size": 8},
+    "mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 4, "chunk_size": 8},
+}
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", *LATENT_OWN])
 def test_error_against_float32(family: str) -> None:
+    assert_no_further(tiny(family, num_hidden_layers=4) if family == "llama" else tiny(family))
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_error_of_recurrences_against_float32(family: str) -> None:
+    torch.manual_seed(0)
+    sizes = RECURRENT[family] | {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2}
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)).eval()
+    model.generation_config.eos_token_id = None
+    assert_no_further(model)
+
+
+def assert_no_further(exact: Any) -> None:
     """Over about 500 rows of logits of 16 requests, chunked and batched."""
-    exact = tiny(family, num_hidden_layers=4) if family == "llama" else tiny(family)
     model = copy.deepcopy(exact).to(torch.bfloat16)
     rounded = copy.deepcopy(model).float()  # the same weights, computed with in float32
-    recorder = Recorder(compile_step_program(model, CONFIG))
+    program = compile_step_program(model, CONFIG)
+    assert report_of(program, model).verdict == "ragged"
+    recorder = Recorder(program)
     engine = sc.Engine(model, CONFIG, program=recorder, observers=[recorder.observe])  # type: ignore[arg-type]
     draw = random.Random(1)
     prompts = [[draw.randrange(199) for _ in range(draw.randint(5, 80))] for _ in range(16)]

@@ -29,6 +29,17 @@ def same_alone(x: Tensor) -> Tensor:
     return x * 1.0 if x.shape[1] == 1 else x
 
 
+def rounded_alone(x: Tensor) -> Tensor:
+    return x * 3 / 3 if x.shape[1] == 1 else x
+
+
+class CastUp(Decoder):
+    """Gives logits in float32, whatever it computes in, as Mamba does."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return super().forward(input_ids, attention_mask).float()
+
+
 class Branch(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return negated_alone(x)
@@ -106,6 +117,13 @@ def test_models_without_such_a_branch_are_none(dtype: torch.dtype) -> None:
 def test_branch_is_found_in_half_precision(dtype: torch.dtype) -> None:
     assert one_token_refusal(changed("llama", WithCache).to(dtype)) is not None
     assert one_token_refusal(Decoder(layers=2, mix=negated_alone).to(dtype)) is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_logits_that_are_cast_up_are_rounded_as_what_they_are_computed_in(dtype: torch.dtype) -> None:
+    assert one_token_refusal(CastUp(layers=2, mix=rounded_alone).to(dtype)) is None
+    refusal = one_token_refusal(CastUp(layers=2, mix=negated_alone).to(dtype))
+    assert refusal is not None and refusal.module == "blocks.0"
 
 
 def test_model_that_needs_more_tokens_is_not_looked_at() -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import selective_compile as sc
+from selective_compile.isolation_trial import alike
 from selective_compile.kept_captures import settings_of_process
-from selective_compile.rounding import rounded_as, tolerance
+from selective_compile.rounding import coarsest, computed_in, rounded_as, tolerance
 from tests.decoders import Decoder
 from tests.huggingface.models import CONFIG, left_padded, tiny
 
@@ -69,3 +70,20 @@ def test_captures_are_kept(less: str) -> None:
 
 def test_as_much_as_before_where_nothing_was_asked() -> None:
     assert rounded_as(torch.float32, CPU) is torch.float32 and tolerance(torch.float32, CPU) == 1e-3
+
+
+def test_a_result_is_rounded_as_what_it_was_computed_from() -> None:
+    model, logits = Decoder(layers=1), torch.zeros(3)
+    assert computed_in(model, logits) is torch.float32 and computed_in(model, logits.half()) is torch.float16
+    model.norm.bfloat16()  # a vector, whose products with others have the bits of these
+    assert computed_in(model, logits) is torch.float32
+    model.head.bfloat16()
+    assert computed_in(model, logits) is torch.bfloat16
+    assert coarsest([torch.int64, torch.float64, torch.float32]) is torch.float32
+
+
+def test_rows_that_are_rounded_otherwise_are_alike() -> None:
+    rows = torch.randn(5, 9, generator=torch.Generator().manual_seed(0))
+    rounded, model = rows.bfloat16().float(), Decoder(layers=1)
+    assert not alike(model, rounded, rows)
+    assert alike(model.bfloat16(), rounded, rows) and not alike(model, rows.flip(0), rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selective_compile.passes.constant_arguments import kept
-from selective_compile.passes.recurrence_match import Signature, TensorArgument, recognise_function
+from selective_compile.passes.recurrence_match import Signature, TensorArgument, explains, recognise_function
 
 LENGTH = 37
 
@@ -133,6 +134,19 @@ def limited(
         state = (pace[:, t] * fade).exp()[..., None, None] * state + update
         outputs.append((state * out[:, t, :, None]).sum(-1))
     return torch.stack(outputs, 1)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_rounding_of_what_was_given_is_allowed_for_where_float32_comes_back(ahead: int) -> None:
+    """As of Mamba, where a weight is left in float32: what is computed in bfloat16 is added to it."""
+    wide = signature(SCAN_SHAPES, SCAN_SHAPES["u"])
+    narrow = [replace(tensor, dtype=torch.bfloat16) for tensor in wide.tensors[:-1]]
+    found = recognise_function(selective, replace(wide, tensors=(*narrow, wide.tensors[-1])))
+    assert found is not None
+    given = {each.name: torch.randn(each.shape).to(each.dtype) for each in found.signature.tensors}
+    given["a"] = -given["a"].abs()
+    output = selective(**given, ahead=ahead)
+    assert output.dtype is torch.float32 and explains(found, given, output) is (ahead == 0)
 
 
 SSD_SHAPES = {
