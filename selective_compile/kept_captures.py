@@ -37,7 +37,7 @@ from selective_compile.kept_files import attempt, data_of, own_folder, was_of_us
 from selective_compile.live_settings import LiveSettings, Read, words_of
 from selective_compile.named_tensors import all_tensors_of, kind_of
 from selective_compile.packed_graph import PackedGraph, packed, unpacked
-from selective_compile.same_logits import gives_logits_of, ids_for, writes_inputs
+from selective_compile.same_logits import gives_logits_of, ids_for, written_inputs
 from selective_compile.tensor_state import class_of
 from selective_compile.told_objects import file_of
 from selective_compile.trace_conditions import Conditions, hold, told
@@ -55,6 +55,7 @@ class Kept:
     settings: tuple[str, ...]
     variables: dict[str, str]
     conditions: Conditions
+    written: tuple[int, ...]  # inputs, all of them buffers
 
 
 def capture_once(model: nn.Module) -> Captured:
@@ -89,16 +90,17 @@ def loaded(file: Path, model: nn.Module) -> Captured | None:
     if not hold(kept.conditions, *logits_call(model, ids_for(model))):
         return None
     captured = unpacked(kept.graph, model, read, kept.conditions.traced)
-    if not gives_logits_of(captured, model):
+    if not gives_logits_of(captured, model, kept.written):
         return None
     was_of_use(file)
     return captured
 
 
 def save(captured: Captured, model: nn.Module, folder: Path, parts: str) -> None:
-    """Raises ValueError for what cannot be told, writes to the model, or gives other logits than it."""
-    if writes_inputs(captured, model):  # and would again, where it is tried
-        raise ValueError("a capture must write to nothing of the model's")
+    """Raises ValueError for what cannot be told, writes to weights, or gives other logits than the model."""
+    written, buffers = written_inputs(captured, model), set(map(id, model.buffers()))
+    if not all(id(captured.examples[place]) in buffers for place in written):
+        raise ValueError("a capture must write to nothing of the model's but buffers")
     read = captured.read
     kept = Kept(
         graph=packed(captured, model),
@@ -109,9 +111,10 @@ def save(captured: Captured, model: nn.Module, folder: Path, parts: str) -> None
         settings=LiveSettings(model, read).told(),
         variables=variables_read(read.code),
         conditions=told(captured.conditions, *logits_call(model, ids_for(model))),
+        written=tuple(written),
     )
     data = pickle.dumps(kept)  # layer after layer nearly the same, which packs well
-    if not gives_logits_of(unpacked(pickle.loads(data).graph, model, read, captured.conditions), model):
+    if not gives_logits_of(unpacked(pickle.loads(data).graph, model, read, captured.conditions), model, written):
         raise ValueError("the capture must give the model's logits")
     write(folder / f"{parts}-{hashlib.sha256(data).hexdigest()[:32]}{ENDING}", zlib.compress(data, 1))
 

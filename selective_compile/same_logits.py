@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 import torch
@@ -24,8 +24,11 @@ OF_SIXTEEN_BITS: Final = 5e-2
 
 
 @torch.no_grad()
-def gives_logits_of(captured: Captured, model: nn.Module) -> bool:
+def gives_logits_of(captured: Captured, model: nn.Module, written: Collection[int] = ()) -> bool:
     """Runs both once, on `CAPTURE_TOKENS` tokens; what that leaves in the model is gone afterwards.
+
+    Args:
+        written: as `written_inputs`; the capture is given copies of these.
 
     Raises:
         Exception: whatever the model or an operator raises.
@@ -33,15 +36,16 @@ def gives_logits_of(captured: Captured, model: nn.Module) -> bool:
     call, arguments = logits_call(model, ids_for(model))
     with unchanged(model):
         expected = call(*arguments)
-    results: Any = interpreter_of(captured.module).run(*inputs_of(captured, arguments))
+    given = inputs_of(captured, arguments)
+    given = [each.clone() if place in written else each for place, each in enumerate(given)]
+    results: Any = interpreter_of(captured.module).run(*given)
     found = [result for result in results if isinstance(result, Tensor) and result.shape == expected.shape]
     return len(found) == 1 and agree(found[0], expected)
 
 
 @torch.no_grad()
-def writes_inputs(captured: Captured, model: nn.Module) -> bool:
-    """Whether a run would change what it is given, as a weight that a first run sets up: tried on tensors without
-    numbers.
+def written_inputs(captured: Captured, model: nn.Module) -> list[int]:
+    """Which inputs a run would change, as a weight that a first run sets up: tried on tensors without numbers.
 
     Raises:
         Exception: whatever an operator raises.
@@ -51,11 +55,14 @@ def writes_inputs(captured: Captured, model: nn.Module) -> bool:
     _, arguments = logits_call(model, ids_for(model))
     given = inputs_of(captured, arguments)
     given = [mode.from_tensor(each) if isinstance(each, Tensor) else each for each in given]
-    fakes = [each for each in given if isinstance(each, Tensor)]
-    before = [(version_of(fake), fake.untyped_storage()._cdata) for fake in fakes]
+    before = [state_of(each) for each in given]
     with mode:
         interpreter_of(captured.module).run(*given)
-    return before != [(version_of(fake), fake.untyped_storage()._cdata) for fake in fakes]
+    return [place for place, each in enumerate(given) if state_of(each) != before[place]]
+
+
+def state_of(given: Any) -> tuple[int | None, int] | None:
+    return (version_of(given), given.untyped_storage()._cdata) if isinstance(given, Tensor) else None
 
 
 def inputs_of(captured: Captured, arguments: Sequence[Tensor]) -> list[Any]:

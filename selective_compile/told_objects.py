@@ -10,6 +10,7 @@ import abc
 import enum
 import hashlib
 import sys
+import typing
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -31,7 +32,9 @@ from selective_compile.named_tensors import kind_of
 PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device)
 BUILT_IN: Final = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
 # What is in the dictionaries of classes and none of their code.
-OF_THE_INTERPRETER: Final = frozenset({"__abstractmethods__", "_abc_impl", "__weakref__", "__dict__", "__doc__"})
+OF_THE_INTERPRETER: Final = frozenset(
+    {"__abstractmethods__", "_abc_impl", "__weakref__", "__dict__", "__doc__", "__slotnames__"}
+)
 PUT_BY_DYNAMO: Final = frozenset({"__init__", "__setstate__", "___needs_generation_tag_patch"})  # when it first traces
 
 
@@ -84,6 +87,8 @@ class Words:
             return f"{name_of(type(value))} {value!r}"
         if isinstance(value, type):
             return self.of_class(value)
+        if isinstance(value, typing._SpecialForm):
+            return f"typing.{value._name}"  # type: ignore[attr-defined]
         if isinstance(value, UnionType):
             return f"any of {[self.of_value(part) for part in value.__args__]}"
         if isinstance(value, ModuleType):
