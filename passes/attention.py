@@ -9,6 +9,7 @@ has no reading for; then the sequence nodes stay uncovered and are refused.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,14 +129,16 @@ def read_eager(traced: TracedGraph, softmax: fx.Node) -> AttentionCall:
         raise Unreadable(mixing.node, "its weights are shared by heads: every head must have weights of its own")
     (depth,) = scores.summed
     query_side, key_side = (1, 0) if query_letter in scores.right_letters else (0, 1)
-    query = letters_operand(traced, scores, query_side, query_letter, score_heads, depth, shareable=False)
+    # Scores may be computed in a wider type than values are in: queries and keys are then those of the values' type.
+    narrow = partial(letters_operand, traced, scores, dtype=weights.right.meta["val"].dtype)
+    query = narrow(query_side, query_letter, score_heads, depth, shareable=False)
     if query.heads != math.prod(score_heads.values()):
         raise Unreadable(query.node, "its heads are shared by keys: every head must have a query of its own")
     key, value = alike(
         softmax,
         *(
             [
-                letters_operand(traced, scores, key_side, key_letter, score_heads, depth, shareable=shareable),
+                narrow(key_side, key_letter, score_heads, depth, shareable=shareable),
                 letters_operand(
                     traced, weights, 1, mixing.key_letter, weight_heads, mixing.value_letter, shareable=shareable
                 ),
@@ -233,6 +236,7 @@ def letters_operand(
     depth: str,
     *,
     shareable: bool,
+    dtype: torch.dtype | None = None,
 ) -> Operand:
     node = (product.left, product.right)[side]
     token_dim, depth_dim = product.dim(side, token), product.dim(side, depth)
@@ -242,7 +246,7 @@ def letters_operand(
     dims = [product.dim(side, letter) for letter in heads]
     require_grouped(node, [1 if d is None else plain_size(traced, node, d) for d in dims], list(heads.values()))
     head_dims = tuple(d for d in dims if d is not None)
-    return operand_of(traced, node, token_dim, head_dims, depth_dim, shareable=shareable)
+    return operand_of(traced, node, token_dim, head_dims, depth_dim, shareable=shareable, dtype=dtype)
 
 
 def output_order(weights: Contraction, value: str, query: str) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import fx
@@ -17,6 +18,7 @@ MOVES = (
     *(aten.repeat_interleave, aten.clone, aten.contiguous, aten.repeat, aten.movedim, aten.t),
     *(aten.flatten, aten.unflatten),
 )
+CASTS = (aten.to, aten._to_copy, aten.type_as)
 PROBE_TOKENS = 3
 
 
@@ -29,9 +31,18 @@ class Unreadable(Exception):
 
 
 def operand_of(
-    traced: TracedGraph, node: fx.Node, token: int, heads: tuple[int, ...], depth: int, *, shareable: bool = True
+    traced: TracedGraph,
+    node: fx.Node,
+    token: int,
+    heads: tuple[int, ...],
+    depth: int,
+    *,
+    shareable: bool = True,
+    dtype: torch.dtype | None = None,
 ) -> Operand:
     """The earliest value that ``node`` only rearranges, read as ``[tokens, heads, head size]``.
+
+    Also one of ``dtype`` that was cast to a type in which all its numbers are.
 
     ``node`` has its tokens, heads and head size at the given dimensions.  Each candidate further up the chain of data
     movements is checked by running the chain on element numbers: head h of ``node`` must be head ``h // group`` of
@@ -41,13 +52,23 @@ def operand_of(
     heads = tuple(d for d in heads if not only_batch(traced, node, d))
     best = given = as_given(traced, node, token, heads, depth)
     source = node
-    while getattr(source.target, "overloadpacket", None) in MOVES and isinstance(source.args[0], fx.Node):
-        source = source.args[0]
+    while isinstance(source.args[0] if source.args else None, fx.Node) and (
+        getattr(source.target, "overloadpacket", None) in MOVES or widens(source, dtype)
+    ):
+        source = source.args[0]  # type: ignore[assignment]
         candidate = leading_tokens(traced, source, head_size)
         fits = candidate is not None and (shareable or candidate.heads == given.heads)
         if candidate is not None and fits and repeats(traced, candidate, node, (token, *heads, depth), given.heads):
             best = candidate
     return best
+
+
+def widens(node: fx.Node, dtype: torch.dtype | None) -> bool:
+    """Whether it is a cast of numbers of ``dtype``, 16 bits of floats, that changes none of them."""
+    if dtype not in (torch.bfloat16, torch.float16) or getattr(node.target, "overloadpacket", None) not in CASTS:
+        return False
+    source: Any = node.args[0]
+    return source.meta["val"].dtype == dtype and node.meta["val"].dtype in (torch.float32, torch.float64)
 
 
 def require_grouped(node: fx.Node, sizes: list[int], full: list[int]) -> None:
@@ -119,7 +140,7 @@ def repeats(traced: TracedGraph, candidate: Operand, node: fx.Node, order: tuple
     rest = [d for d in range(moved.dim()) if d not in order]
     seen = moved.permute(*rest, *order).reshape(PROBE_TOKENS, heads, candidate.head_size)
     expected = numbers.permute(*candidate.order).reshape(PROBE_TOKENS, candidate.heads, candidate.head_size)
-    return torch.equal(seen, expected.repeat_interleave(heads // candidate.heads, dim=1))
+    return torch.equal(seen.long(), expected.repeat_interleave(heads // candidate.heads, dim=1))
 
 
 def sinks_of(traced: TracedGraph, node: fx.Node, heads: int) -> fx.Node:

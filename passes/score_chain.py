@@ -19,8 +19,8 @@ aten = torch.ops.aten
 # Scores at or below this are taken as hidden: exp of the difference to any score of usable size is 0 in float32.
 HIDDEN = -1e9
 # A score that is put in the place of another hides it from here on, if any score of usable size is more than -9,000;
-# of what is added to a score, so little may be a bias of far positions.
-REPLACED = -1e4
+# of what is added to a score, so little may be a bias of far positions.  -10,000 as bfloat16 has it.
+REPLACED = -9984.0
 PASSED_THROUGH = (aten.to, aten.reshape, aten._to_copy, aten.clone, aten.contiguous, aten.type_as)
 
 

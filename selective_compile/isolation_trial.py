@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from selective_compile.capture import CANNOT, logits_call
 from selective_compile.isolated_program import TRIED
 from selective_compile.module_state import own_attributes
-from selective_compile.rounding import computed_in, tolerance
+from selective_compile.rounding import computed_in, rounded_as, tolerance
 from selective_compile.skeleton import skeleton
 from selective_compile.step import StepInputs, reaches
 from selective_compile.step_program import StepProgram
@@ -49,7 +49,7 @@ def departs(model: nn.Module, program: StepProgram) -> bool:
         alone = [logits_alone(model, prompt) for prompt in prompts]
     except CANNOT:
         return True
-    return not all(alike(model, *both) for both in zip(ours, alone, strict=True))
+    return not all(alike(model, *both, in_most=True) for both in zip(ours, alone, strict=True))
 
 
 def looks_ahead(model: nn.Module, prompt: Tensor, longest: int | None) -> bool:
@@ -64,9 +64,16 @@ def looks_ahead(model: nn.Module, prompt: Tensor, longest: int | None) -> bool:
     return True
 
 
-def alike(model: nn.Module, rows: Tensor, theirs: Tensor) -> bool:
-    most = tolerance(computed_in(model, theirs), theirs.device) * float(theirs.float().std())
-    return bool(((rows.float() - theirs.float()).abs() <= most).all())
+def alike(model: nn.Module, rows: Tensor, theirs: Tensor, *, in_most: bool = False) -> bool:
+    """Whether logits [length, V] are the same but for rounding.
+
+    ``in_most``: in three of four rows do where the model does not compute in float32 and rows were computed beside
+    others, so that rounding may decide whom a router chooses; what is computed otherwise shows in nearly all.
+    """
+    dtype, device = computed_in(model, theirs), theirs.device
+    worst = (rows.float() - theirs.float()).abs().amax(-1) / theirs.float().std()
+    coarse = rounded_as(dtype, device) not in (torch.float32, torch.float64)
+    return bool((worst.quantile(0.75) if in_most and coarse else worst.max()) <= tolerance(dtype, device))
 
 
 def logits_alone(model: nn.Module, prompt: Tensor) -> Tensor:
