@@ -17,6 +17,7 @@ from torch import fx
 
 from selective_compile.passes.axes import Axis, Extended
 from selective_compile.passes.contraction import Contraction, contraction_of
+from selective_compile.passes.equal_heads import equal_heads
 from selective_compile.passes.gated_output import gated_output
 from selective_compile.passes.heads import Unreadable, operand_of, plain_size, require_grouped, sinks_of
 from selective_compile.passes.score_chain import ScoreChain, passes_through, read_scores, require_width
@@ -74,6 +75,7 @@ def read_sdpa(traced: TracedGraph, node: fx.Node) -> AttentionCall:
     places = (rank(query) - 2, heads, rank(query) - 1)
     query_operand = operand_of(traced, query, *places, shareable=False)
     key_operand, value_operand = alike(
+        traced,
         node,
         *([operand_of(traced, x, *places, shareable=shareable) for x in (key, value)] for shareable in (True, False)),
     )
@@ -98,11 +100,13 @@ def read_sdpa(traced: TracedGraph, node: fx.Node) -> AttentionCall:
     )
 
 
-def alike(node: fx.Node, *choices: list[Operand]) -> list[Operand]:
-    """The first choice of a key and a value that have the same number of heads."""
-    for key, value in choices:
-        if key.heads == value.heads:
-            return [key, value]
+def alike(traced: TracedGraph, node: fx.Node, *choices: list[Operand]) -> list[Operand]:
+    """The first choice of a key and a value that have the same number of heads, if equal ones are taken for one."""
+    for choice in choices:
+        fewest = min(operand.heads for operand in choice)
+        found = [equal_heads(traced, operand, fewest) for operand in choice]
+        if None not in found:
+            return [operand for operand in found if operand is not None]
     raise Unreadable(node, "its keys and values must have the same number of heads")
 
 
@@ -135,6 +139,7 @@ def read_eager(traced: TracedGraph, softmax: fx.Node) -> AttentionCall:
     if query.heads != math.prod(score_heads.values()):
         raise Unreadable(query.node, "its heads are shared by keys: every head must have a query of its own")
     key, value = alike(
+        traced,
         softmax,
         *(
             [

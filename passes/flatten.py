@@ -228,8 +228,11 @@ class Flattener:
         """``[T, heads, head size]``: a permutation and a reshape (a view wherever the strides allow it)."""
         source = self.replaced.get(operand.node, operand.node)  # an attention may feed the next one directly
         moved = self.graph.call_function(aten.permute.default, (source, list(operand.order)))
-        shape = [-1, operand.heads, operand.head_size]
-        return self.graph.call_function(aten.reshape.default, (moved, shape))
+        heads = operand.heads * operand.every
+        arranged = self.graph.call_function(aten.reshape.default, (moved, [-1, heads, operand.head_size]))
+        if operand.every == 1:
+            return arranged
+        return self.graph.call_function(aten.slice.Tensor, (arranged, 1, 0, heads, operand.every))
 
     def shaped_as_output(self, call: AttentionCall, mixed: fx.Node) -> fx.Node:
         """``[T, H, Dv]`` brought to the shape of the node it replaces, its batch being 1."""

@@ -143,6 +143,19 @@ def repeats(traced: TracedGraph, candidate: Operand, node: fx.Node, order: tuple
     return torch.equal(seen.long(), expected.repeat_interleave(heads // candidate.heads, dim=1))
 
 
+def sizes_of(traced: TracedGraph, node: fx.Node) -> list[int]:
+    """Of one request of as many tokens as are tried."""
+    if node not in traced.axes:
+        raise Unreadable(node, "which of its dimensions enumerate tokens is not known")
+    sizes = []
+    for dim in traced.axes[node].dims:
+        if not all(isinstance(factor, (int, Axis)) for factor in dim):
+            raise Unreadable(node, "it has a dimension that is neither batch, tokens nor a constant")
+        constant = math.prod(factor for factor in dim if isinstance(factor, int))
+        sizes.append(constant * PROBE_TOKENS ** dim.count(Axis.TOKEN))
+    return sizes
+
+
 def sinks_of(traced: TracedGraph, node: fx.Node, heads: int) -> fx.Node:
     """The value with one number for each head that ``node`` ``[..., heads, tokens or 1, 1]`` only repeats."""
     source = node

@@ -26,16 +26,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Mapping
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from selective_compile.passes.axes import Axis
 from selective_compile.passes.evaluate import evaluate
-from selective_compile.passes.heads import MOVES, PROBE_TOKENS, Unreadable, leading_tokens
+from selective_compile.passes.heads import MOVES, PROBE_TOKENS, Unreadable, leading_tokens, sizes_of
 from selective_compile.passes.traced_graph import AttentionCall, Columns, Latent, Operand, PerHead, TracedGraph
 
 aten = torch.ops.aten
@@ -182,17 +180,6 @@ def numbered(traced: TracedGraph, operand: Operand, first: int) -> Tensor:
     numbers = torch.arange(first, first + PROBE_TOKENS * operand.heads, device="cpu")
     back = torch.tensor(operand.order, device="cpu").argsort().tolist()
     return numbers.reshape([sizes[d] for d in operand.order]).permute(back)
-
-
-def sizes_of(traced: TracedGraph, node: fx.Node) -> list[int]:
-    """Of one request of as many tokens as are tried."""
-    sizes = []
-    for dim in traced.axes[node].dims:
-        if not all(isinstance(factor, (int, Axis)) for factor in dim):
-            raise Unreadable(node, "it has a dimension that is neither batch, tokens nor a constant")
-        constant = prod([factor for factor in dim if isinstance(factor, int)])
-        sizes.append(constant * PROBE_TOKENS ** dim.count(Axis.TOKEN))
-    return sizes
 
 
 def places(traced: TracedGraph, operand: Operand, tensors: list[Operand]) -> tuple[Tensor, Tensor] | None:

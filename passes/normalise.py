@@ -51,6 +51,7 @@ def filled_where(chosen: torch.Tensor, number: float, values: torch.Tensor) -> A
 # And what is another spelling of an operator that every later pass knows, as that operator.
 SPELT_OUT: dict[Any, Any] = INDEX_FORM | {
     aten.mT.default: lambda x: x.transpose(-2, -1),
+    aten.broadcast_to.default: lambda x, sizes: x.expand(sizes),
     aten.where.ScalarSelf: filled_where,
 }
 

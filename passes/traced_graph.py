@@ -65,12 +65,16 @@ class RefusedError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Operand:
-    """A query, key or value before head repetition: ``node`` with the dimension that enumerates tokens."""
+    """A query, key or value before head repetition: ``node`` with the dimension that enumerates tokens.
+
+    Of the node's heads, which are ``every`` times ``heads``, the operand has the first of each ``every``.
+    """
 
     node: fx.Node
     order: tuple[int, ...]  # permutation that brings the operand to (tokens, heads ..., head size)
     heads: int
     head_size: int
+    every: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import selective_compile as sc
 from selective_compile.backend import compile_step_program, report_of
 from selective_compile.coverage.random_model import random_model
 from selective_compile.coverage.recorder import Recorder
-from tests.models import LATENT_OWN, VOCABULARY, tiny
+from tests.models import LATENT_OWN, REPEATED_OWN, VOCABULARY, tiny
 from tests.oracle import reference_logits
 
 ALLOWED = 1.1
@@ -29,7 +29,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", *LATENT_OWN])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", *LATENT_OWN, *REPEATED_OWN])
 def test_error_against_float32(family: str) -> None:
     assert_no_further(tiny(family, num_hidden_layers=4) if family == "llama" else tiny(family))
 

@@ -133,6 +133,19 @@ def expanded(kv: Tensor) -> Tensor:
     return kv[:, :, :, None].expand(-1, -1, -1, 2, -1).flatten(2, 3)
 
 
+def broadcast(kv: Tensor, q: Tensor) -> Tensor:
+    """As Falcon's with few key and value heads."""
+    groups = q.unflatten(2, (kv.shape[2], -1))
+    return torch.broadcast_to(kv[:, :, :, None], groups.shape).flatten(2, 3)
+
+
+def turned(x: Tensor) -> Tensor:
+    """A rotary embedding of [B, S, H, D]."""
+    one, other = x.chunk(2, -1)
+    angles = torch.arange(x.shape[1])[:, None, None] * torch.linspace(0.1, 1, x.shape[3])
+    return x * angles.cos() + torch.cat([-other, one], -1) * angles.sin()
+
+
 def interleaved(kv: Tensor) -> Tensor:
     return kv[:, :, None].expand(-1, -1, 2, -1, -1).flatten(2, 3)
 

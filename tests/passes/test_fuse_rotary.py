@@ -18,7 +18,7 @@ from selective_compile.passes.fuse_rotary import fuse_rotary
 from selective_compile.passes.int8_pools import keep_as_int8
 from selective_compile.passes.rotation import RotationReader
 from tests.passes.graphs import analysed, sample
-from tests.passes.spellings import sdpa
+from tests.passes.spellings import expanded, sdpa
 
 Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]  # x [B, S, H, D], cos and sin [S, ...] -> [B, S, H, D]
 SIZE, BLOCK = 8, 4
@@ -141,7 +141,8 @@ def results(flat: FlatGraph, steps: Sequence[Sequence[int]]) -> list[Tensor]:
     table = torch.zeros(len(blocks), max(blocks), dtype=torch.int32)
     for n, own in enumerate(torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(0)).split(blocks)):
         table[n, : len(own)] = own
-    pools = [torch.full((sum(blocks), 4, BLOCK, SIZE), torch.nan) for _ in range(2 * len(flat.calls))]
+    heads = [call.key.heads for call in flat.calls for _ in ("keys", "values")]
+    pools = [torch.full((sum(blocks), each, BLOCK, SIZE), torch.nan) for each in heads]
     begun, found = [0] * len(blocks), []
     for rows in steps:
         positions = torch.cat([torch.arange(b, b + n) for b, n in zip(begun, rows, strict=True)])
@@ -149,7 +150,8 @@ def results(flat: FlatGraph, steps: Sequence[Sequence[int]]) -> list[Tensor]:
         slots = table[owner, positions // BLOCK].long() * BLOCK + positions % BLOCK
         begun = [b + n for b, n in zip(begun, rows, strict=True)]
         bounds = torch.tensor([0, *rows]).cumsum(0).to(torch.int32)
-        tokens = [sample("qkv"[i % 3], 1, sum(rows), seed=sum(begun) + i) for i in range(len(flat.tokens))]
+        names = [given.source.removeprefix("L['").removesuffix("']") for given in flat.tokens]
+        tokens = [sample(name, 1, sum(rows), seed=sum(begun) + i) for i, name in enumerate(names)]
         weights = [given.example for given in flat.weights]
         given = [*weights, *tokens, *([positions] if flat.uses_positions else [])]
         with torch.no_grad(), ops.forced_implementation("reference"):
@@ -189,6 +191,16 @@ def test_a_rotation_goes_into_the_attention(rotate: Rotate) -> None:
     arguments = arguments_of(flat)
     assert arguments[5:9] == [None, None, None, 0.0]
     assert (*arguments[9:12], arguments[3].meta["val"].shape[1]) == SPELLINGS[rotate]
+
+
+def test_keys_that_are_rotated_behind_their_repetition_are_rotated_once() -> None:
+    def function(q: Tensor, kv: Tensor, frequencies: Tensor) -> Tensor:
+        cos, sin = tables(q, frequencies)
+        key = of_heads_in_front(expanded(kv), cos, sin)
+        return sdpa(by_halves(q, cos, sin), key, expanded(kv), is_causal=True)
+
+    flat = assert_fused(function, FREQUENCIES)
+    assert [arguments_of(flat)[i].meta["val"].shape[1] for i in range(3)] == [4, 2, 2]
 
 
 def test_tables_are_made_once_for_all_layers() -> None:
