@@ -17,10 +17,10 @@ is evaluated on probes (`mask_probes`) and must equal a family on every one of t
   it must hide those that are not selected and do nothing else.
 
 Only real queries (padding input not 0) need to agree.  Families: causal, within a window, within chunks, both, or with
-a prefix, whose tokens all queries see, and with a linear bias for each head.  Refused with its source line: what
-depends on token content, on a weight, on a look-up in a table, on two paddings, or equals no family.  A proof from
-tables bounds requests by their rows, and one from buffers of the model holds as long as these stay
-(``traced.proved_from``).
+a prefix, whose tokens all queries see, and with a linear bias for each head (`mask_slopes`).  Refused with its source
+line: what depends on token content, on a weight, on a look-up in a table, on two paddings, or equals no family.  A
+proof from tables bounds requests by their rows, one of a bias that overflows by where it does, and one from buffers of
+the model holds as long as these stay (``traced.proved_from``).
 """
 
 from __future__ import annotations
@@ -45,11 +45,10 @@ from selective_compile.passes.mask_probes import (
     within,
 )
 from selective_compile.passes.mask_reads import MaskReads, Unproved, mask_reads, used_outside_masks
+from selective_compile.passes.mask_slopes import longest_held, slopes_of
 from selective_compile.passes.traced_graph import AttentionCall, KeySelection, MaskFamily, TracedGraph
 
 aten = torch.ops.aten
-# By how much a bias may depart from a straight line, in units of the rounding of its largest value.
-ROUNDINGS = 4
 CHUNKS_PROBED = (1, 2, 3, 5, 8, 64, 1000)
 NOWHERE = 2**62  # beyond every distance
 
@@ -131,7 +130,9 @@ def prove(traced: TracedGraph, call: Masked, reads: MaskReads) -> MaskFamily:
             node = made_at(traced, call.masks[0].node) if call.masks else call.output
             tried = "causal, windows, chunks and prefixes were tried"
             raise Unproved(node, f"no mask family reproduces it ({tried}); {first_difference(probes)}")
-    slopes = slopes_of(call, probes)
+    slopes, held = slopes_of(call, probes), longest_held(probes)
+    if held is not None:
+        traced.bound(held)
     found = MaskFamily(window=window, padding=reads.padding, chunk=chunk, prefix=prefix, slopes=slopes)
     if prefix and (window or chunk):
         raise Unproved(made_at(traced, call.masks[0].node), f"no kernel has a prefix beside windows or chunks: {found}")
@@ -147,42 +148,6 @@ def chunk_of(probes: list[Probe]) -> int:
         found += queries[cut & ~probe.allowed.diagonal(-1, 1, 2)].tolist()
     first = min(found, default=0)
     return 0 if first == 1 else first  # a window of 1 hides the token before from every token
-
-
-def slopes_of(call: Masked, probes: list[Probe]) -> tuple[float, ...]:
-    """For each query head, the slope of the bias over keys; empty without one.
-
-    A constant for all keys of a query changes none of its weights.
-    """
-    if not any(probe.heads for probe in probes):
-        return ()
-    slopes = max((slope_on(probe) for probe in probes if probe.heads), key=lambda found: found[0])[1]
-    node = call.masks[0].node
-    added = [term.node.meta["val"].dtype for term in call.masks if term.kind == "add"]
-    rounding = max(torch.finfo(dtype).eps for dtype in (torch.float32, *added) if dtype.is_floating_point)
-    for probe in probes:
-        line = -slopes[:, None, None] * probe.distance[:, None]
-        bias = probe.bias if probe.heads else torch.zeros_like(line)
-        apart = (bias - bias.diagonal(dim1=2, dim2=3)[..., None] - line).masked_fill(~counted(probe)[:, None], 0)
-        most = ROUNDINGS * rounding * bias.abs().amax((1, 2, 3)).clamp(min=1e-30)
-        if bool((apart.abs().amax((1, 2, 3)) > most).any()):
-            raise Unproved(node, "it adds numbers to the scores that are no linear function of the distance")
-    if len(slopes) not in (1, call.query.heads):
-        raise Unproved(node, f"it adds {len(slopes)} biases to the scores of {call.query.heads} heads")
-    return tuple(slopes.expand(call.query.heads).tolist()) if bool(slopes.any()) else ()
-
-
-def slope_on(probe: Probe) -> tuple[int, torch.Tensor]:
-    """The distance of the furthest pair of a probe, and the slope of each head between its ends."""
-    distance = probe.distance.masked_fill(~counted(probe), 0)
-    g, i, j = (int(place) for place in torch.unravel_index(distance.argmax(), distance.shape))
-    far = int(distance[g, i, j])
-    return far, (probe.bias[g, :, i, j] - probe.bias[g, :, i, i]) / -max(far, 1)
-
-
-def counted(probe: Probe) -> torch.Tensor:
-    """Pairs whose scores matter."""
-    return probe.allowed & probe.real_queries[:, :, None]
 
 
 def made_at(traced: TracedGraph, node: fx.Node) -> fx.Node:
