@@ -197,6 +197,13 @@ class Intake:
                 f"first {submission.prefix} tokens see one another, and in parts the first ones would not see the "
                 f"others; got {parts}"
             )
+        form, longest = self._program.long_form, len(submission.prompt)
+        if parts is not None and form is not None and form.beyond < longest and parts < longest:
+            raise ValueError(
+                f"prefill_chunk_size must be None or at least {longest} for a prompt of {longest}: requests of more "
+                f"than {form.beyond} tokens are computed otherwise, and generate would compute the first parts of this "
+                f"one as it does short ones; got {parts}"
+            )
         if params.keeps_prompt and not self._program.gives_every_row:
             name = "prompt_logprobs" if params.prompt_logprobs else "prompt_logits"
             raise ValueError(f"{name} must be False for a model that runs whole, got True")

@@ -118,7 +118,8 @@ LIMITS: Mapping[str, str] = {
     "use_cache": "the engine keeps its own blocks in any case; a model that runs whole is run as it says; True in the "
     "call returns a cache",
     **dict.fromkeys(OF_CACHES, OWN_CACHE),
-    "prefill_chunk_size": f"{OWN_CACHE}; of less than a prefix whose tokens see one another, refused by name",
+    "prefill_chunk_size": f"{OWN_CACHE}; of less than a prefix whose tokens see one another, or than a prompt in the "
+    "long form of longrope, refused by name",
     **dict.fromkeys(OF_BEAMS, ONE_BEAM),
     "num_beams": "also with do_sample; grammars, streamers, EngineConfig.record, isolated modules are refused by name",
     **dict.fromkeys(("length_penalty", "early_stopping"), "with num_beams, as there"),

@@ -124,6 +124,16 @@ def test_embeddings_are_not_computed_anew(model: Any, reference: Any) -> None:
     sc.unwrap(model)
 
 
+def test_a_long_prefill_in_parts_as_generate_would_have_it_is_refused(engine: sc.Engine, reference: Any) -> None:
+    """Of which `generate` computes the first parts in the short form."""
+    long, short = prompt_of(ORIGINAL + 1), prompt_of(ORIGINAL)
+    with pytest.raises(ValueError, match="prefill_chunk_size must be None or at least 41 for a prompt of 41"):
+        engine.submit(long, max_new_tokens=4, prefill_chunk_size=ORIGINAL)
+    for prompt, parts in ((long, ORIGINAL + 1), (short, 16)):
+        got = engine.submit(prompt, max_new_tokens=4, prefill_chunk_size=parts).result().tokens
+        assert list(got) == generated(reference, prompt, 4, prefill_chunk_size=parts)
+
+
 def test_sc_generate_serves_both_at_once(model: Any, reference: Any) -> None:
     prompts = [prompt_of(ORIGINAL), prompt_of(ORIGINAL + 9)]
     rows = sc.generate(model, prompts, max_new_tokens=9, do_sample=False, engine_config=SMALL)
