@@ -25,7 +25,7 @@ from selective_compile.current_device import on_device_of
 from selective_compile.handed_inputs import handed_refusal
 from selective_compile.isolated_cache import Caches, caches_of
 from selective_compile.isolated_program import MODES, IsolatedProgram, Mode
-from selective_compile.isolation_trial import NEEDED, departs
+from selective_compile.isolation_trial import NEEDED, departure
 from selective_compile.live_settings import hook_refusals
 from selective_compile.module_program import ModuleProgram
 from selective_compile.module_state import Place as StatePlace
@@ -189,7 +189,10 @@ def buffers_written(model: nn.Module) -> frozenset[StatePlace]:
 
 
 def mode_found(model: nn.Module, found: Proved) -> Mode | None:
-    """The least work for isolated modules with which a trial gives the model's own logits; None if none does."""
+    """The least work for isolated modules with which a trial gives the model's own logits; None if none does.
+
+    With which it gives them in all rows, if there is such work: only else may rounding decide some of them.
+    """
     for call in found.rewritten.traced.isolated:
         if call.token_wise:
             continue
@@ -201,7 +204,8 @@ def mode_found(model: nn.Module, found: Proved) -> Mode | None:
         longest = found.table_end  # what a model declares it may go beyond, if no table ends there
     if not found.isolated:
         called = ModuleProgram(model, found.rewritten, EngineConfig(compile=False), max_positions=longest)
-        return None if departs(model, called) else found.mode
+        return None if departure(model, called) == "all" else found.mode
+    in_most: Mode | None = None
     for mode in MODES if found.caches is not None else MODES[-1:]:
         program = IsolatedProgram(
             model,
@@ -213,9 +217,12 @@ def mode_found(model: nn.Module, found: Proved) -> Mode | None:
             written=found.written,
             mode=mode,
         )
-        if not departs(model, program):
+        departs = departure(model, program)
+        if departs == "none":
             return mode
-    return None
+        if departs == "some" and in_most is None:
+            in_most = mode
+    return in_most
 
 
 def attempt(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +21,13 @@ from selective_compile.skeleton import skeleton
 from selective_compile.step import StepInputs, reaches
 from selective_compile.step_program import StepProgram
 
+Departure = Literal["none", "some", "all"]
 BLOCK = 128
 # How many tokens of each of the two requests are in each step.
 STEPS = ((6, 0), (1, 3), (12, 1), (2, 17), (44, 20), (1, 24))
 LENGTHS = tuple(map(sum, zip(*STEPS, strict=True)))
+# Where each request has tokens that begin a part of it, behind the first.
+BEGINS = [[sum(each[:n]) for n in range(1, len(each)) if any(each[:n])] for each in zip(*STEPS, strict=True)]
 NEEDED = max(LENGTHS)  # tokens that a model must know
 # A module that looks ahead need not do so in a short request: a longer one, of the first of these lengths that the
 # model knows, must have the logits of its leading tokens run alone.  Behind the end of a table a CPU raises an error,
@@ -32,24 +36,33 @@ LONGER = (300, 128, 64)
 
 
 @torch.no_grad()
-def departs(model: nn.Module, program: StepProgram) -> bool:
-    """Whether the program's logits are others than the model's, or it cannot be run."""
+def departure(model: nn.Module, program: StepProgram) -> Departure:
+    """Which of the program's logits are others than the model's; "all" also where it cannot be run.
+
+    "some": no more than rounding makes of it that decides whom a router chooses, which is in rows anywhere. A module
+    that goes on wrongly where a part of a request begins is wrong in the first row of each, however few these are.
+    """
     generator = torch.Generator().manual_seed(0)
     assert min(LENGTHS) >= TRIED
     if program.max_positions is not None and program.max_positions < NEEDED:
-        return True  # nobody can try it
+        return "all"  # nobody can try it
     ids = min(program.num_ids, 1000)
     prompts = [torch.randint(0, ids, (n,), generator=generator, device="cpu") for n in LENGTHS]
     prompts = [prompt.to(program.device) for prompt in prompts]
     try:
         longer = torch.randint(0, ids, (LONGER[0],), generator=generator, device="cpu")
         if looks_ahead(model, longer.to(program.device), program.max_positions):
-            return True
+            return "all"
         ours = in_steps(program, prompts)
         alone = [logits_alone(model, prompt) for prompt in prompts]
     except CANNOT:
-        return True
-    return not all(alike(model, *both, in_most=True) for both in zip(ours, alone, strict=True))
+        return "all"
+    pairs = list(zip(ours, alone, strict=True))
+    if all(alike(model, *pair) for pair in pairs):
+        return "none"
+    begins = [torch.cat([rows[place] for rows, place in zip(each, BEGINS, strict=True)]) for each in (ours, alone)]
+    in_most = all(alike(model, *pair, in_most=True) for pair in (*pairs, begins))
+    return "some" if in_most else "all"
 
 
 def looks_ahead(model: nn.Module, prompt: Tensor, longest: int | None) -> bool:

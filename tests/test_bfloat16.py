@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import selective_compile as sc
 from selective_compile.backend import compile_step_program, report_of
 from selective_compile.coverage.random_model import random_model
 from selective_compile.coverage.recorder import Recorder
+from selective_compile.isolation import prove
 from tests.models import BIASED_OWN, LATENT_OWN, REPEATED_OWN, VOCABULARY, tiny
 from tests.oracle import reference_logits
 
@@ -60,6 +62,37 @@ def test_rounding_that_chooses_an_expert_is_no_departure(family: str) -> None:
     """Of a loop over experts that is proved, and of modules that run by themselves beside experts."""
     verdict = sc.explain(random_model(family).to(torch.bfloat16)).verdict
     assert verdict == ("ragged" if family == "longcat_flash" else "isolated")
+
+
+class Blended(nn.Module):
+    """Attention, and beside it the lesser of each two tokens: with a cache it goes on by one token alone."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, hidden_states: torch.Tensor, cache: Any = None, **kwargs: Any) -> Any:
+        before = hidden_states.new_zeros(hidden_states[:, :1].shape)
+        if cache is not None:
+            kept = vars(cache).setdefault("before", {})
+            if hidden_states.shape[1] == 1:
+                before = kept.get(self.attention.layer_idx, before)
+            kept[self.attention.layer_idx] = hidden_states[:, -1:]
+        pairs = torch.stack([torch.cat([before, hidden_states[:, :-1]], dim=1), hidden_states], dim=-1)
+        mixed, *others = self.attention(hidden_states=hidden_states, cache=cache, **kwargs)
+        return mixed + pairs.median(-1).values, *others
+
+
+def test_what_is_wrong_where_parts_begin_is_no_rounding() -> None:
+    """In few rows of a trial, but in the first ones of parts."""
+    model: Any = tiny("llama", num_hidden_layers=2)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.normal_(std=0.3, generator=torch.Generator().manual_seed(weight.numel()))
+    for layer in model.model.layers:
+        layer.self_attn = Blended(layer.self_attn)
+    assert prove(model.to(torch.bfloat16), "sequential").mode == "one new token"
 
 
 def assert_no_further(exact: Any, dtype: torch.dtype = torch.bfloat16) -> None:
