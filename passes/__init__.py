@@ -121,9 +121,8 @@ def rewrite(
     no attention see farther, whatever the model says; that is no part of the pipeline, for it changes results.
     ``latents``: pools keep what keys and values are made of, where that pays.  ``traces`` has graphs that were traced
     to ATen before, and gets others.  ``long_form``: positions may tell which tokens are of long requests, for a model
-    that computes these otherwise.  What cannot be proved stands in
-    ``refusals`` and leaves ``flat`` None.  Raises `RefusedError` when the graph's inputs are not those of a decoder at
-    all.
+    that computes these otherwise.  What cannot be proved stands in ``refusals`` and leaves ``flat`` None.  Raises
+    `RefusedError` when the graph's inputs are not those of a decoder at all.
     """
     traced = normalise(module, examples, traces)
     traced.functions, traced.modules = functions or {}, modules

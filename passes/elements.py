@@ -16,14 +16,13 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from selective_compile.passes.heads import MOVES
+from selective_compile.passes.heads import CASTS, MOVES
 from selective_compile.passes.repeats import reads
 from selective_compile.passes.retrace import results_of
 
 aten = torch.ops.aten
 SPLITS = (aten.split, aten.split_with_sizes, aten.chunk, aten.unbind)
 MOVEMENTS = (*MOVES, *SPLITS)
-CASTS = (aten.to, aten._to_copy, aten.type_as)
 JOINS = (aten.cat.default, aten.stack.default)
 SIGN, SOURCE, TABLE = range(3)
 # Terms of a value, [terms, 3, *shape]: the sign, 0 of a term that is not there, and the numbers of an element of the

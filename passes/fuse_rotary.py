@@ -28,11 +28,11 @@ from torch import fx
 
 from selective_compile.passes.axes import size_expression
 from selective_compile.passes.batch_dependence import is_kernel
-from selective_compile.passes.elements import CASTS, SPLITS, UnreadableError, dependents
+from selective_compile.passes.elements import SPLITS, UnreadableError, dependents
 from selective_compile.passes.equal_values import first_of_equal
 from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.head_norm import HeadNorm, head_norm
-from selective_compile.passes.heads import MOVES
+from selective_compile.passes.heads import CASTS, MOVES
 from selective_compile.passes.retrace import kind_of
 from selective_compile.passes.rotation import Rotation, Rotations, Table, rows_first
 

@@ -126,7 +126,7 @@ class Intake:
         # Made here: in a step, they would keep all other requests waiting.
         if self._reuses_blocks and len(prompt) >= prefix:
             size = self._config.block_size
-            long = form is not None and len(prompt) > form.beyond
+            long = form is not None and form.has(len(prompt))
             extend_names(names, prompt, checked.cache_salt, len(prompt) // size, size, prefix=prefix, long=long)
         return Submission(
             prompt=prompt,
@@ -197,8 +197,8 @@ class Intake:
                 f"first {submission.prefix} tokens see one another, and in parts the first ones would not see the "
                 f"others; got {parts}"
             )
-        form, longest = self._program.long_form, len(submission.prompt)
-        if parts is not None and form is not None and form.beyond < longest and parts < longest:
+        form, longest = submission.long_form, len(submission.prompt)
+        if parts is not None and form is not None and form.has(longest) and parts < longest:
             raise ValueError(
                 f"prefill_chunk_size must be None or at least {longest} for a prompt of {longest}: requests of more "
                 f"than {form.beyond} tokens are computed otherwise, and generate would compute the first parts of this "

@@ -18,9 +18,8 @@ class Queues:
     A request is admitted with the blocks of all the tokens it has, so only growth by generated tokens can find the
     pool empty. Then the request that was admitted last is preempted: it gives back its blocks and waits to be computed
     again. The one that was admitted first is never preempted, and a request that could not run with the pool to itself
-    is never added, hence every request ends. So does one that has grown into the model's long form give back its
-    blocks, once. Nobody overtakes the request that waits first, whatever it takes to admit
-    it.
+    is never added, hence every request ends. One that has grown into the model's long form gives back its blocks, too,
+    once. Nobody overtakes the request that waits first, whatever it takes to admit it.
 
     A request of a `width` above 1 has room for as many of the places of `max_requests`: once its prompt is computed,
     `fork` lets others go on from there. They share its blocks, and each copies the last one when it first writes to

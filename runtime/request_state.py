@@ -200,7 +200,7 @@ class RequestState:
 
     @property
     def began_anew(self) -> bool:
-        return self.long_form is not None and self.long_from == 0 and self.prompt_length <= self.long_form.beyond
+        return self.long_form is not None and self.long_from == 0 and not self.long_form.has(self.prompt_length)
 
     def choose_form(self) -> None:
         """That of a request of as many tokens, of which nothing is computed: it has no blocks."""
@@ -213,7 +213,7 @@ class RequestState:
         form = self.long_form
         if form is None:
             return NEVER, NEVER
-        if self.prompt_length > form.beyond or (form.anew and len(self.tokens) > form.beyond):
+        if form.has(len(self.tokens) if form.anew else self.prompt_length):
             return NEVER, 0
         return (form.beyond, NEVER) if form.anew else (NEVER, form.beyond)
 

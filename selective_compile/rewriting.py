@@ -8,10 +8,10 @@ from functools import partial
 from torch import Tensor, nn
 
 from selective_compile.capture import ATTENTION_MASK, Captured, capture, recurrences_of
+from selective_compile.dropped_cache import long_form_of
 from selective_compile.first_call import set_for_good, settled
 from selective_compile.kept_captures import capture_once
 from selective_compile.kept_traces import KeptTraces
-from selective_compile.long_forms import long_form_of
 from selective_compile.passes import RefusedError, Rewrite, rewrite
 from selective_compile.passes.isolated_call import WholeModules
 from selective_compile.passes.recurrence_match import Recognised
@@ -57,39 +57,38 @@ def captured_and_rewritten(
     A model that makes itself a table when first called is given that first.  Long requests are computed, too, if it is
     known how `generate` goes on where a request becomes one.
     """
-    again = partial(rewritten_as_it_is, model, functions, max_window, modules, latents=latents, keep=keep)
-    captured, rewritten = again(long_form=modules is None)
+
+    def rewritten_of(given: Captured, *, long_form: bool = modules is None) -> Rewrite:
+        return rewrite(
+            given.module,
+            given.examples,
+            paged=True,
+            ones=ATTENTION_MASK,
+            functions={str(place): known for place, known in functions.items()},
+            max_window=max_window,
+            modules=modules,
+            latents=latents,
+            traces=KeptTraces() if keep else None,
+            long_form=long_form,
+        )
+
+    captured = captured_as_it_is(model, functions, keep=keep)
+    rewritten = rewritten_of(captured)
     if rewritten.traced.makes_constants and set_for_good(model, Tensor):
-        captured, rewritten = again(long_form=modules is None)
-    beyond, flat = rewritten.traced.long_beyond, rewritten.flat
-    if beyond is None:
+        captured = captured_as_it_is(model, functions, keep=keep)
+        rewritten = rewritten_of(captured)
+    if knows_long_form(model, rewritten):
         return captured, rewritten
-    rewritten.long_form = long_form_of(model, beyond) if flat is not None and not flat.prefix else None
-    return again(long_form=False) if rewritten.long_form is None else (captured, rewritten)
+    return captured, rewritten_of(captured, long_form=False)
 
 
-def rewritten_as_it_is(
-    model: nn.Module,
-    functions: Mapping[Place, Recognised],
-    max_window: int | None,
-    modules: WholeModules | None,
-    *,
-    latents: bool,
-    keep: bool,
-    long_form: bool,
-) -> tuple[Captured, Rewrite]:
-    captured = capture_once(model) if keep else settled(model, partial(capture, model, functions))
-    named = {str(place): known for place, known in functions.items()}
-    rewritten = rewrite(
-        captured.module,
-        captured.examples,
-        paged=True,
-        ones=ATTENTION_MASK,
-        functions=named,
-        max_window=max_window,
-        modules=modules,
-        latents=latents,
-        traces=KeptTraces() if keep else None,
-        long_form=long_form,
-    )
-    return captured, rewritten
+def knows_long_form(model: nn.Module, rewritten: Rewrite) -> bool:
+    """Whether it is known how requests become long, also where none do; it is noted in ``rewritten``."""
+    beyond, flat = rewritten.traced.long_beyond, rewritten.flat
+    if beyond is not None and flat is not None and not flat.prefix:
+        rewritten.long_form = long_form_of(model, beyond)
+    return beyond is None or rewritten.long_form is not None
+
+
+def captured_as_it_is(model: nn.Module, functions: Mapping[Place, Recognised], *, keep: bool) -> Captured:
+    return capture_once(model) if keep else settled(model, partial(capture, model, functions))

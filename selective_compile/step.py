@@ -22,6 +22,10 @@ class LongForm:
     beyond: int
     anew: bool
 
+    def has(self, num_tokens: int) -> bool:
+        """Whether a request of so many tokens is computed in it, all of which are known when it begins."""
+        return num_tokens > self.beyond
+
 
 @dataclass(frozen=True)
 class Reach:

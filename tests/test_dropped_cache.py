@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 import selective_compile as sc
-from selective_compile.long_forms import long_form_of
+from selective_compile.dropped_cache import long_form_of
 from selective_compile.step import LongForm
 from tests.longrope import longrope
 
