@@ -59,6 +59,11 @@ class Submission:
         """Whether its prompt must be computed in one step."""
         return self.cut_up_to is not None and len(self.prompt) + max_new_tokens - 1 > self.cut_up_to
 
+    def max_positions(self, of_model: int | None) -> int | None:
+        """How many tokens it may come to have: as many as the model's requests, or as those of its form."""
+        own = None if self.long_form is None else self.long_form.bound(len(self.prompt))
+        return min((bound for bound in (of_model, own) if bound is not None), default=None)
+
     def state(self, request_id: RequestId, number: int, params: GenerationParams) -> RequestState:
         return RequestState(
             request_id,
@@ -152,9 +157,10 @@ class Intake:
         self, submission: Submission, request_id: RequestId, config: GenerationConfig | None, options: Mapping[str, Any]
     ) -> GenerationParams:
         """Raises ValueError. Preparing stop strings for a large vocabulary takes seconds."""
+        max_positions = submission.max_positions(self._program.max_positions)
         served = Served(
             config=getattr(self._model, "generation_config", None),
-            max_positions=self._program.max_positions,
+            max_positions=max_positions,
             vocab_size=self._program.vocab_size,
             device=self._program.device,
             model=self._model,
@@ -167,7 +173,7 @@ class Intake:
         check_length(
             len(submission.prompt),
             params.max_new_tokens,
-            max_positions=self._program.max_positions,
+            max_positions=max_positions,
             pool_tokens=self._pool_tokens,
         )
         if submission.is_whole(params.max_new_tokens) and len(submission.prompt) > self._config.token_budget:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,16 +22,21 @@ from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from selective_compile.joined_graphs import ApartError, JoinedGraphs
 from selective_compile.live_conditions import LiveConditions
 from selective_compile.live_settings import Read, names_read
 from selective_compile.module_state import same_buffers, unchanged
-from selective_compile.passes.lengths import CAPTURE_TOKENS, bounds_requests, longest_request
+from selective_compile.passes.length_conditions import LARGEST
+from selective_compile.passes.lengths import CAPTURE_TOKENS, SHORTEST, bounds_requests, longest_request
 from selective_compile.passes.normalise import keep_sources
 from selective_compile.passes.recurrence_match import Recognised
 from selective_compile.passes.traced_graph import Refusal, RefusedError
+from selective_compile.tensor_branches import Asked, Branches
 from selective_compile.trace_conditions import Condition, conditions_of
 from selective_compile.where_refused import GuardsByModule, module_of_frames, watch_guards
 from selective_compile.whole_functions import Place, known_recurrences, left_whole
+
+logger = logging.getLogger(__name__)
 
 # Dynamo's names for the arguments of the captured call.
 ATTENTION_MASK = "L['attention_mask']"
@@ -68,6 +74,32 @@ class Captured:
         """What is so of ``model`` now, of all that it holds for."""
         return LiveConditions(model, self.conditions, logits_of)
 
+    def bounded(self, longest: int) -> Captured:
+        """For requests of up to ``longest`` tokens."""
+        return replace(self, max_tokens=min(longest, self.max_tokens or longest))
+
+    def joined(self, other: Captured, turning: Asked, longest: int) -> Captured:
+        """With ``other``, which is of requests for which ``turning`` is otherwise, of up to ``longest`` tokens.
+
+        Raises:
+            ApartError: as `JoinedGraphs`.
+        """
+        both = JoinedGraphs(self.module, other.module, turning.node, holds=turning.holds)
+        read = Read(
+            names=self.read.names | other.read.names,
+            keys=self.read.keys | other.read.keys,
+            code=self.read.code | other.read.code,
+        )
+        found = replace(
+            self,
+            module=both.module(),
+            examples=[*self.examples, *(other.examples[place] for place in both.added)],
+            read=read,
+            conditions=(*self.conditions, *other.conditions),
+        )
+        bounds = [bound for bound in (other.max_tokens, longest) if bound is not None and bound < LARGEST]
+        return found.bounded(min(bounds)) if bounds else found
+
 
 class CaptureDone(BaseException):
     """Leaves the compiled frame before it would run; it never leaves `capture`."""
@@ -76,13 +108,32 @@ class CaptureDone(BaseException):
 def capture(model: nn.Module, functions: Mapping[Place, Recognised] | None = None) -> Captured:
     """Trace ``model`` called with ids ``[1, S]``, S symbolic, and no cache.
 
-    ``functions`` are left whole: known recurrences (`whole_functions.known_recurrences`).
+    ``functions`` are left whole: known recurrences (`whole_functions.known_recurrences`).  Where its code asks a tensor
+    whether a request is longer than some number, both of what it may do are traced, and the graph chooses; or requests
+    are bounded, where that is no less than the model declares.
 
     Raises:
         ValueError: the model is no torch module, or in training mode; or Dynamo is off.
         RefusedError: the model branches on the number of tokens, or Dynamo cannot trace it to one graph.
     """
     check(model)
+    branches = Branches(SHORTEST)
+    captured = traced(model, functions, branches)
+    turning = branches.turning
+    if turning is None:
+        return captured
+    beyond = Branches(turning.longest + 1)
+    try:
+        return captured.joined(traced(model, functions, beyond), turning, beyond.longest)
+    except (RefusedError, ApartError) as failure:
+        if turning.longest >= (declared_positions(model) or LARGEST):
+            return captured.bounded(turning.longest)
+        logger.info("requests of more than %d tokens cannot be traced: %s", turning.longest, failure)
+        return traced(model, functions, None)
+
+
+def traced(model: nn.Module, functions: Mapping[Place, Recognised] | None, branches: Branches | None) -> Captured:
+    """``branches``: what answers where its code asks a tensor; None ends the trace there."""
     found: list[Captured] = []
 
     def keep(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
@@ -103,8 +154,9 @@ def capture(model: nn.Module, functions: Mapping[Place, Recognised] | None = Non
     call, arguments = logits_call(model, ids)
     for argument in arguments:
         torch._dynamo.mark_dynamic(argument, 1)
+    answered = nullcontext() if branches is None else branches.answered()
     # What is assigned to `data` of a buffer, Dynamo assigns as it traces: memory that there is none of.
-    with by_dynamo(), torch.no_grad(), left_whole(functions or {}), same_buffers(model), plain_buffers(model):
+    with by_dynamo(), torch.no_grad(), left_whole(functions or {}), same_buffers(model), plain_buffers(model), answered:
         try:
             torch.compile(call, backend=keep, fullgraph=True)(*arguments)
         except CaptureDone:

@@ -1,12 +1,13 @@
 """What `generate` does where a request comes to be so long that the model computes it in another way.
 
-Phi-3's `prepare_inputs_for_generation` drops the cache there, so that all is computed again; other models go on from
-what they have.  Which it is, is asked of it, with a cache that says it has as many tokens.
+Phi-3's `prepare_inputs_for_generation` drops the cache there, so that all is computed again (or, of transformers 5.17,
+nothing is but the last token, which sees no other then); other models go on from what they have.  Which it is, is asked
+of it, with a cache that says it has as many tokens.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -29,12 +30,13 @@ def long_form_of(model: nn.Module, beyond: int) -> LongForm | None:
         lengths = [1]
     with unchanged(model), own_attributes(model, {}):
         try:
-            dropped = [length for length in lengths if drops_its_cache(model, length)]
+            dropped = {length: how for length in lengths if (how := drops_its_cache(model, length)) is not None}
         except CANNOT:
             return None
-    if dropped not in ([], [beyond]):
+    if dropped.keys() - {beyond}:
         return None
-    return LongForm(beyond=beyond, anew=bool(dropped))
+    how = dropped.get(beyond)
+    return LongForm(beyond=beyond, anew=how == "anew", grows=how != "lost")
 
 
 def near(model: nn.Module, beyond: int) -> list[int]:
@@ -44,8 +46,8 @@ def near(model: nn.Module, beyond: int) -> list[int]:
     return [length + d for length in {*numbers, 2 * beyond} for d in (-1, 0, 1) if 1 < length <= 2 * beyond]
 
 
-def drops_its_cache(model: Any, length: int) -> bool:
-    """Whether the step behind ``length`` tokens that are in the cache begins without it."""
+def drops_its_cache(model: Any, length: int) -> Literal["anew", "lost"] | None:
+    """Whether the step behind ``length`` tokens that are in the cache begins without it, and with which tokens."""
     ids = torch.zeros(1, length + 1, dtype=torch.int64, device=device_of(model))
     one = OneRequest(tokens=ids[:, :length])
     step_arguments(model, one)
@@ -56,6 +58,6 @@ def drops_its_cache(model: Any, length: int) -> bool:
     arguments = step_arguments(model, one)
     kept = any(each is cache for each in arguments.values() for cache in caches)
     handed = arguments["input_ids"].shape[1]
-    if handed != (1 if kept else length + 1):
-        raise ValueError(f"a step must be handed {1 if kept else length + 1} tokens, got {handed}")
-    return not kept
+    if handed != 1 and (kept or handed != length + 1):
+        raise ValueError(f"a step must be handed its last token, or all {length + 1}, got {handed}")
+    return None if kept else "lost" if handed == 1 else "anew"

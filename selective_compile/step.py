@@ -16,15 +16,20 @@ class LongForm:
     """Of a model that computes requests of more than `beyond` tokens in another way, as longrope does.
 
     `anew`: a request that grows beyond is computed again from its first token, as `generate` does for Phi-3; else it
-    goes on from what was computed of it.
+    goes on from what was computed of it.  Not `grows`: none does, for `generate` would lose what it has of it.
     """
 
     beyond: int
     anew: bool
+    grows: bool = True
 
     def has(self, num_tokens: int) -> bool:
         """Whether a request of so many tokens is computed in it, all of which are known when it begins."""
         return num_tokens > self.beyond
+
+    def bound(self, num_tokens: int) -> int | None:
+        """How long a request of so many tokens may come to be; None if as long as the model lets it."""
+        return None if self.grows or self.has(num_tokens) else self.beyond
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ def longrope(original: int, family: str = "phi3", **changes: Any) -> Any:
     if family == "phi3":
         parameters |= {"partial_rotary_factor": 1.0}
         changes |= {"original_max_position_embeddings": original}
+    if family == "phimoe":
+        parameters |= {"short_mscale": 1.0, "long_mscale": 1.7}
     model = tiny(
         family,
         num_hidden_layers=2,

@@ -51,6 +51,8 @@ LATENT_OWN: dict[str, dict[str, Any]] = {"deepseek_v2": DENSE, "deepseek_v3": DE
 REPEATED_OWN: dict[str, dict[str, Any]] = {"falcon": {"new_decoder_architecture": True, "num_kv_heads": 2}}
 # With a linear bias, of slopes that are infinite at the furthest positions in float16.
 BIASED_OWN: dict[str, dict[str, Any]] = {"bloom": {"num_attention_heads": 16}}
+# Whose code asks a tensor how long a request is, where its rotation is that of longrope.
+ASKING_OWN: dict[str, dict[str, Any]] = {"phimoe": {"num_local_experts": 4}}
 
 
 def shallow(family: str) -> dict[str, Any]:
@@ -63,13 +65,14 @@ def shallow(family: str) -> dict[str, Any]:
 
 
 def tiny(family: str, *, seed: int = 0, attention: str | None = None, **changes: Any) -> PreTrainedModel:
-    """The model of a `FAMILIES`, `LATENT_OWN`, `REPEATED_OWN` or `BIASED_OWN` name, in evaluation mode, float32.
+    """The model of a name in one of the tables above, in evaluation mode, float32.
 
     ``attention`` is ``"sdpa"``, ``"eager"`` or its own; ``changes`` go over its configuration.  It has no
     end-of-sequence token: requests run to their length.
     """
     given = {"vocab_size": VOCABULARY} if family == "gpt2" else dict(COMMON)
-    own = {**LATENT, **LATENT_OWN[family]} if family in LATENT_OWN else {**OWN, **REPEATED_OWN, **BIASED_OWN}[family]
+    latents = {name: {**LATENT, **own} for name, own in LATENT_OWN.items()}
+    own = {**OWN, **latents, **REPEATED_OWN, **BIASED_OWN, **ASKING_OWN}[family]
     config = AutoConfig.for_model(family, **{**given, **own, **changes})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()

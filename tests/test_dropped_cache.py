@@ -9,21 +9,26 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+import transformers
+from torch.torch_version import TorchVersion
+from transformers import Cache, PreTrainedModel
 
 import selective_compile as sc
 from selective_compile.dropped_cache import long_form_of
 from selective_compile.step import LongForm
 from tests.longrope import longrope
+from tests.models import tiny
 
 ORIGINAL = 40
 LENGTHS = (3, 20, 35, ORIGINAL - 1, ORIGINAL, ORIGINAL + 1, 44, 100)
 SMALL = sc.EngineConfig(compile=False, block_size=8, token_budget=16, max_kv_tokens=192)
-FAMILIES = {"phi3": True, "llama": False}  # and whether `generate` computes all anew
+FAMILIES = {"phi3": True, "phimoe": True, "llama": False}  # and whether `generate` computes all anew
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
+    if FAMILIES[request.param] and TorchVersion(transformers.__version__) < TorchVersion("5.24"):
+        pytest.skip("generate of transformers 5.17 loses its cache where requests come to be long")
     return str(request.param)
 
 
@@ -140,6 +145,41 @@ def test_sc_generate_serves_both_at_once(model: Any, reference: Any) -> None:
     found = [row[-9:].tolist() for row in rows]
     sc.unwrap(model)
     assert found == [generated(reference, prompt, 9) for prompt in prompts]
+
+
+def test_frequencies_that_grow_with_requests_bound_them() -> None:
+    """Where the model says that it ends: beyond, each number of tokens has its own."""
+    parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    model, reference = (tiny("llama", max_position_embeddings=ORIGINAL, rope_parameters=parameters) for _ in range(2))
+    assert sc.explain(model).verdict == "ragged"
+    engine = sc.Engine(model, SMALL)
+    for length in (1, 7, ORIGINAL - 3):
+        got = engine.submit(prompt_of(length), max_new_tokens=4).result().tokens
+        assert list(got) == generated(reference, prompt_of(length), 4)
+    with pytest.raises(ValueError, match=f"at most {ORIGINAL} tokens for the model's positions, got {ORIGINAL + 1}"):
+        engine.submit(prompt_of(ORIGINAL + 1), max_new_tokens=1)
+
+
+def test_where_generate_loses_its_cache_none_grows_long() -> None:
+    """As that of transformers 5.17, which goes on from the last token alone."""
+    model = longrope(ORIGINAL)
+    prepare = type(model).prepare_inputs_for_generation
+
+    class Losing(type(model)):  # type: ignore[misc]
+        def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> Any:
+            arguments = prepare(self, input_ids, **kwargs)
+            if not any(isinstance(each, Cache) for each in arguments.values()):
+                arguments["input_ids"] = arguments["input_ids"][:, -1:]
+            return arguments
+
+    model.__class__ = Losing
+    assert long_form_of(model, ORIGINAL) == LongForm(beyond=ORIGINAL, anew=False, grows=False)
+    reference, engine = longrope(ORIGINAL), sc.Engine(model, SMALL)
+    for length, count in ((ORIGINAL - 5, 6), (ORIGINAL + 1, 12)):
+        got = engine.submit(prompt_of(length), max_new_tokens=count).result().tokens
+        assert list(got) == generated(reference, prompt_of(length), count)
+    with pytest.raises(ValueError, match=f"max_new_tokens must be at most 6 for the .* of {ORIGINAL}, after 35"):
+        engine.submit(prompt_of(ORIGINAL - 5), max_new_tokens=7)
 
 
 def test_where_generate_does_something_else_requests_are_bounded() -> None:

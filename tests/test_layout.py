@@ -76,6 +76,8 @@ LAYERS = (
         "cache_reach",
         "report",
         "capture",
+        "tensor_branches",
+        "joined_graphs",
         "call_values",
         "native_calls",
         "call_sequence",

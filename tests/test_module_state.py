@@ -179,18 +179,28 @@ def test_state_in_an_object_of_the_model_is_refused_by_name() -> None:
     assert report.verdict == "refused" and "state in an object (box)" in str(report)
 
 
-def test_explaining_leaves_a_model_as_it_was() -> None:
+class AsksForValues(LlamaForCausalLM):
+    """So that it cannot be traced, and is run."""
+
+    def forward(self, input_ids: Any = None, **arguments: Any) -> Any:
+        if input_ids.sum() < 0:
+            raise AssertionError("no ids")
+        return super().forward(input_ids, **arguments)
+
+
+@pytest.mark.parametrize(("kind", "verdict"), [(LlamaForCausalLM, "ragged"), (AsksForValues, "sequential")])
+def test_explaining_leaves_a_model_as_it_was(kind: type[LlamaForCausalLM], verdict: str) -> None:
     """A rotary embedding that grows with what it has seen: an int that a run makes a tensor."""
     scaling = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     torch.manual_seed(0)
     config = LlamaConfig(**SIZES, max_position_embeddings=32, rope_parameters=scaling, pad_token_id=0)
-    model = LlamaForCausalLM(config).eval()
+    model = kind(config).eval()
     prompt = list(range(1, 41))
     expected = alone(model, prompt, 3)
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).eval()
+    model = kind(config).eval()
     before = snapshot(model)
-    assert sc.explain(model).verdict == "sequential"
+    assert sc.explain(model).verdict == verdict
     assert_same(snapshot(model), before)
     assert model.model.rotary_emb.max_seq_len_cached == 32
     assert alone(model, prompt, 3) == expected

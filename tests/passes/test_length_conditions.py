@@ -11,20 +11,9 @@ from torch import Tensor
 
 import selective_compile as sc
 from selective_compile.step import LongForm
-from selective_compile.step_program import StepProgram
 from tests.decoders import Decoder, tril_mask
-from tests.exactness import TOLERANCE, logits_in_chunks, step_program
-
-LAST = 40
-
-
-def first_ten(ids: Tensor) -> Tensor:
-    """Positions that never leave their table."""
-    return torch.arange(ids.shape[1]).clamp(max=9)
-
-
-def length_of(x: Tensor) -> Tensor:
-    return torch.arange(x.shape[1]).max() + 1
+from tests.exactness import TOLERANCE, step_program
+from tests.lengths import LAST, errors, first_ten, length_of, tells_lengths_apart
 
 
 def longer_are_positive(x: Tensor) -> Tensor:
@@ -62,16 +51,7 @@ def test_requests_of_each_length_are_computed_as_by_the_model(mix: Callable[[Ten
     assert program.max_positions is None
     prompts = [list(range(LAST)), [5, 7, 9], list(range(LAST + 1)), list(range(97))]
     assert errors(model, program, prompts) < TOLERANCE
-    longer = torch.arange(LAST + 1)[None]
-    with torch.no_grad():  # the model does compute something else of them
-        assert not torch.allclose(model(longer)[0, :LAST], model(longer[:, :LAST])[0], atol=1e-3)
-
-
-def errors(model: Decoder, program: StepProgram, prompts: list[list[int]]) -> float:
-    """The largest in the logits of any of these."""
-    with torch.no_grad():
-        found = zip(prompts, logits_in_chunks(program, prompts, chunk=7), strict=True)
-        return max(float((model(torch.tensor([prompt]))[0] - logits).abs().max()) for prompt, logits in found)
+    assert tells_lengths_apart(model)
 
 
 def of_some_lengths(x: Tensor) -> Tensor:

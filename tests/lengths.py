@@ -1,0 +1,35 @@
+"""What tests of models have in common whose code asks how long a request is."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from selective_compile.step_program import StepProgram
+from tests.decoders import Decoder
+from tests.exactness import logits_in_chunks
+
+LAST = 40  # the longest of short requests
+
+
+def first_ten(ids: Tensor) -> Tensor:
+    """Positions that never leave their table."""
+    return torch.arange(ids.shape[1]).clamp(max=9)
+
+
+def length_of(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[1]).max() + 1
+
+
+@torch.no_grad()
+def errors(model: Decoder, program: StepProgram, prompts: list[list[int]]) -> float:
+    """The largest in the logits of any of these."""
+    found = zip(prompts, logits_in_chunks(program, prompts, chunk=7), strict=True)
+    return max(float((model(torch.tensor([prompt]))[0] - logits).abs().max()) for prompt, logits in found)
+
+
+@torch.no_grad()
+def tells_lengths_apart(model: Decoder) -> bool:
+    """Whether the model does compute something else of longer requests."""
+    longer = torch.arange(LAST + 1)[None]
+    return not torch.allclose(model(longer)[0, :LAST], model(longer[:, :LAST])[0], atol=1e-3)
