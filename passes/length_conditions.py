@@ -5,7 +5,7 @@ After::   short, and requests have at most 4096 tokens; or both, and each token'
 
 As where the model's own code asks for the number of tokens, which Dynamo takes down (`lengths`): the graph is of the
 side that short requests are on.  Tried on lengths, not proved: on all up to `DENSE`, and around every constant and
-power of two beyond.
+power of two beyond; where it turns between two of these is looked for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import fx
 
 from selective_compile.passes.axes import is_symbolic
 from selective_compile.passes.evaluate import ancestors, constants_in, evaluate
-from selective_compile.passes.lengths import CAPTURE_TOKENS, SHORTEST, lengths_around
+from selective_compile.passes.lengths import ALL_LENGTHS, CAPTURE_TOKENS, SHORTEST, Answer, answer, lengths_around
 from selective_compile.passes.long_form import chosen_by, has_forms, keep_both, known_as
 from selective_compile.passes.traced_graph import TracedGraph, is_lost, is_mutable
 
@@ -27,12 +27,10 @@ DENSE, LARGEST = 512, 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
-    """A boolean that ``holds``, or not, for requests of up to ``longest`` tokens; ``once``: not so for all others."""
+    """A boolean, and which requests it holds for."""
 
     node: fx.Node
-    holds: bool
-    longest: int
-    once: bool
+    answer: Answer
 
 
 def settle_lengths(traced: TracedGraph, *, long_form: bool) -> int:
@@ -41,18 +39,18 @@ def settle_lengths(traced: TracedGraph, *, long_form: bool) -> int:
     ``long_form``: longer requests are computed, too, where the model computes all that are longer in one other way.
     """
     found = deciding(traced)
-    beyond = min((each.longest for each in found if each.longest < LARGEST), default=LARGEST)
-    turning = [each for each in found if each.longest == beyond < LARGEST]
-    if long_form and all(each.once for each in turning) and has_forms(traced, [each.node for each in turning]):
-        keep_both(traced, {each.node: each.holds for each in turning}, beyond)
+    beyond = min((each.answer.longest for each in found), default=ALL_LENGTHS)
+    turning = [each for each in found if each.answer.longest == beyond < ALL_LENGTHS]
+    if long_form and all(each.answer.once for each in turning) and has_forms(traced, [each.node for each in turning]):
+        keep_both(traced, {each.node: each.answer.holds for each in turning}, beyond)
     else:
         turning = []
     for each in found:
         if each in turning:
             continue
-        if each.longest < LARGEST:
-            traced.bound(each.longest)
-        settle(each.node, each.holds)
+        if each.answer.longest < ALL_LENGTHS:
+            traced.bound(each.answer.longest)
+        settle(each.node, each.answer.holds)
     if found:
         traced.graph.eliminate_dead_code()
         traced.module.recompile()
@@ -92,16 +90,8 @@ def known_of(traced: TracedGraph, node: fx.Node) -> Condition | None:
     def at(tokens: int) -> bool:
         return bool(evaluate(traced, node, batch=1, tokens=tokens, given={}))
 
-    lengths = lengths_around(constants_in(node), SHORTEST, dense=DENSE, largest=LARGEST)
-    values = [at(length) for length in lengths]
-    holds = values[0]
-    if all(value == holds for value in values):
-        return Condition(node=node, holds=holds, longest=LARGEST, once=False)
-    change = values.index(not holds)
-    longest = lengths[change - 1]
-    if longest <= CAPTURE_TOKENS:
-        return None
-    return Condition(node=node, holds=holds, longest=longest, once=holds not in values[change:])
+    found = answer(at, lengths_around(constants_in(node), SHORTEST, dense=DENSE, largest=LARGEST))
+    return None if found.longest <= CAPTURE_TOKENS else Condition(node=node, answer=found)
 
 
 def settle(node: fx.Node, holds: bool) -> None:

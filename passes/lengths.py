@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import sympy
 import torch
@@ -14,6 +15,29 @@ LARGEST = 2**24
 ALL_LENGTHS = LARGEST
 SHORTEST = 2  # fewer tokens in a step are filled up to so many
 CAPTURE_TOKENS = 12  # any length that no model treats specially: not 0 or 1, and shorter than every window in use
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What is ``holds`` for requests of up to ``longest`` tokens, and not of one more; ``once``: of no longer ones."""
+
+    holds: bool
+    longest: int
+    once: bool
+
+
+def answer(at: Callable[[int], bool], lengths: Sequence[int]) -> Answer:
+    """Tried: ``at`` each of these ``lengths``, which ascend, and in between where it first turns."""
+    values = [at(length) for length in lengths]
+    holds = values[0]
+    if all(value == holds for value in values):
+        return Answer(holds=holds, longest=ALL_LENGTHS, once=False)
+    change = values.index(not holds)
+    last, beyond = lengths[change - 1], lengths[change]
+    while beyond - last > 1:
+        middle = (last + beyond) // 2
+        last, beyond = (middle, beyond) if at(middle) == holds else (last, middle)
+    return Answer(holds=holds, longest=last, once=holds not in values[change:])
 
 
 def bounds_requests(condition: sympy.Basic) -> bool:

@@ -26,12 +26,11 @@ from selective_compile.joined_graphs import ApartError, JoinedGraphs
 from selective_compile.live_conditions import LiveConditions
 from selective_compile.live_settings import Read, names_read
 from selective_compile.module_state import same_buffers, unchanged
-from selective_compile.passes.length_conditions import LARGEST
-from selective_compile.passes.lengths import CAPTURE_TOKENS, SHORTEST, bounds_requests, longest_request
+from selective_compile.passes.lengths import ALL_LENGTHS, CAPTURE_TOKENS, SHORTEST, bounds_requests, longest_request
 from selective_compile.passes.normalise import keep_sources
 from selective_compile.passes.recurrence_match import Recognised
 from selective_compile.passes.traced_graph import Refusal, RefusedError
-from selective_compile.tensor_branches import Asked, Branches
+from selective_compile.tensor_branches import Branches
 from selective_compile.trace_conditions import Condition, conditions_of
 from selective_compile.where_refused import GuardsByModule, module_of_frames, watch_guards
 from selective_compile.whole_functions import Place, known_recurrences, left_whole
@@ -78,13 +77,13 @@ class Captured:
         """For requests of up to ``longest`` tokens."""
         return replace(self, max_tokens=min(longest, self.max_tokens or longest))
 
-    def joined(self, other: Captured, turning: Asked, longest: int) -> Captured:
-        """With ``other``, which is of requests for which ``turning`` is otherwise, of up to ``longest`` tokens.
+    def joined(self, other: Captured, condition: str, *, holds: bool) -> Captured:
+        """With ``other``, which is of requests that the node ``condition`` is not ``holds`` for.
 
         Raises:
             ApartError: as `JoinedGraphs`.
         """
-        both = JoinedGraphs(self.module, other.module, turning.node, holds=turning.holds)
+        both = JoinedGraphs(self.module, other.module, condition, holds=holds)
         read = Read(
             names=self.read.names | other.read.names,
             keys=self.read.keys | other.read.keys,
@@ -97,8 +96,7 @@ class Captured:
             read=read,
             conditions=(*self.conditions, *other.conditions),
         )
-        bounds = [bound for bound in (other.max_tokens, longest) if bound is not None and bound < LARGEST]
-        return found.bounded(min(bounds)) if bounds else found
+        return found if other.max_tokens is None else found.bounded(other.max_tokens)
 
 
 class CaptureDone(BaseException):
@@ -119,16 +117,16 @@ def capture(model: nn.Module, functions: Mapping[Place, Recognised] | None = Non
     check(model)
     branches = Branches(SHORTEST)
     captured = traced(model, functions, branches)
-    turning = branches.turning
-    if turning is None:
+    if branches.turning is None:
         return captured
-    beyond = Branches(turning.longest + 1)
+    (condition, short), beyond = branches.turning, Branches(branches.longest + 1)
     try:
-        return captured.joined(traced(model, functions, beyond), turning, beyond.longest)
+        found = captured.joined(traced(model, functions, beyond), condition, holds=short.holds)
+        return found if beyond.longest == ALL_LENGTHS else found.bounded(beyond.longest)
     except (RefusedError, ApartError) as failure:
-        if turning.longest >= (declared_positions(model) or LARGEST):
-            return captured.bounded(turning.longest)
-        logger.info("requests of more than %d tokens cannot be traced: %s", turning.longest, failure)
+        if short.longest >= (declared_positions(model) or ALL_LENGTHS):
+            return captured.bounded(short.longest)
+        logger.info("requests of more than %d tokens cannot be traced: %s", short.longest, failure)
         return traced(model, functions, None)
 
 

@@ -146,9 +146,8 @@ def test_what_cannot_be_told_ends_the_trace_as_ever(mix: Callable[[Tensor], Tens
 
 
 def test_others_trace_as_ever_meanwhile() -> None:
-    """Whatever they trace, in other threads; and nothing is left of it."""
-    tables = list(InstructionTranslator.dispatch_table)
-    found: list[Any] = []
+    """Whatever they trace, in other threads."""
+    found: list[Unsupported] = []
 
     def other() -> None:
         try:
@@ -157,11 +156,29 @@ def test_others_trace_as_ever_meanwhile() -> None:
             found.append(error)
 
     with Branches(2).answered():
-        assert list(InstructionTranslator.dispatch_table) != tables
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
     assert "Data-dependent branching" in str(found[0])
+
+
+def test_of_traces_beside_one_another_nothing_is_left() -> None:
+    """Whichever ends first."""
+    tables = list(InstructionTranslator.dispatch_table)
+    begun, end = threading.Event(), threading.Event()
+
+    def longer() -> None:
+        with Branches(2).answered():
+            begun.set()
+            end.wait(30)
+
+    thread = threading.Thread(target=longer)
+    with Branches(2).answered():
+        thread.start()
+        assert begun.wait(30)
+    assert list(InstructionTranslator.dispatch_table) != tables
+    end.set()
+    thread.join()
     assert list(InstructionTranslator.dispatch_table) == tables
 
 

@@ -33,6 +33,10 @@ def product_is_asked(x: Tensor) -> Tensor:
     return torch.where(length_of(x) * 3 > 3 * LAST, -x, x)
 
 
+def product_is_far(x: Tensor) -> Tensor:
+    return torch.where(length_of(x) * 3 > 15000, -x, x)
+
+
 def chosen_twice(x: Tensor) -> Tensor:
     """Where one form is made of both branches of another choice by the same condition."""
     longer = length_of(x) > LAST
@@ -52,6 +56,12 @@ def test_requests_of_each_length_are_computed_as_by_the_model(mix: Callable[[Ten
     prompts = [list(range(LAST)), [5, 7, 9], list(range(LAST + 1)), list(range(97))]
     assert errors(model, program, prompts) < TOLERANCE
     assert tells_lengths_apart(model)
+
+
+def test_where_it_turns_is_found_between_lengths_that_are_tried() -> None:
+    """5,000, which no number in it tells."""
+    program = step_program(Decoder(layers=1, mix=product_is_far, positions=first_ten))
+    assert program.long_form == LongForm(beyond=5000, anew=True)
 
 
 def of_some_lengths(x: Tensor) -> Tensor:
