@@ -12,6 +12,12 @@ from triton.language.target_info import cuda_capability_geq
 UNFENCED = tl.constexpr(TorchVersion(triton.__version__) < TorchVersion("3.7.1"))
 
 
+@triton.constexpr_function
+def unfenced_in_a_loop() -> bool:
+    """Whether a loop with such a product must not be divided in stages: of Blackwell's, Triton cannot, with a fence."""
+    return UNFENCED.value and cuda_capability_geq(10, 0)
+
+
 @triton.jit
 def fence():
     """What threads have written to shared memory, products see."""

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selective_compile.kernels.dot_triton import widened_dot
+from selective_compile.kernels.dot_triton import unfenced_in_a_loop, widened_dot
 from selective_compile.kernels.interpreter import on_device
 from selective_compile.kernels.linear_call import TRITON_DTYPES, check_linear
 
@@ -55,7 +55,7 @@ def _linear_kernel(
     x_row = x + row.to(tl.int64)[:, None] * DEPTH
     weight_row = weight + column.to(tl.int64)[None, :] * weight_row_stride
     accumulator = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
-    for start in range(0, DEPTH, BLOCK_K):
+    for start in tl.range(0, DEPTH, BLOCK_K, num_stages=1 if unfenced_in_a_loop() else None):
         k = start + tl.arange(0, BLOCK_K)
         a = tl.load(x_row + k[None, :], row_mask[:, None] & (k < DEPTH)[None, :], 0.0)
         b = tl.load(weight_row + k[:, None] * weight_column_stride, (k < DEPTH)[:, None] & column_mask[None, :], 0.0)
