@@ -20,6 +20,7 @@ from selective_compile.passes.axes import is_symbolic
 from selective_compile.passes.evaluate import MarkedError, ancestors
 from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.flatten import flatten
+from selective_compile.passes.fold_constants import fold_constants
 from selective_compile.passes.isolate import isolate
 from selective_compile.passes.isolated_call import WholeModules
 from selective_compile.passes.latents import recognise_latents
@@ -56,7 +57,8 @@ ANALYSES: tuple[tuple[str, Callable[[TracedGraph], int]], ...] = (
     ("recognise latents", recognise_latents),  # last: flattening then gives a call whose rows are proved its one pool
 )
 REWRITES: tuple[tuple[str, Callable[[FlatGraph], int]], ...] = (
-    ("keep sampled rows", keep_sampled_rows),  # on the flat graph, where a row is a token
+    ("fold constants", fold_constants),  # on the flat graph, whose proofs have read how they were made
+    ("keep sampled rows", keep_sampled_rows),  # there a row is a token
     ("lower", lower),  # behind all analyses: it names kernels, which none of them reads
     ("merge", merge),  # last: it is by the kernel that a layer went to whether it can be merged
 )

@@ -175,6 +175,7 @@ def test_pipeline_is_in_order() -> None:
         "prove masks",
         "recognise latents",
         "flatten",
+        "fold constants",
         "keep sampled rows",
         "lower",
         "merge",
