@@ -4,6 +4,18 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch.torch_version import TorchVersion
+from triton.language.target_info import cuda_capability_geq
+
+# Triton 3.6 brings e4m3 to bfloat16 by way of float16, and that by an instruction that GPUs have from sm_90 on.
+BY_WAY_OF_HALVES = tl.constexpr(TorchVersion(triton.__version__) < TorchVersion("3.8"))
+
+
+@triton.constexpr_function
+def through_float32(given, wanted):
+    """Whether e4m3 has to become float32 first."""
+    missing = BY_WAY_OF_HALVES.value and cuda_capability_geq(8, 9) and not cuda_capability_geq(9, 0)
+    return missing and given.is_fp8() and wanted.is_bf16()
 
 
 @triton.jit
@@ -31,3 +43,11 @@ def as_kept(x, scales, head, head_mask):
     if scales is not None:
         x = as_fp8(x, tl.load(scales + head, head_mask, 1.0))
     return x
+
+
+@triton.jit
+def as_read(x, like):
+    """x of a pool in the dtype of ``like``, which has every number of e4m3; without its scale."""
+    if through_float32(x.dtype, like.dtype):
+        x = x.to(tl.float32)
+    return x.to(like.dtype)

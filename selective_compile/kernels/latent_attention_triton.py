@@ -36,6 +36,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from selective_compile.kernels import selection_triton
 from selective_compile.kernels.dependent_launch import begins_early, launch_options
 from selective_compile.kernels.dot_triton import widened_dot
+from selective_compile.kernels.fp8_triton import as_read
 from selective_compile.kernels.interpreter import on_device
 from selective_compile.kernels.key_write_triton import write_keys
 from selective_compile.kernels.latent_attention_tiles import LEAST, LatentTile, latent_tile
@@ -194,10 +195,10 @@ def _latent_kernel(
             offset = block * block_stride + j % BLOCK_SIZE * slot_stride
             # Slots behind the context hold anything, and no weight makes a NaN 0.
             if MASKED or latent_tiles is None:
-                latent = elements(rows + offset, read, VALUE_SIZE, BLOCK_R, MASKED).to(q.dtype)
+                latent = as_read(elements(rows + offset, read, VALUE_SIZE, BLOCK_R, MASKED), q)
             else:
                 latent = latent_tiles.load([block.to(tl.int32), 0, start % BLOCK_SIZE, 0]).reshape([BLOCK_N, BLOCK_R])
-                latent = latent.to(q.dtype)
+                latent = as_read(latent, q)
             BULK: tl.constexpr = latent_tiles is not None and not MASKED
             score = widened_dot(q, tl.trans(latent), tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32), WIDEN, BULK)
             if REST_SIZE > 0:
@@ -206,7 +207,7 @@ def _latent_kernel(
                 else:
                     at = [block.to(tl.int32), 0, start % BLOCK_SIZE, VALUE_SIZE]
                     rest = rest_tiles.load(at).reshape([BLOCK_N, BLOCK_E])
-                score = widened_dot(q_rest, tl.trans(rest.to(q.dtype)), score, WIDEN, BULK)
+                score = widened_dot(q_rest, tl.trans(as_read(rest, q)), score, WIDEN, BULK)
             if not FOLDED:
                 score = score * scale
             if MASKED:

@@ -52,6 +52,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from selective_compile.kernels.dependent_launch import begins_early, launch_options
 from selective_compile.kernels.dot_triton import widened_dot
+from selective_compile.kernels.fp8_triton import as_read
 from selective_compile.kernels.interpreter import on_device
 from selective_compile.kernels.ragged_attention_merge_triton import merge, new_parts
 from selective_compile.kernels.ragged_attention_reads_triton import blocks_of_keys, elements, late_product
@@ -249,7 +250,7 @@ def _attention_kernel(
                 k = elements(keys + key_offset, read, KEY_SIZE, BLOCK_D, MASKED)
             else:
                 k = key_tiles.load([block.to(tl.int32), kv_head, start % BLOCK_SIZE, 0]).reshape([BLOCK_N, BLOCK_D])
-            score = widened_dot(q, tl.trans(k.to(q.dtype)), tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32), WIDEN, BULK)
+            score = widened_dot(q, tl.trans(as_read(k, q)), tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32), WIDEN, BULK)
             if LATE and not MASKED:
                 accumulator = late_product(
                     *(accumulator, late_correction, late_weight, value_tiles, late_block, kv_head),
@@ -290,10 +291,10 @@ def _attention_kernel(
             else:
                 if value_tiles is None:
                     value_offset = block * value_block_stride + value_head_offset + slot * value_slot_stride
-                    v = elements(values + value_offset, read, VALUE_SIZE, BLOCK_DV, MASKED).to(q.dtype)
+                    v = as_read(elements(values + value_offset, read, VALUE_SIZE, BLOCK_DV, MASKED), q)
                 else:
                     v = value_tiles.load([block.to(tl.int32), kv_head, start % BLOCK_SIZE, 0])
-                    v = v.reshape([BLOCK_N, BLOCK_DV]).to(q.dtype)
+                    v = as_read(v.reshape([BLOCK_N, BLOCK_DV]), q)
                     if MASKED:
                         # Slots behind the context hold anything, and no weight makes a NaN 0.
                         v = tl.where(read[:, None], v, 0.0)

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from selective_compile.kernels.dot_triton import widened_dot
+from selective_compile.kernels.fp8_triton import as_read
 from selective_compile.kernels.interpreter import on_device
 from selective_compile.kernels.key_write_triton import write_keys
 from selective_compile.kernels.registers import backend, warps
@@ -198,7 +199,7 @@ def _selected_kernel(
             slot = j * 0
         key_offset = block * key_block_stride + kv_head.to(tl.int64) * key_head_stride + slot * key_slot_stride
         k = tl.load(keys + key_offset[None, :] + d[:, None], seen[None, :] & (d < KEY_SIZE)[:, None], 0.0)
-        score = widened_dot(q, k.to(q.dtype), tl.full([BLOCK_H, BLOCK_N], 0.0, tl.float32), WIDEN)
+        score = widened_dot(q, as_read(k, q), tl.full([BLOCK_H, BLOCK_N], 0.0, tl.float32), WIDEN)
         if SOFTCAP > 0:
             # tanh(x) = 1 - 2 / (1 + exp(2x)) has the right limit where the exponential overflows to inf.
             exponential = tl.exp2(score * (scale * (2 / SOFTCAP)))
@@ -216,7 +217,7 @@ def _selected_kernel(
         total = total * correction + tl.reduce(weight, 1, tl.standard._sum_combine)
         value_offset = block * value_block_stride + kv_head.to(tl.int64) * value_head_stride + slot * value_slot_stride
         value_mask = seen[:, None] & (dv < VALUE_SIZE)[None, :]
-        v = tl.load(values + value_offset[:, None] + dv[None, :], value_mask, 0.0).to(q.dtype)
+        v = as_read(tl.load(values + value_offset[:, None] + dv[None, :], value_mask, 0.0), q)
         accumulator = widened_dot(weight.to(v.dtype), v, accumulator * correction[:, None], WIDEN)
         maximum = new_maximum
     if value_scales is not None:

@@ -54,6 +54,8 @@ TARGETS = (
     Target(backend="cuda", arch=100, warp_size=32, shared_memory=227 * 1024),
     Target(backend="hip", arch="gfx942", warp_size=64, shared_memory=64 * 1024),
 )
+# A consumer part, with less shared memory than any other for CUDA.
+CONSUMER = Target(backend="cuda", arch=89, warp_size=32, shared_memory=99 * 1024)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,7 +83,7 @@ def test_every_number_is_rounded_to_the_nearest() -> None:
 
 @pytest.mark.parametrize("fp8", ((128, 512, False), (128, 8, True), (64, 512, True)), ids=str)
 @compiling
-@pytest.mark.parametrize("target", ahead.TARGETS[1:], ids=str)
+@pytest.mark.parametrize("target", [*ahead.TARGETS[1:], ahead.CONSUMER], ids=str)
 def test_attention_compiles_ahead_of_time_without_spills(target, fp8, tmp_path):
     size, rows, split = fp8
     ahead.assert_ships(compile_attention(target, "bf16", size, rows, split=split, fp8=True), tmp_path)

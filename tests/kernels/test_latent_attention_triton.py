@@ -20,8 +20,6 @@ tiles = pytest.importorskip("selective_compile.kernels.latent_attention_tiles")
 splits = pytest.importorskip("selective_compile.kernels.ragged_attention_tiles")
 ahead = pytest.importorskip("tests.kernels.ahead_of_time")
 TARGETS = ahead.TARGETS
-# A consumer part, with less shared memory than any other for CUDA.
-CONSUMER = ahead.Target(backend="cuda", arch=89, warp_size=32, shared_memory=99 * 1024)
 compiling = pytest.mark.skipif(
     not isinstance(latents._latent_kernel, triton.JITFunction),
     reason="TRITON_INTERPRET is set: kernels cannot be compiled",
@@ -194,7 +192,7 @@ def test_it_compiles_ahead_of_time_without_spills(target: Any, heads: int, rows:
 
 @compiling
 @pytest.mark.parametrize(("name", "rest"), [("step", 128), ("step", MOST_BESIDE), ("float32", MOST_BESIDE // 2)])
-@pytest.mark.parametrize("target", [*TARGETS, CONSUMER], ids=str)
+@pytest.mark.parametrize("target", [*TARGETS, ahead.CONSUMER], ids=str)
 def test_wider_rows_fit_into_shared_memory(target: Any, name: str, rest: int, tmp_path: Any) -> None:
     ahead.assert_ships(compile_latents(target, name, 128, 8, rest), tmp_path)
 
@@ -202,7 +200,7 @@ def test_wider_rows_fit_into_shared_memory(target: Any, name: str, rest: int, tm
 @compiling
 @pytest.mark.parametrize(("heads", "rows", "name"), [(128, 8, "step"), (16, 512, "window_and_sinks"), (16, 8, "fp8")])
 def test_it_fits_into_a_consumer_parts_shared_memory(heads: int, rows: int, name: str, tmp_path: Any) -> None:
-    ahead.assert_ships(compile_latents(CONSUMER, name, heads, rows), tmp_path)
+    ahead.assert_ships(compile_latents(ahead.CONSUMER, name, heads, rows), tmp_path)
 
 
 @compiling
