@@ -6,7 +6,7 @@ import inspect
 import logging
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,15 +22,16 @@ from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from selective_compile.joined_graphs import ApartError, JoinedGraphs
+from selective_compile.graph_writes import GraphWrites
+from selective_compile.joined_graphs import ApartError, JoinedGraphs, Side, inputs_of
 from selective_compile.live_conditions import LiveConditions
 from selective_compile.live_settings import Read, names_read
 from selective_compile.module_state import same_buffers, unchanged
 from selective_compile.passes.lengths import ALL_LENGTHS, CAPTURE_TOKENS, SHORTEST, bounds_requests, longest_request
-from selective_compile.passes.normalise import keep_sources
+from selective_compile.passes.normalise import keep_sources, source_name
 from selective_compile.passes.recurrence_match import Recognised
 from selective_compile.passes.traced_graph import Refusal, RefusedError
-from selective_compile.tensor_branches import Branches
+from selective_compile.tensor_branches import Branches, chain_of
 from selective_compile.trace_conditions import Condition, conditions_of
 from selective_compile.where_refused import GuardsByModule, module_of_frames, watch_guards
 from selective_compile.whole_functions import Place, known_recurrences, left_whole
@@ -60,6 +61,7 @@ class Captured:
     ``sets``: whether a call sets attributes of the model's modules.
     ``read``: the attributes that the trace depends on, and the code.
     ``conditions``: what it holds for.
+    ``asked``: whether its code has asked a tensor how long a request is.
     """
 
     module: fx.GraphModule
@@ -68,6 +70,15 @@ class Captured:
     sets: bool = False
     read: Read = Read()
     conditions: tuple[Condition, ...] = ()
+    asked: bool = False
+
+    def inputs(self, arguments: Sequence[torch.Tensor]) -> list[Any]:
+        """``arguments`` as the token inputs, of `CAPTURE_TOKENS` tokens, and what else the graph was traced with."""
+        tokens = dict(zip(TOKEN_INPUTS, arguments, strict=False))
+        return [
+            CAPTURE_TOKENS if isinstance(example, torch.SymInt) else tokens.get(source_name(node), example)
+            for node, example in zip(inputs_of(self.module), self.examples, strict=True)
+        ]
 
     def holds_for(self, model: nn.Module) -> LiveConditions:
         """What is so of ``model`` now, of all that it holds for."""
@@ -77,13 +88,8 @@ class Captured:
         """For requests of up to ``longest`` tokens."""
         return replace(self, max_tokens=min(longest, self.max_tokens or longest))
 
-    def joined(self, other: Captured, condition: str, *, holds: bool) -> Captured:
-        """With ``other``, which is of requests that the node ``condition`` is not ``holds`` for.
-
-        Raises:
-            ApartError: as `JoinedGraphs`.
-        """
-        both = JoinedGraphs(self.module, other.module, condition, holds=holds)
+    def joined(self, other: Captured, both: JoinedGraphs) -> Captured:
+        """With ``other``, which is of longer requests."""
         read = Read(
             names=self.read.names | other.read.names,
             keys=self.read.keys | other.read.keys,
@@ -103,12 +109,12 @@ class CaptureDone(BaseException):
     """Leaves the compiled frame before it would run; it never leaves `capture`."""
 
 
-def capture(model: nn.Module, functions: Mapping[Place, Recognised] | None = None) -> Captured:
+def capture(model: nn.Module, functions: Mapping[Place, Recognised] | None = None, *, ask: bool = True) -> Captured:
     """Trace ``model`` called with ids ``[1, S]``, S symbolic, and no cache.
 
     ``functions`` are left whole: known recurrences (`whole_functions.known_recurrences`).  Where its code asks a tensor
-    whether a request is longer than some number, both of what it may do are traced, and the graph chooses; or requests
-    are bounded, where that is no less than the model declares.
+    whether a request is longer than some number, and ``ask`` is given, both of what it may do are traced, and the graph
+    chooses; or requests are bounded, where that is no less than the model declares.
 
     Raises:
         ValueError: the model is no torch module, or in training mode; or Dynamo is off.
@@ -116,18 +122,44 @@ def capture(model: nn.Module, functions: Mapping[Place, Recognised] | None = Non
     """
     check(model)
     branches = Branches(SHORTEST)
-    captured = traced(model, functions, branches)
+    captured = traced(model, functions, branches if ask else None)
+    if not branches.asked:
+        return captured
+    try:
+        return of_each_length(model, functions, captured, branches)
+    except (RefusedError, ApartError, *CANNOT) as failure:
+        logger.info("what is asked of the number of tokens cannot be answered: %s", failure)
+        return traced(model, functions, None)
+
+
+def of_each_length(
+    model: nn.Module, functions: Mapping[Place, Recognised] | None, captured: Captured, branches: Branches
+) -> Captured:
+    """Raises `RefusedError`, `ApartError`, or whatever an operator raises without numbers: nothing is known."""
+    captured, short = replace(captured, asked=True), side_of(captured, model, branches)
     if branches.turning is None:
         return captured
-    (condition, short), beyond = branches.turning, Branches(branches.longest + 1)
+    (condition, answer), beyond = branches.turning, Branches(branches.longest + 1)
     try:
-        found = captured.joined(traced(model, functions, beyond), condition, holds=short.holds)
-        return found if beyond.longest == ALL_LENGTHS else found.bounded(beyond.longest)
-    except (RefusedError, ApartError) as failure:
-        if short.longest >= (declared_positions(model) or ALL_LENGTHS):
-            return captured.bounded(short.longest)
-        logger.info("requests of more than %d tokens cannot be traced: %s", short.longest, failure)
-        return traced(model, functions, None)
+        other = traced(model, functions, beyond)
+        long = side_of(other, model, beyond)
+        found = captured.joined(other, JoinedGraphs(short, long, condition, holds=answer.holds))
+    except (RefusedError, ApartError):
+        if answer.longest < (declared_positions(model) or ALL_LENGTHS):
+            raise
+        return captured.bounded(answer.longest)
+    return found if beyond.longest == ALL_LENGTHS else found.bounded(beyond.longest)
+
+
+def side_of(captured: Captured, model: nn.Module, branches: Branches) -> Side:
+    """Raises `ApartError` where what was asked is written to."""
+    _, arguments = logits_call(model, torch.zeros(1, CAPTURE_TOKENS, dtype=torch.int64, device=device_of(model)))
+    side = Side(module=captured.module, writes=GraphWrites(captured.module, captured.inputs(arguments)))
+    asked = {name for name, _ in branches.asked}
+    for node in captured.module.graph.nodes:
+        if node.name in asked and any(map(side.writes.is_written, chain_of(node) or ())):
+            raise ApartError(f"{node.name} is of something that is written to")
+    return side
 
 
 def traced(model: nn.Module, functions: Mapping[Place, Recognised] | None, branches: Branches | None) -> Captured:
@@ -303,9 +335,7 @@ def logits_call(model: nn.Module, ids: torch.Tensor) -> tuple[Callable[..., Any]
         options["use_cache"] = False
 
     def numbered(input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        if "position_ids" not in names:
-            return {}
-        return {"position_ids": torch.arange(input_ids.shape[1], device=input_ids.device)[None]}
+        return {"position_ids": positions_of_tokens(input_ids)} if "position_ids" in names else {}
 
     def masked(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
         comptime(watch_guards)
@@ -318,6 +348,11 @@ def logits_call(model: nn.Module, ids: torch.Tensor) -> tuple[Callable[..., Any]
     if "attention_mask" in names:
         return own_code(masked), [ids, torch.ones_like(ids)]
     return own_code(plain), [ids]
+
+
+def positions_of_tokens(input_ids: torch.Tensor) -> torch.Tensor:
+    """[1, S], by which `tensor_branches` tells what is made of them."""
+    return torch.arange(input_ids.shape[1], device=input_ids.device)[None]
 
 
 def takes(model: nn.Module, names: Any, argument: str) -> bool:

@@ -5,20 +5,22 @@ After::   inv_freq = where(seq_len > 4096, 1 / (long_factor * powers), original_
 
 The code around a branch is the same, so that its nodes come in the same order: what both graphs have is there once,
 what one has alone is computed for all requests, and of values of the two sides one is chosen where a node of both reads
-them.  So the joined graph gives what the model gives, whatever the condition is.
+them.  So the joined graph gives what the model gives, whatever the condition is: what is chosen is a new tensor, of the
+same layout, and nobody writes to what it is chosen from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from selective_compile.graph_writes import GraphWrites
 from selective_compile.passes.normalise import place_of, source_name
-from selective_compile.tensor_branches import writes
 
 TOLD = 4096  # constants of so many numbers are told by them; larger ones by which they are
 
@@ -27,13 +29,22 @@ class ApartError(Exception):
     """The two graphs cannot be told to be of one code with other sides of its branches."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One of the graphs, and what it writes to."""
+
+    module: fx.GraphModule
+    writes: GraphWrites
+
+
 class JoinedGraphs:
     """``graph``: of both; ``of_short`` and ``of_long`` give its node for each of the two graphs'.
 
-    ``added`` has the inputs of ``long`` alone, by their places there, which come behind those of ``short``.
+    ``added`` has the inputs of ``long`` alone, by their places there, which come behind those of ``short``.  Results
+    beside the logits are those of ``short``.
     """
 
-    def __init__(self, short: fx.GraphModule, long: fx.GraphModule, condition: str, *, holds: bool) -> None:
+    def __init__(self, short: Side, long: Side, condition: str, *, holds: bool) -> None:
         """
         Args:
             condition: a node's name in ``short``: it is ``holds`` for requests that this is of, and not for others.
@@ -45,19 +56,22 @@ class JoinedGraphs:
         self.added: list[int] = []
         self.of_short: dict[fx.Node, fx.Node] = {}
         self.of_long: dict[fx.Node, fx.Node] = {}
+        self._sides = short, long
         self._attributes: dict[str, Any] = {}
         self._holds = holds
         self._condition: fx.Node | None = None
         self._chosen: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
-        self._inputs(short, long)
-        for one, other in pairs(operations(short), operations(long)):
+        self._inputs(short.module, long.module)
+        for one, other in pairs(operations(short.module), operations(long.module)):
             if one is None or other is None:
                 self._of_one(one, other)
             else:
                 self._of_both(one, other)
                 if one.name == condition:
                     self._condition = self._as_condition(one)
-        self.graph.output((self._choice(result_of(short), result_of(long)),))
+        logits, *rest = results_of(short.module)
+        chosen = self._choice(logits, results_of(long.module)[0])
+        self.graph.output((chosen, *(self.of_short[each] for each in rest)))
 
     def module(self) -> fx.GraphModule:
         return fx.GraphModule(self._attributes, self.graph)
@@ -76,9 +90,11 @@ class JoinedGraphs:
 
     def _of_one(self, one: fx.Node | None, other: fx.Node | None) -> None:
         """What the one graph has, or the other, is computed for all."""
-        node, known = (one, self.of_short) if one is not None else (other, self.of_long)
+        node, known, side = (
+            (one, self.of_short, self._sides[0]) if one is not None else (other, self.of_long, self._sides[1])
+        )
         assert node is not None
-        if writes(node) or node.op == "call_module":
+        if node in side.writes.writing or node.op == "call_module":
             raise ApartError(f"{node.name} writes, or may write, for requests of some lengths alone")
         known[node] = self._kept(node, self.graph.node_copy(node, lambda given: known[given]))
 
@@ -86,8 +102,6 @@ class JoinedGraphs:
         read = zip(nodes_read(one), nodes_read(other), strict=True)
         given = iter([self._choice(*each) for each in read])  # in front of the node
         copy = self.graph.node_copy(one, lambda node: next(given))
-        if writes(one) and self._is_of_choice(copy):
-            raise ApartError(f"{one.name} writes to what is chosen")
         self.of_short[one] = self.of_long[other] = self._kept(one, copy)
 
     def _kept(self, node: fx.Node, copy: fx.Node) -> fx.Node:
@@ -97,21 +111,14 @@ class JoinedGraphs:
             self._attributes[copy.target] = attribute(node)
         return copy
 
-    def _is_of_choice(self, node: fx.Node) -> bool:
-        """Whether the first argument is one that is chosen, or what that was made of by its own first argument."""
-        while node.args and isinstance(node.args[0], fx.Node):
-            node = node.args[0]
-            if node in self._chosen.values():
-                return True
-        return False
-
     def _choice(self, short: fx.Node, long: fx.Node) -> fx.Node:
         one, other = self.of_short[short], self.of_long[long]
         if one is other:
             return one
         if (one, other) not in self._chosen:
             value = short.meta.get("example_value")
-            if self._condition is None or not alike(value, long.meta.get("example_value")):
+            written = [side.writes.is_written(node) for side, node in zip(self._sides, (short, long), strict=True)]
+            if self._condition is None or any(written) or not alike(value, long.meta.get("example_value")):
                 raise ApartError(f"of {short.name} and {long.name} none can be chosen")
             sides = (one, other) if self._holds else (other, one)
             chosen = self.graph.call_function(torch.where, (self._condition, *sides))
@@ -136,11 +143,11 @@ def operations(module: fx.GraphModule) -> list[fx.Node]:
     return [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
 
 
-def result_of(module: fx.GraphModule) -> fx.Node:
-    """The logits: what a call of the model sets in it comes behind these."""
+def results_of(module: fx.GraphModule) -> list[fx.Node]:
+    """The logits, and behind these what a call of the model sets in it."""
     output: Any = next(node for node in reversed(module.graph.nodes) if node.op == "output")
-    found = output.args[0][0]
-    if not isinstance(found, fx.Node):
+    found = list(output.args[0])
+    if not all(isinstance(each, fx.Node) for each in found):
         raise ApartError("no logits are computed")
     return found
 
@@ -153,11 +160,11 @@ def nodes_read(node: fx.Node) -> list[fx.Node]:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Whether they are tensors of one kind; the sizes are those of two traces, and are told by their names."""
+    """Whether they are tensors of one kind, that lie in order; the sizes of two traces are told by their names."""
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return False
     kinds = [(str(list(each.shape)), each.dtype, each.device, each.layout) for each in (one, other)]
-    return kinds[0] == kinds[1]
+    return kinds[0] == kinds[1] and one.is_contiguous() and other.is_contiguous()
 
 
 def attribute(node: fx.Node) -> Any:

@@ -55,6 +55,7 @@ class PackedNode:
 class PackedGraph:
     nodes: tuple[PackedNode, ...]
     max_tokens: int | None
+    asked: bool
 
 
 def packed(captured: Captured, model: nn.Module) -> PackedGraph:
@@ -86,7 +87,8 @@ def packed(captured: Captured, model: nn.Module) -> PackedGraph:
             given=given_by(node, next(examples), names) if node.op == "placeholder" else None,
         )
 
-    return PackedGraph(nodes=tuple(map(node_of, captured.module.graph.nodes)), max_tokens=captured.max_tokens)
+    nodes = tuple(map(node_of, captured.module.graph.nodes))
+    return PackedGraph(nodes=nodes, max_tokens=captured.max_tokens, asked=captured.asked)
 
 
 def given_by(node: fx.Node, example: Any, names: Mapping[int, str]) -> Size | Weight | Tokens:
@@ -137,4 +139,5 @@ def unpacked(graph: PackedGraph, model: nn.Module, read: Read, conditions: tuple
         max_tokens=graph.max_tokens,
         read=read,
         conditions=conditions,
+        asked=graph.asked,
     )

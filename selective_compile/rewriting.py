@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from selective_compile.capture import ATTENTION_MASK, Captured, capture, recurrences_of
+from selective_compile.capture import ATTENTION_MASK, Captured, capture, declared_positions, recurrences_of
 from selective_compile.dropped_cache import long_form_of
 from selective_compile.first_call import set_for_good, settled
 from selective_compile.kept_captures import capture_once
@@ -51,11 +51,13 @@ def captured_and_rewritten(
     *,
     latents: bool = True,
     keep: bool = False,
+    ask: bool = True,
 ) -> tuple[Captured, Rewrite]:
     """``functions`` and ``modules`` are left whole; ``keep``, as in `proved`, is where none are, and for traces too.
 
     A model that makes itself a table when first called is given that first.  Long requests are computed, too, if it is
-    known how `generate` goes on where a request becomes one.
+    known how `generate` goes on where a request becomes one.  What its code asks of the number of tokens is answered,
+    if ``ask`` is given, where no request of a length that the model declares is refused for that.
     """
 
     def rewritten_of(given: Captured, *, long_form: bool = modules is None) -> Rewrite:
@@ -72,14 +74,23 @@ def captured_and_rewritten(
             long_form=long_form,
         )
 
-    captured = captured_as_it_is(model, functions, keep=keep)
+    captured = captured_as_it_is(model, functions, keep=keep, ask=ask)
     rewritten = rewritten_of(captured)
     if rewritten.traced.makes_constants and set_for_good(model, Tensor):
-        captured = captured_as_it_is(model, functions, keep=keep)
+        captured = captured_as_it_is(model, functions, keep=keep, ask=ask)
         rewritten = rewritten_of(captured)
-    if knows_long_form(model, rewritten):
-        return captured, rewritten
-    return captured, rewritten_of(captured, long_form=False)
+    if not knows_long_form(model, rewritten):
+        rewritten = rewritten_of(captured, long_form=False)
+    if captured.asked and not reaches_far(model, captured, rewritten):
+        return captured_and_rewritten(model, functions, max_window, modules, latents=latents, ask=False)
+    return captured, rewritten
+
+
+def reaches_far(model: nn.Module, captured: Captured, rewritten: Rewrite) -> bool:
+    """Whether it was rewritten, for requests of all lengths that the model declares."""
+    bounds = [bound for bound in (captured.max_tokens, rewritten.traced.max_tokens) if bound is not None]
+    declared = declared_positions(model)
+    return rewritten.flat is not None and (not bounds or (declared is not None and declared <= min(bounds)))
 
 
 def knows_long_form(model: nn.Module, rewritten: Rewrite) -> bool:
@@ -90,5 +101,5 @@ def knows_long_form(model: nn.Module, rewritten: Rewrite) -> bool:
     return beyond is None or rewritten.long_form is not None
 
 
-def captured_as_it_is(model: nn.Module, functions: Mapping[Place, Recognised], *, keep: bool) -> Captured:
-    return capture_once(model) if keep else settled(model, partial(capture, model, functions))
+def captured_as_it_is(model: nn.Module, functions: Mapping[Place, Recognised], *, keep: bool, ask: bool) -> Captured:
+    return capture_once(model) if keep else settled(model, partial(capture, model, functions, ask=ask))

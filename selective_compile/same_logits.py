@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any, Final
 
 import torch
@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from selective_compile.capture import TOKEN_INPUTS, Captured, device_of, logits_call
+from selective_compile.capture import Captured, device_of, logits_call
 from selective_compile.module_state import unchanged
 from selective_compile.passes.lengths import CAPTURE_TOKENS
-from selective_compile.passes.normalise import source_name
 from selective_compile.passes.vmapped import interpreter_of
 from selective_compile.tensor_state import version_of
 
@@ -36,7 +35,7 @@ def gives_logits_of(captured: Captured, model: nn.Module, written: Collection[in
     call, arguments = logits_call(model, ids_for(model))
     with unchanged(model):
         expected = call(*arguments)
-    given = inputs_of(captured, arguments)
+    given = captured.inputs(arguments)
     given = [each.clone() if place in written else each for place, each in enumerate(given)]
     results: Any = interpreter_of(captured.module).run(*given)
     found = [result for result in results if isinstance(result, Tensor) and result.shape == expected.shape]
@@ -53,7 +52,7 @@ def written_inputs(captured: Captured, model: nn.Module) -> list[int]:
     # Sizes that values tell, as how many tokens an expert has, are symbols.
     mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True, shape_env=ShapeEnv())
     _, arguments = logits_call(model, ids_for(model))
-    given = inputs_of(captured, arguments)
+    given = captured.inputs(arguments)
     given = [mode.from_tensor(each) if isinstance(each, Tensor) else each for each in given]
     before = [state_of(each) for each in given]
     with mode:
@@ -63,16 +62,6 @@ def written_inputs(captured: Captured, model: nn.Module) -> list[int]:
 
 def state_of(given: Any) -> tuple[int | None, int] | None:
     return (version_of(given), given.untyped_storage()._cdata) if isinstance(given, Tensor) else None
-
-
-def inputs_of(captured: Captured, arguments: Sequence[Tensor]) -> list[Any]:
-    """`arguments` as the token inputs, and what else the graph was traced with."""
-    tokens = dict(zip(TOKEN_INPUTS, arguments, strict=False))
-    placeholders = [node for node in captured.module.graph.nodes if node.op == "placeholder"]
-    return [
-        CAPTURE_TOKENS if isinstance(example, torch.SymInt) else tokens.get(source_name(node), example)
-        for node, example in zip(placeholders, captured.examples, strict=True)
-    ]
 
 
 def ids_for(model: nn.Module) -> Tensor:

@@ -2,9 +2,10 @@
 
     if torch.max(position_ids) + 1 > 4096: ...
 
-Dynamo ends a graph there, for it does not know what tensors hold.  Where no more than the number of tokens is needed to
-compute it, it is computed: at the shortest length that a trace is to hold for, and, as `length_conditions` does, at all
-others up to `DENSE` and around every constant and power of two beyond, which tells up to which length it stays so.
+Dynamo ends a graph there, for it does not know what tensors hold.  Here it does where what is asked is made of the
+positions that `generate` hands a model, by nothing but functions that grow, or fall, with these: then it turns once at
+most, and where is looked for.  It must be the same of a request's last tokens alone, as a step of `generate` has them.
+Whether what is asked was written to meanwhile is seen when the trace is done (`graph_writes`).
 """
 
 from __future__ import annotations
@@ -18,32 +19,28 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch.utils._python_dispatch import _disable_current_modes
 
-from selective_compile.passes.axes import is_symbolic
-from selective_compile.passes.evaluate import concrete, constants_in, moved_to
-from selective_compile.passes.length_conditions import DENSE, LARGEST
-from selective_compile.passes.lengths import ALL_LENGTHS, CAPTURE_TOKENS, Answer, answer, lengths_around
+from selective_compile.passes.lengths import ALL_LENGTHS, CAPTURE_TOKENS, Answer, answer
 
 # Python's instructions that go one way or the other by what a value is, which most take off the stack.
 JUMPS = {number: name for name, number in dis.opmap.items() if "JUMP" in name and ("TRUE" in name or "FALSE" in name)}
 KEEPS = "OR_POP"  # those that leave it there where they jump
 TABLE = "dispatch_table"
-CALLS = ("call_function", "call_method")
-CPU = torch.device("cpu")
-# What writes to its arguments: operators of Python's, methods of theirs, arguments of PyTorch's functions by name.
-IN_PLACE = {
-    getattr(operator, name)
-    for name in (
-        "setitem",
-        "delitem",
-        *(f"i{each}" for each in "add and concat floordiv lshift matmul mod mul or pow rshift sub truediv xor".split()),
-    )
+POSITIONS = "positions_of_tokens"  # the function in which `capture` makes them
+# Of one tensor and numbers, and monotonic in the former.
+FUNCTIONS = {
+    *(torch.max, torch.amax, torch.add, torch.sub, torch.mul, torch.gt, torch.ge, torch.lt, torch.le),
+    *(operator.getitem, operator.add, operator.sub, operator.mul),
+    *(operator.gt, operator.ge, operator.lt, operator.le),
 }
-WRITING = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__")
-WRITTEN = {"out", "inplace"}
+METHODS = {
+    *("max", "amax", "add", "sub", "mul", "gt", "ge", "lt", "le"),
+    *("to", "long", "int", "float", "unsqueeze", "squeeze", "view", "reshape", "contiguous", "clone"),
+}
+WHOLE = 2**14  # tokens of a request of which all are looked at, and not only the last ones
 
 
 class ThreadsOwn(threading.local):
@@ -65,7 +62,6 @@ class Branches:
     def __init__(self, shortest: int) -> None:
         self.asked: list[tuple[str, Answer]] = []
         self._shortest = shortest
-        self._known: dict[str, Answer] = {}
 
     @property
     def longest(self) -> int:
@@ -80,24 +76,19 @@ class Branches:
 
     def answer(self, node: fx.Node) -> bool | None:
         """None where it is not known, or stays so for a few lengths only."""
-        needed = computed_from(node)
-        computed = formula(needed)
+        chain = chain_of(node)
+        if chain is None:
+            return None
+        lengths = sorted({self._shortest, *(2**power for power in range(24) if 2**power > self._shortest), ALL_LENGTHS})
         try:
-            if computed not in self._known:
-                self._known[computed] = self._answer(node, needed)
+            with _disable_current_modes(), torch.no_grad():
+                found = answer(partial(value_at, chain), lengths)
         except UnknownError:
             return None
-        found = self._known[computed]
         if found.longest <= CAPTURE_TOKENS:
             return None
         self.asked.append((node.name, found))
         return found.holds
-
-    def _answer(self, node: fx.Node, needed: Sequence[fx.Node]) -> Answer:
-        numbers = constants_in(node, behind=[each for each in needed if each.op in CALLS])
-        lengths = lengths_around(numbers, self._shortest, dense=DENSE, largest=LARGEST)
-        with _disable_current_modes(), torch.no_grad():
-            return answer(partial(value_at, needed), sorted({self._shortest, *lengths}))
 
     @contextmanager
     def answered(self) -> Iterator[None]:
@@ -154,75 +145,54 @@ def answered_at(tx: Any) -> bool | None:
 
 
 class UnknownError(Exception):
-    """What a tensor holds depends on more than the number of tokens."""
+    """It is not the same of a request and of its last tokens, or may turn more than once."""
 
 
-def value_at(needed: Sequence[fx.Node], length: int) -> bool:
-    """Of the last of these nodes of Dynamo's graph. Raises `UnknownError`."""
-    values: dict[fx.Node, Any] = {}
-    for current in needed:
-        example: Any = current.meta.get("example_value")
-        if is_symbolic(example):
-            values[current] = concrete(example, dict.fromkeys(example.node.expr.free_symbols, length))
-        elif current.op in CALLS:
-            values[current] = called(current, values)
-        else:
-            raise UnknownError(current.name)
+def chain_of(node: fx.Node) -> list[fx.Node] | None:
+    """From the positions, as `capture` makes them, to ``node``; None where that is made of anything else."""
+    chain = [node]
+    while not is_positions(node):
+        if node.target not in (METHODS if node.op == "call_method" else FUNCTIONS) or len(node.all_input_nodes) != 1:
+            return None
+        if node.kwargs.keys() & {"out", "dim", "axis"} or len(occurrences(node)) != 1:
+            return None
+        (node,) = node.all_input_nodes
+        chain.append(node)
+    return chain[::-1]
+
+
+def is_positions(node: fx.Node) -> bool:
+    """Whether it is the one function that numbers the tokens of a request, called where `capture` does so."""
+    return node.target is torch.arange and f"in {POSITIONS}" in (node.meta.get("stack_trace") or "")
+
+
+def occurrences(node: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def value_at(chain: Sequence[fx.Node], length: int) -> bool:
+    """Of the last node, for requests of ``length`` tokens. Raises `UnknownError`."""
+    numbers = torch.arange(max(length - WHOLE, 0), length, dtype=torch.int64, device="cpu")
+    given = [numbers[-1:], numbers[-2:], *([numbers] if length <= WHOLE else [])]
     try:
-        return bool(values[needed[-1]])
-    except RuntimeError as error:  # of more values than one
+        results = [float(follow(chain, positions)) for positions in given]
+    except Exception as error:
         raise UnknownError(str(error)) from error
+    is_boolean = chain[-1].meta["example_value"].dtype == torch.bool
+    if len(set(results)) != 1 or not (is_boolean or results[0] > 0):
+        raise UnknownError(f"{results} of {length} tokens")
+    return bool(results[0])
 
 
-def formula(needed: Sequence[fx.Node]) -> str:
-    """By which nodes are told that are computed alike."""
-    places = {node: place for place, node in enumerate(needed)}
-
-    def told(node: fx.Node) -> str:
-        if node.op not in CALLS:
-            return str(node.meta.get("example_value") if is_symbolic(node.meta.get("example_value")) else node.name)
-        given = fx.node.map_arg((node.args, node.kwargs), lambda each: f"#{places.get(each)}")
-        return f"{node.target} {given}"
-
-    return "\n".join(map(told, needed))
-
-
-def computed_from(node: fx.Node) -> list[fx.Node]:
-    """In an order in which they can be computed, not looking behind sizes."""
-    found: dict[fx.Node, None] = {}
-    stack: list[tuple[fx.Node, Sequence[fx.Node]]] = [(node, ())]
-    while stack:
-        current, ready = stack.pop()
-        if current in found:
-            continue
-        parents = [] if is_symbolic(current.meta.get("example_value")) else current.all_input_nodes
-        if ready or not parents:
-            found[current] = None
-        else:
-            stack.append((current, parents))
-            stack += [(parent, ()) for parent in parents]
-    return list(found)
-
-
-def called(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    """On the CPU, wherever the model is."""
-    if writes(node):
-        raise UnknownError(node.name)
-    args, kwargs = moved_to(CPU, node, values)
-    try:
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
-    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise UnknownError(node.name) from error
-
-
-def writes(node: fx.Node) -> bool:
-    """Whether it may be there for what it does, and not for what it gives."""
-    if getattr(operator, str(getattr(node.target, "__name__", None)), None) is node.target:
-        return node.target in IN_PLACE
-    name = str(getattr(node.target, "__name__", node.target))
-    return (name.endswith("_") and not name.endswith("__")) or name in WRITING or not WRITTEN.isdisjoint(node.kwargs)
+def follow(chain: Sequence[fx.Node], value: Tensor) -> Tensor:
+    """What the last node gives where the first one gives ``value``."""
+    for node in chain[1:]:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _, value=value: value)  # type: ignore[misc]
+        call = partial(getattr(value, str(node.target))) if node.op == "call_method" else None
+        value = call(*args[1:], **kwargs) if call is not None else node.target(*args, **kwargs)  # type: ignore[operator]
+    return value
 
 
 def kinds_of(kind: Any) -> list[Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,6 +22,25 @@ def first_ten(ids: Tensor) -> Tensor:
 
 def length_of(x: Tensor) -> Tensor:
     return torch.arange(x.shape[1]).max() + 1
+
+
+class Asking(Decoder):
+    """Whose rows ``ask`` is given, with how many tokens the request has; or with its positions."""
+
+    def __init__(self, ask: Callable[[Tensor, Tensor], Tensor], *, of_positions: bool = False, **others: Any) -> None:
+        super().__init__(layers=1, positions=first_ten, **others)
+        self.ask, self.of_positions = ask, of_positions
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1])[None]
+        x = self.tokens(input_ids) + self.places(self.positions(input_ids))
+        x = self.ask(x, position_ids if self.of_positions else torch.max(position_ids) + 1)
+        for block in self.blocks:
+            x = block(x, self.mask(input_ids, attention_mask))
+        return self.head(self.norm(x))
 
 
 @torch.no_grad()

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from selective_compile import joined_graphs
+from selective_compile.graph_writes import GraphWrites
 from selective_compile.joined_graphs import ApartError, JoinedGraphs
 from selective_compile.passes.normalise import keep_sources
 
@@ -35,8 +37,12 @@ def traced(side: Side, *, long: bool) -> tuple[fx.GraphModule, list[Any]]:
 
 
 def joint_of(side: Side) -> JoinedGraphs:
-    short, long = (traced(side, long=long)[0] for long in (False, True))
-    return JoinedGraphs(short, long, "large", holds=False)
+    return JoinedGraphs(side_of(side, long=False), side_of(side, long=True), "large", holds=False)
+
+
+def side_of(side: Side, *, long: bool) -> joined_graphs.Side:
+    module, inputs = traced(side, long=long)
+    return joined_graphs.Side(module=module, writes=GraphWrites(module, [torch.arange(3), *inputs[1:]]))
 
 
 def constants(ids: Tensor, long: bool) -> Tensor:
@@ -82,7 +88,7 @@ def test_it_gives_what_the_side_of_its_condition_gives(side: Side) -> None:
     module, weights = joint.module(), [*inputs[0][1:], *(inputs[1][place] for place in joint.added)]
     module.graph.lint()
     for ids in (torch.tensor([0, 1, 1]), torch.tensor([3, 2, 4])):
-        (found,) = module(ids, *weights)
+        found, _ = module(ids, *weights)
         assert torch.equal(found, side(ids, bool(ids.sum() > LAST))), ids
 
 
@@ -124,8 +130,8 @@ def test_what_cannot_be_joined_is_apart(side: Side) -> None:
 
 
 def test_tokens_that_only_long_requests_have_are_none() -> None:
-    short, long = (traced(inputs_of_one, long=long)[0] for long in (False, True))
-    other = next(node for node in reversed(long.graph.nodes) if node.op == "placeholder")
+    short, long = (side_of(inputs_of_one, long=long) for long in (False, True))
+    other = next(node for node in reversed(long.module.graph.nodes) if node.op == "placeholder")
     other.meta["example_value"] = torch.zeros(1, 3, dtype=torch.int64)
     with pytest.raises(ApartError, match="an input for long requests alone"):
         JoinedGraphs(short, long, "large", holds=False)

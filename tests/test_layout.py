@@ -78,6 +78,7 @@ LAYERS = (
         "capture",
         "tensor_branches",
         "joined_graphs",
+        "graph_writes",
         "call_values",
         "native_calls",
         "call_sequence",
