@@ -22,12 +22,13 @@ from tests.models import tiny
 ORIGINAL = 40
 LENGTHS = (3, 20, 35, ORIGINAL - 1, ORIGINAL, ORIGINAL + 1, 44, 100)
 SMALL = sc.EngineConfig(compile=False, block_size=8, token_budget=16, max_kv_tokens=192)
+OLDER = TorchVersion(transformers.__version__) < TorchVersion("5.24")
 FAMILIES = {"phi3": True, "phimoe": True, "llama": False}  # and whether `generate` computes all anew
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
-    if FAMILIES[request.param] and TorchVersion(transformers.__version__) < TorchVersion("5.24"):
+    if FAMILIES[request.param] and OLDER:
         pytest.skip("generate of transformers 5.17 loses its cache where requests come to be long")
     return str(request.param)
 
@@ -182,6 +183,7 @@ def test_where_generate_loses_its_cache_none_grows_long() -> None:
         engine.submit(prompt_of(ORIGINAL - 5), max_new_tokens=7)
 
 
+@pytest.mark.skipif(OLDER, reason="what Phi-3 of transformers 5.17 asks is not answered then, and it runs whole")
 def test_where_generate_does_something_else_requests_are_bounded() -> None:
     model = longrope(ORIGINAL)
     prepare = type(model).prepare_inputs_for_generation
