@@ -255,7 +255,7 @@ def test_on_a_cpu_and_where_it_is_not_wanted_nothing_is_joined(monkeypatch: pyte
     model = tiny("llama", num_hidden_layers=1)
     addresses = [weight.data_ptr() for weight in model.parameters()]
     assert compile_step_program(model, CONFIG).rewritten.flat.joined == ()  # type: ignore[union-attr]
-    monkeypatch.setattr(passes, "REWRITES", passes.REWRITES[:1])
+    monkeypatch.setattr(passes, "REWRITES", passes.REWRITES[:2])
     without = sc.EngineConfig(compile=False, implementation="reference", join_weights=False)
     assert compile_step_program(model, without).rewritten.flat.joined == ()  # type: ignore[union-attr]
     invariant = sc.EngineConfig(compile=False, batch_invariant=True)
