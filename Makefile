@@ -23,7 +23,7 @@ demo: $(INSTALLED) ## serve mixed requests on the model that ships; ARGS='--help
 test: RUN := --short
 test: test-all ## lint and the tests, of what takes long a part of its cases; ARGS='-k window' goes to pytest
 
-test-all: $(INSTALLED)-test ## lint and the whole test suite: three quarters of an hour on two cores
+test-all: $(INSTALLED)-test ## lint and the whole test suite: an hour on two cores
 	@$(MAKE) --no-print-directory lint >$(VENV)/lint.txt 2>&1 & lint=$$!; \
 	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
 	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder --durations=10 $(RUN) $(ARGS); tests=$$?; \

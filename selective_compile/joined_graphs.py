@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 from selective_compile.graph_writes import GraphWrites
 from selective_compile.passes.normalise import place_of, source_name
+from selective_compile.tensor_branches import nodes_read
 
 TOLD = 4096  # constants of so many numbers are told by them; larger ones by which they are
 
@@ -149,13 +150,6 @@ def results_of(module: fx.GraphModule) -> list[fx.Node]:
     found = list(output.args[0])
     if not all(isinstance(each, fx.Node) for each in found):
         raise ApartError("no logits are computed")
-    return found
-
-
-def nodes_read(node: fx.Node) -> list[fx.Node]:
-    """In the order of its arguments, each as often as it is there."""
-    found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), found.append)
     return found
 
 

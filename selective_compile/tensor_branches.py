@@ -40,6 +40,7 @@ METHODS = {
     *("max", "amax", "add", "sub", "mul", "gt", "ge", "lt", "le"),
     *("to", "long", "int", "float", "unsqueeze", "squeeze", "view", "reshape", "contiguous", "clone"),
 }
+WIDE = (torch.bool, torch.int32, torch.int64, torch.float32, torch.float64)  # others begin anew, or have no such number
 WHOLE = 2**14  # tokens of a request of which all are looked at, and not only the last ones
 
 
@@ -154,7 +155,9 @@ def chain_of(node: fx.Node) -> list[fx.Node] | None:
     while not is_positions(node):
         if node.target not in (METHODS if node.op == "call_method" else FUNCTIONS) or len(node.all_input_nodes) != 1:
             return None
-        if node.kwargs.keys() & {"out", "dim", "axis"} or len(occurrences(node)) != 1:
+        if node.kwargs.keys() & {"out", "dim", "axis"} or len(nodes_read(node)) != 1:
+            return None
+        if getattr(node.meta.get("example_value"), "dtype", torch.int64) not in WIDE:
             return None
         (node,) = node.all_input_nodes
         chain.append(node)
@@ -166,7 +169,8 @@ def is_positions(node: fx.Node) -> bool:
     return node.target is torch.arange and f"in {POSITIONS}" in (node.meta.get("stack_trace") or "")
 
 
-def occurrences(node: fx.Node) -> list[fx.Node]:
+def nodes_read(node: fx.Node) -> list[fx.Node]:
+    """In the order of its arguments, each as often as it is there."""
     found: list[fx.Node] = []
     fx.node.map_arg((node.args, node.kwargs), found.append)
     return found
@@ -190,8 +194,8 @@ def follow(chain: Sequence[fx.Node], value: Tensor) -> Tensor:
     """What the last node gives where the first one gives ``value``."""
     for node in chain[1:]:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _, value=value: value)  # type: ignore[misc]
-        call = partial(getattr(value, str(node.target))) if node.op == "call_method" else None
-        value = call(*args[1:], **kwargs) if call is not None else node.target(*args, **kwargs)  # type: ignore[operator]
+        call: Any = getattr(type(value), str(node.target)) if node.op == "call_method" else node.target
+        value = call(*args, **kwargs)
     return value
 
 

@@ -137,6 +137,11 @@ def of_a_difference(x: Tensor, positions: Tensor) -> Tensor:
     return -x if positions.max() - 5000 else x
 
 
+def of_few_bits(x: Tensor, positions: Tensor) -> Tensor:
+    """Which begin anew at 256."""
+    return -x if positions.max().to(torch.uint8) > LAST else x
+
+
 def of_values(x: Tensor, positions: Tensor) -> Tensor:
     return -x if x.sum() > 0 else x
 
@@ -205,7 +210,7 @@ def masked_otherwise(x: Tensor, positions: Tensor) -> Tensor:
 
 
 NOT_KNOWN = [
-    *(of_the_first, of_the_mean, of_their_number, of_rows, of_a_remainder, of_a_difference, of_values),
+    *(of_the_first, of_the_mean, of_their_number, of_rows, of_a_remainder, of_a_difference, of_few_bits, of_values),
     *(of_what_is_written, of_what_is_written_to_a_view, of_two_lengths, written_by_one_side, relu_of_one_side),
     *(written_later, written_by_way_of_a_view, of_other_strides, of_another_shape, masked_otherwise),
 ]
