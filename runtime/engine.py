@@ -16,8 +16,8 @@ from torch import nn
 from transformers import GenerationConfig
 
 from selective_compile.backend import Program
-from selective_compile.capture import uncompiled
 from selective_compile.cores import IntraOpThreads
+from selective_compile.model_facts import uncompiled
 from selective_compile.options import EngineConfig
 from selective_compile.progress import on_stderr, silent
 from selective_compile.runtime.background import BackgroundThread, weakly

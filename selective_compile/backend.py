@@ -14,12 +14,13 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
 from torch._guards import CompileContext
 
-from selective_compile.capture import CANNOT, uncompiled
 from selective_compile.compiled_step import runs_native
 from selective_compile.compiling import compiled_as_it_came
 from selective_compile.isolation import prove
 from selective_compile.kept_traces import KeptTraces
 from selective_compile.kernels import ragged_attention_cpu
+from selective_compile.model_call import CANNOT
+from selective_compile.model_facts import uncompiled
 from selective_compile.module_state import lock_of
 from selective_compile.options import BackendOptions
 from selective_compile.padded_program import PaddedProgram

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo.comptime import comptime
-from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.nn_module import NNModuleVariable, UnspecializedNNModuleVariable
@@ -22,25 +18,24 @@ from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from selective_compile.captured import Captured
 from selective_compile.graph_writes import GraphWrites
-from selective_compile.joined_graphs import ApartError, JoinedGraphs, Side, inputs_of
-from selective_compile.live_conditions import LiveConditions
+from selective_compile.joined_graphs import ApartError, JoinedGraphs, Side
 from selective_compile.live_settings import Read, names_read
+from selective_compile.model_call import CANNOT, logits_call
+from selective_compile.model_facts import check, declared_positions, device_of
 from selective_compile.module_state import same_buffers, unchanged
 from selective_compile.passes.lengths import ALL_LENGTHS, CAPTURE_TOKENS, SHORTEST, bounds_requests, longest_request
-from selective_compile.passes.normalise import keep_sources, source_name
+from selective_compile.passes.normalise import keep_sources
 from selective_compile.passes.recurrence_match import Recognised
 from selective_compile.passes.traced_graph import Refusal, RefusedError
 from selective_compile.tensor_branches import Branches, chain_of
-from selective_compile.trace_conditions import Condition, conditions_of
-from selective_compile.where_refused import GuardsByModule, module_of_frames, watch_guards
+from selective_compile.trace_conditions import conditions_of
+from selective_compile.where_refused import GuardsByModule, module_of_frames
 from selective_compile.whole_functions import Place, known_recurrences, left_whole
 
 logger = logging.getLogger(__name__)
 
-# Dynamo's names for the arguments of the captured call.
-ATTENTION_MASK = "L['attention_mask']"
-TOKEN_INPUTS = ("L['input_ids']", ATTENTION_MASK)
 UNTRACEABLE = "graph capture"  # stands as the operator of what Dynamo cannot trace
 
 # What it warns of for each call of such a function, as of those that look for installed packages: that it reads a
@@ -49,60 +44,6 @@ CACHED_FUNCTION = "Dynamo detected a call to a `functools.lru_cache`-wrapped fun
 
 # What Dynamo raises of a call; the second goes through it as it is, and is of a size that only values tell.
 CANNOT_TRACE = (TorchDynamoException, GuardOnDataDependentSymNode)
-# What models and modules raise when they are called in a way that they do not support.
-CANNOT = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Captured:
-    """Dynamo's graph from token ids (and an attention mask, if the model takes one) to logits ``[1, S, V]``.
-
-    ``max_tokens``: the largest S that it holds for, where the model has a table of positions that ends; None if any.
-    ``sets``: whether a call sets attributes of the model's modules.
-    ``read``: the attributes that the trace depends on, and the code.
-    ``conditions``: what it holds for.
-    ``asked``: whether its code has asked a tensor how long a request is.
-    """
-
-    module: fx.GraphModule
-    examples: list[Any]
-    max_tokens: int | None
-    sets: bool = False
-    read: Read = Read()
-    conditions: tuple[Condition, ...] = ()
-    asked: bool = False
-
-    def inputs(self, arguments: Sequence[torch.Tensor]) -> list[Any]:
-        """``arguments`` as the token inputs, of `CAPTURE_TOKENS` tokens, and what else the graph was traced with."""
-        tokens = dict(zip(TOKEN_INPUTS, arguments, strict=False))
-        return [
-            CAPTURE_TOKENS if isinstance(example, torch.SymInt) else tokens.get(source_name(node), example)
-            for node, example in zip(inputs_of(self.module), self.examples, strict=True)
-        ]
-
-    def holds_for(self, model: nn.Module) -> LiveConditions:
-        """What is so of ``model`` now, of all that it holds for."""
-        return LiveConditions(model, self.conditions, logits_of)
-
-    def bounded(self, longest: int) -> Captured:
-        """For requests of up to ``longest`` tokens."""
-        return replace(self, max_tokens=min(longest, self.max_tokens or longest))
-
-    def joined(self, other: Captured, both: JoinedGraphs) -> Captured:
-        """With ``other``, which is of longer requests."""
-        read = Read(
-            names=self.read.names | other.read.names,
-            keys=self.read.keys | other.read.keys,
-            code=self.read.code | other.read.code,
-        )
-        found = replace(
-            self,
-            module=both.module(),
-            examples=[*self.examples, *(other.examples[place] for place in both.added)],
-            read=read,
-            conditions=(*self.conditions, *other.conditions),
-        )
-        return found if other.max_tokens is None else found.bounded(other.max_tokens)
 
 
 class CaptureDone(BaseException):
@@ -217,18 +158,6 @@ def by_dynamo() -> Iterator[None]:
             yield
 
 
-def check(model: object) -> None:
-    """Raises ValueError for what is no model, or one without its weights or in training mode; and under autocast."""
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if (empty := next((name for name, weight in model.named_parameters() if weight.is_meta), None)) is not None:
-        raise ValueError(f"model must hold its weights, got {empty!r} on the device meta; load them first")
-    if model.training:
-        raise ValueError("model must be in evaluation mode, got training mode; call model.eval()")
-    if torch.is_autocast_enabled(device_of(model).type):
-        raise ValueError("autocast must be off, got on: the engine computes in the dtype of the weights")
-
-
 def recurrences_of(model: nn.Module) -> dict[Place, Recognised]:
     """The model's own functions that are known recurrences; it is run once, on a few tokens."""
 
@@ -320,88 +249,3 @@ def read_by_trace() -> Read:
 
 def leave(*_: Any) -> Any:
     raise CaptureDone
-
-
-def logits_call(model: nn.Module, ids: torch.Tensor) -> tuple[Callable[..., Any], list[torch.Tensor]]:
-    """A function from token inputs to logits, and example inputs.
-
-    An all-ones attention mask is passed where the model takes one: without it some models test whether positions are
-    packed, which would put a running sum into the mask.  Positions from 0 on are passed where it takes them, as
-    `generate` does: some models number tokens in another way by themselves.
-    """
-    names = inspect.signature(model.forward).parameters
-    options: dict[str, Any] = {}
-    if takes(model, names, "use_cache"):
-        options["use_cache"] = False
-
-    def numbered(input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"position_ids": positions_of_tokens(input_ids)} if "position_ids" in names else {}
-
-    def masked(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
-        comptime(watch_guards)
-        return logits_of(model(input_ids, attention_mask=attention_mask, **numbered(input_ids), **options))
-
-    def plain(input_ids: torch.Tensor) -> Any:
-        comptime(watch_guards)
-        return logits_of(model(input_ids, **numbered(input_ids), **options))
-
-    if "attention_mask" in names:
-        return own_code(masked), [ids, torch.ones_like(ids)]
-    return own_code(plain), [ids]
-
-
-def positions_of_tokens(input_ids: torch.Tensor) -> torch.Tensor:
-    """[1, S], by which `tensor_branches` tells what is made of them."""
-    return torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-
-
-def takes(model: nn.Module, names: Any, argument: str) -> bool:
-    """Whether ``model`` has the argument: by its signature, or in the **kwargs of a Hugging Face model."""
-    return argument in names or hasattr(getattr(model, "config", None), argument)
-
-
-def logits_of(result: Any) -> torch.Tensor:
-    if isinstance(result, torch.Tensor):
-        return result
-    return result.logits if hasattr(result, "logits") else result[0]
-
-
-def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with a code object of its own: Dynamo counts recompiles per code object."""
-    assert isinstance(function, types.FunctionType)
-    return types.FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-
-
-def known_ids(model: Any) -> int | None:
-    """How many ids the table of a model has rows for, if it says which it is and all that it does is to look them up:
-    the head of some gives more."""
-    with suppress(AttributeError, NotImplementedError):
-        table = model.get_input_embeddings()
-        plain = getattr(type(table), "forward", None) is nn.Embedding.forward and "forward" not in vars(table)
-        if plain and not table._forward_pre_hooks:
-            return int(table.num_embeddings)
-    return None
-
-
-def declared_positions(model: nn.Module) -> int | None:
-    """How far the configuration of a Hugging Face model says that it reaches; None if it does not, or says -1."""
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    positions = getattr(text, "max_position_embeddings", None)
-    return positions if isinstance(positions, int) and positions > 0 else None
-
-
-def uncompiled(model: nn.Module) -> nn.Module:
-    """The model inside of what `torch.compile` gave, which has no state of its own: its `generate` is the model's."""
-    return uncompiled(model._orig_mod) if isinstance(model, OptimizedModule) else model
-
-
-def device_of(model: nn.Module) -> torch.device:
-    first = next(model.parameters(), None)
-    return first.device if first is not None else torch.device("cpu")

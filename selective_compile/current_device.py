@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-from selective_compile.capture import device_of
+from selective_compile.model_facts import device_of
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from transformers import Cache
 
-from selective_compile.capture import CANNOT, device_of
 from selective_compile.given_rows import BUFFER
+from selective_compile.model_call import CANNOT
+from selective_compile.model_facts import device_of
 from selective_compile.module_state import own_attributes, unchanged
 from selective_compile.sequential_program import OneRequest, step_arguments, why_not_run
 from selective_compile.step import LongForm

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selective_compile.capture import CANNOT, Captured, device_of, logits_call
+from selective_compile.captured import Captured
+from selective_compile.model_call import CANNOT, logits_call
+from selective_compile.model_facts import device_of
 from selective_compile.module_state import Place, attributes, lock_of, own_attributes, put, same_buffers
 
 

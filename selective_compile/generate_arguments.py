@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 
-from selective_compile.capture import check
 from selective_compile.generate_fields import Fields, described
+from selective_compile.model_facts import check
 from selective_compile.options import EngineConfig
 from selective_compile.own_generation import unlike_transformers
 from selective_compile.token_types import UNIT

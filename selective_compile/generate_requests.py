@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from transformers.generation import BaseStreamer
 
-from selective_compile.capture import declared_positions
 from selective_compile.generate_arguments import Prompts
 from selective_compile.generate_fields import Fields
 from selective_compile.generate_objects import CallObjects
 from selective_compile.kept_engines import KeptEngines
+from selective_compile.model_facts import declared_positions
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.engine import Engine
 from selective_compile.runtime.request import Request, RequestResult

@@ -15,9 +15,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from selective_compile.capture import CANNOT, device_of, logits_call, logits_of, takes
 from selective_compile.isolation_trial import alike
 from selective_compile.live_settings import LiveSettings, Read
+from selective_compile.model_call import CANNOT, logits_call, logits_of, takes
+from selective_compile.model_facts import device_of
 from selective_compile.module_state import lock_of, same_buffers, unchanged
 from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.position_limit import id_limit

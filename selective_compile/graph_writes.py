@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from selective_compile.passes.evaluate import leaves
 from selective_compile.passes.vmapped import interpreter_of
+from selective_compile.tensor_state import version_of
 
 
 class GraphWrites:
@@ -33,9 +34,10 @@ class GraphWrites:
         run_node = interpreter.run_node
 
         def noted(node: fx.Node) -> Any:
-            read = [(value, value._version) for each in node.all_input_nodes for value in tensors_of(self.values[each])]
+            read = [value for each in node.all_input_nodes for value in tensors_of(self.values[each])]
+            versions = list(map(version_of, read))
             result = self.values[node] = run_node(node)
-            changed = [value for value, version in read if value._version != version]
+            changed = [value for value, version in zip(read, versions, strict=True) if version_of(value) != version]
             if changed:
                 self.writing.add(node)
                 self._written |= set(map(memory_of, changed))
@@ -48,6 +50,11 @@ class GraphWrites:
     def is_written(self, node: fx.Node) -> bool:
         """Whether what it gives, or what it is a view of, is written to by any node."""
         return any(memory_of(value) in self._written for value in tensors_of(self.values[node]))
+
+    def inputs_written(self) -> list[int]:
+        """The places of the graph's inputs that it writes to, by whatever name."""
+        inputs = [node for node in self.values if node.op == "placeholder"]
+        return [place for place, node in enumerate(inputs) if self.is_written(node)]
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:

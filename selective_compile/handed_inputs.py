@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selective_compile.capture import CANNOT, device_of
+from selective_compile.model_call import CANNOT
+from selective_compile.model_facts import device_of
 from selective_compile.module_state import own_attributes, unchanged
 from selective_compile.passes import Refusal
 from selective_compile.sequential_program import OneRequest, step_arguments, stepped, why_not_run

@@ -11,7 +11,6 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.generation import BaseStreamer
 
-from selective_compile.capture import device_of, uncompiled
 from selective_compile.generate_arguments import (
     FORWARD_ARGUMENTS,
     check_fields_with,
@@ -30,6 +29,7 @@ from selective_compile.generate_objects import CallObjects
 from selective_compile.generate_requests import ENGINES, finished_requests
 from selective_compile.generate_results import refuse_ends_without_padding, returned
 from selective_compile.generate_states import check_states, states_of
+from selective_compile.model_facts import device_of, uncompiled
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.grammar import GRAMMARS
 

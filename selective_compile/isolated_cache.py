@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from selective_compile.capture import device_of
+from selective_compile.model_facts import device_of
 from selective_compile.module_state import own_attributes
 from selective_compile.sequential_program import prepared, why_not_run
 from selective_compile.skeleton import Forward, others_in, skeleton

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from selective_compile.capture import Captured
+from selective_compile.captured import Captured
 from selective_compile.isolated_cache import Caches, put_at
 from selective_compile.isolated_op import running
 from selective_compile.module_program import ModuleProgram

@@ -11,22 +11,16 @@ import torch
 from torch import fx, nn
 
 from selective_compile.cache_reach import cache_refusal
-from selective_compile.capture import (
-    CANNOT,
-    UNTRACEABLE,
-    Captured,
-    check,
-    declared_positions,
-    device_of,
-    logits_call,
-    recurrences_of,
-)
+from selective_compile.capture import UNTRACEABLE, recurrences_of
+from selective_compile.captured import Captured
 from selective_compile.current_device import on_device_of
 from selective_compile.handed_inputs import handed_refusal
 from selective_compile.isolated_cache import Caches, caches_of
 from selective_compile.isolated_program import MODES, IsolatedProgram, Mode
 from selective_compile.isolation_trial import NEEDED, departure
 from selective_compile.live_settings import hook_refusals
+from selective_compile.model_call import CANNOT, logits_call
+from selective_compile.model_facts import check, declared_positions, device_of
 from selective_compile.module_program import ModuleProgram
 from selective_compile.module_state import Place as StatePlace
 from selective_compile.module_state import lock_of, own_attributes, same_buffers, unchanged

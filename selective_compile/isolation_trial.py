@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from selective_compile.capture import CANNOT, logits_call
 from selective_compile.isolated_program import TRIED
+from selective_compile.model_call import CANNOT, logits_call
 from selective_compile.module_state import own_attributes
 from selective_compile.rounding import computed_in, rounded_as, tolerance
 from selective_compile.skeleton import skeleton

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from selective_compile.cache_reach import kept_keys
-from selective_compile.capture import Captured
+from selective_compile.captured import Captured
 from selective_compile.entries import Entries
 from selective_compile.forks import lock_of_any_process
 from selective_compile.live_conditions import LiveConditions

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from selective_compile.capture import Captured
+from selective_compile.captured import Captured
 from selective_compile.isolated_op import running
 from selective_compile.live_settings import follow
 from selective_compile.module_state import lock_of, own_attributes

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selective_compile.capture import CANNOT, device_of, logits_call
+from selective_compile.model_call import CANNOT, logits_call
+from selective_compile.model_facts import device_of
 from selective_compile.module_state import own_attributes, unchanged
 from selective_compile.passes import Refusal
 from selective_compile.rounding import computed_in, rounded_as, tolerance

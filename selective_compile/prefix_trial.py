@@ -12,8 +12,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from selective_compile.capture import device_of
 from selective_compile.isolation_trial import in_steps
+from selective_compile.model_facts import device_of
 from selective_compile.module_state import unchanged
 from selective_compile.one_token import TOKEN_IDS, Pair, by_generate, departs, pairs
 from selective_compile.passes import Refusal

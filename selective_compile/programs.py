@@ -11,7 +11,6 @@ from torch import nn
 from torch._dynamo.convert_frame import compile_lock
 
 from selective_compile import beforehand
-from selective_compile.capture import device_of
 from selective_compile.compiled_step import NATIVE_KERNELS, runs_native
 from selective_compile.compiling import can_compile
 from selective_compile.cores import IntraOpThreads
@@ -19,6 +18,7 @@ from selective_compile.garbage import only_new_garbage
 from selective_compile.isolated_program import IsolatedProgram
 from selective_compile.isolation import Proved, prove
 from selective_compile.kernels import ragged_attention_cpu
+from selective_compile.model_facts import device_of
 from selective_compile.module_program import ModuleProgram
 from selective_compile.module_state import lock_of
 from selective_compile.options import EngineConfig

@@ -7,14 +7,14 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from selective_compile.capture import Captured, device_of, logits_call
+from selective_compile.captured import Captured
+from selective_compile.graph_writes import GraphWrites
+from selective_compile.model_call import logits_call
+from selective_compile.model_facts import device_of
 from selective_compile.module_state import unchanged
 from selective_compile.passes.lengths import CAPTURE_TOKENS
 from selective_compile.passes.vmapped import interpreter_of
-from selective_compile.tensor_state import version_of
 
 # Of the difference over the logits, both as lengths of vectors. A model may ask for other operators while it is traced,
 # as for a mask that is written out; of these only the rounding differs.
@@ -42,26 +42,14 @@ def gives_logits_of(captured: Captured, model: nn.Module, written: Collection[in
     return len(found) == 1 and agree(found[0], expected)
 
 
-@torch.no_grad()
 def written_inputs(captured: Captured, model: nn.Module) -> list[int]:
     """Which inputs a run would change, as a weight that a first run sets up: tried on tensors without numbers.
 
     Raises:
         Exception: whatever an operator raises.
     """
-    # Sizes that values tell, as how many tokens an expert has, are symbols.
-    mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True, shape_env=ShapeEnv())
     _, arguments = logits_call(model, ids_for(model))
-    given = captured.inputs(arguments)
-    given = [mode.from_tensor(each) if isinstance(each, Tensor) else each for each in given]
-    before = [state_of(each) for each in given]
-    with mode:
-        interpreter_of(captured.module).run(*given)
-    return [place for place, each in enumerate(given) if state_of(each) != before[place]]
-
-
-def state_of(given: Any) -> tuple[int | None, int] | None:
-    return (version_of(given), given.untyped_storage()._cdata) if isinstance(given, Tensor) else None
+    return GraphWrites(captured.module, captured.inputs(arguments)).inputs_written()
 
 
 def ids_for(model: nn.Module) -> Tensor:

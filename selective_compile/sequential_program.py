@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 
-from selective_compile.capture import declared_positions, device_of, known_ids
 from selective_compile.live_settings import HOOK, hook_refusals, without_hooks
+from selective_compile.model_facts import declared_positions, device_of, known_ids
 from selective_compile.module_state import (
     Place,
     State,

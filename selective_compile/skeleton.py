@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selective_compile.capture import device_of, logits_call
 from selective_compile.isolated_op import TOKENS, OutputSizes
+from selective_compile.model_call import logits_call
+from selective_compile.model_facts import device_of
 from selective_compile.module_state import own_attributes, share_lock
 
 LENGTHS = (5, 8)  # two lengths tell a size that is the tokens' from a constant

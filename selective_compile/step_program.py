@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from selective_compile import fp8_rows
-from selective_compile.capture import Captured
+from selective_compile.captured import Captured
 from selective_compile.choices import KvDtype
 from selective_compile.compiled_step import CompiledStep, native_kernels_run, runs_native
 from selective_compile.compiling import compiled

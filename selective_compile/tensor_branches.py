@@ -29,7 +29,7 @@ from selective_compile.passes.lengths import ALL_LENGTHS, CAPTURE_TOKENS, Answer
 JUMPS = {number: name for name, number in dis.opmap.items() if "JUMP" in name and ("TRUE" in name or "FALSE" in name)}
 KEEPS = "OR_POP"  # those that leave it there where they jump
 TABLE = "dispatch_table"
-POSITIONS = "positions_of_tokens"  # the function in which `capture` makes them
+POSITIONS = "positions_of_tokens"  # the function of `model_call` that makes them
 # Of one tensor and numbers, and monotonic in the former.
 FUNCTIONS = {
     *(torch.max, torch.amax, torch.add, torch.sub, torch.mul, torch.gt, torch.ge, torch.lt, torch.le),

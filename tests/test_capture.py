@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import selective_compile as sc
-from selective_compile.capture import capture, declared_positions
+from selective_compile.capture import capture
+from selective_compile.model_facts import declared_positions
 from tests.decoders import Decoder
 from tests.exactness import engine_error, step_program
 from tests.models import tiny

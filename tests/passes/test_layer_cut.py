@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from selective_compile.capture import ATTENTION_MASK, capture
+from selective_compile.capture import capture
+from selective_compile.captured import ATTENTION_MASK
 from selective_compile.compiled_step import CompiledStep
 from selective_compile.layered import Layered
 from selective_compile.passes import rewrite

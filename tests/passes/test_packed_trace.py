@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from selective_compile.capture import ATTENTION_MASK, capture
+from selective_compile.capture import capture
+from selective_compile.captured import ATTENTION_MASK
 from selective_compile.coverage.random_model import random_model
 from selective_compile.passes import retrace as tracing
 from selective_compile.passes import rewrite

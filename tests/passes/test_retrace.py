@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from selective_compile.capture import ATTENTION_MASK, Captured, capture
+from selective_compile.capture import capture
+from selective_compile.captured import ATTENTION_MASK, Captured
 from selective_compile.passes import Rewrite, rewrite
 from selective_compile.passes import retrace as tracing
 from selective_compile.passes.normalise import SPELT_OUT, Symbols

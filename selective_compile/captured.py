@@ -1,0 +1,74 @@
+"""A graph that Dynamo made of a model, with what it was traced from and holds for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from selective_compile.joined_graphs import JoinedGraphs, inputs_of
+from selective_compile.live_conditions import LiveConditions
+from selective_compile.live_settings import Read
+from selective_compile.model_call import logits_of
+from selective_compile.passes.lengths import CAPTURE_TOKENS
+from selective_compile.passes.normalise import source_name
+from selective_compile.trace_conditions import Condition
+
+# Dynamo's names for the arguments of the captured call.
+ATTENTION_MASK = "L['attention_mask']"
+TOKEN_INPUTS = ("L['input_ids']", ATTENTION_MASK)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """Dynamo's graph from token ids (and an attention mask, if the model takes one) to logits ``[1, S, V]``.
+
+    ``max_tokens``: the largest S that it holds for, where the model has a table of positions that ends; None if any.
+    ``sets``: whether a call sets attributes of the model's modules.
+    ``read``: the attributes that the trace depends on, and the code.
+    ``conditions``: what it holds for.
+    ``asked``: whether its code has asked a tensor how long a request is.
+    """
+
+    module: fx.GraphModule
+    examples: list[Any]
+    max_tokens: int | None
+    sets: bool = False
+    read: Read = Read()
+    conditions: tuple[Condition, ...] = ()
+    asked: bool = False
+
+    def inputs(self, arguments: Sequence[torch.Tensor]) -> list[Any]:
+        """``arguments`` as the token inputs, of `CAPTURE_TOKENS` tokens, and what else the graph was traced with."""
+        tokens = dict(zip(TOKEN_INPUTS, arguments, strict=False))
+        return [
+            CAPTURE_TOKENS if isinstance(example, torch.SymInt) else tokens.get(source_name(node), example)
+            for node, example in zip(inputs_of(self.module), self.examples, strict=True)
+        ]
+
+    def holds_for(self, model: nn.Module) -> LiveConditions:
+        """What is so of ``model`` now, of all that it holds for."""
+        return LiveConditions(model, self.conditions, logits_of)
+
+    def bounded(self, longest: int) -> Captured:
+        """For requests of up to ``longest`` tokens."""
+        return replace(self, max_tokens=min(longest, self.max_tokens or longest))
+
+    def joined(self, other: Captured, both: JoinedGraphs) -> Captured:
+        """With ``other``, which is of longer requests."""
+        read = Read(
+            names=self.read.names | other.read.names,
+            keys=self.read.keys | other.read.keys,
+            code=self.read.code | other.read.code,
+        )
+        found = replace(
+            self,
+            module=both.module(),
+            examples=[*self.examples, *(other.examples[place] for place in both.added)],
+            read=read,
+            conditions=(*self.conditions, *other.conditions),
+        )
+        return found if other.max_tokens is None else found.bounded(other.max_tokens)

@@ -1,0 +1,73 @@
+"""How a model is called for its logits alone, where it is traced and where it is tried."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.comptime import comptime
+
+from selective_compile.where_refused import watch_guards
+
+# What models and modules raise when they are called in a way that they do not support.
+CANNOT = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError)
+
+
+def logits_call(model: nn.Module, ids: torch.Tensor) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    """A function from token inputs to logits, and example inputs.
+
+    An all-ones attention mask is passed where the model takes one: without it some models test whether positions are
+    packed, which would put a running sum into the mask.  Positions from 0 on are passed where it takes them, as
+    `generate` does: some models number tokens in another way by themselves.
+    """
+    names = inspect.signature(model.forward).parameters
+    options: dict[str, Any] = {}
+    if takes(model, names, "use_cache"):
+        options["use_cache"] = False
+
+    def numbered(input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"position_ids": positions_of_tokens(input_ids)} if "position_ids" in names else {}
+
+    def masked(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        comptime(watch_guards)
+        return logits_of(model(input_ids, attention_mask=attention_mask, **numbered(input_ids), **options))
+
+    def plain(input_ids: torch.Tensor) -> Any:
+        comptime(watch_guards)
+        return logits_of(model(input_ids, **numbered(input_ids), **options))
+
+    if "attention_mask" in names:
+        return own_code(masked), [ids, torch.ones_like(ids)]
+    return own_code(plain), [ids]
+
+
+def positions_of_tokens(input_ids: torch.Tensor) -> torch.Tensor:
+    """[1, S], by which `tensor_branches` tells what is made of them."""
+    return torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+
+
+def takes(model: nn.Module, names: Any, argument: str) -> bool:
+    """Whether ``model`` has the argument: by its signature, or in the **kwargs of a Hugging Face model."""
+    return argument in names or hasattr(getattr(model, "config", None), argument)
+
+
+def logits_of(result: Any) -> torch.Tensor:
+    if isinstance(result, torch.Tensor):
+        return result
+    return result.logits if hasattr(result, "logits") else result[0]
+
+
+def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with a code object of its own: Dynamo counts recompiles per code object."""
+    assert isinstance(function, types.FunctionType)
+    return types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )

@@ -1,0 +1,51 @@
+"""What a model object says of itself: its device, its ids, how far it reaches; and whether it can be served so."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+
+
+def check(model: object) -> None:
+    """Raises ValueError for what is no model, or one without its weights or in training mode; and under autocast."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if (empty := next((name for name, weight in model.named_parameters() if weight.is_meta), None)) is not None:
+        raise ValueError(f"model must hold its weights, got {empty!r} on the device meta; load them first")
+    if model.training:
+        raise ValueError("model must be in evaluation mode, got training mode; call model.eval()")
+    if torch.is_autocast_enabled(device_of(model).type):
+        raise ValueError("autocast must be off, got on: the engine computes in the dtype of the weights")
+
+
+def known_ids(model: Any) -> int | None:
+    """How many ids the table of a model has rows for, if it says which it is and all that it does is to look them up:
+    the head of some gives more."""
+    with suppress(AttributeError, NotImplementedError):
+        table = model.get_input_embeddings()
+        plain = getattr(type(table), "forward", None) is nn.Embedding.forward and "forward" not in vars(table)
+        if plain and not table._forward_pre_hooks:
+            return int(table.num_embeddings)
+    return None
+
+
+def declared_positions(model: nn.Module) -> int | None:
+    """How far the configuration of a Hugging Face model says that it reaches; None if it does not, or says -1."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    positions = getattr(text, "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else None
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The model inside of what `torch.compile` gave, which has no state of its own: its `generate` is the model's."""
+    return uncompiled(model._orig_mod) if isinstance(model, OptimizedModule) else model
+
+
+def device_of(model: nn.Module) -> torch.device:
+    first = next(model.parameters(), None)
+    return first.device if first is not None else torch.device("cpu")
