@@ -44,10 +44,15 @@ logger = logging.getLogger(__name__)
 class Engine:
     """Serves requests on one model, choosing anew at each step which of them run.
 
-    Every method may be called from any thread. Three locks: `_stepping` is held for a step, the model's run
-    included, so that there is one step at a time; `_submitting` while a request's options are read, so that its
-    id stays free; `_guard` is held for moments and protects all state, so that submitting, cancelling and `stats`
-    never wait for the model.
+    ::
+
+        engine = Engine(model, EngineConfig(token_budget=256))
+        for token in engine.submit(prompt_ids, max_new_tokens=64):  # reading runs the engine's steps,
+            ...
+        with engine.running():  # unless a thread does
+            request = engine.submit(prompt_ids)
+
+    Every method may be called from any thread; submitting, cancelling and `stats` never wait for the model.
 
     Attributes:
         longest: the most tokens that a request can come to compute.
@@ -88,7 +93,10 @@ class Engine:
         self._intake, self._recording = parts.intake, parts.recording
         self._program = self._runner.program
         self._log = StepLog(observers, clock)
-        self._guard = StateGuard()  # notified when there is work
+        # Three locks: `_stepping` is held for a step, the model's run included, so that there is one at a time;
+        # `_submitting` while a request's options are read, so that its id stays free; `_guard` for moments, over all
+        # state. It is notified when there is work.
+        self._guard = StateGuard()
         # A log tells of requests that each compute their own prompt. Drafts change no token; but how long they are
         # goes by measured times in a way that a log does not tell.
         recorded = self.config.record is not None
@@ -380,6 +388,7 @@ class Engine:
             self._log.remove_observer(observer)
 
     def stats(self) -> EngineStats:
+        """Requests, blocks, memory, tokens and graphs at this moment."""
         with self._guard:
             graphs = self._program.graphs, *self._runner.captured_graphs
             stats = self._log.stats(self._scheduler, graphs=graphs, kv_bytes=self._runner.kv_bytes)

@@ -15,6 +15,7 @@ from selective_compile.runtime.generation import GenerationParams
 from selective_compile.runtime.records import TokenRecord, TopLogprobs, joined_rows
 from selective_compile.runtime.request_state import RequestId, RequestState
 
+# An end-of-sequence id, a stop string or a criterion; max_new_tokens; `cancel`; what `error` says.
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 

@@ -146,4 +146,5 @@ class StepFloor(NamedTuple):
     limit: Literal["memory", "compute"]
 
 
+# Called after each step, in the thread that ran it.
 StepObserver = Callable[[StepRecord], None]

@@ -238,9 +238,9 @@ def explain_command(
     device: Device = "cpu",
     trust: Trust = False,
 ) -> None:
-    """Say what was proved of a model's attention calls, and what is refused.
+    """Say what was proved of a model, and what was not, with its source lines.
 
-    Exit status 1 if something is refused.
+    Exit status 1 if the model is refused; isolated and sequential ones are served, slowly.
 
     \b
     selective-compile explain

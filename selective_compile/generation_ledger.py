@@ -28,7 +28,7 @@ Status = Literal["equal", "implemented", "refused"]
 MEANINGS: Mapping[Status, str] = {
     "equal": "the tokens and scores of `model.generate` on the request alone, by the test",
     "implemented": "does what it does there, but equality of tokens is not what there is to test",
-    "refused": "any value but those that ask for nothing is a ValueError that names the field and what to do instead",
+    "refused": "any value that would have an effect is a ValueError that names the field and what to do instead",
 }
 PARITY = "tests/test_generation_parity.py::test_a_field_equals_generate"
 REFUSAL = "tests/runtime/test_generation.py::test_every_field_is_implemented_without_effect_or_refused_by_name"
@@ -127,6 +127,7 @@ LIMITS: Mapping[str, str] = {
         ("num_beam_groups", "diversity_penalty"), "no effect with one beam group; more are refused by name"
     ),
     **dict.fromkeys(OF_DRAFTS, NO_DRAFT),
+    "assistant_ensemble_weight": "no effect without an assistant; refused beside one, as it changes what is sampled",
     "prompt_lookup_num_tokens": "as many at most, by how many were right; sampled tokens too are those without it; "
     "stops where generate does without it, which goes on behind a stop string",
     "assistant_early_exit": "the model's first layers draft for it; sampled tokens too are those without it",

@@ -188,7 +188,7 @@ def wrap(model: nn.Module, config: EngineConfig | None = None) -> nn.Module:
         config: of the engine; None takes the defaults.
 
     Raises:
-        ValueError: it has no `generate`, or is wrapped already; or `config` is none.
+        ValueError: it has no `generate`, or is wrapped already; or `config` is no `EngineConfig`.
     """
     if not isinstance(model, nn.Module) or not callable(getattr(model, "generate", None)):
         raise ValueError(f"model must be a torch.nn.Module with a generate method, got {type(model).__name__}")

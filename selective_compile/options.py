@@ -47,7 +47,8 @@ class EngineConfig(_NamedOptions):
         block_size: slots in a block, the unit in which KV memory is given out and shared: the leading tokens that
             requests have in common are computed once in whole blocks. By default 32, and 128 where torch has a GPU, so
             that the keys of an iteration of the attention kernels lie in one block.
-        max_kv_tokens: slots of KV memory, rounded down to whole blocks; None: from the memory that is free.
+        max_kv_tokens: slots of KV memory, rounded down to whole blocks; None: from the memory that is free, on a CPU at
+            most 4 GiB.
         kv_memory_fraction: the share of the free memory that the KV pools may take when max_kv_tokens is
             None; on a GPU, of what is free beside a step of the largest budget, which is run once to find out.
         host_kv_bytes: host memory for keys and values that the KV memory has no room for: of requests that were
@@ -108,7 +109,8 @@ class EngineConfig(_NamedOptions):
         threads: how many threads of a CPU each operation of a step uses, whatever the thread that calls it has set for
             itself; the graph is compiled for as many. None: as torch says, but no more than this process has cores by
             its affinity and by the quota of its container.
-        seed: of requests that bring none, mixed with their id: the same id samples the same tokens.
+        seed: default seed for requests without one; mixed with the request's id, so that the same id draws the same
+            tokens.
         batch_invariant: the logits of a request are the same bits whatever else is in the batch, however its prompt is
             chunked and whatever blocks it finds; slower, as each row attends by itself. With `compile`; for float32
             on a CPU, and for float32, bfloat16 and float16 on a GPU.
@@ -117,8 +119,8 @@ class EngineConfig(_NamedOptions):
             decisions depend on, and what they were. It holds the prompts and the tokens. None: it is not written.
         fallback: of a model in which something cannot be proved. "isolated" runs the modules concerned for one request
             after another, and all else for all requests at once; "sequential" does so too where it can, and where not,
-            it runs the whole Hugging Face model for one request after another, as `generate` does. Both are exact,
-            slow, and logged. "refuse" raises.
+            it runs the whole Hugging Face model for one request after another, as `generate` does. Both are tried
+            against the model, slow, and logged. "refuse" raises.
 
     Raises:
         ValueError: an unknown option, or a value outside of what it must be.

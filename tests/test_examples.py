@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import runpy
+import threading
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
+
+from selective_compile.options import BackendOptions, EngineConfig
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-NAMES = ("01_compile", "02_generate", "03_engine", "04_explain", "05_wishes")
+NAMES = ("01_compile", "02_generate", "03_engine", "04_explain", "05_wishes", "06_server")
+README = EXAMPLES.parent / "README.md"
 
 
 def main_of(name: str) -> Callable[..., Any]:
@@ -60,3 +66,42 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert report.ok and len(report.calls) == 5
     assert not refused.ok and len(refused.refusals) == 1
     assert "logits.mean(dim=1, keepdim=True)" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_server() -> None:
+    serving = runpy.run_path(str(EXAMPLES / "06_server.py"))["serving"]
+    with serving(port=0, compile=False) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            address = f"http://127.0.0.1:{server.server_port}"
+            asked = json.dumps({"prompt": "letters c to j:", "max_new_tokens": 60}).encode()
+            answers = [urllib.request.urlopen(f"{address}/generate", asked).read() for _ in range(2)]
+            assert answers == [b" c d e f g h i j."] * 2
+            with pytest.raises(urllib.error.HTTPError, match="400"):
+                urllib.request.urlopen(f"{address}/generate", b'{"prompt": "a", "max_new_tokens": -1}')
+            assert b"selective_requests_total" in urllib.request.urlopen(f"{address}/metrics").read()
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def blocks_of_readme() -> list[str]:
+    """What stands between its fences."""
+    return README.read_text().split("```")[1::2]
+
+
+def test_the_readmes_first_lines_run_and_print_what_it_says(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for options, name in ((EngineConfig, "compile"), (BackendOptions, "inductor")):
+        defaults = options.__init__.__kwdefaults__ | {name: False}
+        monkeypatch.setattr(options.__init__, "__kwdefaults__", defaults)
+    code, printed = blocks_of_readme()[:2]
+    assert code.startswith("python\n")
+    exec(compile(code.removeprefix("python\n"), str(README), "exec"), {"__name__": "readme"})
+    out = capsys.readouterr().out
+    assert "['12+7=19', 'letters c to j: c d e f g h i j.']\n tuesday." in out
+    if transformers.__version__.startswith("5.24."):  # the report has its source lines
+        assert printed.strip() in out

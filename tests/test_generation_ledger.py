@@ -91,3 +91,8 @@ def test_the_command_as_json() -> None:
     found = json.loads(run.stdout)
     assert [Entry(**one) for one in found] == ENTRIES
     assert {one["status"] for one in found} == set(MEANINGS)
+
+
+def test_the_command_refuses_a_page() -> None:
+    run = CliRunner().invoke(cli.app, ["coverage", "--generation", "--page", "ledger.md"])
+    assert run.exit_code == 1 and "--page must be left out with --generation" in str(run.exception or run.output)

@@ -41,6 +41,8 @@ def coverage_command(
     selective-compile coverage --mutations --page docs/mutations.md
     """
     if generation:
+        if page is not None:
+            raise ValueError(f"--page must be left out with --generation, which prints alone, got {str(page)!r}")
         return print_ledger(as_json)
     with ending_at_once():
         from selective_compile.coverage import page as pages
