@@ -30,6 +30,7 @@ from selective_compile.runtime.generation_fields import (
     WITHOUT_EFFECT,
     refuse_unsupported,
 )
+from tests.commands import refused
 from tests.generation_rows import ROWS
 
 ROOT = Path(__file__).parents[1]
@@ -94,5 +95,4 @@ def test_the_command_as_json() -> None:
 
 
 def test_the_command_refuses_a_page() -> None:
-    run = CliRunner().invoke(cli.app, ["coverage", "--generation", "--page", "ledger.md"])
-    assert run.exit_code == 1 and "--page must be left out with --generation" in str(run.exception or run.output)
+    assert "--page must be left out with --generation" in refused("coverage", "--generation", "--page", "ledger.md")
