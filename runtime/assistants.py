@@ -74,6 +74,7 @@ class Assistants:
     """An `Assistant` for each model, kept for as long as the model lives."""
 
     def __init__(self, make: Callable[[Any], Engine]) -> None:
+        """make: an engine that does not hold the model."""
         self._make = make
         self._kept: WeakKeyDictionary[Any, Assistant] = WeakKeyDictionary()
 

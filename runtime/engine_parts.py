@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from selective_compile.backend import Program
+from selective_compile.model_facts import uncompiled
 from selective_compile.options import EngineConfig
+from selective_compile.programs import compile_step_program
 from selective_compile.runtime.assistants import Assistants
 from selective_compile.runtime.batch import BatchAssembler
 from selective_compile.runtime.device_stream import DeviceStream
@@ -61,7 +63,14 @@ class EngineParts:
             OSError: `config.record` is no place to write to.
         """
         runner = ModelRunner(model, config, program, stream=stream)
-        assistants = Assistants(partial(make_engine, config=_alike(config, runner)))
+        alike = _alike(config, runner)
+
+        def drafting(model: nn.Module) -> Engine:
+            inner = uncompiled(model)
+            alias: Any = weakref.proxy(inner)
+            return make_engine(alias, alike, program=compile_step_program(inner, alike))
+
+        assistants = Assistants(drafting)
         config = replace(config, max_requests=runner.max_requests)
         if not runner.program.pauses:
             config = replace(config, scheduler_policy="guaranteed_no_evict")

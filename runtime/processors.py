@@ -7,6 +7,7 @@ read off into numbers; whatever stands before it runs as the objects that it is,
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from array import array
@@ -161,6 +162,18 @@ def _list_of_transformers(
     )
     _refuse_foreign_tokens(found, maker.vocab_size)
     return list(found)
+
+
+@functools.cache
+def samples_have_one_number() -> bool:
+    """Whether `generate` tells a `prefix_allowed_tokens_fn` of all samples the number of their prompt.
+
+    transformers 5.17 tells it that of the row.
+    """
+    values: dict[str, Any] = {"num_beams": 1, "num_return_sequences": 2, "max_new_tokens": 1}
+    values["prefix_allowed_tokens_fn"] = lambda *_: [0]
+    (made,) = _list_of_transformers(values, [0], None, _Maker(None, 1), torch.device("cpu"))
+    return bool(made._num_beams == 2)
 
 
 def _rank(processor: Any, order: Sequence[type]) -> int | None:

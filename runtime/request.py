@@ -19,6 +19,15 @@ from selective_compile.runtime.request_state import RequestId, RequestState
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
+class Ending:
+    """How a request ended, once it has, for who is to know that and not to hold the request."""
+
+    __slots__ = ("reason",)
+
+    def __init__(self) -> None:
+        self.reason: FinishReason | None = None
+
+
 class RequestOwner(Protocol):
     """The part of the engine that a handle needs."""
 
@@ -114,7 +123,7 @@ class Request:
         self.prompt_logprobs: list[float] = []  # of the prompt's tokens behind that at `state.rows_from`
         self.prompt_logits: list[Any] = []  # of the prompt's tokens so far, in pieces [tokens, V]
         self._searched: BeamResult | None = None
-        self._finish_reason: FinishReason | None = None
+        self.ending = Ending()
         self._error: str | None = None
         self._submitted_at = time.perf_counter()
         self._scheduled_at: float | None = None
@@ -151,11 +160,11 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return self._finish_reason is not None
+        return self.ending.reason is not None
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        return self._finish_reason
+        return self.ending.reason
 
     @property
     def error(self) -> str | None:
@@ -194,11 +203,11 @@ class Request:
         deadline = None if timeout is None else time.perf_counter() + timeout
         if not self._wait_for(lambda: self.finished, deadline):
             raise TimeoutError(f"request {self.request_id!r} must finish within {timeout} seconds, has not yet")
-        assert self._finish_reason is not None
+        assert self.ending.reason is not None
         return RequestResult(
             request_id=self.request_id,
             tokens=tuple(self._tokens),
-            finish_reason=self._finish_reason,
+            finish_reason=self.ending.reason,
             error=self._error,
             timing=self.timing,
             **self._results(),
@@ -222,7 +231,7 @@ class Request:
             raise RuntimeError(f"request {self.request_id!r} failed: {self._error}")
 
     def __repr__(self) -> str:
-        ended = self._finish_reason or "not finished"
+        ended = self.ending.reason or "not finished"
         return f"Request({self.request_id!r}, {len(self._tokens)} tokens, {ended})"
 
     def reason_to_end(self, generated: int, token: int, record: TokenRecord | None) -> FinishReason | None:
@@ -286,9 +295,9 @@ class Request:
             self._changed.notify_all()
 
     def _end(self, finish_reason: FinishReason) -> None:
-        assert self._finish_reason is None, self
+        assert self.ending.reason is None, self
         self._finished_at = time.perf_counter()
-        self._finish_reason = finish_reason
+        self.ending.reason = finish_reason
         self._owner = None
 
     def _results(self) -> dict[str, Any]:

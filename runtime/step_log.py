@@ -9,7 +9,7 @@ from typing import Any
 
 from selective_compile.runtime.own_code import Logged
 from selective_compile.runtime.plan import StepPlan
-from selective_compile.runtime.request import FinishReason, Request
+from selective_compile.runtime.request import Ending, FinishReason, Request
 from selective_compile.runtime.scheduler import Scheduler
 from selective_compile.runtime.stats import EngineStats, RequestEnd, StepObserver, StepRecord
 
@@ -42,7 +42,7 @@ class StepLog:
         self.began = clock()
         self._observers = tuple(observers)
         self._left: deque[Request] = deque(maxlen=MOST_ENDED)  # and not yet in a record
-        self._unsettled: list[Request] = []  # ended, and not yet counted: they may not have their reasons
+        self._unsettled: list[Ending] = []  # not yet counted: they may not have their reasons
         self._ended: Counter[FinishReason] = Counter()
         self.steps = 0
         self.tokens_computed = 0
@@ -69,7 +69,7 @@ class StepLog:
     def ended(self, request: Request) -> None:
         """The request has left; it has, or is about to get, its reason."""
         self._count_ends()
-        self._unsettled.append(request)
+        self._unsettled.append(request.ending)
         if self._observers:
             self._left.append(request)
 
@@ -93,8 +93,8 @@ class StepLog:
         return Observed(record=record, observers=self._observers)
 
     def _count_ends(self) -> None:
-        self._ended.update(request.finish_reason for request in self._unsettled if request.finish_reason is not None)
-        self._unsettled = [request for request in self._unsettled if request.finish_reason is None]
+        self._ended.update(ending.reason for ending in self._unsettled if ending.reason is not None)
+        self._unsettled = [ending for ending in self._unsettled if ending.reason is None]
 
     def stats(self, scheduler: Scheduler, *, graphs: tuple[int, int, int], kv_bytes: int) -> EngineStats:
         """The engine at this moment; `graphs`: compiled ones, captured ones, and how many of these there can be."""

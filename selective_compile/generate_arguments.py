@@ -46,6 +46,7 @@ class Prompts:
         embeds: [B, S, hidden], the prompts as embeddings, and `rows` are those of each [n, hidden]; `columns` [B, S] or
             [B, 0] are then only what stands for them where others than the model look at the prompt.
         types: [B, S] int64, the types of the tokens.
+        numbers: of which prompt each row is, where some have several; None: each of its own.
     """
 
     rows: Sequence[Any]
@@ -54,6 +55,7 @@ class Prompts:
     holes: bool = False
     embeds: Tensor | None = None
     types: Tensor | None = None
+    numbers: Sequence[int] | None = None
 
     def width_of(self, number: int, *, counted: bool = True) -> int:
         """S, or the length of a row of a list; of embeddings without ids 0, unless those are `counted`."""
@@ -215,10 +217,10 @@ def expanded(prompts: Prompts, fields: Sequence[Fields]) -> tuple[Prompts, list[
         None if each is None else each.repeat_interleave(torch.tensor(counts, device=each.device), dim=0)
         for each in (prompts.columns, prompts.mask, prompts.embeds, prompts.types)
     )
-    rows = [row for row, count in zip(prompts.rows, counts, strict=True) for _ in range(count)]
-    return replace(prompts, rows=rows, columns=columns, mask=mask, embeds=embeds, types=types), [
-        each for each, count in zip(fields, counts, strict=True) for _ in range(count)
-    ]
+    numbers = [number for number, count in enumerate(counts) for _ in range(count)]
+    rows = [prompts.rows[number] for number in numbers]
+    several = replace(prompts, rows=rows, columns=columns, mask=mask, embeds=embeds, types=types, numbers=numbers)
+    return several, [fields[number] for number in numbers]
 
 
 def _is_prompt(row: Any) -> bool:

@@ -28,8 +28,9 @@ class CallObjects:
     assistant_model: Any
     structure: Mapping[str, Any]
 
-    def options(self, row: int, rows: int, padding: int, beams: int) -> dict[str, Any]:
-        """For one of the rows, which has so much `padding`, as options of `Engine.submit`.
+    def options(self, row: int, rows: int, padding: int, beams: int, *, told: int) -> dict[str, Any]:
+        """For one of the rows, which has so much `padding`, as options of `Engine.submit`; `told`: the number that
+        `prefix_allowed_tokens_fn` gets.
 
         A single row gets the objects themselves. Several rows get a copy each, since every row is a request of its
         own and an object that counts its calls, or keeps what it saw, must not see those of other rows.
@@ -45,7 +46,7 @@ class CallObjects:
         allowed = self.prefix_allowed_tokens_fn
         return {
             **found,
-            "prefix_allowed_tokens_fn": partial(_for_row, allowed, row) if callable(allowed) else allowed,
+            "prefix_allowed_tokens_fn": partial(_for_row, allowed, told) if callable(allowed) else allowed,
             "tokenizer": self.tokenizer,
             "assistant_model": self.assistant_model,
             **self.structure,
@@ -69,6 +70,6 @@ def _without_padding(criterion: Any, padding: int) -> Any:
     return MaxLengthCriteria(criterion.max_length - padding) if type(criterion) is MaxLengthCriteria else criterion
 
 
-def _for_row(allowed: Any, row: int, _: int, ids: Any) -> Any:
-    """Of a request by itself the row's number is always 0; the function is to get that in the call."""
-    return allowed(row, ids)
+def _for_row(allowed: Any, told: int, _: int, ids: Any) -> Any:
+    """Of a request by itself the number is always 0; the function is to get that in the call."""
+    return allowed(told, ids)

@@ -18,6 +18,7 @@ from selective_compile.kept_engines import KeptEngines
 from selective_compile.model_facts import declared_positions
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.engine import Engine
+from selective_compile.runtime.processors import samples_have_one_number
 from selective_compile.runtime.request import Request, RequestResult
 from selective_compile.runtime.samples import Asked
 
@@ -102,7 +103,8 @@ def _served(
                 seen = len(prompts.seen(number))
                 options = fields[number].options(prompts.width_of(number) - seen, of_embeddings=of_embeddings)
                 padding = prompts.width_of(number, counted=False) - seen
-                options |= objects.options(number, len(fields), padding, fields[number].num_beams)
+                told = prompts.numbers[number] if prompts.numbers and samples_have_one_number() else number
+                options |= objects.options(number, len(fields), padding, fields[number].num_beams, told=told)
                 options |= {"max_new_tokens": counts[number], "seed": seeds[number]}
                 if of_embeddings:
                     options |= dict.fromkeys(OF_PROMPT_IDS)

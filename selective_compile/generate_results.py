@@ -81,6 +81,8 @@ def refuse_ends_without_padding(fields: Sequence[Fields], *, criteria: Sequence[
     Raises:
         ValueError: naming what ends them.
     """
+    if not isinstance(criteria, (list, tuple)):
+        raise ValueError(f"stopping_criteria must be a list, got {type(criteria).__name__}")
     pads = any(hasattr(each, "eos_token_id") for each in criteria)  # as there
     for each in fields:
         missing = "pad_token_id" if each.pad_token_id is None else "eos_token_id"

@@ -152,6 +152,19 @@ def _at(layer: Tensor, rows: list[int]) -> Tensor:
     return found
 
 
+class _LoopConfig(GenerationConfig):
+    """Of a loop that ends after so many steps. Stop strings, which `generate` takes from the model's own configuration
+    where there are none, would ask for a tokenizer, which a loop of one's own has no way to bring."""
+
+    @property
+    def stop_strings(self) -> None:
+        return None
+
+    @stop_strings.setter
+    def stop_strings(self, given: Any) -> None:
+        pass
+
+
 class _Forced(LogitsProcessor):
     """Only the token that is known to come is possible. `tokens` is [R, steps], after `width` columns of prompt."""
 
@@ -178,7 +191,7 @@ def _run_over(
     forced = columns.new_tensor(tokens)
     width, steps = columns.shape[1], forced.shape[1]
     cached = fields["use_cache"]
-    config = GenerationConfig(
+    config = _LoopConfig(
         do_sample=False,
         num_beams=1,
         num_return_sequences=1,

@@ -78,7 +78,7 @@ def generate(
         logits_processor, stopping_criteria: called for each row by itself, [1, length] without padding; of several
             rows each gets a copy of the objects, so that none sees the calls for another row.
         assistant_model: a smaller model of the same vocabulary, which drafts; the tokens are those without it.
-        prefix_allowed_tokens_fn: gets the row's number and its ids.
+        prefix_allowed_tokens_fn: gets the prompt's number, or the row's where transformers numbers these, and the ids.
         streamer: gets the prompts and then a token of every row in turn; of a list it takes a single prompt.
         seed: of sampling: one for each row that is generated, or a single one, to which row i adds i. None: drawn
             from torch's default generator, so that `torch.manual_seed` makes a call repeat its tokens. The tokens

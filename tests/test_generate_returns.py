@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -176,6 +178,45 @@ def test_rows_by_number_and_lengths_with_padding_equal_generate(
     digits = [*range(48, 58), EOS]
     assert torch.equal(*both(loaded, monkeypatch, min_length=20, eos_token_id=digits))
     assert torch.equal(*both(loaded, monkeypatch, stopping_criteria=[MaxLengthCriteria(20)]))
+
+
+def test_samples_of_a_prompt_are_told_the_number_that_generate_tells(
+    loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def allowed(row: int, ids: Tensor) -> list[int]:
+        return [97 + row]
+
+    several = {"do_sample": True, "num_return_sequences": 2, "eos_token_id": None}
+    ours, theirs = both(loaded, monkeypatch, prefix_allowed_tokens_fn=allowed, **several)
+    assert torch.equal(ours, theirs) and len(set(ours[:, -1].tolist())) > 1
+
+
+def test_scores_are_gone_with_the_result(loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = loaded
+    given = {**batch(tokenizer), "max_new_tokens": 4, "return_dict_in_generate": True, "output_logits": True}
+    seen = Counting(model)
+    kept = [weakref.ref(seen)]
+    result = sc.generate(model, logits_processor=[seen], engine_config=CONFIG, **given)
+    kept.append(weakref.ref(result.logits[0]))
+    del seen, result
+    gc.collect()
+    assert [each() for each in kept] == [None, None]
+    rows = [each for each in gc.get_objects() if type(each) is Tensor and each.shape[-1:] == (model.config.vocab_size,)]
+    assert not [each for each in rows if each.dim() == 1 or each.shape[0] == 1]
+
+
+def test_stop_strings_of_the_models_own_beside_hidden_states(
+    loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loaded[0].generation_config, "stop_strings", ["19", "4 5"])
+    options = {"return_dict_in_generate": True, "output_hidden_states": True, "tokenizer": loaded[1]}
+    ours, theirs = both(loaded, monkeypatch, **options)
+    assert torch.equal(ours.sequences, theirs.sequences) and len(ours.hidden_states) == len(theirs.hidden_states)
+
+
+def test_a_criterion_that_is_in_no_list(loaded: tuple[Any, Any]) -> None:
+    with pytest.raises(ValueError, match="stopping_criteria must be a list, got MaxLengthCriteria"):
+        sc.generate(loaded[0], [[1]], stopping_criteria=MaxLengthCriteria(9), engine_config=CONFIG)
 
 
 def test_guidance_over_rows(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import itertools
+import weakref
 from array import array
 from pathlib import Path
 from random import Random
@@ -30,6 +33,19 @@ from tests.shipped import shipped as shipped_model
 from tests.test_whole_functions import Recurrent
 
 CONFIG = sc.EngineConfig(compile=False, max_kv_tokens=4096)
+
+
+def test_an_assistant_that_nobody_has_is_freed_with_its_engine() -> None:
+    model, _, program = shipped_model()
+    engine = sc.Engine(model, CONFIG, program=program)
+    gone = []
+    for _ in range(2):
+        assistant = copy.deepcopy(model)
+        gone.append(weakref.ref(assistant))
+        engine.submit([5, 6, 7], max_new_tokens=4, assistant_model=assistant).result()
+        del assistant
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=30), st.integers(1, 4), st.integers(1, 5))
