@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from selective_compile.passes.traced_graph import is_mutable
 
@@ -39,7 +40,9 @@ def make_functional(module: fx.GraphModule) -> int:
             continue
         returning = functional(node)
         views = views_to_base(node.args[0]) if node.args else []
-        if returning is None or not views or not owned(views, node, order):
+        # A value with numbers was made outside of the trace, as by a graph that `vmap` went through.
+        traced = isinstance(node.meta.get("val"), FakeTensor)
+        if returning is None or not traced or not views or not owned(views, node, order):
             continue
         replace(module.graph, node, views, returning, order)
         rewritten += 1

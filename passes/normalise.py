@@ -266,12 +266,18 @@ def hint_of(size: Any) -> int:
     return size if isinstance(size, int) else int(size.node.hint)
 
 
+def is_unbacked(size: Any) -> bool:
+    """Whether nothing tells which other sizes it equals."""
+    return not isinstance(size, int) and size.node.hint is None
+
+
 def mismatched(tokens: list[fx.Node]) -> list[Refusal]:
     """Token inputs whose sizes are not the common ``[B, S]`` with S symbolic (B may be the constant 1)."""
     if not tokens:  # such as a piece of a model that Dynamo broke into several graphs
         reason, line = "none of the graph's inputs holds tokens", "source line unknown"
         return [Refusal(node="inputs", operator="inputs", reason=reason, source_line=line, module="")]
     odd = [node for node in tokens if any(map(is_symbolic, node.meta["example_value"].shape[2:]))]
+    odd = odd or [node for node in tokens if any(map(is_unbacked, node.meta["example_value"].shape[:2]))]
     if odd:  # such as the kept rows of a cache
         return [refused_input(node) for node in odd]
     shapes = {tuple(hint_of(size) for size in node.meta["example_value"].shape[:2]) for node in tokens}

@@ -275,7 +275,13 @@ class Engine:
         raise TypeError("an Engine must not be copied or pickled: make one of the model, in each process")
 
     def cancel(self, request: Request) -> None:
-        """End a request with "cancelled" and free its blocks; without effect on one that has finished."""
+        """End a request with "cancelled" and free its blocks; without effect on one that has finished.
+
+        Raises:
+            ValueError: it is no request, or another engine's.
+        """
+        if not isinstance(request, Request) or not request.is_of(self):
+            raise ValueError(f"request must be one of this engine, got {request!r}")
         with self._guard:
             self._outbox.flush()
             if not request.finished:

@@ -26,6 +26,7 @@ from selective_compile.runtime.graph_sizes import decode_sizes, graph_sizes, mix
 from selective_compile.runtime.host_tier import BlockCopy, Copy
 from selective_compile.runtime.invariance import check_invariance
 from selective_compile.runtime.kv_cache import allocate_pools, bytes_per_block, num_blocks, reaches_of
+from selective_compile.runtime.model_checks import check_compiled_for, check_dtype, check_head
 from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.request import Request
 from selective_compile.runtime.request_state import RequestState
@@ -61,9 +62,11 @@ class ModelRunner:
         Raises:
             ValueError: the model has another dtype than `config.dtype`, or the pools find no memory.
         """
-        _check_dtype(model, config)
+        check_head(model)
+        check_dtype(model, config)
+        if program is not None:
+            check_compiled_for(program, config, model)
         self.program = compile_step_program(model, config) if program is None else program
-        _check_compiled_for(self.program, config)
         if config.batch_invariant:
             check_invariance(self.program)
         sites, states, device = self.program.call_sites, self.program.state_sites, self.program.device
@@ -383,26 +386,3 @@ def _host_slots(program: Program, config: EngineConfig, size: int) -> int:
     if 0 < config.host_kv_bytes < size:
         raise ValueError(f"host_kv_bytes must be 0 or hold a block of {size} bytes, got {config.host_kv_bytes}")
     return config.host_kv_bytes // size if size else 0
-
-
-def _check_compiled_for(program: Program, config: EngineConfig) -> None:
-    """Refuse a program that was compiled for another window, other pools or other weights: all are in its graph."""
-    if isinstance(program, StepProgram):
-        for name in ("max_attention_window", "kv_dtype", "latents", "weights", "join_weights"):
-            wanted, got = getattr(program.config, name), getattr(config, name)
-            if wanted != got:
-                raise ValueError(f"{name} must be that which the program was compiled for, {wanted!r}, got {got!r}")
-    elif isinstance(program, SequentialProgram):
-        for name, wanted in (("kv_dtype", "auto"), ("weights", "model")):
-            if (got := getattr(config, name)) != wanted:
-                raise ValueError(
-                    f"{name} must be {wanted!r} for a program that runs one request after another, got {got!r}"
-                )
-
-
-def _check_dtype(model: nn.Module, config: EngineConfig) -> None:
-    if config.dtype is not None:
-        dtypes = {parameter.dtype for parameter in model.parameters()}
-        if dtypes != {config.dtype}:
-            found = ", ".join(sorted(str(dtype) for dtype in dtypes))
-            raise ValueError(f"dtype must be that of the model's weights ({found}), got {config.dtype}")

@@ -98,6 +98,8 @@ class RowProcessors:
         if not isinstance(found, Tensor) or found.shape != scores.shape:
             got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise ValueError(f"logits processors must give scores of shape {list(scores.shape)}, got {got}")
+        if found.layout is not torch.strided or found.is_meta:
+            raise ValueError(f"logits processors must give plain scores, got {found.layout} on {found.device}")
         return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from threading import Condition
+from threading import TIMEOUT_MAX, Condition
 from typing import Any, Literal, Protocol
 
 from selective_compile.forks import lock_of_any_process
@@ -186,6 +186,10 @@ class Request:
         first, last, gaps = self._first_token_at, self._last_token_at, len(self._tokens) - 1
         return None if first is None or last is None or gaps < 1 else (last - first) / gaps
 
+    def is_of(self, owner: RequestOwner) -> bool:
+        """Whether it is the engine's; one that has finished is nobody's, and as good as anybody's."""
+        return self._owner in (owner, None)
+
     def cancel(self) -> None:
         """End the request now and free its memory; without effect on one that has finished."""
         owner = self._owner
@@ -197,9 +201,12 @@ class Request:
         `error`.
 
         Raises:
+            ValueError: `timeout` is no number.
             RuntimeError: called within a step, by a processor, a criterion or an observer.
             TimeoutError: it has not ended within `timeout` seconds. It goes on; ask again or cancel it.
         """
+        if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float))):
+            raise ValueError(f"timeout must be seconds or None, got {timeout!r}")
         deadline = None if timeout is None else time.perf_counter() + timeout
         if not self._wait_for(lambda: self.finished, deadline):
             raise TimeoutError(f"request {self.request_id!r} must finish within {timeout} seconds, has not yet")
@@ -337,7 +344,7 @@ class Request:
                 if driven and not ready():
                     self._waiting += 1
                     try:
-                        self._changed.wait(left)
+                        self._changed.wait(None if left is None else min(left, TIMEOUT_MAX))
                     finally:
                         self._waiting -= 1
             if not driven:

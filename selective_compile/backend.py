@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,9 +69,11 @@ class SelectiveBackend:
         """
         if mode not in (None, "default"):
             raise ValueError(f"mode must be 'default' with backend 'selective', got {mode!r}")
+        if options is not None and not isinstance(options, Mapping):
+            raise ValueError(f"options must be a dictionary or None, got {options!r}")
         chosen = BackendOptions(**(options or {}))
         warn_of_last_graph()
-        reason = why_not(examples)
+        reason = why_not(module, examples)
         if reason is None:
             ask_for_constant_floats(module)
             ask_for_symbolic_sizes(module)
@@ -116,13 +118,20 @@ def warn_of_last_graph() -> None:
         )
 
 
-def why_not(examples: list[Any]) -> str | None:
-    """Why a graph must run as it came: gradients are recorded, or autocast would change what operators compute in."""
+def why_not(module: fx.GraphModule, examples: list[Any]) -> str | None:
+    """Why a graph must run as it came: gradients are recorded, or autocast would change what operators compute in; or
+    Dynamo broke off behind it, so that code that it has not seen reads rows of padding, which would be zeros."""
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         return "runs through Inductor as it came: autocast is on (convert the model's weights to rewrite it)"
-    wanted = torch.is_grad_enabled() and any(isinstance(e, torch.Tensor) and e.requires_grad for e in examples)
-    if wanted:
+    switched = any(node.target is torch._C._set_grad_enabled and node.args == (True,) for node in module.graph.nodes)
+    recorded = torch.is_grad_enabled() or switched
+    if recorded and any(isinstance(e, torch.Tensor) and e.requires_grad for e in examples):
         return "runs through Inductor as it came: gradients are recorded (call it under torch.no_grad() to rewrite it)"
+    ended: Any = getattr(module, "compile_subgraph_reason", None)
+    if ended is not None and ended.graph_break:
+        broken = str(ended.reason).strip().splitlines()[0]
+        what = f"Dynamo breaks the graph behind it, and what follows may read padding ({broken})"
+        return f"runs through Inductor as it came: {what}"
     return None
 
 

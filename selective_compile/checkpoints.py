@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final, get_args
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -19,6 +20,8 @@ from transformers import (
 from selective_compile import tiny_model
 from selective_compile.choices import DtypeName
 
+# What transformers raises of files that are cut short, or of another model.
+UNREADABLE = (OSError, ValueError, ImportError, KeyError, RuntimeError, TypeError, AttributeError, SafetensorError)
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -40,6 +43,8 @@ class Checkpoint:
             top_k=50,
             top_p=1.0,
             repetition_penalty=1.0,
+            num_beams=1,
+            num_return_sequences=1,
             max_new_tokens=max_new_tokens,
             eos_token_id=own.eos_token_id,
             pad_token_id=self.padding_id,
@@ -95,15 +100,24 @@ def load_model(
             raise ValueError(f"model must be a folder with a config.json, got {source!r}")
     refuse_code_without_trust(source, trust_remote_code)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=DTYPES.get(dtype, dtype), trust_remote_code=trust_remote_code
+        model, found = AutoModelForCausalLM.from_pretrained(
+            source, dtype=DTYPES.get(dtype, dtype), trust_remote_code=trust_remote_code, output_loading_info=True
         )
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except UNREADABLE as error:
         raise ValueError(
             f"model must be a folder or a Hugging Face id of a causal language model, got {source!r}: "
             f"{first_line(error)}"
         ) from error
+    refuse_missing_weights(source, sorted(found["missing_keys"]))
     return model.to(target).eval()
+
+
+def refuse_missing_weights(source: str, missing: list[str]) -> None:
+    """transformers draws them at random, and warns."""
+    if missing:
+        raise ValueError(
+            f"model must come with all of its weights, got {source!r} without {len(missing)} of them, as {missing[0]}"
+        )
 
 
 def refuse_code_without_trust(source: str, trusted: bool) -> None:
@@ -111,7 +125,13 @@ def refuse_code_without_trust(source: str, trusted: bool) -> None:
     config = Path(source) / "config.json"
     if trusted or not config.is_file():
         return
-    own = json.loads(config.read_text(encoding="utf-8")).get("auto_map", {})
+    try:
+        given = json.loads(config.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"config.json must be JSON in UTF-8, got {str(config)!r}: {first_line(error)}") from error
+    if not isinstance(given, dict):
+        raise ValueError(f"config.json must be an object, got a {type(given).__name__} in {str(config)!r}")
+    own = given.get("auto_map") or {}
     if "AutoModelForCausalLM" in own or "AutoConfig" in own:
         raise ValueError(
             f"trust_remote_code must be true (--trust-remote-code) for a model that comes with code of its own, got "

@@ -18,7 +18,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from selective_compile.bench.command import bench_command
-from selective_compile.choices import DtypeName
+from selective_compile.choices import MOST_THREADS, DtypeName
 from selective_compile.coverage.command import coverage_command
 from selective_compile.interrupts import INTERRUPTED, WORD, ending_at_once, raising
 from selective_compile.measuring import logit_error_command
@@ -96,7 +96,9 @@ Model = Annotated[
 Dtype = Annotated[DtypeName, typer.Option(help="Of the weights; auto: as they are stored.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that lies beside the weights.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="For torch on the CPU.", show_default="torch's choice")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, max=MOST_THREADS, help="For torch on the CPU.", show_default="torch's choice")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON in place of text.")]
 Record = Annotated[Path | None, typer.Option(help="Write the engine's event log there, for replay.")]
 TokenBudget = Annotated[int, typer.Option(min=1, help="Most tokens in one step of the engine.")]
@@ -273,7 +275,7 @@ def lines_of_stdin() -> list[str]:
     """Prompts, one a line, empty lines left out; none from a terminal, where nobody would know what it waits for."""
     if sys.stdin is None or sys.stdin.isatty():
         return []
-    return [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    return [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
 
 
 def main() -> None:

@@ -191,7 +191,8 @@ def generate(checkpoint: Checkpoint, prompts: Sequence[list[int]], max_new_token
     """Greedy tokens by Hugging Face's own `generate`, up to and with the end-of-sequence id where there is one."""
     config = checkpoint.greedy(max_new_tokens)
     ids, mask = left_padded(prompts, checkpoint.padding_id, checkpoint.model.device)
-    out = checkpoint.model.generate(ids, attention_mask=mask, generation_config=config)
+    given = {"generation_config": config, "tokenizer": checkpoint.tokenizer}  # for stop strings of the model's own
+    out = checkpoint.model.generate(ids, attention_mask=mask, **given)
     return [until_end(row, config.eos_token_id) for row in out[:, ids.shape[1] :].tolist()]
 
 
@@ -232,7 +233,8 @@ def through_engine(prepared: Prepared, requests: Sequence[DemoRequest], stages: 
                     break
                 arrivals[len(handles)] = len(records)
                 config = prepared.checkpoint.greedy(request.max_new_tokens)
-                handles.append(engine.submit(request.prompt_ids, config, len(handles)))
+                tokenizer = prepared.checkpoint.tokenizer
+                handles.append(engine.submit(request.prompt_ids, config, len(handles), tokenizer=tokenizer))
             engine.step()
             finished = sum(handle.finished for handle in handles)
             advance(finished - done)
@@ -245,7 +247,7 @@ def through_engine(prepared: Prepared, requests: Sequence[DemoRequest], stages: 
 def warm_up(engine: Engine, checkpoint: Checkpoint, request: DemoRequest) -> None:
     engine.warm_up()
     config = checkpoint.greedy(min(request.max_new_tokens, WARM_UP_TOKENS))
-    engine.submit(request.prompt_ids, config, "warm-up").result()
+    engine.submit(request.prompt_ids, config, "warm-up", tokenizer=checkpoint.tokenizer).result()
     engine.drop_computed()
 
 

@@ -112,7 +112,8 @@ def submitted(
     with stages("proving and compiling" if config.compile else "proving"):
         engine = Engine(checkpoint.model, config)
     ids = [checkpoint.tokenizer(text).input_ids for text in prompts.texts]
-    requests = [engine.submit(prompt, None, number, **prompts.options) for number, prompt in enumerate(ids)]
+    options = prompts.options | {"tokenizer": checkpoint.tokenizer}  # for stop strings of the checkpoint's own
+    requests = [engine.submit(prompt, None, number, **options) for number, prompt in enumerate(ids)]
     return engine, requests
 
 

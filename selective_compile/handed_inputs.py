@@ -13,14 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from selective_compile.model_call import CANNOT
-from selective_compile.model_facts import device_of
+from selective_compile.model_facts import declared_positions, device_of
 from selective_compile.module_state import own_attributes, unchanged
+from selective_compile.one_token import vocabulary_of
+from selective_compile.own_generation import TRIED, is_of_transformers, own_function
 from selective_compile.passes import Refusal
 from selective_compile.sequential_program import OneRequest, step_arguments, stepped, why_not_run
 from selective_compile.where_refused import begin_of
 
 STEPS = (5, 1, 1)  # tokens: a prompt, and two that are generated
 TOKEN_IDS = 8  # there are as many in any vocabulary
+LONGEST = 512  # tokens of a prompt that is one of those with every id
 
 
 @torch.no_grad()
@@ -28,6 +31,8 @@ def handed_refusal(model: Any) -> Refusal | None:
     """What to say of ``model`` if `generate` hands it something else than its tokens; None if it does not."""
     if not isinstance(model, nn.Module) or why_not_run(model):
         return None
+    if prepares_in_its_own_way(model) and (wrong := unlike_by_ids(model)):
+        return refusal(model, wrong)
     ids = torch.randint(1, TOKEN_IDS, (1, sum(STEPS)), generator=torch.Generator().manual_seed(0), device="cpu").to(
         device_of(model)
     )
@@ -44,6 +49,31 @@ def handed_refusal(model: Any) -> Refusal | None:
     return None
 
 
+def prepares_in_its_own_way(model: Any) -> bool:
+    """Whether code that is not transformers' makes what `generate` hands the model."""
+    found = [own_function(model, name) for name in TRIED]
+    return any(function is not None and not is_of_transformers(function) for function in found)
+
+
+def unlike_by_ids(model: Any) -> str:
+    """As `unlike`, of prompts that together have every id, of which a separator, say, may be one; and of one of few.
+
+    "inputs": `generate` cannot be run with some of these prompts, and can with others.
+    """
+    longest = min(LONGEST, declared_positions(model) or LONGEST)
+    every = torch.randperm(vocabulary_of(model), generator=torch.Generator().manual_seed(0), device="cpu")
+    few = torch.arange(1, min(TOKEN_IDS, longest), device="cpu")
+    found = []
+    with unchanged(model), own_attributes(model, {}):
+        for part in (few, *every.split(longest)):
+            one = OneRequest(tokens=part.to(device_of(model))[None])
+            try:
+                found.append(unlike(step_arguments(model, one.copy(model)), one))
+            except CANNOT:
+                found.append("inputs")
+    return "" if set(found) == {"inputs"} else next(filter(None, found), "")
+
+
 def unlike(arguments: dict[str, Any], one: OneRequest) -> str:
     """Which of the ``arguments`` of a request's next step says something else than its tokens do; empty if none."""
     ids, end = arguments.get("input_ids"), one.tokens.shape[1]
@@ -58,7 +88,8 @@ def unlike(arguments: dict[str, Any], one: OneRequest) -> str:
         return "position_ids"
     if isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask != 1).any()):
         return "attention_mask"
-    return ""
+    types = arguments.get("token_type_ids")
+    return "token_type_ids" if isinstance(types, Tensor) and bool(types.any()) else ""
 
 
 def refusal(model: Any, name: str) -> Refusal:

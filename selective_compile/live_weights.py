@@ -105,6 +105,10 @@ class LiveWeights:
             raise ValueError(f"buffers that masks were proved from must keep their values, got others in {names}")
         return version
 
+    def are_of(self, model: nn.Module) -> bool:
+        """Whether it is the very object that they were looked up in, or a proxy of it."""
+        return vars(model) is self._attributes
+
     def change(self, *, closely: bool = False) -> str:
         """What the graph is not of any more, beside tensors, in words; empty if it is that of the model.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from selective_compile.choices import DtypeName, KvDtype, Weights
+from selective_compile.choices import MOST_THREADS, DtypeName, KvDtype, Weights
 from selective_compile.interrupts import ending_at_once
 from selective_compile.terminal import begin
 
@@ -33,7 +33,9 @@ def logit_error_command(
         int | None, typer.Option(min=1, help="As in EngineConfig.", show_default="as far as the model sees")
     ] = None,
     dtype: Annotated[DtypeName, typer.Option(help="Of the weights; auto: as they are stored.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="For torch.", show_default="torch's choice")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=MOST_THREADS, help="For torch.", show_default="torch's choice")
+    ] = None,
     trust: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that lies beside the weights.")
     ] = False,

@@ -27,7 +27,7 @@ TOKENS, PROMPT = 7, 4
 # Of a longer request, where steps of `generate` may depart from the forward with what it counts or keeps of a few dozen
 # tokens: as many as a trial of isolated modules takes.
 LONGER, STEPS = 66, 3
-TOKEN_IDS = 8  # that short trials take, of a vocabulary of so many
+TOKEN_IDS = 8  # there are as many in any vocabulary
 Pair = tuple[Tensor, Tensor]  # of a token by itself, of it among others
 
 
@@ -44,7 +44,7 @@ def one_token_refusal(
             are tried here, and `prefix_refusal` tries the others.
         longest: tokens that a request can have at most, None: as many as it likes.
     """
-    ids = drawn(model, min(TOKEN_IDS, vocabulary_of(model)), TOKENS, seed=0)[:longest]
+    ids = drawn(model, vocabulary_of(model), TOKENS, seed=0)[:longest]
     with unchanged(model):
         if departs(model, pairs(lambda: called_again(model, ids, isolated))):
             return refusal(model, "", "tokens once it was called", "when it is called first", "state of earlier calls")
@@ -75,7 +75,7 @@ def departs_later(model: nn.Module, longest: int) -> bool:
 
 
 def vocabulary_of(model: Any) -> int:
-    """How many token ids there are, or as many as any vocabulary has; of few, many tokens would be alike."""
+    """How many token ids there are, or as many as any vocabulary has."""
     try:
         return int(model.get_input_embeddings().weight.shape[0])
     except CANNOT:

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, get_args
 
 import torch
 
-from selective_compile.choices import KvDtype, Weights
+from selective_compile.choices import MOST_THREADS, KvDtype, Weights
 from selective_compile.ops import Implementation
 
 Fallback = Literal["sequential", "isolated", "refuse"]
@@ -30,9 +30,7 @@ class _NamedOptions:
         return super().__new__(cls)
 
 
-# Far beyond the cores of any machine: OpenMP ends the process where the system gives it no more threads.
-MOST_THREADS = 1024
-# As far beyond any memory: tensors and counters end in errors that name no option.
+# Far beyond any memory: tensors and counters end in errors that name no option.
 MOST_TOKENS = 2**31 - 1
 MOST_BYTES = 2**63 - 1
 

@@ -124,6 +124,10 @@ class SequentialProgram:
             found = len(self._logits(model, one))
         return found
 
+    def serves(self, model: nn.Module) -> bool:
+        """Whether it runs this very object, or what stands for it."""
+        return self._model_alive() is itself(model)
+
     def is_of(self, model: nn.Module) -> bool:
         """Whether a model with other hooks would still be run so: if hooks are why it is, they must be there."""
         return bool(hook_refusals(model)) == any(refusal.node == HOOK for refusal in self.refusals)

@@ -179,6 +179,10 @@ class StepProgram:
         """Whether a request can go on from fewer tokens than were computed of it: blocks are just written over."""
         return not self.state_sites and not self.keeps_requests
 
+    def serves(self, model: nn.Module) -> bool:
+        """Whether it was compiled of this very object, or what stands for it."""
+        return self.weights.are_of(model)
+
     def is_of(self, model: nn.Module) -> bool:
         """Whether all but its weights is as it was when it was compiled; those tell of themselves."""
         return not self.weights.change(closely=True)

@@ -209,4 +209,62 @@ class Broken(nn.Module):
 def test_graphs_of_a_broken_model_run_correctly() -> None:
     error, _ = padded_error(Broken(), vocabulary=VOCABULARY)
     assert error < TOLERANCE
-    assert any("none of the graph's inputs holds tokens" in str(report) for report in sc.selective.reports)
+    reports = [str(report) for report in sc.selective.reports]
+    assert sum("Dynamo breaks the graph behind it" in report for report in reports) >= 2
+
+
+class Pooled(nn.Module):
+    """What Dynamo has not seen when it hands over the graph reads rows of padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = Decoder(layers=1)
+
+    def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+        logits = self.decoder(ids, attention_mask)
+        torch._dynamo.graph_break()
+        return logits[:, -1] + logits.mean(1)
+
+
+def test_what_follows_a_break_finds_rows_of_padding() -> None:
+    model = Pooled().eval()
+    compiled = fast(model)
+    with torch.no_grad():
+        assert greatest(compiled(IDS, MASK) - model(IDS, MASK)) < TOLERANCE
+
+
+def test_a_mask_that_vmap_made_runs_as_it_came() -> None:
+    model, eager = (tiny("llama", attention=each, num_hidden_layers=1) for each in ("flex_attention", "eager"))
+    compiled = fast(model)
+    with torch.no_grad():
+        ours, theirs = (f(IDS, attention_mask=MASK, use_cache=False).logits for f in (compiled, eager))
+    assert greatest((ours - theirs)[REAL]) < TOLERANCE
+
+
+def test_gradients_that_the_graph_turns_on_are_recorded() -> None:
+    model = Decoder(layers=1).eval()
+
+    def learning(ids: Tensor, mask: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return model(ids, mask)
+
+    with torch.no_grad():
+        assert fast(learning)(IDS, MASK).requires_grad
+    assert "gradients are recorded" in str(sc.selective.reports[-1])
+
+
+def test_sizes_of_which_nothing_is_known_run_as_they_came() -> None:
+    model = tiny("llama", num_hidden_layers=1)
+    ids, mask = IDS.clone(), MASK.clone()
+    for each, dim in ((ids, 0), (ids, 1), (mask, 0), (mask, 1)):
+        torch._dynamo.decorators.mark_unbacked(each, dim)
+    with torch.no_grad():
+        ours = fast(model)(ids, attention_mask=mask, use_cache=False).logits
+        theirs = model(IDS, attention_mask=MASK, use_cache=False).logits
+    assert greatest((ours - theirs)[REAL]) < TOLERANCE
+
+
+def test_options_that_are_no_dictionary_are_refused() -> None:
+    broken: Any = [("inductor", False)]
+    with pytest.raises((ValueError, BackendCompilerFailed), match="options must be a dictionary or None"):
+        torch.compile(tiny("gpt2"), backend=sc.selective, options=broken)(IDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,10 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 import selective_compile
-from selective_compile import backend, checkpoints, cli, generating
+from selective_compile import backend, checkpoints, cli, generating, tiny_model
 from selective_compile.bench import rounds, settings
 from selective_compile.bench.figures import store, stored
 from selective_compile.checkpoints import Checkpoint
@@ -148,6 +150,53 @@ def test_a_name_that_is_no_model_is_told_in_a_line() -> None:
     assert error == f"error: model must be a folder with a config.json, got {__file__!r}\n"
     error = refused("explain", "--model", "no//such name")
     assert error.startswith("error: model must be a folder or a Hugging Face id") and error.count("\n") == 1
+
+
+def copy_of_shipped(to: Path) -> Path:
+    return Path(shutil.copytree(tiny_model.path(), to))
+
+
+def test_a_checkpoint_without_all_of_its_weights_is_refused(tmp_path: Path) -> None:
+    found = copy_of_shipped(tmp_path / "half")
+    weights = load_file(found / "model.safetensors")
+    save_file({name: each for name, each in weights.items() if ".layers.1." not in name}, found / "model.safetensors")
+    error = refused("generate", "--model", str(found), "12+7=")
+    assert "model must come with all of its weights" in error and "as model.layers.1." in error
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"model_type": "llama", "auto_map": null'])
+def test_a_configuration_that_is_broken_is_told_in_a_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    error = refused("explain", "--model", str(tmp_path))
+    assert error.startswith("error: config.json must be") and str(tmp_path) in error and error.count("\n") == 1
+
+
+def test_weights_that_are_cut_short_are_told_in_a_line(tmp_path: Path) -> None:
+    found = copy_of_shipped(tmp_path / "cut")
+    whole = (found / "model.safetensors").read_bytes()
+    (found / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    error = refused("explain", "--model", str(found))
+    assert error.startswith("error: model must be a folder or a Hugging Face id") and error.count("\n") == 1
+
+
+def test_what_a_checkpoint_asks_for_itself(tmp_path: Path) -> None:
+    found = copy_of_shipped(tmp_path / "asks")
+    asked = json.loads((found / "generation_config.json").read_text()) | {"stop_strings": [" e"]}
+    (found / "generation_config.json").write_text(json.dumps(asked))
+    assert ok("generate", "--no-compile", "--model", str(found), "letters c to j:").stdout == "letters c to j: c d e\n"
+    asked |= {"num_beams": 3, "num_return_sequences": 2}
+    (found / "generation_config.json").write_text(json.dumps(asked))
+    assert checkpoints.load(str(found)).greedy(4).num_beams == 1
+    ok("demo", "--model", str(found), "--requests", "2", "--no-compile")
+
+
+def test_prompts_may_have_lines_as_of_another_system(folder: str) -> None:
+    options = ["generate", "--model", folder, "--max-new-tokens", "6"]
+    assert ok(*options, input="the key\r\n").stdout == ok(*options, input="the key\n").stdout
+
+
+def test_no_more_threads_than_a_system_gives() -> None:
+    assert "1024" in refused("generate", "--threads", "100000", "12+7=", status=2)
 
 
 def test_a_device_that_is_not_there_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,64 @@ def test_a_model_that_takes_no_mask_in_generate_is_looked_at_too() -> None:
     assert refusal is not None and "position_ids" in refusal.reason
 
 
+SEPARATOR = 77
+
+
+class AnewBehindSeparators(LlamaForCausalLM):
+    def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        places = torch.arange(input_ids.shape[1])[None]
+        positions = places - torch.where(input_ids == SEPARATOR, places, 0).cummax(1).values
+        return inputs | {"position_ids": positions[:, -inputs["input_ids"].shape[1] :]}
+
+
+class HidesSeparators(LlamaForCausalLM):
+    def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        return inputs | {"attention_mask": input_ids.ne(SEPARATOR).long()}
+
+
+class WantsSeparator(LlamaForCausalLM):
+    def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> dict[str, Any]:
+        input_ids[0].tolist().index(SEPARATOR)
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        return inputs
+
+
+class TellsTypes(GPT2LMHeadModel):
+    def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> Any:
+        inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        types = (input_ids == SEPARATOR).cumsum(1).clamp(max=1)
+        return inputs | {"token_type_ids": types[:, -inputs["input_ids"].shape[1] :]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "name"),
+    [
+        (AnewBehindSeparators, "llama", "position_ids"),
+        (HidesSeparators, "llama", "attention_mask"),
+        (WantsSeparator, "llama", "inputs"),
+        (TellsTypes, "gpt2", "token_type_ids"),
+    ],
+)
+def test_what_depends_on_one_id_is_seen(kind: type, family: str, name: str) -> None:
+    model: Any = tiny(family, **shallow(family))
+    model.__class__ = kind
+    refusal = handed_refusal(model)
+    assert refusal is not None and f"other {name} than" in refusal.reason
+    assert sc.explain(model).verdict == "sequential" or name == "inputs"
+
+
+def test_what_adds_nothing_is_handed_every_id() -> None:
+    class Same(LlamaForCausalLM):
+        def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> Any:
+            return super().prepare_inputs_for_generation(input_ids, **kwargs)
+
+    model: Any = tiny("llama", num_hidden_layers=1)
+    model.__class__ = Same
+    assert handed_refusal(model) is None
+
+
 @pytest.mark.parametrize(
     ("kind", "family", "name"),
     [(OtherPositions, "llama", "position_ids"), (OtherIds, "gpt2", "input_ids"), (OtherLater, "llama", "position_ids")],

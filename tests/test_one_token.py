@@ -91,6 +91,22 @@ def test_branch_in_steps_of_generate_runs_whole_and_gives_its_tokens() -> None:
     assert [list(request.result().tokens) for request in requests] == alone
 
 
+class OtherCodesInPrompts(LlamaForCausalLM):
+    """Reads the ids of a half of the vocabulary otherwise in the first call than in steps behind it."""
+
+    def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+        cache = kwargs.get(CACHE)
+        rows = self.model.embed_tokens(input_ids)
+        if cache is None or cache.get_seq_length() == 0:
+            rows = torch.where((input_ids >= self.config.vocab_size // 2)[..., None], rows * 2, rows)
+        return super().forward(inputs_embeds=rows, **kwargs)
+
+
+def test_what_is_so_of_a_half_of_all_ids_is_seen() -> None:
+    report = sc.explain(changed("llama", OtherCodesInPrompts))
+    assert report.verdict == "sequential" and "one token and a cache" in str(report)
+
+
 class Uncached(LlamaForCausalLM):
     """Has no cache, of which `generate` knows nothing: it gives each step the last token alone."""
 

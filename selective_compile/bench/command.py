@@ -10,6 +10,7 @@ import typer
 from rich.text import Text
 
 from selective_compile.bench import settings
+from selective_compile.choices import MOST_THREADS
 from selective_compile.interrupts import ending_at_once
 from selective_compile.terminal import begin
 
@@ -34,7 +35,9 @@ def bench_command(
     seed: Annotated[int, typer.Option(min=0, help="Of weights, lengths, prompts and arrivals.")] = 0,
     arrival_rate: Rate = None,
     token_budget: Annotated[int, typer.Option(min=1, help="Most tokens in one step of a peer.")] = 512,
-    threads: Annotated[int | None, typer.Option(min=1, help="Of all peers.", show_default="all cores")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=MOST_THREADS, help="Of all peers.", show_default="all cores")
+    ] = None,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Use Inductor in the engine.")] = True,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")] = "cpu",
     quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes, one round: does it run?")] = False,

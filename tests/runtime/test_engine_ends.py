@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, cast
 
 import pytest
 
@@ -14,6 +15,31 @@ from tests.runtime.simulated import (
     expected_tokens,
     simulated_engine,
 )
+
+
+def test_a_request_of_another_engine_is_refused() -> None:
+    one, other = simulated_engine(), simulated_engine()
+    theirs, ours = one.submit([1, 2], max_new_tokens=4), other.submit([3], max_new_tokens=4)
+    other.step()
+    for wrong in (theirs, "request-0", None):
+        with pytest.raises(ValueError, match="request must be one of this engine, got"):
+            other.cancel(cast(Any, wrong))
+    run_until_idle(one)
+    run_until_idle(other)
+    assert theirs.finish_reason == ours.finish_reason == "length"
+    one.cancel(theirs)
+    other.cancel(theirs)  # it has finished
+    assert_nothing_left(other)
+
+
+def test_any_time_may_be_waited() -> None:
+    engine = simulated_engine()
+    with engine.running():
+        for timeout in (math.inf, 1e30):
+            assert engine.submit([1, 2], max_new_tokens=4).result(timeout=timeout).finish_reason == "length"
+    for wrong in ("a", True):
+        with pytest.raises(ValueError, match="timeout must be seconds or None, got"):
+            engine.submit([1, 2], max_new_tokens=4).result(timeout=cast(Any, wrong))
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,8 @@ class RaisesToo(StoppingCriteria):
         ({"logits_processor": [lambda ids, scores: None]}, r"must give scores of shape \[1, 61\], got NoneType"),
         ({"stopping_criteria": [RaisesToo()]}, "stopping criteria failed: OSError: gone"),
         ({**SAMPLED, "suppress_tokens": list(range(VOCAB_SIZE))}, "no token can be drawn"),
+        ({"logits_processor": [lambda ids, scores: scores.to_sparse()]}, "scores, got torch.sparse_coo on cpu"),
+        ({"logits_processor": [lambda ids, scores: scores.to("meta")]}, "scores, got torch.strided on meta"),
         ({"prefix_allowed_tokens_fn": lambda row, ids: []}, "logits processors failed: ValueError: .*empty list"),
     ],
     ids=lambda given: given if isinstance(given, str) else next(iter(given)),
