@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from selective_compile.backend import Program, StepProgram
 from selective_compile.options import EngineConfig
@@ -31,7 +30,7 @@ def check_compiled_for(program: Program, config: EngineConfig, model: nn.Module)
 
 def check_head(model: Any) -> None:
     """Refuse what transformers makes without one, as `AutoModel` does: hidden states would be taken for logits."""
-    if isinstance(model, PreTrainedModel) and not model.can_generate():
+    if not getattr(model, "can_generate", lambda: True)():  # of another class than transformers', nothing tells
         got = type(model).__name__
         raise ValueError(f"model must have a language model's head, as AutoModelForCausalLM gives it, got {got}")
 

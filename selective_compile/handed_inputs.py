@@ -56,22 +56,28 @@ def prepares_in_its_own_way(model: Any) -> bool:
 
 
 def unlike_by_ids(model: Any) -> str:
-    """As `unlike`, of prompts that together have every id, of which a separator, say, may be one; and of one of few.
+    """Which input is other than those of the tokens in a prompt of some ids, and not in one, as long, of others.
 
-    "inputs": `generate` cannot be run with some of these prompts, and can with others.
+    The prompts together have every id, of which a separator, say, may be one.
     """
     longest = min(LONGEST, declared_positions(model) or LONGEST)
     every = torch.randperm(vocabulary_of(model), generator=torch.Generator().manual_seed(0), device="cpu")
-    few = torch.arange(1, min(TOKEN_IDS, longest), device="cpu")
-    found = []
     with unchanged(model), own_attributes(model, {}):
-        for part in (few, *every.split(longest)):
-            one = OneRequest(tokens=part.to(device_of(model))[None])
-            try:
-                found.append(unlike(step_arguments(model, one.copy(model)), one))
-            except CANNOT:
-                found.append("inputs")
-    return "" if set(found) == {"inputs"} else next(filter(None, found), "")
+        for part in every.split(longest):
+            few = torch.arange(len(part), device="cpu") % (TOKEN_IDS - 1) + 1
+            found, usual = unlike_of(model, part), unlike_of(model, few)
+            if found != usual:
+                return found or usual
+    return ""
+
+
+def unlike_of(model: Any, ids: Tensor) -> str:
+    """As `unlike`, of a prompt; "inputs": `generate` cannot be run with it."""
+    one = OneRequest(tokens=ids.to(device_of(model))[None])
+    try:
+        return unlike(step_arguments(model, one.copy(model)), one)
+    except CANNOT:
+        return "inputs"
 
 
 def unlike(arguments: dict[str, Any], one: OneRequest) -> str:
