@@ -35,7 +35,8 @@ class Checkpoint:
     tokenizer: PreTrainedTokenizerBase
 
     def greedy(self, max_new_tokens: int) -> GenerationConfig:
-        """Greedy decoding and nothing else, whatever the checkpoint's own generation_config.json asks for."""
+        """Greedy decoding of one sequence, without a penalty; what else the checkpoint's own configuration asks
+        for, as stop strings, stays."""
         own = self.model.generation_config
         return GenerationConfig(
             do_sample=False,

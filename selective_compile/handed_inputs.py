@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from selective_compile.model_call import CANNOT
 from selective_compile.model_facts import declared_positions, device_of
 from selective_compile.module_state import own_attributes, unchanged
-from selective_compile.one_token import vocabulary_of
+from selective_compile.one_token import TOKEN_IDS, vocabulary_of
 from selective_compile.own_generation import TRIED, is_of_transformers, own_function
 from selective_compile.passes import Refusal
 from selective_compile.sequential_program import OneRequest, step_arguments, stepped, why_not_run
 from selective_compile.where_refused import begin_of
 
 STEPS = (5, 1, 1)  # tokens: a prompt, and two that are generated
-TOKEN_IDS = 8  # there are as many in any vocabulary
 LONGEST = 512  # tokens of a prompt that is one of those with every id
 
 
