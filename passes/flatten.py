@@ -39,7 +39,7 @@ from selective_compile.passes.traced_graph import (
     TokenTensor,
     TracedGraph,
 )
-from selective_compile.step import LONG, reaches
+from selective_compile.step import GENERATED, reaches
 
 aten = torch.ops.aten
 PAGED = ("cu_seqlens_q", "context_lens", "block_table", "slot_mapping")
@@ -62,6 +62,9 @@ class Flattener:
         self.symbols = Symbols()
         self.replaced: dict[fx.Node, fx.Node] = {}
         self.selected: dict[fx.Node, fx.Node] = {}
+        # Called with padding, a model computes all tokens as those of a prompt.
+        self.marks_generated = paged and any(call.unlimited_steps for call in traced.recurrences)
+        self.generated: fx.Node | None = None  # [T] bool
 
     def run(self) -> FlatGraph:
         outputs = self.output_axes()
@@ -119,6 +122,11 @@ class Flattener:
         for name in names:
             with self.graph.inserting_after(last):
                 last = self.new[name] = self.graph.placeholder(name)
+        if self.marks_generated:
+            with self.graph.inserting_after(last):
+                mark = self.graph.call_function(aten.bitwise_and.Scalar, (self.new["positions"], GENERATED))
+            with self.graph.inserting_after(mark):
+                self.generated = self.graph.call_function(aten.ne.Scalar, (mark, 0))
 
     def select_keys(self, index: int, call: KeySelection) -> None:
         """What marks hold for the masks, as positions; the marks leave the graph with the masks."""
@@ -177,6 +185,7 @@ class Flattener:
                 {
                     **{role: self.rows_of(tensor) for role, tensor in call.tensors.items()},
                     **call.options,
+                    **({"unlimited": self.generated} if self.generated and call.unlimited_steps else {}),
                     "state_pool": own(f"state_pool_{index}"),
                     "cu_seqlens_q": self.new["cu_seqlens_q"],
                     "context_lens": own("context_lens"),
@@ -298,10 +307,10 @@ class Flattener:
         return call(aten.expand.default, (column, sizes))
 
     def positions(self) -> fx.Node:
-        """[T], without marks of long requests."""
-        if self.traced.long_numbers is None:
+        """[T], without marks."""
+        if self.traced.long_numbers is None and not self.marks_generated:
             return self.new["positions"]
-        return self.graph.call_function(aten.bitwise_and.Scalar, (self.new["positions"], LONG - 1))
+        return self.graph.call_function(aten.bitwise_and.Scalar, (self.new["positions"], GENERATED - 1))
 
     def check_survivors(self) -> None:
         """What is left must be token-wise: reads at a token's own index and pairs of tokens belong to masks only."""

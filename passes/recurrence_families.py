@@ -59,6 +59,7 @@ class Role:
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """A recurrence.  ``run(**roles, **options, state_pool, cu_seqlens_q, context_lens, state_slots)`` -> ``[T, ...]``.
+    One that ``reads_limits`` also takes which tokens they do not hold for, ``unlimited`` ``[T]`` bool.
 
     ``multiples``: the first letter's size is a multiple of the second's.  ``state``: the letters of what a request
     keeps, in float32.  ``options``: the ways to write the formula that are tried.
@@ -90,11 +91,20 @@ def ragged(
     return op(*tensors, state_pool, cu_seqlens_q, context_lens, state_slots, **options)
 
 
-def time_step(dt: Tensor, bias: Tensor | None, softplus: bool, limits: tuple[float, float] | None) -> Tensor:
+def time_step(
+    dt: Tensor,
+    bias: Tensor | None,
+    softplus: bool,
+    limits: tuple[float, float] | None,
+    unlimited: Tensor | None = None,
+) -> Tensor:
     dt = dt.float()
     dt = dt if bias is None else dt + bias.float()
     dt = F.softplus(dt) if softplus else dt
-    return dt if limits is None else dt.clamp(*limits)
+    if limits is None:
+        return dt
+    limited = dt.clamp(*limits)
+    return limited if unlimited is None else torch.where(unlimited[:, None], dt, limited)
 
 
 def run_ssd(
@@ -108,10 +118,11 @@ def run_ssd(
     *,
     softplus: bool,
     limits: tuple[float, float] | None,
+    unlimited: Tensor | None = None,
     **step: Any,
 ) -> Tensor:
     """Mamba-2 (Dao and Gu 2024, section 6): ``h = exp(dt A) h + dt x B``, ``y = h C + D x``."""
-    steps = time_step(dt, dt_bias, softplus, limits)
+    steps = time_step(dt, dt_bias, softplus, limits, unlimited)
     return ragged(
         ops.ssd,
         ops.varlen_ssd,
@@ -137,10 +148,11 @@ def run_selective_scan(
     *,
     softplus: bool,
     limits: tuple[float, float] | None,
+    unlimited: Tensor | None = None,
     **step: Any,
 ) -> Tensor:
     """Mamba (Gu and Dao 2023, algorithm 2): `run_ssd` with a decay for each channel and state; ``y * silu(gate)``."""
-    steps = time_step(dt, dt_bias, softplus, limits)
+    steps = time_step(dt, dt_bias, softplus, limits, unlimited)
     y = ragged(
         ops.selective_scan,
         ops.varlen_selective_scan,

@@ -8,6 +8,7 @@ Names of functions and arguments play no part.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -65,13 +66,25 @@ class Signature:
 
 @dataclass(frozen=True, kw_only=True)
 class Recognised:
-    """A function that computes ``family``: ``roles`` says which of its tensors (by place) is what."""
+    """A function that computes ``family``: ``roles`` says which of its tensors (by place) is what.
+
+    ``unlimited_steps``: the model goes on behind a prompt without the limits that the function has.
+    """
 
     family: Family
     roles: tuple[tuple[str, int], ...]
     options: tuple[tuple[str, Any], ...]
     signature: Signature
     letters: tuple[tuple[str, int], ...]
+    unlimited_steps: bool = False
+
+    @property
+    def limits(self) -> tuple[float, float] | None:
+        """Of the time step, where they can change it."""
+        options = dict(self.options)
+        limits = options.get("limits")
+        changes = limits is not None and not (options["softplus"] and limits[0] <= 0 and limits[1] == math.inf)
+        return limits if changes else None
 
     def state_shape(self) -> tuple[int, ...]:
         sizes = dict(self.letters)

@@ -214,6 +214,7 @@ def read_call(traced: TracedGraph, node: fx.Node, tensors: list[fx.Node], known:
         state_shape=known.state_shape(),
         state_dtype=node.meta["val"].dtype if known.family is CAUSAL_CONV1D else torch.float32,
         source_line=source_line(node),
+        unlimited_steps=known.unlimited_steps,
     )
 
 

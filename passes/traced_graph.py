@@ -238,6 +238,7 @@ class RecurrentCall:
 
     ``run(**tensors, **options, state_pool, cu_seqlens_q, context_lens, state_slots)`` takes and gives ``[T, ...]``.
     ``state_shape``, ``state_dtype``: what is kept of one request from step to step.
+    ``unlimited_steps``: ``run`` is also told which tokens were generated, as ``unlimited``.
     """
 
     name: str
@@ -250,6 +251,7 @@ class RecurrentCall:
     state_shape: tuple[int, ...]
     state_dtype: torch.dtype
     source_line: str
+    unlimited_steps: bool = False
 
 
 @dataclass(kw_only=True)

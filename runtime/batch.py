@@ -6,7 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 
 import torch
 
@@ -14,7 +14,7 @@ from selective_compile.runtime.device_stream import DeviceStream, stream_of
 from selective_compile.runtime.plan import Share, StepPlan
 from selective_compile.runtime.request_state import RequestState
 from selective_compile.runtime.step_layout import StepLayout, StepMemory, aligned
-from selective_compile.step import LONG, StepInputs
+from selective_compile.step import GENERATED, LONG, StepInputs
 
 # Tensors of length 0 or 1 are specialised by torch's tracer; two of everything keeps one graph for every
 # step.
@@ -50,7 +50,7 @@ class BatchAssembler:
         max_blocks: int,
         device: torch.device,
         num_tables: int = 1,
-        long_form: bool = False,
+        marks_positions: bool = False,
         batch_invariant: bool = False,
         stream: DeviceStream | None = None,
         turns: int = 1,
@@ -59,7 +59,7 @@ class BatchAssembler:
         Args:
             max_blocks: the most that a table of one request has entries for.
             num_tables: of each request.
-            long_form: whether the model has one, so that positions tell of which requests it is to be.
+            marks_positions: as in `StepProgram`.
             batch_invariant: every row is computed as if it were a request of its own, padding rows go with empty
                 requests (N is T, which chooses one tile of the GPU's attention for all steps), and no step has few
                 rows: what lies beside a row does not show in the order in which anything of it is summed.
@@ -69,7 +69,7 @@ class BatchAssembler:
         stream = stream if stream is not None else stream_of(device)
         self._block_size = block_size
         self._num_tables = num_tables
-        self._long_form = long_form
+        self._marks_positions = marks_positions
         self._invariant = batch_invariant
         self._smallest = SMALLEST_INVARIANT if batch_invariant else SMALLEST
         tokens = max(token_budget, self._smallest)
@@ -97,7 +97,7 @@ class BatchAssembler:
         seen = positions if self._invariant else [share.stop - 1 for share in covered]
         return layout.fill(
             ids=token_ids(plan.shares),
-            positions=marked_positions(states, covered) if self._long_form else positions,
+            positions=marked_positions(states, covered) if self._marks_positions else positions,
             context_lens=array("i", [position + 1 for position in seen]),
             tables=[self._table(place, states, covered, 4 * width) for place in range(self._num_tables)],
             requests=() if self._invariant else states,
@@ -141,12 +141,14 @@ class BatchAssembler:
 
 
 def marked_positions(states: Iterable[RequestState], covered: Iterable[range]) -> array[int]:
-    """Of each row of a step, greater by `LONG` where it is computed in the long form."""
+    """Of each row of a step, greater by `LONG` where it is computed in the long form and by `GENERATED` behind the
+    prompt."""
     found = array("q")
     for state, positions in zip(states, covered, strict=True):
-        first = min(max(positions.start, state.long_from), positions.stop)
-        found.extend(range(positions.start, first))
-        found.extend(range(first + LONG, positions.stop + LONG))
+        begins = sorted({positions.start, state.long_from, state.generated_from, positions.stop})
+        for first, end in pairwise(begin for begin in begins if positions.start <= begin <= positions.stop):
+            mark = LONG * (first >= state.long_from) + GENERATED * (first >= state.generated_from)
+            found.extend(range(first + mark, end + mark))
     return found
 
 

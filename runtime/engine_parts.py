@@ -154,7 +154,7 @@ def _assembler(runner: ModelRunner, config: EngineConfig, longest: int, *, turns
         max_blocks=-(-longest // config.block_size),
         device=runner.program.device,
         num_tables=len(runner.num_blocks),
-        long_form=runner.program.long_form is not None,
+        marks_positions=runner.program.marks_positions,
         batch_invariant=runner.invariant,
         stream=runner.stream,
         turns=turns,

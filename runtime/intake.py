@@ -204,6 +204,12 @@ class Intake:
                 f"others; got {parts}"
             )
         form, longest = submission.long_form, len(submission.prompt)
+        last = 0 if parts is None or longest <= parts else longest % parts if parts > 1 else 1
+        if last == 1 and self._program.unlimited_steps:
+            raise ValueError(
+                f"prefill_chunk_size must leave more than one token for the last part of a prompt of {longest}: "
+                f"generate would compute it without the limits of the time step that a prompt has; got {parts}"
+            )
         if parts is not None and form is not None and form.has(longest) and parts < longest:
             raise ValueError(
                 f"prefill_chunk_size must be None or at least {longest} for a prompt of {longest}: requests of more "

@@ -213,7 +213,7 @@ class ModelRunner:
             block_size=config.block_size,
             num_tables=len(self.num_blocks),
             has_states=bool(self._states),
-            long_form=self.program.long_form is not None,
+            marks_positions=self.program.marks_positions,
         )
 
     def to_warm_up(self) -> list[Work]:

@@ -80,6 +80,7 @@ class RequestState:
         "draft",
         "final_length",
         "finished",
+        "generated_from",
         "group",
         "id_offset",
         "kept",
@@ -135,6 +136,8 @@ class RequestState:
         self.known_ids = known_ids
         # Whether a model that runs whole has a cache of its own for it.
         self.use_cache = use_cache
+        # From this position on, tokens are computed as `generate` steps one behind a prompt; without a cache none is.
+        self.generated_from = self.prompt_length if use_cache else NEVER
         if long_form is not None and not use_cache:  # without one, all is computed in each step
             long_form = replace(long_form, anew=True)
         self.long_form = long_form

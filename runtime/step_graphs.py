@@ -33,7 +33,7 @@ from selective_compile.runtime.graph_sizes import GraphSizes, Size
 from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.request_state import RequestState
 from selective_compile.runtime.state_slots import StateSlots
-from selective_compile.step import LONG, StepInputs
+from selective_compile.step import GENERATED, LONG, StepInputs
 
 logger = logging.getLogger(__name__)
 
@@ -83,18 +83,18 @@ class StepGraphs:
         block_size: int,
         num_tables: int,
         has_states: bool,
-        long_form: bool,
+        marks_positions: bool,
     ) -> None:
         """
         Args:
             compute: logits [R, V] of a step; it must not hold what these graphs belong to.
             slots: of requests, where their block tables are kept, and their states if there are any.
             max_blocks: the most that a table of one request has entries for.
-            long_form: as in `BatchAssembler`.
+            marks_positions: as in `StepProgram`.
         """
         self._compute, self._chooser, self._slots, self._stream = compute, chooser, slots, stream
         self._block_size, self._has_states, self._nobody = block_size, has_states, max_requests
-        self._sizes, self._long_form = sizes, long_form
+        self._sizes, self._marks_positions = sizes, marks_positions
         every = list(dict.fromkeys((*sizes.decode, *sizes.mixed)))
         self._memory = CapturedMemory(stream, every, num_tables=num_tables, device=device, turns=TURNS)
         width = max(2, max_blocks)
@@ -158,7 +158,7 @@ class StepGraphs:
         given: dict[str, Any] = {
             "input_ids": np.frombuffer(token_ids(plan.shares), dtype=np.int64).clip(min=0),
             "sources": () if sources is None else sources,
-            "positions": rows.marked() if self._long_form else rows.positions,
+            "positions": rows.marked() if self._marks_positions else rows.positions,
             "logit_rows": rows.sampled,
             **(rows.each_a_request(slots) if self._sizes.invariant else rows.of_requests(slots)),
         }
@@ -283,9 +283,11 @@ class _Rows:
         return {"slots": self._of_rows(tables), "cu_seqlens_q": ends, "context_lens": self.positions + 1}
 
     def marked(self) -> Ints:
-        """[T], the positions as a model with a long form is to have them."""
-        long_from = np.array([state.long_from for state in self._states], dtype=np.int64)
-        return self.positions + LONG * (self.positions >= self._of_rows(long_from))
+        """[T], the positions as `marked_positions` has them."""
+        begins = [[state.long_from, state.generated_from] for state in self._states]
+        long_from, generated_from = np.array(begins, dtype=np.int64).T
+        found = self.positions + LONG * (self.positions >= self._of_rows(long_from))
+        return found + GENERATED * (self.positions >= self._of_rows(generated_from))
 
     def slot_mapping(self, place: int, block_size: int) -> Ints:
         """[T], of the requests' tables at that place."""

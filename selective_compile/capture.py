@@ -24,7 +24,7 @@ from selective_compile.joined_graphs import ApartError, JoinedGraphs, Side
 from selective_compile.live_settings import Read, names_read
 from selective_compile.model_call import CANNOT, logits_call
 from selective_compile.model_facts import check, declared_positions, device_of
-from selective_compile.module_state import same_buffers, unchanged
+from selective_compile.module_state import same_buffers
 from selective_compile.passes.lengths import ALL_LENGTHS, CAPTURE_TOKENS, SHORTEST, bounds_requests, longest_request
 from selective_compile.passes.normalise import keep_sources
 from selective_compile.passes.recurrence_match import Recognised
@@ -32,7 +32,7 @@ from selective_compile.passes.traced_graph import Refusal, RefusedError
 from selective_compile.tensor_branches import Branches, chain_of
 from selective_compile.trace_conditions import conditions_of
 from selective_compile.where_refused import GuardsByModule, module_of_frames
-from selective_compile.whole_functions import Place, known_recurrences, left_whole
+from selective_compile.whole_functions import Place, left_whole
 
 logger = logging.getLogger(__name__)
 
@@ -156,20 +156,6 @@ def by_dynamo() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", CACHED_FUNCTION)
             yield
-
-
-def recurrences_of(model: nn.Module) -> dict[Place, Recognised]:
-    """The model's own functions that are known recurrences; it is run once, on a few tokens."""
-
-    def run(ids: torch.Tensor) -> None:
-        call, arguments = logits_call(model, ids)
-        call(*arguments)
-
-    try:
-        with torch.no_grad(), unchanged(model):
-            return known_recurrences(model, run)
-    except CANNOT:  # the model itself cannot be called so, as those that know only some lengths
-        return {}
 
 
 @contextmanager

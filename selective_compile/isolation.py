@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from selective_compile.cache_reach import cache_refusal
-from selective_compile.capture import UNTRACEABLE, recurrences_of
+from selective_compile.capture import UNTRACEABLE
 from selective_compile.captured import Captured
 from selective_compile.current_device import on_device_of
 from selective_compile.handed_inputs import handed_refusal
 from selective_compile.isolated_cache import Caches, caches_of
 from selective_compile.isolated_program import MODES, IsolatedProgram, Mode
-from selective_compile.isolation_trial import NEEDED, departure
+from selective_compile.isolation_trial import NEEDED, by_program, departure
 from selective_compile.live_settings import hook_refusals
 from selective_compile.model_call import CANNOT, logits_call
 from selective_compile.model_facts import check, declared_positions, device_of
+from selective_compile.model_recurrences import recurrences_of
 from selective_compile.module_program import ModuleProgram
 from selective_compile.module_state import Place as StatePlace
 from selective_compile.module_state import lock_of, own_attributes, same_buffers, unchanged
-from selective_compile.one_token import one_token_refusal
+from selective_compile.one_token import Wanted, one_token_refusal
 from selective_compile.options import EngineConfig, Fallback
 from selective_compile.passes import Refusal, RefusedError, Rewrite
 from selective_compile.passes.position_limit import position_limit
@@ -123,7 +125,11 @@ def prove(
             found = ragged(model, fallback, max_window, latents=latents, keep=keep)
             departure = None if max_window else cache_refusal(model, found.rewritten.traced.calls)
             departure = departure or one_token_refusal(
-                model, found.isolated, prefix=prefix_of(found), longest=found.short_positions(model)
+                model,
+                found.isolated,
+                prefix=prefix_of(found),
+                longest=found.short_positions(model),
+                wanted=steps_wanted(model, found),
             )
             departure = departure or handed_refusal(model) or goes_on_otherwise(model, found)
         if departure is not None:  # not for isolated modules: `generate` has it in every step, and they see more tokens
@@ -143,14 +149,35 @@ def prefix_of(found: Proved) -> int:
     return 0 if flat is None else flat.prefix
 
 
+def steps_wanted(model: nn.Module, found: Proved) -> Wanted | None:
+    """What the program gives of generated tokens, of a model that computes those otherwise than a prompt's."""
+    flat = found.rewritten.flat
+    if flat is None or not any(call.unlimited_steps for call in flat.recurrences):
+        return None
+    program = program_of(model, found)
+    return lambda ids, prompt: by_program(program, ids, [prompt] + [1] * (len(ids) - prompt))
+
+
+def program_of(
+    model: nn.Module, found: Proved, config: EngineConfig | None = None, *, longest: int | None = None
+) -> StepProgram:
+    """Of requests of at most ``longest`` tokens, None: of any.  Without a ``config``: for a trial, not compiled."""
+    kind: Callable[..., StepProgram] = ModuleProgram if found.rewritten.traced.isolated else StepProgram
+    if found.isolated:
+        kept: dict[str, Any] = {name: getattr(found, name) for name in ("isolated", "caches", "written", "mode")}
+        kind = partial(IsolatedProgram, **kept)
+    captured = None if config is None else found.captured
+    config = config or EngineConfig(compile=False)
+    return kind(model, found.rewritten, config, max_positions=longest, captured=captured)
+
+
 def goes_on_otherwise(model: nn.Module, found: Proved) -> Refusal | None:
     """What to say of a model that has a prefix, if that is not known to be computed as `generate` would."""
     if not prefix_of(found):
         return None
     if isolated := found.rewritten.traced.isolated:
         return not_as_computed(model, f"no module may run by itself in a model with a prefix: {isolated[0].module}")
-    program = StepProgram(model, found.rewritten, EngineConfig(compile=False), max_positions=None)
-    return prefix_refusal(model, program)
+    return prefix_refusal(model, program_of(model, found))
 
 
 def ragged(model: nn.Module, fallback: Fallback, max_window: int | None, *, latents: bool, keep: bool) -> Proved:
@@ -197,21 +224,10 @@ def mode_found(model: nn.Module, found: Proved) -> Mode | None:
     if longest is not None and longest < NEEDED:
         longest = found.table_end  # what a model declares it may go beyond, if no table ends there
     if not found.isolated:
-        called = ModuleProgram(model, found.rewritten, EngineConfig(compile=False), max_positions=longest)
-        return None if departure(model, called) == "all" else found.mode
+        return None if departure(model, program_of(model, found, longest=longest)) == "all" else found.mode
     in_most: Mode | None = None
     for mode in MODES if found.caches is not None else MODES[-1:]:
-        program = IsolatedProgram(
-            model,
-            found.rewritten,
-            EngineConfig(compile=False),
-            max_positions=longest,
-            isolated=found.isolated,
-            caches=found.caches,
-            written=found.written,
-            mode=mode,
-        )
-        departs = departure(model, program)
+        departs = departure(model, program_of(model, replace(found, mode=mode), longest=longest))
         if departs == "none":
             return mode
         if departs == "some" and in_most is None:

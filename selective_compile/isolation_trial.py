@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -18,7 +19,7 @@ from selective_compile.model_call import CANNOT, logits_call
 from selective_compile.module_state import own_attributes
 from selective_compile.rounding import computed_in, rounded_as, tolerance
 from selective_compile.skeleton import skeleton
-from selective_compile.step import StepInputs, reaches
+from selective_compile.step import GENERATED, StepInputs, reaches
 from selective_compile.step_program import StepProgram
 
 Departure = Literal["none", "some", "all"]
@@ -98,9 +99,16 @@ def logits_alone(model: nn.Module, prompt: Tensor) -> Tensor:
 
 
 def in_steps(
-    program: StepProgram, prompts: list[Tensor], steps: Sequence[tuple[int, ...]] = STEPS, block: int = BLOCK
+    program: StepProgram,
+    prompts: list[Tensor],
+    steps: Sequence[tuple[int, ...]] = STEPS,
+    block: int = BLOCK,
+    *,
+    generates: bool = False,
 ) -> list[Tensor]:
-    """Logits ``[length, V]`` of each prompt, all of them advancing together by ``steps``; each has a ``block``."""
+    """Logits ``[length, V]`` of each prompt, all of them advancing together by ``steps``; each has a ``block``.
+
+    ``generates``: what is behind the first step was generated."""
     pools = [
         tuple(
             torch.zeros(len(prompts), site.num_kv_heads, block, size, dtype=site.pool_dtype, device=site.device)
@@ -118,11 +126,21 @@ def in_steps(
     for counts in steps:
         inputs = step_inputs(prompts, done, counts, block)
         inputs = replace(inputs, other_tables=((inputs.block_table, inputs.slot_mapping),) * (tables - 1))
+        if generates and any(done) and program.marks_positions:
+            inputs = replace(inputs, positions=inputs.positions + GENERATED)
         logits = program(inputs, pools, states)  # type: ignore[arg-type]
         for rows, part in zip(found, logits.split([*counts, len(logits) - sum(counts)]), strict=False):
             rows.append(part)
         done = [before + count for before, count in zip(done, counts, strict=True)]
     return [torch.cat(rows) for rows in found]
+
+
+def by_program(program: StepProgram, tokens: Tensor, counts: Sequence[int]) -> Tensor:
+    """Logits ``[len(counts), V]`` of the last token of each step of so many, of which the first is a prompt's; of two
+    requests alike, since a step has two tokens at least."""
+    steps = [(count, count) for count in counts]
+    ours = in_steps(program, [tokens, tokens], steps, max(BLOCK, len(tokens)), generates=True)[0]
+    return ours[[end - 1 for end in accumulate(counts)]]
 
 
 def step_inputs(prompts: list[Tensor], done: list[int], counts: tuple[int, ...], block: int) -> StepInputs:

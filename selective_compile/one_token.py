@@ -29,11 +29,18 @@ TOKENS, PROMPT = 7, 4
 LONGER, STEPS = 66, 3
 TOKEN_IDS = 8  # there are as many in any vocabulary
 Pair = tuple[Tensor, Tensor]  # of a token by itself, of it among others
+# Logits [count, V] of ids [S], of the tokens from the last of a prompt of so many on, as they are to be.
+Wanted = Callable[[Tensor, int], Tensor]
 
 
 @torch.no_grad()
 def one_token_refusal(
-    model: nn.Module, isolated: Collection[str] = (), *, prefix: int = 0, longest: int | None = None
+    model: nn.Module,
+    isolated: Collection[str] = (),
+    *,
+    prefix: int = 0,
+    longest: int | None = None,
+    wanted: Wanted | None = None,
 ) -> Refusal | None:
     """What to say of ``model`` if its logits of a token that it is given by itself are others, or those of a call after
     another; None if the same.
@@ -43,7 +50,9 @@ def one_token_refusal(
         prefix: so many first tokens see one another, so that one by itself is another: then only calls after another
             are tried here, and `prefix_refusal` tries the others.
         longest: tokens that a request can have at most, None: as many as it likes.
+        wanted: what steps of `generate` are to give, None: what the model gives of all tokens at once.
     """
+    wanted = wanted or (lambda ids, prompt: logits(model, ids)[prompt - 1 :])
     ids = drawn(model, vocabulary_of(model), TOKENS, seed=0)[:longest]
     with unchanged(model):
         if departs(model, pairs(lambda: called_again(model, ids, isolated))):
@@ -53,7 +62,7 @@ def one_token_refusal(
         twos = ids.split(2)[:-1]
         if departs(model, pairs(lambda: [(logits(model, two[:1])[0], logits(model, two)[0]) for two in twos])):
             return refusal(model, departing_module(model, ids[:2]), "a prompt of one token")
-        if departs_in_generate(model, ids, PROMPT) or departs_later(model, LONGER if longest is None else longest):
+        if departs_in_generate(model, ids, PROMPT, wanted) or departs_later(model, longest, wanted):
             return refusal(model, "", "one token and a cache, as in steps of generate")
     return None
 
@@ -64,14 +73,14 @@ def drawn(model: nn.Module, vocabulary: int, count: int, *, seed: int) -> Tensor
     return found.to(device_of(model))
 
 
-def departs_later(model: nn.Module, longest: int) -> bool:
+def departs_later(model: nn.Module, longest: int | None, wanted: Wanted) -> bool:
     """Whether steps behind a longer prompt depart in most of them, and of other tokens, too: among so many, one of two
     scores that are nearly equal may be the larger by rounding alone, where a router or an indexer chooses by them."""
-    count = min(LONGER, longest)
+    count = LONGER if longest is None else min(LONGER, longest)
     if count <= TOKENS:
         return False
     trials = (drawn(model, vocabulary_of(model), count, seed=seed) for seed in (1, 2))
-    return all(departs_in_generate(model, ids, count - STEPS, in_most=True) for ids in trials)
+    return all(departs_in_generate(model, ids, count - STEPS, wanted, in_most=True) for ids in trials)
 
 
 def vocabulary_of(model: Any) -> int:
@@ -96,15 +105,15 @@ def called_again(model: nn.Module, ids: Tensor, isolated: Collection[str]) -> li
     return list(zip(found[1:], found, strict=False))
 
 
-def departs_in_generate(model: nn.Module, ids: Tensor, prompt: int, *, in_most: bool = False) -> bool:
-    """Whether a token that `generate` steps by itself behind so many, with a cache, gives other logits than among all
-    of them."""
+def departs_in_generate(model: nn.Module, ids: Tensor, prompt: int, wanted: Wanted, *, in_most: bool = False) -> bool:
+    """Whether a token that `generate` steps by itself behind so many, with a cache, gives other logits than those that
+    are wanted."""
     if why_not_run(model) or len(ids) <= prompt:
         return False
 
     def found() -> list[Pair]:
         stepped_alone = by_generate(model, ids, [prompt] + [1] * (len(ids) - prompt))
-        return list(zip(stepped_alone, logits(model, ids)[prompt - 1 :], strict=True))
+        return list(zip(stepped_alone, wanted(ids, prompt), strict=True))
 
     return departs(model, pairs(found), in_most=in_most)
 

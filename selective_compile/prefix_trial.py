@@ -7,12 +7,10 @@ step lets them see it.
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import torch
 from torch import Tensor, nn
 
-from selective_compile.isolation_trial import in_steps
+from selective_compile.isolation_trial import by_program
 from selective_compile.model_facts import device_of
 from selective_compile.module_state import unchanged
 from selective_compile.one_token import TOKEN_IDS, Pair, by_generate, departs, pairs
@@ -48,12 +46,9 @@ def prefix_refusal(model: nn.Module, program: StepProgram) -> Refusal | None:
 
 
 def both(model: nn.Module, program: StepProgram, ids: Tensor, counts: list[int]) -> list[Pair]:
-    """Logits of the last token of each step of so many tokens, by `generate` and by the program, of two requests alike:
-    a step has two tokens at least."""
+    """Logits of the last token of each step of so many tokens, by `generate` and by the program."""
     tokens = ids[: sum(counts)]
-    ours = in_steps(program, [tokens, tokens], [(count, count) for count in counts], len(tokens))[0]
-    ends = [end - 1 for end in accumulate(counts)]
-    return list(zip(by_generate(model, tokens, counts), ours[ends], strict=True))
+    return list(zip(by_generate(model, tokens, counts), by_program(program, tokens, counts), strict=True))
 
 
 def not_as_computed(model: nn.Module, reason: str) -> Refusal:

@@ -15,11 +15,9 @@ from selective_compile.compiled_step import NATIVE_KERNELS, runs_native
 from selective_compile.compiling import can_compile
 from selective_compile.cores import IntraOpThreads
 from selective_compile.garbage import only_new_garbage
-from selective_compile.isolated_program import IsolatedProgram
-from selective_compile.isolation import Proved, prove
+from selective_compile.isolation import Proved, program_of, prove
 from selective_compile.kernels import ragged_attention_cpu
 from selective_compile.model_facts import device_of
-from selective_compile.module_program import ModuleProgram
 from selective_compile.module_state import lock_of
 from selective_compile.options import EngineConfig
 from selective_compile.passes import Refusal, RefusedError
@@ -143,7 +141,7 @@ def check_fp8(device: torch.device, dtypes: Collection[torch.dtype]) -> None:
 
 def step_program(model: nn.Module, config: EngineConfig, proved: Proved) -> StepProgram:
     """Raises `ValueError` for a dtype that no kernel has."""
-    captured, rewritten = proved.captured, proved.rewritten
+    rewritten = proved.rewritten
     assert rewritten.flat is not None
     flat = rewritten.flat
     if config.batch_invariant:  # not in the pipeline, which is the same for every engine
@@ -167,21 +165,7 @@ def step_program(model: nn.Module, config: EngineConfig, proved: Proved) -> Step
         dtype = call.key.node.meta["val"].dtype
         if dtype not in DTYPES:
             raise ValueError(f"the model's dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
-    longest = proved.max_positions(model)
-    if proved.isolated:
-        return IsolatedProgram(
-            model,
-            rewritten,
-            config,
-            max_positions=longest,
-            isolated=proved.isolated,
-            caches=proved.caches,
-            written=proved.written,
-            mode=proved.mode,
-            captured=captured,
-        )
-    kind = ModuleProgram if rewritten.traced.isolated else StepProgram
-    return kind(model, rewritten, config, max_positions=longest, captured=captured)
+    return program_of(model, proved, config, longest=proved.max_positions(model))
 
 
 def runs_triton(config: EngineConfig, device: torch.device) -> bool:

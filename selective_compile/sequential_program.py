@@ -78,6 +78,7 @@ class SequentialProgram:
     call_sites: tuple[Any, ...] = ()
     state_sites: tuple[Any, ...] = ()
     long_form = None
+    marks_positions = unlimited_steps = False
     isolated: Mapping[str, Refusal] = MappingProxyType({})
     not_captured = "the whole model runs as it is, one request after another"
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-# What the position of a token is greater by that is computed in the long form.
-LONG = 2**40
+# What the position of a token is greater by that is computed in the long form, and of one that was generated.
+LONG, GENERATED = 2**40, 2**39
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,8 @@ class StepInputs:
 
     Attributes:
         input_ids: [T] int64.
-        positions: [T] int64, the absolute position of each token in its request, and `LONG` more in its long form.
+        positions: [T] int64, the absolute position of each token in its request, and more by `LONG` in
+            its long form and by `GENERATED` behind its prompt, where `StepProgram.marks_positions` says so.
         cu_seqlens_q: [N + 1] int32, request n has rows cu_seqlens_q[n] : cu_seqlens_q[n + 1]; may be none.
         context_lens: [N] int32, tokens of the request in the pools once this step's are written.
         block_table: [N, max_blocks] int32, block i of request n holds its tokens from i * block_size; the

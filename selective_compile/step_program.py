@@ -101,6 +101,8 @@ class StepProgram:
     begin with the same tokens up to there;
     ``pauses``: whether a request can be computed again, from its prompt and what it has generated;
     ``long_form``: beyond which length requests are computed otherwise, None: beyond none;
+    ``marks_positions``: whether positions are to tell of each token how it is to be computed: `StepInputs.positions`;
+    ``unlimited_steps``: whether generated tokens are computed otherwise than those of a prompt;
     ``num_ids``: ids of a prompt are less than this, as many as the model knows of the vocabulary, and those beside
     it that only a prompt can have;
     ``known_ids``: those of generated tokens that requests go on from are less than this;
@@ -149,6 +151,8 @@ class StepProgram:
         families = [call.family for call in flat.calls if call.family is not None]
         self.prefix = flat.prefix
         self.long_form = rewritten.long_form
+        self.unlimited_steps = any(call.unlimited_steps for call in flat.recurrences)
+        self.marks_positions = self.long_form is not None or self.unlimited_steps
         self.counts_padding = any(family.window or family.chunk or family.prefix for family in families)
         self.not_captured = why_not_captured(flat, config)
         self._flat = flat

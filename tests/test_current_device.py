@@ -71,7 +71,10 @@ def test_a_gpu_is_made_current_and_a_cpu_never(monkeypatch: pytest.MonkeyPatch) 
             lambda: Mixed(Decay),
             [(isolation, "buffers_written"), (isolation_trial, "in_steps"), (isolation, "one_token_refusal")],
         ),
-        (lambda: prefix_model(5), [(prefix_trial, "both"), (prefix_trial, "in_steps"), (isolation, "handed_refusal")]),
+        (
+            lambda: prefix_model(5),
+            [(prefix_trial, "both"), (prefix_trial, "by_program"), (isolation, "handed_refusal")],
+        ),
     ],
     ids=["isolated", "prefix"],
 )

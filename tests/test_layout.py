@@ -107,6 +107,7 @@ LAYERS = (
         "live_conditions",
         "live_weights",
         "rewriting",
+        "model_recurrences",
         "same_logits",
         "packed_graph",
         "given_rows",

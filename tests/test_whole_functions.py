@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import selective_compile as sc
-from selective_compile.capture import capture, recurrences_of
+from selective_compile.capture import capture
+from selective_compile.model_recurrences import recurrences_of
 from selective_compile.whole_functions import left_whole
 from tests.exactness import TOLERANCE, engine_error
 

@@ -23,7 +23,7 @@ from selective_compile.options import EngineConfig
 from selective_compile.runtime import Engine, GenerationParams, StepObserver
 from selective_compile.runtime.device_stream import DeviceStream
 from selective_compile.runtime.sampler import sample
-from selective_compile.step import LONG, LongForm, StepInputs
+from selective_compile.step import GENERATED, LONG, LongForm, StepInputs
 
 VOCAB_SIZE = 61
 CPU = torch.device("cpu")
@@ -50,10 +50,16 @@ class SimulatedProgram:
     not_captured: str | None = None
 
     def __init__(
-        self, max_positions: int | None = None, *, captured: bool = False, long_form: LongForm | None = None
+        self,
+        max_positions: int | None = None,
+        *,
+        captured: bool = False,
+        long_form: LongForm | None = None,
+        unlimited_steps: bool = False,
     ) -> None:
         """`captured`: its steps may be those of a graph, which have a size of their own."""
-        self.captured, self.long_form = captured, long_form
+        self.captured, self.long_form, self.unlimited_steps = captured, long_form, unlimited_steps
+        self.marks_positions = long_form is not None or unlimited_steps
         self.max_positions = max_positions
         self.keeps_requests = False
         self.forks_requests = True
@@ -100,7 +106,8 @@ class SimulatedProgram:
             inputs.slot_mapping[written] % keys.shape[2],
         )
         keys[blocks, 0, offsets, 0] = inputs.input_ids[written].double()
-        values[blocks, 0, offsets, 0] = inputs.positions[written].double()
+        positions = inputs.positions if self.unlimited_steps else inputs.positions & ~GENERATED
+        values[blocks, 0, offsets, 0] = positions[written].double()
         values[blocks, 0, offsets, 1] = float(self.weights)
         return torch.stack([self._logits(inputs, keys, values, row) for row in inputs.logit_rows.tolist()])
 
@@ -156,8 +163,8 @@ def simulated_engine(
 
 
 def places(length: int, prompt_length: int, form: LongForm | None) -> Tensor:
-    """[length] float64: the positions of a request's tokens, of which `LongForm` tells how they are computed."""
-    positions = torch.arange(length).double()
+    """[length] int64: the positions of a request's tokens, of which `LongForm` tells how they are computed."""
+    positions = torch.arange(length)
     if form is None:
         return positions
     if prompt_length > form.beyond or (form.anew and length > form.beyond):
@@ -165,14 +172,22 @@ def places(length: int, prompt_length: int, form: LongForm | None) -> Tensor:
     return positions + LONG * (positions >= form.beyond)
 
 
+def marked_places(length: int, prompt_length: int, program: SimulatedProgram) -> Tensor:
+    """[length] float64: the positions as the ``program`` reads them."""
+    found = places(length, prompt_length, program.long_form)
+    if program.unlimited_steps:
+        found += GENERATED * (torch.arange(length) >= prompt_length)
+    return found.double()
+
+
 def expected_tokens(
-    prompt: Sequence[int], params: GenerationParams, weights: int = 0, form: LongForm | None = None
+    prompt: Sequence[int], params: GenerationParams, weights: int = 0, program: SimulatedProgram | None = None
 ) -> list[int]:
-    """What a request generates, computed without engine, scheduler, batch or pools."""
-    context = list(prompt)
+    """What a request generates, computed without engine, scheduler, batch or pools; of ``program`` the marks alone."""
+    context, program = list(prompt), program or SimulatedProgram()
     while True:
         tokens = torch.tensor(context, dtype=torch.float64)
-        positions = places(len(context), len(prompt), form)
+        positions = marked_places(len(context), len(prompt), program)
         logits = logits_of(tokens, positions, torch.full_like(tokens, weights))
         generated = len(context) - len(prompt)
         sampled = sample(logits[None], [params], [generated], [array("q", context)])

@@ -1,0 +1,88 @@
+"""Which functions of a model are known recurrences, and whether steps behind a prompt limit the time step as they do.
+
+Mamba-2's chunked scan takes limits of its time step, and what transformers steps a single token with does not, so that
+`generate` computes the tokens of Zamba2 and Nemotron-H that it generates without them.  No graph tells, being of a
+prompt's tokens; but a step that does not read the limits gives the same logits, bit for bit, if they are others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selective_compile.model_call import CANNOT, logits_call
+from selective_compile.module_state import own_attributes, unchanged
+from selective_compile.one_token import PROMPT, drawn, vocabulary_of
+from selective_compile.passes.constant_arguments import kept, number_pair
+from selective_compile.passes.recurrence_match import Recognised
+from selective_compile.sequential_program import OneRequest, stepped, why_not_run
+from selective_compile.skeleton import skeleton
+from selective_compile.whole_functions import Place, known_recurrences
+
+Limits = tuple[float, float]
+OTHERS = 7.0  # at which a state forgets what was: far from the time steps of any model
+
+
+@torch.no_grad()
+def recurrences_of(model: nn.Module) -> dict[Place, Recognised]:
+    """The model's own functions that are known recurrences; it is run on a few tokens."""
+
+    def run(ids: Tensor) -> None:
+        call, arguments = logits_call(model, ids)
+        call(*arguments)
+
+    try:
+        with unchanged(model):
+            found = known_recurrences(model, run)
+    except CANNOT:  # the model itself cannot be called so, as those that know only some lengths
+        return {}
+    every = {known.limits for known in found.values()}
+    unlimited = {limits for limits in every if limits is not None and unlimited_in_steps(model, limits)}
+    return {place: replace(known, unlimited_steps=known.limits in unlimited) for place, known in found.items()}
+
+
+@torch.no_grad()
+def unlimited_in_steps(model: nn.Module, limits: Limits) -> bool:
+    """Whether steps of `generate` are the same whatever the ``limits`` are that the model's modules have, and prompts
+    are not; False where they have none, or it is not known how `generate` goes on."""
+    if why_not_run(model):
+        return False
+    ids = drawn(model, vocabulary_of(model), PROMPT + 1, seed=0)
+    with unchanged(model):
+        try:
+            prompts = [first_logits(model, ids[:-1], limits if other else None) for other in (False, True)]
+            steps = [second_logits(model, ids, limits if other else None) for other in (False, True)]
+        except CANNOT:
+            return False
+    return not torch.equal(*prompts) and torch.equal(*steps)
+
+
+def first_logits(model: nn.Module, ids: Tensor, limits: Limits | None) -> Tensor:
+    """``[V]`` behind a prompt, with others in the place of ``limits``."""
+    copy = skeleton(model, {})
+    with own_attributes(copy, {}):
+        change(copy, limits)
+        return stepped(copy, OneRequest(tokens=ids[None]))
+
+
+def second_logits(model: nn.Module, ids: Tensor, limits: Limits | None) -> Tensor:
+    """``[V]`` of the last token, stepped by itself behind the others, with others in the place of ``limits`` from
+    there on."""
+    copy = skeleton(model, {})
+    with own_attributes(copy, {}):
+        one = OneRequest(tokens=ids[None, :-1])
+        stepped(copy, one)
+        change(copy, limits)
+        one.tokens = ids[None]
+        return stepped(copy, one)
+
+
+def change(copy: nn.Module, limits: Limits | None) -> None:
+    for module in copy.modules() if limits is not None else ():
+        attributes: dict[str, Any] = vars(module)
+        for name, value in list(attributes.items()):
+            if isinstance(value, (tuple, list)) and number_pair(kept(value)) == limits:
+                attributes[name] = type(value)((OTHERS, OTHERS))
