@@ -119,7 +119,7 @@ def free_memory(device: torch.device) -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     # macOS has no count of free pages; half of all is what is usually there to be had.
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return physical_memory() // 2
 
 
 def allocate_pools(
@@ -131,8 +131,13 @@ def allocate_pools(
     `blocks` are those of `num_blocks`: as many as its reach has.  `device`: another than that of the call sites.
 
     Zeros, since a kernel may load slots that were never written and multiply them by a probability of 0.
+
+    Raises:
+        ValueError: there is not so much memory.
     """
     kinds = reaches_of(call_sites)
+    sizes = [blocks[kinds.index(site.reach)] * block_size * site.bytes_per_token for site in call_sites]
+    where = device or (call_sites[0].device if call_sites else torch.device("cpu"))
 
     def pool(site: CallSite, size: int) -> Tensor:
         shape = (blocks[kinds.index(site.reach)], site.num_kv_heads, block_size, size)
@@ -143,4 +148,17 @@ def allocate_pools(
             return huge_pages.zeros(shape, site.pool_dtype)
         return torch.zeros(shape, dtype=site.pool_dtype, device=on, pin_memory=pinned)
 
-    return tuple((pool(site, site.pool_rows[0]), pool(site, site.pool_rows[1])) for site in call_sites)
+    try:
+        if where.type == "cpu" and sum(sizes) > physical_memory():  # which the system may give, and not have
+            raise MemoryError(f"this machine has {physical_memory()}")
+        return tuple((pool(site, site.pool_rows[0]), pool(site, site.pool_rows[1])) for site in call_sites)
+    except (RuntimeError, MemoryError) as error:
+        name = "max_kv_tokens" if device is None else "host_kv_bytes"
+        raise ValueError(
+            f"{name} must ask for no more memory than {where} has, got {sum(sizes)} bytes of keys and values: {error}"
+        ) from error
+
+
+def physical_memory() -> int:
+    """Bytes of the machine's memory, used or not."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

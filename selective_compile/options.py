@@ -33,6 +33,8 @@ class _NamedOptions:
 # Far beyond any memory: tensors and counters end in errors that name no option.
 MOST_TOKENS = 2**31 - 1
 MOST_BYTES = 2**63 - 1
+# What a step is put together in is allocated for as many: 2 GiB.
+MOST_OF_A_STEP, MOST_REQUESTS = 2**24, 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +156,9 @@ class EngineConfig(_NamedOptions):
     fallback: Fallback = "sequential"
 
     def __post_init__(self) -> None:
-        for name in ("token_budget", "max_requests", "block_size"):
-            _require_integer(name, getattr(self, name), at_least=1, at_most=MOST_TOKENS)
+        most = {"token_budget": MOST_OF_A_STEP, "max_requests": MOST_REQUESTS, "block_size": MOST_TOKENS}
+        for name, at_most in most.items():
+            _require_integer(name, getattr(self, name), at_least=1, at_most=at_most)
         if self.max_kv_tokens is not None:
             _require_integer("max_kv_tokens", self.max_kv_tokens, at_least=self.block_size, at_most=MOST_TOKENS)
         if self.max_attention_window is not None:

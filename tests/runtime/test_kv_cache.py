@@ -118,3 +118,9 @@ def test_pools_leave_free_what_the_largest_step_takes(family: str, monkeypatch: 
     told = CountingStream(0)
     ModelRunner(model, EngineConfig(compile=False, max_kv_tokens=64, block_size=32), program, stream=told)
     assert told.steps == 0, "how large the pools are is said"
+
+
+@pytest.mark.parametrize(("device", "name"), [(None, "max_kv_tokens"), (torch.device("cpu"), "host_kv_bytes")])
+def test_more_than_the_memory_that_there_is_is_refused(device: torch.device | None, name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must ask for no more memory than cpu has, got .* bytes"):
+        allocate_pools(SITES, (2**36,), 16, device)  # which a system may promise, and kill whom it promised it
