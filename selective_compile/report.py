@@ -38,13 +38,16 @@ class CallReport:
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrenceReport:
-    """One recurrence or convolution: what it was recognised as, and what is kept of a request between steps."""
+    """One recurrence or convolution: what it was recognised as, and what is kept of a request between steps.
+
+    ``unlimited_steps``: the limits of its time step hold for prompts alone, as in `generate`."""
 
     name: str
     family: str
     state_shape: tuple[int, ...]
     state_dtype: str
     source_line: str
+    unlimited_steps: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +129,9 @@ def grouped(calls: tuple[CallReport, ...]) -> list[str]:
 def grouped_recurrences(recurrences: tuple[RecurrenceReport, ...]) -> list[str]:
     kinds: dict[str, list[str]] = {}
     for call in recurrences:
-        kinds.setdefault(f"{call.family}, state {list(call.state_shape)} {call.state_dtype}", []).append(call.name)
+        limits = ", its time step limited in prompts alone" if call.unlimited_steps else ""
+        kind = f"{call.family}, state {list(call.state_shape)} {call.state_dtype}{limits}"
+        kinds.setdefault(kind, []).append(call.name)
     return [f"{len(names):3d} x {kind}\n          {shortened(names)}" for kind, names in kinds.items()]
 
 
@@ -191,6 +196,7 @@ def recurrence_report(call: RecurrentCall) -> RecurrenceReport:
         state_shape=call.state_shape,
         state_dtype=str(call.state_dtype).removeprefix("torch."),
         source_line=call.source_line,
+        unlimited_steps=call.unlimited_steps,
     )
 
 

@@ -51,6 +51,7 @@ def test_what_is_generated_is_computed_without_limits_as_by_generate(family: str
 
 def test_its_forward_limits_all_tokens() -> None:
     model = limited()
+    assert str(sc.explain(model)).count("time step limited in prompts alone") == 1
     assert engine_error(model, vocabulary=model.config.vocab_size) < TOLERANCE
     assert padded_error(model, vocabulary=model.config.vocab_size)[0] < TOLERANCE
 

@@ -33,7 +33,8 @@ def test_calls_are_grouped_by_kind() -> None:
     assert {(call.query_heads, call.kv_heads, call.head_size) for call in report.calls} == {(4, 2, 16)}
     text = str(report)
     assert "2 x" in text and "1 x" in text and window in text
-    assert [record.name for record in report.passes][-7:-5] == ["recognise attention", "prove masks"]
+    passes = [record.name for record in report.passes]
+    assert passes[passes.index("recognise attention") + 1] == "prove masks"
 
 
 def test_report_exports_as_json() -> None:
