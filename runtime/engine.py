@@ -15,11 +15,13 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from selective_compile.backend import Program
+from selective_compile.backend import Program, report_of
 from selective_compile.cores import IntraOpThreads
 from selective_compile.model_facts import uncompiled
+from selective_compile.module_state import itself
 from selective_compile.options import EngineConfig
 from selective_compile.progress import on_stderr, silent
+from selective_compile.report import Report
 from selective_compile.runtime.background import BackgroundThread, weakly
 from selective_compile.runtime.device_stream import DeviceStream
 from selective_compile.runtime.drafting import Drafting
@@ -392,6 +394,11 @@ class Engine:
     def remove_observer(self, observer: StepObserver) -> None:
         with self._guard:
             self._log.remove_observer(observer)
+
+    @property
+    def report(self) -> Report:
+        """What `explain` says of the model, as it was compiled: its verdict, and what could not be proved."""
+        return report_of(self._program, itself(self._intake.model))
 
     def stats(self) -> EngineStats:
         """Requests, blocks, memory, tokens and graphs at this moment."""

@@ -102,7 +102,7 @@ class Intake:
             fits_together: whether requests of so many tokens, so many of them, can run side by side.
             assistants: which compile a model when a request first names it.
         """
-        self._model = model
+        self.model = model
         self._program = program
         self._config = config
         self._reuses_blocks = reuses_blocks
@@ -148,7 +148,7 @@ class Intake:
 
     def samples(self, config: GenerationConfig | None, options: dict[str, Any]) -> list[Asked]:
         """What each of the sequences that a request is to have asks for. Raises ValueError."""
-        count = samples_asked(options, config, getattr(self._model, "generation_config", None))
+        count = samples_asked(options, config, getattr(self.model, "generation_config", None))
         if count > MOST_SAMPLES:
             raise ValueError(f"num_return_sequences must be at most {MOST_SAMPLES}, got {count}")
         return [Asked(config=config, options=each) for each in options_of_samples(options, count)]
@@ -159,11 +159,11 @@ class Intake:
         """Raises ValueError. Preparing stop strings for a large vocabulary takes seconds."""
         max_positions = submission.max_positions(self._program.max_positions)
         served = Served(
-            config=getattr(self._model, "generation_config", None),
+            config=getattr(self.model, "generation_config", None),
             max_positions=max_positions,
             vocab_size=self._program.vocab_size,
             device=self._program.device,
-            model=self._model,
+            model=self.model,
             grammars=self._grammars,
             early_layers=self._early_layers,
         )

@@ -13,6 +13,8 @@ from selective_compile.sequential_program import SequentialProgram
 
 def check_compiled_for(program: Program, config: EngineConfig, model: nn.Module) -> None:
     """Refuse a program of another model, or for another window, other pools or other weights: all are in its graph."""
+    if not hasattr(program, "call_sites"):
+        raise ValueError(f"program must be one of compile_step_program(model, config), got {program!r}")
     if isinstance(program, (StepProgram, SequentialProgram)) and not program.serves(model):
         raise ValueError(f"program must be that of the model, got one of another {type(model).__name__}")
     if isinstance(program, StepProgram):

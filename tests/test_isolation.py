@@ -265,7 +265,8 @@ def test_report_and_log_name_modules_and_reasons(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.WARNING):
         program = compile_step_program(model, sc.EngineConfig(compile=False, fallback="isolated"))
     assert "1 modules of Mixed run for one request after another, and share no prefixes" in caplog.text
-    report = report_of(program, model)
+    report = sc.Engine(model, sc.EngineConfig(compile=False, fallback="isolated"), program=program).report
+    assert report == report_of(program, model)
     assert report.verdict == "isolated" and not report.ok
     assert report.isolated == ("mixers.0",) and len(report.calls) == 1
     for text in (str(report), caplog.text):

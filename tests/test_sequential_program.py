@@ -92,7 +92,8 @@ def test_log_and_report_say_so_and_name_what_is_not_proved(caplog: pytest.LogCap
     with caplog.at_level(logging.WARNING):
         program = compile_step_program(model, CONFIG)
     assert "runs whole, one request after another" in caplog.text and "graph capture" in caplog.text
-    report = report_of(program, model)
+    report = sc.Engine(model, CONFIG, program=program).report
+    assert report == report_of(program, model)
     assert report.verdict == "sequential" and not report.ok and report.refusals
     assert "one request after another" in str(report)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from transformers import AutoModel, AutoModelForTokenClassification
 
@@ -26,3 +28,9 @@ def test_a_program_of_another_model_is_refused() -> None:
         with pytest.raises(ValueError, match="program must be that of the model, got one of another LlamaForCausalLM"):
             sc.Engine(other, CONFIG, program=program)
         assert sc.Engine(model, CONFIG, program=program).submit([5, 6], max_new_tokens=2).result().error is None
+
+
+def test_what_is_no_program_is_refused() -> None:
+    program: Any = 3
+    with pytest.raises(ValueError, match=r"program must be one of compile_step_program\(model, config\), got 3"):
+        sc.Engine(tiny("llama", num_hidden_layers=1), CONFIG, program=program)
