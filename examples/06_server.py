@@ -46,7 +46,10 @@ def serving(port: int = 8000, compile: bool = True) -> Iterator[ThreadingHTTPSer
             self.wfile.write(generate_latest(metrics.registry))
 
     with engine.running(), ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
-        yield server
+        try:
+            yield server
+        finally:
+            engine.cancel_all()  # who reads would else compute the rest
 
 
 if __name__ == "__main__":

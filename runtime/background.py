@@ -30,6 +30,7 @@ class Run:
             failed: given what `work` or `on_end` raised.
         """
         self.stopping = False
+        self._unregister = atexit.unregister  # of a module that is without its contents when the last things go
         self._guard = guard
         self._over = False
         # Python would wait for one that is no daemon before it calls what is to be called at exit.
@@ -51,7 +52,7 @@ class Run:
             with self._guard:
                 self._guard.notify_all()
             self._thread.join()
-        atexit.unregister(self.stop)
+        self._unregister(self.stop)
 
     def _run(
         self, work: Callable[[Run], None], on_end: Callable[[], None], failed: Callable[[BaseException], None]

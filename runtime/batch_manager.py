@@ -97,8 +97,12 @@ class BatchManager:
             senders: most threads that call `send_response` and `on_stats`.
 
         Raises:
-            ValueError: a limit is not a positive integer.
+            ValueError: a limit is not a positive integer, or a callback cannot be called.
         """
+        needed = {"get_requests": get_requests, "send_response": send_response}
+        for name, callback in {**needed, "poll_stop": poll_stop, "on_stats": on_stats}.items():
+            if not callable(callback) and (name in needed or callback is not None):
+                raise ValueError(f"{name} must be callable{'' if name in needed else ' or None'}, got {callback!r}")
         if type(senders) is not int or senders < 1:
             raise ValueError(f"senders must be a positive integer, got {senders!r}")
         for name, limit in (("max_active", max_active), ("max_beam_width", max_beam_width)):

@@ -228,7 +228,7 @@ class Engine:
             RuntimeError: a step failed.
         """
         prompt = token_ids(prompt_ids, self._program.vocab_size)
-        continuation = token_ids(continuation_ids, self._program.vocab_size)
+        continuation = token_ids(continuation_ids, self._program.vocab_size, name="continuation_ids")
         # Of the model's own configuration, nothing: stop strings, say, would ask for a tokenizer.
         asked_for = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1, "prompt_logprobs": True}
         options = {**dict.fromkeys(FIELDS), **asked_for}
@@ -290,6 +290,14 @@ class Engine:
                 self._recording.cancelled(request.state)
                 self._roster.leave(request)
                 request.finish("cancelled")
+
+    def cancel_all(self) -> None:
+        """`cancel` every request that is unfinished, as where a server is to end: who reads one is let go, and does not
+        go on to compute it when no thread does."""
+        with self._guard:
+            requests = list(self._requests)
+        for request in requests:
+            self.cancel(request)
 
     def hand_out(self) -> None:
         """Wait until the tokens of all steps so far are with their requests, as without `EngineConfig.overlap`; with

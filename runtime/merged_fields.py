@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from transformers import GenerationConfig
@@ -23,6 +24,21 @@ NOT_WITH_BEAMS: Mapping[str, str] = {
     "top_logprobs": "output_scores has those of all tokens for each beam",
     "prompt_logprobs": "Engine.score has them",
     **dict.fromkeys(GRAMMARS, "prefix_allowed_tokens_fn constrains beams"),
+}
+
+# What other engines call them.
+NAMES_ELSEWHERE: Mapping[str, str] = {
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "n": "num_return_sequences",
+    "stop": "stop_strings",
+    "stop_token_ids": "eos_token_id",
+    "logit_bias": "sequence_bias",
+    "bad_words": "bad_words_ids",
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_grammar": "grammar",
+    "random_seed": "seed",
 }
 
 # What `generate` takes for a field that neither the call nor the model sets. Lengths are resolved by themselves.
@@ -78,11 +94,20 @@ def merged(
     of_request |= options
     for name in of_request:
         if name not in KNOWN:
-            raise ValueError(f"generation option must be one of {', '.join(sorted(KNOWN))}, got {name!r}")
+            raise ValueError(
+                f"generation option must be a known one, got {name!r}{instead_of(name)}; known are "
+                f"{', '.join(sorted(KNOWN))}"
+            )
     values = of_model | of_request
     for name, value in values.items():
         refuse_unsupported(name, value, "" if name in of_request else " (from model.generation_config)")
     return {**DEFAULTS, **values}
+
+
+def instead_of(name: str) -> str:
+    """What to say of a name that other engines have, or that was misspelled."""
+    near = NAMES_ELSEWHERE.get(name) or next(iter(get_close_matches(name, KNOWN, n=1)), None)
+    return f" where {near!r} is one" if near else ""
 
 
 def set_fields(config: GenerationConfig | None) -> dict[str, Any]:

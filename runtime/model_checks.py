@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from selective_compile.backend import Program, StepProgram
+from selective_compile.model_facts import why_no_head
 from selective_compile.options import EngineConfig
 from selective_compile.sequential_program import SequentialProgram
 
@@ -32,9 +33,8 @@ def check_compiled_for(program: Program, config: EngineConfig, model: nn.Module)
 
 def check_head(model: Any) -> None:
     """Refuse what transformers makes without one, as `AutoModel` does: hidden states would be taken for logits."""
-    if not getattr(model, "can_generate", lambda: True)():  # of another class than transformers', nothing tells
-        got = type(model).__name__
-        raise ValueError(f"model must have a language model's head, as AutoModelForCausalLM gives it, got {got}")
+    if reason := why_no_head(model):
+        raise ValueError(reason)
 
 
 def check_dtype(model: nn.Module, config: EngineConfig) -> None:

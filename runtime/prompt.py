@@ -12,13 +12,14 @@ from typing import Any
 from selective_compile.runtime.request_state import RequestId, Terms
 
 
-def token_ids(prompt_ids: Any, vocab_size: int, *, least: int = 1) -> array[int]:
+def token_ids(prompt_ids: Any, vocab_size: int, *, least: int = 1, name: str = "prompt_ids") -> array[int]:
     """The prompt as 64-bit integers.
 
     Args:
         prompt_ids: one request's token ids: a sequence, an array or a tensor of one dimension.
         vocab_size: V, the ids are 0 .. V - 1.
         least: how many there must be.
+        name: what they are called where they were given.
 
     Raises:
         ValueError: it is empty, not one-dimensional, or holds something else than token ids.
@@ -26,22 +27,31 @@ def token_ids(prompt_ids: Any, vocab_size: int, *, least: int = 1) -> array[int]
     # Arrays and tensors become Python numbers in one go rather than element by element.
     items = prompt_ids.tolist() if hasattr(prompt_ids, "tolist") else prompt_ids
     if isinstance(items, (str, bytes, Mapping, Set)) or not isinstance(items, Iterable):
-        raise ValueError(f"prompt_ids must be a sequence of token ids, got {prompt_ids!r}")
-    ids = array("q", (_token_id(item, vocab_size) for item in items))
+        raise ValueError(f"{name} must be a sequence of token ids, got {_described(prompt_ids)}")
+    ids = array("q", (_token_id(item, vocab_size, name) for item in items))
     if len(ids) < least:
-        raise ValueError("prompt_ids must hold at least one token id, got none")
+        raise ValueError(f"{name} must hold at least one token id, got none")
     return ids
 
 
-def _token_id(item: Any, vocab_size: int) -> int:
+def _described(given: Any) -> str:
+    """What tokenizers return holds the ids."""
+    if isinstance(given, Mapping) and "input_ids" in given:
+        return f"a {type(given).__name__}, of which its 'input_ids' are those"
+    return repr(given)
+
+
+def _token_id(item: Any, vocab_size: int, name: str) -> int:
     try:
         token = None if isinstance(item, bool) else operator.index(item)
     except TypeError:
         token = None
     if token is None:
-        raise ValueError(f"prompt_ids must be integers in one dimension, got {item!r} among them")
+        batch = isinstance(item, (list, tuple))
+        got = f"{len(item)} ids in one place, as in a batch: give one of its rows" if batch else f"{item!r} among them"
+        raise ValueError(f"{name} must be integers in one dimension, got {got}")
     if not 0 <= token < vocab_size:
-        raise ValueError(f"prompt_ids must be at least 0 and less than the vocabulary size {vocab_size}, got {token}")
+        raise ValueError(f"{name} must be at least 0 and less than the vocabulary size {vocab_size}, got {token}")
     return token
 
 

@@ -2,9 +2,39 @@
 
 from __future__ import annotations
 
-from threading import Condition, Lock, RLock
+import atexit
+from threading import Condition, Event, Lock, RLock, current_thread, main_thread
+from weakref import WeakSet
 
 from selective_compile.forks import LocksInForks
+
+LONGEST = 10.0  # seconds that a process which is to end waits for a step
+
+
+class _Exit:
+    """Keeps daemon threads, as those that read a stream, from steps of a process that is to end.
+
+    Python ends such threads where they next want the interpreter, and one that is then within a library in C++ takes
+    the process with it; or they find modules without their contents.  When this is called, only they are left.
+    """
+
+    def __init__(self) -> None:
+        self.over = False
+        self.locks: WeakSet[StepLock] = WeakSet()
+        atexit.register(self.begin)
+
+    def begin(self) -> None:
+        """Wait for the steps that run; there will be no other but the main thread's."""
+        self.over = True
+        for lock in list(self.locks):
+            lock.keep_others_out()
+
+    def stay_out(self) -> None:
+        if self.over and current_thread() is not main_thread():
+            Event().wait()
+
+
+_EXIT = _Exit()
 
 
 class StepLock:
@@ -17,6 +47,7 @@ class StepLock:
         """`others`: locks that are taken within a step, in this order."""
         self._lock = RLock()  # of C, so that an exception of a signal's comes when it is held by a `with`, or free
         self._in_forks = LocksInForks(self._lock, *others)
+        _EXIT.locks.add(self)
 
     @property
     def lost(self) -> bool:
@@ -26,7 +57,14 @@ class StepLock:
     def of_one_step(self) -> RLock:
         """The lock, to be entered.  Raises RuntimeError as `check`."""
         self.check()
-        return self._lock
+        lock = self._lock  # before it is asked whether the process is to end, when there comes to be another
+        _EXIT.stay_out()
+        return lock
+
+    def keep_others_out(self) -> None:
+        """For good, but for this thread."""
+        self._lock.acquire(timeout=LONGEST)
+        self._lock = RLock()
 
     def check(self) -> None:
         """Raises RuntimeError in the thread that holds it, and where a thread of another process does."""

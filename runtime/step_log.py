@@ -40,7 +40,9 @@ class StepLog:
     def __init__(self, observers: Sequence[StepObserver], clock: Callable[[], float]) -> None:
         self._clock = clock
         self.began = clock()
-        self._observers = tuple(observers)
+        self._observers: tuple[StepObserver, ...] = ()
+        for observer in observers:
+            self.add_observer(observer)
         self._left: deque[Request] = deque(maxlen=MOST_ENDED)  # and not yet in a record
         self._unsettled: list[Ending] = []  # not yet counted: they may not have their reasons
         self._ended: Counter[FinishReason] = Counter()
@@ -54,6 +56,8 @@ class StepLog:
         return self._clock() - self.began
 
     def add_observer(self, observer: StepObserver) -> None:
+        if not callable(observer):
+            raise ValueError(f"observer must be callable, got {observer!r}")
         self._observers = (*self._observers, observer)
 
     def remove_observer(self, observer: StepObserver) -> None:

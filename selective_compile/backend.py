@@ -20,7 +20,7 @@ from selective_compile.isolation import prove
 from selective_compile.kept_traces import KeptTraces
 from selective_compile.kernels import ragged_attention_cpu
 from selective_compile.model_call import CANNOT
-from selective_compile.model_facts import uncompiled
+from selective_compile.model_facts import uncompiled, why_no_head
 from selective_compile.module_state import lock_of
 from selective_compile.options import BackendOptions
 from selective_compile.padded_program import PaddedProgram
@@ -188,6 +188,8 @@ def explain(model: nn.Module, *, max_attention_window: int | None = None) -> Rep
     """
     model = uncompiled(model)
     name = type(model).__name__
+    if reason := why_no_head(model):
+        return refused_report(name, f"the engine refuses it: {reason}")
     try:
         with lock_of(model), compile_lock:
             proved = prove(model, "sequential", max_attention_window)

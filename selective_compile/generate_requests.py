@@ -112,7 +112,12 @@ def _served(
             known: dict[str, Any] = {"cache_salt": salt}
             if of_embeddings or prompts.types is not None:
                 known |= {"shown": prompts.seen(numbers[0]), "id_offset": prompts.id_offset(numbers[0])}
-            requests += engine.submit_samples(row, asked, **known)
+            try:
+                requests += engine.submit_samples(row, asked, **known)
+            except ValueError as error:
+                if len(fields) == 1:
+                    raise
+                raise ValueError(f"prompt {numbers[0]}: {error}") from error
         if streamer is not None:
             stream(requests, prompts, streamer, fields[0].pad_token_id)
         return [_result(request) for request in requests]

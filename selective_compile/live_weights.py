@@ -90,7 +90,7 @@ class LiveWeights:
 
     def _version(self) -> States:
         if change := self.change():
-            raise ValueError(f"the model must stay as it was compiled: {change}")
+            raise ValueError(f"the model must stay as it was compiled: {change}; set it back, or make another Engine")
         for own, name, others, other in self._tied:
             if own.get(name) is not others.get(other):
                 raise ValueError(f"weights tied when the model was compiled must stay tied, got another {other!r}")

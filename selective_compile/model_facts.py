@@ -22,6 +22,15 @@ def check(model: object) -> None:
         raise ValueError("autocast must be off, got on: the engine computes in the dtype of the weights")
 
 
+def why_no_head(model: Any) -> str | None:
+    """Why nothing can be generated with it, as with what `AutoModel` makes; of another class than transformers',
+    nothing tells."""
+    if getattr(model, "can_generate", lambda: True)():
+        return None
+    got = type(model).__name__
+    return f"model must have a language model's head, as AutoModelForCausalLM gives it, got {got}"
+
+
 def known_ids(model: Any) -> int | None:
     """How many ids the table of a model has rows for, if it says which it is and all that it does is to look them up:
     the head of some gives more."""

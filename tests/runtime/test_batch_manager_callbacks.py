@@ -213,3 +213,10 @@ def test_requests_that_came_before_get_requests_raised_are_taken(caplog: pytest.
         client.wait(1)
     assert len(client.parts["a"]) == 1 and "callback get_requests raised" in caplog.text
     assert_nothing_left(manager)
+
+
+@pytest.mark.parametrize("name", ["get_requests", "send_response", "poll_stop", "on_stats"])
+def test_what_cannot_be_called_is_no_callback(name: str) -> None:
+    callbacks: dict[str, Any] = {"get_requests": lambda most: [], "send_response": lambda *response: None, name: 5}
+    with pytest.raises(ValueError, match=f"{name} must be callable.*, got 5"):
+        BatchManager(simulated_engine(), **callbacks)

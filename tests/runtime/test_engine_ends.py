@@ -49,6 +49,8 @@ def test_any_time_may_be_waited() -> None:
         ({"prompt_ids": [VOCAB_SIZE]}, f"less than the vocabulary size {VOCAB_SIZE}, got {VOCAB_SIZE}"),
         ({"prompt_ids": [-1]}, "prompt_ids must be at least 0 .*got -1"),
         ({"prompt_ids": [0.5]}, "prompt_ids must be integers in one dimension, got 0.5"),
+        ({"prompt_ids": [[1, 2, 3]]}, "in one dimension, got 3 ids in one place, as in a batch: give one of its rows"),
+        ({"prompt_ids": {"input_ids": [1]}}, "a sequence of token ids, got a dict, of which its 'input_ids' are those"),
         ({"prompt_ids": "hello"}, "prompt_ids must be a sequence of token ids, got 'hello'"),
         ({"prompt_ids": [1] * 65}, "prompt_ids must be at most 64 tokens for the block pool, got 65"),
         ({"prompt_ids": [1] * 51}, "prompt_ids must be at most 50 tokens for the model's positions, got 51"),
@@ -56,7 +58,7 @@ def test_any_time_may_be_waited() -> None:
         ({"max_new_tokens": 60}, "max_new_tokens must be at most 50 for the model's positions .*got 60"),
         ({"request_id": "taken"}, "request_id must not be that of an unfinished request, got 'taken'"),
         ({"request_id": 1.5}, "request_id must be a string or an integer, got 1.5"),
-        ({"max_tokens": 5}, "generation option must be one of .*, got 'max_tokens'"),
+        ({"max_tokens": 5}, "must be a known one, got 'max_tokens' where 'max_new_tokens' is one; known"),
         ({"num_beams": -4}, "num_beams must be an integer of at least 1, got -4"),
         ({"num_beams": 70}, "num_beams must be at most .* for .* tokens each in .* blocks of .*got 70"),
         (
@@ -112,6 +114,21 @@ def test_cancel_running_waiting_and_finished() -> None:
     assert [len(request.tokens) for request in requests] == [8, 3, 8, 0]
     assert requests[1].tokens == expected_tokens([1], requests[1].params)[:3]
     assert requests[1].result().finish_reason == "cancelled"
+
+
+def test_cancelling_all_lets_everybody_go() -> None:
+    engine = simulated_engine(max_requests=1)
+    done = engine.submit([1], max_new_tokens=1)
+    done.result()
+    samples = engine.submit([2], do_sample=True, num_return_sequences=2, seed=1).samples
+    requests = [*samples, engine.submit([1], max_new_tokens=9)]
+    for _ in range(3):
+        engine.step()
+    engine.cancel_all()
+    assert {request.finish_reason for request in requests} == {"cancelled"} and done.finish_reason == "length"
+    assert samples[0].tokens and engine.stats().running == engine.stats().waiting == 0
+    engine.cancel_all()
+    assert engine.submit([1], max_new_tokens=2).result().error is None
 
 
 def test_cancelled_and_its_id_used_again_while_the_model_runs() -> None:

@@ -11,6 +11,7 @@ import selective_compile as sc
 from selective_compile.backend import compile_step_program
 from selective_compile.sequential_program import SequentialProgram
 from tests.models import tiny
+from tests.runtime.simulated import simulated_engine
 
 CONFIG = sc.EngineConfig(compile=False, max_kv_tokens=256)
 
@@ -20,6 +21,8 @@ def test_a_model_without_a_language_models_head_is_refused(kind: type[AutoModel]
     model = kind.from_config(tiny("llama", num_hidden_layers=1).config).eval()
     with pytest.raises(ValueError, match="model must have a language model's head, .* got Llama"):
         sc.Engine(model, CONFIG)
+    report = sc.explain(model)
+    assert report.verdict == "refused" and "must have a language model's head" in str(report)
 
 
 def test_a_program_of_another_model_is_refused() -> None:
@@ -34,3 +37,11 @@ def test_what_is_no_program_is_refused() -> None:
     program: Any = 3
     with pytest.raises(ValueError, match=r"program must be one of compile_step_program\(model, config\), got 3"):
         sc.Engine(tiny("llama", num_hidden_layers=1), CONFIG, program=program)
+
+
+def test_what_cannot_be_called_is_no_observer() -> None:
+    observer: Any = "x"
+    with pytest.raises(ValueError, match="observer must be callable, got 'x'"):
+        simulated_engine(observers=[observer])
+    with pytest.raises(ValueError, match="observer must be callable, got 'x'"):
+        simulated_engine().add_observer(observer)

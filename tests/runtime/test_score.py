@@ -115,7 +115,7 @@ def test_recorded_scores_are_replayed(tmp_path: Path) -> None:
 def test_refusals(llama: Any) -> None:
     model, program = llama
     engine = sc.Engine(model, CONFIG, program=program)
-    with pytest.raises(ValueError, match="prompt_ids must hold at least one token id, got none"):
+    with pytest.raises(ValueError, match="continuation_ids must hold at least one token id, got none"):
         engine.score([1], [])
     with pytest.raises(ValueError, match="prompt_logprobs must be True or False, got 'all'"):
         engine.submit([1], prompt_logprobs="all")
