@@ -13,6 +13,7 @@ allocates it, and nothing that shares its memory is read afterwards but through 
 from __future__ import annotations
 
 import operator
+import sys
 from typing import Any
 
 import torch
@@ -139,8 +140,19 @@ def replace(graph: fx.Graph, node: fx.Node, views: list[fx.Node], returning: Any
         if view is not last:
             whole = view.args[0]
             assert isinstance(whole, fx.Node)
+            if takes_all(view):  # as of tokens in `x[:, :, :4] = 0`
+                continue
             new = make(SCATTERS[view.target], (whole, new, *view.args[1:]), dict(view.kwargs), whole)
     graph.erase_node(node)
+
+
+def takes_all(view: fx.Node) -> bool:
+    """Whether a slice is the whole of what it is taken from."""
+    if view.target is not aten.slice.Tensor or view.kwargs:
+        return False
+    given: list[Any] = [*view.args, *(0, None, None, 1)[len(view.args) - 1 :]]
+    start, end, step = given[2:]
+    return start in (None, 0) and step == 1 and (end is None or (isinstance(end, int) and end == sys.maxsize))
 
 
 def fake_result(returning: Any, node: fx.Node) -> torch.Tensor:

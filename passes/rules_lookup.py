@@ -11,7 +11,7 @@ from torch import fx
 
 from selective_compile.passes.axes import Axes, Axis, Dim, Mixes, Sizes
 from selective_compile.passes.rules_pointwise import broadcast
-from selective_compile.passes.rules_reduce import dims_along, refuse_labelled
+from selective_compile.passes.rules_reduce import dim_along, refuse_labelled
 from selective_compile.passes.rules_selection import mark_keys, marks_keys
 
 aten = torch.ops.aten
@@ -73,7 +73,7 @@ def reads_own_index(node: fx.Node, axes: dict[fx.Node, Axes]) -> bool:
 def gather(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     """``out[i, j] = x[i, index[i, j]]``: within each token's own row, or a constant table's row for each token."""
     axes, index = readable(axes_of(node.args[0])), readable(axes_of(node.args[2]))
-    (dim,) = dims_along(node, 1)
+    dim = dim_along(node, 1)
     refuse_labelled(node, axes, [dim])
     same_rows(dim, axes, index)
     return Axes(dims=index.dims, inputs=axes.inputs | index.inputs)
@@ -84,7 +84,7 @@ def scatter(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Any:
     if marks_keys(node, axes_of):
         return mark_keys(node, axes_of)
     given = [axes_of(a) for a in (node.args[0], *node.args[2:4]) if isinstance(a, fx.Node)]
-    (dim,) = dims_along(node, 1)
+    dim = dim_along(node, 1)
     for axes in given:
         refuse_labelled(node, readable(axes), [dim])
     same_rows(dim, *given)
@@ -93,8 +93,10 @@ def scatter(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Any:
 
 def put_back(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     """``slice_scatter`` and ``select_scatter``: some features of each token's row replaced."""
+    if any(isinstance(bound, fx.Node) for bound in (*node.args[2:], *node.kwargs.values())):
+        raise Mixes("writes at a place that the number of tokens or requests decides")
     whole, part = readable(axes_of(node.args[0])), readable(axes_of(node.args[1]))
-    (dim,) = dims_along(node, 2, 0)
+    dim = dim_along(node, 2, 0)
     refuse_labelled(node, whole, [dim])
     if node.target is aten.select_scatter.default:
         part = replace(part, dims=(*part.dims[:dim], (), *part.dims[dim:]))
@@ -114,7 +116,7 @@ def same_rows(dim: int, *given: Axes) -> None:
 
 def index_select(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     axes, index = readable(axes_of(node.args[0])), axes_of(node.args[2])
-    (dim,) = dims_along(node, 1)
+    dim = dim_along(node, 1)
     refuse_reordered(index, labelled=axes.labelled(dim))
     if axes.labelled(dim) and axes.dims[dim] != index.numbers:
         raise Mixes(f"gathers along dimension {dim} by an index that is not the token's own")

@@ -18,11 +18,12 @@ from torch import fx
 
 from selective_compile.passes.axes import Axes, Dim, Factor, Groups, Mixes, Part, Permuted, Sizes
 from selective_compile.passes.rules_lookup import readable
-from selective_compile.passes.rules_reduce import dims_along, selection
+from selective_compile.passes.rules_reduce import dim_along, dims_along, selection
 
 aten = torch.ops.aten
 AxesOf = Callable[[Any], Axes]
 CASTS = (aten.to, aten._to_copy, aten.reshape, aten.view, aten.clone, aten.contiguous, aten.flatten)
+WIDE = (torch.int64, torch.int32, torch.float32, torch.float64)
 ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 ASCENDING = (aten.sort.default, aten.argsort.default)
 SORTS = (aten.sort.default, aten.sort.stable)
@@ -45,7 +46,7 @@ def sort(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
         readable(axes)
         return selection(node, axes_of, sizes)
     single = node.target is not aten.sort.default and node.target is not aten.sort.stable
-    if axes.numbers and axes.is_permuted and single:  # sorting the numbers themselves undoes their order
+    if axes.numbers and axes.is_permuted and single and not descends(node):  # sorting the numbers undoes their order
         order = order_of(axes)
         if axes.numbers == order.of:
             return Axes(dims=(order.of,), numbers=(order,), inputs=axes.inputs)
@@ -56,12 +57,21 @@ def sort(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     return Axes(dims=((order,),), numbers=order.of if single else (), inputs=axes.inputs)
 
 
+def descends(node: fx.Node) -> bool:
+    """Whether a sort begins with the largest."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    place = names.index("descending")
+    return bool(node.args[place] if len(node.args) > place else node.kwargs.get("descending", False))
+
+
 def histogram(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     """How many sorted tokens each group has: `Groups`, if every group number has a bin of its own."""
     order = order_of(readable(axes_of(node.args[0])))
     counted = made_from(node.args[0])
     if counted.args[0] is not order.order or counted.args[1] != 0:  # the first result of a sort
         raise Mixes("counts other values than those that tokens were sorted by")
+    if descends(order.order):
+        raise Mixes("counts the first group first, where tokens were sorted to begin with the last")
     if not never_negative(order.order.args[0]):
         raise Mixes("counts values of tokens that are not known to be indices")
     (bins,) = node.meta["val"].shape
@@ -76,8 +86,8 @@ def histogram(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
 
 
 def made_from(node: Any) -> fx.Node:
-    """The node behind casts and views."""
-    while getattr(node.target, "overloadpacket", None) in CASTS:
+    """The node behind views, and casts that keep apart as many numbers as there can be groups."""
+    while getattr(node.target, "overloadpacket", None) in CASTS and node.meta["val"].dtype in WIDE:
         node = node.args[0]
     assert isinstance(node, fx.Node)
     return node
@@ -141,7 +151,7 @@ def size_of_group(node: fx.Node, groups: Groups) -> Axes:
 def split_groups(node: fx.Node, axes_of: AxesOf) -> Axes:
     """Sorted rows split at the sizes of all their groups in turn; `part_of` then takes one."""
     rows, listed = axes_of(node.args[0]), node.args[1]
-    (dim,) = dims_along(node, 2, 0)
+    dim = dim_along(node, 2, 0)
     (order,) = rows.dims[dim] if len(rows.dims[dim]) == 1 else (None,)
     wrong = Mixes("splits tokens at other places than the sizes of their groups")
     if not isinstance(order, Permuted) or rows.numbers or not isinstance(listed, (tuple, list)):
@@ -226,7 +236,7 @@ def is_inverse(axes: dict[fx.Node, Axes], node: fx.Node) -> bool:
 def index_add(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     """Sorted rows added to the rows of the tokens they belong to."""
     base, index, source = readable(axes_of(node.args[0])), axes_of(node.args[2]), readable(axes_of(node.args[3]))
-    (dim,) = dims_along(node, 1)
+    dim = dim_along(node, 1)
     if not base.labelled(dim):
         raise Mixes("adds rows of tokens to rows that are not tokens")
     rows, rest = source.dims[dim], (*source.dims[:dim], (), *source.dims[dim + 1 :])

@@ -60,6 +60,7 @@ UNTAGGED: dict[Any, Callable[..., Axes]] = {
         "__xor__",
         "type_as",
         "masked_fill",
+        "fill",
         "where",
         "floor_divide",
         "gelu",

@@ -19,8 +19,17 @@ def dims_along(node: fx.Node, position: int, default: Any = None) -> list[int]:
     """The dimensions a node works along (argument ``position`` or ``dim=``), as non-negative numbers."""
     rank = node.args[0].meta["val"].dim()  # type: ignore[union-attr]
     given = node.args[position] if len(node.args) > position else node.kwargs.get("dim", default)
-    chosen = range(rank) if given is None or given == [] else ([given] if isinstance(given, int) else given)
+    every = given is None or given == [] or isinstance(given, bool)  # whether `std` is unbiased comes first, too
+    chosen = range(rank) if every else ([given] if isinstance(given, int) else given)
     return [dim % rank for dim in chosen] if rank else []  # type: ignore[union-attr]
+
+
+def dim_along(node: fx.Node, position: int, default: Any = None) -> int:
+    """The one dimension that a node works along."""
+    dims = dims_along(node, position, default)
+    if len(dims) != 1:
+        raise Mixes(f"works along {len(dims)} dimensions, where one is understood")
+    return dims[0]
 
 
 def refuse_labelled(node: fx.Node, axes: Axes, dims: list[int]) -> None:
@@ -121,7 +130,7 @@ REDUCTIONS: dict[Any, Callable[..., Any]] = {
     aten.max: reduction(),
     aten.min: reduction(),
     **{op: reduction() for op in (aten.any, aten.all, aten.logsumexp)},
-    **{op: along() for op in (aten.softmax, aten._softmax, aten.log_softmax, aten.cumsum, aten.flip)},
+    **{op: along() for op in (aten.softmax, aten._softmax, aten.log_softmax, aten.cumsum, aten.cumprod, aten.flip)},
     aten.scaled_dot_product_attention: attention,
     aten.topk: selection,
     aten.layer_norm: normalised_shape,

@@ -14,7 +14,7 @@ from selective_compile.passes.axes import Axes, Axis, Dim, Extended, Mixes, Size
 from selective_compile.passes.rules_chosen import FINDERS, place
 from selective_compile.passes.rules_order import joined, order_of, part_of, size_of_group, split_groups
 from selective_compile.passes.rules_pointwise import broadcast
-from selective_compile.passes.rules_reduce import dims_along, refuse_labelled
+from selective_compile.passes.rules_reduce import dim_along, dims_along, refuse_labelled
 from selective_compile.passes.table_rows import rows_of, slice_bounds
 
 aten = torch.ops.aten
@@ -82,7 +82,7 @@ def expand(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
 def slice_(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     """A full slice was removed by pass 1, so what is left cuts its dimension."""
     axes, value = axes_of(node.args[0]), node.meta["val"]
-    (dim,) = dims_along(node, 1, 0)
+    dim = dim_along(node, 1, 0)
     if cuts_extension(node, axes, dim, sizes):
         return with_dims(axes, replaced(axes.dims, dim, (Axis.TOKEN,)))
     refuse_labelled(node, axes, [dim])
@@ -111,7 +111,7 @@ def select(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     axes = axes_of(node.args[0])
     if axes.groups is not None:
         return size_of_group(node, axes.groups)
-    (dim,) = dims_along(node, 1, 0)
+    dim = dim_along(node, 1, 0)
     refuse_labelled(node, axes, [dim])
     return with_dims(axes, (*axes.dims[:dim], *axes.dims[dim + 1 :]))
 
@@ -190,10 +190,10 @@ def squeeze(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
 
 def repeat_interleave(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     """Along one dimension, by a constant count: heads repeated, or each token as often as it has experts."""
-    axes, count = axes_of(node.args[0]), node.args[1]
-    (dim,) = dims_along(node, 2)
+    axes, count = axes_of(node.args[0]), node.args[1] if len(node.args) > 1 else None
     if not isinstance(count, int) or axes.numbers:
         raise Mixes("repeats elements as often as a tensor says, or repeats the numbers of tokens")
+    dim = dim_along(node, 2)
     repeated = (*axes.dims[dim], count) if axes.labelled(dim) else sizes.dim(node.meta["val"].shape[dim])
     return with_dims(axes, replaced(axes.dims, dim, merge_plain(repeated)))
 

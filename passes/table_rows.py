@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from selective_compile.passes.axes import Axes, Axis, Sizes, is_symbolic
-from selective_compile.passes.rules_reduce import dims_along
+from selective_compile.passes.rules_reduce import dim_along
 
 aten = torch.ops.aten
 
@@ -46,7 +46,7 @@ def table_rows(node: fx.Node, axes: dict[fx.Node, Axes], sizes: Sizes) -> TableR
 
 def rows_of(node: fx.Node, axes: Axes, sizes: Sizes) -> TableRows | None:
     """As `table_rows`, of a slice of a table with ``axes``."""
-    (dim,) = dims_along(node, 1, 0)
+    dim = dim_along(node, 1, 0)
     start, _, step = slice_bounds(node)
     rows, taken = node.args[0].meta["val"].shape[dim], node.meta["val"].shape[dim]  # type: ignore[union-attr]
     of_positions = not axes.inputs and not axes.numbers and not axes.labelled(dim) and not axes.holding(Axis.BATCH)

@@ -48,6 +48,13 @@ def part_of_a_part(x: Tensor) -> Tensor:
     return whole
 
 
+def part_of_every_row(x: Tensor) -> Tensor:
+    whole = x * 1
+    whole[:, :, :3] = 0.0
+    whole[:, :, 4:6] *= 3
+    return whole + 1
+
+
 def scattered(x: Tensor) -> Tensor:
     return torch.zeros_like(x).scatter_(-1, x.topk(2)[1], 1.0)
 
@@ -64,6 +71,7 @@ REWRITTEN: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "parts assigned": (assigned, 2),
     "through a permutation": (through_a_permutation, 1),
     "a part of a part": (part_of_a_part, 2),
+    "a part of every row": (part_of_every_row, 3),
     "scattered": (scattered, 1),
     "one of several results": (of_several_results, 1),
 }

@@ -304,3 +304,19 @@ def test_masks_of_grouped_scores_have_two_dimensions_of_heads() -> None:
         return torch.einsum("bkgqt,btkd->bqkgd", weights, kv).flatten(2, 3)
 
     assert ragged_error(attend) < 1e-5
+
+
+def test_masks_that_differ_in_what_hidden_scores_become_are_proved_apart() -> None:
+    """Behind the second one a key is uncovered again, by what is added."""
+
+    def twice(fill: float) -> Callable[..., Any]:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            places = torch.arange(q.shape[1])
+            hidden, ahead = ~below(q.shape[1]), (places[None] > places[:, None]).float() * 9990.0
+            first = weigh((scores_of(q, k).masked_fill(hidden, -1e30) + ahead).softmax(-1), v)
+            return first + weigh((scores_of(q, k).masked_fill(hidden, fill) + ahead).softmax(-1), v)
+
+        return attend
+
+    assert len(analysed(twice(-1e30)).calls) == 2 and not reasons(twice(-1e30))
+    assert any("uncovers them" in reason for reason in reasons(twice(-1e4)))

@@ -47,11 +47,15 @@ def routed(x: Tensor, router: Tensor, top: int = TOP) -> tuple[Tensor, Tensor, T
 
 
 def mixture(
-    top: int = TOP, undo: Function = by_writing, ends: Function = ends_of, owner: Function | None = None
+    top: int = TOP,
+    undo: Function = by_writing,
+    ends: Function = ends_of,
+    owner: Function | None = None,
+    descending: bool = False,
 ) -> Function:
     def run(x: Tensor, router: Tensor, up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
         rows, scores, experts = routed(x, router, top)
-        sorted_experts, order = torch.sort(experts.reshape(-1))
+        sorted_experts, order = torch.sort(experts.reshape(-1), descending=descending)
         chosen = rows[order // top if owner is None else owner(order)]
         bounds = ends(sorted_experts)
         hidden = grouped(chosen, up, bounds).add_(bias[sorted_experts]).relu()
@@ -105,6 +109,7 @@ def split_by_expert(
     gate: Function = lambda rows, experts: torch.zeros(rows.shape[0], EXPERTS).scatter(1, experts, 1),
     parts: Function = lambda parts: parts,
     rows_of: Function = lambda rows, order: rows[order // TOP],
+    sorted_as: torch.dtype = torch.int64,
 ) -> Function:
     """Each expert's rows are cut out and multiplied by themselves, as JetMoE does."""
 
@@ -114,7 +119,7 @@ def split_by_expert(
         sizes = choose([counts[expert].item() for expert in range(EXPERTS)])
         for size in sizes:
             torch._check(size >= 0)
-        order = experts.flatten().sort(0)[1]
+        order = experts.flatten().to(sorted_as).sort(0)[1]
         cut = rows_of(rows, order).split(sizes, dim=0)
         product = torch.cat([part @ weight for part, weight in zip(parts(cut), up, strict=False)], dim=0)
         weighted = product @ down[0] * scores.flatten()[order][:, None]
@@ -218,6 +223,9 @@ REFUSED: dict[str, tuple[Function, str]] = {
     "not put back": (mixture(undo=lambda order: order), "not the token's own"),
     "put back by something else": (mixture(undo=lambda order: torch.arange(order.shape[0])), "not the token's own"),
     "put back one further": (mixture(undo=wrong_inverse), "reordered"),
+    "put back backwards": (mixture(undo=lambda order: order.argsort(descending=True)), "reordered"),
+    "experts sorted from the last": (mixture(descending=True), "begin with the last"),
+    "split by experts sorted as true and false": (split_by_expert(sorted_as=torch.bool), "sizes of their groups"),
     "rows of other tokens": (mixture(owner=lambda order: order // 4), "reordered"),
     "rows of no token": (mixture(owner=lambda order: order), "not the token's own"),
     "an expert that may become -1": (replaced_by(-1), "not known to be indices"),
