@@ -28,7 +28,8 @@ OTHERS = 7.0  # at which a state forgets what was: far from the time steps of an
 
 @torch.no_grad()
 def recurrences_of(model: nn.Module) -> dict[Place, Recognised]:
-    """The model's own functions that are known recurrences; it is run on a few tokens."""
+    """The model's own functions that are known recurrences; it is run on a few tokens.  One that has limits is none
+    where it cannot be told whether steps of `generate` have them."""
 
     def run(ids: Tensor) -> None:
         call, arguments = logits_call(model, ids)
@@ -40,14 +41,18 @@ def recurrences_of(model: nn.Module) -> dict[Place, Recognised]:
     except CANNOT:  # the model itself cannot be called so, as those that know only some lengths
         return {}
     every = {known.limits for known in found.values()}
-    unlimited = {limits for limits in every if limits is not None and unlimited_in_steps(model, limits)}
-    return {place: replace(known, unlimited_steps=known.limits in unlimited) for place, known in found.items()}
+    unlimited = {limits: limits is not None and unlimited_in_steps(model, limits) for limits in every}
+    return {
+        place: replace(known, unlimited_steps=told)
+        for place, known in found.items()
+        if (told := unlimited[known.limits]) is not None
+    }
 
 
 @torch.no_grad()
-def unlimited_in_steps(model: nn.Module, limits: Limits) -> bool:
-    """Whether steps of `generate` are the same whatever the ``limits`` are that the model's modules have, and prompts
-    are not; False where they have none, or it is not known how `generate` goes on."""
+def unlimited_in_steps(model: nn.Module, limits: Limits) -> bool | None:
+    """Whether steps of `generate` are the same whatever the ``limits`` are that the model's modules have; None where
+    prompts are, too, so that the model has them from elsewhere.  False for one that has no `generate`."""
     if why_not_run(model):
         return False
     ids = drawn(model, vocabulary_of(model), PROMPT + 1, seed=0)
@@ -56,8 +61,8 @@ def unlimited_in_steps(model: nn.Module, limits: Limits) -> bool:
             prompts = [first_logits(model, ids[:-1], limits if other else None) for other in (False, True)]
             steps = [second_logits(model, ids, limits if other else None) for other in (False, True)]
         except CANNOT:
-            return False
-    return not torch.equal(*prompts) and torch.equal(*steps)
+            return None
+    return None if torch.equal(*prompts) else torch.equal(*steps)
 
 
 def first_logits(model: nn.Module, ids: Tensor, limits: Limits | None) -> Tensor:

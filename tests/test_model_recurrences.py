@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -78,6 +79,18 @@ def test_steps_that_have_the_limits_too_are_found(monkeypatch: pytest.MonkeyPatc
         found, _ = requests_of(model)
         assert found == theirs
     assert found != [generated_alone(model, prompt, NEW) for prompt in PROMPTS]
+
+
+def test_where_the_limits_come_from_elsewhere_the_model_runs_its_own_steps() -> None:
+    """A forward that somebody has put in its place runs the model's modules, whatever a copy of them has."""
+    model = limited()
+    forward = model.forward
+    model.forward = functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
+    assert not any(known.limits for known in recurrences_of(model).values())
+    assert sc.explain(model).verdict != "ragged"
+    engine = sc.Engine(model, sc.EngineConfig(compile=False))
+    found = [engine.submit(prompt, max_new_tokens=NEW, do_sample=False).result().tokens for prompt in PROMPTS]
+    assert list(map(list, found)) == [generated_alone(model, prompt, NEW) for prompt in PROMPTS]
 
 
 def test_limits_that_change_nothing_are_none() -> None:
