@@ -19,7 +19,7 @@ from selective_compile.options import EngineConfig
 from selective_compile.passes import Refusal, Rewrite
 from selective_compile.passes.isolated_call import Argument, IsolatedCall
 from selective_compile.skeleton import others_in, rebuilt, structure_of
-from selective_compile.step import StepInputs
+from selective_compile.step import GENERATED, StepInputs
 from selective_compile.step_program import StepProgram
 
 # What a module sees of a request in a step: the step's tokens, with the request's own cache; these if it is one token,
@@ -150,7 +150,7 @@ class IsolatedProgram(ModuleProgram):
         for request, first, end in zip(inputs.requests, bounds, bounds[1:], strict=False):
             if first == end:
                 continue
-            position = int(inputs.positions[first])
+            position = int(inputs.positions[first]) % GENERATED  # without marks
             kept = self._requests.get(request)
             if position == 0:
                 kept = self._requests[request] = Kept()

@@ -93,6 +93,22 @@ def test_where_the_limits_come_from_elsewhere_the_model_runs_its_own_steps() -> 
     assert list(map(list, found)) == [generated_alone(model, prompt, NEW) for prompt in PROMPTS]
 
 
+def test_modules_beside_them_may_run_isolated() -> None:
+    model = limited()
+    attention = next(module for module in model.modules() if type(module).__name__.endswith("Attention"))
+
+    class Sorting(type(attention)):  # type: ignore[misc]
+        def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+            mixed, *rest = super().forward(hidden_states, *args, **kwargs)
+            return mixed + torch.cummax(hidden_states.double(), 1).values.to(mixed.dtype) * 0, *rest
+
+    attention.__class__ = Sorting
+    engine = sc.Engine(model, sc.EngineConfig(compile=False))
+    assert engine.report.verdict in ("isolated", "sequential")
+    found = [engine.submit(prompt, max_new_tokens=NEW, do_sample=False).result().tokens for prompt in PROMPTS]
+    assert list(map(list, found)) == [generated_alone(model, prompt, NEW) for prompt in PROMPTS]
+
+
 def test_limits_that_change_nothing_are_none() -> None:
     assert {known.limits for known in recurrences_of(random_model("mamba2")).values()} == {None}
 
