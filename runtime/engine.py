@@ -181,7 +181,7 @@ class Engine:
         asked: Sequence[Asked],
         request_id: RequestId | None = None,
         *,
-        rows_from: int = 0,
+        rows_from: int | None = None,
         shown: Any = None,
         id_offset: int = 0,
         **terms: Any,
@@ -191,7 +191,8 @@ class Engine:
         Args:
             asked: of each of them.
             request_id: of the first; the others have a number behind it.
-            rows_from: where log probabilities of the prompt are asked for, the token whose next is the first of them.
+            rows_from: where log probabilities of the prompt are asked for, the token whose next is the first of them;
+                what is behind it counts as generated; None: the first, of a prompt alone.
             shown: token ids, also none, that stand for the prompt where processors, criteria and beams look at it;
                 the prompt itself may then have ids that are no tokens, as far as the program has a place for them.
             id_offset: what is added to the ids of generated tokens where the program gets them; others see them as
@@ -210,7 +211,9 @@ class Engine:
                 for chosen_id, params, one in zip(ids, every, asked, strict=True):
                     state = submission.state(chosen_id, self._requests.next_number, params)
                     if any(each.keeps_prompt for each in every):
-                        state.rows_from = rows_from
+                        state.rows_from = rows_from or 0
+                        if rows_from is not None:  # behind it is what was generated, and is computed so
+                            state.generated_from = rows_from + 1
                     requests.append(Request(state, params, self))
                     self._requests.add(requests[-1])
                     self._recording.submitted(state, submission, params, one.config, one.options)

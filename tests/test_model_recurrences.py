@@ -109,6 +109,14 @@ def test_modules_beside_them_may_run_isolated() -> None:
     assert list(map(list, found)) == [generated_alone(model, prompt, NEW) for prompt in PROMPTS]
 
 
+def test_a_score_is_that_of_tokens_that_were_generated() -> None:
+    engine = sc.Engine(limited(), sc.EngineConfig(compile=False))
+    for prompt in PROMPTS[:3]:
+        result = engine.submit(prompt, max_new_tokens=NEW, do_sample=False, logprobs=True).result()
+        assert result.logprobs is not None
+        assert engine.score(prompt, list(result.tokens)) == pytest.approx(result.logprobs, abs=1e-4)
+
+
 def test_limits_that_change_nothing_are_none() -> None:
     assert {known.limits for known in recurrences_of(random_model("mamba2")).values()} == {None}
 
