@@ -187,7 +187,8 @@ class _EngineAgain:
         asked = [
             Asked(config=None, options={**dict.fromkeys(FIELDS), **DEFAULTS, **options, "num_return_sequences": 1})
         ]
-        (request,) = self._engine.submit_samples(event["prompt"], asked, event["id"], rows_from=rows_from or None, **terms)
+        terms["rows_from"] = rows_from or None
+        (request,) = self._engine.submit_samples(event["prompt"], asked, event["id"], **terms)
         self._requests[event["number"]] = request
 
 
