@@ -25,7 +25,6 @@ AxesOf = Callable[[Any], Axes]
 CASTS = (aten.to, aten._to_copy, aten.reshape, aten.view, aten.clone, aten.contiguous, aten.flatten)
 WIDE = (torch.int64, torch.int32, torch.float32, torch.float64)
 ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
-ASCENDING = (aten.sort.default, aten.argsort.default)
 SORTS = (aten.sort.default, aten.sort.stable)
 ITEMS = (aten.item.default, aten._local_scalar_dense.default)
 NEVER_NEGATIVE = "never_negative"  # in the meta of a table that holds no negative numbers
@@ -157,7 +156,7 @@ def split_groups(node: fx.Node, axes_of: AxesOf) -> Axes:
     if not isinstance(order, Permuted) or rows.numbers or not isinstance(listed, (tuple, list)):
         raise wrong
     source = made_from(order.order.args[0])
-    if order.order.target not in ASCENDING or len(order.order.args) > 2 and order.order.args[2] or order.order.kwargs:
+    if descends(order.order):
         raise wrong
     for place, size in enumerate(listed):
         read = size.args[0] if isinstance(size, fx.Node) and size.target in ITEMS else None

@@ -98,7 +98,7 @@ def _served(
     requests: list[Request] = []
     try:
         for row, numbers in _samples(prompts, engine.config.max_requests):
-            asked = []
+            asked, first = [], numbers[0]
             for number in numbers:
                 seen = len(prompts.seen(number))
                 options = fields[number].options(prompts.width_of(number) - seen, of_embeddings=of_embeddings)
@@ -111,13 +111,13 @@ def _served(
                 asked.append(Asked(config=fields[number].config, options=options))
             known: dict[str, Any] = {"cache_salt": salt}
             if of_embeddings or prompts.types is not None:
-                known |= {"shown": prompts.seen(numbers[0]), "id_offset": prompts.id_offset(numbers[0])}
+                known |= {"shown": prompts.seen(first), "id_offset": prompts.id_offset(first)}
             try:
                 requests += engine.submit_samples(row, asked, **known)
             except ValueError as error:
                 if len(fields) == 1:
                     raise
-                raise ValueError(f"prompt {numbers[0]}: {error}") from error
+                raise ValueError(f"prompt {prompts.numbers[first] if prompts.numbers else first}: {error}") from error
         if streamer is not None:
             stream(requests, prompts, streamer, fields[0].pad_token_id)
         return [_result(request) for request in requests]

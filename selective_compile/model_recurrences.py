@@ -55,38 +55,31 @@ def unlimited_in_steps(model: nn.Module, limits: Limits) -> bool | None:
     prompts are, too, so that the model has them from elsewhere.  False for one that has no `generate`."""
     if why_not_run(model):
         return False
-    ids = drawn(model, vocabulary_of(model), PROMPT + 1, seed=0)
+    prompt, step = drawn(model, vocabulary_of(model), PROMPT + 1, seed=0).split(PROMPT)
     with unchanged(model):
         try:
-            prompts = [first_logits(model, ids[:-1], limits if other else None) for other in (False, True)]
-            steps = [second_logits(model, ids, limits if other else None) for other in (False, True)]
+            prompts = [last_logits(model, prompt, instead_of=given) for given in (None, limits)]
+            steps = [last_logits(model, prompt, step, instead_of=given) for given in (None, limits)]
         except CANNOT:
             return None
     return None if torch.equal(*prompts) else torch.equal(*steps)
 
 
-def first_logits(model: nn.Module, ids: Tensor, limits: Limits | None) -> Tensor:
-    """``[V]`` behind a prompt, with others in the place of ``limits``."""
-    copy = skeleton(model, {})
+def last_logits(model: nn.Module, *parts: Tensor, instead_of: Limits | None) -> Tensor:
+    """``[V]`` of the last token, with a prompt and what is stepped behind it as ``parts``, where modules have others in
+    the place of these limits while the last part runs."""
+    copy, one = skeleton(model, {}), OneRequest(tokens=parts[0][None, :0])
     with own_attributes(copy, {}):
-        change(copy, limits)
-        return stepped(copy, OneRequest(tokens=ids[None]))
+        for part in parts:
+            if part is parts[-1] and instead_of is not None:
+                change(copy, instead_of)
+            one.tokens = torch.cat([one.tokens, part[None]], dim=1)
+            logits = stepped(copy, one)
+    return logits
 
 
-def second_logits(model: nn.Module, ids: Tensor, limits: Limits | None) -> Tensor:
-    """``[V]`` of the last token, stepped by itself behind the others, with others in the place of ``limits`` from
-    there on."""
-    copy = skeleton(model, {})
-    with own_attributes(copy, {}):
-        one = OneRequest(tokens=ids[None, :-1])
-        stepped(copy, one)
-        change(copy, limits)
-        one.tokens = ids[None]
-        return stepped(copy, one)
-
-
-def change(copy: nn.Module, limits: Limits | None) -> None:
-    for module in copy.modules() if limits is not None else ():
+def change(copy: nn.Module, limits: Limits) -> None:
+    for module in copy.modules():
         attributes: dict[str, Any] = vars(module)
         for name, value in list(attributes.items()):
             if isinstance(value, (tuple, list)) and number_pair(kept(value)) == limits:

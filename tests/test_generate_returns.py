@@ -219,6 +219,15 @@ def test_a_criterion_that_is_in_no_list(loaded: tuple[Any, Any]) -> None:
         sc.generate(loaded[0], [[1]], stopping_criteria=MaxLengthCriteria(9), engine_config=CONFIG)
 
 
+@pytest.mark.parametrize("samples", [1, 3])
+def test_what_is_wrong_with_one_prompt_of_many_says_which(loaded: tuple[Any, Any], samples: int) -> None:
+    options: dict[str, Any] = {"do_sample": True, "num_return_sequences": samples, "engine_config": CONFIG}
+    with pytest.raises(ValueError, match="^prompt 1: prompt_ids must be at least 0 and less than .*got 100000$"):
+        sc.generate(loaded[0], [[1], [2, 100000], [3]], max_new_tokens=2, **options)
+    with pytest.raises(ValueError, match="^prompt_ids must hold at least one token id, got none$"):
+        sc.generate(loaded[0], [[]], max_new_tokens=2, engine_config=CONFIG)
+
+
 def test_guidance_over_rows(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     negative = torch.tensor([[PAD, PAD, 97, 98], [99, 100, 101, 102], [PAD, 50, 43, 51]])
     options = {"negative_prompt_ids": negative, "negative_prompt_attention_mask": (negative != PAD).long()}
