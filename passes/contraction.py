@@ -51,6 +51,9 @@ def rank(node: fx.Node) -> int:
 def read_matmul(node: fx.Node) -> Contraction | None:
     left, right = node.args[:2]
     assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
+    if rank(left) >= 2 and rank(right) == 1:  # one row of weights for all
+        batch = tuple(f"b{i}" for i in range(rank(left) - 1))
+        return Contraction(left=left, right=right, left_letters=(*batch, "k"), right_letters=("k",), out=batch)
     return product(left, right) if rank(left) >= 2 and rank(right) >= 2 else None
 
 
@@ -90,12 +93,8 @@ def read_added(node: fx.Node) -> Contraction:
 def read_einsum(node: fx.Node) -> Contraction | None:
     equation, operands = node.args[:2]
     assert isinstance(equation, str)
-    if len(operands) != 2 or "." in equation or "->" not in equation:  # type: ignore[arg-type]
-        return None
-    inputs, out = equation.replace(" ", "").split("->")
+    inputs, _, out = equation.partition("->")  # as `spellings` has left it
     first, second = inputs.split(",")
-    if len(set(first)) < len(first) or len(set(second)) < len(second):
-        return None
     left, right = node.all_input_nodes if len(node.all_input_nodes) == 2 else node.all_input_nodes * 2
     return Contraction(left=left, right=right, left_letters=tuple(first), right_letters=tuple(second), out=tuple(out))
 
@@ -103,6 +102,7 @@ def read_einsum(node: fx.Node) -> Contraction | None:
 READERS: dict[Any, Callable[[fx.Node], Contraction | None]] = {
     aten.matmul: read_matmul,
     aten.mm: read_matmul,
+    aten.mv: read_matmul,
     aten.bmm: read_matmul,
     aten.linear: read_linear,
     aten.addmm: read_added,

@@ -25,6 +25,8 @@ from selective_compile.passes.traced_graph import is_mutable
 aten = torch.ops.aten
 # They may return their input itself, which their schemas do not say.
 UNDECLARED_ALIASES = (aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.type_as, aten.cat)
+# `a &= b` and its like, which are not spelt as other operators that write are.
+INFIX = {f"aten::__i{name}__": f"aten::__{name}___" for name in ("and", "or", "xor", "lshift", "rshift")}
 # The operator that puts a part back into what a view took it from; its other arguments are the view's.
 SCATTERS: dict[Any, Any] = {
     aten.slice.Tensor: aten.slice_scatter.default,
@@ -65,7 +67,7 @@ def functional(node: fx.Node) -> Any:
     """The operator that returns what ``node`` writes into its first argument, and into nothing else; or None."""
     schema = node.target._schema  # type: ignore[union-attr]
     written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    name = schema.name.split("::")[1]
+    name = INFIX.get(schema.name, schema.name).split("::")[1]
     if written != [schema.arguments[0].name] or not schema.name.startswith("aten::") or not name.endswith("_"):
         return None
     packet = getattr(aten, name.removesuffix("_"), None)

@@ -25,7 +25,8 @@ from torch.overrides import TorchFunctionMode
 
 from selective_compile.passes.functional import make_functional
 from selective_compile.passes.lengths import CAPTURE_TOKENS
-from selective_compile.passes.normalise import INDEX_FORM, Symbols, tidy
+from selective_compile.passes.normalise import Symbols, tidy
+from selective_compile.passes.spellings import SPELT_OUT
 
 UNBINDS = (Tensor.unbind, torch.unbind)
 NONZEROS = (Tensor.nonzero, torch.nonzero)
@@ -158,7 +159,7 @@ def trace_groups(
             return [*results, *loops.looped]
 
         try:
-            module = make_fx(traced, INDEX_FORM, tracing_mode="real", pre_dispatch=True)(*fakes)
+            module = make_fx(traced, SPELT_OUT, tracing_mode="real", pre_dispatch=True)(*fakes)
         except IndexError as error:
             if loops.current is None:
                 raise

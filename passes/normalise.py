@@ -16,7 +16,6 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._decomp import get_decompositions
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp.autocast_mode import _enter_autocast
@@ -27,6 +26,7 @@ from selective_compile.passes.functional import make_functional
 from selective_compile.passes.lengths import bounds_requests, longest_request
 from selective_compile.passes.packed_trace import Traces
 from selective_compile.passes.retrace import retraced
+from selective_compile.passes.spellings import SPELT_OUT
 from selective_compile.passes.traced_graph import (
     Input,
     Place,
@@ -40,21 +40,6 @@ from selective_compile.passes.traced_graph import (
 aten = torch.ops.aten
 SOURCE = "selective_source"
 OTHER_NAMES: dict[Any, Any] = dict.fromkeys((aten.concat.default, aten.concatenate.default), aten.cat.default)
-# Triangles are written as comparisons of index ranges, which the mask proof can evaluate at any position.
-INDEX_FORM: dict[Any, Any] = get_decompositions([aten.tril, aten.triu])
-
-
-def filled_where(chosen: torch.Tensor, number: float, values: torch.Tensor) -> Any:
-    return values.masked_fill(chosen, number) if values.is_floating_point() else NotImplemented
-
-
-# And what is another spelling of an operator that every later pass knows, as that operator.
-SPELT_OUT: dict[Any, Any] = INDEX_FORM | {
-    aten.mT.default: lambda x: x.transpose(-2, -1),
-    aten.broadcast_to.default: lambda x, sizes: x.expand(sizes),
-    aten.where.ScalarSelf: filled_where,
-}
-
 # What `tensor.data` is to Dynamo: tracing, which sees operators alone, would take what it gives for a constant.
 DATA: Any = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
 

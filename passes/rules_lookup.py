@@ -130,6 +130,38 @@ def one_hot(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     return Axes(dims=(*axes.dims, sizes.dim(node.args[1])), inputs=axes.inputs)
 
 
+def among_constants(values: int, constants: int) -> Callable[..., Axes]:
+    """Each value by itself, held to the same constants: which bucket it is in, or whether it is one of them."""
+
+    def rule(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+        axes, those = readable(axes_of(node.args[values])), axes_of(node.args[constants])
+        in_order = node.target is not aten.searchsorted.Tensor or len(those.dims) == 1
+        if not those.is_constant or not axes_of(node.kwargs.get("sorter")).is_constant or not in_order:
+            raise Mixes("compares with what depends on tokens, or with rows of its own for each value")
+        return Axes(dims=axes.dims, inputs=axes.inputs)
+
+    return rule
+
+
+def put_features(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    """``x[..., [3, 5]] = values``: at the same places of each token's row."""
+    base, values = readable(axes_of(node.args[0])), readable(axes_of(node.args[2]))
+    indices: Any = node.args[1]
+    (dim,) = [i for i, index in enumerate(indices) if index is not None]
+    index = axes_of(indices[dim])
+    refuse_labelled(node, base, [dim])
+    broadcast([(*base.dims[:dim], *index.dims, *base.dims[dim + 1 :]), values.dims])
+    return Axes(dims=base.dims, inputs=base.inputs | values.inputs)
+
+
+def puts_features(node: fx.Node, axes_of: AxesOf) -> bool:
+    """Whether it writes along one dimension, at places that are constants."""
+    used = [index for index in node.args[1] if index is not None]  # type: ignore[union-attr]
+    if len(used) != 1 or used[0].meta["val"].dtype is torch.bool:  # type: ignore[union-attr]
+        return False
+    return axes_of(used[0]).is_constant and not axes_of(used[0]).numbers
+
+
 LOOKUPS: dict[Any, Callable[..., Any]] = {
     aten.embedding: embedding,
     aten.index: index,
@@ -138,4 +170,7 @@ LOOKUPS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.slice_scatter, aten.select_scatter), put_back),
     aten.index_select: index_select,
     aten.one_hot: one_hot,
+    aten.bucketize: among_constants(0, 1),
+    aten.isin: among_constants(0, 1),
+    aten.searchsorted: among_constants(1, 0),
 }

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from selective_compile.passes.axes import Axes, Dim, Factor, Groups, Mixes, Part, Permuted, Sizes
-from selective_compile.passes.rules_lookup import readable
+from selective_compile.passes.rules_lookup import put_features, puts_features, readable
 from selective_compile.passes.rules_reduce import dim_along, dims_along, selection
 
 aten = torch.ops.aten
@@ -213,7 +213,9 @@ def grouped_product(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
 
 
 def index_put(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
-    """``inverse[order] = arange``: for each token, where the sorting put it."""
+    """``inverse[order] = arange``: for each token, where the sorting put it; else features that are written."""
+    if puts_features(node, axes_of):
+        return put_features(node, axes_of, sizes)
     base, values = axes_of(node.args[0]), axes_of(node.args[2])
     indices: Any = node.args[1]
     index = axes_of(indices[0]) if len(indices) == 1 and indices[0] is not None else Axes(dims=())

@@ -19,7 +19,7 @@ def dims_along(node: fx.Node, position: int, default: Any = None) -> list[int]:
     """The dimensions a node works along (argument ``position`` or ``dim=``), as non-negative numbers."""
     rank = node.args[0].meta["val"].dim()  # type: ignore[union-attr]
     given = node.args[position] if len(node.args) > position else node.kwargs.get("dim", default)
-    every = given is None or given == [] or isinstance(given, bool)  # whether `std` is unbiased comes first, too
+    every = given in (None, [], ()) or isinstance(given, bool)  # whether `std` is unbiased comes first, too
     chosen = range(rank) if every else ([given] if isinstance(given, int) else given)
     return [dim % rank for dim in chosen] if rank else []  # type: ignore[union-attr]
 
@@ -44,11 +44,11 @@ def named(dim: Dim) -> str:
     return " and ".join(names[f] if isinstance(f, Axis) else "sorted or chosen tokens" for f in factors)
 
 
-def reduction(position: int = 1, keepdim_position: int = 2) -> Callable[..., Any]:
+def reduction(position: int = 1, keepdim_position: int = 2, default: Any = None) -> Callable[..., Any]:
     def rule(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Any:
         if node.target in OF_TWO:
             return pointwise(node, axes_of, sizes)
-        axes, dims = axes_of(node.args[0]), dims_along(node, position)
+        axes, dims = axes_of(node.args[0]), dims_along(node, position, default)
         over_keys = node.target in OVER_KEYS and len(dims) == 1 and is_keys(axes, dims[0])
         if not over_keys:
             refuse_labelled(node, axes, dims)
@@ -123,14 +123,33 @@ def attention(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Ax
     return Axes(dims=dims, inputs=query.inputs | key.inputs | value.inputs)
 
 
+def resized(position: int = 1) -> Callable[..., Axes]:
+    """Values mix along one dimension, which may have another size then: as one half gates the other in ``glu``."""
+
+    def rule(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Axes:
+        axes, dim = axes_of(node.args[0]), dim_along(node, position, -1)
+        refuse_labelled(node, axes, [dim])
+        size = sizes.dim(node.meta["val"].shape[dim])
+        return Axes(dims=(*axes.dims[:dim], size, *axes.dims[dim + 1 :]), inputs=axes.inputs)
+
+    return rule
+
+
 REDUCTIONS: dict[Any, Callable[..., Any]] = {
     **{op: reduction() for op in (aten.mean, aten.sum, aten.amax, aten.amin, aten.argmax, aten.argmin, aten.prod)},
-    **{op: reduction(keepdim_position=3) for op in (aten.std, aten.var)},
-    aten.linalg_vector_norm: reduction(2, 3),
+    **{op: reduction() for op in (aten.nansum, aten.median, aten.nanmedian, aten.aminmax, aten.count_nonzero)},
+    **{op: reduction(keepdim_position=3) for op in (aten.std, aten.var, aten.std_mean, aten.var_mean)},
+    **{op: reduction(2, 3) for op in (aten.linalg_vector_norm, aten.norm)},
+    aten.mode: reduction(default=-1),
+    aten.kthvalue: reduction(2, 3, default=-1),
     aten.max: reduction(),
     aten.min: reduction(),
     **{op: reduction() for op in (aten.any, aten.all, aten.logsumexp)},
     **{op: along() for op in (aten.softmax, aten._softmax, aten.log_softmax, aten.cumsum, aten.cumprod, aten.flip)},
+    **{op: along() for op in (aten.cummax, aten.cummin, aten.logcumsumexp)},
+    aten.roll: along(2, ()),
+    aten.glu: resized(),
+    **{op: resized(2) for op in (aten.fft_fft, aten.fft_ifft, aten.fft_rfft, aten.fft_irfft)},
     aten.scaled_dot_product_attention: attention,
     aten.topk: selection,
     aten.layer_norm: normalised_shape,

@@ -180,6 +180,27 @@ def stack(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     return Axes(dims=(*dims[:dim], sizes.dim(len(parts)), *dims[dim:]), inputs=inputs)
 
 
+def padded(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    """``pad``: elements added to, or taken from, both ends of the last dimensions."""
+    axes, value, ends = axes_of(node.args[0]), node.meta["val"], list(node.args[1])  # type: ignore[arg-type]
+    if axes.numbers or not all(isinstance(count, int) for count in ends):
+        raise Mixes("pads the numbers of tokens, or by the number of tokens")
+    last = len(axes.dims) - 1
+    changed = [last - i for i in range(len(ends) // 2) if any(ends[2 * i : 2 * i + 2])]
+    refuse_labelled(node, axes, changed)
+    dims = [sizes.dim(size) if i in changed else axes.dims[i] for i, size in enumerate(value.shape)]
+    return with_dims(axes, dims)
+
+
+def diagonal(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    axes, rank = axes_of(node.args[0]), node.args[0].meta["val"].dim()  # type: ignore[union-attr]
+    given = (None, *node.args[2:], *(0, 1)[len(node.args[2:]) :])
+    crossed = [node.kwargs.get(f"dim{place}", given[place]) % rank for place in (1, 2)]
+    refuse_labelled(node, axes, crossed)
+    rest = [dim for i, dim in enumerate(axes.dims) if i not in crossed]
+    return with_dims(axes, [*rest, sizes.dim(node.meta["val"].shape[-1])])
+
+
 def squeeze(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     axes = axes_of(node.args[0])
     gone = [d for d in dims_along(node, 1) if axes.dims[d] == ()]
@@ -227,7 +248,7 @@ VIEWS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.view_as, aten.reshape_as), reshape),
     **dict.fromkeys((aten.transpose, aten.t), transpose),
     **dict.fromkeys((aten.to, aten._to_copy, aten.type_as, aten.clone, aten.contiguous), same),
-    **dict.fromkeys((aten.split, aten.split_with_sizes, aten.chunk, aten.unbind), split),
+    **dict.fromkeys((aten.split, aten.unsafe_split, aten.split_with_sizes, aten.chunk, aten.unbind), split),
     operator.getitem: getitem,
     aten.unsqueeze: unsqueeze,
     aten.view_as_complex: complex_pairs,
@@ -239,6 +260,8 @@ VIEWS: dict[Any, Callable[..., Any]] = {
     aten.expand_as: expand,
     aten.slice: slice_,
     aten.select: select,
+    **dict.fromkeys((aten.pad, aten.constant_pad_nd), padded),
+    aten.diagonal: diagonal,
     aten.cat: cat,
     aten.stack: stack,
     aten.repeat_interleave: repeat_interleave,

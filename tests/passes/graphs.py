@@ -17,8 +17,9 @@ from selective_compile.passes.flatten import flatten
 from selective_compile.passes.functional import make_functional
 from selective_compile.passes.lengths import longest_request
 from selective_compile.passes.mask_proof import prove_masks
-from selective_compile.passes.normalise import SPELT_OUT, Symbols, bounding, narrowings, tidy
+from selective_compile.passes.normalise import Symbols, bounding, narrowings, tidy
 from selective_compile.passes.selections import recognise_selections
+from selective_compile.passes.spellings import SPELT_OUT
 from selective_compile.passes.token_axes import mark_token_axes
 from selective_compile.passes.traced_graph import Input, Place, Refusal, RefusedError, TracedGraph, module_path
 

@@ -19,9 +19,10 @@ from selective_compile.captured import ATTENTION_MASK
 from selective_compile.coverage.random_model import random_model
 from selective_compile.passes import retrace as tracing
 from selective_compile.passes import rewrite
-from selective_compile.passes.normalise import SPELT_OUT, Symbols
+from selective_compile.passes.normalise import Symbols
 from selective_compile.passes.packed_trace import PackedTrace, asked_of
 from selective_compile.passes.retrace import results_of
+from selective_compile.passes.spellings import SPELT_OUT
 from tests.models import tiny
 
 FOUND = ("llama", "qwen3", "gemma2", "phi3", "gpt2", "deepseek_v3")

@@ -13,7 +13,8 @@ from selective_compile.capture import capture
 from selective_compile.captured import ATTENTION_MASK, Captured
 from selective_compile.passes import Rewrite, rewrite
 from selective_compile.passes import retrace as tracing
-from selective_compile.passes.normalise import SPELT_OUT, Symbols
+from selective_compile.passes.normalise import Symbols
+from selective_compile.passes.spellings import SPELT_OUT
 from tests.decoders import Decoder
 from tests.models import tiny
 from tests.passes.graphs import written

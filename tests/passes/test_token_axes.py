@@ -92,8 +92,61 @@ TOKEN_WISE: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
     "scatter with sums": (lambda x: torch.zeros_like(x).scatter_add(-1, x.topk(2)[1], x), ()),
     "one-hot": (lambda ids, w: F.one_hot(ids, 300).float() @ w, (TABLE,)),
     "maximum of features": (lambda x: x - x.max(-1, keepdim=True)[0], ()),
+    "axes swapped by other names": (lambda x: x.swapaxes(1, 2).swapdims(-1, 1).movedim(1, 2).moveaxis(2, 1), ()),
+    "features rolled": (lambda x: x.roll(3, -1), ()),
+    "features tiled": (lambda x: x.tile(2), ()),
+    "features padded": (lambda x: F.pad(x, (1, 2), value=1.0) + F.pad(x, (-2, 5)), ()),
+    "gated half": (lambda x: F.glu(x), ()),
+    "slopes of channels": (lambda x, w: F.prelu(x.mT, w[0]).mT, (WEIGHT,)),
+    "mean and spread": (lambda x: standardised(*torch.std_mean(x, -1, keepdim=True), x), ()),
+    "norm of groups": (lambda x, w: F.group_norm(x.reshape(-1, 8), 2, w[0], w[1]).view(x.shape), (WEIGHT,)),
+    "buckets": (lambda x, w: torch.bucketize(x, w[0].sort()[0]) + torch.searchsorted(w[1].sort()[0], x), (WEIGHT,)),
+    "among ids": (lambda ids: torch.isin(ids, torch.tensor([1, 2]))[..., None].float(), ()),
+    "median and more": (lambda x: x.median(-1)[0] + x.kthvalue(2)[0] + x.round().mode()[0] + x.nansum(-1), ()),
+    "least and largest": (lambda x: torch.stack(x.aminmax(dim=-1), -1), ()),
+    "running maximum": (lambda x: x.cummax(-1)[0] + x.logcumsumexp(-1), ()),
+    "diagonal of features": (lambda x, w: (x[..., None] * w).diagonal(1, -2, -1), (WEIGHT,)),
+    "spectrum of features": (lambda x: torch.fft.rfft(x, dim=-1).abs(), ()),
+    "complex by parts": (lambda x: (torch.complex(x, -x).conj() * 1j).imag, ()),
+    "a row of weights": (lambda x, w: x @ w[0] + torch.mv(x.reshape(-1, 8), w[1]).view(x.shape[:2]), (WEIGHT,)),
+    "products by other names": (
+        lambda x, w: torch.inner(x, w) + torch.tensordot(x, w, 1) + torch.outer(w[0], w[1])[0],
+        (WEIGHT,),
+    ),
+    "convolution of one token": (lambda x, w: F.conv1d(x.mT, w[..., None], w[0]).mT, (WEIGHT,)),
+    "einsum of three": (lambda x, w: torch.einsum("bsi,ij,jk->bsk", x, w, w), (WEIGHT,)),
+    "einsum with dots": (
+        lambda x, w: torch.einsum("...i, oi -> ...o", x, w) + torch.einsum("...i,io", x, w),
+        (WEIGHT,),
+    ),
+    "einsum of one": (lambda x, w: torch.einsum("bsi->bs", x)[..., None] * torch.einsum("ii->i", w), (WEIGHT,)),
+    "marked ones overwritten": (lambda ids, x: marked_overwritten(ids, x * 1), ()),
+    "features overwritten": (lambda x: features_overwritten(x * 1), ()),
+    "in place by and": (lambda ids: both(ids > 3, ids < 200)[..., None].float(), ()),
     "constant of the batch's size": (lambda x: x + torch.ones(x.shape[0], x.shape[1], 1), ()),
 }
+
+
+def standardised(spread: Tensor, mean: Tensor, x: Tensor) -> Tensor:
+    return (x - mean) / spread
+
+
+def marked_overwritten(ids: Tensor, x: Tensor) -> Tensor:
+    x[x > 1] = 0.5
+    x[ids > 100] = 2.0
+    x[ids < 10] = torch.arange(8.0)
+    return x
+
+
+def features_overwritten(x: Tensor) -> Tensor:
+    x[..., torch.tensor([0, 5])] = x[..., :2] * 3
+    x[..., torch.tensor([1])] = 0.0
+    return x
+
+
+def both(one: Tensor, other: Tensor) -> Tensor:
+    one &= other
+    return one
 
 
 @pytest.mark.parametrize("name", TOKEN_WISE)
@@ -104,7 +157,7 @@ def test_token_wise_operations_give_the_same_numbers_on_a_ragged_batch(name: str
 
 MIXING: dict[str, tuple[Function, str]] = {
     "norm over tokens": (lambda x: x / torch.norm(x, dim=1, keepdim=True), "dimension 1"),
-    "roll": (lambda x: x.roll(1, 1), "no transfer rule for aten.roll"),
+    "roll": (lambda x: x.roll(1, 1), "enumerates tokens"),
     "cumsum": (lambda x: x.cumsum(1), "enumerates tokens"),
     "cumprod": (lambda x: x.cumprod(1), "enumerates tokens"),
     "flip": (lambda x: x.flip(1), "enumerates tokens"),
@@ -120,7 +173,7 @@ MIXING: dict[str, tuple[Function, str]] = {
     "last token": (lambda x: x - x[:, -1:], "enumerates tokens"),
     "one request": (lambda x: x + x[0], "enumerates requests"),
     "shift by slicing": (lambda x: torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1), "enumerates tokens"),
-    "shift by padding": (lambda x: F.pad(x, (0, 0, 1, 0))[:, :-1], "no transfer rule for aten.pad"),
+    "shift by padding": (lambda x: F.pad(x, (0, 0, 1, 0))[:, :-1], "enumerates tokens"),
     "convolution": (
         lambda x: F.conv1d(x.transpose(1, 2), torch.ones(8, 1, 1), groups=8).transpose(1, 2),
         "no transfer",
@@ -182,6 +235,25 @@ MIXING: dict[str, tuple[Function, str]] = {
         lambda x: torch.slice_scatter(x.repeat(1, 1, 40), x, 2, x.shape[1], x.shape[1] + x.shape[2]),
         "number of tokens",
     ),
+    "everything rolled": (lambda x: x.roll(1), "enumerates requests"),
+    "tokens tiled": (lambda x: x.tile(1, 2, 1)[:, : x.shape[1]], ""),
+    "tokens padded": (lambda x: F.pad(x, (0, 0, 2, 0)), "enumerates tokens"),
+    "tokens gated by tokens": (lambda x: F.glu(torch.cat([x, x], 1), 1), "enumerates tokens"),
+    "mean and spread of tokens": (lambda x: standardised(*torch.std_mean(x, 1, keepdim=True), x), "enumerates tokens"),
+    "groups of tokens": (lambda x: F.group_norm(x.mT, 2).mT, ""),
+    "buckets by tokens": (lambda x: torch.bucketize(x, x[0, :, 0].sort()[0]), "requests"),
+    "buckets of each row": (lambda x: torch.searchsorted(x.sort(-1)[0], x), "rows of its own"),
+    "among other tokens": (lambda ids: torch.isin(ids, ids + 1)[..., None], "depends on tokens"),
+    "median of tokens": (lambda x: x - x.median(1, keepdim=True)[0], "enumerates tokens"),
+    "least of everything": (lambda x: x - x.aminmax()[0], "enumerates requests"),
+    "running maximum of tokens": (lambda x: x.cummax(1)[0], "enumerates tokens"),
+    "diagonal of tokens": (lambda x: x + (x[:, :, None] * x[:, None]).diagonal(0, 1, 3)[..., :1], "enumerates tokens"),
+    "spectrum of tokens": (lambda x: torch.fft.fft(x, dim=1).abs(), "enumerates tokens"),
+    "matrix of tokens times a row": (lambda x: x + (x.mT @ torch.ones_like(x[0, :, 0]))[:, None], ""),
+    "convolution of every second token": (lambda x: F.conv1d(x.mT, torch.ones(8, 8, 1), stride=2).mT, "no transfer"),
+    "einsum of three over tokens": (lambda x: x + torch.einsum("bsi,ij,btj->bi", x, torch.ones(8, 8), x)[:, None], ""),
+    "chosen ones overwritten in turn": (lambda ids, x: written_in_turn(ids, x * 1), "boolean mask"),
+    "tokens overwritten": (lambda x: tokens_overwritten(x * 1), "enumerates tokens"),
     "in place on an input": (lambda x: x.add_(1), "in place"),
     "in place below a view": (lambda x: below_a_view(x * 1), "in place"),
     "in place on a permutation, read elsewhere": (lambda x: beside_a_view(x * 1), "in place"),
@@ -221,6 +293,17 @@ def below_a_view(x: Tensor) -> Tensor:
     part = x[..., :4]
     x.add_(1)
     return torch.cat([part, x], -1)
+
+
+def written_in_turn(ids: Tensor, x: Tensor) -> Tensor:
+    chosen = ids > 100
+    x[chosen] = x[chosen].cumsum(0)
+    return x
+
+
+def tokens_overwritten(x: Tensor) -> Tensor:
+    x[:, torch.tensor([0, 2])] = 1.0
+    return x
 
 
 def in_place_on_a_part(x: Tensor) -> Tensor:
