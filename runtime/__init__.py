@@ -22,8 +22,9 @@ from selective_compile.runtime.generation import GenerationParams
 from selective_compile.runtime.inference_request import InferenceRequest
 from selective_compile.runtime.logit_error import LogitError, logit_error
 from selective_compile.runtime.records import TopLogprobs
-from selective_compile.runtime.request import FinishReason, Request, RequestResult, RequestTiming
+from selective_compile.runtime.request import Request
 from selective_compile.runtime.request_processor import RequestProcessor
+from selective_compile.runtime.request_result import FinishReason, RequestResult, RequestTiming
 from selective_compile.runtime.stats import EngineStats, RequestEnd, StepObserver, StepRecord, StepShare
 from selective_compile.runtime.step_loop import StepError
 from selective_compile.runtime.trace_file import TraceFile

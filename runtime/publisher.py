@@ -12,7 +12,8 @@ from selective_compile.runtime.outbox import Outbox
 from selective_compile.runtime.plan import Share
 from selective_compile.runtime.recording import Recording
 from selective_compile.runtime.records import TokenRecord
-from selective_compile.runtime.request import FinishReason, Request
+from selective_compile.runtime.request import Request
+from selective_compile.runtime.request_result import FinishReason
 from selective_compile.runtime.request_state import RequestState, unknown_id
 from selective_compile.runtime.roster import Roster
 from selective_compile.runtime.scheduled_step import ScheduledStep

@@ -15,7 +15,7 @@ from typing import Any, Self
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.recording import VERSION, pictured
-from selective_compile.runtime.request import FinishReason, RequestTiming
+from selective_compile.runtime.request_result import FinishReason, RequestTiming
 from selective_compile.runtime.request_state import RequestId, RequestState, Terms
 from selective_compile.runtime.scheduler import Scheduler
 from selective_compile.runtime.stats import RequestEnd, StepObserver, StepRecord

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from threading import TIMEOUT_MAX, Condition
-from typing import Any, Literal, Protocol
+from typing import Any, NoReturn, Protocol, SupportsIndex
 
 from selective_compile.forks import lock_of_any_process
+from selective_compile.runtime.awaiting import Awaiting
 from selective_compile.runtime.beam_request import RequestSearch
-from selective_compile.runtime.beams import BeamResult, Hypothesis
+from selective_compile.runtime.beams import BeamResult
 from selective_compile.runtime.generation import GenerationParams
-from selective_compile.runtime.records import TokenRecord, TopLogprobs, joined_rows
-from selective_compile.runtime.request_state import RequestId, RequestState
-
-# An end-of-sequence id, a stop string or a criterion; max_new_tokens; `cancel`; what `error` says.
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+from selective_compile.runtime.records import TokenRecord, joined_rows
+from selective_compile.runtime.request_result import FinishReason, RequestResult, RequestTiming
+from selective_compile.runtime.request_state import RequestState
 
 
 class Ending:
@@ -45,63 +44,12 @@ class RequestOwner(Protocol):
         """End the request and free its blocks."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RequestTiming:
-    """Seconds since `submit`, and between one token and the next on average; None for what did not happen."""
-
-    queued: float | None
-    first_token: float | None
-    total: float | None
-    between_tokens: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestResult:
-    """How a request ended.
-
-    Attributes:
-        tokens: the generated token ids, the end-of-sequence id included where there was one; not the prompt.
-        finish_reason: "stop" (an end-of-sequence id, a stop string, a criterion of the request's own), "length" (as
-            many tokens, or as much time, as allowed), "cancelled" or "error".
-        error: the message when finish_reason is "error", else None.
-        logprobs: of each token under the model's own distribution, before temperature and filters; None
-            unless the request asked for them with `logprobs=True`. With beams, of the best hypothesis.
-        prompt_logprobs: of each token of the prompt but the first, given those before it, with `prompt_logprobs=True`.
-        prompt_logits: the rows [prompt length, V] that the model gave for the prompt's tokens, float32, with
-            `prompt_logits=True`; fewer where the request ended before, and None without any.
-        processed_logprobs: of each token under the distribution that it was drawn from; with
-            `processed_logprobs=True`.
-        top_logprobs, processed_top_logprobs: of the likeliest tokens of each step, as many as `top_logprobs` asked
-            for, under each of the two distributions that is kept.
-        logits, scores: for each token the row [V] that the model gave, and what was made of it, float32; with
-            `output_logits=True`, `output_scores=True`. With beams, for each step the rows of all [num_beams, V].
-        hypotheses: with beams, the best `num_return_sequences` of them, the best first, whose tokens are `tokens`.
-        beams: with `output_beams=True`, what the beams had generated before each step and after the last, each
-            [num_beams, steps].
-    """
-
-    request_id: RequestId
-    tokens: tuple[int, ...]
-    finish_reason: FinishReason
-    error: str | None
-    logprobs: tuple[float, ...] | None
-    prompt_logprobs: tuple[float, ...] | None
-    prompt_logits: Any
-    processed_logprobs: tuple[float, ...] | None
-    top_logprobs: tuple[TopLogprobs, ...] | None
-    processed_top_logprobs: tuple[TopLogprobs, ...] | None
-    logits: tuple[Any, ...] | None
-    scores: tuple[Any, ...] | None
-    hypotheses: tuple[Hypothesis, ...] | None
-    beams: tuple[Any, ...] | None
-    timing: RequestTiming
-
-
 class Request:
     """What `Engine.submit` returns. Every method may be called from any thread.
 
     Iterating gives the token ids as they are generated; each iterator starts with the first. Where no
     background thread runs the engine (`Engine.running`), the reader that waits runs it, for all requests.
+    Coroutines read with `async for`, and `await` the result; while they wait, their event loop goes on.
 
     Attributes:
         samples: those of the prompt that were submitted as one, each a request by itself; this one comes first.
@@ -117,6 +65,7 @@ class Request:
         self._owner: RequestOwner | None = owner
         self._lock = lock_of_any_process()
         self._changed = Condition(self._lock)
+        self._awaiting = Awaiting()
         self._waiting = 0  # how many readers wait for a change: mostly none, whom it takes time to tell of each token
         self._tokens: list[int] = []
         self._records: list[TokenRecord] = []  # one for each token, if the request keeps any
@@ -210,15 +159,12 @@ class Request:
         deadline = None if timeout is None else time.perf_counter() + timeout
         if not self._wait_for(lambda: self.finished, deadline):
             raise TimeoutError(f"request {self.request_id!r} must finish within {timeout} seconds, has not yet")
-        assert self.ending.reason is not None
-        return RequestResult(
-            request_id=self.request_id,
-            tokens=tuple(self._tokens),
-            finish_reason=self.ending.reason,
-            error=self._error,
-            timing=self.timing,
-            **self._results(),
-        )
+        return self._result()
+
+    def __await__(self) -> Generator[Any, None, RequestResult]:
+        """What `result` returns, for a coroutine. The request goes on where that is cancelled, as by a timeout."""
+        yield from self._awaited(lambda: self.finished).__await__()
+        return self._result()
 
     def __iter__(self) -> Iterator[int]:
         """Stream the generated token ids.
@@ -228,14 +174,29 @@ class Request:
         """
         position = 0
         while True:
-            self._wait_for(lambda seen=position: len(self._tokens) > seen or self.finished, None)  # type: ignore[misc]
+            self._wait_for(lambda seen=position: self._has_more(seen), None)  # type: ignore[misc]
             fresh = self._tokens[position:]
             if not fresh:
                 break
             yield from fresh
             position += len(fresh)
-        if self._error is not None:
-            raise RuntimeError(f"request {self.request_id!r} failed: {self._error}")
+        self._check_success()
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        """As iterating, for a coroutine."""
+        position = 0
+        while True:
+            await self._awaited(lambda seen=position: self._has_more(seen))  # type: ignore[misc]
+            fresh = self._tokens[position:]
+            if not fresh:
+                break
+            for token in fresh:
+                yield token
+            position += len(fresh)
+        self._check_success()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError("a Request must not be copied or pickled: take its `result()`")
 
     def __repr__(self) -> str:
         ended = self.ending.reason or "not finished"
@@ -300,6 +261,25 @@ class Request:
     def _notify(self) -> None:
         if self._waiting:
             self._changed.notify_all()
+        self._awaiting.wake()
+
+    def _has_more(self, count: int) -> bool:
+        return len(self._tokens) > count or self.finished
+
+    def _check_success(self) -> None:
+        if self._error is not None:
+            raise RuntimeError(f"request {self.request_id!r} failed: {self._error}")
+
+    def _result(self) -> RequestResult:
+        assert self.ending.reason is not None
+        return RequestResult(
+            request_id=self.request_id,
+            tokens=tuple(self._tokens),
+            finish_reason=self.ending.reason,
+            error=self._error,
+            timing=self.timing,
+            **self._results(),
+        )
 
     def _end(self, finish_reason: FinishReason) -> None:
         assert self.ending.reason is None, self
@@ -350,6 +330,21 @@ class Request:
             if not driven:
                 owner.drive()
         return True
+
+    async def _awaited(self, ready: Callable[[], bool]) -> None:
+        """As `_wait_for`, for a coroutine: where nobody runs the steps, a thread takes one for it."""
+        while not ready():
+            owner = self._owner
+            if owner is None:
+                continue  # it has ended since
+            owner.check_outside_step()
+            with self._lock:
+                driven = owner.driven
+                change = self._awaiting.change() if driven and not ready() else None
+            if change is not None:
+                await change
+            elif not driven:
+                await asyncio.to_thread(owner.drive)
 
 
 def _of_search(result: BeamResult) -> dict[str, Any]:

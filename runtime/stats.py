@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from selective_compile.runtime.plan import StepPlan
-from selective_compile.runtime.request import FinishReason, Request, RequestTiming
+from selective_compile.runtime.request import Request
+from selective_compile.runtime.request_result import FinishReason, RequestTiming
 from selective_compile.runtime.request_state import RequestId
 
 

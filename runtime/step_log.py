@@ -9,7 +9,8 @@ from typing import Any
 
 from selective_compile.runtime.own_code import Logged
 from selective_compile.runtime.plan import StepPlan
-from selective_compile.runtime.request import Ending, FinishReason, Request
+from selective_compile.runtime.request import Ending, Request
+from selective_compile.runtime.request_result import FinishReason
 from selective_compile.runtime.scheduler import Scheduler
 from selective_compile.runtime.stats import EngineStats, RequestEnd, StepObserver, StepRecord
 

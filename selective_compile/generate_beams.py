@@ -11,7 +11,7 @@ from transformers.generation import GenerateBeamDecoderOnlyOutput
 
 from selective_compile.generate_arguments import Prompts
 from selective_compile.generate_fields import Fields
-from selective_compile.runtime.request import RequestResult
+from selective_compile.runtime.request_result import RequestResult
 
 
 def check_beams(fields: Sequence[Fields], *, streamer: Any) -> None:

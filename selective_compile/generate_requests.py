@@ -19,7 +19,8 @@ from selective_compile.model_facts import declared_positions
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.engine import Engine
 from selective_compile.runtime.processors import samples_have_one_number
-from selective_compile.runtime.request import Request, RequestResult
+from selective_compile.runtime.request import Request
+from selective_compile.runtime.request_result import RequestResult
 from selective_compile.runtime.samples import Asked
 
 # A function with the arguments of `model.generate` has no other place for what it compiled, since the model

@@ -18,7 +18,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from selective_compile.generate_arguments import Prompts
 from selective_compile.generate_fields import STATES, Fields
 from selective_compile.module_state import lock_of
-from selective_compile.runtime.request import RequestResult
+from selective_compile.runtime.request_result import RequestResult
 
 # By what name a call returns it; the second until transformers 5.24.
 CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"

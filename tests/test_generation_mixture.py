@@ -12,7 +12,7 @@ from transformers.generation.configuration_utils import SynthIDTextWatermarkingC
 
 import selective_compile as sc
 from selective_compile.backend import Program
-from selective_compile.runtime.request import RequestResult
+from selective_compile.runtime.request_result import RequestResult
 from selective_compile.tiny_model.tokenizer import EOS
 from tests.generation_rows import TEXTS, EndsAfter, Shifted, allowed, biases, letters
 from tests.shipped import shipped
