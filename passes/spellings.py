@@ -4,7 +4,8 @@ Before::  swapaxes = aten.swapaxes(x, 1, 2); einsum = aten.einsum("...i,oi->...o
 After::   transpose = aten.transpose(x, 1, 2); einsum = aten.einsum("abi,oi->abo", [transpose, w])
 
 So a rule, a reader of products or a proof is written once for all spellings.  What is in `COMPOSITE` is traced as
-PyTorch itself puts it together.
+PyTorch itself puts it together; `diff` is not in it, by which transformers asks where packed sequences begin: whole, it is
+found to be the same number at all positions (`positional`), and its parts are not.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ COMPOSITE = (
         "special_round",
     ),
     # Along a dimension.
-    *("special_softmax", "special_log_softmax", "special_logsumexp", "nanmean", "cosine_similarity", "diff"),
+    *("special_softmax", "special_log_softmax", "special_logsumexp", "nanmean", "cosine_similarity"),
     *("linalg_norm", "linalg_matrix_norm", "frobenius_norm", "pairwise_distance"),
     # Products.
     *("linalg_matmul", "linalg_vecdot", "tensordot", "inner", "outer", "ger", "kron"),
