@@ -16,6 +16,7 @@ PRODUCTS = frozenset(
         "baddbmm",
         "bmm",
         "mm",
+        "mv",
         "matmul",
         "linear",
         "einsum",

@@ -23,6 +23,7 @@ from selective_compile.passes.flat_graph import FlatGraph, reach_of
 from selective_compile.passes.isolate import replace_isolated
 from selective_compile.passes.latent_rows import latent_query, latent_row, latent_value
 from selective_compile.passes.normalise import Symbols, retrace, tidy
+from selective_compile.passes.own_reads import replace_own_reads
 from selective_compile.passes.packed_trace import Traces
 from selective_compile.passes.positional import is_positional_root, straight_line
 from selective_compile.passes.rules_lookup import reads_own_index
@@ -77,6 +78,7 @@ class Flattener:
             self.replace_recurrence(index, recurrence)
         replace_isolated(self.traced)
         self.graph.eliminate_dead_code()
+        replace_own_reads(self.traced)
         self.replace_rows()
         self.replace_positions()
         self.check_survivors()

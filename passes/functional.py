@@ -3,35 +3,28 @@
 Before::  product = grouped_mm(x, w); add_ = aten.add_(product, bias); relu(product)
 After::   product = grouped_mm(x, w); add = aten.add(product, bias);   relu(add)
 
-Before::  keys = aten.new_empty(x, sizes); copy_ = aten.copy_(aten.slice(keys, 3, 0, 4), x)
-After::   keys = aten.new_empty(x, sizes); written = aten.slice_scatter(keys, aten.copy(..., x), 3, 0, 4)
+Before::  keys = aten.new_empty(x, sizes); part = aten.slice(keys, 3, 0, 4); copy_ = aten.copy_(part, x); mul(keys, 2)
+After::   keys = aten.new_empty(x, sizes); written = aten.slice_scatter(keys, x, 3, 0, 4);            mul(written, 2)
 
-Declines, leaving the node for pass 2 to refuse, unless the changed tensor was made in the graph by an operator that
-allocates it, and nothing that shares its memory is read afterwards but through its name.
+Whatever is read behind the write of the same memory, as another part of it, is taken of what was written.  Declines,
+leaving the node for pass 2 to refuse, unless the memory was allocated in the graph, and all that is read of it behind
+the write is known as a view of it (`memory`).
 """
 
 from __future__ import annotations
 
-import operator
-import sys
 from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from selective_compile.passes.memory import View, allocates, linked, may_alias, overlaps, view_of
 from selective_compile.passes.traced_graph import is_mutable
 
 aten = torch.ops.aten
-# They may return their input itself, which their schemas do not say.
-UNDECLARED_ALIASES = (aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.type_as, aten.cat)
 # `a &= b` and its like, which are not spelt as other operators that write are.
 INFIX = {f"aten::__i{name}__": f"aten::__{name}___" for name in ("and", "or", "xor", "lshift", "rshift")}
-# The operator that puts a part back into what a view took it from; its other arguments are the view's.
-SCATTERS: dict[Any, Any] = {
-    aten.slice.Tensor: aten.slice_scatter.default,
-    aten.select.int: aten.select_scatter.default,
-}
 
 
 def make_functional(module: fx.GraphModule) -> int:
@@ -42,25 +35,16 @@ def make_functional(module: fx.GraphModule) -> int:
         if node.op != "call_function" or not is_mutable(node):
             continue
         returning = functional(node)
-        views = views_to_base(node.args[0]) if node.args else []
         # A value with numbers was made outside of the trace, as by a graph that `vmap` went through.
-        traced = isinstance(node.meta.get("val"), FakeTensor)
-        if returning is None or not traced or not views or not owned(views, node, order):
+        if returning is None or not isinstance(node.meta.get("val"), FakeTensor):
             continue
-        replace(module.graph, node, views, returning, order)
-        rewritten += 1
+        write = Write(node, returning, order)
+        if write.is_seen_whole():
+            write.rewrite()
+            rewritten += 1
     module.graph.eliminate_dead_code()
     module.recompile()
     return rewritten
-
-
-def views_to_base(changed: Any) -> list[fx.Node]:
-    """What is written to, what it is a view of, and so on to the whole tensor."""
-    chain = []
-    while isinstance(changed, fx.Node):
-        chain.append(changed)
-        changed = changed.args[0] if may_alias(changed) and changed.args else None
-    return chain
 
 
 def functional(node: fx.Node) -> Any:
@@ -74,87 +58,100 @@ def functional(node: fx.Node) -> Any:
     return getattr(packet, schema.overload_name or "default", None)
 
 
-def owned(views: list[fx.Node], writer: fx.Node, order: dict[fx.Node, int]) -> bool:
-    """Whether the whole tensor was allocated in the graph, and what shares its memory is not read after writing.
+class Write:
+    """A node that writes: to a part of the memory of ``root``, through ``views``, the last of which is the root's."""
 
-    A view that no scatter puts back, as a permutation, must be the only one that is read after writing.
-    """
-    if not allocates(views[-1]):
-        return False
-    behind = views[put_back(views) + 1 :]
-    if any(order[user] > order[writer] for view in behind for user in view.users):
-        return False
-    aliases = [user for view in views for user in view.users if user not in (*views, writer) and may_alias(user)]
-    while aliases:
-        alias = aliases.pop()
-        if order[alias] >= order[writer]:
-            continue  # it is, or will be made from, what is written
-        if any(order[user] > order[writer] for user in alias.users):
+    def __init__(self, node: fx.Node, returning: Any, order: dict[fx.Node, int]) -> None:
+        self._node, self._returning, self._order = node, returning, order
+        self._graph = node.graph
+        self._part: Any = node.args[0]
+        self._views: list[View] = []
+        self._root: Any = self._part
+        while isinstance(self._root, fx.Node) and (view := view_of(self._root)) is not None:
+            self._views.append(view)
+            self._root = view.source
+
+    def is_seen_whole(self) -> bool:
+        """Whether it writes to nobody else's memory, and what is read of it from then on is known to be a view."""
+        if not isinstance(self._root, fx.Node) or overlaps(self._part.meta["val"]) or self._changes_shape:
             return False
-        aliases += [user for user in alias.users if may_alias(user)]
-    return True
+        own = {}
+        for other in linked(self._root):
+            if not may_alias(other) and not allocates(other):
+                return False
+            if self._order[other] <= self._order[self._node] and other is not self._node:
+                own[other] = self._is_view(other)
+        return all(known or not self._behind(other) for other, known in own.items())
 
+    @property
+    def _changes_shape(self) -> bool:
+        """As `squeeze_`, which writes to no memory."""
+        return any(returned.alias_info is not None for returned in self._returning._schema.returns)
 
-def put_back(views: list[fx.Node]) -> int:
-    """How many of the views a scatter each puts back, from what is written on."""
-    return next((i for i, view in enumerate(views) if view.target not in SCATTERS), len(views) - 1)
+    def _is_view(self, node: fx.Node) -> bool:
+        while node is not self._root and (view := view_of(node)) is not None:
+            node = view.source
+        return node is self._root
 
+    def _behind(self, node: fx.Node) -> list[fx.Node]:
+        """Who reads it behind the write; its sizes stay what they were."""
+        sizes = (aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default)
+        after = [user for user in node.users if self._order[user] > self._order[self._node]]
+        return [user for user in after if user.target not in sizes]
 
-def allocates(node: fx.Node) -> bool:
-    return node.op == "call_function" and not may_alias(node) and not is_mutable(node)
+    def rewrite(self) -> None:
+        before = [other for other in linked(self._root) if self._order[other] < self._order[self._node]]
+        part = self._written()
+        new = {self._part: part}
+        for view, of in zip(self._views, (self._part, *(view.source for view in self._views)), strict=False):
+            put = view.put(new[of])
+            new[view.source] = new[of] if put is None else self._make(*put, like=view.source)
+        if self._views and self._is_written_again(before):
+            new = {self._root: new[self._root]}  # the part is a view of it for the next write, too
+        for other in before:
+            for user in self._behind(other):
+                user.replace_input_with(other, self._anew(other, new))
+        self._node.replace_all_uses_with(self._anew(self._part, new))
+        self._graph.erase_node(self._node)
 
+    def _is_written_again(self, before: list[fx.Node]) -> bool:
+        made = {*before, self._node}
+        behind = [user for one in linked(self._root) for user in one.users if user not in made]
+        return any(is_mutable(user) and self._order[user] > self._order[self._node] for user in behind)
 
-def may_alias(node: fx.Node) -> bool:
-    """Whether a value of ``node`` may share memory with one of its arguments; what is no operator may."""
-    if node.target is operator.getitem:  # one of several results
-        return may_alias(node.args[0])  # type: ignore[arg-type]
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return node.op != "output"
-    if node.target.overloadpacket in UNDECLARED_ALIASES:
-        return True
-    source: Any = node.args[0] if node.args else None
-    if node.target.overloadpacket is aten.to and source.meta["val"].dtype != node.meta["val"].dtype:
-        return False
-    return any(returned.alias_info is not None for returned in node.target._schema.returns)
+    def _anew(self, node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
+        """The value that ``node`` has behind the write."""
+        if node not in new:
+            view = view_of(node)
+            assert view is not None
+            new[node] = self._make(*view.take(self._anew(view.source, new)), like=node)
+        return new[node]
 
-
-def replace(graph: fx.Graph, node: fx.Node, views: list[fx.Node], returning: Any, order: dict[fx.Node, int]) -> None:
-    """The new part, and the new whole around it, take the places of the old ones behind ``node``."""
-
-    def make(target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], like: fx.Node) -> fx.Node:
-        with graph.inserting_before(node):
-            new = graph.call_function(target, arguments, keywords)
-        new.meta = {**node.meta, "val": like.meta["val"]}
-        order[new] = order[node]
-        return new
-
-    returned = fake_result(returning, node)
-    new = make(returning, node.args, dict(node.kwargs), node)
-    promoted = returned.dtype != node.meta["val"].dtype  # writing keeps the type of what is written to
-    if promoted:
+    def _written(self) -> fx.Node:
+        """What the part is then."""
+        node, like = self._node, self._node.meta["val"]
+        if self._returning is aten.copy.default and self._is_all(node.args[1]):
+            return node.args[1]  # type: ignore[return-value]
+        returned = fake_result(self._returning, node)
+        new = self._make(self._returning, node.args, like=node, **node.kwargs)
+        if returned.dtype == like.dtype:
+            return new
         new.meta["val"] = returned
-        new = make(aten.to.dtype, (new, node.meta["val"].dtype), {}, node)
-    node.replace_all_uses_with(new)
-    last = views[put_back(views)]
-    for view in views[: put_back(views) + 1]:
-        for user in [user for user in view.users if order[user] > order[node]]:
-            user.replace_input_with(view, new)
-        if view is not last:
-            whole = view.args[0]
-            assert isinstance(whole, fx.Node)
-            if takes_all(view):  # as of tokens in `x[:, :, :4] = 0`
-                continue
-            new = make(SCATTERS[view.target], (whole, new, *view.args[1:]), dict(view.kwargs), whole)
-    graph.erase_node(node)
+        return self._make(aten.to.dtype, (new, like.dtype), like=node)  # writing keeps the type of what is written to
 
+    def _is_all(self, source: Any) -> bool:
+        """Whether what is copied is nobody else's, and all that is left of the part."""
+        if not isinstance(source, fx.Node) or list(source.users) != [self._node] or not allocates(source):
+            return False
+        one, other = source.meta["val"], self._part.meta["val"]
+        return one.dtype == other.dtype and one.device == other.device and one.shape == other.shape
 
-def takes_all(view: fx.Node) -> bool:
-    """Whether a slice is the whole of what it is taken from."""
-    if view.target is not aten.slice.Tensor or view.kwargs:
-        return False
-    given: list[Any] = [*view.args, *(0, None, None, 1)[len(view.args) - 1 :]]
-    start, end, step = given[2:]
-    return start in (None, 0) and step == 1 and (end is None or (isinstance(end, int) and end == sys.maxsize))
+    def _make(self, target: Any, arguments: tuple[Any, ...], *, like: fx.Node, **keywords: Any) -> fx.Node:
+        with self._graph.inserting_before(self._node):
+            new = self._graph.call_function(target, arguments, keywords)
+        new.meta = {**self._node.meta, "val": like.meta["val"]}
+        self._order[new] = self._order[self._node]
+        return new
 
 
 def fake_result(returning: Any, node: fx.Node) -> torch.Tensor:

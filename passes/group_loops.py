@@ -7,7 +7,8 @@
 
 How often such a loop goes round depends on the tokens.  The trace goes round for the groups that it is told, and where
 the code asks whether nothing was found it is told for which groups the answer is yes: so one graph can be had for any
-answer, and `group_proof` compares them.  Whatever else the code asks of values ends the trace with a `RuntimeError`.
+answer, and `group_proof` compares them.  A loop over all experts that asks so is told by the number of what is asked
+about.  Whatever else the code asks of values ends the trace with a `RuntimeError`.
 """
 
 from __future__ import annotations
@@ -43,10 +44,12 @@ class Given:
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """For which groups the loop goes round, all if None; and for which of them nothing is said to be found."""
+    """For which groups the loop goes round, all if None; for which of them nothing is said to be found; and of which
+    finds outside of such a loop, by the order in which the code first asks."""
 
     entered: frozenset[int] | None = None
     empty: frozenset[int] = frozenset()
+    empty_alone: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +57,7 @@ class GroupTrace:
     """``module``'s graph is that of the code; ``hits`` are the nodes in it that found the groups of its loops.
 
     ``entered`` are the groups that a loop went round for; ``asked``: for each of them, the sizes of which was asked
-    whether they are 0.
+    whether they are 0; ``asked_alone``: those that were asked about outside of such a loop.
     """
 
     module: fx.GraphModule
@@ -62,6 +65,7 @@ class GroupTrace:
     symbols: Symbols
     entered: frozenset[int]
     asked: dict[int, set[sympy.Symbol]]
+    asked_alone: tuple[sympy.Symbol, ...]
 
 
 class GroupError(Exception):
@@ -81,6 +85,7 @@ class GroupLoops(TorchFunctionMode):
         self.looped: list[Tensor] = []  # of these, what a loop went over
         self.entered: set[int] = set()
         self.asked: dict[int, set[sympy.Symbol]] = {}
+        self.asked_alone: dict[sympy.Symbol, int] = {}
         self.current: int | None = None
         self.groups = 0
 
@@ -108,7 +113,7 @@ class GroupLoops(TorchFunctionMode):
     def is_empty(self, expression: Any) -> bool | None:
         """What ``expression`` is, if it asks whether a size that depends on values is 0; else None."""
         symbols = list(getattr(expression, "free_symbols", ()))
-        if self.current is None or len(symbols) != 1:
+        if len(symbols) != 1:
             return None
         symbol = symbols[0]
         if not isinstance(expression, sympy.core.relational.Relational) or expression.has(sympy.Function):
@@ -118,8 +123,13 @@ class GroupLoops(TorchFunctionMode):
         nothing, *others = (bool(expression.subs(symbol, size)) for size in (0, 1, 2, MANY))
         if any(other == nothing for other in others):
             return None
+        return nothing if self.is_told_empty(symbol) else not nothing
+
+    def is_told_empty(self, symbol: sympy.Symbol) -> bool:
+        if self.current is None:
+            return self.asked_alone.setdefault(symbol, len(self.asked_alone)) in self.answers.empty_alone
         self.asked.setdefault(self.current, set()).add(symbol)
-        return nothing if self.current in self.answers.empty else not nothing
+        return self.current in self.answers.empty
 
 
 class AnsweringEnv(ShapeEnv):
@@ -167,7 +177,14 @@ def trace_groups(
     make_functional(module)
     tidy(module)
     hits = apart(module.graph, len(loops.looped))
-    return GroupTrace(module=module, hits=hits, symbols=symbols, entered=frozenset(loops.entered), asked=loops.asked)
+    return GroupTrace(
+        module=module,
+        hits=hits,
+        symbols=symbols,
+        entered=frozenset(loops.entered),
+        asked=loops.asked,
+        asked_alone=tuple(loops.asked_alone),
+    )
 
 
 def apart(graph: fx.Graph, hits: int) -> tuple[fx.Node, ...]:

@@ -4,7 +4,8 @@ The graph in which the loop goes round for all groups stands for all others if, 
 only those that no token chose; and if, second, the graph of a trace with fewer rounds is the full one without the rows
 that those groups would have added.  Then a group that is left out would have added no rows: nothing is lost or gained
 by its round.  The second is shown for several sets of groups: a count of rounds, a value handed from round to round or
-a first round that differs from the others would change one of them.
+a first round that differs from the others would change one of them.  So it is for code that goes round for all groups,
+and leaves out those that it finds no tokens of.
 """
 
 from __future__ import annotations
@@ -27,23 +28,41 @@ Run = Callable[[list[Tensor]], list[Tensor]]
 SQUEEZES = (aten.squeeze, aten.unsqueeze, aten.permute, aten.transpose)
 COPIES = (aten.to, aten._to_copy, aten.clone, aten.contiguous)
 NOT_ZERO = (aten.gt.Scalar, aten.greater.Scalar, aten.ne.Scalar, aten.not_equal.Scalar)
+NO_FIND = "asks whether nothing was found of something else than what a group of tokens is"
 SMALL = 16  # numbers in a constant of the code; weights are told apart by identity
 
 
 def prove_any_groups(run: Run, given: Sequence[Given], full: GroupTrace) -> None:
     """Raises `Mixes` unless ``full``, of `trace_all`, is right whichever groups tokens choose; or as `trace_groups`."""
+    table: dict[Any, int] = {}
+    if full.asked_alone:
+        prove_any_empty(run, given, full, table)
     if not full.hits:
         return
     chosen = chosen_groups(full)
     for group in full.entered:
         if not full.asked.get(group, set()) <= sizes_found(chosen.get(group, ())):
-            raise Mixes("asks whether nothing was found of something else than what a group of tokens is")
-    table: dict[Any, int] = {}
+            raise Mixes(NO_FIND)
     for answers in other_answers(full):
         assert answers.entered is not None
         left_out = (full.entered - answers.entered) | answers.empty
         expected = numbered(full.module, table, rows_added(full.module.graph, chosen, left_out))
         if numbered(trace_groups(run, given, answers).module, table, frozenset()) != expected:
+            raise Mixes("does something else for the tokens of a group where other groups have none")
+
+
+def prove_any_empty(run: Run, given: Sequence[Given], full: GroupTrace, table: dict[Any, int]) -> None:
+    """Of what is asked about outside of a loop over groups that were hit."""
+    finders = [node for node in full.module.graph.nodes if node.target in FINDERS]
+    chosen = {
+        number: [finder for finder in finders if sizes_found([finder]) == {symbol}]
+        for number, symbol in enumerate(full.asked_alone)
+    }
+    if not all(chosen.values()):
+        raise Mixes(NO_FIND)
+    for empty in (frozenset(chosen), *(frozenset([*chosen][start::3]) for start in range(3))):
+        expected = numbered(full.module, table, rows_added(full.module.graph, chosen, empty))
+        if numbered(trace_groups(run, given, Answers(empty_alone=empty)).module, table, frozenset()) != expected:
             raise Mixes("does something else for the tokens of a group where other groups have none")
 
 

@@ -10,6 +10,7 @@ an input is neither a weight nor a ``[B, S]`` token input, as a Hugging Face cac
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +44,9 @@ OTHER_NAMES: dict[Any, Any] = dict.fromkeys((aten.concat.default, aten.concatena
 # What `tensor.data` is to Dynamo: tracing, which sees operators alone, would take what it gives for a constant.
 DATA: Any = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
 
+# Where Dynamo finds an attribute of the module that is traced, or of one in it.
+OF_MODULE = re.compile(r"L\['(self|model)'\]\.")
+
 
 def source_name(placeholder: fx.Node) -> str:
     """Dynamo's name for where a placeholder's value comes from (torch 2.11 has a method where 2.13 has a property)."""
@@ -71,6 +75,8 @@ def place_of(placeholder: fx.Node) -> Place:
         return "other"
     name = source_name(placeholder)
     if "_parameters[" in name or "_buffers[" in name or isinstance(value, torch.nn.Parameter):
+        return "weight"
+    if OF_MODULE.match(name) and not any(map(is_symbolic, value.shape)):
         return "weight"
     if value.dim() == 2 and not value.dtype.is_floating_point:
         return "tokens"

@@ -61,8 +61,8 @@ def reads_own_index(node: fx.Node, axes: dict[fx.Node, Axes]) -> bool:
     """Whether an ``index`` node reads a token-carrying tensor at each token's own index (true in a mask only)."""
     if node.target is not aten.index.Tensor or node not in axes:
         return False
-    table = axes[node.args[0]]  # type: ignore[index]
-    if table.is_constant or table.is_permuted or axes[node].is_permuted:
+    table = axes.get(node.args[0])  # type: ignore[arg-type]  # None: rows of a table, which `flatten` has made
+    if axes[node].is_permuted or (table is not None and (table.is_constant or table.is_permuted)):
         return False
     indices = [index for index in node.args[1] if index is not None]  # type: ignore[union-attr]
     # An index that is new to the graph is made of the positions that took an old one's place.
@@ -136,8 +136,11 @@ def among_constants(values: int, constants: int) -> Callable[..., Axes]:
     def rule(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
         axes, those = readable(axes_of(node.args[values])), axes_of(node.args[constants])
         in_order = node.target is not aten.searchsorted.Tensor or len(those.dims) == 1
-        if not those.is_constant or not axes_of(node.kwargs.get("sorter")).is_constant or not in_order:
+        constant = readable(those).is_constant and axes_of(node.kwargs.get("sorter")).is_constant
+        if not constant or not in_order:
             raise Mixes("compares with what depends on tokens, or with rows of its own for each value")
+        if node.kwargs.get("assume_unique"):
+            raise Mixes("takes it that no two tokens have the same value")
         return Axes(dims=axes.dims, inputs=axes.inputs)
 
     return rule
@@ -159,7 +162,8 @@ def puts_features(node: fx.Node, axes_of: AxesOf) -> bool:
     used = [index for index in node.args[1] if index is not None]  # type: ignore[union-attr]
     if len(used) != 1 or used[0].meta["val"].dtype is torch.bool:  # type: ignore[union-attr]
         return False
-    return axes_of(used[0]).is_constant and not axes_of(used[0]).numbers
+    index = axes_of(used[0])
+    return index.is_constant and not index.numbers and index.groups is None
 
 
 LOOKUPS: dict[Any, Callable[..., Any]] = {

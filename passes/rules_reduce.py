@@ -70,7 +70,7 @@ def along(position: int = 1, default: Any = -1) -> Callable[..., Axes]:
 
     def rule(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Any:
         axes, dims = axes_of(node.args[0]), dims_along(node, position, default)
-        if node.target in SOFTMAX and is_keys(axes, dims[0]):
+        if node.target in SOFTMAX and dims and is_keys(axes, dims[0]):
             return "softmax over the key axis", axes.plain()
         refuse_labelled(node, axes, dims)
         return axes.plain()
@@ -94,6 +94,8 @@ def selection(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> An
     """
     position = 2 if node.target in (aten.topk.default, aten.sort.stable, aten.argsort.stable) else 1
     axes, dims = axes_of(node.args[0]), dims_along(node, position, -1)
+    if not dims:  # one number
+        return axes.plain()
     if node.target is aten.topk.default and is_keys(axes, dims[0]):
         return select_keys(node, axes, dims[0], sizes)
     if any(is_symbolic(given.meta["val"]) for given in node.all_input_nodes[1:]):

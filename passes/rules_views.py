@@ -183,7 +183,7 @@ def stack(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
 def padded(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     """``pad``: elements added to, or taken from, both ends of the last dimensions."""
     axes, value, ends = axes_of(node.args[0]), node.meta["val"], list(node.args[1])  # type: ignore[arg-type]
-    if axes.numbers or not all(isinstance(count, int) for count in ends):
+    if axes.numbers or axes.groups is not None or not all(isinstance(count, int) for count in ends):
         raise Mixes("pads the numbers of tokens, or by the number of tokens")
     last = len(axes.dims) - 1
     changed = [last - i for i in range(len(ends) // 2) if any(ends[2 * i : 2 * i + 2])]

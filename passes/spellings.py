@@ -4,12 +4,13 @@ Before::  swapaxes = aten.swapaxes(x, 1, 2); einsum = aten.einsum("...i,oi->...o
 After::   transpose = aten.transpose(x, 1, 2); einsum = aten.einsum("abi,oi->abo", [transpose, w])
 
 So a rule, a reader of products or a proof is written once for all spellings.  What is in `COMPOSITE` is traced as
-PyTorch itself puts it together; `diff` is not in it, by which transformers asks where packed sequences begin: whole, it is
-found to be the same number at all positions (`positional`), and its parts are not.
+PyTorch itself puts it together; `diff` is not in it, by which transformers asks where packed sequences begin: whole, it
+is found to be the same number at all positions (`positional`), and its parts are not.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from string import ascii_letters
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._decomp import get_decompositions
+
+from selective_compile.passes.memory import overlaps
 
 aten = torch.ops.aten
 # Triangles are written as comparisons of index ranges, which the mask proof can evaluate at any position.
@@ -46,8 +49,12 @@ COMPOSITE = (
 )
 
 
-def filled_where(chosen: Tensor, number: float, values: Tensor) -> Any:
-    return values.masked_fill(chosen, number) if values.is_floating_point() else NotImplemented
+def filled_where(chosen: Tensor, number: Any, values: Tensor) -> Any:
+    if not values.is_floating_point() or isinstance(number, complex):
+        return NotImplemented
+    if abs(number) > torch.finfo(values.dtype).max:  # as minus infinity, then
+        number = math.copysign(math.inf, number)
+    return values.masked_fill(chosen, number)
 
 
 def chosen_put(
@@ -60,7 +67,13 @@ def chosen_put(
         return NotImplemented
     each = mask.reshape(*mask.shape, *(1,) * (x.dim() - mask.dim()))  # type: ignore[union-attr]
     chosen = torch.where(each, values, x)
+    if in_place and overlaps(x):
+        return NotImplemented
     return x.copy_(chosen) if in_place else chosen
+
+
+def triangle(decomposed: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda x, *diagonal: x.copy_(decomposed(x, *diagonal))
 
 
 def pointwise_conv1d(
@@ -79,6 +92,18 @@ def pointwise_conv1d(
     return product if bias is None else product + bias[:, None]
 
 
+def unpadded_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Sequence[int] = (1,),
+    padding: str = "valid",
+    *rest: Any,
+) -> Any:
+    # Of one token for each, "same" adds nothing either.
+    return pointwise_conv1d(x, weight, bias, stride, (0,), *rest)
+
+
 def group_norm(
     x: Tensor,  # [N, C, ...]
     groups: int,
@@ -86,8 +111,10 @@ def group_norm(
     bias: Tensor | None = None,  # [C]
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
-) -> Tensor:
+) -> Any:
     """A norm over the elements of each group."""
+    if any(given is not None and given.dtype != x.dtype for given in (weight, bias)):
+        return NotImplemented
     grouped = x.reshape(x.shape[0], groups, -1)
     normed = torch.layer_norm(grouped, [grouped.shape[-1]], eps=eps).reshape(x.shape)
     each = (-1, *(1,) * (x.dim() - 2))
@@ -129,8 +156,8 @@ def named_dimensions(equation: str, ranks: Sequence[int]) -> tuple[list[str], st
 
 
 def composite(names: Sequence[str]) -> dict[Any, Callable[..., Any]]:
-    """What each of these operators, all its overloads, is put together from."""
-    packets = [getattr(aten, name) for name in names if hasattr(aten, name)]
+    """What each of these operators, all its overloads, is put together from; and what changes a tensor so in place."""
+    packets = [getattr(aten, name) for each in names for name in (each, f"{each}_") if hasattr(aten, name)]
     overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
     there = [overload for overload in overloads if torch._C._dispatch_has_kernel(overload.name())]
     return {overload: overload.decompose for overload in there if overload._can_decompose()}
@@ -138,6 +165,8 @@ def composite(names: Sequence[str]) -> dict[Any, Callable[..., Any]]:
 
 SPELT_OUT: dict[Any, Any] = {
     **INDEX_FORM,
+    aten.tril_.default: triangle(INDEX_FORM[aten.tril.default]),
+    aten.triu_.default: triangle(INDEX_FORM[aten.triu.default]),
     **composite(COMPOSITE),
     aten.mT.default: lambda x: x.transpose(-2, -1),
     aten.broadcast_to.default: lambda x, sizes: x.expand(sizes),
@@ -145,6 +174,7 @@ SPELT_OUT: dict[Any, Any] = {
     aten.index_put.default: chosen_put,
     aten.index_put_.default: partial(chosen_put, in_place=True),
     aten.conv1d.default: pointwise_conv1d,
+    aten.conv1d.padding: unpadded_conv1d,
     aten.group_norm.default: group_norm,
     aten.einsum.default: plain_einsum,
 }

@@ -59,8 +59,10 @@ def module_of_frames(model: nn.Module, frames: Iterable[Any]) -> str:
 
 
 def codes_of(kind: type) -> list[CodeType]:
-    methods = [inspect.unwrap(method) for method in vars(kind).values() if inspect.isfunction(method)]
-    return [method.__code__ for method in methods]
+    """Its own methods, and those that it inherits of a model's code."""
+    bases = [base for base in kind.__mro__ if base not in nn.Module.__mro__]
+    found = [method for base in bases for method in vars(base).values() if inspect.isfunction(method)]
+    return [inspect.unwrap(method).__code__ for method in found]
 
 
 def holds_line(code: CodeType, frame: Any) -> bool:

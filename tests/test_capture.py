@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import selective_compile as sc
 from selective_compile.capture import capture
 from selective_compile.model_facts import declared_positions
-from tests.decoders import Decoder
+from tests.decoders import VOCABULARY, Decoder
 from tests.exactness import engine_error, step_program
 from tests.models import tiny
 
@@ -136,6 +136,44 @@ def test_models_of_one_code_may_have_tensors_of_other_sizes() -> None:
     """Of which Dynamo would take the second one's for a number that may be any."""
     for groups in (4, 8, 16):
         capture(Decoder(layers=1, mix=Scaled(groups)))
+
+
+class ByTables(nn.Module):
+    """Plain attributes of two and three dimensions, one of them read by the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.linspace(-1, 1, 64 * 32).view(64, 32)
+        self.scale = torch.full((1, 1, 32), 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + self.table[: x.shape[1]]
+
+
+def test_tensors_that_are_plain_attributes_are_weights_of_any_rank() -> None:
+    model = Decoder(layers=1, mix=ByTables())
+    assert engine_error(model, vocabulary=VOCABULARY) < 1e-4
+    (table,) = (module for module in model.modules() if isinstance(module, ByTables))
+    table.table *= -2  # its values are read at each step
+    assert engine_error(model, vocabulary=VOCABULARY) < 1e-4
+
+
+class Inherited(nn.Module):
+    """Its forward asks something of the values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else x * 2
+
+
+class Inheriting(Inherited):
+    pass
+
+
+def test_a_method_that_a_module_inherits_is_its_own() -> None:
+    """What is refused lies in the module, and not in the block around it, whose attention need not be isolated."""
+    with pytest.raises(sc.RefusedError) as refused:
+        capture(Decoder(layers=1, mix=Inheriting()))
+    assert refused.value.refusals[0].module.endswith("mix")
 
 
 def by_values(x: Tensor) -> Tensor:

@@ -61,6 +61,18 @@ TOKEN_WISE: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
     "rows of a table by the length": (lambda x, w: x + w[: x.shape[1]], (TABLE,)),
     "rows of a table at positions": (lambda x, w: x + w[torch.arange(x.shape[1])[None]], (TABLE,)),
     "rows of a table from 2": (lambda x, w: x + w[None, 2 : x.shape[1] + 2], (TABLE,)),
+    "rows of a table by the length, at positions": (
+        lambda x, w: x + w[: x.shape[1]][torch.arange(x.shape[1])[None]] * w[: x.shape[1]][torch.arange(x.shape[1])],
+        (TABLE,),
+    ),
+    "rows of a table with dimensions of size 1, by the length, at positions": (
+        lambda x, w: x + w[None, None][:, :, : x.shape[1]].squeeze(1).squeeze(0)[torch.arange(x.shape[1])[None]],
+        (TABLE,),
+    ),
+    "each token at its own place": (
+        lambda x: x[:, torch.arange(x.shape[1])] + x[:, torch.arange(x.shape[1])][:, torch.arange(x.shape[1])],
+        (),
+    ),
     "positions kept in a table": (
         lambda x, w: x + F.embedding((w[:, 0] * 0).cumsum(0).long()[None, : x.shape[1]], w),
         (TABLE,),
@@ -85,6 +97,7 @@ TOKEN_WISE: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
         (TABLE,),
     ),
     "broadcast together": (lambda x: sum(torch.broadcast_tensors(x, torch.arange(8.0))), ()),
+    "in place on a permutation, read elsewhere": (lambda x: beside_a_view(x * 1), ()),
     "in place of a copy": (lambda x: x.clone().mul_(2) + x, ()),
     "in place of another type": (lambda x: x.to(torch.bfloat16).add_(x).float(), ()),
     "gather of features": (lambda x: x.gather(-1, x.argsort(-1)), ()),
@@ -255,8 +268,7 @@ MIXING: dict[str, tuple[Function, str]] = {
     "chosen ones overwritten in turn": (lambda ids, x: written_in_turn(ids, x * 1), "boolean mask"),
     "tokens overwritten": (lambda x: tokens_overwritten(x * 1), "enumerates tokens"),
     "in place on an input": (lambda x: x.add_(1), "in place"),
-    "in place below a view": (lambda x: below_a_view(x * 1), "in place"),
-    "in place on a permutation, read elsewhere": (lambda x: beside_a_view(x * 1), "in place"),
+    "in place below what may be a copy": (lambda x: below_a_view(x * 1), "in place"),
     "in place on a part": (lambda x: in_place_on_a_part(x * 1), "enumerates tokens"),
 }
 MIXING_WITH_WEIGHT: dict[str, tuple[Function, str]] = {
@@ -290,9 +302,9 @@ def beside_a_view(x: Tensor) -> Tensor:
 
 
 def below_a_view(x: Tensor) -> Tensor:
-    part = x[..., :4]
+    whole = F.dropout(x, 0.5, False)
     x.add_(1)
-    return torch.cat([part, x], -1)
+    return torch.cat([whole, x], -1)
 
 
 def written_in_turn(ids: Tensor, x: Tensor) -> Tensor:

@@ -69,6 +69,53 @@ def over_all_experts(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     return out
 
 
+def over_experts_with_tokens(skip: Callable[[Tensor], bool] = lambda rows: rows.shape[0] == 0) -> Experts:
+    """As Mixtral's code was, with experts left out that no token chose."""
+
+    def experts(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        out, mask = torch.zeros_like(x), masked(chosen)
+        for expert in range(EXPERTS):
+            places, rows = torch.where(mask[expert])
+            if skip(rows):
+                continue
+            out.index_add_(0, rows, (x[None, rows].reshape(-1, WIDTH) @ WEIGHTS[expert]) * weights[rows, places, None])
+        return out
+
+    return experts
+
+
+def counting_experts_with_tokens(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    out, mask, rounds = torch.zeros_like(x), masked(chosen), 0
+    for expert in range(EXPERTS):
+        _, rows = torch.where(mask[expert])
+        if rows.shape[0] > 0:
+            rounds += 1
+            out.index_add_(0, rows, x[rows] @ WEIGHTS[expert])
+    return out / max(rounds, 1)
+
+
+def skipping_by_another(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """The rows of one expert are left out where another has none."""
+    out, mask = torch.zeros_like(x), masked(chosen)
+    found = [torch.where(mask[expert])[1] for expert in range(EXPERTS)]
+    for expert, rows in enumerate(found):
+        if found[expert - 1].shape[0] == 0:
+            continue
+        out.index_add_(0, rows, x[rows] @ WEIGHTS[expert])
+    return out
+
+
+def with_one_if_nothing_is_found(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    rows = torch.where(masked(chosen)[0])[1]
+    return x + 1 if rows.shape[0] == 0 else x.index_add(0, rows, x[rows])
+
+
+def asked_of_large_values(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """What is found is no group of the tokens that are added to."""
+    large = x.flatten().nonzero()
+    return x if large.shape[0] == 0 else x * 2
+
+
 def norm(rows: Tensor, expert: Any) -> Tensor:
     return torch.nn.functional.layer_norm(rows @ WEIGHTS[expert], (WIDTH,)).softmax(-1)
 
@@ -80,6 +127,8 @@ def by_number(rows: Tensor, expert: int) -> Tensor:
 INDEPENDENT = {
     "hit experts": loop(),
     "every expert": over_all_experts,
+    "every expert that has tokens": over_experts_with_tokens(),
+    "every expert with a number of tokens": over_experts_with_tokens(lambda rows: not rows.numel()),
     "any in place of a sum": loop(hits=lambda mask: torch.any(mask.bool(), dim=(1, 2)).nonzero()),
     "not zero": loop(hits=lambda mask: mask.sum(dim=(1, 2)).ne(0).nonzero()),
     "the number read": loop(number=lambda expert: int(expert.item()), compute=by_number),
@@ -235,6 +284,12 @@ LEAKING = {
     "mixes before": (mixed_before, "combines values along dimension 0"),
     "changes what it is given": (written_back, "in place"),
     "rows as they come": (rows_in_order, ""),
+    "counts the experts that have tokens": (counting_experts_with_tokens, "where other groups have none"),
+    "left out where another has none": (skipping_by_another, "where other groups have none"),
+    "another value where nothing is found": (with_one_if_nothing_is_found, "where other groups have none"),
+    "asks of large values": (asked_of_large_values, "something else than what a group of tokens is"),
+    "leaves out an expert of one token": (over_experts_with_tokens(lambda rows: rows.shape[0] < 2), "cannot be traced"),
+    "leaves out experts with tokens": (over_experts_with_tokens(lambda rows: rows.shape[0] > 0), ""),
 }
 
 
