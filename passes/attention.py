@@ -205,9 +205,16 @@ def values_product(traced: TracedGraph, softmax: fx.Node) -> ValuesProduct:
         if found is not None and user in traced.sequence_nodes and found.left is node and found.bias is None:
             require_width(found.right, narrowest)
             return ValuesProduct(traced, user, found)
-        if not (passes_through(user, PASSED_THROUGH) or cuts_sinks(traced, user)) or not traced.axes[user].is_pair:
+        moves = passes_through(user, PASSED_THROUGH) or cuts_sinks(traced, user) or is_for_no_keys(user)
+        if not moves or not traced.axes[user].is_pair:
             raise Unreadable(user, f"no reading for {user.target} between the softmax and the product with the values")
         node, narrowest = user, min(narrowest, user.meta["val"].dtype.itemsize)
+
+
+def is_for_no_keys(node: fx.Node) -> bool:
+    """Whether it makes zeros of the weights of a row that sees no key, which are NaN, as kernels do."""
+    given = node.args[1] if len(node.args) > 1 else node.kwargs.get("nan")
+    return node.target is aten.nan_to_num.default and given in (None, 0.0)
 
 
 def cuts_sinks(traced: TracedGraph, node: fx.Node) -> bool:

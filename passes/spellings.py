@@ -60,13 +60,15 @@ def filled_where(chosen: Tensor, number: Any, values: Tensor) -> Any:
 def chosen_put(
     x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False, *, in_place: bool = False
 ) -> Any:
-    """``x[mask] = number``, or a row of numbers for each place: as `where`, since all places are known."""
-    mask = indices[0]
-    known = len(indices) == 1 and mask is not None and mask.dtype is torch.bool and mask.dim() <= x.dim()
-    if not known or accumulate or values.dim() > x.dim() - mask.dim():  # type: ignore[union-attr]
+    """``x[..., mask] = number``, or a row of numbers for each place, all of which are known."""
+    *others, mask = indices
+    behind = x.dim() - len(others) - (0 if mask is None else mask.dim())
+    if mask is None or mask.dtype is not torch.bool or any(other is not None for other in others) or accumulate:
         return NotImplemented
-    each = mask.reshape(*mask.shape, *(1,) * (x.dim() - mask.dim()))  # type: ignore[union-attr]
-    chosen = torch.where(each, values, x)
+    if values.dim() > behind or behind < 0:
+        return NotImplemented
+    places = mask.reshape(*mask.shape, *(1,) * behind) if behind else mask
+    chosen = torch.where(places, values, x) if values.dim() else x.masked_fill(places, values)
     if in_place and overlaps(x):
         return NotImplemented
     return x.copy_(chosen) if in_place else chosen

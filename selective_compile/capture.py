@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from selective_compile.captured import Captured
 from selective_compile.graph_writes import GraphWrites
 from selective_compile.joined_graphs import ApartError, JoinedGraphs, Side
+from selective_compile.known_conditions import known_conditions
 from selective_compile.live_settings import Read, names_read
 from selective_compile.model_call import CANNOT, logits_call
 from selective_compile.model_facts import check, declared_positions, device_of
@@ -152,7 +153,8 @@ def by_dynamo() -> Iterator[None]:
         "automatic_dynamic_shapes": False,
         "disable": False,
     }
-    with torch._dynamo.config.patch(config), torch.compiler.set_stance("default"), _disable_current_modes():
+    stance, modes = torch.compiler.set_stance("default"), _disable_current_modes()
+    with torch._dynamo.config.patch(config), stance, modes, known_conditions():
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", CACHED_FUNCTION)
             yield

@@ -138,6 +138,18 @@ def test_models_of_one_code_may_have_tensors_of_other_sizes() -> None:
         capture(Decoder(layers=1, mix=Scaled(groups)))
 
 
+def causal_if_several(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """As transformers 4.36 has it."""
+    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=mask is None and q.shape[2] > 1)
+    return mixed.transpose(1, 2).flatten(2)
+
+
+def test_what_is_true_of_every_length_is_no_symbol() -> None:
+    model = Decoder(layers=1, attend=causal_if_several, mask=lambda ids, attention_mask: None)
+    assert engine_error(model, vocabulary=VOCABULARY) < 1e-4
+
+
 class ByTables(nn.Module):
     """Plain attributes of two and three dimensions, one of them read by the length."""
 

@@ -125,6 +125,7 @@ LAYERS = (
         "step_program",
         "int8_weights",
         "token_types",
+        "known_conditions",
         "stride_order",
         "where_refused",
         "whole_modules",

@@ -95,6 +95,25 @@ def added_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return weigh((hidden + scores_of(q, k)).softmax(-1), v)
 
 
+def written_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """In place, and with zeros for rows that would see nothing."""
+    scores = scores_of(q, k)
+    scores[..., ~below(q.shape[1])] = -math.inf
+    return weigh(torch.nan_to_num(scores.softmax(-1), nan=0.0), v)
+
+
+def written_mask_of_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = scores_of(q, k)
+    scores[~below(q.shape[1]).expand(q.shape[0], 4, -1, -1)] = -math.inf
+    return weigh(scores.softmax(-1), v)
+
+
+def triangle_in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    kept = torch.ones(1, 1, q.shape[1], q.shape[1])
+    kept.tril_()
+    return weigh(scores_of(q, k).masked_fill(~(kept > 0.5), -math.inf).softmax(-1), v)
+
+
 def where_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return weigh(torch.where(below(q.shape[1]), scores_of(q, k), torch.tensor(-math.inf)).softmax(-1), v)
 

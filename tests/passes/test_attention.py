@@ -33,10 +33,13 @@ from tests.passes.spellings import (
     sinking,
     softcapped,
     stable,
+    triangle_in_place,
     weigh,
     weights_for,
     weights_of,
     where_mask,
+    written_mask,
+    written_mask_of_scores,
 )
 
 # (function, heads of its keys and values as the KV cache keeps them)
@@ -50,6 +53,9 @@ EXACT: dict[str, tuple[Function, int]] = {
     "softcap": (softcapped, 4),
     "added mask": (added_mask, 4),
     "where": (where_mask, 4),
+    "written in place": (written_mask, 4),
+    "written in place of all scores": (written_mask_of_scores, 4),
+    "a triangle in place": (triangle_in_place, 4),
     "scaled after the mask": (lambda q, k, v: weigh((hide_future(scores_of(q, k)) * 0.7).softmax(-1), v), 4),
     "linear bias": (lambda q, k, v: weigh(hide_future(scores_of(q, k) + alibi(q)).softmax(-1), v), 4),
     "linear bias in baddbmm": (alibi_in_baddbmm, 4),

@@ -148,6 +148,7 @@ def marked_overwritten(ids: Tensor, x: Tensor) -> Tensor:
     x[x > 1] = 0.5
     x[ids > 100] = 2.0
     x[ids < 10] = torch.arange(8.0)
+    x[..., torch.arange(8) < 2] = 3.0
     return x
 
 
