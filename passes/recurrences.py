@@ -5,6 +5,7 @@
     before:  conv1d(x [B, C, S], weight [C, 1, W], bias, padding=W - 1, groups=C) -> slice(2, 0, S)
     after:   selective.function([x, weight, bias], "causal convolution", [B, C, S])
     before:  pad(x [B, S, C], [0, 0, 1, -1])            each token has the values of the one in front of it
+             pad(x, [0, 0, 1, 0])[:, :-1]               and so here
     after:   selective.function([x, [[1, 0], ...]], "causal convolution", [B, S, C])
 
 `recognise_recurrences` reads every `selective.function` into a `RecurrentCall`, which `flatten` replaces by the ragged
@@ -13,6 +14,7 @@ op.  Declines, with the node, where the function is not known or its tensors are
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,8 +47,8 @@ def whole_convolutions(traced: TracedGraph) -> int:
         if node.target is aten.conv1d.default and cut is not None:
             replace(traced, node, cut, convolution_tensors(traced, node))
             found += 1
-        elif node.target in PADS and (shift := shift_of(node)):
-            replace(traced, node, node, shift_tensors(traced, node, shift))
+        elif (shift := shift_of(node)) is not None:
+            replace(traced, shift.first, node, shift_tensors(traced, shift))
             found += 1
     traced.graph.eliminate_dead_code()
     traced.module.recompile()
@@ -83,32 +85,57 @@ def convolution_tensors(traced: TracedGraph, node: fx.Node) -> list[fx.Node]:
     return [tensor for tensor in (x, rows, bias) if isinstance(tensor, fx.Node)]
 
 
-def shift_of(node: fx.Node) -> int:
-    """How many tokens a pad with zeros moves ``[B, S, C]`` back; 0 if it does something else."""
-    x, amounts, *how = arguments_of(node)
-    value = x.meta["val"]
+@dataclass(frozen=True)
+class Shift:
+    """``[B, S, C]`` moved back by ``tokens``, with zeros in front; ``first`` is the first node of what does it."""
+
+    source: fx.Node
+    tokens: int
+    first: fx.Node
+
+
+def shift_of(node: fx.Node) -> Shift | None:
+    """``pad(x, (0, 0, 1, -1))`` or ``pad(x, (0, 0, 1, 0))[:, :-1]``."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dim() != 3 or not isinstance(value.shape[2], int):
+        return None
+    cut = tokens_cut(node)
+    padded: Any = node.args[0] if cut else node
+    if padded.target not in PADS or (cut and list(padded.users) != [node]):
+        return None
+    front, behind = padding_of_tokens(padded)
+    return Shift(padded.args[0], front, padded) if front > 0 and front == cut - behind else None
+
+
+def tokens_cut(node: fx.Node) -> int:
+    """How many tokens a slice leaves out at the end of ``[B, S, C]``; 0 if it is none, or does something else."""
+    if node.target is not aten.slice.Tensor or node.kwargs or len(node.args) != 4 or node.args[1] not in (1, -2):
+        return 0
+    start, end = node.args[2:]
+    return -end if start in (0, None) and isinstance(end, int) and end < 0 else 0
+
+
+def padding_of_tokens(node: fx.Node) -> tuple[int, int]:
+    """How many zeros a pad puts in front of the tokens of ``[B, S, C]`` and behind; (0, 0) if it is another pad."""
+    _, amounts, *how = arguments_of(node)
     zeros = how in ([], [0], [0.0], ["constant"], ["constant", None], ["constant", 0], ["constant", 0.0])
-    if not zeros or node.kwargs or value.dim() != 3 or not isinstance(value.shape[2], int):
-        return 0
-    if len(amounts) != 4 or list(amounts[:2]) != [0, 0]:
-        return 0
+    if not zeros or node.kwargs or len(amounts) != 4 or list(amounts[:2]) != [0, 0]:
+        return 0, 0
     front, behind = amounts[2:]
-    return front if isinstance(front, int) and front > 0 and front == -behind else 0
+    return (front, behind) if isinstance(front, int) and isinstance(behind, int) else (0, 0)
 
 
-def shift_tensors(traced: TracedGraph, node: fx.Node, shift: int) -> list[fx.Node]:
-    """A shift is a convolution that weighs the oldest of ``shift + 1`` tokens by 1 and the others by 0."""
-    (x, *_) = node.args
-    assert isinstance(x, fx.Node)
-    value = x.meta["val"]
-    weight = torch.zeros(value.shape[2], shift + 1, dtype=value.dtype, device=value.device)
+def shift_tensors(traced: TracedGraph, shift: Shift) -> list[fx.Node]:
+    """A shift is a convolution that weighs the oldest of ``tokens + 1`` tokens by 1 and the others by 0."""
+    value = shift.source.meta["val"]
+    weight = torch.zeros(value.shape[2], shift.tokens + 1, dtype=value.dtype, device=value.device)
     weight[:, 0] = 1
-    name = f"shift_{node.name}"
+    name = f"shift_{shift.first.name}"
     traced.module.register_buffer(name, weight)
-    with traced.graph.inserting_before(node):
+    with traced.graph.inserting_before(shift.first):
         constant = traced.graph.get_attr(name)
     constant.meta["val"] = weight
-    return [x, constant]
+    return [shift.source, constant]
 
 
 def arguments_of(node: fx.Node) -> list[Any]:

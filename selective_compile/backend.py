@@ -20,7 +20,7 @@ from selective_compile.isolation import prove
 from selective_compile.kept_traces import KeptTraces
 from selective_compile.kernels import ragged_attention_cpu
 from selective_compile.model_call import CANNOT
-from selective_compile.model_facts import uncompiled, why_no_head
+from selective_compile.model_facts import uncompiled, undeclared_end, why_no_head
 from selective_compile.module_state import lock_of
 from selective_compile.options import BackendOptions
 from selective_compile.padded_program import PaddedProgram
@@ -195,13 +195,15 @@ def explain(model: nn.Module, *, max_attention_window: int | None = None) -> Rep
             proved = prove(model, "sequential", max_attention_window)
     except RefusedError as error:
         return unproved_report(model, error.refusals)
-    return report_on(proved.rewritten, name, isolated=proved.isolated)
+    longest = undeclared_end(model, proved.max_positions(model))
+    return report_on(proved.rewritten, name, isolated=proved.isolated, longest=longest)
 
 
 def report_of(program: Program, model: nn.Module) -> Report:
     """What `explain` says of a model that is compiled for the engine."""
     if isinstance(program, StepProgram):
-        return report_on(program.rewritten, type(model).__name__, isolated=program.isolated)
+        longest = undeclared_end(model, program.max_positions)
+        return report_on(program.rewritten, type(model).__name__, isolated=program.isolated, longest=longest)
     return sequential_report(model, program.refusals)
 
 

@@ -50,6 +50,12 @@ def declared_positions(model: nn.Module) -> int | None:
     return positions if isinstance(positions, int) and positions > 0 else None
 
 
+def undeclared_end(model: nn.Module, longest: int | None) -> int | None:
+    """How long a request may be, where that is less than the configuration says, or where it says nothing."""
+    declared = declared_positions(model)
+    return longest if longest is not None and (declared is None or longest < declared) else None
+
+
 def uncompiled(model: nn.Module) -> nn.Module:
     """The model inside of what `torch.compile` gave, which has no state of its own: its `generate` is the model's."""
     return uncompiled(model._orig_mod) if isinstance(model, OptimizedModule) else model

@@ -61,6 +61,7 @@ class Report:
     ``refused``: the graph runs as it came, or the engine refuses it.  ``batch_dependent`` names the operations whose
     rows may differ in the last bits with the rows around them, unless the engine is batch-invariant.
     ``long_beyond``: requests of more tokens are computed otherwise, as the model does; None: all alike.
+    ``longest``: the most tokens of a request, where the configuration of the model does not say so.
     """
 
     model: str
@@ -75,6 +76,7 @@ class Report:
     batch_dependent: tuple[str, ...] = ()
     called_once: tuple[str, ...] = ()
     long_beyond: int | None = None
+    longest: int | None = None
 
     @property
     def ok(self) -> bool:
@@ -103,6 +105,8 @@ class Report:
             lines.append(f"      {shortened(self.isolated)}")
         if self.long_beyond is not None:
             lines.append(f"  requests of more than {self.long_beyond:,} tokens are computed in the form for such")
+        if self.longest is not None:
+            lines.append(f"  requests have at most {self.longest:,} tokens: a table ends there, or a branch")
         if self.batch_dependent:
             count = len(self.batch_dependent)
             lines.append(f"  {count} operations depend on the batch in the last bits, without batch_invariant=True:")
@@ -159,9 +163,14 @@ def shortened(names: Sequence[str]) -> str:
 
 
 def report_on(
-    rewritten: Rewrite, model: str, note: str = "", *, isolated: Mapping[str, Refusal] | None = None
+    rewritten: Rewrite,
+    model: str,
+    note: str = "",
+    *,
+    isolated: Mapping[str, Refusal] | None = None,
+    longest: int | None = None,
 ) -> Report:
-    """On a graph and, of each module that is isolated in it, why."""
+    """On a graph and, of each module that is isolated in it, why; ``longest``: as in `Report`."""
     apart = isolated or {}
     traced = rewritten.traced
     attention = {node for call in traced.calls for node in call.covers}
@@ -177,6 +186,7 @@ def report_on(
         called_once=tuple(dict.fromkeys(call.module for call in traced.isolated if call.module not in apart)),
         recurrences=tuple(recurrence_report(call) for call in traced.recurrences),
         long_beyond=None if rewritten.long_form is None else rewritten.long_form.beyond,
+        longest=longest,
         passes=tuple(rewritten.records),
         note=note,
         batch_dependent=batch_dependent(rewritten.flat) if rewritten.flat is not None else (),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 import selective_compile as sc
-from tests.decoders import Decoder, by_einsum, tril_mask, window_mask
+from tests.decoders import MAX_POSITIONS, Decoder, by_einsum, tril_mask, window_mask
 from tests.exactness import step_program
 from tests.models import WINDOW, tiny
 
@@ -35,6 +36,17 @@ def test_calls_are_grouped_by_kind() -> None:
     assert "2 x" in text and "1 x" in text and window in text
     passes = [record.name for record in report.passes]
     assert passes[passes.index("recognise attention") + 1] == "prove masks"
+
+
+def test_an_end_that_the_configuration_does_not_say_is_told() -> None:
+    """A table of positions ends, or the model goes another way for longer requests."""
+    model = Decoder(layers=1)
+    report = sc.explain(model)
+    assert report.longest == MAX_POSITIONS
+    assert f"at most {MAX_POSITIONS} tokens" in str(report)
+    model.config = SimpleNamespace(max_position_embeddings=MAX_POSITIONS)  # type: ignore[assignment]
+    assert sc.explain(model).longest is None
+    assert sc.explain(tiny("llama")).longest is None
 
 
 def test_report_exports_as_json() -> None:
