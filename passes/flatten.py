@@ -333,7 +333,10 @@ class Flattener:
 
     def replace_sizes(self) -> None:
         """Batch sizes become 1, token counts the size of the first token input."""
-        first = next(given.node for given in self.traced.tokens() if given.node.users)
+        first = next((given.node for given in self.traced.tokens() if given.node.users), None)
+        if first is None:
+            self.traced.refuse(self.traced.output_node, "it depends on no token")
+            raise RefusedError(self.traced.refusals)
         after = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
         with self.graph.inserting_after(after):
             total = self.graph.call_function(aten.sym_size.int, (first, 1))

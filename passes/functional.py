@@ -19,7 +19,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from selective_compile.passes.memory import View, allocates, linked, may_alias, overlaps, view_of
+from selective_compile.passes.memory import TAKEN, View, allocates, linked, may_alias, overlaps, view_of
 from selective_compile.passes.traced_graph import is_mutable
 
 aten = torch.ops.aten
@@ -55,7 +55,9 @@ def functional(node: fx.Node) -> Any:
     if written != [schema.arguments[0].name] or not schema.name.startswith("aten::") or not name.endswith("_"):
         return None
     packet = getattr(aten, name.removesuffix("_"), None)
-    return getattr(packet, schema.overload_name or "default", None)
+    overloads = () if packet is None else (getattr(packet, each) for each in packet.overloads())
+    taken = [str(argument.type) for argument in schema.arguments]  # `pow` has the overload of a name for others
+    return next((one for one in overloads if [str(a.type) for a in one._schema.arguments] == taken), None)
 
 
 class Write:
@@ -125,6 +127,8 @@ class Write:
             view = view_of(node)
             assert view is not None
             new[node] = self._make(*view.take(self._anew(view.source, new)), like=node)
+            if new[node].target is aten.reshape.default:
+                new[node].meta[TAKEN] = True
         return new[node]
 
     def _written(self) -> fx.Node:

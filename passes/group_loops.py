@@ -118,6 +118,8 @@ class GroupLoops(TorchFunctionMode):
         symbol = symbols[0]
         if not isinstance(expression, sympy.core.relational.Relational) or expression.has(sympy.Function):
             return None
+        if not (expression.lhs - expression.rhs).is_polynomial(symbol):
+            return None
         if sympy.degree(expression.lhs - expression.rhs, symbol) != 1:
             return None
         nothing, *others = (bool(expression.subs(symbol, size)) for size in (0, 1, 2, MANY))

@@ -22,6 +22,7 @@ from selective_compile.passes.axes import Mixes
 from selective_compile.passes.group_loops import Answers, Given, GroupError, GroupTrace, trace_groups
 from selective_compile.passes.rules_chosen import FINDERS
 from selective_compile.passes.rules_order import CASTS
+from selective_compile.passes.traced_graph import is_mutable
 
 aten = torch.ops.aten
 Run = Callable[[list[Tensor]], list[Tensor]]
@@ -29,6 +30,7 @@ SQUEEZES = (aten.squeeze, aten.unsqueeze, aten.permute, aten.transpose)
 COPIES = (aten.to, aten._to_copy, aten.clone, aten.contiguous)
 NOT_ZERO = (aten.gt.Scalar, aten.greater.Scalar, aten.ne.Scalar, aten.not_equal.Scalar)
 NO_FIND = "asks whether nothing was found of something else than what a group of tokens is"
+FEW = 3  # groups
 SMALL = 16  # numbers in a constant of the code; weights are told apart by identity
 
 
@@ -46,9 +48,18 @@ def prove_any_groups(run: Run, given: Sequence[Given], full: GroupTrace) -> None
     for answers in other_answers(full):
         assert answers.entered is not None
         left_out = (full.entered - answers.entered) | answers.empty
-        expected = numbered(full.module, table, rows_added(full.module.graph, chosen, left_out))
-        if numbered(trace_groups(run, given, answers).module, table, frozenset()) != expected:
-            raise Mixes("does something else for the tokens of a group where other groups have none")
+        compare(
+            run, given, answers, numbered(full.module, table, rows_added(full.module.graph, chosen, left_out)), table
+        )
+
+
+def compare(run: Run, given: Sequence[Given], answers: Answers, expected: Any, table: dict[Any, int]) -> None:
+    """Raises `Mixes` unless the code is that with these answers."""
+    other = trace_groups(run, given, answers).module
+    if any(is_mutable(node) for node in other.graph.nodes if node.op == "call_function"):
+        raise Mixes("changes a tensor in place where a group of tokens has none")
+    if numbered(other, table, frozenset()) != expected:
+        raise Mixes("does something else for the tokens of a group where other groups have none")
 
 
 def prove_any_empty(run: Run, given: Sequence[Given], full: GroupTrace, table: dict[Any, int]) -> None:
@@ -60,10 +71,9 @@ def prove_any_empty(run: Run, given: Sequence[Given], full: GroupTrace, table: d
     }
     if not all(chosen.values()):
         raise Mixes(NO_FIND)
-    for empty in (frozenset(chosen), *(frozenset([*chosen][start::3]) for start in range(3))):
+    for empty in left_out_in_turn(frozenset(chosen)):
         expected = numbered(full.module, table, rows_added(full.module.graph, chosen, empty))
-        if numbered(trace_groups(run, given, Answers(empty_alone=empty)).module, table, frozenset()) != expected:
-            raise Mixes("does something else for the tokens of a group where other groups have none")
+        compare(run, given, Answers(empty_alone=empty), expected, table)
 
 
 def trace_all(run: Run, given: Sequence[Given]) -> GroupTrace:
@@ -86,12 +96,24 @@ def trace_all(run: Run, given: Sequence[Given]) -> GroupTrace:
 
 
 def other_answers(full: GroupTrace) -> Iterator[Answers]:
-    """No round at all, and of three parts of the groups one without its rounds, and one where nothing is found."""
-    yield Answers(entered=frozenset())
-    ordered = sorted(full.entered)
-    parts = [frozenset(ordered[start::3]) for start in range(3)]
-    for number, part in enumerate(parts):
-        yield Answers(entered=full.entered - part, empty=parts[number - 1] if full.asked else frozenset())
+    """Without the rounds of some groups; where nothing is found in some others, if the code asks."""
+    before = full.entered
+    for part in left_out_in_turn(full.entered):
+        yield Answers(entered=full.entered - part, empty=before - part if full.asked else frozenset())
+        before = part
+
+
+def left_out_in_turn(groups: frozenset[int]) -> list[frozenset[int]]:
+    """Sets of groups that no token chose: all; of few groups every set; of many all but one or two, one or two, and by
+    each bit of their numbers those that have it or have it not, so that any two groups are told apart."""
+    ordered = sorted(groups)
+    if len(ordered) <= FEW:
+        chosen = [[g for i, g in enumerate(ordered) if bits >> i & 1] for bits in range(1, 2 ** len(ordered))]
+        return [frozenset(each) for each in reversed(chosen)]
+    ends = [frozenset(ordered[:1]), frozenset(ordered[-1:]), frozenset(ordered[:2])]
+    bits = [frozenset(g for i, g in enumerate(ordered) if i >> b & 1) for b in range((len(ordered) - 1).bit_length())]
+    found = [groups, *ends, *(groups - end for end in ends), *bits, *(groups - those for those in bits)]
+    return list(dict.fromkeys(found))
 
 
 def chosen_groups(trace: GroupTrace) -> dict[int, list[fx.Node]]:

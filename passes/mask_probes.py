@@ -173,6 +173,9 @@ def far_probe(
                     return reads.rows[node].at(args[0], positions, positions[-1] + 1)
                 if not reads_own_index(node, traced.axes):
                     return None
+                if node.target is aten.index_select.default:
+                    place: Any = node.args[2]
+                    return aten.index_select.default(args[0], args[1], places_of(traced.axes[place], args[2]))
                 nodes: Any = node.args[1]
                 index = [i if i is None else places_of(traced.axes[n], i) for n, i in zip(nodes, args[1], strict=True)]
                 return aten.index.Tensor(args[0], index)

@@ -20,11 +20,12 @@ from torch.utils._pytree import tree_leaves
 from selective_compile.passes.traced_graph import is_mutable
 
 aten = torch.ops.aten
-# They may return their input itself, or a part of it, which their schemas do not say.
+# They may return their first argument, one of its tensors or a part of it, which their schemas do not say.
 UNDECLARED_ALIASES = (
     *(aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.type_as, aten.cat, aten.lift, aten._unsafe_view),
     *(aten.unsafe_chunk, aten.unsafe_split, aten.unsafe_split_with_sizes),
 )
+TAKEN = "taken_anew"  # in the meta of a reshape that stands for a view
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
 RESHAPES = (aten.view.default, aten.view_as.default, aten.unflatten.int, aten.squeeze.dim, aten.squeeze.dims)
 
@@ -49,7 +50,9 @@ def view_of(node: fx.Node) -> View | None:
     if node.target is operator.getitem:
         return result_of(source, node.args[1])
     put = inverse(node, source)
-    return None if put is None else View(source, lambda other: (node.target, (other, *node.args[1:])), put)
+    # What is made anew may lie otherwise in memory, so that there is no view of that shape.
+    target = aten.reshape.default if node.target is aten.view.default else node.target
+    return None if put is None else View(source, lambda other: (target, (other, *node.args[1:])), put)
 
 
 def inverse(node: fx.Node, source: fx.Node) -> Callable[[fx.Node], Call | None] | None:
@@ -67,7 +70,7 @@ def inverse(node: fx.Node, source: fx.Node) -> Callable[[fx.Node], Call | None] 
         rank = source.meta["val"].dim()
         order = [dim % rank for dim in rest[0]]  # type: ignore[union-attr]
         return lambda part: (aten.permute.default, (part, [order.index(dim) for dim in range(rank)]))
-    if target in RESHAPES:
+    if target in RESHAPES or TAKEN in node.meta:
         return lambda part: (aten.reshape_as.default, (part, source))
     return None
 
@@ -110,7 +113,7 @@ def sources(node: fx.Node) -> list[fx.Node]:
         several = node.all_input_nodes
         return several if node.target is not operator.getitem or may_alias(several[0]) else []
     if node.target.overloadpacket in UNDECLARED_ALIASES:
-        return node.all_input_nodes
+        return [one for one in tree_leaves(node.args[0]) if isinstance(one, fx.Node)]
     schema = node.target._schema
     if not any(returned.alias_info is not None for returned in schema.returns):
         return []

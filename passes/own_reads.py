@@ -9,13 +9,11 @@ than one dimension is indexed, or where requests are paired with one another.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
 from selective_compile.passes.axes import Axis
-from selective_compile.passes.rules_lookup import reads_own_index
+from selective_compile.passes.rules_lookup import indices_of, reads_own_index
 from selective_compile.passes.traced_graph import TracedGraph
 
 aten = torch.ops.aten
@@ -35,8 +33,7 @@ def is_source(traced: TracedGraph, node: fx.Node) -> bool:
     """Whether the rows of ``node`` are those of what it reads, each at its place, beside dimensions of size 1."""
     if not reads_own_index(node, traced.axes):
         return False
-    indices: Any = node.args[1]
-    used = [index for index in indices if index is not None]
+    used = [index for index in indices_of(node) or () if index is not None]
     own = traced.axes.get(used[0])
     if len(used) > 1 or own is None or own.numbers != TOKENS or own.dims.count(TOKENS) != 1:
         return False
@@ -47,10 +44,10 @@ def is_source(traced: TracedGraph, node: fx.Node) -> bool:
 
 def source_in_shape(traced: TracedGraph, node: fx.Node) -> fx.Node:
     """With the dimensions that the index has beside the tokens'; there is one request in the flat batch."""
-    indices, source = node.args[1], node.args[0]
-    assert isinstance(source, fx.Node)
-    (first,) = [dim for dim, index in enumerate(indices) if index is not None]  # type: ignore[arg-type]
-    for place, dim in enumerate(traced.axes[indices[first]].dims):  # type: ignore[index]
+    indices, source = indices_of(node), node.args[0]
+    assert isinstance(source, fx.Node) and indices is not None
+    (first,) = [dim for dim, index in enumerate(indices) if index is not None]
+    for place, dim in enumerate(traced.axes[indices[first]].dims):
         if dim != TOKENS:
             with traced.graph.inserting_before(node):
                 source = traced.graph.call_function(aten.unsqueeze.default, (source, first + place))

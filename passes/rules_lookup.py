@@ -58,16 +58,24 @@ def refuse_reordered(index: Axes, *, labelled: bool) -> None:
 
 
 def reads_own_index(node: fx.Node, axes: dict[fx.Node, Axes]) -> bool:
-    """Whether an ``index`` node reads a token-carrying tensor at each token's own index (true in a mask only)."""
-    if node.target is not aten.index.Tensor or node not in axes:
+    """Whether a node reads a token-carrying tensor at each token's own index (true in a mask only)."""
+    indices = indices_of(node)
+    if indices is None or node not in axes:
         return False
     table = axes.get(node.args[0])  # type: ignore[arg-type]  # None: rows of a table, which `flatten` has made
     if axes[node].is_permuted or (table is not None and (table.is_constant or table.is_permuted)):
         return False
-    indices = [index for index in node.args[1] if index is not None]  # type: ignore[union-attr]
+    indices = [index for index in indices if index is not None]
     # An index that is new to the graph is made of the positions that took an old one's place.
-    numbers = [axes[index].numbers if index in axes else (Axis.TOKEN,) for index in indices]  # type: ignore[index]
+    numbers = [axes[index].numbers if index in axes else (Axis.TOKEN,) for index in indices]
     return any(n in ((Axis.TOKEN,), (Axis.BATCH,)) for n in numbers)
+
+
+def indices_of(node: fx.Node) -> list[Any] | None:
+    """For each dimension up to the last that ``index`` or ``index_select`` reads at an index, that or None."""
+    if node.target is aten.index.Tensor:
+        return list(node.args[1])  # type: ignore[arg-type]
+    return [None] * dim_along(node, 1) + [node.args[2]] if node.target is aten.index_select.default else None
 
 
 def gather(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:

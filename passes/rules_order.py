@@ -243,6 +243,8 @@ def index_add(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     rows, rest = source.dims[dim], (*source.dims[:dim], (), *source.dims[dim + 1 :])
     if base.dims[dim] != index.numbers or index.dims != (rows,):
         raise Mixes("adds rows of tokens to rows of other tokens")
+    if not index.opaque:  # places in a request are none in the ragged batch
+        raise Mixes("adds rows of tokens at their places in the request")
     if rest != (*base.dims[:dim], (), *base.dims[dim + 1 :]):
         raise Mixes("adds rows of another shape")
     return Axes(dims=base.dims, inputs=base.inputs | index.inputs | source.inputs)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import fx
 
 from selective_compile.passes.axes import Axes, Axis, Mixes, Sizes
@@ -25,6 +26,7 @@ from selective_compile.passes.table_rows import table_rows
 from selective_compile.passes.token_axes import SequenceNode, has_tensor, transfer
 from selective_compile.passes.traced_graph import TracedGraph, is_mutable
 
+ATTENTIONS = (torch.ops.aten.scaled_dot_product_attention.default,)
 # What tracing code raises that cannot be traced so.
 UNTRACEABLE = (
     *(RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError),
@@ -118,6 +120,8 @@ def axes_of_node(node: fx.Node, axes: dict[fx.Node, Axes], sizes: Sizes) -> Axes
         found = transfer(node, axes_of, sizes)
     except SequenceNode as mixing:
         raise Mixes(mixing.kind) from mixing
+    if node.target in ATTENTIONS:  # the rule of pass 2 leaves it to passes 3 and 4
+        raise Mixes("attends to the tokens of all requests")
     if found.is_pair:
         raise Mixes("holds a value for each pair of tokens")
     if found.numbers and not found.opaque:

@@ -119,6 +119,26 @@ def copied_as_it_is(x: Tensor) -> Tensor:
     return whole + other
 
 
+def as_the_type_of_an_input(x: Tensor) -> Tensor:
+    """As gemma3n adds."""
+    whole = (x @ x.mT).permute(2, 0, 1)
+    whole += x[:, :, 0]
+    return whole.contiguous().type_as(x)
+
+
+def raised(x: Tensor) -> Tensor:
+    whole = x * 1
+    whole **= 2
+    return whole.pow_(x)
+
+
+def summed_through_a_transposition(x: Tensor) -> Tensor:
+    whole = (x * 1).flatten(0, 1)
+    flat = whole.view(-1)
+    whole.t().cumsum_(0)
+    return flat + 1
+
+
 REWRITTEN: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "operators on what was made": (added, 2),
     "a type that adding would promote": (narrower, 1),
@@ -135,6 +155,9 @@ REWRITTEN: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "parts of a split": (parts_of_a_split, 2),
     "through a view": (through_a_view, 2),
     "copied as it is": (copied_as_it_is, 2),
+    "as the type of an input": (as_the_type_of_an_input, 1),
+    "raised": (raised, 2),
+    "summed through a transposition": (summed_through_a_transposition, 1),
 }
 
 

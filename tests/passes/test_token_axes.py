@@ -73,6 +73,12 @@ TOKEN_WISE: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
         lambda x: x[:, torch.arange(x.shape[1])] + x[:, torch.arange(x.shape[1])][:, torch.arange(x.shape[1])],
         (),
     ),
+    "each token selected at its own place": (
+        lambda x, w: (
+            x.index_select(1, torch.arange(x.shape[1])) + w[: x.shape[1]].index_select(0, torch.arange(x.shape[1]))
+        ),
+        (TABLE,),
+    ),
     "positions kept in a table": (
         lambda x, w: x + F.embedding((w[:, 0] * 0).cumsum(0).long()[None, : x.shape[1]], w),
         (TABLE,),
@@ -269,6 +275,11 @@ MIXING: dict[str, tuple[Function, str]] = {
     "chosen ones overwritten in turn": (lambda ids, x: written_in_turn(ids, x * 1), "boolean mask"),
     "tokens overwritten": (lambda x: tokens_overwritten(x * 1), "enumerates tokens"),
     "in place on an input": (lambda x: x.add_(1), "in place"),
+    "added at each token's place": (
+        lambda x: (x * 1).index_add(1, torch.arange(x.shape[1]), x),
+        "at their places in the request",
+    ),
+    "no token": (lambda x: torch.ones(x.shape), "depends on no token"),
     "in place below what may be a copy": (lambda x: below_a_view(x * 1), "in place"),
     "in place on a part": (lambda x: in_place_on_a_part(x * 1), "enumerates tokens"),
 }

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from selective_compile.passes.group_loops import Given
+from selective_compile.passes.group_proof import left_out_in_turn
 from selective_compile.passes.token_wise import why_not_token_wise
 
 TOKENS, WIDTH, EXPERTS, CHOSEN = 7, 4, 3, 2
@@ -114,6 +115,42 @@ def asked_of_large_values(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """What is found is no group of the tokens that are added to."""
     large = x.flatten().nonzero()
     return x if large.shape[0] == 0 else x * 2
+
+
+def shortcut_of_one(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Without weights where all tokens chose one expert."""
+    mask = masked(chosen)
+    found = [torch.where(mask[expert]) for expert in range(EXPERTS)]
+    active = [expert for expert, (_, rows) in enumerate(found) if rows.shape[0] > 0]
+    if len(active) == 1:
+        return x @ WEIGHTS[active[0]]
+    return over_experts_with_tokens()(x, chosen, weights)
+
+
+def doubled_after_one_round(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    out, rounds = torch.zeros_like(x), 0
+    for expert in (masked(chosen).sum(dim=(-1, -2)) > 0).nonzero():
+        places, rows = torch.where(masked(chosen)[expert[0]])
+        out.index_add_(0, rows, x[rows] * weights[rows, places, None])
+        rounds += 1
+    return out * 2 if rounds == 1 else out
+
+
+def written_where_one_is_empty(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    out, empty = over_experts_with_tokens()(x, chosen, weights), False
+    for expert in range(EXPERTS):
+        empty = empty or torch.where(masked(chosen)[expert])[1].shape[0] == 0
+    if empty:
+        x.zero_()
+    return out
+
+
+def attention_of_all(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None])[0]
+
+
+def attention_of_a_group(rows: Tensor, expert: Any) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(rows[None], rows[None], rows[None], is_causal=True)[0]
 
 
 def norm(rows: Tensor, expert: Any) -> Tensor:
@@ -284,6 +321,12 @@ LEAKING = {
     "mixes before": (mixed_before, "combines values along dimension 0"),
     "changes what it is given": (written_back, "in place"),
     "rows as they come": (rows_in_order, ""),
+    "attention of all tokens": (attention_of_all, "attends to the tokens of all requests"),
+    "attention of a group": (loop(compute=attention_of_a_group), "attends to the tokens of all requests"),
+    "a shortcut for one group": (shortcut_of_one, ""),
+    "doubled after one round": (doubled_after_one_round, "where other groups have none"),
+    "written where a group has none": (written_where_one_is_empty, ""),
+    "of the first rows of a group": (over_experts_with_tokens(lambda rows: rows[:1].shape[0] == 0), "cannot be traced"),
     "counts the experts that have tokens": (counting_experts_with_tokens, "where other groups have none"),
     "left out where another has none": (skipping_by_another, "where other groups have none"),
     "another value where nothing is found": (with_one_if_nothing_is_found, "where other groups have none"),
@@ -314,3 +357,12 @@ def test_few_groups() -> None:
     """One expert, and one that nobody can choose but it."""
     one = [given()[0], Given(value=torch.zeros(TOKENS, 1, dtype=torch.int64), token_dim=0), given()[2]]
     assert why_not_token_wise(lambda tensors: [loop(classes=1)(*tensors)], one, {0: 0}) is None
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 6, 9])
+def test_any_two_groups_are_told_apart(count: int) -> None:
+    groups = frozenset(range(count))
+    tried = left_out_in_turn(groups)
+    assert groups in tried and len(tried) == len(set(tried))
+    assert all(any(a in part and b not in part for part in tried) for a in groups for b in groups - {a})
+    assert all(any(len(part) == left for part in tried) for left in {count, count - 1, 1} - {0})
