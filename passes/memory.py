@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,12 +135,17 @@ def overlaps(value: torch.Tensor) -> bool:
     return any(stride == 0 and size != 1 for size, stride in zip(value.shape, value.stride(), strict=True))
 
 
-def linked(node: fx.Node) -> Iterator[fx.Node]:
-    """Every value that may share memory with ``node``, itself included, whichever was made of the other."""
-    found, stack = {node}, [node]
+def linked(node: fx.Node) -> list[fx.Node]:
+    """Every value that may share memory with ``node``, itself included: what it may be made of, and what may be made of
+    those.  What else such a value may be made of lies elsewhere, as another part of a ``cat``."""
+    found = reached([node], sources)
+    return reached(found, lambda one: [user for user in one.users if one in sources(user)])
+
+
+def reached(start: Sequence[fx.Node], near: Callable[[fx.Node], Sequence[fx.Node]]) -> list[fx.Node]:
+    found, stack = dict.fromkeys(start), [*start]
     while stack:
-        current = stack.pop()
-        yield current
-        near = [*sources(current), *(user for user in current.users if current in sources(user))]
-        stack += [other for other in near if other not in found]
-        found.update(near)
+        fresh = [other for other in near(stack.pop()) if other not in found]
+        found.update(dict.fromkeys(fresh))
+        stack += fresh
+    return list(found)

@@ -126,6 +126,11 @@ def as_the_type_of_an_input(x: Tensor) -> Tensor:
     return whole.contiguous().type_as(x)
 
 
+def beside_an_input(x: Tensor) -> Tensor:
+    """As gpt_oss puts its sinks behind scores."""
+    return torch.cat([(x * 1).add_(1), x[:1].expand(x.shape)], -1)
+
+
 def raised(x: Tensor) -> Tensor:
     whole = x * 1
     whole **= 2
@@ -156,6 +161,7 @@ REWRITTEN: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "through a view": (through_a_view, 2),
     "copied as it is": (copied_as_it_is, 2),
     "as the type of an input": (as_the_type_of_an_input, 1),
+    "beside an input": (beside_an_input, 1),
     "raised": (raised, 2),
     "summed through a transposition": (summed_through_a_transposition, 1),
 }
