@@ -78,9 +78,9 @@ def read_linear(node: fx.Node) -> Contraction:
     bias = node.args[2] if len(node.args) > 2 else None
     assert bias is None or isinstance(bias, fx.Node)
     columns = ("n",) if rank(right) == 2 else ()  # one row of weights makes one number
-    letters = (*batch, "k"), (*columns, "k"), (*batch, *columns)
+    out = (*batch, *columns)
     return Contraction(
-        left=left, right=right, left_letters=letters[0], right_letters=letters[1], out=letters[2], bias=bias
+        left=left, right=right, left_letters=(*batch, "k"), right_letters=(*columns, "k"), out=out, bias=bias
     )
 
 

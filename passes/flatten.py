@@ -26,8 +26,8 @@ from selective_compile.passes.normalise import Symbols, retrace, tidy
 from selective_compile.passes.own_reads import replace_own_reads
 from selective_compile.passes.packed_trace import Traces
 from selective_compile.passes.positional import is_positional_root, straight_line
-from selective_compile.passes.rules_lookup import reads_own_index
 from selective_compile.passes.rules_order import is_inverse
+from selective_compile.passes.survivors import refuse_survivors
 from selective_compile.passes.table_rows import table_rows
 from selective_compile.passes.traced_graph import (
     AttentionCall,
@@ -81,7 +81,7 @@ class Flattener:
         replace_own_reads(self.traced)
         self.replace_rows()
         self.replace_positions()
-        self.check_survivors()
+        refuse_survivors(self.traced)
         self.replace_sizes()
         return self.finish(outputs)
 
@@ -313,23 +313,6 @@ class Flattener:
         if self.traced.long_numbers is None and not self.marks_generated:
             return self.new["positions"]
         return self.graph.call_function(aten.bitwise_and.Scalar, (self.new["positions"], GENERATED - 1))
-
-    def check_survivors(self) -> None:
-        """What is left must be token-wise: reads at a token's own index and pairs of tokens belong to masks only."""
-        for node in self.graph.nodes:
-            axes = self.traced.axes.get(node)
-            if axes is None or node.op != "call_function":
-                continue
-            if reads_own_index(node, self.traced.axes):
-                self.traced.refuse(node, "it reads tokens at their own index, outside a mask")
-            elif axes.is_pair:
-                self.traced.refuse(node, "it holds a value for each pair of tokens, outside an attention")
-            elif axes.numbers == (Axis.BATCH,):
-                self.traced.refuse(node, "it numbers requests, outside a mask")
-            elif table_rows(node, self.traced.axes, self.traced.sizes) is not None:
-                self.traced.refuse(node, "it reads a table by the length of the request, outside a mask")
-        if self.traced.refusals:
-            raise RefusedError(self.traced.refusals)
 
     def replace_sizes(self) -> None:
         """Batch sizes become 1, token counts the size of the first token input."""

@@ -39,7 +39,7 @@ def make_functional(module: fx.GraphModule) -> int:
         if returning is None or not isinstance(node.meta.get("val"), FakeTensor):
             continue
         write = Write(node, returning, order)
-        if write.is_seen_whole():
+        if write.can_become_value():
             write.rewrite()
             rewritten += 1
     module.graph.eliminate_dead_code()
@@ -73,7 +73,7 @@ class Write:
             self._views.append(view)
             self._root = view.source
 
-    def is_seen_whole(self) -> bool:
+    def can_become_value(self) -> bool:
         """Whether it writes to nobody else's memory, and what is read of it from then on is known to be a view."""
         if not isinstance(self._root, fx.Node) or overlaps(self._part.meta["val"]) or self._changes_shape:
             return False

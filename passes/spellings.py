@@ -65,12 +65,10 @@ def chosen_put(
     behind = x.dim() - len(others) - (0 if mask is None else mask.dim())
     if mask is None or mask.dtype is not torch.bool or any(other is not None for other in others) or accumulate:
         return NotImplemented
-    if values.dim() > behind or behind < 0:
+    if values.dim() > behind or behind < 0 or (in_place and overlaps(x)):
         return NotImplemented
     places = mask.reshape(*mask.shape, *(1,) * behind) if behind else mask
     chosen = torch.where(places, values, x) if values.dim() else x.masked_fill(places, values)
-    if in_place and overlaps(x):
-        return NotImplemented
     return x.copy_(chosen) if in_place else chosen
 
 

@@ -90,7 +90,7 @@ class Engine:
         self.config = config if config is not None else EngineConfig()
         with torch.inference_mode(False):  # what is kept is to be written to within and without
             parts = EngineParts.of(uncompiled(model), self.config, program, Engine, stream)
-        self._of = type(uncompiled(model)).__name__
+        self._model_name = type(uncompiled(model)).__name__
         self.longest = parts.longest
         self._runner, self._scheduler = parts.runner, parts.scheduler
         self._intake, self._recording = parts.intake, parts.recording
@@ -279,7 +279,7 @@ class Engine:
 
     def __repr__(self) -> str:
         stats = self.stats()
-        return f"Engine({self._of}, {stats.running} running, {stats.waiting} waiting)"
+        return f"Engine({self._model_name}, {stats.running} running, {stats.waiting} waiting)"
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError("an Engine must not be copied or pickled: make one of the model, in each process")

@@ -308,16 +308,22 @@ class Request:
     def _kept(self, name: str, wanted: bool) -> tuple[Any, ...] | None:
         return tuple(getattr(record, name) for record in self._records) if wanted else None
 
+    def _owner_outside_step(self) -> RequestOwner | None:
+        """None where it has ended since; raises RuntimeError within a step, which nobody may wait in."""
+        owner = self._owner
+        if owner is not None:
+            owner.check_outside_step()
+        return owner
+
     def _wait_for(self, ready: Callable[[], bool], deadline: float | None) -> bool:
         """Wait for, or work towards, `ready`; False when the deadline comes first."""
         while not ready():
             left = None if deadline is None else deadline - time.perf_counter()
             if left is not None and left <= 0:
                 return False
-            owner = self._owner
+            owner = self._owner_outside_step()
             if owner is None:
-                continue  # it has ended since
-            owner.check_outside_step()
+                continue
             with self._lock:
                 # Under the condition, or the wake of a background thread that stops here would be missed.
                 driven = owner.driven
@@ -334,10 +340,9 @@ class Request:
     async def _awaited(self, ready: Callable[[], bool]) -> None:
         """As `_wait_for`, for a coroutine: where nobody runs the steps, a thread takes one for it."""
         while not ready():
-            owner = self._owner
+            owner = self._owner_outside_step()
             if owner is None:
-                continue  # it has ended since
-            owner.check_outside_step()
+                continue
             with self._lock:
                 driven = owner.driven
                 change = self._awaiting.change() if driven and not ready() else None
