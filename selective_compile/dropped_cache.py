@@ -1,8 +1,8 @@
 """What `generate` does where a request comes to be so long that the model computes it in another way.
 
 Phi-3's `prepare_inputs_for_generation` drops the cache there, so that all is computed again (or, of transformers 5.17,
-nothing is but the last token, which sees no other then); other models go on from what they have.  Which it is, is asked
-of it, with a cache that says it has as many tokens.
+and of Phi-4-multimodal's, nothing is but the last token, which sees no other then); other models go on from what they
+have.  Which it is, is asked of it, with a cache that says it has as many tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import Cache
+from transformers import Cache, GenerationMixin
 
 from selective_compile.given_rows import BUFFER
 from selective_compile.model_call import CANNOT
@@ -38,6 +38,36 @@ def long_form_of(model: nn.Module, beyond: int) -> LongForm | None:
         return None
     how = dropped.get(beyond)
     return LongForm(beyond=beyond, anew=how == "anew", grows=how != "lost")
+
+
+@torch.no_grad()
+def lost_beyond(model: nn.Module) -> int | None:
+    """Behind how many tokens `generate` loses what it has of a request, of a model that computes all lengths alike.
+
+    Asked about where the configuration names a number of positions, of models that prepare steps in their own way.
+    """
+    if why_not_run(model) or prepares_as_all(model):
+        return None
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    given = {**vars(text), **vars(config)} if config is not None else {}
+    named = {value for name, value in given.items() if names_positions(name, value)}
+    lengths = sorted({length + d for length in named for d in (-1, 0, 1)})
+    with unchanged(model), own_attributes(model, {}):
+        try:
+            return next((length for length in lengths if drops_its_cache(model, length) == "lost"), None)
+        except CANNOT:
+            return None
+
+
+def prepares_as_all(model: Any) -> bool:
+    """Whether its steps are prepared by transformers' own method."""
+    prepare = getattr(model.prepare_inputs_for_generation, "__func__", None)
+    return prepare is GenerationMixin.prepare_inputs_for_generation
+
+
+def names_positions(name: str, value: Any) -> bool:
+    return "position" in name and type(value) is int and value > 1
 
 
 def near(model: nn.Module, beyond: int) -> list[int]:

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from selective_compile.isolation_trial import alike
 from selective_compile.live_settings import LiveSettings, Read
-from selective_compile.model_call import CANNOT, logits_call, logits_of, takes
+from selective_compile.model_call import CANNOT, logits_call, logits_of, without_cache
 from selective_compile.model_facts import device_of
 from selective_compile.module_state import lock_of, same_buffers, unchanged
 from selective_compile.passes.flat_graph import FlatGraph
@@ -239,7 +239,7 @@ def more_than_looked_up(name: str) -> str:
 def _logits_of_rows(model: nn.Module, rows: Tensor) -> Tensor:
     """As `logits_call`, from embeddings [S, hidden]."""
     names = inspect.signature(model.forward).parameters
-    options: dict[str, Any] = {"use_cache": False} if takes(model, names, "use_cache") else {}
+    options: dict[str, Any] = without_cache(model)
     if "attention_mask" in names:
         options["attention_mask"] = torch.ones(1, len(rows), dtype=torch.int64, device=rows.device)
     if "position_ids" in names:

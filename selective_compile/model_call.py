@@ -25,9 +25,7 @@ def logits_call(model: nn.Module, ids: torch.Tensor) -> tuple[Callable[..., Any]
     `generate` does: some models number tokens in another way by themselves.
     """
     names = inspect.signature(model.forward).parameters
-    options: dict[str, Any] = {}
-    if takes(model, names, "use_cache"):
-        options["use_cache"] = False
+    options = without_cache(model)
 
     def numbered(input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"position_ids": positions_of_tokens(input_ids)} if "position_ids" in names else {}
@@ -50,9 +48,15 @@ def positions_of_tokens(input_ids: torch.Tensor) -> torch.Tensor:
     return torch.arange(input_ids.shape[1], device=input_ids.device)[None]
 
 
-def takes(model: nn.Module, names: Any, argument: str) -> bool:
-    """Whether ``model`` has the argument: by its signature, or in the **kwargs of a Hugging Face model."""
-    return argument in names or hasattr(getattr(model, "config", None), argument)
+def without_cache(model: nn.Module) -> dict[str, bool]:
+    """The argument by which ``model`` makes no cache, if it has one: by its signature, or in the **kwargs of a Hugging
+    Face model, of which the part that makes a cache may be the language model among several."""
+    parameters = inspect.signature(model.forward).parameters
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    passed_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    known = any(hasattr(each, "use_cache") for each in (config, text))
+    return {"use_cache": False} if "use_cache" in parameters or (passed_on and known) else {}
 
 
 def logits_of(result: Any) -> torch.Tensor:

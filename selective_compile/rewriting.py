@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from selective_compile.capture import capture
 from selective_compile.captured import ATTENTION_MASK, Captured
-from selective_compile.dropped_cache import long_form_of
+from selective_compile.dropped_cache import long_form_of, lost_beyond
 from selective_compile.first_call import set_for_good, settled
 from selective_compile.kept_captures import capture_once
 from selective_compile.kept_traces import KeptTraces
@@ -86,7 +86,15 @@ def captured_and_rewritten(
         rewritten = rewritten_of(captured, long_form=False)
     if captured.asked and not reaches_far(model, captured, rewritten):
         return captured_and_rewritten(model, functions, max_window, modules, latents=latents, ask=False)
+    bound_where_lost(model, rewritten)
     return captured, rewritten
+
+
+def bound_where_lost(model: nn.Module, rewritten: Rewrite) -> None:
+    """No request comes to be longer than `generate` keeps what it has of it."""
+    lost = lost_beyond(model) if rewritten.flat is not None and rewritten.long_form is None else None
+    if lost is not None:
+        rewritten.traced.bound(lost)
 
 
 def reaches_far(model: nn.Module, captured: Captured, rewritten: Rewrite) -> bool:

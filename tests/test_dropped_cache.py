@@ -14,7 +14,7 @@ from torch.torch_version import TorchVersion
 from transformers import Cache, PreTrainedModel
 
 import selective_compile as sc
-from selective_compile.dropped_cache import long_form_of
+from selective_compile.dropped_cache import long_form_of, lost_beyond
 from selective_compile.step import LongForm
 from tests.longrope import longrope
 from tests.models import tiny
@@ -200,3 +200,26 @@ def test_where_generate_does_something_else_requests_are_bounded() -> None:
     engine = sc.Engine(model, SMALL)
     with pytest.raises(ValueError, match=f"at most {ORIGINAL} tokens"):
         engine.submit(prompt_of(ORIGINAL + 1), max_new_tokens=1)
+
+
+def test_no_request_grows_beyond_where_generate_loses_its_cache_for_nothing() -> None:
+    """As that of Phi-4-multimodal, whose frequencies may be the same for all lengths."""
+    model, reference = (tiny("llama", original_max_position_embeddings=ORIGINAL) for _ in range(2))
+    assert lost_beyond(model) is None
+    prepare = type(model).prepare_inputs_for_generation
+
+    class Losing(type(model)):  # type: ignore[misc]
+        def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> Any:
+            if input_ids.shape[1] == ORIGINAL + 1:
+                kwargs |= dict.fromkeys({"cache", "past_key_values"} & kwargs.keys())
+                input_ids = input_ids[:, -1:]
+            return prepare(self, input_ids, **kwargs)
+
+    model.__class__ = Losing
+    assert lost_beyond(model) == ORIGINAL
+    engine = sc.Engine(model, SMALL)
+    assert engine.report.longest == ORIGINAL
+    got = engine.submit(prompt_of(ORIGINAL - 5), max_new_tokens=6).result().tokens
+    assert list(got) == generated(reference, prompt_of(ORIGINAL - 5), 6)
+    with pytest.raises(ValueError, match=f"max_new_tokens must be at most 6 for the .* of {ORIGINAL}, after 35"):
+        engine.submit(prompt_of(ORIGINAL - 5), max_new_tokens=7)

@@ -210,6 +210,8 @@ OWN: Final[dict[str, dict[str, Any]]] = {
     "moshi": {"audio_encoder_config": {"codebook_size": 64}},
     "musicgen": {"decoder": {"num_codebooks": 1}},
     "musicgen_melody": {"decoder": {"num_codebooks": 1}},
+    # Where a request comes to be longer, its `generate` goes on from the last token alone.
+    "phi4_multimodal": {"original_max_position_embeddings": POSITIONS},
     "qwen4_exp": {"text_config": {**INDEXER}},
     "qwen4_exp_text": {**INDEXER},
     "recurrent_gemma": {"num_hidden_layers": 3},
