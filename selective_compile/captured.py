@@ -12,14 +12,10 @@ from torch import fx, nn
 from selective_compile.joined_graphs import JoinedGraphs, inputs_of
 from selective_compile.live_conditions import LiveConditions
 from selective_compile.live_settings import Read
-from selective_compile.model_call import logits_of
+from selective_compile.model_call import TOKEN_INPUTS, logits_of
 from selective_compile.passes.lengths import CAPTURE_TOKENS
 from selective_compile.passes.normalise import source_name
 from selective_compile.trace_conditions import Condition
-
-# Dynamo's names for the arguments of the captured call.
-ATTENTION_MASK = "L['attention_mask']"
-TOKEN_INPUTS = ("L['input_ids']", ATTENTION_MASK)
 
 
 @dataclass(frozen=True, kw_only=True)

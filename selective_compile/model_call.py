@@ -16,6 +16,10 @@ from selective_compile.where_refused import watch_guards
 # What models and modules raise when they are called in a way that they do not support.
 CANNOT = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError)
 
+# What Dynamo calls the tokens that `logits_call` has a model called with.
+ATTENTION_MASK = "L['attention_mask']"
+TOKEN_INPUTS = ("L['input_ids']", ATTENTION_MASK)
+
 
 def logits_call(model: nn.Module, ids: torch.Tensor) -> tuple[Callable[..., Any], list[torch.Tensor]]:
     """A function from token inputs to logits, and example inputs.

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from selective_compile.captured import TOKEN_INPUTS, Captured
+from selective_compile.captured import Captured
 from selective_compile.live_settings import Read
+from selective_compile.model_call import TOKEN_INPUTS
 from selective_compile.named_tensors import all_tensors_of
 from selective_compile.passes.lengths import CAPTURE_TOKENS
 from selective_compile.passes.normalise import SOURCE, Symbols, source_name

@@ -8,11 +8,12 @@ from functools import partial
 from torch import Tensor, nn
 
 from selective_compile.capture import capture
-from selective_compile.captured import ATTENTION_MASK, Captured
+from selective_compile.captured import Captured
 from selective_compile.dropped_cache import long_form_of, lost_beyond
 from selective_compile.first_call import set_for_good, settled
 from selective_compile.kept_captures import capture_once
 from selective_compile.kept_traces import KeptTraces
+from selective_compile.model_call import ATTENTION_MASK
 from selective_compile.model_facts import declared_positions
 from selective_compile.model_recurrences import recurrences_of
 from selective_compile.passes import RefusedError, Rewrite, rewrite

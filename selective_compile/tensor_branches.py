@@ -5,6 +5,12 @@
 Dynamo ends a graph there, for it does not know what tensors hold.  Here it does where what is asked is made of the
 positions that `generate` hands a model, by nothing but functions that grow, or fall, with these: then it turns once at
 most, and where is looked for.  It must be the same of a request's last tokens alone, as a step of `generate` has them.
+
+    if attention_mask is not None and not attention_mask.all(): ...
+
+It does not end there either where what is asked is made of the attention mask, which an engine hands a model as ones
+and nothing else, by functions of which the result is the same for as many ones as there may be.
+
 Whether what is asked was written to meanwhile is seen when the trace is done (`graph_writes`).
 """
 
@@ -21,9 +27,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.variables import SymNodeVariable
 from torch.utils._python_dispatch import _disable_current_modes
 
+from selective_compile.model_call import ATTENTION_MASK
 from selective_compile.passes.lengths import ALL_LENGTHS, CAPTURE_TOKENS, Answer, answer
+from selective_compile.passes.normalise import source_name
 
 # Python's instructions that go one way or the other by what a value is, which most take off the stack.
 JUMPS = {number: name for name, number in dis.opmap.items() if "JUMP" in name and ("TRUE" in name or "FALSE" in name)}
@@ -39,6 +48,12 @@ FUNCTIONS = {
 METHODS = {
     *("max", "amax", "add", "sub", "mul", "gt", "ge", "lt", "le"),
     *("to", "long", "int", "float", "unsqueeze", "squeeze", "view", "reshape", "contiguous", "clone"),
+}
+# Of one tensor of ones and numbers: beside these, what does not grow with their count.
+OF_ONES = {
+    *(torch.all, torch.any, torch.min, torch.amin, torch.eq, torch.ne, torch.logical_not, torch.bitwise_not),
+    *(operator.eq, operator.ne, operator.invert, operator.not_),
+    *("all", "any", "min", "amin", "eq", "ne", "logical_not", "bitwise_not", "bool", "item"),
 }
 WIDE = (torch.bool, torch.int32, torch.int64, torch.float32, torch.float64)  # others begin anew, or have no such number
 WHOLE = 2**14  # tokens of a request of which all are looked at, and not only the last ones
@@ -139,7 +154,7 @@ def jump_instead_of(original: Callable[[Any, Any], Any], name: str) -> Callable[
 def answered_at(tx: Any) -> bool | None:
     """What is known of the value on the stack, if it is a tensor of the model's own graph."""
     branches = ASKED.branches
-    if branches is None or not tx.stack[-1].is_tensor():
+    if branches is None or not (tx.stack[-1].is_tensor() or isinstance(tx.stack[-1], SymNodeVariable)):
         return None
     node = tx.stack[-1].as_proxy().node
     return branches.answer(node) if node.graph is tx.output.root_tracer.graph else None
@@ -150,18 +165,21 @@ class UnknownError(Exception):
 
 
 def chain_of(node: fx.Node) -> list[fx.Node] | None:
-    """From the positions, as `capture` makes them, to ``node``; None where that is made of anything else."""
+    """From the positions, as `capture` makes them, or the mask; None where ``node`` is made of anything else."""
     chain = [node]
-    while not is_positions(node):
-        if node.target not in (METHODS if node.op == "call_method" else FUNCTIONS) or len(node.all_input_nodes) != 1:
-            return None
-        if node.kwargs.keys() & {"out", "dim", "axis"} or len(nodes_read(node)) != 1:
+    while not is_positions(node) and not is_mask(node):
+        if len(node.all_input_nodes) != 1 or node.kwargs.keys() & {"out", "dim", "axis"} or len(nodes_read(node)) != 1:
             return None
         if getattr(node.meta.get("example_value"), "dtype", torch.int64) not in WIDE:
             return None
         (node,) = node.all_input_nodes
         chain.append(node)
-    return chain[::-1]
+    known = FUNCTIONS | METHODS | (OF_ONES if is_mask(node) else set())
+    return chain[::-1] if all(node.target in known for node in chain[:-1]) else None
+
+
+def is_mask(node: fx.Node) -> bool:
+    return node.op == "placeholder" and source_name(node) == ATTENTION_MASK
 
 
 def is_positions(node: fx.Node) -> bool:
@@ -180,14 +198,21 @@ def value_at(chain: Sequence[fx.Node], length: int) -> bool:
     """Of the last node, for requests of ``length`` tokens. Raises `UnknownError`."""
     numbers = torch.arange(max(length - WHOLE, 0), length, dtype=torch.int64, device="cpu")
     given = [numbers[-1:], numbers[-2:], *([numbers] if length <= WHOLE else [])]
+    if is_mask(chain[0]):
+        given = [torch.ones_like(positions)[None] for positions in given]
     try:
         results = [float(follow(chain, positions)) for positions in given]
     except Exception as error:
         raise UnknownError(str(error)) from error
-    is_boolean = chain[-1].meta["example_value"].dtype == torch.bool
-    if len(set(results)) != 1 or not (is_boolean or results[0] > 0):
+    if len(set(results)) != 1 or (results[0] <= 0 and is_number(chain[-1])):
         raise UnknownError(f"{results} of {length} tokens")
     return bool(results[0])
+
+
+def is_number(node: fx.Node) -> bool:
+    """And neither true nor false."""
+    value = node.meta["example_value"]
+    return not isinstance(value, torch.SymBool) and getattr(value, "dtype", None) != torch.bool
 
 
 def follow(chain: Sequence[fx.Node], value: Tensor) -> Tensor:

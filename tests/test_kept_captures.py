@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from selective_compile import kept_captures, kept_files, programs
 from selective_compile.capture import capture
-from selective_compile.captured import ATTENTION_MASK
 from selective_compile.coverage.random_model import random_model
 from selective_compile.kept_captures import ENDING, capture_once, save
+from selective_compile.model_call import ATTENTION_MASK
 from selective_compile.options import EngineConfig
 from selective_compile.passes import RefusedError, rewrite
 from selective_compile.same_logits import written_inputs

@@ -13,9 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from selective_compile.capture import capture
-from selective_compile.captured import ATTENTION_MASK
 from selective_compile.compiled_step import CompiledStep
 from selective_compile.layered import Layered
+from selective_compile.model_call import ATTENTION_MASK
 from selective_compile.passes import rewrite
 from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.fuse_rotary import fuse_rotary

@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from selective_compile.capture import capture
-from selective_compile.captured import ATTENTION_MASK
 from selective_compile.coverage.random_model import random_model
+from selective_compile.model_call import ATTENTION_MASK
 from selective_compile.passes import retrace as tracing
 from selective_compile.passes import rewrite
 from selective_compile.passes.normalise import Symbols

@@ -10,7 +10,8 @@ import torch
 from torch import fx, nn
 
 from selective_compile.capture import capture
-from selective_compile.captured import ATTENTION_MASK, Captured
+from selective_compile.captured import Captured
+from selective_compile.model_call import ATTENTION_MASK
 from selective_compile.passes import Rewrite, rewrite
 from selective_compile.passes import retrace as tracing
 from selective_compile.passes.normalise import Symbols
