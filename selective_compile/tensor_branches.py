@@ -53,7 +53,7 @@ METHODS = {
 OF_ONES = {
     *(torch.all, torch.any, torch.min, torch.amin, torch.eq, torch.ne, torch.logical_not, torch.bitwise_not),
     *(operator.eq, operator.ne, operator.invert, operator.not_),
-    *("all", "any", "min", "amin", "eq", "ne", "logical_not", "bitwise_not", "bool", "item"),
+    *("all", "any", "min", "amin", "eq", "ne", "__eq__", "__ne__", "logical_not", "bitwise_not", "bool", "item"),
 }
 WIDE = (torch.bool, torch.int32, torch.int64, torch.float32, torch.float64)  # others begin anew, or have no such number
 WHOLE = 2**14  # tokens of a request of which all are looked at, and not only the last ones
