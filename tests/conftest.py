@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,11 @@ logging.getLogger("torch.__trace").propagate = True
 # Models here are small and each is traced once: to remember what every operator made of fake tensors took a fifth of
 # the time of tests that trace. Of large models it takes about what it saves, and the package leaves it as it is.
 torch._dynamo.config.fake_tensor_cache_enabled = False
+
+
+# What a shell starts in the background ignores Ctrl-C, and so would all that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
