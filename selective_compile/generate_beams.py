@@ -46,7 +46,7 @@ def sequences_of_beams(
         starts = [row for row, count in zip(prompts.rows, counts, strict=True) for _ in range(count)]
         tensors = [torch.as_tensor(start, dtype=torch.int64, device=device) for start in starts]
         return [torch.cat([start, start.new_tensor(row)]) for start, row in zip(tensors, rows, strict=True)]
-    filled = torch.tensor(padded(rows, filling(fields[0])), device=device)
+    filled = torch.tensor(padded(rows, filling(fields[0])), dtype=torch.int64, device=device)
     columns = prompts.columns.repeat_interleave(torch.tensor(counts, device=prompts.columns.device), dim=0)
     return torch.cat([columns, filled.to(columns.device)], dim=1)
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import BaseStreamer, GenerateBeamDecoderOnlyOutput
 
 import selective_compile as sc
@@ -45,6 +46,22 @@ def test_padded_rows_equal_generate(loaded: tuple[Any, Any], options: dict[str, 
         model.compute_transition_scores(each.sequences, each.scores, each.beam_indices) for each in (ours, theirs)
     )
     assert torch.allclose(found, wanted, atol=1e-4)
+
+
+class NothingIsPossible(LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return torch.full_like(scores, -torch.inf)
+
+
+def test_rows_of_which_no_token_is_kept_are_ids_all_the_same(loaded: tuple[Any, Any]) -> None:
+    model, _ = loaded
+    ids, options = torch.tensor([[65, 66, 67]]), {"max_new_tokens": 3, "num_beams": 2}
+    theirs = model.generate(ids, logits_processor=LogitsProcessorList([NothingIsPossible()]), **options)
+    ours = sc.generate(
+        model, ids, logits_processor=LogitsProcessorList([NothingIsPossible()]), engine_config=CONFIG, **options
+    )
+    assert ours.dtype == theirs.dtype == torch.int64
+    assert torch.equal(ours, theirs)
 
 
 def test_a_list_of_prompts_some_with_beams(loaded: tuple[Any, Any]) -> None:
