@@ -60,7 +60,7 @@ class RequestSearch:
         if self.ready:
             rows = torch.stack([self._rows[state] for state in members])
             self._rows.clear()
-            asked = attempt("logits processors or stopping criteria", lambda: self._search.advance(rows))
+            asked = attempt("a beam search with its processors and criteria", lambda: self._search.advance(rows))
             if isinstance(asked, Failed):
                 self.moves, self.error = None, asked.error
             else:

@@ -7,6 +7,7 @@ have.  Which it is, is asked of it, with a cache that says it has as many tokens
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, Literal
 
 import torch
@@ -44,20 +45,23 @@ def long_form_of(model: nn.Module, beyond: int) -> LongForm | None:
 def lost_beyond(model: nn.Module) -> int | None:
     """Behind how many tokens `generate` loses what it has of a request, of a model that computes all lengths alike.
 
-    Asked about where the configuration names a number of positions, of models that prepare steps in their own way.
+    None where it has no cache of transformers' behind one token either: then it keeps something else.  Asked about
+    where the configuration names a number of positions, of models that prepare steps in their own way.
     """
     if why_not_run(model) or prepares_as_all(model):
         return None
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    given = {**vars(text), **vars(config)} if config is not None else {}
-    named = {value for name, value in given.items() if names_positions(name, value)}
-    lengths = sorted({length + d for length in named for d in (-1, 0, 1)})
+    named = {value for name, value in configured_numbers(model).items() if "position" in name and value > 1}
+    lengths = sorted({length + d for length in {2, *named} for d in (-1, 0, 1)})  # of a single token, too
     with unchanged(model), own_attributes(model, {}):
-        try:
-            return next((length for length in lengths if drops_its_cache(model, length) == "lost"), None)
-        except CANNOT:
-            return None
+        first = next((length for length in lengths if loses_its_cache(model, length)), 1)
+    return None if first == 1 else first
+
+
+def loses_its_cache(model: nn.Module, length: int) -> bool:
+    """As far as that can be asked."""
+    with suppress(*CANNOT):
+        return drops_its_cache(model, length) == "lost"
+    return False
 
 
 def prepares_as_all(model: Any) -> bool:
@@ -66,19 +70,27 @@ def prepares_as_all(model: Any) -> bool:
     return prepare is GenerationMixin.prepare_inputs_for_generation
 
 
-def names_positions(name: str, value: Any) -> bool:
-    return "position" in name and type(value) is int and value > 1
-
-
 def near(model: nn.Module, beyond: int) -> list[int]:
     """Lengths that the configuration names, at which something else may happen, and twice the one that is known."""
-    config: Any = getattr(model, "config", None)
-    numbers = [value for value in vars(config).values() if type(value) is int] if config is not None else []
+    numbers = configured_numbers(model).values()
     return [length + d for length in {*numbers, 2 * beyond} for d in (-1, 0, 1) if 1 < length <= 2 * beyond]
 
 
+def configured_numbers(model: nn.Module) -> dict[str, int]:
+    """By name, the integers of its configuration, and of that of its text if it is a model of several."""
+    config: Any = getattr(model, "config", None)
+    if config is None:
+        return {}
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return {name: value for name, value in (vars(text) | vars(config)).items() if type(value) is int}
+
+
 def drops_its_cache(model: Any, length: int) -> Literal["anew", "lost"] | None:
-    """Whether the step behind ``length`` tokens that are in the cache begins without it, and with which tokens."""
+    """Whether the step behind ``length`` tokens that are in the cache begins without it, and with which tokens.
+
+    Raises:
+        ValueError: it begins with neither the last token nor all of them.
+    """
     ids = torch.zeros(1, length + 1, dtype=torch.int64, device=device_of(model))
     one = OneRequest(tokens=ids[:, :length])
     step_arguments(model, one)

@@ -174,8 +174,9 @@ def chain_of(node: fx.Node) -> list[fx.Node] | None:
             return None
         (node,) = node.all_input_nodes
         chain.append(node)
-    known = FUNCTIONS | METHODS | (OF_ONES if is_mask(node) else set())
-    return chain[::-1] if all(node.target in known for node in chain[:-1]) else None
+    beside = OF_ONES if is_mask(node) else set()
+    known = {"call_function": FUNCTIONS | beside, "call_method": METHODS | beside}
+    return chain[::-1] if all(node.target in known.get(node.op, ()) for node in chain[:-1]) else None
 
 
 def is_mask(node: fx.Node) -> bool:

@@ -32,7 +32,6 @@ logging.getLogger("torch.__trace").propagate = True
 # the time of tests that trace. Of large models it takes about what it saves, and the package leaves it as it is.
 torch._dynamo.config.fake_tensor_cache_enabled = False
 
-
 # What a shell starts in the background ignores Ctrl-C, and so would all that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

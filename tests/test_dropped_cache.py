@@ -223,3 +223,17 @@ def test_no_request_grows_beyond_where_generate_loses_its_cache_for_nothing() ->
     assert list(got) == generated(reference, prompt_of(ORIGINAL - 5), 6)
     with pytest.raises(ValueError, match=f"max_new_tokens must be at most 6 for the .* of {ORIGINAL}, after 35"):
         engine.submit(prompt_of(ORIGINAL - 5), max_new_tokens=7)
+
+
+def test_steps_with_something_else_than_a_cache_of_transformers_bound_none() -> None:
+    """A model of the user's may keep what it likes: then nobody knows that it is lost."""
+    model = tiny("llama")
+    prepare = type(model).prepare_inputs_for_generation
+
+    class OwnState(type(model)):  # type: ignore[misc]
+        def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> Any:
+            arguments = prepare(self, input_ids, **kwargs)
+            return {name: value for name, value in arguments.items() if not isinstance(value, Cache)}
+
+    model.__class__ = OwnState
+    assert lost_beyond(model) is None

@@ -16,6 +16,7 @@ from transformers.generation import BaseStreamer
 
 import selective_compile as sc
 from selective_compile import tiny_model
+from selective_compile.coverage.random_model import random_model
 from selective_compile.runtime.philox import uniform
 from selective_compile.tiny_model.tokenizer import EOS, PAD
 
@@ -296,3 +297,15 @@ def test_objects_that_cannot_be_copied_or_fail(loaded: tuple[Any, Any]) -> None:
     with pytest.raises(RuntimeError, match="logits processors failed: OSError: the file went away"):
         sc.generate(model, [[65]], logits_processor=[locked], engine_config=CONFIG)
     locked.file.close()
+
+
+def test_a_padded_row_has_the_tokens_of_that_row_alone_where_generate_reads_no_mask() -> None:
+    """For RWKV's, padding is tokens like others."""
+    model, reference = (random_model("rwkv").eval() for _ in range(2))
+    ids, mask = torch.tensor([[0, 0, 7, 9, 11, 13]]), torch.tensor([[0, 0, 1, 1, 1, 1]])
+    options = {"max_new_tokens": 8, "eos_token_id": None, "pad_token_id": 0}
+    ours = sc.generate(model, ids, attention_mask=mask, engine_config=sc.EngineConfig(compile=False), **options)
+    padded = reference.generate(ids, attention_mask=mask, **options)
+    alone = reference.generate(ids[:, 2:], attention_mask=mask[:, 2:], **options)
+    assert torch.equal(ours[:, :6], ids) and torch.equal(ours[:, 6:], alone[:, 4:])
+    assert not torch.equal(ours, padded)
