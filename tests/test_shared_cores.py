@@ -90,14 +90,11 @@ def test_where_nothing_is_known_nothing_is_done(machine: Machine) -> None:
     assert not cores.shared
 
 
-def sleepers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if "sleeping-team" in thread.name]
-
-
 def test_a_sleeping_team_goes_with_its_owner_and_takes_no_time() -> None:
+    # Asked of its own thread alone: where the machine is busy, engines of other tests may have teams that sleep, too.
     team = SleepingTeam()
     thread = team.thread
-    assert sleepers() == [thread] and thread.daemon
+    assert thread in threading.enumerate() and thread.daemon
     time.sleep(0.2)
     begin = time.process_time()
     time.sleep(0.2)
@@ -110,7 +107,7 @@ def test_a_sleeping_team_goes_with_its_owner_and_takes_no_time() -> None:
     del team
     gc.collect()
     thread.join(10)
-    assert not sleepers()
+    assert not thread.is_alive()
 
 
 def test_an_engine_s_threads_look_only_where_there_are_several(monkeypatch: pytest.MonkeyPatch) -> None:
