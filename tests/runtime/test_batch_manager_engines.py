@@ -156,7 +156,7 @@ def test_soak(overlap: bool, engines: int) -> None:
         client.wait(count)
     assert sorted(client.done) == list(range(count))
     assert_nothing_left(manager)
-    own = [one for one in threading.enumerate() if one not in before]
-    # The engines' own, which end with them.
-    assert [one.name for one in own] == ["selective-compile-tokens_0"] * overlap * engines
+    # The engines' own, which end with them; where the machine is busy there are sleeping teams, too.
+    own = [one.name for one in threading.enumerate() if one not in before and "sleeping-team" not in one.name]
+    assert own == ["selective-compile-tokens_0"] * overlap * engines
     assert any(engine.stats().preemptions for engine in engines_of(manager))
