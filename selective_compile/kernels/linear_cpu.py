@@ -50,7 +50,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Sums are float32. What the kernel does not take (another dtype, a weight that is not row-major) goes
     through `torch.nn.functional.linear`, and so does what that is faster at. A row's result does not depend
-    on the other rows, except that few rows (at most eighteen) and more of them are summed in different orders.
+    on the other rows, except that few rows (at most eighteen) and more of them are summed in different orders, and so
+    are 64 rows of bfloat16 and more where a processor has matrix units.
 
     Raises:
         ValueError: the sizes or dtypes of x, weight and bias do not fit together.

@@ -162,7 +162,8 @@ def test_several_weights_give_what_each_gives_alone_to_the_bit(rows, dtype, thre
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "fewer"), [(8, (1, 2, 5, 7)), (129, (19, 33, 64))])
-def test_a_row_does_not_depend_on_the_rows_around_it_nor_on_the_threads(rows, fewer, dtype, threads):
+def test_a_row_does_not_depend_on_the_rows_around_it_nor_on_the_threads(rows, fewer, dtype, threads, monkeypatch):
+    monkeypatch.setattr(linear_cpu, "has_matrix_unit", lambda: False)
     x, weight, bias = inputs(rows, 50, 500, dtype)
     every = linear(x, weight, bias)
     for count in fewer:
@@ -170,6 +171,26 @@ def test_a_row_does_not_depend_on_the_rows_around_it_nor_on_the_threads(rows, fe
         assert torch.equal(linear(x[-count:], weight[7:], bias[7:]), every[-count:, 7:])
     torch.set_num_threads(3 - threads)
     assert torch.equal(linear(x, weight, bias), every)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_several_blocks_does_not_depend_on_the_rows_around_it(dtype, monkeypatch):
+    """Of how many blocks K is, and where they end, the number of rows tells."""
+    monkeypatch.setattr(linear_cpu, "has_matrix_unit", lambda: False)
+    x, weight, _ = inputs(129, 25, 4501, dtype)
+    every = linear(x, weight)
+    for count in (19, 40, 100):
+        assert torch.equal(linear(x[:count], weight), every[:count])
+
+
+@pytest.mark.parametrize("rows", [2, 20, 40])
+def test_long_sums_are_as_near_as_those_of_others(rows):
+    """One after another, 14,336 products came to sums of 20 rows that were off by 2.1e-6, and MKL's by 3.7e-7."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 14336, generator=generator) for n in (rows, 64))
+    weight *= 14336**-0.5
+    off = linear(x, weight).double() - x.double() @ weight.double().T
+    assert off.square().mean().sqrt() < 7e-7
 
 
 @pytest.mark.parametrize("rows", [2, 20])
