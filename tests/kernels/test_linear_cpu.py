@@ -109,8 +109,9 @@ def test_layouts(rows, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_order_of_sums_changes_once_and_before_batches_are_invariant(dtype):
+def test_the_order_of_sums_changes_once_and_before_batches_are_invariant(dtype, monkeypatch):
     """Also where several passes over a weight take the rows, and the last does rows of the one before again."""
+    monkeypatch.setattr(linear_cpu, "has_matrix_unit", lambda: False)
     x, weight, bias = inputs(SMALLEST_INVARIANT + 9, 1000, 500, dtype)
     alone, many = torch.cat([linear(row[None], weight, bias) for row in x]), linear(x, weight, bias)
     results = [(rows, linear(x[-rows:], weight, bias)) for rows in range(1, len(x) + 1)]
@@ -134,9 +135,10 @@ def test_nothing_around_the_operands_is_read_or_written(rows, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [4, 20])
-def test_what_is_not_finite_stays_in_its_row_and_column(rows, dtype):
-    x, weight, _ = inputs(rows, 30, 41, dtype)
+@pytest.mark.parametrize("depth", [41, 64, 200])
+@pytest.mark.parametrize("rows", [4, 20, 70])
+def test_what_is_not_finite_stays_in_its_row_and_column(rows, depth, dtype):
+    x, weight, _ = inputs(rows, 30, depth, dtype)
     clean = linear(x, weight)
     x[3, 7], weight[11, 0] = torch.nan, torch.inf
     result = linear(x, weight)
@@ -222,10 +224,10 @@ def test_matrix_units_are_left_to_onednn(monkeypatch):
     linear_cpu.has_matrix_unit.cache_clear()
     calls = []
     monkeypatch.setattr(linear_cpu.F, "linear", lambda *a: calls.append(a[0].shape[0]) or a[0].new_empty(0))
-    for rows, dtype in product((8, 64), DTYPES):
-        linear(*inputs(rows, 4, 8, dtype))
+    for rows, depth, dtype in product((8, 12, 64), (96, 200), DTYPES):
+        linear(*inputs(rows, 4, depth, dtype))
     linear_cpu.has_matrix_unit.cache_clear()
-    assert calls == [64]
+    assert calls == [12, 64]
 
 
 # ------------------------------------------------------------------------------------------------ the op
