@@ -18,9 +18,9 @@ constexpr int64_t MAX_X_ROWS = 128;
 constexpr int64_t MAX_PASSES = 8;      // bounds the memory for packed x
 constexpr int64_t PACKED_BYTES = 768 * 1024;
 // Words of K that are summed one after another, from 0: over all of K = 14,336 in one go, sums of float32 were six times
-// as far from the exact ones as those of MKL, and are as near with this.  Blocks of K are whole runs, so that a row's sums
-// do not depend on how many rows there are.
-constexpr int64_t RUN = 256;
+// as far from the exact ones as those of MKL, and are as near with this.  Blocks of K are whole multiples, so that a row's
+// sums do not depend on how many rows there are.
+constexpr int64_t CHAIN = 256;
 // Rows of a weight so many bytes apart, or a multiple, meet in one set of the L1 cache, 12 of them in as many ways: they
 // are copied side by side before they are multiplied, which takes 0.71-0.87 of the time at K = 2048 in both dtypes.
 // At half of it, where two sets are met, copying took 1.0-1.2 times as long.
@@ -83,11 +83,10 @@ inline void store_halves(const Floats& both, float* low, float* high) {
     std::memcpy(high, (const char*)&both + sizeof both / 2, sizeof both / 2);
 }
 
-// TILE rows of the weight, `stride` bytes apart, against PANELS panels of x over `words` words, and half a word more if
-// `odd`, all of a run; adds their sum to (or sets) sums [TILE][panels * W]. `ahead`, if any, is what will be read next, `ahead_step` bytes for each
-// word. With
-// HALF, one panel more of half as many rows: it holds them twice, and is multiplied by two rows of the weight at once,
-// which takes 0.85-0.90 of the time of a whole one at M = 20 and 24.
+// TILE rows of the weight, `stride` bytes apart, against PANELS panels of x over a chain of `words` words, and half a word
+// more if `odd`; adds the chain's sums to (or sets) sums [TILE][panels * W]. `ahead`, if any, is what will be read next,
+// `ahead_step` bytes for each word. With HALF, one panel more of half as many rows: it holds them twice, and is multiplied
+// by two rows of the weight at once, which takes 0.85-0.90 of the time of a whole one at M = 20 and 24.
 template <class T, int PANELS, bool HALF>
 void multiply_tile(const char* x, int64_t panel_bytes, const char* weight, int64_t stride, int64_t words, bool odd,
                    const char* ahead, int64_t ahead_step, float* sums, int64_t sums_stride, bool add) {
@@ -234,11 +233,11 @@ void multiply_share(const Call& p, const Part& part, const Packed& x, int64_t be
                 const auto multiply = half ? multiply_tile<T, 1, true>
                                       : two ? multiply_tile<T, 2, false>
                                             : multiply_tile<T, 1, false>;
-                for (int64_t run = 0; run < words; run += RUN) {
-                    const int64_t run_bytes = std::min(RUN * 4, block_bytes - run * 4);
-                    multiply(x.block(block) + (panel * words + run) * W * 4, words * W * 4, weight + run * 4, stride,
-                             run_bytes / 4, run_bytes % 4 != 0, ahead ? ahead + run * AHEAD : nullptr, AHEAD,
-                             out + panel * W, sums_stride, block + run > 0);
+                for (int64_t chain = 0; chain < words; chain += CHAIN) {
+                    const int64_t chain_bytes = std::min(CHAIN * 4, block_bytes - chain * 4);
+                    multiply(x.block(block) + (panel * words + chain) * W * 4, words * W * 4, weight + chain * 4, stride,
+                             chain_bytes / 4, chain_bytes % 4 != 0, ahead ? ahead + chain * AHEAD : nullptr, AHEAD,
+                             out + panel * W, sums_stride, block + chain > 0);
                 }
                 ahead = nullptr;
             }
@@ -265,7 +264,7 @@ void broadcast_rows(const Call& p, int64_t row, int64_t end, int64_t pass_rows) 
     int64_t packings = 0;
     for (; row < end; row += pass_rows) {
         const int64_t rows = std::min(pass_rows, end - row), panels = (rows + W - 1) / W;
-        const int64_t depth = std::min(words, std::max<int64_t>(1, PACKED_BYTES / (panels * W * 4) / RUN) * RUN);
+        const int64_t depth = std::min(words, std::max<int64_t>(1, PACKED_BYTES / (panels * W * 4) / CHAIN) * CHAIN);
         passes.push_back({{memory, row, rows, words, depth, panels}, {panels * runs, threads}, {items, threads}});
         memory += panels * words * W * 4;
         packings += panels * runs;

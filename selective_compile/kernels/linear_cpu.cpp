@@ -7,7 +7,8 @@
 //              accumulators are summed across their lanes together at the end.
 //   broadcast  lanes run along the rows of x, which are first transposed into panels [K][W] (a cost of M * K, paid once
 //              for all weights). One word of a weight at a time is broadcast straight from its row, so weights need no
-//              packing and the accumulators no sum across lanes.
+//              packing and the accumulators no sum across lanes. Words of K are summed in chains, and these then, since
+//              long chains are far from the exact sum.
 //
 // An output is summed in one order, whatever the other rows, columns, weights and threads: a row's result changes with
 // M only where M changes the kernel.

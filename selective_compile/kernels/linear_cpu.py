@@ -30,8 +30,8 @@ build_beside = _functions.build_beside
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 # From so many rows on, a processor with bf16 matrix units (AMX) is left to oneDNN, which uses them: with fewer, reading
-# the weight takes the time. On two cores of a Xeon with AMX, ours runs at 0.89-1.5 of its speed with 8 rows of five
-# shapes, 0.73-1.24 with 12, 0.56-0.99 with 16, 0.32-0.61 with 32 (benchmarks/cpu_linear.py --dtypes bfloat16).
+# the weight takes the time. On one and two cores of a Xeon with AMX, ours runs at 0.89-1.5 of its speed with 8 rows of
+# five shapes, 0.73-1.24 with 12, 0.56-0.99 with 16, 0.32-0.61 with 32 (benchmarks/cpu_linear.py --dtypes bfloat16).
 _MATRIX_UNIT_ROWS = 12
 # Where K is no multiple of this, oneDNN 3.12 reads a row on into the next one, times 0: what is infinite there is a NaN
 # in this row, too, which may be another request's (K = 37, 200, 1000, of rows alone, not of weights).

@@ -26,6 +26,15 @@ ROWS = (1, 2, 3, 5, 6, 7, 8, 9, 11, 12, 13, 16, 17, 18, 19, 24, 25, 33, 56, 65, 
 SIZES = ((1, 1), (5, 3), (16, 16), (13, 17), (97, 129), (31, 1024), (260, 770), (29, 4097), (25, 2048))
 
 
+has_matrix_unit = linear_cpu.has_matrix_unit
+
+
+@pytest.fixture(autouse=True)
+def kernel_alone(monkeypatch):
+    """What is tested is ours, on processors that are left to oneDNN, too."""
+    monkeypatch.setattr(linear_cpu, "has_matrix_unit", lambda: False)
+
+
 @pytest.fixture(params=[1, 2])
 def threads(request):
     before = torch.get_num_threads()
@@ -109,9 +118,8 @@ def test_layouts(rows, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_order_of_sums_changes_once_and_before_batches_are_invariant(dtype, monkeypatch):
+def test_the_order_of_sums_changes_once_and_before_batches_are_invariant(dtype):
     """Also where several passes over a weight take the rows, and the last does rows of the one before again."""
-    monkeypatch.setattr(linear_cpu, "has_matrix_unit", lambda: False)
     x, weight, bias = inputs(SMALLEST_INVARIANT + 9, 1000, 500, dtype)
     alone, many = torch.cat([linear(row[None], weight, bias) for row in x]), linear(x, weight, bias)
     results = [(rows, linear(x[-rows:], weight, bias)) for rows in range(1, len(x) + 1)]
@@ -137,7 +145,9 @@ def test_nothing_around_the_operands_is_read_or_written(rows, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("depth", [41, 64, 200])
 @pytest.mark.parametrize("rows", [4, 20, 70])
-def test_what_is_not_finite_stays_in_its_row_and_column(rows, depth, dtype):
+@pytest.mark.parametrize("matrix_unit", [lambda: False, has_matrix_unit], ids=["ours", "the machine's"])
+def test_what_is_not_finite_stays_in_its_row_and_column(matrix_unit, rows, depth, dtype, monkeypatch):
+    monkeypatch.setattr(linear_cpu, "has_matrix_unit", matrix_unit)
     x, weight, _ = inputs(rows, 30, depth, dtype)
     clean = linear(x, weight)
     x[3, 7], weight[11, 0] = torch.nan, torch.inf
@@ -164,8 +174,7 @@ def test_several_weights_give_what_each_gives_alone_to_the_bit(rows, dtype, thre
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "fewer"), [(8, (1, 2, 5, 7)), (129, (19, 33, 64))])
-def test_a_row_does_not_depend_on_the_rows_around_it_nor_on_the_threads(rows, fewer, dtype, threads, monkeypatch):
-    monkeypatch.setattr(linear_cpu, "has_matrix_unit", lambda: False)
+def test_a_row_does_not_depend_on_the_rows_around_it_nor_on_the_threads(rows, fewer, dtype, threads):
     x, weight, bias = inputs(rows, 50, 500, dtype)
     every = linear(x, weight, bias)
     for count in fewer:
@@ -176,9 +185,8 @@ def test_a_row_does_not_depend_on_the_rows_around_it_nor_on_the_threads(rows, fe
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_of_several_blocks_does_not_depend_on_the_rows_around_it(dtype, monkeypatch):
+def test_a_row_of_several_blocks_does_not_depend_on_the_rows_around_it(dtype):
     """Of how many blocks K is, and where they end, the number of rows tells."""
-    monkeypatch.setattr(linear_cpu, "has_matrix_unit", lambda: False)
     x, weight, _ = inputs(129, 25, 4501, dtype)
     every = linear(x, weight)
     for count in (19, 40, 100):
@@ -221,12 +229,11 @@ def test_what_does_not_fit_is_refused():
 
 def test_matrix_units_are_left_to_onednn(monkeypatch):
     monkeypatch.setattr(native, "processor", lambda: "flags : avx512f amx_bf16 amx_tile")
-    linear_cpu.has_matrix_unit.cache_clear()
+    monkeypatch.setattr(linear_cpu, "has_matrix_unit", has_matrix_unit.__wrapped__)
     calls = []
     monkeypatch.setattr(linear_cpu.F, "linear", lambda *a: calls.append(a[0].shape[0]) or a[0].new_empty(0))
     for rows, depth, dtype in product((8, 12, 64), (96, 200), DTYPES):
         linear(*inputs(rows, 4, depth, dtype))
-    linear_cpu.has_matrix_unit.cache_clear()
     assert calls == [12, 64]
 
 
