@@ -138,8 +138,6 @@ class _Run:
         return self._linears(x, [weight], [bias])[0]
 
     def _linears(self, x: Memory, weights: Sequence[Memory], biases: Sequence[Memory | None]) -> list[Memory]:
-        if x.dtype is torch.bfloat16 and linear_cpu.has_matrix_unit():
-            raise NotFollowed("linear layers that are left to torch")
         return self._products(x, weights, [None] * len(weights), biases)
 
     def _linears_int8(

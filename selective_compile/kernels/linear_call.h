@@ -30,6 +30,7 @@ struct Call {
     const char* x;  // [m, k]
     int64_t m, k;   // at least 1
     int64_t is_bfloat16;
+    int64_t matrix_unit;  // whether one may be used, where there is one
     int64_t threads;
     void (*parallel)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel, or null: one thread
     int64_t count;                                                 // of parts

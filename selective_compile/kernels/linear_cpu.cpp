@@ -1,7 +1,7 @@
 // y = x @ weight.T + bias on a CPU for one weight or several, each read where it lies: [N, K] row-major, no packed copy
 // kept.
 //
-// Two kernels, both accumulating in float32:
+// Three kernels, all accumulating in float32:
 //
 //   dot        lanes run along K. A tile of weight rows is streamed once, against a few rows of x at a time; the tile's
 //              accumulators are summed across their lanes together at the end.
@@ -9,12 +9,15 @@
 //              for all weights). One word of a weight at a time is broadcast straight from its row, so weights need no
 //              packing and the accumulators no sum across lanes. Words of K are summed in chains, and these then, since
 //              long chains are far from the exact sum.
+//   matrix     of bfloat16, where the processor has matrix units: tiles of the weight as they lie there against the same
+//              panels.
 //
 // An output is summed in one order, whatever the other rows, columns, weights and threads: a row's result changes with
 // M only where M changes the kernel.
 
 #include "linear_broadcast_cpu.h"
 #include "linear_dot_cpu.h"
+#include "linear_matrix_cpu.h"
 
 namespace {
 
@@ -23,13 +26,19 @@ namespace {
 template <class T, class Weight>
 constexpr int MAX_DOT_ROWS = T::size == 2 && Weight::size == 2 ? (W == 16 ? 18 : 16) : (W == 16 ? 12 : 8);
 
+// From so many rows on `dot` took 1.0 to 1.5 times as long up to ten, and less with fewer (two threads of a Xeon).
+template <class Weight>
+constexpr int MIN_MATRIX_ROWS = Weight::size == 1 ? 5 : 4;
+
 template <class T, class Weight>
 void linear(const Call& p) {
+#if MATRIX_UNIT
+    if constexpr (T::size == 2)
+        if (p.matrix_unit && p.m >= MIN_MATRIX_ROWS<Weight> && has_matrix_unit()) return packed<Matrix<Weight>>(p);
+#endif
     if (p.m <= MAX_DOT_ROWS<T, Weight>)
         return dot<T, Weight>(p, std::make_integer_sequence<int, MAX_PASS_ROWS<T, Weight>>());
-    const int64_t passes = (p.m + MAX_X_ROWS - 1) / MAX_X_ROWS, rows = ((p.m + passes - 1) / passes + W - 1) / W * W;
-    for (int64_t row = 0; row < p.m; row += MAX_PASSES * rows)
-        broadcast_rows<T, Weight>(p, row, std::min(p.m, row + MAX_PASSES * rows), rows);
+    packed<Broadcast<T, Weight>>(p);
 }
 
 template <class T>

@@ -29,18 +29,7 @@ available, unavailable_reason, address_of = _functions.available, _functions.una
 build_beside = _functions.build_beside
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-# From so many rows on, a processor with bf16 matrix units (AMX) is left to oneDNN, which uses them: with fewer, reading
-# the weight takes the time. On one and two cores of a Xeon with AMX, ours runs at 0.89-1.5 of its speed with 8 rows of
-# five shapes, 0.73-1.24 with 12, 0.56-0.99 with 16, 0.32-0.61 with 32 (benchmarks/cpu_linear.py --dtypes bfloat16).
-_MATRIX_UNIT_ROWS = 12
-# Where K is no multiple of this, oneDNN 3.12 reads a row on into the next one, times 0: what is infinite there is a NaN
-# in this row, too, which may be another request's (K = 37, 200, 1000, of rows alone, not of weights).
-_MATRIX_UNIT_DEPTH = 32
-
-
-@functools.cache
-def has_matrix_unit() -> bool:
-    return "amx_bf16" in native.processor().split()
+MATRIX_UNIT = True  # whether one may be used, where there is one
 
 
 @functools.cache
@@ -52,9 +41,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`selective::linear`: x [..., K], weight [N, K], bias [N] or None, of one dtype. Returns [..., N] of it.
 
     Sums are float32. What the kernel does not take (another dtype, a weight that is not row-major) goes
-    through `torch.nn.functional.linear`, and so does what that is faster at. A row's result does not depend
-    on the other rows, except that few rows (at most eighteen) and more of them are summed in different orders, and so
-    are twelve rows of bfloat16 and more where a processor has matrix units.
+    through `torch.nn.functional.linear`. A row's result does not depend on the other rows, except that few rows
+    (at most eighteen) and more of them are summed in different orders.
 
     Raises:
         ValueError: the sizes or dtypes of x, weight and bias do not fit together.
@@ -123,7 +111,7 @@ def call_fields(
         if weight.shape[0]
     ]
     depth = x.shape[-1]
-    sizes = (x.numel() // depth, depth, DTYPES[x.dtype], threads, native.torch_parallel(), len(parts))
+    sizes = (x.numel() // depth, depth, DTYPES[x.dtype], int(MATRIX_UNIT), threads, native.torch_parallel(), len(parts))
     return (x.data_ptr(), *sizes, *itertools.chain(*parts))
 
 
@@ -132,8 +120,4 @@ def _address(tensor: Any) -> Any:
 
 
 def _takes(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    if x.dtype not in DTYPES or not x.shape[-1] or not all(weight.is_contiguous() for weight in weights):
-        return False
-    rows, depth = x.numel() // x.shape[-1], x.shape[-1]
-    suits_matrix_unit = rows >= _MATRIX_UNIT_ROWS and depth % _MATRIX_UNIT_DEPTH == 0
-    return x.dtype is torch.float32 or not suits_matrix_unit or not has_matrix_unit()
+    return x.dtype in DTYPES and bool(x.shape[-1]) and all(weight.is_contiguous() for weight in weights)

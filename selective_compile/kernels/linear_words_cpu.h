@@ -56,12 +56,15 @@ struct BFloat16 {
         std::memcpy(&value, &bits, 4);
         return value;
     }
-    static void store(char* at, Floats value) {
-        // Round to nearest even; a NaN stays one.
+    // Rounded to nearest, ties to even, in the low half of each word; a NaN stays one.
+    static Words narrow(Floats value) {
         const Words bits = (Words)value;
         const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
         const Words is_nan = (Words)(value != value);
-        const Halves halves = __builtin_convertvector((rounded & ~is_nan) | (is_nan & 0x7fc0u), Halves);
+        return (rounded & ~is_nan) | (is_nan & 0x7fc0u);
+    }
+    static void store(char* at, Floats value) {
+        const Halves halves = __builtin_convertvector(narrow(value), Halves);
         std::memcpy(at, &halves, sizeof halves);
     }
 };

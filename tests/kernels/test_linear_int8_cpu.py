@@ -12,7 +12,10 @@ from selective_compile.int8_ops import as_int8, linears_int8
 from selective_compile.kernels import linear_cpu
 from tests.kernels.linear_cases import assert_near_float64, inputs
 
-pytestmark = pytest.mark.skipif(not linear_cpu.available(), reason=str(linear_cpu.unavailable_reason()))
+pytestmark = [
+    pytest.mark.skipif(not linear_cpu.available(), reason=str(linear_cpu.unavailable_reason())),
+    pytest.mark.usefixtures("matrix_unit"),
+]
 
 DTYPES = [torch.float32, torch.bfloat16]
 
