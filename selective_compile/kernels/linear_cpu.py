@@ -29,7 +29,6 @@ available, unavailable_reason, address_of = _functions.available, _functions.una
 build_beside = _functions.build_beside
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-MATRIX_UNIT = True  # whether one may be used, where there is one
 
 
 @functools.cache
@@ -111,8 +110,8 @@ def call_fields(
         if weight.shape[0]
     ]
     depth = x.shape[-1]
-    sizes = (x.numel() // depth, depth, DTYPES[x.dtype], int(MATRIX_UNIT), threads, native.torch_parallel(), len(parts))
-    return (x.data_ptr(), *sizes, *itertools.chain(*parts))
+    sizes = (x.numel() // depth, depth, DTYPES[x.dtype], int(native.MATRIX_UNIT))
+    return (x.data_ptr(), *sizes, threads, native.torch_parallel(), len(parts), *itertools.chain(*parts))
 
 
 def _address(tensor: Any) -> Any:

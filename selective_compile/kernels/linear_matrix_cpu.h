@@ -7,26 +7,11 @@
 #pragma once
 
 #include "linear_packed_cpu.h"
-
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512F__) && defined(__linux__)
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#define MATRIX_UNIT 1
-#else
-#define MATRIX_UNIT 0
-#endif
+#include "matrix_unit_cpu.h"
 
 namespace {
 
 #if MATRIX_UNIT
-
-// Whether the system lets this process use them: it has to be asked, and the answer holds for all threads.
-inline bool has_matrix_unit() {
-    constexpr int REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    static const bool allowed = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
-    return allowed;
-}
 
 template <class Weight_>
 struct Matrix {
@@ -40,18 +25,7 @@ struct Matrix {
     // Blocks that the first level of the cache holds beside those of x, where more than two pairs of panels read a tile.
     static int64_t depth(int64_t words, int64_t panels) { return panels <= 4 ? words : std::min(words, CHAIN); }
 
-    // All registers are 16 rows of 64 bytes while a thread multiplies; others may use them in another way behind it.
-    struct Unit {
-        Unit() {
-            struct alignas(64) {
-                uint8_t palette = 1, start_row = 0, reserved[14] = {};
-                uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-                uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-            } config;
-            _tile_loadconfig(&config);
-        }
-        ~Unit() { _tile_release(); }
-    };
+    using Unit = MatrixUnit;
 
     // Where a row ends within a product, the next one would be read, and what is not finite there, times 0, is a NaN.
     static bool copied(int64_t bytes) { return bytes % 64 != 0; }

@@ -78,7 +78,7 @@ inline void pack_square(const Call& p, int64_t row, int64_t rows, int64_t first,
         const char* at = p.x + from * bytes + first * 4;
         square[i] = from >= rows ? Words{} : left == W * 4 ? load(at) : load_part(at, left);
     }
-    transpose(square);
+    transpose<W>(square);
     for (int i = 0; i < W && first + i < words; ++i) std::memcpy(out + i * W * 4, &square[i], W * 4);
 }
 
@@ -127,7 +127,7 @@ void store_block(const Part& p, const float* sums, int64_t sums_stride, int64_t 
             for (int i = 0; i < W; ++i)
                 if constexpr (T::size == 4) square[i] = (Words)number(i);
                 else square[i] = T::narrow(number(2 * i)) | T::narrow(number(2 * i + 1)) << 16;
-            transpose(square);
+            transpose<W>(square);
             for (int i = 0; i < W && r + i < rows; ++i) {
                 char* at = p.y + ((row + r + i) * p.n + column + c) * T::size;
                 now == NUMBERS ? std::memcpy(at, &square[i], W * 4) : std::memcpy(at, &square[i], now * T::size);

@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <cstring>
 #include <utility>
+
+#include "transpose_cpu.h"
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
@@ -125,33 +127,12 @@ struct Int8 {
     }
 };
 
-// Lanes whose index has the bit D stay in `b`, the others in `a`; the rest of each moves by D into the other vector.
-template <int D, class Vector, int... I>
-inline void exchange(Vector& a, Vector& b, std::integer_sequence<int, I...>) {
-#if defined(__clang__)
-    const Vector low = __builtin_shufflevector(a, b, (I & D ? I - D + W : I)...);
-    b = __builtin_shufflevector(a, b, (I & D ? I + W : I + D)...);
-#else
-    const Vector low = __builtin_shuffle(a, b, (Words){(I & D ? I - D + W : I)...});
-    b = __builtin_shuffle(a, b, (Words){(I & D ? I + W : I + D)...});
-#endif
-    a = low;
-}
-
-template <int D = W / 2>
-inline void transpose(Words (&rows)[W]) {
-#pragma GCC unroll 16
-    for (int i = 0; i < W; ++i)
-        if (!(i & D)) exchange<D>(rows[i], rows[i + D], std::make_integer_sequence<int, W>());
-    if constexpr (D > 1) transpose<D / 2>(rows);
-}
-
 // Lane i of the result is the sum over the lanes of sums[i].
 template <int D = W / 2>
 inline Floats sum_lanes(Floats (&sums)[W]) {
 #pragma GCC unroll 16
     for (int i = 0; i < D; ++i) {
-        exchange<D>(sums[i], sums[i + D], std::make_integer_sequence<int, W>());
+        exchange<Words, D>(sums[i], sums[i + D], std::make_integer_sequence<int, W>());
         sums[i] += sums[i + D];
     }
     if constexpr (D > 1) return sum_lanes<D / 2>(sums);

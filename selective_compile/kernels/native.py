@@ -32,6 +32,9 @@ _logger = logging.getLogger(__name__)
 COMPILERS = ("c++", "g++", "clang++")
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"\n]+)"', re.MULTILINE)
 
+# Whether kernels use matrix units for bfloat16, where the processor has them (`matrix_unit_cpu.h`).
+MATRIX_UNIT = True
+
 # No -ffast-math: masked scores are infinite, and a NaN of the model must stay one.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-fno-math-errno", "-w")
 

@@ -17,7 +17,8 @@ struct Call {
   const int32_t *cu_seqlens_q, *context_lens, *block_table;  // context_lens null: no pool, keys are the rows themselves
   const int64_t* slot_mapping;
   void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
-  int64_t dtype, int8_pools, threads;  // int8_pools: rows of the pools are those of int8_rows_cpu.h
+  int64_t dtype, int8_pools, matrix_unit, threads;  // int8_pools: rows of the pools are those of int8_rows_cpu.h;
+                                                    // matrix_unit: whether one may be used, where there is one
   int64_t rows, query_heads, heads, size, value_size;
   int64_t requests, block_size, num_blocks, max_blocks, table_stride;
   int64_t query_row, query_head, key_row, key_head, value_row, value_head;

@@ -9,7 +9,8 @@
 //   few, tile     the two kernels. few: under W query vectors, lanes run along the head, keys stream from memory (decode).
 //                 tile: lanes run along the query vectors, keys and values are copied tile by tile (prefill)
 //   T, S          of queries, rows and results: float, bf16, fp16; of the pools: the same, or int8 rows with a scale each
-//   PAIRS         lanes hold two bfloat16 instead of one float, and the multiply-add is the machine's bf16 dot product
+//   PAIRS         lanes hold two bfloat16 instead of one float, and the multiply-add is the machine's bf16 dot product; in
+//                 the tile kernel those of a matrix unit, where there is one
 //   W             floats in a SIMD vector;  Dp, Dvp: head sizes rounded up to W
 //
 // Scores are kept in base 2 (scale times log2 e), online softmax and sums in float32. How a request is cut into tiles and
@@ -21,7 +22,7 @@
 // applied to its scores, that of a value to its weights.
 //
 // Reading order: _call (what is given), _plan (the items), this file (an item from start to finish), _layout (where
-// things lie), _few and _tile (the kernels), vectors_cpu (what they are written in).
+// things lie), _few and _tile (the kernels), _matrix (products by matrix units), vectors_cpu (what they are written in).
 
 #include <algorithm>
 #include <atomic>

@@ -21,7 +21,7 @@ _functions = native.Functions(__file__)
 available, unavailable_reason, address_of = _functions.available, _functions.unavailable_reason, _functions.address
 build_beside = _functions.build_beside
 
-_pack = struct.Struct("=41q2d").pack
+_pack = struct.Struct("=42q2d").pack
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 REFUSALS = {
     1: "cu_seqlens_q must start at 0, never fall, and end at or below the number of rows",
@@ -232,7 +232,7 @@ def _fields(
         *pools_and_lengths,
         *blocks,
         native.torch_parallel(),
-        *(DTYPES[query.dtype], int(int8_pools), threads),
+        *(DTYPES[query.dtype], int(int8_pools), int(native.MATRIX_UNIT), threads),
         *(rows, query_heads, heads, size, value_size),
         *sizes,
         *(query_row, query_head, key_row, key_head, value_row, value_head),

@@ -1,13 +1,16 @@
-// The tile kernel: lanes run along the query vectors, keys and values are copied tile by tile (prefill).
+// The tile kernel: lanes run along the query vectors, keys and values are copied tile by tile (prefill). Products of pairs
+// go through matrix units where there are any: words of keys and pairs of keys are then whole products, 0 behind their end.
 
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <type_traits>
 
 #include "ragged_attention_layout.h"
+#include "ragged_attention_matrix.h"
 
 namespace {
 
@@ -17,7 +20,7 @@ template <typename T, typename S> class TileKernel : public Layout<T, S> {
       Base::query_vector, Base::locate, Base::read_scales, Base::base2, Base::value_row_size;
 
  public:
-  using Base::Base;
+  explicit TileKernel(const Call& call) : Base(call), units_(PAIRS && call.matrix_unit && has_matrix_unit()) {}
 
   int64_t scratch(int64_t lanes) const {
     return lanes * words() + TILE_KEYS * (lanes + words() + width_ + 2) + 5 * lanes;
@@ -37,6 +40,8 @@ template <typename T, typename S> class TileKernel : public Layout<T, S> {
     tile.key_scales = tile.slopes + tile.lanes;
     tile.value_scales = tile.key_scales + TILE_KEYS;
     tile.keys = tile.value_scales + TILE_KEYS;
+    std::optional<MatrixUnit> unit;
+    if (units_) unit.emplace();
     pack_query(item, tile);
     for (int64_t m = 0; m < tile.lanes; ++m) {
       int64_t vector = std::min<int64_t>(m, item.vectors - 1), at = position(item.request, item.vector + vector);
@@ -51,19 +56,24 @@ template <typename T, typename S> class TileKernel : public Layout<T, S> {
       const S *keys[TILE_KEYS], *values[TILE_KEYS];
       locate(item, begin, end, keys, values);
       pack_keys(keys, end - begin, tile);
-      score(end - begin, tile);
+      if (units_) score_tiles(tile.scores, tile.keys, tile.query, tile.lanes, end - begin, words());
+      else score(end - begin, tile);
       read_scales(tile.key_scales, keys, end - begin, call_.size);
       read_scales(tile.value_scales, values, end - begin, value_row_size());
       if (call_.slopes) soften<true>(begin, end - begin, tile, state);
       else soften<false>(begin, end - begin, tile, state);
       pack_values(values, end - begin, tile);
-      weigh(end - begin, tile, state);
+      if (units_) weigh_tiles(state.sums, tile.factor, tile.scores, tile.values, tile.lanes, width_, end - begin);
+      else weigh(end - begin, tile, state);
     }
   }
 
  private:
   // Words of 4 bytes of a query vector or key: floats, or pairs of bfloat16.
-  int64_t words() const { return PAIRS ? (call_.size + 1) / 2 : call_.size; }
+  int64_t words() const {
+    const int64_t words = PAIRS ? (call_.size + 1) / 2 : call_.size;
+    return units_ ? round_up(words, W) : words;
+  }
 
   struct Tile {
     float* query;       // [panel][words][lanes of the panel]
@@ -100,7 +110,7 @@ template <typename T, typename S> class TileKernel : public Layout<T, S> {
     for (int64_t i = 0; i < count; ++i) {
       float* to = tile.keys + i * words();
       if constexpr (PAIRS) {
-        if (call_.size % 2) to[words() - 1] = 0;
+        std::fill(to + call_.size / 2, to + words(), 0.f);
         if constexpr (INT8) pack_pairs(to, keys[i]);
         else std::memcpy(to, keys[i], call_.size * sizeof(T));
       } else {
@@ -133,6 +143,11 @@ template <typename T, typename S> class TileKernel : public Layout<T, S> {
           vf low = load_some(even + d, call_.value_size - d), high = odd ? load_some(odd + d, call_.value_size - d) : vf{};
           store(to + d, (vf)((vu)low >> 16 | (vu)high));
         }
+      }
+      if (units_) {
+        const int64_t pairs = (count + 1) / 2, whole = round_up(pairs, W);
+        std::fill(tile.values + pairs * width_, tile.values + whole * width_, 0.f);
+        std::fill(tile.scores + pairs * tile.lanes, tile.scores + whole * tile.lanes, 0.f);
       }
     } else {
       for (int64_t i = 0; i < count; ++i) widen(tile.values + i * width_, values[i], call_.value_size);
@@ -259,6 +274,8 @@ template <typename T, typename S> class TileKernel : public Layout<T, S> {
 #pragma GCC unroll 3
       for (int j = 0; j < J; ++j) store(sums + r * width_ + j * W, sum[r][j]);
   }
+
+  const bool units_;
 };
 
 }  // namespace

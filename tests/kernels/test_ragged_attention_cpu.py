@@ -117,6 +117,7 @@ def step(case: Case, dtype: torch.dtype, kv_dtype: str, seed: int = 0) -> Inputs
     return inputs.with_int8_pools() if kv_dtype == "int8" else inputs
 
 
+@pytest.mark.usefixtures("matrix_unit")
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize(("case", "dtype"), RUNS, ids=str)
 def test_ragged_attention(case, dtype, kv_dtype, nan_filled_outputs, other_kernels, monkeypatch):
@@ -131,6 +132,7 @@ def test_ragged_attention(case, dtype, kv_dtype, nan_filled_outputs, other_kerne
         compare_ragged(inputs, exact, architecture)
 
 
+@pytest.mark.usefixtures("matrix_unit")
 @pytest.mark.parametrize(("case", "dtype"), RUNS, ids=str)
 def test_varlen_attention(case, dtype, threads, nan_filled_outputs):
     inputs = make_inputs(case, dtype)
@@ -138,6 +140,7 @@ def test_varlen_attention(case, dtype, threads, nan_filled_outputs):
     torch.testing.assert_close(output.double(), exact_varlen(inputs), rtol=0, atol=TOLERANCE[dtype])
 
 
+@pytest.mark.usefixtures("matrix_unit")
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_every_combination_of_features(dtype, nan_filled_outputs):
     for case in COMBINATIONS:
@@ -175,6 +178,7 @@ def test_a_sink_without_weight_changes_nothing(requests):
     assert torch.equal(launcher.ragged_attention(*with_sinks.ragged()), expected)
 
 
+@pytest.mark.usefixtures("matrix_unit")
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_results_do_not_depend_on_threads_or_on_the_batch(dtype, kv_dtype):
