@@ -38,8 +38,9 @@ struct Matrix {
 
     public:
         Ahead(const WeightTile& weight, int64_t words, int64_t pairs)
-            : at(weight.ahead), lines(at ? (STEP_LINES + pairs - 1) / pairs : 0), of_row(words * 2 * Weight::size / LINE),
-              to_next_row(weight.ahead_stride - of_row * LINE), left(of_row) {}
+            : at(weight.ahead), lines(at ? (STEP_LINES + pairs - 1) / pairs : 0),
+              of_row((words * 2 * Weight::size + LINE - 1) / LINE), to_next_row(weight.ahead_stride - of_row * LINE),
+              left(of_row) {}
 
         void step() {
             for (int64_t line = 0; line < lines; ++line, at += LINE) {
