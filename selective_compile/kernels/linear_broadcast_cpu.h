@@ -6,6 +6,9 @@
 
 namespace {
 
+// How much of packed x (by cutting K) a core goes through for every tile: at 512 rows, with 1 MB of L2, 128 rows and 768
+// KB take 0.84-0.92 of the time of 512 rows and 384 KB, in both dtypes.
+constexpr int64_t PACKED_BYTES = 768 * 1024;
 // Half of `low` and half of `high` in one vector, and back.  Not by way of memory: AVX2 takes 8 times as long; and for
 // AVX-512, GCC makes two instructions and a constant of the shuffle: 1.6 times as long.
 template <int... I>

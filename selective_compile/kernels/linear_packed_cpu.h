@@ -7,6 +7,7 @@
 //   X_ROWS, PASSES   rows of x that a pass over the weights multiplies, at most, and passes that are packed at once
 //   HALVES           whether a last panel of few rows may hold them twice
 //   Unit             what a thread has while it multiplies
+//   depth(words, panels)  words of K in a block, all of them or a multiple of CHAIN
 //   copied(bytes)    whether rows of a weight so many bytes apart are copied side by side first
 //   multiply(...)    a tile against a block of all panels
 
@@ -21,9 +22,6 @@
 
 namespace {
 
-// How much of packed x (by cutting K) a core goes through for every tile: at 512 rows, with 1 MB of L2, 128 rows and 768
-// KB take 0.84-0.92 of the time of 512 rows and 384 KB, in both dtypes.
-constexpr int64_t PACKED_BYTES = 768 * 1024;
 // Words of K that are summed one after another, from 0: over all of K = 14,336 in one go, sums of float32 were six times
 // as far from the exact ones as those of MKL, and are as near with this.  Blocks of K are whole multiples, so that a row's
 // sums do not depend on how many rows there are.

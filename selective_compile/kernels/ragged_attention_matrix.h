@@ -13,47 +13,28 @@ namespace {
 
 #if MATRIX_UNIT
 
+inline MatrixRows rows_of(const float* first, bool two, int64_t words) {
+  return {(const char*)first, two ? (const char*)(first + W * words) : nullptr, words * 4};
+}
+
+inline MatrixLanes lanes_of(const float* first, bool two, int64_t words) {
+  return {(const char*)first, two ? (const char*)(first + W) : nullptr, words * 4};
+}
+
 // scores [keys][lanes] of keys [keys][words] and query [words][lanes]; up to 31 keys more, whatever lies there.
 inline void score_tiles(float* scores, const float* keys, const float* query, int64_t lanes, int64_t count, int64_t words) {
-  const int64_t stride = lanes * 4, key_stride = words * 4;
-  asm volatile("" ::: "memory");
   for (int64_t lane = 0; lane < lanes; lane += 2 * W) {
-    const bool two = lane + W < lanes;
-    for (int64_t i = 0; i < count; i += 2 * W) {
-      const float *upper = keys + i * words, *lower = upper + W * words, *left = query + lane, *right = left + W;
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-      for (int64_t d = 0; d < words; d += W) {
-        _tile_loadd(4, upper + d, key_stride);
-        _tile_loadd(5, lower + d, key_stride);
-        _tile_loadd(6, left + d * lanes, stride);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 5, 6);
-        if (two) {
-          _tile_loadd(7, right + d * lanes, stride);
-          _tile_dpbf16ps(2, 4, 7);
-          _tile_dpbf16ps(3, 5, 7);
-        }
-      }
-      float *const first = scores + i * lanes + lane, *const second = first + W * lanes;
-      _tile_stored(0, first, stride);
-      _tile_stored(1, second, stride);
-      if (two) {
-        _tile_stored(2, first + W, stride);
-        _tile_stored(3, second + W, stride);
-      }
-    }
+    const MatrixLanes queries = lanes_of(query + lane, lane + W < lanes, lanes);
+    for (int64_t i = 0; i < count; i += 2 * W)
+      multiply_rows(rows_of(keys + i * words, true, words), queries, words, scores + i * lanes + lane, lanes * 4, false, [] {});
   }
-  asm volatile("" ::: "memory");
 }
 
 // sums [lanes][width], times the lane's factor, with what pairs of `count` keys add: weights [pairs][lanes], behind which
 // there is room for as much again, and values [pairs][width], both 0 up to a multiple of W pairs.
 inline void weigh_tiles(float* sums, const float* factor, float* weights, const float* values, int64_t lanes, int64_t width,
                         int64_t count) {
-  const int64_t pairs = round_up((count + 1) / 2, W), stride = width * 4;
+  const int64_t pairs = round_up((count + 1) / 2, W);
   float* const turned = weights + TILE_KEYS / 2 * lanes;  // [lanes][pairs]
   for (int64_t lane = 0; lane < lanes; lane += W)
     for (int64_t pair = 0; pair < pairs; pair += W) {
@@ -64,39 +45,11 @@ inline void weigh_tiles(float* sums, const float* factor, float* weights, const 
     }
   for (int64_t m = 0; m < lanes; ++m)
     for (int64_t d = 0; d < width; d += W) store(sums + m * width + d, load(sums + m * width + d) * factor[m]);
-  asm volatile("" ::: "memory");
   for (int64_t lane = 0; lane < lanes; lane += 2 * W) {
-    const bool two_rows = lane + W < lanes;
-    const float *upper = turned + lane * pairs, *lower = upper + W * pairs;
-    for (int64_t d = 0; d < width; d += 2 * W) {
-      const bool two = d + W < width;
-      float *const first = sums + lane * width + d, *const second = first + W * width;
-      _tile_loadd(0, first, stride);
-      if (two_rows) _tile_loadd(1, second, stride);
-      if (two) _tile_loadd(2, first + W, stride);
-      if (two && two_rows) _tile_loadd(3, second + W, stride);
-      for (int64_t pair = 0; pair < pairs; pair += W) {
-        const float* const value = values + pair * width + d;
-        _tile_loadd(4, upper + pair, pairs * 4);
-        _tile_loadd(6, value, stride);
-        _tile_dpbf16ps(0, 4, 6);
-        if (two) {
-          _tile_loadd(7, value + W, stride);
-          _tile_dpbf16ps(2, 4, 7);
-        }
-        if (two_rows) {
-          _tile_loadd(5, lower + pair, pairs * 4);
-          _tile_dpbf16ps(1, 5, 6);
-          if (two) _tile_dpbf16ps(3, 5, 7);
-        }
-      }
-      _tile_stored(0, first, stride);
-      if (two_rows) _tile_stored(1, second, stride);
-      if (two) _tile_stored(2, first + W, stride);
-      if (two && two_rows) _tile_stored(3, second + W, stride);
-    }
+    const MatrixRows rows = rows_of(turned + lane * pairs, lane + W < lanes, pairs);
+    for (int64_t d = 0; d < width; d += 2 * W)
+      multiply_rows(rows, lanes_of(values + d, d + W < width, width), pairs, sums + lane * width + d, width * 4, true, [] {});
   }
-  asm volatile("" ::: "memory");
 }
 
 #else

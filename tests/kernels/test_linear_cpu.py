@@ -12,7 +12,7 @@ from torch.library import opcheck
 
 from selective_compile import ops, reference
 from selective_compile.int8_ops import as_int8
-from selective_compile.kernels import linear_cpu
+from selective_compile.kernels import linear_cpu, native
 from selective_compile.kernels.linear_cpu import linear
 from selective_compile.runtime.batch import SMALLEST_INVARIANT
 from tests.kernels.instruction_sets import ARCHITECTURES, built_for, runs
@@ -109,6 +109,14 @@ def test_layouts(rows, dtype):
     assert_near_float64(linear(x, weight[4:20], bias[4:20]), x, weight[4:20], bias[4:20])
     moved = torch.empty(weight.numel() + 1, dtype=dtype)[1:].view_as(weight).copy_(weight)
     assert_near_float64(linear(x, moved, bias), x, weight, bias)
+
+
+def test_a_matrix_unit_is_used_where_there_is_one(matrix_unit, monkeypatch):
+    """By the last bits of many sums: nothing else would tell that the system has refused it."""
+    x, weight, _ = inputs(40, 9000, 512, torch.bfloat16)
+    found = linear(x, weight)
+    monkeypatch.setattr(native, "MATRIX_UNIT", False)
+    assert torch.equal(found, linear(x, weight)) is not matrix_unit
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from selective_compile.kernels import native
 from selective_compile.kernels import ragged_attention_cpu as launcher
 from tests.kernels.instruction_sets import ARCHITECTURES, built_for, runs
 from tests.kernels.ragged_cases import (
@@ -138,6 +139,16 @@ def test_varlen_attention(case, dtype, threads, nan_filled_outputs):
     inputs = make_inputs(case, dtype)
     output = launcher.varlen_attention(*inputs.varlen())
     torch.testing.assert_close(output.double(), exact_varlen(inputs), rtol=0, atol=TOLERANCE[dtype])
+
+
+def test_a_matrix_unit_is_used_where_there_is_one(matrix_unit, monkeypatch):
+    """By the last bits of many sums: nothing else would tell that the system has refused it."""
+    rows, generator = 300, torch.Generator().manual_seed(0)
+    step = [torch.randn(rows, 4, 64, generator=generator).bfloat16() for _ in range(3)]
+    arguments = (*step, torch.tensor([0, rows], dtype=torch.int32), 0.125, 0, 0.0)
+    found = launcher.varlen_attention(*arguments)
+    monkeypatch.setattr(native, "MATRIX_UNIT", False)
+    assert torch.equal(found, launcher.varlen_attention(*arguments)) is not matrix_unit
 
 
 @pytest.mark.usefixtures("matrix_unit")
