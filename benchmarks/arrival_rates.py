@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 
 from selective_compile.backend import compile_step_program
 from selective_compile.bench.arguments import benchmark_parser, keep, parsed
-from selective_compile.bench.serving import TraceRun, random_llama, serve
+from selective_compile.bench.serving import TraceRun, random_decoder, serve
 from selective_compile.bench.settings import chosen
 from selective_compile.bench.trace import Trace, make_trace
 from selective_compile.options import EngineConfig
@@ -39,7 +39,7 @@ def main() -> None:
     arguments = _arguments()
     settings = chosen(quick=arguments.quick, requests=arguments.requests, compile=arguments.compile)
     trace = make_trace(settings)
-    model = random_llama(settings.shape)
+    model = random_decoder(settings.shape)
     config = EngineConfig(
         token_budget=settings.token_budget,
         max_requests=arguments.batch,

@@ -34,12 +34,12 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from selective_compile.backend import Program, compile_step_program
 from selective_compile.bench.arguments import benchmark_parser, keep, parsed
-from selective_compile.bench.serving import random_llama
-from selective_compile.bench.settings import LlamaShape, chosen
+from selective_compile.bench.serving import random_decoder
+from selective_compile.bench.settings import DecoderShape, chosen
 from selective_compile.bench.walking import CYCLE, cycles, walking
 from selective_compile.options import EngineConfig
 from selective_compile.runtime import Engine
@@ -66,8 +66,8 @@ def main() -> None:
     arguments = _arguments()
     shape = replace(chosen(quick=arguments.quick).shape, mlp=MLP)
     if arguments.quick:
-        shape = LlamaShape(hidden=64, layers=2, heads=4, kv_heads=2, mlp=128, vocabulary=2048, positions=256)
-    model = random_llama(shape).to(getattr(torch, arguments.dtype))
+        shape = DecoderShape(hidden=64, layers=2, heads=4, kv_heads=2, mlp=128, vocabulary=2048, positions=256)
+    model = random_decoder(shape).to(getattr(torch, arguments.dtype))
     config = EngineConfig(max_requests=64, max_kv_tokens=64 * 512, block_reuse=False, compile=arguments.compile)
     own = compile_step_program(model, config)
     found, _ = ratios(choosing(model, config, own, shape, arguments), arguments.rounds, same_tokens=False)
@@ -113,7 +113,7 @@ def ratios(ways: Ways, rounds: int, *, same_tokens: bool) -> tuple[dict[str, flo
 
 
 def choosing(
-    model: LlamaForCausalLM, config: EngineConfig, program: Program, shape: LlamaShape, arguments: argparse.Namespace
+    model: PreTrainedModel, config: EngineConfig, program: Program, shape: DecoderShape, arguments: argparse.Namespace
 ) -> Ways:
     draw = random.Random(0)
     vocabulary = shape.vocabulary
@@ -139,10 +139,10 @@ def choosing(
 
 
 def lookup(
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     config: EngineConfig,
     program: Program,
-    shape: LlamaShape,
+    shape: DecoderShape,
     arguments: argparse.Namespace,
     task: str,
 ) -> Ways:
@@ -156,7 +156,7 @@ def lookup(
     }
 
 
-def invariance(engines: Mapping[str, Engine], shape: LlamaShape, arguments: argparse.Namespace, task: str) -> Ways:
+def invariance(engines: Mapping[str, Engine], shape: DecoderShape, arguments: argparse.Namespace, task: str) -> Ways:
     draw = random.Random(0)
     decoding = task == "invariant decoding"
     length, new = (arguments.prompt, arguments.new) if decoding else (min(LONG, shape.positions - 1), 1)

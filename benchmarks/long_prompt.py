@@ -24,7 +24,7 @@ from typing import Any
 from selective_compile.backend import Program, compile_step_program
 from selective_compile.bench.arguments import benchmark_parser, keep, parsed
 from selective_compile.bench.peers import greedy_without_end
-from selective_compile.bench.serving import quantile, random_llama
+from selective_compile.bench.serving import quantile, random_decoder
 from selective_compile.bench.settings import chosen
 from selective_compile.options import EngineConfig
 from selective_compile.runtime import Engine, StepRecord
@@ -37,7 +37,7 @@ def main() -> None:
     settings = chosen(quick=arguments.quick)
     length = 256 if arguments.quick else arguments.prompt
     shape = dataclasses.replace(settings.shape, positions=length + 1024)
-    model = random_llama(shape)
+    model = random_decoder(shape)
     config = EngineConfig(
         max_requests=arguments.requests + 1,
         max_kv_tokens=-(-(length + arguments.requests * 1024) // 16) * 16,

@@ -27,7 +27,7 @@ from typing import Any
 from selective_compile.backend import Program, compile_step_program
 from selective_compile.bench.arguments import benchmark_parser, keep, parsed
 from selective_compile.bench.peers import greedy_without_end
-from selective_compile.bench.serving import random_llama
+from selective_compile.bench.serving import random_decoder
 from selective_compile.bench.settings import chosen
 from selective_compile.options import EngineConfig
 from selective_compile.runtime import BatchManager, Engine, InferenceRequest
@@ -38,7 +38,7 @@ Server = Callable[[Engine, list[list[int]], int], None]
 def main() -> None:
     arguments = _arguments()
     settings = chosen(quick=arguments.quick)
-    model = random_llama(settings.shape).to(arguments.device)
+    model = random_decoder(settings.shape).to(arguments.device)
     slots = arguments.requests * (32 + arguments.tokens)
     config = EngineConfig(
         max_requests=arguments.requests,

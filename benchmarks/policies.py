@@ -22,7 +22,7 @@ from typing import Any
 
 from selective_compile.backend import Program, compile_step_program
 from selective_compile.bench.arguments import benchmark_parser, keep, parsed
-from selective_compile.bench.serving import random_llama
+from selective_compile.bench.serving import random_decoder
 from selective_compile.bench.settings import chosen
 from selective_compile.bench.walking import cycles, walking
 from selective_compile.options import EngineConfig
@@ -36,7 +36,7 @@ def main() -> None:
     arguments = _arguments()
     settings = chosen(quick=arguments.quick)
     most = settings.shape.positions // 2 if arguments.quick else 400
-    model = walking(random_llama(settings.shape))
+    model = walking(random_decoder(settings.shape))
     config = EngineConfig(
         token_budget=settings.token_budget,
         max_requests=64,

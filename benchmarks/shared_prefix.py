@@ -20,7 +20,7 @@ from typing import Any
 
 from selective_compile.backend import Program, compile_step_program
 from selective_compile.bench.arguments import benchmark_parser, keep, parsed
-from selective_compile.bench.serving import random_llama, serve
+from selective_compile.bench.serving import random_decoder, serve
 from selective_compile.bench.settings import chosen
 from selective_compile.bench.trace import Asked, Trace
 from selective_compile.options import EngineConfig
@@ -33,7 +33,7 @@ def main() -> None:
     arguments = _arguments()
     settings = chosen(quick=arguments.quick)
     shared = 96 if arguments.quick else arguments.shared
-    model = random_llama(settings.shape)
+    model = random_decoder(settings.shape)
     config = EngineConfig(
         token_budget=settings.token_budget, max_requests=64, max_kv_tokens=64 * 1100, compile=arguments.compile
     )

@@ -26,8 +26,8 @@ from typing import Any
 
 from selective_compile import compiling, rewriting, step_program
 from selective_compile.bench.arguments import benchmark_parser, keep, parsed
-from selective_compile.bench.serving import random_llama
-from selective_compile.bench.settings import LlamaShape
+from selective_compile.bench.serving import random_decoder
+from selective_compile.bench.settings import DecoderShape
 from selective_compile.options import EngineConfig
 from selective_compile.passes import retrace
 from selective_compile.programs import compile_step_program
@@ -81,7 +81,7 @@ def in_process(
 
 def started(layers: int, *, each: bool, inductor: bool, keep_captures: bool) -> dict[str, tuple[float, float]]:
     """Seconds of the processor and of the clock, by part."""
-    model = random_llama(LlamaShape(hidden=64, layers=layers, heads=4, kv_heads=2, mlp=128, vocabulary=256))
+    model = random_decoder(DecoderShape(hidden=64, layers=layers, heads=4, kv_heads=2, mlp=128, vocabulary=256))
     config = EngineConfig(implementation="triton", compile=inductor, keep_captures=keep_captures)
     if each:
         retrace.repeats = lambda *_: []

@@ -20,16 +20,16 @@ from typing import Any
 
 from selective_compile.bench.arguments import benchmark_parser, keep, parsed
 from selective_compile.bench.peers import greedy_without_end
-from selective_compile.bench.serving import quantile, random_llama
-from selective_compile.bench.settings import LlamaShape
+from selective_compile.bench.serving import quantile, random_decoder
+from selective_compile.bench.settings import DecoderShape
 from selective_compile.options import EngineConfig
 from selective_compile.runtime import Engine
 
 SHAPES = {
-    6: LlamaShape(hidden=256, layers=6, heads=4, kv_heads=2, mlp=704, vocabulary=2048),
-    24: LlamaShape(hidden=128, layers=24, heads=2, kv_heads=1, mlp=352, vocabulary=2048),
+    6: DecoderShape(hidden=256, layers=6, heads=4, kv_heads=2, mlp=704, vocabulary=2048),
+    24: DecoderShape(hidden=128, layers=24, heads=2, kv_heads=1, mlp=352, vocabulary=2048),
 }
-QUICK = {2: LlamaShape(hidden=64, layers=2, heads=4, kv_heads=2, mlp=128, vocabulary=256)}
+QUICK = {2: DecoderShape(hidden=64, layers=2, heads=4, kv_heads=2, mlp=128, vocabulary=256)}
 REQUESTS = (16, 64)
 PROMPT, WARM = 32, 20
 RUN, CHANGES, SAMPLE = "model", "changes", "sample"
@@ -41,7 +41,7 @@ def main() -> None:
     found = []
     print(f"{'layers':>6} {'requests':>8} {'model':>8} {'beside it':>10} {'p99':>6}  of which, in ms")
     for layers, shape in (QUICK if arguments.quick else SHAPES).items():
-        model = random_llama(shape)
+        model = random_decoder(shape)
         for requests in REQUESTS:
             row = {"layers": layers, "requests": requests, **measured(model, requests, arguments)}
             parts = ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in row["parts"].items())

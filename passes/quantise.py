@@ -4,8 +4,9 @@ Before::  selective.linears(x, [wq, wk], [bq, bk])
 After::   selective.linears_int8(x, [wq_int8, wk_int8], [wq_scales, wk_scales], [bq, bk])
 
 The numbers and scales are inputs behind all others; `FlatGraph.quantised` says of which weights.  A tied weight is
-quantised for the head, and stays what it is for the embedding.  Declines on other devices, and for what is no linear
-layer on a weight, as experts in one tensor; modules that run by themselves are called with the model's own weights.
+quantised for the head, and stays what it is for the embedding; experts ``[E, N, K]`` have a scale for each row.
+Declines on other devices, and for what is no linear layer on a weight; modules that run by themselves are called with
+the model's own weights.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from selective_compile.grouped_ops import grouped_linear
 from selective_compile.int8_ops import DTYPES, linears_int8
 from selective_compile.passes.flat_graph import FlatGraph
 
 ops = torch.ops.selective
+LAYERS = (ops.linear.default, ops.linears.default, grouped_linear)
 
 
 def quantise(flat: FlatGraph) -> int:
@@ -28,7 +31,7 @@ def quantise(flat: FlatGraph) -> int:
         return 0
     graph = flat.module.graph
     weights = dict(zip(graph.nodes, range(len(flat.weights)), strict=False))
-    layers = [node for node in graph.nodes if node.target in (ops.linear.default, ops.linears.default)]
+    layers = [node for node in graph.nodes if node.target in LAYERS]
     layers = [node for node in layers if all(is_quantisable(weight, weights) for weight in weights_of(node))]
     wanted = list(dict.fromkeys(weight for node in layers for weight in weights_of(node)))
     inputs = {weight: add_inputs(flat, weight) for weight in wanted}
@@ -44,7 +47,7 @@ def is_quantisable(weight: fx.Node, weights: dict[fx.Node, int]) -> bool:
     if weight not in weights:
         return False
     value = weight.meta["val"]
-    return value.dtype in DTYPES and value.dim() == 2 and value.shape[1] > 0
+    return value.dtype in DTYPES and value.dim() in (2, 3) and value.shape[-1] > 0
 
 
 def weights_of(node: fx.Node) -> list[Any]:
@@ -52,7 +55,7 @@ def weights_of(node: fx.Node) -> list[Any]:
 
 
 def add_inputs(flat: FlatGraph, weight: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Numbers ``[N, K]`` and scales ``[N]``."""
+    """Numbers ``[N, K]`` and scales ``[N]``, or ``[E, N, K]`` and ``[E, N]``."""
     graph, shape = flat.module.graph, weight.meta["val"].shape
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     with graph.inserting_after(last):
@@ -60,13 +63,17 @@ def add_inputs(flat: FlatGraph, weight: fx.Node) -> tuple[fx.Node, fx.Node]:
     with graph.inserting_after(last):
         numbers = graph.placeholder(f"{weight.name}_int8")
     with flat.symbols.mode:
-        for node, size, dtype in ((numbers, shape, torch.int8), (scales, shape[:1], torch.float32)):
+        for node, size, dtype in ((numbers, shape, torch.int8), (scales, shape[:-1], torch.float32)):
             node.meta["val"] = torch.empty(size, dtype=dtype, device=flat.device)
             flat.example_inputs.append(node.meta["val"])
     return numbers, scales
 
 
 def replace(graph: fx.Graph, node: fx.Node, inputs: dict[fx.Node, tuple[fx.Node, fx.Node]]) -> None:
+    if node.target is grouped_linear:
+        x, weight, ends, _, *others = (*node.args, None)[: max(len(node.args), 4)]
+        node.args = (x, inputs[weight][0], ends, inputs[weight][1], *others)  # type: ignore[index]
+        return
     single = node.target is ops.linear.default
     numbers, scales = zip(*(inputs[weight] for weight in weights_of(node)), strict=True)
     with graph.inserting_before(node):

@@ -27,12 +27,12 @@ BLOCK = 2**18  # 1 MB as float32
 
 
 def as_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """``[N, K]`` as int8 numbers of that shape, contiguous, and scales ``[N]`` float32; a row of zeros has the scale 1.
+    """``[..., K]`` as int8 numbers of that shape, contiguous, and scales ``[...]`` float32; of zeros the scale is 1.
 
     Symmetric by row: the largest magnitude becomes 127, the others are rounded to the nearest, of two the even one.
     A row in which a number is not finite has a scale that is not, so that its products are not either.
     """
-    weight = weight.detach()
+    shape, weight = weight.shape, weight.detach().flatten(0, -2)
     numbers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
     for rows in _row_blocks(weight):
@@ -41,11 +41,12 @@ def as_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
         scales[rows] = scale
         # The least of float32 are so coarse that rounding one can make it a third less.
         numbers[rows] = (weight[rows].float() / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8)
-    return numbers, scales
+    return numbers.view(shape), scales.view(shape[:-1])
 
 
 def relative_error(weight: Tensor, numbers: Tensor, scales: Tensor) -> float:
     """The root mean square of what rounding to ``as_int8(weight)`` changed, over that of the weight."""
+    weight, numbers, scales = weight.flatten(0, -2), numbers.flatten(0, -2), scales.flatten()
     changed = total = 0.0
     for rows in _row_blocks(weight):
         wide = weight[rows].detach().float()

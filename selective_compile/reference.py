@@ -201,6 +201,19 @@ def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None =
     return (summed if bias is None else summed + bias.float()).to(x.dtype)
 
 
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, scales: Tensor | None = None) -> Tensor:
+    """`selective::grouped_linear`: x [S, K], weight [E, N, K], ends [E], scales [E, N] or None. Returns [S, N]."""
+    result, begin = x.new_zeros((len(x), weight.shape[1])), 0
+    for group, end in enumerate(ends.tolist()):
+        if not begin <= end <= len(x):
+            raise ValueError(f"ends must be in order and at most {len(x)}, got {ends.tolist()}")
+        if begin < end:
+            wide = weight[group].float() if scales is None else weight[group].float() * scales[group, :, None]
+            result[begin:end] = F.linear(x[begin:end].float(), wide).to(x.dtype)
+        begin = end
+    return result
+
+
 def _attend(
     query: Tensor,
     key: Tensor,

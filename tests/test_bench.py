@@ -22,7 +22,7 @@ from selective_compile.bench.host import PEERS_HERE
 from selective_compile.bench.peers import Peer, PeerError, PeerRun, greedy_without_end, slots_needed
 from selective_compile.bench.rounds import check_lengths, run_benchmark, run_rounds, started_peers
 from selective_compile.bench.separate_peers import STARTS
-from selective_compile.bench.serving import random_llama
+from selective_compile.bench.serving import random_decoder
 from selective_compile.bench.settings import MODELS, PEERS, QUICK_PEERS, TRACES, BenchSettings, chosen, listed
 from selective_compile.bench.sizes import SHAPES, ModelName, TraceName
 from selective_compile.bench.trace import Asked, Trace, log_uniform, make_trace, renewed
@@ -60,7 +60,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
         ({"prompt_tokens": (8, 2000)}, "must together be at most 2048, got 0, 2000 and 256"),
         ({"prefix_tokens": 1281}, "must together be at most 2048, got 1281, 512 and 256"),
         ({"prefix_tokens": -1}, "prefix_tokens must be at least 0, got -1"),
-        ({"model": "7b"}, "model must be one of 125m, 135m, 0.5b, 1b, got '7b'"),
+        ({"model": "7b"}, "model must be one of 125m, 135m, 0.5b, 1b, 1b-a400m, got '7b'"),
         ({"trace": "short"}, "trace must be one of skewed, shared_prefix, alone, long_context, got 'short'"),
         ({"arrival_rate": 0.0}, "arrival_rate must be above 0, got 0.0"),
     ],
@@ -76,11 +76,18 @@ def test_names_are_listed_by_commas() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "millions"), [("125m", (120, 130)), ("135m", (134, 135)), ("0.5b", (493, 495)), ("1b", (1235, 1237))]
+    ("name", "millions"),
+    [
+        ("125m", (120, 130)),
+        ("135m", (134, 135)),
+        ("0.5b", (493, 495)),
+        ("1b", (1235, 1237)),
+        ("1b-a400m", (1334, 1336)),
+    ],
 )
 def test_each_model_has_the_size_that_is_promised(name: ModelName, millions: tuple[int, int]) -> None:
     with torch.device("meta"):
-        model = random_llama(SHAPES[name])
+        model = random_decoder(SHAPES[name])
     assert millions[0] <= sum(each.numel() for each in model.parameters()) / 1e6 <= millions[1]
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert tied == SHAPES[name].tied == (name != "125m")

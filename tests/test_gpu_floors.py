@@ -10,7 +10,6 @@ from benchmarks.gpu_parts.floors import (
     StepWork,
     attention_flops,
     busy_seconds,
-    experts_hit,
     idle_share,
     kv_bytes,
     share,
@@ -21,6 +20,7 @@ from benchmarks.gpu_parts.jobs import SECONDS, WEIGHTS, Allowance
 from benchmarks.gpu_parts.measures import MODEL
 from benchmarks.gpu_parts.models import SHAPES, random_model, step_work
 from benchmarks.gpu_parts.steps import COUNTS
+from selective_compile.bench.floor import experts_hit
 
 CEILINGS = Ceilings(4.0e12, 8.0e14)
 

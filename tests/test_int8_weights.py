@@ -71,6 +71,25 @@ def test_tokens_are_those_of_the_model_with_rounded_weights(model_type: str, cap
     assert errors and 0.001 < max(errors) < 0.02
 
 
+def test_experts_are_rounded_row_by_row(caplog: pytest.LogCaptureFixture) -> None:
+    model = random_model("qwen3_moe")
+    with caplog.at_level(logging.INFO, "selective_compile"):
+        engine = Engine(model, CONFIG)
+    assert "model.layers.0.mlp.experts" not in caplog.text
+    expected, seen = rounded(model), 0
+    with torch.no_grad():
+        for name, weight in expected.named_parameters():
+            if "experts" in name:
+                numbers, scales = as_int8(weight)
+                weight.copy_(numbers * scales[..., None])
+                seen += weight.dim() == 3
+    before = tokens_of(engine)
+    assert before == tokens_of(Engine(expected, EngineConfig(compile=False, max_kv_tokens=1024))) and seen == 4
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj.mul_(-3)
+    assert tokens_of(engine) != before
+
+
 def test_a_changed_weight_is_seen() -> None:
     model = random_model("llama")
     engine = Engine(model, CONFIG)

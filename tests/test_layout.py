@@ -48,6 +48,7 @@ LAYERS = (
         "selection_ops",
         "rotary_ops",
         "int8_ops",
+        "grouped_ops",
         "latent_ops",
         "function_op",
         "kernels",

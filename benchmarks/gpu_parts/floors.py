@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from selective_compile.bench.floor import experts_hit
+
 # Below, a step of one layer is over before a device's memory is at its full speed.
 LARGE_KV = 64e6
 
@@ -56,11 +58,6 @@ class StepWork:
         weights = self.read(len(lengths)) / ceilings.bytes_per_second
         products = self.flops_per_token * len(lengths) / ceilings.flops_per_second
         return max(weights, products) + sum(lengths) * self.kv_bytes_per_token / ceilings.bytes_per_second
-
-
-def experts_hit(experts: int, chosen: int, tokens: int) -> float:
-    """How many experts so many tokens are expected to go to, each to `chosen` of them, all as likely."""
-    return experts * (1 - (1 - chosen / experts) ** tokens) if experts else 0.0
 
 
 def kv_bytes(tokens: int, kv_heads: int, head_size: int, itemsize: int) -> int:

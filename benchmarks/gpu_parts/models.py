@@ -126,18 +126,14 @@ def _enliven(model: PreTrainedModel) -> None:
 
 def step_work(model: PreTrainedModel) -> StepWork:
     """Matrices with one row for each output, and the experts that lie in one tensor [E, ...]."""
-    work, config = Work.of(model), model.config
-    experts = int(getattr(config, "num_experts", 0) or 0)
-    stacked = [p for p in model.base_model.layers.parameters() if experts and p.ndim == 3 and p.shape[0] == experts]
-    of_one = sum(p.numel() for p in stacked) // experts if experts else 0
-    chosen = int(config.num_experts_per_tok) if experts else 0
+    work = Work.of(model)
     return StepWork(
         weight_bytes=work.weight_bytes + work.head_bytes,
-        flops_per_token=work.flops_per_token + work.flops_per_row + 2 * chosen * of_one,
+        flops_per_token=work.flops_per_token + work.flops_per_row,
         kv_bytes_per_token=work.kv_bytes_per_token,
-        expert_bytes=of_one * model.dtype.itemsize,
-        experts=experts,
-        chosen=chosen,
+        expert_bytes=work.expert_bytes,
+        experts=work.experts,
+        chosen=work.chosen,
     )
 
 

@@ -1,4 +1,4 @@
-"""The checkpoint that all peers serve: a Llama with random weights, on disk."""
+"""The checkpoint that all peers serve: a model with random weights, on disk."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from selective_compile.bench.serving import random_llama
+from selective_compile.bench.serving import random_decoder
 from selective_compile.bench.settings import DtypeName
-from selective_compile.bench.sizes import LlamaShape
+from selective_compile.bench.sizes import DecoderShape
 from selective_compile.checkpoints import DTYPES, device_named
 
 
@@ -23,13 +23,13 @@ class Checkpoint:
     """
 
     folder: Path
-    shape: LlamaShape
+    shape: DecoderShape
     dtype: DtypeName
     device: str = "cpu"
 
     def write(self, seed: int) -> None:
         """Weights that are those of float32, rounded."""
-        random_llama(self.shape, seed).to(DTYPES[self.dtype]).save_pretrained(self.folder)
+        random_decoder(self.shape, seed).to(DTYPES[self.dtype]).save_pretrained(self.folder)
 
     def load(self) -> PreTrainedModel:
         """A model object of its own, with SDPA."""

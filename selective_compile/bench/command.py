@@ -48,7 +48,7 @@ def bench_command(
 ) -> None:
     """Measure speed, waiting times and memory next to generate, generate_batch and other engines.
 
-    Llama-shaped models with random weights. The peers run in turns, each in a process of its own, all in memory at
+    Models of known sizes with random weights. The peers run in turns, each in a process of its own, all in memory at
     the same time. It wants a quiet machine and half an hour or more for each model, trace and dtype.
 
     OpenVINO GenAI and vLLM run in virtual environments of their own, made the first time.

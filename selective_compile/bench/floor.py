@@ -19,12 +19,15 @@ class Work:
     """What a step costs, per token and per sampled row.
 
     Attributes:
-        weight_bytes: of the layers' matrices, read in every step. Of the input embedding only rows are read.
+        weight_bytes: of the layers' matrices, but for those of experts, read in every step. Of the input embedding only
+            rows are read.
         head_bytes: of the LM head, be it the input embedding too; read in every step that samples a token.
-        flops_per_token: two for every element of the layers' matrices.
+        flops_per_token: two for every element of the layers' matrices that a token is multiplied with.
         flops_per_row: of the LM head, which runs on sampled rows only.
         flops_per_pair: of attention, for every pair of a token and one it attends to.
         kv_bytes_per_token: keys and values of one token in all layers.
+        expert_bytes: of one expert, in all layers together; 0: there are none.
+        experts, chosen: how many experts a layer has, and how many of them a token goes to.
     """
 
     weight_bytes: int
@@ -33,31 +36,47 @@ class Work:
     flops_per_row: int
     flops_per_pair: int
     kv_bytes_per_token: int
+    expert_bytes: int = 0
+    experts: int = 0
+    chosen: int = 0
 
     @classmethod
     def of(cls, model: PreTrainedModel, kv_dtype: KvDtype = "auto") -> Self:
-        """Of a model with one kind of attention, as the benchmark's Llama; `kv_dtype` as in `EngineConfig`."""
-        head = model.get_output_embeddings().weight
-        matrices = [p for p in model.base_model.layers.parameters() if p.ndim == 2]
-        config = model.config
+        """Of a model with one kind of attention, as the benchmark's, with experts that lie in one tensor [E, N, K] or
+        without; `kv_dtype` as in `EngineConfig`."""
+        head, config = model.get_output_embeddings().weight, model.config
+        matrices = sum(p.numel() for p in model.base_model.layers.parameters() if p.ndim == 2)
+        experts = int(getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0) or 0)
+        chosen = int(config.num_experts_per_tok) if experts else 0
+        stacked = [p for p in model.base_model.layers.parameters() if p.ndim == 3 and len(p) == experts]
+        expert = sum(p.numel() for p in stacked) // max(experts, 1)
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         itemsize = model.dtype.itemsize
         row = {"int8": row_bytes(size), "fp8": size}.get(kv_dtype, size * itemsize)
         return cls(
-            weight_bytes=sum(p.numel() for p in matrices) * itemsize,
+            weight_bytes=matrices * itemsize,
             head_bytes=head.numel() * itemsize,
-            flops_per_token=2 * sum(p.numel() for p in matrices),
+            flops_per_token=2 * (matrices + chosen * expert),
             flops_per_row=2 * head.numel(),
             flops_per_pair=4 * config.num_hidden_layers * config.num_attention_heads * size,
             kv_bytes_per_token=2 * config.num_hidden_layers * config.num_key_value_heads * row,
+            expert_bytes=expert * itemsize,
+            experts=experts,
+            chosen=chosen,
         )
+
+
+def experts_hit(experts: int, chosen: int, tokens: int) -> float:
+    """How many experts so many tokens are expected to go to, each to `chosen` of them, all as likely."""
+    return experts * (1 - (1 - chosen / experts) ** tokens) if experts else 0.0
 
 
 class Roofline:
     """The floor of a step: the larger of bytes over bandwidth and operations over rate.
 
-    Keys and values are read once for each request and step. Those of a shared prefix too: they are computed once, by
-    the request that did so, but each of the others attends to them by itself.
+    Of experts those are read that so many tokens can be expected to go to. Keys and values are read once for each
+    request and step. Those of a shared prefix too: they are computed once, by the request that did so, but each of the
+    others attends to them by itself.
     """
 
     def __init__(self, work: Work, ceilings: Ceilings) -> None:
@@ -66,7 +85,8 @@ class Roofline:
 
     def __call__(self, record: StepRecord) -> StepFloor:
         work = self._work
-        moved, flops = work.weight_bytes, 0
+        tokens = sum(share.tokens for share in record.shares)
+        moved, flops = work.weight_bytes + work.expert_bytes * experts_hit(work.experts, work.chosen, tokens), 0
         if any(share.samples for share in record.shares):
             moved += work.head_bytes
         for share in record.shares:

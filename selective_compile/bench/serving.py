@@ -7,13 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GraniteMoeConfig, LlamaConfig, PreTrainedModel
 
 from selective_compile.bench.peers import greedy_without_end
-from selective_compile.bench.sizes import LlamaShape
+from selective_compile.bench.sizes import DecoderShape
 from selective_compile.bench.trace import Clock, Trace
 from selective_compile.runtime.engine import Engine
 from selective_compile.runtime.request import Request
+
+# What Granite-3.1-1B-A400M multiplies by.
+GRANITE = {
+    "attention_multiplier": 1 / 64,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 6.0,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,22 +79,22 @@ def serve(engine: Engine, trace: Trace) -> TraceRun:
     return TraceRun(served=tuple(served), seconds=seconds)
 
 
-def random_llama(shape: LlamaShape, seed: int = 0) -> LlamaForCausalLM:
-    """A Llama with random weights, in float32; no token ends a sequence."""
+def random_decoder(shape: DecoderShape, seed: int = 0) -> PreTrainedModel:
+    """A model of this shape with random weights, in float32; no token ends a sequence."""
+    sizes = {
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.mlp,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "max_position_embeddings": shape.positions,
+        "tie_word_embeddings": shape.tied,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+    }
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        config = LlamaConfig(
-            vocab_size=shape.vocabulary,
-            hidden_size=shape.hidden,
-            intermediate_size=shape.mlp,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads,
-            head_dim=shape.size_of_head,
-            max_position_embeddings=shape.positions,
-            tie_word_embeddings=shape.tied,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
-        )
-        return LlamaForCausalLM(config).eval()
+        if shape.experts:
+            experts = {"num_local_experts": shape.experts, "num_experts_per_tok": shape.chosen}
+            return AutoModelForCausalLM.from_config(GraniteMoeConfig(**sizes, **experts, **GRANITE)).eval()
+        return AutoModelForCausalLM.from_config(LlamaConfig(**sizes, head_dim=shape.size_of_head)).eval()

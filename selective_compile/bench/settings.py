@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, get_args
 
-from selective_compile.bench.sizes import LOADS, QUICK_LOADS, SHAPES, LlamaShape, ModelName, TraceName
+from selective_compile.bench.sizes import LOADS, QUICK_LOADS, SHAPES, DecoderShape, ModelName, TraceName
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 Mode = Literal["saturated", "arriving"]
@@ -45,7 +45,7 @@ class BenchSettings:
 
     model: ModelName = "125m"
     trace: TraceName = "skewed"
-    shape: LlamaShape = field(default_factory=LlamaShape)
+    shape: DecoderShape = field(default_factory=DecoderShape)
     requests: int = 32
     prefix_tokens: int = 0
     prompt_tokens: tuple[int, int] = (8, 512)
@@ -145,6 +145,7 @@ def chosen(
     shape = SHAPES[model]
     if not quick:
         return BenchSettings(shape=replace(shape, positions=max(shape.positions, longest)), **sizes, **values)
+    shape = replace(shape, experts=min(shape.experts, 4), chosen=min(shape.chosen, 2))
     settings = BenchSettings(
         shape=replace(
             shape, hidden=128, layers=2, heads=4, kv_heads=2, head_size=32, mlp=256, vocabulary=256, positions=256

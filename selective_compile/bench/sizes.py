@@ -1,19 +1,21 @@
-"""The models that can be measured, all Llama-shaped with random weights, and what is asked of them."""
+"""The models that can be measured, all with random weights, and what is asked of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final, Literal
 
-ModelName = Literal["125m", "135m", "0.5b", "1b"]
+ModelName = Literal["125m", "135m", "0.5b", "1b", "1b-a400m"]
 TraceName = Literal["skewed", "shared_prefix", "alone", "long_context"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlamaShape:
-    """Sizes of a Llama; the default is one of 125 million parameters.
+class DecoderShape:
+    """Sizes of a Llama, or of a GraniteMoe, which has experts; the default is a Llama of 125 million parameters.
 
     Attributes:
+        mlp: of each expert, where there are any.
+        experts, chosen: how many experts a layer has, none in a Llama, and how many of them a token goes to.
         head_size: of each head; None: hidden over heads.
         tied: the LM head is the input embedding.
         positions: tokens that a request can have.
@@ -25,6 +27,8 @@ class LlamaShape:
     kv_heads: int = 4
     head_size: int | None = None
     mlp: int = 2048
+    experts: int = 0
+    chosen: int = 0
     vocabulary: int = 32_000
     tied: bool = False
     positions: int = 2048
@@ -54,17 +58,20 @@ class Load:
     output_tokens: tuple[int, int]
 
 
-# The sizes of Llama models, and of SmolLM2-135M, Qwen2.5-0.5B (but for its biases) and Llama-3.2-1B.
-SHAPES: Final[dict[ModelName, LlamaShape]] = {
-    "125m": LlamaShape(),
-    "135m": LlamaShape(
+# The sizes of Llama models, and of SmolLM2-135M, Qwen2.5-0.5B (but for its biases), Llama-3.2-1B, Granite-3.1-1B-A400M.
+SHAPES: Final[dict[ModelName, DecoderShape]] = {
+    "125m": DecoderShape(),
+    "135m": DecoderShape(
         hidden=576, layers=30, heads=9, kv_heads=3, head_size=64, mlp=1536, vocabulary=49_152, tied=True
     ),
-    "0.5b": LlamaShape(
+    "0.5b": DecoderShape(
         hidden=896, layers=24, heads=14, kv_heads=2, head_size=64, mlp=4864, vocabulary=151_936, tied=True
     ),
-    "1b": LlamaShape(
+    "1b": DecoderShape(
         hidden=2048, layers=16, heads=32, kv_heads=8, head_size=64, mlp=8192, vocabulary=128_256, tied=True
+    ),
+    "1b-a400m": DecoderShape(
+        hidden=1024, layers=24, heads=16, kv_heads=8, mlp=512, experts=32, chosen=8, vocabulary=49_155, tied=True
     ),
 }
 LOADS: Final[dict[TraceName, Load]] = {

@@ -39,19 +39,33 @@ struct Call {
     const Part* end() const { return begin() + count; }
 };
 
+// Rows of x in groups, each against a weight of its own.
+struct GroupedCall {
+    const char* x;        // [rows, k]
+    const char* weights;  // [groups, n, k]
+    const float* scales;  // [groups, n] of int8 weights, else null
+    const int32_t* ends;  // [groups]: where each group's rows end
+    char* y;              // [rows, n]
+    int64_t rows, groups, n, k;  // at least 1
+    int64_t is_bfloat16, matrix_unit;  // as in a `Call`
+    int64_t batch_invariant;           // whether groups of few rows are multiplied as those of more are
+    int64_t threads;
+    void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
+};
+
 // The rows of all weights in tiles of `size`, numbered through the parts; a part's last tile may be cut short.
 class Tiles {
-    const Call& call;
+    const Call* call;
     int64_t size;
 
     int64_t of(const Part& part) const { return (part.n + size - 1) / size; }
 
 public:
-    Tiles(const Call& call, int64_t size) : call(call), size(size) {}
+    Tiles(const Call& call, int64_t size) : call(&call), size(size) {}
 
     int64_t count() const {
         int64_t count = 0;
-        for (const Part& part : call) count += of(part);
+        for (const Part& part : *call) count += of(part);
         return count;
     }
 
@@ -59,7 +73,7 @@ public:
     // where those of the part end that are among all up to `last`.
     template <class Work>
     void take(int64_t begin, int64_t end, int64_t last, Work&& work) const {
-        for (const Part& part : call) {
+        for (const Part& part : *call) {
             const int64_t count = of(part);
             if (begin < count && end > 0)
                 work(part, std::max<int64_t>(begin, 0), std::min(end, count), std::min(last, count));
@@ -106,11 +120,11 @@ void run_team(const Call& p, int64_t threads, Body&& body) {
     p.parallel(enter, &job, unsigned(threads), 0);
 }
 
-inline int64_t team_size(const Call& p, int64_t items) { return p.parallel ? std::min(p.threads, items) : 1; }
-
-// How many of `units` a thread takes at a time.
-inline int64_t share_units(const Call& p, int64_t units) {
-    return std::clamp<int64_t>(units / (p.threads * SHARES), 1, MAX_SHARE_TILES);
-}
+// Tiles as items of work, `share` of them each, which a thread takes at a time.
+struct Split {
+    int64_t share, items;
+    Split(const Call& p, int64_t tiles)
+        : share(std::clamp<int64_t>(tiles / (p.threads * SHARES), 1, MAX_SHARE_TILES)), items((tiles + share - 1) / share) {}
+};
 
 }  // namespace

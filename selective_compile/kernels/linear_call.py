@@ -7,6 +7,7 @@ from torch import Tensor
 
 # What the Triton kernel multiplies; known without Triton.
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+GROUPED_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -29,6 +30,25 @@ def check_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -
     _check_bias(x, weight, bias)
     if scales.shape != weight.shape[:1] or scales.dtype is not torch.float32:
         raise ValueError(f"scales must be [{len(weight)}] of float32, got {list(scales.shape)} of {scales.dtype}")
+
+
+def check_grouped(x: Tensor, weight: Tensor, ends: Tensor, scales: Tensor | None) -> None:
+    """x [S, K], weight [E, N, K] of its dtype, or int8 and scales [E, N]; ends [E], of which no values are looked at.
+
+    Raises:
+        ValueError: the sizes or dtypes do not fit together.
+    """
+    if x.dim() != 2 or x.dtype not in GROUPED_DTYPES:
+        raise ValueError(f"x must be [S, K] of one of {GROUPED_DTYPES}, got {list(x.shape)} of {x.dtype}")
+    dtype = x.dtype if scales is None else torch.int8
+    if weight.dim() != 3 or x.shape[1] != weight.shape[2] or weight.dtype is not dtype:
+        wanted = f"[E, N, {x.shape[1]}] of {dtype}"
+        raise ValueError(f"weight must be {wanted}, got {list(weight.shape)} of {weight.dtype}")
+    if ends.shape != weight.shape[:1] or ends.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"ends must be [{len(weight)}] of integers, got {list(ends.shape)} of {ends.dtype}")
+    if scales is not None and (scales.shape != weight.shape[:2] or scales.dtype is not torch.float32):
+        wanted = f"{list(weight.shape[:2])} of float32"
+        raise ValueError(f"scales must be {wanted}, got {list(scales.shape)} of {scales.dtype}")
 
 
 def _check_weight(x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:

@@ -14,12 +14,16 @@
 //
 // An output is summed in one order, whatever the other rows, columns, weights and threads: a row's result changes with
 // M only where M changes the kernel.
+//
+// Rows in groups, as those of experts, are so many calls that one team makes.
 
 #include "linear_broadcast_cpu.h"
 #include "linear_dot_cpu.h"
 #include "linear_matrix_cpu.h"
 
 namespace {
+
+using Calls = std::vector<const Call*>;  // at least one, of the same words of x and of weights
 
 // `broadcast` took 1.0 to 1.4 times as long up to these, and less beyond (two threads of a Zen 4, K of 768 to 14336; with
 // W of 8, the same compiled for AVX2).
@@ -31,25 +35,96 @@ constexpr int MAX_DOT_ROWS = T::size == 2 && Weight::size == 2 ? (W == 16 ? 18 :
 template <class Weight>
 constexpr int MIN_MATRIX_ROWS = Weight::size == 1 ? 5 : 4;
 
+// Calls with threads of one team: of those with few rows and those with more, which are multiplied in the `Way`.
+template <class Way>
+void multiply(const Calls& few, const Calls& many) {
+    using OfFew = Dots<typename Way::T, typename Way::Weight>;
+    std::vector<PassRows> passes;
+    for (const Call* call : many) add_passes<Way>(*call, passes);
+    const PassRows *next = passes.data(), *const end = next + passes.size();
+    for (bool first = true; first || next < end; first = false) {
+        const PassRows* const begin = next;
+        const Call& any = *(few.empty() ? many : few)[0];
+        int64_t items = 0, rows = 0;
+        if (first)
+            for (const Call* call : few) items += OfFew::items(*call);
+        for (; next < end && rows + next->rows <= Way::PASSES * Way::X_ROWS; ++next)
+            items += Passes<Way>::items(*next), rows += next->rows;
+        const int64_t threads = any.parallel ? std::min(any.threads, items) : 1;
+        std::vector<OfFew> dots;
+        if (first)
+            for (const Call* call : few) dots.emplace_back(*call, threads);
+        Passes<Way> packed(begin, next, threads);
+        run_team(any, threads, [&](int64_t thread) {
+            packed.pack(thread);
+            for (OfFew& call : dots) call.take(thread);
+            packed.multiply(thread);
+        });
+    }
+}
+
+template <class Way>
+void multiply(const Calls& calls, int64_t most_few, bool one_order) {
+    Calls few, many;
+    for (const Call* call : calls) (call->m <= most_few && !one_order ? few : many).push_back(call);
+    multiply<Way>(few, many);
+}
+
 template <class T, class Weight>
-void linear(const Call& p) {
+void linear(const Calls& calls, bool one_order) {
 #if MATRIX_UNIT
     if constexpr (T::size == 2)
-        if (p.matrix_unit && p.m >= MIN_MATRIX_ROWS<Weight> && has_matrix_unit()) return packed<Matrix<Weight>>(p);
+        if (calls[0]->matrix_unit && has_matrix_unit())
+            return multiply<Matrix<Weight>>(calls, MIN_MATRIX_ROWS<Weight> - 1, one_order);
 #endif
-    if (p.m <= MAX_DOT_ROWS<T, Weight>)
-        return dot<T, Weight>(p, std::make_integer_sequence<int, MAX_PASS_ROWS<T, Weight>>());
-    packed<Broadcast<T, Weight>>(p);
+    multiply<Broadcast<T, Weight>>(calls, MAX_DOT_ROWS<T, Weight>, one_order);
 }
 
 template <class T>
-void linear(const Call& p) {
-    p.begin()->scales ? linear<T, Int8<T>>(p) : linear<T, Same<T>>(p);
+void linear(const Calls& calls, bool one_order) {
+    calls[0]->begin()->scales ? linear<T, Int8<T>>(calls, one_order) : linear<T, Same<T>>(calls, one_order);
 }
+
+// With `one_order`, calls with few rows sum as those with more do.
+void linear(const Calls& calls, bool one_order) {
+    calls[0]->is_bfloat16 ? linear<BFloat16>(calls, one_order) : linear<Float32>(calls, one_order);
+}
+
+// A call of the rows [begin, end) of a group.
+struct OfGroup {
+    Call call;
+    Part part;
+
+    OfGroup(const GroupedCall& p, int64_t group, int64_t begin, int64_t end) {
+        const int64_t size = p.is_bfloat16 ? 2 : 4, weight_size = p.scales ? 1 : size;
+        call = {p.x + begin * p.k * size, end - begin, p.k, p.is_bfloat16, p.matrix_unit, p.threads, p.parallel, 1};
+        const char* weight = p.weights + group * p.n * p.k * weight_size;
+        part = {weight, nullptr, p.y + begin * p.n * size, p.n, p.scales ? p.scales + group * p.n : nullptr};
+    }
+};
+static_assert(sizeof(OfGroup) == sizeof(Call) + sizeof(Part));
 
 }  // namespace
 
 // x, weights, biases and ys are contiguous and of one dtype; or all weights are int8, with scales.
-extern "C" void selective_linear(const Call* call) {
-    call->is_bfloat16 ? linear<BFloat16>(*call) : linear<Float32>(*call);
+extern "C" void selective_linear(const Call* call) { linear({call}, false); }
+
+// x, weights and y likewise; rows behind the last group become 0. Returns 1 if the ends are not in order or not among the
+// rows, and has written nothing then.
+extern "C" int64_t selective_grouped_linear(const GroupedCall* p) {
+    int64_t end = 0;
+    std::vector<OfGroup> groups;
+    groups.reserve(p->groups);
+    for (int64_t group = 0; group < p->groups; ++group) {
+        const int64_t begin = end;
+        end = p->ends[group];
+        if (end < begin || end > p->rows) return 1;
+        if (end > begin) groups.emplace_back(*p, group, begin, end);
+    }
+    Calls calls;
+    for (const OfGroup& group : groups) calls.push_back(&group.call);
+    if (!calls.empty()) linear(calls, p->batch_invariant);
+    const int64_t row = p->n * (p->is_bfloat16 ? 2 : 4);
+    std::memset(p->y + end * row, 0, (p->rows - end) * row);
+    return 0;
 }

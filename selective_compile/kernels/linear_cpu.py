@@ -5,8 +5,8 @@ calls: a packed copy would take as much memory again, and would go stale unnotic
 through `.data`.
 
 Legend
-    packed   the kernel's one argument: addresses and sizes as 8-byte fields, in the order of `Call` and `Part` in
-             linear_call.h
+    packed   a kernel's one argument: addresses and sizes as 8-byte fields, in the order of `Call` and `Part`, or of
+             `GroupedCall`, in linear_call.h
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selective_compile.kernels import native
-from selective_compile.kernels.linear_call import check_int8, check_linear
+from selective_compile.kernels.linear_call import check_grouped, check_int8, check_linear
 
 _functions = native.Functions(__file__)
 available, unavailable_reason, address_of = _functions.available, _functions.unavailable_reason, _functions.address
@@ -80,6 +80,36 @@ def linears_int8(
     if x.dtype not in DTYPES or not x.shape[-1]:
         raise ValueError(f"x must be [..., K] of float32 or bfloat16, K at least 1, got {list(x.shape)} of {x.dtype}")
     return _launch(x, weights, scales, biases)
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, ends: Tensor, scales: Tensor | None = None, *, batch_invariant: bool = False
+) -> Tensor:
+    """`selective::grouped_linear`; see `selective_compile.grouped_ops`.
+
+    Of the weight only what belongs to groups with rows is read. A row's result does not depend on the rows of other
+    groups; on those of its own as in `linear`, and with ``batch_invariant`` not at all.
+
+    Raises:
+        ValueError: the sizes or dtypes do not fit together; the weight or the scales are not contiguous; the ends are
+            not in order, or not among the rows.
+        NativeBuildError: the kernel cannot be built here.
+    """
+    check_grouped(x, weight, ends, scales)
+    for name, each in (("weight", weight), ("scales", scales)):
+        if each is not None and not each.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got the strides {each.stride()}")
+    if not x.numel() or not weight.numel():
+        return x.new_zeros((len(x), weight.shape[1]))
+    # Kept under names through the call: where a copy is made, nothing else holds it.
+    x, places = x.contiguous(), ends.to(torch.int32).contiguous()
+    y = x.new_empty((len(x), weight.shape[1]))
+    addresses = (x.data_ptr(), weight.data_ptr(), _address(scales), places.data_ptr(), y.data_ptr())
+    sizes = (len(x), *weight.shape, DTYPES[x.dtype], int(native.MATRIX_UNIT), int(batch_invariant))
+    fields = (*addresses, *sizes, torch.get_num_threads(), native.torch_parallel())
+    if _functions["selective_grouped_linear"](_packer(len(fields)).pack(*fields)):
+        raise ValueError(f"ends must be in order and at most {len(x)}, got {ends.tolist()}")
+    return y
 
 
 def _launch(

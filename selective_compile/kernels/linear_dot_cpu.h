@@ -118,23 +118,39 @@ void dot_range(const Call& p, const Part& part, int64_t begin, int64_t end) {
         }
 }
 
+using DotRange = void (*)(const Call&, const Part&, int64_t, int64_t);
+
 template <class T, class Weight, int... R>
-void dot(const Call& p, std::integer_sequence<int, R...>) {
-    using Range = void (*)(const Call&, const Part&, int64_t, int64_t);
-    static constexpr Range ranges[] = {dot_range<T, Weight, R + 1>...};
-    const int64_t passes = dot_passes<T, Weight>(p);
-    const Range range = ranges[(p.m + passes - 1) / passes - 1];
-    const Tiles tiles(p, W);
-    const int64_t units = tiles.count(), share = share_units(p, units), items = (units + share - 1) / share;
-    const int64_t threads = team_size(p, items);
-    Shares shares(items, threads);
-    run_team(p, threads, [&](int64_t part) {
-        shares.take(part, [&](int64_t item, int64_t) {
-            tiles.take(item * share, (item + 1) * share, 0, [&](const Part& part, int64_t begin, int64_t end, int64_t) {
-                range(p, part, begin * W, std::min(part.n, end * W));
+DotRange dot_range_of(int64_t rows, std::integer_sequence<int, R...>) {
+    static constexpr DotRange ranges[] = {dot_range<T, Weight, R + 1>...};
+    return ranges[rows - 1];
+}
+
+// A call of few rows, of which each thread of a team takes a part.
+template <class T, class Weight>
+class Dots {
+    const Call* call;
+    DotRange range;
+    Tiles tiles;
+    Split split;
+    Shares shares;
+
+public:
+    static int64_t items(const Call& p) { return Split(p, Tiles(p, W).count()).items; }
+
+    Dots(const Call& p, int64_t threads)
+        : call(&p), tiles(p, W), split(p, tiles.count()), shares(split.items, threads) {
+        const int64_t passes = dot_passes<T, Weight>(p);
+        range = dot_range_of<T, Weight>((p.m + passes - 1) / passes, std::make_integer_sequence<int, MAX_PASS_ROWS<T, Weight>>());
+    }
+
+    void take(int64_t thread) {
+        shares.take(thread, [&](int64_t item, int64_t) {
+            tiles.take(item * split.share, (item + 1) * split.share, 0, [&](const Part& part, int64_t begin, int64_t end, int64_t) {
+                range(*call, part, begin * W, std::min(part.n, end * W));
             });
         });
-    });
-}
+    }
+};
 
 }  // namespace

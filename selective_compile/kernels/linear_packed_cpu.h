@@ -166,58 +166,83 @@ void multiply_share(const Call& p, const Part& part, const Packed& x, int64_t be
     store_block<T>(part, sums, sums_stride, x.row, x.rows, column, std::min(part.n, end * ROWS) - column);
 }
 
-struct Pass {
-    Packed x;
-    Shares packing, multiplying;
+// Rows [row, row + rows) of a call's x: what a pass over its weights multiplies.
+struct PassRows {
+    const Call* call;
+    int64_t row, rows;
 };
-
-// One team for all passes: starting and ending one can cost milliseconds on a machine that has other work.
-template <class Way>
-void packed_rows(const Call& p, int64_t row, int64_t end, int64_t pass_rows) {
-    using T = typename Way::T;
-    const Tiles tiles(p, Way::ROWS);
-    const int64_t words = (p.k * T::size + 4 * Way::WORDS - 1) / (4 * Way::WORDS) * Way::WORDS;
-    const int64_t units = tiles.count(), share = share_units(p, units);
-    const int64_t runs = (words + W * PACK_SQUARES - 1) / (W * PACK_SQUARES), items = (units + share - 1) / share;
-    const int64_t threads = team_size(p, items);
-    char* memory = packed_scratch.at_least((end - row + W - 1) / W * words * W * 4);
-    std::vector<Pass> passes;
-    int64_t packings = 0;
-    for (; row < end; row += pass_rows) {
-        const int64_t rows = std::min(pass_rows, end - row), panels = (rows + W - 1) / W;
-        const Packed x{memory, row, rows, words, Way::depth(words, panels), panels, Way::HALVES};
-        passes.push_back({x, {panels * runs, threads}, {items, threads}});
-        memory += panels * words * W * 4;
-        packings += panels * runs;
-    }
-    std::atomic<int64_t> packed{0};
-    run_team(p, threads, [&](int64_t part) {
-        for (Pass& pass : passes)
-            pass.packing.take(part, [&](int64_t item, int64_t) {
-                const Packed& x = pass.x;
-                const int64_t panel = item / runs, first = item % runs * W * PACK_SQUARES, row = x.row + panel * W;
-                for (int64_t at = first; at < std::min(words, first + W * PACK_SQUARES); at += W)
-                    pack_square<T>(p, row, x.row + x.rows, at, words, x.is_half(panel), x.square(panel, at));
-                packed.fetch_add(1, std::memory_order_release);
-            });
-        while (packed.load(std::memory_order_acquire) < packings) sched_yield();
-        const typename Way::Unit unit;
-        for (Pass& pass : passes)
-            pass.multiplying.take(part, [&](int64_t item, int64_t last) {
-                const auto multiply = [&](const Part& part, int64_t begin, int64_t end, int64_t last) {
-                    multiply_share<Way>(p, part, pass.x, begin, end, last);
-                };
-                tiles.take(item * share, (item + 1) * share, last * share, multiply);
-            });
-    });
-}
 
 // All rows of x, in passes as equal as panels allow.
 template <class Way>
-void packed(const Call& p) {
-    const int64_t passes = (p.m + Way::X_ROWS - 1) / Way::X_ROWS, rows = ((p.m + passes - 1) / passes + W - 1) / W * W;
-    for (int64_t row = 0; row < p.m; row += Way::PASSES * rows)
-        packed_rows<Way>(p, row, std::min(p.m, row + Way::PASSES * rows), rows);
+void add_passes(const Call& p, std::vector<PassRows>& passes) {
+    const int64_t count = (p.m + Way::X_ROWS - 1) / Way::X_ROWS, rows = ((p.m + count - 1) / count + W - 1) / W * W;
+    for (int64_t row = 0; row < p.m; row += rows) passes.push_back({&p, row, std::min(rows, p.m - row)});
 }
+
+// Passes that one team makes, of one call or several: the rows of all are packed first.
+template <class Way>
+class Passes {
+    using T = typename Way::T;
+    struct Pass {
+        const Call* call;
+        Packed x;
+        Tiles tiles;
+        Split split;  // of the tiles
+        Shares packing, multiplying;
+    };
+    std::vector<Pass> passes;
+    int64_t packings = 0;
+    std::atomic<int64_t> packed{0};
+
+    static int64_t words_of(const Call& p) { return (p.k * T::size + 4 * Way::WORDS - 1) / (4 * Way::WORDS) * Way::WORDS; }
+    static int64_t panels_of(const PassRows& rows) { return (rows.rows + W - 1) / W; }
+    static int64_t runs_of(const Call& p) { return (words_of(p) + W * PACK_SQUARES - 1) / (W * PACK_SQUARES); }
+
+    void pack_item(const Pass& pass, int64_t item) {
+        const Packed& x = pass.x;
+        const int64_t runs = runs_of(*pass.call), panel = item / runs, first = item % runs * W * PACK_SQUARES;
+        for (int64_t at = first; at < std::min(x.words, first + W * PACK_SQUARES); at += W)
+            pack_square<T>(*pass.call, x.row + panel * W, x.row + x.rows, at, x.words, x.is_half(panel), x.square(panel, at));
+        packed.fetch_add(1, std::memory_order_release);
+    }
+
+public:
+    static int64_t items(const PassRows& rows) { return Split(*rows.call, Tiles(*rows.call, Way::ROWS).count()).items; }
+
+    Passes(const PassRows* begin, const PassRows* end, int64_t threads) {
+        int64_t bytes = 0;
+        for (const PassRows* at = begin; at < end; ++at) bytes += panels_of(*at) * words_of(*at->call) * W * 4;
+        char* memory = packed_scratch.at_least(bytes);
+        for (const PassRows* at = begin; at < end; ++at) {
+            const Call& p = *at->call;
+            const int64_t words = words_of(p), panels = panels_of(*at);
+            const Packed x{memory, at->row, at->rows, words, Way::depth(words, panels), panels, Way::HALVES};
+            const Tiles tiles(p, Way::ROWS);
+            const Split split(p, tiles.count());
+            passes.push_back({&p, x, tiles, split, {panels * runs_of(p), threads}, {split.items, threads}});
+            memory += panels * words * W * 4;
+            packings += panels * runs_of(p);
+        }
+    }
+
+    void pack(int64_t thread) {
+        for (Pass& pass : passes) pass.packing.take(thread, [&](int64_t item, int64_t) { pack_item(pass, item); });
+    }
+
+    // Behind what every thread has packed.
+    void multiply(int64_t thread) {
+        if (passes.empty()) return;
+        while (packed.load(std::memory_order_acquire) < packings) sched_yield();
+        const typename Way::Unit unit;
+        for (Pass& pass : passes)
+            pass.multiplying.take(thread, [&](int64_t item, int64_t last) {
+                const auto multiply = [&](const Part& part, int64_t begin, int64_t end, int64_t last) {
+                    multiply_share<Way>(*pass.call, part, pass.x, begin, end, last);
+                };
+                const int64_t share = pass.split.share;
+                pass.tiles.take(item * share, (item + 1) * share, last * share, multiply);
+            });
+    }
+};
 
 }  // namespace

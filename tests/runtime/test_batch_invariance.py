@@ -15,6 +15,7 @@ from selective_compile.runtime.invariance import check_invariance
 from selective_compile.sequential_program import SequentialProgram
 from tests.models import tiny
 from tests.runtime.eager_rows import eager_rows as eager_rows
+from tests.runtime.test_step_graphs import tiny_mixtral
 from tests.test_isolation import Decay, Mixed
 from tests.test_sequential_program import unproved
 from tests.test_whole_functions import Recurrent
@@ -67,6 +68,18 @@ def test_two_hundred_random_batches_give_the_same_bits(llama: Any) -> None:
         assert found.tokens == alone.tokens
         assert all(torch.equal(ours, first) for ours, first in zip(found.logits, alone.logits, strict=True))
         assert found.prompt_logprobs == alone.prompt_logprobs and found.logprobs == alone.logprobs
+
+
+def test_experts_give_the_same_bits_however_many_tokens_they_have() -> None:
+    model = tiny_mixtral()
+    served = model, compile_step_program(model, COMPILED)
+    alone = request_among(engine_of(served), Random(31))
+    rng = Random(2)
+    for _ in range(30):
+        found = request_among(engine_of(served, token_budget=rng.choice([5, 16, 200])), rng)
+        assert found.tokens == alone.tokens
+        assert all(torch.equal(ours, first) for ours, first in zip(found.logits, alone.logits, strict=True))
+        assert found.prompt_logprobs == alone.prompt_logprobs
 
 
 def test_scores_are_the_bits_reported_while_generating(llama: Any) -> None:

@@ -1,0 +1,47 @@
+"""The operator of linear layers on rows in groups, as those of experts: schema, fake, and its implementations.
+
+    selective::grouped_linear   the rows of each group by a weight of its own
+
+    x         [S, K] float32 or bfloat16, on a CPU; the rows of a group are neighbours, groups in order
+    weight    [E, N, K], x's dtype; or int8, for E * N rows of which scales [E, N] float32 stand beside the numbers:
+              row n of group e is scales[e, n] * weight[e, n]
+    ends      [E] int32 or int64: group e has the rows ends[e - 1] : ends[e] of x, possibly none, the first those from 0
+    result    [S, N], x's dtype; rows from ends[E - 1] on are 0
+    batch_invariant   whether a row is summed in one order however many rows its group has; slower where these are few
+
+Sums are float32.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from selective_compile import reference
+from selective_compile.kernels.linear_call import check_grouped
+from selective_compile.ops import implementation_on, refuse_gradients, register
+
+
+def _run(
+    x: Tensor, weight: Tensor, ends: Tensor, scales: Tensor | None = None, batch_invariant: bool = False
+) -> Tensor:
+    refuse_gradients(x, weight)
+    if implementation_on(x.device.type) == "cpu":
+        from selective_compile.kernels import linear_cpu
+
+        if linear_cpu.available():
+            return linear_cpu.grouped_linear(x, weight, ends, scales, batch_invariant=batch_invariant)
+    return reference.grouped_linear(x, weight, ends, scales)
+
+
+def _fake(
+    x: Tensor, weight: Tensor, ends: Tensor, scales: Tensor | None = None, batch_invariant: bool = False
+) -> Tensor:
+    check_grouped(x, weight, ends, scales)
+    return x.new_empty((x.shape[0], weight.shape[1]))
+
+
+grouped_linear = register(
+    "grouped_linear(Tensor x, Tensor weight, Tensor ends, Tensor? scales=None, bool batch_invariant=False) -> Tensor",
+    _run,
+    _fake,
+)
