@@ -71,7 +71,7 @@ def _reads(node: fx.Node, target: torch._ops.OpOverload, device: torch.device) -
     if name in POWERS:  # below 0 of the inverse
         return bool(_argument(node, 1) < 0)
     if name == "aten::_grouped_mm":
-        return _argument(node, 2) is not None and not _has_grouped_kernel(node, device)
+        return _argument(node, 2) is not None and not has_grouped_kernel(node, device)
     return name in UNTAGGED or not READING.isdisjoint(target.tags)
 
 
@@ -86,7 +86,8 @@ def _value(node: fx.Node) -> Any:
     return node.meta.get("val")
 
 
-def _has_grouped_kernel(node: fx.Node, device: torch.device) -> bool:
+def has_grouped_kernel(node: fx.Node, device: torch.device) -> bool:
+    """Whether the product of rows in groups `aten::_grouped_mm` is one launch there, of these dtypes."""
     if device.type != "cuda" or torch.version.hip:
         return False
     both = {_value(operand).dtype for operand in node.args[:2] if isinstance(operand, fx.Node)}

@@ -2,14 +2,15 @@
 
     selective::grouped_linear   the rows of each group by a weight of its own
 
-    x         [S, K] float32 or bfloat16, on a CPU; the rows of a group are neighbours, groups in order
-    weight    [E, N, K], x's dtype; or int8, for E * N rows of which scales [E, N] float32 stand beside the numbers:
-              row n of group e is scales[e, n] * weight[e, n]
+    x         [S, K] float32, bfloat16 or float16; the rows of a group are neighbours, groups in order
+    weight    [E, N, K], x's dtype; or int8, but not for Triton's kernel, for E * N rows of which scales [E, N] float32
+              stand beside the numbers: row n of group e is scales[e, n] * weight[e, n]. Contiguous on a CPU
     ends      [E] int32 or int64: group e has the rows ends[e - 1] : ends[e] of x, possibly none, the first those from 0
     result    [S, N], x's dtype; rows from ends[E - 1] on are 0
     batch_invariant   whether a row is summed in one order however many rows its group has; slower where these are few
 
-Sums are float32.
+Sums are float32. Ends that are not in order, or not among the rows, are a ValueError on a CPU, and on a GPU, whose
+values the host does not read, give a result that is none.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from selective_compile import reference
+from selective_compile.int8_ops import DTYPES
 from selective_compile.kernels.linear_call import check_grouped
 from selective_compile.ops import implementation_on, refuse_gradients, register
 
@@ -25,11 +27,17 @@ def _run(
     x: Tensor, weight: Tensor, ends: Tensor, scales: Tensor | None = None, batch_invariant: bool = False
 ) -> Tensor:
     refuse_gradients(x, weight)
-    if implementation_on(x.device.type) == "cpu":
+    implementation = implementation_on(x.device.type)
+    if implementation == "triton" and scales is None:
+        from selective_compile.kernels import grouped_linear_triton
+
+        return grouped_linear_triton.grouped_linear(x, weight, ends)
+    if implementation == "cpu" and x.dtype in DTYPES:
         from selective_compile.kernels import linear_cpu
 
         if linear_cpu.available():
             return linear_cpu.grouped_linear(x, weight, ends, scales, batch_invariant=batch_invariant)
+    check_grouped(x, weight, ends, scales)
     return reference.grouped_linear(x, weight, ends, scales)
 
 

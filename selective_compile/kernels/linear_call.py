@@ -7,7 +7,6 @@ from torch import Tensor
 
 # What the Triton kernel multiplies; known without Triton.
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-GROUPED_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -38,8 +37,8 @@ def check_grouped(x: Tensor, weight: Tensor, ends: Tensor, scales: Tensor | None
     Raises:
         ValueError: the sizes or dtypes do not fit together.
     """
-    if x.dim() != 2 or x.dtype not in GROUPED_DTYPES:
-        raise ValueError(f"x must be [S, K] of one of {GROUPED_DTYPES}, got {list(x.shape)} of {x.dtype}")
+    if x.dim() != 2 or x.dtype not in TRITON_DTYPES:
+        raise ValueError(f"x must be [S, K] of one of {TRITON_DTYPES}, got {list(x.shape)} of {x.dtype}")
     dtype = x.dtype if scales is None else torch.int8
     if weight.dim() != 3 or x.shape[1] != weight.shape[2] or weight.dtype is not dtype:
         wanted = f"[E, N, {x.shape[1]}] of {dtype}"

@@ -96,6 +96,8 @@ def grouped_linear(
         NativeBuildError: the kernel cannot be built here.
     """
     check_grouped(x, weight, ends, scales)
+    if x.dtype not in DTYPES:
+        raise ValueError(f"x must be float32 or bfloat16, got {x.dtype}")
     for name, each in (("weight", weight), ("scales", scales)):
         if each is not None and not each.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got the strides {each.stride()}")

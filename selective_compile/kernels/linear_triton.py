@@ -85,6 +85,12 @@ def tile_of(*, columns: int, depth: int, bytes_per_element: int) -> Tile:
     return Tile(block_m=most, block_n=block_n, block_k=block_k, num_warps=4, num_stages=3)
 
 
+def aligned(x: Tensor) -> Tensor:
+    """Contiguous, and where reads of 16 bytes begin: rows from some row on would be a compiled kernel of its own."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % _ALIGNMENT else x
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`selective::linear`: x [..., K], weight [N, K], bias [N] or None, of one dtype. Returns [..., N] of it.
 
@@ -100,9 +106,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     columns, depth = weight.shape
     if not (x.numel() and weight.numel()):
         return F.linear(x, weight, bias)  # there is nothing to sum
-    x = x.contiguous()
-    if x.data_ptr() % _ALIGNMENT:
-        x = x.clone()  # rows from some row on, which would be a compiled kernel of its own
+    x = aligned(x)
     bias = bias if bias is None else bias.contiguous()
     output = x.new_empty((*x.shape[:-1], columns))
     rows = x.numel() // depth

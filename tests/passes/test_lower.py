@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.testing._internal.two_tensor import TwoTensor
 
 from selective_compile.grouped_ops import grouped_linear
 from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.lower import lower
+from selective_compile.passes.lower_grouped import is_of_a_class
 from tests.passes.test_host_reads import flat_with
 
 aten = torch.ops.aten
@@ -29,6 +31,21 @@ def test_experts_that_lie_row_by_row_are_multiplied_by_our_kernel(dtype: torch.d
     (node,) = grouped_of(flat)
     assert node.args[1].meta["val"].shape == EXPERTS.shape and node.args[1].meta["val"].is_contiguous()
     assert lower(flat) == 0
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1), (2, 0, 1)], ids=str)
+def test_what_is_turned_otherwise_is_no_view_of_what_it_seems(order: tuple[int, ...]) -> None:
+    cube = torch.randn(4, 4, 4)
+    flat = flat_with(aten._grouped_mm.default, ROWS[:, :4], cube.permute(order), torch.tensor([1, 2, 4, 4]))
+    (node,) = (node for node in flat.module.graph.nodes if node.target is aten._grouped_mm.default)
+    with flat.module.graph.inserting_before(node):
+        base = flat.module.graph.create_node("placeholder", "cube", ())
+        base.meta["val"] = cube
+        turned = flat.module.graph.call_function(aten.permute.default, (base, order))
+    turned.meta["val"] = cube.permute(order)
+    node.args = (node.args[0], turned, *node.args[2:])
+    lower(flat)
+    assert [each.args[1] is base for each in grouped_of(flat)] == ([True] if order == (0, 2, 1) else [])
 
 
 def test_in_a_batch_invariant_step_in_one_order() -> None:
@@ -54,7 +71,39 @@ def test_others_stay(given: Any) -> None:
     assert lower(flat) == 0 and not grouped_of(flat)
 
 
-def test_on_a_gpu_they_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    flat = flat_with(aten._grouped_mm.default, ROWS, EXPERTS.mT, ENDS)
+@pytest.mark.parametrize(
+    ("dtype", "capability", "lowered"),
+    [
+        (torch.bfloat16, (9, 0), False),
+        (torch.bfloat16, (8, 0), True),
+        (torch.float16, (9, 0), True),
+        (torch.float32, (9, 0), True),
+        (torch.float64, (8, 0), False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("lies", ["by rows", "by columns"])
+def test_on_a_gpu_those_are_lowered_that_libraries_have_no_launch_for(
+    dtype: torch.dtype, capability: Any, lowered: bool, lies: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = EXPERTS.to(dtype).mT
+    given = (ROWS.to(dtype), experts if lies == "by rows" else experts.contiguous(), ENDS)
+    flat = flat_with(aten._grouped_mm.default, *given)
     monkeypatch.setattr(FlatGraph, "device", torch.device("cuda"))
-    assert lower(flat) == 0
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    assert bool(lower(flat)) == lowered == bool(grouped_of(flat))
+    if dtype is not torch.float64:
+        lower(flat, batch_invariant=True)
+        (node,) = grouped_of(flat)
+        assert node.args[1].meta["val"].shape == EXPERTS.shape and node.args[3:] == (None, True)
+
+
+def test_weights_of_a_class_of_their_own_are_known_through_views() -> None:
+    graph = fx.Graph()
+    plain, own = graph.placeholder("plain"), graph.placeholder("own")
+    weights: dict[fx.Node, Any] = {plain: EXPERTS, own: TwoTensor(EXPERTS, EXPERTS)}
+    for base in (plain, own):
+        turned = graph.call_function(aten.transpose.int, (base, -2, -1))
+        for node in (base, turned, graph.call_function(aten.mul.Tensor, (turned, 2))):
+            assert is_of_a_class(node, weights) == (base is own)
+    assert not is_of_a_class(graph.call_function(aten.zeros.default, ([2, 2],)), weights)

@@ -15,7 +15,9 @@ from selective_compile.runtime.invariance import check_invariance
 from selective_compile.runtime.records import _aligned
 from selective_compile.step_program import StepProgram
 from tests.models import tiny
+from tests.oracle import assert_same_tokens
 from tests.runtime.eager_rows import eager_rows as eager_rows
+from tests.runtime.test_step_graphs import tiny_mixtral
 
 pytest.importorskip("triton")
 even_dots = pytest.importorskip("tests.kernels.even_dots").even_dots
@@ -61,6 +63,15 @@ def assert_same_bits(found: Any, alone: Any) -> None:
     assert found.tokens == alone.tokens
     assert all(torch.equal(ours, first) for ours, first in zip(found.logits, alone.logits, strict=True))
     assert found.prompt_logprobs == alone.prompt_logprobs and found.logprobs == alone.logprobs
+
+
+def test_experts_give_the_same_bits_however_many_tokens_they_have() -> None:
+    model = tiny_mixtral(layers=1)
+    served, budget = (model, compile_step_program(model, INTERPRETED)), replace(INTERPRETED, token_budget=7)
+    alone = request_among(served, INTERPRETED, Random(0), others=0)
+    assert_same_tokens(model, PROMPT, alone.tokens)
+    for seed, config in enumerate((INTERPRETED, budget)):
+        assert_same_bits(request_among(served, config, Random(seed), others=4), alone)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,82 @@
+"""Products of rows in groups, as those of experts, go to kernels of ours where a library has none that is as good.
+
+Before::  transformers.grouped_mm_fallback(rows, aten.transpose(experts, -2, -1), ends)
+After::   selective.grouped_linear(rows, experts, ends)
+
+On a CPU libraries multiply group by group and copy each weight before; on a GPU they have a kernel for bfloat16 alone,
+and not on all, and elsewhere the host reads where groups end, so that no step can be captured.  Declines on a CPU for
+experts that do not lie row by row, and for float16; and for weights of a class of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from selective_compile.grouped_ops import grouped_linear
+from selective_compile.int8_ops import DTYPES
+from selective_compile.kernels.linear_call import TRITON_DTYPES
+from selective_compile.passes.host_reads import has_grouped_kernel
+from selective_compile.passes.rules_order import GROUPED_PRODUCTS
+
+aten = torch.ops.aten
+TRANSPOSITIONS = (aten.transpose.int, aten.permute.default, aten.mT.default, aten.swapaxes.default)
+
+
+def is_grouped(node: fx.Node) -> bool:
+    """Whether it is a product of rows ``[S, K]`` in groups by a weight ``[E, K, N]``, and nothing more."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.name not in GROUPED_PRODUCTS:
+        return False
+    if len(node.args) < 3 or any(other is not None for other in (*node.args[3:], *node.kwargs.values())):
+        return False
+    rows, weight, ends = operands(node)
+    return ends is not None and rows.meta["val"].dim() == 2 and weight.meta["val"].dim() == 3
+
+
+def kernel_takes(node: fx.Node, device: torch.device, weights: Mapping[fx.Node, Any], *, batch_invariant: bool) -> bool:
+    """Whether a kernel of ours is there for it, and none of a library's as good."""
+    rows, weight, _ = operands(node)
+    if is_of_a_class(weight, weights):
+        return False
+    dtype = rows.meta["val"].dtype
+    if device.type == "cpu":
+        return dtype in DTYPES and weight.meta["val"].transpose(-2, -1).is_contiguous()
+    return dtype in TRITON_DTYPES and (batch_invariant or not has_launch(node, device))
+
+
+def has_launch(node: fx.Node, device: torch.device) -> bool:
+    """Whether a library multiplies all groups in one launch."""
+    return node.target is aten._grouped_mm.default and has_grouped_kernel(node, device)
+
+
+def operands(node: fx.Node) -> tuple[Any, Any, Any]:
+    """Rows, weight and ends."""
+    return node.args[0], node.args[1], node.args[2]
+
+
+def is_of_a_class(node: Any, weights: Mapping[fx.Node, Any]) -> bool:
+    """Whether it is a weight, or a view of one, of a class of its own, which none of our kernels knows."""
+    while node not in weights and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return is_traceable_wrapper_subclass(weights.get(node))
+
+
+def lower_grouped(node: fx.Node) -> None:
+    """``node``'s weight ``[E, K, N]`` becomes ``[E, N, K]``, of which it mostly is a view."""
+    rows, weight, ends = operands(node)
+    value = weight.meta["val"].transpose(-2, -1)
+    turned = weight.args[0] if weight.target in TRANSPOSITIONS else None
+    if turned is None or not alike(turned.meta["val"], value):
+        with node.graph.inserting_before(node):
+            turned = node.graph.call_function(aten.transpose.int, (weight, -2, -1))
+        turned.meta = {**node.meta, "val": value}
+    node.target, node.args, node.kwargs = grouped_linear, (rows, turned, ends), {}
+
+
+def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether views of the same memory are the same: permuted otherwise, a cube has the same shape."""
+    return one.shape == other.shape and one.stride() == other.stride()
