@@ -27,7 +27,13 @@ from selective_compile.grouped_ops import grouped_linear
 from selective_compile.kernels.linear_call import TRITON_DTYPES
 from selective_compile.passes.batch_dependence import sums_one_term
 from selective_compile.passes.flat_graph import FlatGraph
-from selective_compile.passes.lower_grouped import is_grouped, kernel_takes, lower_grouped
+from selective_compile.passes.lower_grouped import (
+    is_grouped,
+    kernel_takes,
+    lower_grouped,
+    lower_put_back,
+    puts_back,
+)
 
 aten = torch.ops.aten
 
@@ -49,6 +55,8 @@ def lower(flat: FlatGraph, *, batch_invariant: bool = False) -> int:
                 node.args = (*node.args, None)[:3]
         elif is_grouped(node) and kernel_takes(node, flat.device, weights, batch_invariant=batch_invariant):
             lower_grouped(node)
+        elif flat.device.type == "cpu" and puts_back(node):
+            lower_put_back(node)
         if batch_invariant and node.target is grouped_linear:
             node.args = (*node.args[:3], None, True)
         changed += node.target is not before

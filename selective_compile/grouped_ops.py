@@ -1,6 +1,7 @@
-"""The operator of linear layers on rows in groups, as those of experts: schema, fake, and its implementations.
+"""The operators of linear layers on rows in groups, as those of experts: schemas, fakes, and their implementations.
 
     selective::grouped_linear   the rows of each group by a weight of its own
+    selective::take_rows        rows in another order, by themselves: what computes with them then reads them in order
 
     x         [S, K] float32, bfloat16 or float16; the rows of a group are neighbours, groups in order
     weight    [E, N, K], x's dtype; or int8, but not for Triton's kernel, for E * N rows of which scales [E, N] float32
@@ -8,6 +9,12 @@
     ends      [E] int32 or int64: group e has the rows ends[e - 1] : ends[e] of x, possibly none, the first those from 0
     result    [S, N], x's dtype; rows from ends[E - 1] on are 0
     batch_invariant   whether a row is summed in one order however many rows its group has; slower where these are few
+
+and of take_rows:
+
+    x         [S, N]
+    index     [R] int64, at least 0
+    result    [R, N], row r is x[index[r]]
 
 Sums are float32. Ends that are not in order, or not among the rows, are a ValueError on a CPU, and on a GPU, whose
 values the host does not read, give a result that is none.
@@ -20,7 +27,7 @@ from torch import Tensor
 from selective_compile import reference
 from selective_compile.int8_ops import DTYPES
 from selective_compile.kernels.linear_call import check_grouped
-from selective_compile.ops import implementation_on, refuse_gradients, register
+from selective_compile.ops import implementation_on, refuse_gradients, register, require
 
 
 def _run(
@@ -53,3 +60,18 @@ grouped_linear = register(
     _run,
     _fake,
 )
+
+
+def _take_rows(x: Tensor, index: Tensor) -> Tensor:
+    refuse_gradients(x)
+    return x.index_select(0, index)
+
+
+def _fake_take_rows(x: Tensor, index: Tensor) -> Tensor:
+    require(
+        x.dim() == 2 and index.dim() == 1, f"x and index must be [S, N] and [R], got {x.dim()} and {index.dim()} dims"
+    )
+    return x.new_empty((index.shape[0], x.shape[1]))
+
+
+take_rows = register("take_rows(Tensor x, Tensor index) -> Tensor", _take_rows, _fake_take_rows)

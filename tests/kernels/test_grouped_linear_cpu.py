@@ -11,6 +11,7 @@ from torch.library import opcheck
 
 from selective_compile import ops, reference
 from selective_compile.grouped_ops import grouped_linear as operator
+from selective_compile.grouped_ops import take_rows
 from selective_compile.int8_ops import as_int8
 from selective_compile.kernels import linear_cpu, native
 from selective_compile.kernels.linear_cpu import grouped_linear, linear
@@ -166,6 +167,16 @@ def test_operator(dtype, implementation):
     with ops.forced_implementation(implementation), torch.no_grad():
         opcheck(operator, (x, weight, ends), test_utils=("test_schema", "test_faketensor"))
         torch.testing.assert_close(operator(x, weight, ends), reference.grouped_linear(x, weight, ends))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+def test_rows_are_taken(dtype):
+    x, index = torch.randn(7, 5).to(dtype), torch.tensor([6, 0, 0, 3])
+    opcheck(take_rows, (x, index), test_utils=("test_schema", "test_faketensor"))
+    assert torch.equal(take_rows(x, index), x[index]) and take_rows(x, index[:0]).shape == (0, 5)
+    for wrong in (7, -1):
+        with pytest.raises(IndexError, match="index out of range"):
+            take_rows(x, torch.tensor([wrong]))
 
 
 def test_a_matrix_unit_is_used_where_there_is_one(matrix_unit, monkeypatch):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.testing._internal.two_tensor import TwoTensor
 
-from selective_compile.grouped_ops import grouped_linear
+from selective_compile.grouped_ops import grouped_linear, take_rows
 from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.lower import lower
 from selective_compile.passes.lower_grouped import is_of_a_class
@@ -107,3 +107,39 @@ def test_weights_of_a_class_of_their_own_are_known_through_views() -> None:
         for node in (base, turned, graph.call_function(aten.mul.Tensor, (turned, 2))):
             assert is_of_a_class(node, weights) == (base is own)
     assert not is_of_a_class(graph.call_function(aten.zeros.default, ([2, 2],)), weights)
+
+
+def put_back(how: str) -> FlatGraph:
+    """A flat graph in which results of groups, or what else ``how`` says, are put in another order."""
+    flat = flat_with(aten._grouped_mm.default, ROWS, EXPERTS.mT, ENDS)
+    graph = flat.module.graph
+    (node,) = (node for node in graph.nodes if node.target is aten._grouped_mm.default)
+    places = torch.tensor([True, False, True, True]) if how == "a mask" else torch.tensor([2, 0, 1, 3])
+    flat.module.register_buffer("_places", places)
+    with graph.inserting_after(node):
+        index = graph.get_attr("_places")
+    index.meta["val"] = places
+    node.meta["val"] = torch.randn(4, 6)
+    with graph.inserting_after(index):
+        weighted = graph.call_function(aten.mul.Tensor, (node.args[0] if how == "other rows" else node, 0.5))
+        if how == "sums":
+            weighted.target, weighted.args = aten.cumsum.default, (node, 0)
+    weighted.meta["val"] = torch.randn(4, 6)
+    with graph.inserting_after(weighted):
+        indices = [index, index] if how == "elements" else [None, index] if how == "columns" else [index]
+        taken = graph.call_function(aten.index.Tensor, (weighted, indices))
+    taken.meta["val"] = torch.randn(4, 6)
+    return flat
+
+
+@pytest.mark.parametrize("how", ["results", "a mask", "other rows", "sums", "elements", "columns"])
+def test_results_of_groups_are_put_back_by_themselves(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    flat = put_back(how)
+    assert lower(flat) == 1 + (how == "results")
+    taken = [node for node in flat.module.graph.nodes if node.target is take_rows]
+    assert len(taken) == (how == "results")
+    with monkeypatch.context() as patch:
+        patch.setattr(FlatGraph, "device", torch.device("cuda"))
+        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+        flat = put_back("results")
+        assert lower(flat) == 1 == len(grouped_of(flat))
