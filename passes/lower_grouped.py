@@ -66,10 +66,17 @@ def operands(node: fx.Node) -> tuple[Any, Any, Any]:
 
 
 def is_of_a_class(node: Any, weights: Mapping[fx.Node, Any]) -> bool:
-    """Whether it is a weight, or a view of one, of a class of its own, which none of our kernels knows."""
-    while node not in weights and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return is_traceable_wrapper_subclass(weights.get(node))
+    """Whether it is a weight of a class of its own, or made of one: none of our kernels knows it."""
+    seen: set[fx.Node] = set()
+    left = [node]
+    while left:
+        node = left.pop()
+        if is_traceable_wrapper_subclass(weights.get(node)):
+            return True
+        if node not in seen:
+            seen.add(node)
+            left += node.all_input_nodes
+    return False
 
 
 def lower_grouped(node: fx.Node) -> None:

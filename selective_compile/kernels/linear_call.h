@@ -44,9 +44,9 @@ struct GroupedCall {
     const char* x;        // [rows, k]
     const char* weights;  // [groups, n, k]
     const float* scales;  // [groups, n] of int8 weights, else null
-    const int32_t* ends;  // [groups]: where each group's rows end
+    const int64_t* ends;  // [groups]: where each group's rows end
     char* y;              // [rows, n]
-    int64_t rows, groups, n, k;  // at least 1
+    int64_t rows, groups, n, k;
     int64_t is_bfloat16, matrix_unit;  // as in a `Call`
     int64_t batch_invariant;           // whether groups of few rows are multiplied as those of more are
     int64_t threads;

@@ -45,11 +45,11 @@ void multiply(const Calls& few, const Calls& many) {
     for (bool first = true; first || next < end; first = false) {
         const PassRows* const begin = next;
         const Call& any = *(few.empty() ? many : few)[0];
-        int64_t items = 0, rows = 0;
+        int64_t items = 0, rows = 0;  // of packed x
         if (first)
             for (const Call* call : few) items += OfFew::items(*call);
-        for (; next < end && rows + next->rows <= Way::PASSES * Way::X_ROWS; ++next)
-            items += Passes<Way>::items(*next), rows += next->rows;
+        for (; next < end && rows + Passes<Way>::packed_rows(*next) <= Way::PASSES * Way::X_ROWS; ++next)
+            items += Passes<Way>::items(*next), rows += Passes<Way>::packed_rows(*next);
         const int64_t threads = any.parallel ? std::min(any.threads, items) : 1;
         std::vector<OfFew> dots;
         if (first)
@@ -123,8 +123,10 @@ extern "C" int64_t selective_grouped_linear(const GroupedCall* p) {
     }
     Calls calls;
     for (const OfGroup& group : groups) calls.push_back(&group.call);
-    if (!calls.empty()) linear(calls, p->batch_invariant);
     const int64_t row = p->n * (p->is_bfloat16 ? 2 : 4);
-    std::memset(p->y + end * row, 0, (p->rows - end) * row);
+    const bool sums = !calls.empty() && p->n && p->k;
+    if (sums) linear(calls, p->batch_invariant);
+    const int64_t summed = sums ? end : 0;
+    if (p->rows > summed && row) std::memset(p->y + summed * row, 0, (p->rows - summed) * row);
     return 0;
 }

@@ -101,10 +101,8 @@ def grouped_linear(
     for name, each in (("weight", weight), ("scales", scales)):
         if each is not None and not each.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got the strides {each.stride()}")
-    if not x.numel() or not weight.numel():
-        return x.new_zeros((len(x), weight.shape[1]))
     # Kept under names through the call: where a copy is made, nothing else holds it.
-    x, places = x.contiguous(), ends.to(torch.int32).contiguous()
+    x, places = x.contiguous(), ends.to(torch.int64).contiguous()
     y = x.new_empty((len(x), weight.shape[1]))
     addresses = (x.data_ptr(), weight.data_ptr(), _address(scales), places.data_ptr(), y.data_ptr())
     sizes = (len(x), *weight.shape, DTYPES[x.dtype], int(native.MATRIX_UNIT), int(batch_invariant))

@@ -207,6 +207,7 @@ class Passes {
     }
 
 public:
+    static int64_t packed_rows(const PassRows& rows) { return panels_of(rows) * W; }
     static int64_t items(const PassRows& rows) { return Split(*rows.call, Tiles(*rows.call, Way::ROWS).count()).items; }
 
     Passes(const PassRows* begin, const PassRows* end, int64_t threads) {

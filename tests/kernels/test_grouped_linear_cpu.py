@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
 import torch
@@ -127,11 +128,26 @@ def test_nothing_to_compute(shape):
 
 
 @pytest.mark.parametrize("run", [grouped_linear, reference.grouped_linear, operator])
-@pytest.mark.parametrize("ends", [(3, 2, 5), (-1, 2, 5), (1, 2, 6)], ids=str)
-def test_ends_that_are_none_are_refused(ends, run):
-    x, weight, _ = inputs((1, 2, 2), 3, 4, torch.float32)
+@pytest.mark.parametrize("ends", [(3, 2, 5), (-1, 2, 5), (1, 2, 6), (1, 2, 2**32 + 3), (1 - 2**32, 2, 5)], ids=str)
+@pytest.mark.parametrize("sizes", [(3, 4), (0, 4), (3, 0)], ids=str)
+def test_ends_that_are_none_are_refused(ends, sizes, run):
+    x, weight, _ = inputs((1, 2, 2), *sizes, torch.float32)
     with pytest.raises(ValueError, match="ends must be in order and at most 5, got"):
         run(x, weight, torch.tensor(ends))
+
+
+def test_packed_rows_of_many_small_groups_are_bounded():
+    """As those of one large group are; a batch-invariant call packs 16 rows for one."""
+    groups, depth = 512, 4096
+    x, weight, ends = torch.randn(groups, depth), torch.randn(groups, 1, depth), torch.arange(1, groups + 1)
+    before = resident()
+    found = grouped_linear(x, weight, ends, batch_invariant=True)
+    assert resident() - before < 40e6
+    assert_near(found, x, weight, ends)
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 X, WEIGHT, ENDS, SCALES = torch.ones(5, 4), torch.ones(2, 3, 4), torch.tensor([2, 5]), torch.ones(2, 3)

@@ -106,6 +106,7 @@ def test_weights_of_a_class_of_their_own_are_known_through_views() -> None:
         turned = graph.call_function(aten.transpose.int, (base, -2, -1))
         for node in (base, turned, graph.call_function(aten.mul.Tensor, (turned, 2))):
             assert is_of_a_class(node, weights) == (base is own)
+    assert is_of_a_class(graph.call_function(aten.mul.Tensor, (plain, own)), weights)
     assert not is_of_a_class(graph.call_function(aten.zeros.default, ([2, 2],)), weights)
 
 
