@@ -33,8 +33,8 @@ RACES = frozenset({"index_add", "scatter_add", "scatter_reduce"})
 def batch_dependent(flat: FlatGraph) -> tuple[str, ...]:
     """A line for each such node: its name, its operator and where it was written.
 
-    Of the operators of ours, `linear` sums few rows in another order than many, and attention does so for a request
-    with few rows and one with many; both are told here, and neither depends on the batch in a batch-invariant engine.
+    Of the operators of ours, `linear` sums few rows in another order than many, `grouped_linear` those of a group, and
+    attention those of a request; all are told here, and none depends on the batch in a batch-invariant engine.
     `head_products` sums every row alike.
     """
     return tuple(map(_line, _dependent(flat)))

@@ -71,7 +71,7 @@ def _reads(node: fx.Node, target: torch._ops.OpOverload, device: torch.device) -
     if name in POWERS:  # below 0 of the inverse
         return bool(_argument(node, 1) < 0)
     if name == "aten::_grouped_mm":
-        return _argument(node, 2) is not None and not has_grouped_kernel(node, device)
+        return _argument(node, 2) is not None and not has_grouped_launch(node, device)
     return name in UNTAGGED or not READING.isdisjoint(target.tags)
 
 
@@ -86,8 +86,10 @@ def _value(node: fx.Node) -> Any:
     return node.meta.get("val")
 
 
-def has_grouped_kernel(node: fx.Node, device: torch.device) -> bool:
-    """Whether the product of rows in groups `aten::_grouped_mm` is one launch there, of these dtypes."""
+def has_grouped_launch(node: fx.Node, device: torch.device) -> bool:
+    """Whether a product of rows in groups is one launch of a library's there, of these dtypes."""
+    if node.target is not torch.ops.aten._grouped_mm.default:
+        return False
     if device.type != "cuda" or torch.version.hip:
         return False
     both = {_value(operand).dtype for operand in node.args[:2] if isinstance(operand, fx.Node)}

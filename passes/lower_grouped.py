@@ -5,9 +5,9 @@ Before::  transformers.grouped_mm_fallback(rows, aten.transpose(experts, -2, -1)
 After::   selective.grouped_linear(rows, experts, ends)
           selective.take_rows(results * weights, places)      (on a CPU)
 
-On a CPU libraries multiply group by group and copy each weight before; on a GPU they have a kernel for bfloat16 alone,
-and not on all, and elsewhere the host reads where groups end, so that no step can be captured.  Declines on a CPU for
-experts that do not lie row by row, and for float16; and for weights of a class of its own.
+On a CPU libraries multiply group by group; on a GPU they have a kernel for bfloat16 alone, not on all, and elsewhere
+the host reads where groups end, so that no step can be captured.  Declines on a CPU for experts that do not lie row by
+row, and for float16; and for weights of a class of its own.
 
 On a CPU rows are put back into their order by themselves: Inductor would compute the sum over a token's experts element
 by element, with the place and weight of each anew, which took 28 ms of a layer's 59 (512 tokens with 8 of 32 experts,
@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from selective_compile.grouped_ops import grouped_linear, take_rows
 from selective_compile.int8_ops import DTYPES
 from selective_compile.kernels.linear_call import TRITON_DTYPES
-from selective_compile.passes.host_reads import has_grouped_kernel
+from selective_compile.passes.host_reads import has_grouped_launch
 from selective_compile.passes.rules_order import GROUPED_PRODUCTS
 
 aten = torch.ops.aten
@@ -52,12 +52,7 @@ def kernel_takes(node: fx.Node, device: torch.device, weights: Mapping[fx.Node, 
     dtype = rows.meta["val"].dtype
     if device.type == "cpu":
         return dtype in DTYPES and weight.meta["val"].transpose(-2, -1).is_contiguous()
-    return dtype in TRITON_DTYPES and (batch_invariant or not has_launch(node, device))
-
-
-def has_launch(node: fx.Node, device: torch.device) -> bool:
-    """Whether a library multiplies all groups in one launch."""
-    return node.target is aten._grouped_mm.default and has_grouped_kernel(node, device)
+    return dtype in TRITON_DTYPES and (batch_invariant or not has_grouped_launch(node, device))
 
 
 def operands(node: fx.Node) -> tuple[Any, Any, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from selective_compile.backend import Program, StepProgram
+from selective_compile.grouped_ops import grouped_linear
 from selective_compile.ops import forced_implementation, implementation_on
 from selective_compile.passes.batch_dependence import foreign_products
 
@@ -20,10 +21,10 @@ def check_invariance(program: Program) -> None:
 
     A program that runs one request after another does so by itself.  In others
 
-    - linear layers, the LM head among them, run on kernels of ours in which a row's sums have one order: on a CPU for
-      the number of rows that a batch-invariant step has at least, on a GPU for any number, where it is relied on that
-      the elements of one tile's product are computed alike wherever they stand in it.  Matrix products by libraries,
-      and sums of a GPU in which whatever comes first is added first, are refused by name;
+    - linear layers, the LM head and experts among them, run on kernels of ours in which a row's sums have one order: on
+      a CPU for the number of rows that a batch-invariant step has at least, and of experts for any; on a GPU for any,
+      where it is relied on that the elements of one tile's product are computed alike wherever they stand in it.
+      Matrix products by libraries, and sums of a GPU in which whatever comes first is added first, are refused by name;
     - attention runs on kernels of ours, for each row as if it were a request of its own: the keys in front of a row are
       taken in the order of their positions, in steps that do not depend on anything else, and on a GPU by one program:
       into how many splits a step's keys would go depends on the requests in it;
@@ -64,14 +65,20 @@ def _check_no_prefix(program: StepProgram) -> None:
 
 
 def _check_compiled_for_it(program: StepProgram) -> None:
-    """A CPU's programs are the same with it and without, but for the Triton kernels, which split keys without it."""
-    if program.device.type == "cpu" and program.config.implementation != "triton":
+    """A CPU's programs are the same with it and without, but for experts, whose rows are summed by how many there are,
+    and for the Triton kernels, which split keys."""
+    if program.device.type == "cpu" and program.config.implementation != "triton" and not _has_groups(program):
         return
     if not program.config.batch_invariant:
         raise ValueError(
             f"batch_invariant must be that which the program was compiled for on {program.device}, "
             f"{program.config.batch_invariant}, got True"
         )
+
+
+def _has_groups(program: StepProgram) -> bool:
+    flat = program.rewritten.flat
+    return flat is not None and any(node.target is grouped_linear for node in flat.module.graph.nodes)
 
 
 def _check_products(program: StepProgram) -> None:

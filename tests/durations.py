@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 FILE = Path(__file__).with_name("durations.json")
-SHARE = 2.5  # recorded seconds that each test function has in a short run
+SHARE = 3.0  # recorded seconds that each test function has in a short run
 LEAST = 5.0  # of all combinations of a function together; what takes less is not written down
 
 Durations = Mapping[str, float]  # mean seconds of a combination, by the function's node id

@@ -77,13 +77,7 @@ def test_names_are_listed_by_commas() -> None:
 
 @pytest.mark.parametrize(
     ("name", "millions"),
-    [
-        ("125m", (120, 130)),
-        ("135m", (134, 135)),
-        ("0.5b", (493, 495)),
-        ("1b", (1235, 1237)),
-        ("1b-a400m", (1334, 1336)),
-    ],
+    {"125m": (120, 130), "135m": (134, 135), "0.5b": (493, 495), "1b": (1235, 1237), "1b-a400m": (1334, 1336)}.items(),
 )
 def test_each_model_has_the_size_that_is_promised(name: ModelName, millions: tuple[int, int]) -> None:
     with torch.device("meta"):

@@ -20,10 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from selective_compile.kernels.dot_triton import unfenced_in_a_loop, widened_dot
 from selective_compile.kernels.interpreter import on_device
 from selective_compile.kernels.linear_call import check_grouped
-from selective_compile.kernels.linear_triton import aligned, tile_of
+from selective_compile.kernels.linear_triton import aligned, sum_products, tile_of
 from selective_compile.kernels.request_rows_triton import tile_rows
 
 
@@ -53,14 +52,12 @@ def _grouped_linear_kernel(
     x_row = x + row.to(tl.int64)[:, None] * DEPTH
     weight_row = weight + tl.minimum(group, GROUPS - 1).to(tl.int64) * weight_group_stride
     weight_row += column.to(tl.int64)[None, :] * weight_row_stride
-    accumulator = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
     depth = tl.where((group < GROUPS) & (first < end), DEPTH, 0)  # nothing to read for rows of no group, and for none
-    for start in tl.range(0, depth, BLOCK_K, num_stages=1 if unfenced_in_a_loop() else None):
-        k = start + tl.arange(0, BLOCK_K)
-        a = tl.load(x_row + k[None, :], row_mask[:, None] & (k < DEPTH)[None, :], 0.0)
-        b_mask = (k < DEPTH)[:, None] & column_mask[None, :]
-        b = tl.load(weight_row + k.to(tl.int64)[:, None] * weight_column_stride, b_mask, 0.0)
-        accumulator = widened_dot(a, b, accumulator, WIDEN)
+    # fmt: off
+    accumulator = sum_products(
+        x_row, weight_row, weight_column_stride, row_mask, column_mask, depth, BLOCK_M, BLOCK_N, BLOCK_K, WIDEN
+    )
+    # fmt: on
     place = output + row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
     tl.store(place, accumulator.to(output.dtype.element_ty), row_mask[:, None] & column_mask[None, :])
 

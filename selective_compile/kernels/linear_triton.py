@@ -33,6 +33,29 @@ from selective_compile.kernels.linear_call import TRITON_DTYPES, check_linear
 _ALIGNMENT = 16
 
 
+@triton.jit
+def sum_products(
+    x_row,  # [BLOCK_M, 1] addresses of rows
+    weight_row,  # [1, BLOCK_N]
+    weight_column_stride,
+    row_mask,
+    column_mask,
+    depth,  # terms of a sum
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """The sums of a tile, float32; 0 for rows and columns that are masked."""
+    accumulator = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
+    for start in tl.range(0, depth, BLOCK_K, num_stages=1 if unfenced_in_a_loop() else None):
+        k = start + tl.arange(0, BLOCK_K)
+        a = tl.load(x_row + k[None, :], row_mask[:, None] & (k < depth)[None, :], 0.0)
+        b = tl.load(weight_row + k[:, None] * weight_column_stride, (k < depth)[:, None] & column_mask[None, :], 0.0)
+        accumulator = widened_dot(a, b, accumulator, WIDEN)
+    return accumulator
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     output,  # [M, COLUMNS] contiguous
@@ -54,12 +77,11 @@ def _linear_kernel(
     row_mask, column_mask = row < num_rows, column < COLUMNS
     x_row = x + row.to(tl.int64)[:, None] * DEPTH
     weight_row = weight + column.to(tl.int64)[None, :] * weight_row_stride
-    accumulator = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
-    for start in tl.range(0, DEPTH, BLOCK_K, num_stages=1 if unfenced_in_a_loop() else None):
-        k = start + tl.arange(0, BLOCK_K)
-        a = tl.load(x_row + k[None, :], row_mask[:, None] & (k < DEPTH)[None, :], 0.0)
-        b = tl.load(weight_row + k[:, None] * weight_column_stride, (k < DEPTH)[:, None] & column_mask[None, :], 0.0)
-        accumulator = widened_dot(a, b, accumulator, WIDEN)
+    # fmt: off
+    accumulator = sum_products(
+        x_row, weight_row, weight_column_stride, row_mask, column_mask, DEPTH, BLOCK_M, BLOCK_N, BLOCK_K, WIDEN
+    )
+    # fmt: on
     if bias is not None:
         accumulator += tl.load(bias + column, column_mask, 0.0).to(tl.float32)[None, :]
     place = output + row.to(tl.int64)[:, None] * COLUMNS + column[None, :]

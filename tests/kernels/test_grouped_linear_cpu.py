@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from selective_compile.int8_ops import as_int8
 from selective_compile.kernels import linear_cpu, native
 from selective_compile.kernels.linear_cpu import grouped_linear, linear
 from tests.kernels.linear_cases import assert_near_float64
+from tests.test_soak import resident_bytes
 
 pytestmark = [
     pytest.mark.skipif(not linear_cpu.available(), reason=str(linear_cpu.unavailable_reason())),
@@ -140,14 +140,10 @@ def test_packed_rows_of_many_small_groups_are_bounded():
     """As those of one large group are; a batch-invariant call packs 16 rows for one."""
     groups, depth = 512, 4096
     x, weight, ends = torch.randn(groups, depth), torch.randn(groups, 1, depth), torch.arange(1, groups + 1)
-    before = resident()
+    before = resident_bytes()
     found = grouped_linear(x, weight, ends, batch_invariant=True)
-    assert resident() - before < 40e6
+    assert resident_bytes() - before < 40e6
     assert_near(found, x, weight, ends)
-
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 X, WEIGHT, ENDS, SCALES = torch.ones(5, 4), torch.ones(2, 3, 4), torch.tensor([2, 5]), torch.ones(2, 3)

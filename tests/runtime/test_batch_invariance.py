@@ -82,6 +82,14 @@ def test_experts_give_the_same_bits_however_many_tokens_they_have() -> None:
         assert found.prompt_logprobs == alone.prompt_logprobs
 
 
+def test_a_program_of_experts_that_was_compiled_without_it_is_refused() -> None:
+    """In it the number of an expert's tokens tells how their rows are summed."""
+    model = tiny_mixtral(layers=1)
+    ordinary = model, compile_step_program(model, replace(CONFIG, batch_invariant=False))
+    with pytest.raises(ValueError, match="must be that which the program was compiled for on cpu, False, got True"):
+        engine_of(ordinary, batch_invariant=True)
+
+
 def test_scores_are_the_bits_reported_while_generating(llama: Any) -> None:
     engine = engine_of(llama)
     result = request_among(engine, Random(3))

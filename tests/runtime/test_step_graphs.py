@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from selective_compile import Engine, EngineConfig
 from selective_compile.backend import compile_step_program
+from selective_compile.coverage.random_model import random_model
 from selective_compile.runtime import StepError, model_runner
 from selective_compile.runtime.token_marks import needs_marks
 from selective_compile.step import StepInputs
@@ -44,18 +45,6 @@ def tiny_mixtral(layers: int = 2) -> Any:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     model: Any = AutoModelForCausalLM.from_config(
         AutoConfig.for_model("mixtral", vocab_size=VOCABULARY, **sizes, **heads)
-    ).eval()
-    model.generation_config.eos_token_id = None
-    return model
-
-
-def tiny_gpt_oss() -> Any:
-    """Whose experts lie by columns, which our kernel for a CPU does not take."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_local_experts": 4}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    model: Any = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("gpt_oss", vocab_size=VOCABULARY, **sizes, **heads, num_experts_per_tok=2)
     ).eval()
     model.generation_config.eos_token_id = None
     return model
@@ -314,7 +303,7 @@ def test_a_capture_that_another_thread_has_ended_is_tried_once_more(
 def test_of_a_step_that_reads_the_device_nothing_is_captured_and_the_log_says_why(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model, stream = tiny_gpt_oss(), TapedStream(captures=True)
+    model, stream = random_model("gpt_oss"), TapedStream(captures=True)  # whose experts lie by columns
     with caplog.at_level("INFO"):
         engine = Engine(model, EngineConfig(compile=False, max_kv_tokens=400), stream=stream)
     (told,) = (record for record in caplog.records if "not captured" in record.message)
