@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from selective_compile.grouped_ops import group_rows, take_rows
 from selective_compile.isolated_op import isolated_rows
 from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.traced_graph import source_line
@@ -35,7 +36,7 @@ def batch_dependent(flat: FlatGraph) -> tuple[str, ...]:
 
     Of the operators of ours, `linear` sums few rows in another order than many, `grouped_linear` those of a group, and
     attention those of a request; all are told here, and none depends on the batch in a batch-invariant engine.
-    `head_products` sums every row alike.
+    `head_products` sums every row alike, and those that order rows sum nothing.
     """
     return tuple(map(_line, _dependent(flat)))
 
@@ -81,7 +82,7 @@ def _shown(node: fx.Node) -> str:
 
 
 def _is_ours(node: fx.Node) -> bool:
-    others = (isolated_rows, torch.ops.selective.head_products.default)
+    others = (isolated_rows, torch.ops.selective.head_products.default, group_rows, take_rows)
     return str(node.target).startswith("selective.") and node.target not in others
 
 

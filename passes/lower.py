@@ -4,9 +4,10 @@ Before::  aten.linear(x, weight, bias)
 After::   selective.linear(x, weight, bias)
 
 ATen's own path reads weights at 1-2 GB/s for 8-32 rows, and a prepacked copy would double the memory and miss updates.
-Declines on other devices and for weights that are computed in the graph; a weight of a class of its own, as a quantised
-one, gets `torch.nn.functional.linear`, which asks the class.  Ragged attention needs no lowering: its operator
-dispatches to Triton on a GPU and to the native kernel on the CPU.  Of products of rows in groups: `lower_grouped`.
+Declines on other devices and for weights that are computed in the graph, but for a cast, as of a router that is
+multiplied in float32; a weight of a class of its own, as a quantised one, gets `torch.nn.functional.linear`, which asks
+the class.  Ragged attention needs no lowering: its operator dispatches to Triton on a GPU and to the native kernel on
+the CPU.  Of products of rows in groups: `lower_grouped`, and of how they are ordered: `lower_group_rows`.
 
 For a batch-invariant engine it does so on a GPU too, whose libraries choose the order of sums by the number of rows,
 and products that sum nothing, such as positions times frequencies, become what they are::
@@ -17,17 +18,21 @@ After::   aten.mul(frequencies [1, h, 1], positions [1, 1, T])
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from selective_compile.grouped_ops import grouped_linear
 from selective_compile.kernels.linear_call import TRITON_DTYPES
 from selective_compile.passes.batch_dependence import sums_one_term
 from selective_compile.passes.flat_graph import FlatGraph
+from selective_compile.passes.lower_group_rows import lower_group_rows
 from selective_compile.passes.lower_grouped import (
+    CASTS,
     is_grouped,
     kernel_takes,
     lower_grouped,
@@ -41,13 +46,14 @@ aten = torch.ops.aten
 def lower(flat: FlatGraph, *, batch_invariant: bool = False) -> int:
     """``batch_invariant``: for an engine that is; what it leaves, `batch_dependence.foreign_products` names."""
     weights = {node: given.example for node, given in zip(flat.module.graph.nodes, flat.weights, strict=False)}
-    changed = 0
+    changed = ordered = 0
     for node in flat.module.graph.nodes:
         before = node.target
+        if is_grouped(node) and lower_group_rows(flat, node.args[2]):
+            ordered += 1
         if batch_invariant and sums_one_term(node):
             node.target = aten.mul.Tensor
-        elif before is aten.linear.default and node.args[1] in weights:
-            weight = weights[node.args[1]]
+        elif before is aten.linear.default and (weight := weight_of(node, weights)) is not None:
             if is_traceable_wrapper_subclass(weight):
                 node.target = F.linear  # only this way is the weight's class asked: ATen's falls apart before
             elif flat.device.type == "cpu" or (batch_invariant and has_kernel(weight)):
@@ -60,8 +66,21 @@ def lower(flat: FlatGraph, *, batch_invariant: bool = False) -> int:
         if batch_invariant and node.target is grouped_linear:
             node.args = (*node.args[:3], None, True)
         changed += node.target is not before
+    if ordered:
+        flat.module.graph.eliminate_dead_code()
     flat.module.recompile()
-    return changed
+    return changed + ordered
+
+
+def weight_of(node: fx.Node, weights: Mapping[Any, Any]) -> Any:
+    """What a linear layer's weight is, or a plain one's is when it has been converted; None if it is computed."""
+    given = node.args[1]
+    if given in weights:
+        return weights[given]
+    assert isinstance(given, fx.Node)
+    if given.target not in CASTS or is_traceable_wrapper_subclass(weights.get(given.args[0])):
+        return None
+    return given.meta["val"] if given.args[0] in weights else None
 
 
 def has_kernel(weight: Any) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from selective_compile.call_values import Pointer, Size, Storage
 from selective_compile.kernels.call_sequence_cpu import THREW, make_calls
-from selective_compile.kernels.ragged_attention_cpu import REFUSALS
+from selective_compile.kernels.statuses import REFUSALS
 from selective_compile.native_calls import NativeCalls, Value
 from selective_compile.tensor_state import States
 

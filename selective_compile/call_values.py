@@ -116,8 +116,8 @@ class Memory:
     def view(self, shape: Sequence[int | Size], strides: Sequence[int | Size], offset: int | Size) -> Memory:
         return Memory(self.storage, self.dtype, shape, strides, self.offset + offset)
 
-    def new_empty(self, shape: Sequence[int | Size]) -> Memory:
-        return Memory.empty(shape, contiguous_strides(shape), self.dtype)
+    def new_empty(self, shape: Sequence[int | Size], dtype: torch.dtype | None = None) -> Memory:
+        return Memory.empty(shape, contiguous_strides(shape), dtype or self.dtype)
 
     def data_ptr(self) -> Pointer:
         return Pointer(self.storage, self.offset * self.dtype.itemsize)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from selective_compile import ops
+from selective_compile.grouped_ops import group_rows, grouped_linear, take_rows
 from selective_compile.int8_ops import linears_int8
 from selective_compile.latent_ops import head_products, latent_attention
 from selective_compile.step import StepInputs
@@ -18,7 +19,10 @@ BLOCK = 8
 # Tokens of each request, rows of logits, and entries of a block table: no two sizes of a step are alike, so that one
 # taken for another would show.
 STEPS = (((2, 2, 1), 2, 4), ((3, 1, 4, 2), 3, 5), ((2, 2, 1), 2, 4))
-FOLLOWED = {ops.linear, ops.linears, ops.ragged_attention, linears_int8, head_products, latent_attention}
+FOLLOWED = {
+    *(ops.linear, ops.linears, ops.ragged_attention, linears_int8, head_products, latent_attention),
+    *(grouped_linear, group_rows, take_rows),
+}
 
 
 def may_be_followed(graph: fx.Graph) -> bool:

@@ -1,6 +1,7 @@
 """The operators of linear layers on rows in groups, as those of experts: schemas, fakes, and their implementations.
 
     selective::grouped_linear   the rows of each group by a weight of its own
+    selective::group_rows       which row comes where in the order of groups that tokens have chosen
     selective::take_rows        rows in another order, by themselves: what computes with them then reads them in order
 
     x         [S, K] float32, bfloat16 or float16; the rows of a group are neighbours, groups in order
@@ -9,6 +10,16 @@
     ends      [E] int32 or int64: group e has the rows ends[e - 1] : ends[e] of x, possibly none, the first those from 0
     result    [S, N], x's dtype; rows from ends[E - 1] on are 0
     batch_invariant   whether a row is summed in one order however many rows its group has; slower where these are few
+
+of group_rows:
+
+    choice        [T, k] int64, not negative: the groups of token t, whose rows are t * k : (t + 1) * k; from E on none
+    groups        E, at least 1
+    cu_seqlens_q  int32, the last of which is how many tokens are somebody's; None: all. Nobody's tokens choose as the
+                  last one in front of them, so that no group has rows for their sake alone
+    order         [S] int64: which row is the i-th, those of a group in their order, those of no group last
+    places        [S] int64: order[places[row]] is row
+    ends          [E] int32, as grouped_linear takes them
 
 and of take_rows:
 
@@ -22,6 +33,7 @@ values the host does not read, give a result that is none.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from selective_compile import reference
@@ -62,16 +74,66 @@ grouped_linear = register(
 )
 
 
+def _group_rows(choice: Tensor, groups: int, cu_seqlens_q: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    _check_choice(choice, groups, cu_seqlens_q)
+    implementation = implementation_on(choice.device.type)
+    if implementation == "triton":
+        from selective_compile.kernels import group_rows_triton
+
+        return group_rows_triton.group_rows(choice, groups, cu_seqlens_q)
+    if implementation == "cpu":
+        from selective_compile.kernels import group_rows_cpu
+
+        if group_rows_cpu.available():
+            return group_rows_cpu.group_rows(choice, groups, cu_seqlens_q)
+    return reference.group_rows(choice, groups, cu_seqlens_q)
+
+
+def _fake_group_rows(choice: Tensor, groups: int, cu_seqlens_q: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    _check_choice(choice, groups, cu_seqlens_q)
+    order, places = (choice.new_empty((choice.numel(),)) for _ in range(2))
+    return order, places, choice.new_empty((groups,), dtype=torch.int32)
+
+
+def _check_choice(choice: Tensor, groups: int, cu_seqlens_q: Tensor | None) -> None:
+    require(
+        choice.dim() == 2 and choice.dtype is torch.int64,
+        f"choice must be [T, k] of int64, got {list(choice.shape)} of {choice.dtype}",
+    )
+    require(groups > 0, f"groups must be at least 1, got {groups}")
+    if cu_seqlens_q is not None:
+        require(
+            cu_seqlens_q.dim() == 1 and cu_seqlens_q.dtype is torch.int32,
+            f"cu_seqlens_q must be [N + 1] of int32, got {list(cu_seqlens_q.shape)} of {cu_seqlens_q.dtype}",
+        )
+
+
+group_rows = register(
+    "group_rows(Tensor choice, int groups, Tensor? cu_seqlens_q=None) -> (Tensor, Tensor, Tensor)",
+    _group_rows,
+    _fake_group_rows,
+)
+
+
 def _take_rows(x: Tensor, index: Tensor) -> Tensor:
     refuse_gradients(x)
+    _check_index(x, index)
+    if implementation_on(x.device.type) == "cpu":
+        from selective_compile.kernels import group_rows_cpu
+
+        if group_rows_cpu.available():
+            return group_rows_cpu.take_rows(x, index)
     return x.index_select(0, index)
 
 
 def _fake_take_rows(x: Tensor, index: Tensor) -> Tensor:
-    require(
-        x.dim() == 2 and index.dim() == 1, f"x and index must be [S, N] and [R], got {x.dim()} and {index.dim()} dims"
-    )
+    _check_index(x, index)
     return x.new_empty((index.shape[0], x.shape[1]))
+
+
+def _check_index(x: Tensor, index: Tensor) -> None:
+    fits = x.dim() == 2 and index.dim() == 1 and index.dtype is torch.int64
+    require(fits, f"x and index must be [S, N] and [R] of int64, got {x.dim()} and {index.dim()} dims, {index.dtype}")
 
 
 take_rows = register("take_rows(Tensor x, Tensor index) -> Tensor", _take_rows, _fake_take_rows)

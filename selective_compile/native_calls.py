@@ -21,7 +21,13 @@ import torch
 from selective_compile import ops
 from selective_compile.call_values import Memory, NotFollowed, Pointer, Size, Storage, same
 from selective_compile.int8_rows import row_bytes
-from selective_compile.kernels import head_products_cpu, linear_cpu, ragged_attention_cpu
+from selective_compile.kernels import (
+    group_rows_cpu,
+    head_products_cpu,
+    linear_cpu,
+    ragged_attention_cpu,
+    top_values_cpu,
+)
 from selective_compile.kernels.call_sequence_cpu import MOST_ARGUMENTS
 
 THREADS = Size.symbol(0)
@@ -130,9 +136,10 @@ class _Run:
     def _torch(self) -> _Torch:
         own = {"linear": self._linear, "linears": self._linears, "linears_int8": self._linears_int8}
         own |= {"ragged_attention": self._ragged_attention, "latent_attention": self._latent_attention}
-        own["head_products"] = self._head_products
-        overloads = {name: SimpleNamespace(default=run) for name, run in own.items()}
-        return _Torch("torch", ops=_Only("torch.ops", selective=_Only("torch.ops.selective", **overloads)))
+        own |= {"head_products": self._head_products, "grouped_linear": self._grouped_linear}
+        own |= {"group_rows": self._group_rows, "take_rows": self._take_rows}
+        named: dict[str, dict[str, Any]] = {"selective": own, "aten": {"topk": self._topk}}
+        return _Torch("torch", ops=_Only("torch.ops", **{name: _overloads(name, runs) for name, runs in named.items()}))
 
     def _linear(self, x: Memory, weight: Memory, bias: Memory | None = None) -> Memory:
         return self._linears(x, [weight], [bias])[0]
@@ -194,6 +201,47 @@ class _Run:
         self._pack(head_products_cpu.address_of("selective_head_products"), fields, checked=True)
         return output
 
+    def _grouped_linear(
+        self, x: Memory, weight: Memory, ends: Memory, scales: Memory | None = None, batch_invariant: bool = False
+    ) -> Memory:
+        if x.dtype not in linear_cpu.DTYPES:
+            raise NotFollowed(f"linear layers on groups of {x.dtype}")
+        for each in (x, weight, ends, scales):
+            if each is not None:
+                each.contiguous()
+        output = x.new_empty((x.shape[0], weight.shape[1]))
+        fields = linear_cpu.grouped_fields(x, weight, scales, ends, output, batch_invariant, THREADS)
+        self._pack(linear_cpu.address_of("selective_grouped_linear"), fields, checked=True)
+        return output
+
+    def _group_rows(
+        self, choice: Memory, groups: int, cu_seqlens_q: Memory | None = None
+    ) -> tuple[Memory, Memory, Memory]:
+        if not group_rows_cpu.available():
+            raise NotFollowed("rows in the order of their groups, by the reference")
+        order, places = (choice.contiguous().new_empty((choice.numel(),)) for _ in range(2))
+        ends = choice.new_empty((groups,), torch.int32)
+        fields = group_rows_cpu.call_fields(choice, groups, cu_seqlens_q, order, places, ends)
+        self._pack(group_rows_cpu.address_of("selective_group_rows"), fields, checked=True)
+        return order, places, ends
+
+    def _take_rows(self, x: Memory, index: Memory) -> Memory:
+        output = x.contiguous().new_empty((index.contiguous().shape[0], x.shape[1]))
+        fields = group_rows_cpu.take_fields(x, index, output, THREADS)
+        self._pack(group_rows_cpu.address_of("selective_take_rows"), fields, checked=True)
+        return output
+
+    def _topk(
+        self, x: Memory, k: int, dim: int = -1, largest: bool = True, is_sorted: bool = True
+    ) -> tuple[Memory, ...]:
+        of_rows = len(x.shape) >= 2 and dim in (-1, len(x.shape) - 1) and largest
+        if not of_rows or x.dtype not in top_values_cpu.DTYPES or not top_values_cpu.chooses_as_torch():
+            raise NotFollowed(f"the largest of {x.dtype} along dimension {dim}")
+        values, places = (x.contiguous().new_empty((*x.shape[:-1], k), dtype) for dtype in (x.dtype, torch.int64))
+        fields = top_values_cpu.call_fields(x, k, values, places, THREADS)
+        self._pack(top_values_cpu.address_of("selective_top_values"), fields)
+        return values, places
+
     def _pack(self, function: int, fields: Sequence[Any], *, checked: bool = False) -> None:
         if len(fields) > MOST_ARGUMENTS:
             raise NotFollowed(f"{len(fields)} arguments of a call")
@@ -206,6 +254,11 @@ _TENSORS = (
     *("query", "key", "value", "key_pool", "value_pool"),
     *("cu_seqlens_q", "context_lens", "block_table", "slot_mapping"),
 )
+
+
+def _overloads(namespace: str, runs: Mapping[str, Callable[..., Any]]) -> _Only:
+    """What stands for the operators of a namespace, of which these are followed."""
+    return _Only(f"torch.ops.{namespace}", **{name: SimpleNamespace(default=run) for name, run in runs.items()})
 
 
 @functools.cache

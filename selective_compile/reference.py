@@ -214,6 +214,19 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, scales: Tensor | Non
     return result
 
 
+def group_rows(choice: Tensor, groups: int, cu_seqlens_q: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """`selective::group_rows`: choice [T, k]. Returns order [S], places [S] and ends [E] of the S = T * k rows."""
+    used = 0 if cu_seqlens_q is None else int(cu_seqlens_q[-1])
+    if 0 < used < len(choice):
+        choice = torch.cat([choice[:used], choice[used - 1 : used].expand(len(choice) - used, -1)])
+    chosen = choice.reshape(-1).clamp(max=groups)
+    if bool((chosen < 0).any()):
+        raise ValueError("groups must not be negative")
+    order = chosen.argsort(stable=True)
+    ends = chosen.bincount(minlength=groups + 1)[:groups].cumsum(0, dtype=torch.int32)
+    return order, order.argsort(), ends
+
+
 def _attend(
     query: Tensor,
     key: Tensor,

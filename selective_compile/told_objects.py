@@ -25,6 +25,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
+from transformers.utils import import_utils
 
 from selective_compile.live_settings import words_of, words_of_code
 from selective_compile.named_tensors import kind_of
@@ -35,6 +36,7 @@ BUILT_IN: Final = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorT
 OF_THE_INTERPRETER: Final = frozenset(
     {"__abstractmethods__", "_abc_impl", "__weakref__", "__dict__", "__doc__", "__slotnames__"}
 )
+OF_TORCH: Final = frozenset({"is_torch_available", "get_torch_version", "version", "parse", "base_version"})
 PUT_BY_DYNAMO: Final = frozenset({"__init__", "__setstate__", "___needs_generation_tag_patch"})  # when it first traces
 
 
@@ -97,7 +99,7 @@ class Words:
             return f"operator {value}"
         if isinstance(value, BUILT_IN):
             return f"{name_of(type(value))} {getattr(value, '__module__', '')} {value.__qualname__}"
-        if isinstance(value, FunctionType) and not getattr(value, "_dynamo_marked_constant", False):
+        if isinstance(value, FunctionType) and (not is_marked_constant(value) or asks_for_torch_alone(value)):
             return f"{value.__module__}.{value.__qualname__} {self.of_code(value.__code__)} {defaults_of(value)}"
         if isinstance(value, CodeType):
             return self.of_code(value)
@@ -122,6 +124,16 @@ class Words:
             known = [reference() for reference in abc._get_dump(base)[0]]  # type: ignore[attr-defined]
             own += sorted(name_of(kind) for kind in known if kind is not None)
         return [name_of(base), file_of(sys.modules.get(base.__module__)), *own]
+
+
+def is_marked_constant(function: FunctionType) -> bool:
+    """Whether Dynamo takes what it answers for constant, and does not look at what it reads."""
+    return bool(getattr(function, "_dynamo_marked_constant", False))
+
+
+def asks_for_torch_alone(function: FunctionType) -> bool:
+    """Whether it compares torch's version with what it is given, as transformers does in mixtures of experts."""
+    return function.__module__ == import_utils.__name__ and OF_TORCH >= set(function.__code__.co_names)
 
 
 def defaults_of(value: Any) -> str:

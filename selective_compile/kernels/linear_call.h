@@ -44,13 +44,18 @@ struct GroupedCall {
     const char* x;        // [rows, k]
     const char* weights;  // [groups, n, k]
     const float* scales;  // [groups, n] of int8 weights, else null
-    const int64_t* ends;  // [groups]: where each group's rows end
+    const void* ends;     // [groups]: where each group's rows end
     char* y;              // [rows, n]
     int64_t rows, groups, n, k;
     int64_t is_bfloat16, matrix_unit;  // as in a `Call`
     int64_t batch_invariant;           // whether groups of few rows are multiplied as those of more are
+    int64_t short_ends;                // int32, not int64
     int64_t threads;
     void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
+
+    int64_t end(int64_t group) const {
+        return short_ends ? static_cast<const int32_t*>(ends)[group] : static_cast<const int64_t*>(ends)[group];
+    }
 };
 
 // The rows of all weights in tiles of `size`, numbered through the parts; a part's last tile may be cut short.

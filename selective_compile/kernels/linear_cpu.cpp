@@ -90,6 +90,8 @@ void linear(const Calls& calls, bool one_order) {
     calls[0]->is_bfloat16 ? linear<BFloat16>(calls, one_order) : linear<Float32>(calls, one_order);
 }
 
+constexpr int64_t BAD_ENDS = 6;  // as statuses.py has it
+
 // A call of the rows [begin, end) of a group.
 struct OfGroup {
     Call call;
@@ -109,16 +111,16 @@ static_assert(sizeof(OfGroup) == sizeof(Call) + sizeof(Part));
 // x, weights, biases and ys are contiguous and of one dtype; or all weights are int8, with scales.
 extern "C" void selective_linear(const Call* call) { linear({call}, false); }
 
-// x, weights and y likewise; rows behind the last group become 0. Returns 1 if the ends are not in order or not among the
-// rows, and has written nothing then.
+// x, weights and y likewise; rows behind the last group become 0. Returns BAD_ENDS if the ends are not in order or not
+// among the rows, and has written nothing then.
 extern "C" int64_t selective_grouped_linear(const GroupedCall* p) {
     int64_t end = 0;
     std::vector<OfGroup> groups;
     groups.reserve(p->groups);
     for (int64_t group = 0; group < p->groups; ++group) {
         const int64_t begin = end;
-        end = p->ends[group];
-        if (end < begin || end > p->rows) return 1;
+        end = p->end(group);
+        if (end < begin || end > p->rows) return BAD_ENDS;
         if (end > begin) groups.emplace_back(*p, group, begin, end);
     }
     Calls calls;

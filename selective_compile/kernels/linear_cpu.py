@@ -102,14 +102,21 @@ def grouped_linear(
         if each is not None and not each.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got the strides {each.stride()}")
     # Kept under names through the call: where a copy is made, nothing else holds it.
-    x, places = x.contiguous(), ends.to(torch.int64).contiguous()
+    x, places = x.contiguous(), ends.contiguous()
     y = x.new_empty((len(x), weight.shape[1]))
-    addresses = (x.data_ptr(), weight.data_ptr(), _address(scales), places.data_ptr(), y.data_ptr())
-    sizes = (len(x), *weight.shape, DTYPES[x.dtype], int(native.MATRIX_UNIT), int(batch_invariant))
-    fields = (*addresses, *sizes, torch.get_num_threads(), native.torch_parallel())
+    fields = grouped_fields(x, weight, scales, places, y, batch_invariant, torch.get_num_threads())
     if _functions["selective_grouped_linear"](_packer(len(fields)).pack(*fields)):
         raise ValueError(f"ends must be in order and at most {len(x)}, got {ends.tolist()}")
     return y
+
+
+def grouped_fields(
+    x: Any, weight: Any, scales: Any, ends: Any, y: Any, batch_invariant: bool, threads: Any
+) -> tuple[Any, ...]:
+    """The arguments of the kernel, of tensors or of what stands for them (`selective_compile.call_values`)."""
+    addresses = (x.data_ptr(), weight.data_ptr(), _address(scales), ends.data_ptr(), y.data_ptr())
+    kinds = (DTYPES[x.dtype], int(native.MATRIX_UNIT), int(batch_invariant), int(ends.dtype is torch.int32))
+    return (*addresses, x.shape[0], *weight.shape, *kinds, threads, native.torch_parallel())
 
 
 def _launch(

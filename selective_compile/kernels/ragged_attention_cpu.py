@@ -16,6 +16,7 @@ from torch import Tensor
 
 from selective_compile.int8_rows import row_bytes
 from selective_compile.kernels import native
+from selective_compile.kernels.statuses import REFUSALS
 
 _functions = native.Functions(__file__)
 available, unavailable_reason, address_of = _functions.available, _functions.unavailable_reason, _functions.address
@@ -23,12 +24,6 @@ build_beside = _functions.build_beside
 
 _pack = struct.Struct("=42q2d").pack
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-REFUSALS = {
-    1: "cu_seqlens_q must start at 0, never fall, and end at or below the number of rows",
-    2: "context_lens must be at least the request's rows and at most max_blocks * block_size",
-    3: "block_table must name blocks of the pool",
-    4: "slot_mapping must name slots of the pool, or be negative",
-}
 
 
 def ragged_attention(

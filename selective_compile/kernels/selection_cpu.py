@@ -15,13 +15,13 @@ from torch import Tensor
 from selective_compile.kernels import native
 from selective_compile.kernels.ragged_attention_cpu import (
     DTYPES,
-    REFUSALS,
     address,
     check_metadata,
     check_pools,
     check_rows,
     per_head,
 )
+from selective_compile.kernels.statuses import REFUSALS
 
 _functions = native.Functions(__file__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -144,3 +145,27 @@ def test_results_of_groups_are_put_back_by_themselves(how: str, monkeypatch: pyt
         patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
         flat = put_back("results")
         assert lower(flat) == 1 == len(grouped_of(flat))
+
+
+def with_weight(convert: bool, weight: Tensor) -> FlatGraph:
+    """A linear layer in float32 whose weight is an input of bfloat16, converted or with 0 added."""
+    flat = flat_with(aten.linear.default, torch.randn(4, 8), weight.float())
+    (node,) = (node for node in flat.module.graph.nodes if node.target is aten.linear.default)
+    given = next(iter(flat.module.graph.nodes))
+    given.meta["val"] = weight
+    flat.weights = (replace(flat.weights[0], example=weight), *flat.weights[1:])
+    with flat.module.graph.inserting_before(node):
+        target, by = (aten.to.dtype, torch.float32) if convert else (aten.add.Tensor, 0)
+        made = flat.module.graph.call_function(target, (given, by))
+    made.meta["val"] = weight.float()
+    node.args = (node.args[0], made)
+    return flat
+
+
+@pytest.mark.parametrize("how", ["converted", "computed", "of a class"])
+def test_a_weight_that_is_converted_first_is_multiplied_by_our_kernel(how: str) -> None:
+    weight = torch.randn(6, 8).bfloat16()
+    flat = with_weight(how != "computed", TwoTensor(weight, weight) if how == "of a class" else weight)
+    assert lower(flat) == (how == "converted")
+    found = [node for node in flat.module.graph.nodes if node.target is torch.ops.selective.linear.default]
+    assert len(found) == (how == "converted")
