@@ -33,6 +33,7 @@ from weakref import finalize
 from torch import nn
 from transformers import GenerationConfig
 
+from selective_compile.forks import ThisProcess
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.generation import GenerationParams
 from selective_compile.runtime.intake import Submission
@@ -99,6 +100,7 @@ class FileRecording(Recording):
         self._path = path
         self._model = model
         self._file = _opened_alone(path)
+        self._process = ThisProcess.number
         finalize(self, self._file.close)  # the engine has no end of its own
         told = {name: value for name, value in dataclasses.asdict(config).items() if name not in NOT_TOLD}
         self._write("engine", version=VERSION, config=told, model=about)
@@ -158,6 +160,9 @@ class FileRecording(Recording):
         self._write("timed", started=started, ended=ended)
 
     def _write(self, event: str, **values: Any) -> None:
+        if self._process != ThisProcess.number and not self._file.closed:
+            logger.warning("a forked process records nothing, the event log is that of the first: %s", self._path)
+            self._file.close()
         if self._file.closed:
             return
         try:

@@ -116,7 +116,7 @@ class RequestProcessor:
     def _choose_id(self, request_id: RequestId | None) -> RequestId:
         if request_id is None:
             number = self._submitted
-            while (made_up := f"request-{number}") in self._open:
+            while (made_up := f"routed-{number}") in self._open:  # an engine calls its own requests otherwise
                 number += 1
             return made_up
         if check_request_id(request_id) in self._open:

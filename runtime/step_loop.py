@@ -141,6 +141,7 @@ class StepLoop:
                     self._roster.forget(request)
                     request.finish("error", TOO_LATE)
             if not plan.shares:
+                self._outbox.flush()  # no model runs that anything could be handed out beside
                 return None
             requests = self._requests.of_shares(plan.shares)
             # Under the lock, since cancelling a request takes its blocks and its slot away.

@@ -18,10 +18,15 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from selective_compile.generate_arguments import Prompts
 from selective_compile.generate_fields import STATES, Fields
 from selective_compile.module_state import lock_of
+from selective_compile.options import EngineConfig
 from selective_compile.runtime.request_result import RequestResult
 
 # By what name a call returns it; the second until transformers 5.24.
 CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
+
+
+# With other values than these an engine computes otherwise than the model.
+INEXACT = {"max_attention_window": None, "kv_dtype": "auto", "weights": "model"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +44,14 @@ class _Paths:
     last: list[int]
 
 
-def check_states(model: nn.Module, prompts: Prompts, fields: Sequence[Fields]) -> None:
-    """Refuse before anything is generated what hidden states and attentions do not go with.
+def check_states(model: nn.Module, prompts: Prompts, fields: Sequence[Fields], config: EngineConfig) -> None:
+    """Refuse before anything is generated what hidden states, attentions and the cache do not go with.
 
     Raises:
-        ValueError: a list of prompts, or an attention implementation that keeps no attentions.
+        ValueError: a list of prompts, an attention implementation that keeps no attentions, or an engine that computes
+            otherwise than the model.
     """
+    check_inexact(fields[0], config, of_embeddings=prompts.embeds is not None)
     for name in STATES:
         if any(each.states()[name] for each in fields):
             if prompts.columns is None:
@@ -58,6 +65,19 @@ def check_states(model: nn.Module, prompts: Prompts, fields: Sequence[Fields]) -
                     "loaded with attn_implementation='eager', or mostly by model.set_attn_implementation('eager'), it "
                     "keeps them"
                 )
+
+
+def check_inexact(fields: Fields, config: EngineConfig, *, of_embeddings: bool) -> None:
+    """Raises ValueError where the model's own loop would give other states than those that tokens came of."""
+    wanted = fields.states() | {"use_cache": fields.returns_cache(of_embeddings=False)}
+    wanted["return_dict_in_generate"] = fields.returns_cache(of_embeddings=of_embeddings)
+    name = next((name for name, asked in wanted.items() if asked), None)
+    for option, exact in INEXACT.items():
+        if name is not None and getattr(config, option) != exact:
+            raise ValueError(
+                f"{name} must be left out with EngineConfig({option}={getattr(config, option)!r}), got True; what is "
+                "returned comes of the model's own loop, which computes without that"
+            )
 
 
 def states_of(

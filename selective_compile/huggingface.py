@@ -136,7 +136,7 @@ def generate(
     if streamer is not None and prompts.columns is None and len(fields) > 1:
         raise ValueError(f"streamer must be None for a list of more than one prompt, got one for {len(fields)}")
     check_beams(fields, streamer=streamer)
-    check_states(model, prompts, fields)
+    check_states(model, prompts, fields, config)
     refuse_ends_without_padding(
         fields, criteria=stopping_criteria or (), rows=0 if prompts.columns is None else len(fields)
     )

@@ -187,3 +187,22 @@ def test_beams_of_a_model_with_a_cache_of_its_own_kind(asked: dict[str, Any]) ->
     assert len(getattr(found, CACHE)) == len(getattr(expected, CACHE))
     for ours, theirs in zip(getattr(found, CACHE), getattr(expected, CACHE), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("option", [{"max_attention_window": 4}, {"kv_dtype": "int8"}, {"weights": "int8"}], ids=str)
+@pytest.mark.parametrize("asked", ["output_hidden_states", "output_attentions", "use_cache"])
+def test_an_engine_that_computes_otherwise_returns_none(option: dict[str, Any], asked: str) -> None:
+    """They are those of the model's own loop, of which its tokens did not come."""
+    call = {
+        "inputs": torch.tensor([[1, 2, 3]]),
+        "max_new_tokens": 3,
+        "return_dict_in_generate": True,
+        "pad_token_id": 0,
+    }
+    config = sc.EngineConfig(compile=False, **option)
+    with pytest.raises(ValueError, match=f"{asked} must be left out with EngineConfig.{next(iter(option))}="):
+        sc.generate(gpt2().eval(), **call, engine_config=config, **{asked: True})
+    assert sc.generate(gpt2().eval(), **call, engine_config=config).sequences.shape == (1, 6)
+    embeds = torch.randn(1, 3, 32)
+    with pytest.raises(ValueError, match="return_dict_in_generate must be left out with"):
+        sc.generate(gpt2().eval(), **call | {"inputs": None, "inputs_embeds": embeds}, engine_config=config)

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any
 
@@ -16,7 +17,8 @@ import pytest
 from selective_compile import forks
 from selective_compile.forks import LocksInForks, lock_of_any_process
 from selective_compile.runtime import Engine
-from tests.runtime.simulated import SimulatedProgram, expected_tokens, simulated_engine
+from selective_compile.runtime.replay import EventLog, replay_schedule
+from tests.runtime.simulated import SimulatedModel, SimulatedProgram, expected_tokens, simulated_engine
 
 SECONDS = 30
 
@@ -138,3 +140,17 @@ def test_a_fork_waits_for_all_engines_together(monkeypatch: pytest.MonkeyPatch) 
     began = time.monotonic()
     assert in_a_fork(lambda: [each.lost for each in every]) == [True] * 5
     assert time.monotonic() - began < 2 and not any(each.lost for each in every)
+
+
+def test_a_fork_writes_nothing_into_the_log(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    model, program = SimulatedModel(), SimulatedProgram()
+    engine: Engine = simulated_engine(program, model=model, record=path)
+    first = engine.submit([1, 2], max_new_tokens=9)
+    engine.step()
+    assert len(in_a_fork(lambda: engine.submit([2], max_new_tokens=3).result().tokens)) == 3
+    last = engine.submit([3], max_new_tokens=4)
+    assert len(last.result().tokens) == 4 and len(first.result().tokens) == 9
+    log = EventLog.read(path)
+    assert [len(event["prompt"]) for event in log.named("submitted")] == [2, 1]
+    assert replay_schedule(log).difference is None

@@ -243,3 +243,21 @@ def test_an_error_of_one_request_comes_behind_its_tokens() -> None:
     other = engine.submit([2], max_new_tokens=9)
     assert len(other.result().tokens) == 9
     assert len(request.tokens) == 3 and "no more" in str(request.error)
+
+
+def test_the_last_tokens_come_where_all_that_is_left_is_refused() -> None:
+    """A step in which nothing is computed, as the deadline of the only request that waited has passed."""
+    now = 0.0
+
+    def late(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        nonlocal now
+        now = 100.0 if ids.shape[1] == 4 else now
+        return scores
+
+    options: dict[str, Any] = {"overlap": True, "waiting_order": "deadline", "max_requests": 1}
+    engine: Engine = simulated_engine(clock=lambda: now, **options)
+    first = engine.submit([1], max_new_tokens=4, logits_processor=[late], deadline=50)
+    second = engine.submit([2], max_new_tokens=4, deadline=60)
+    while engine.step():
+        pass
+    assert len(first.tokens) == 4 and first.finished and second.error is not None

@@ -156,3 +156,14 @@ def test_samples_have_ids_that_no_engine_has_otherwise() -> None:
         several.submit([1], request_id="b", **sampled)
     run(several, *first.samples, other)
     assert all(stats.blocks_used == stats.running == stats.waiting == 0 for stats in several.stats())
+
+
+def test_made_up_ids_are_free_in_engines_that_others_use_too() -> None:
+    engines = [simulated_engine(), simulated_engine()]
+    processor = RequestProcessor(engines)
+    theirs = engines[0].submit([1], max_new_tokens=3)
+    scored = engines[1].submit([1], max_new_tokens=3)
+    own = [processor.submit([2], max_new_tokens=3) for _ in range(3)]
+    while processor.step():
+        pass
+    assert all(len(request.tokens) == 3 for request in (theirs, scored, *own))
