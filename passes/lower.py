@@ -18,7 +18,7 @@ After::   aten.mul(frequencies [1, h, 1], positions [1, 1, T])
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ from selective_compile.passes.lower_grouped import (
     puts_back,
 )
 
-aten = torch.ops.aten
+aten, ops = torch.ops.aten, torch.ops.selective
 
 
 def lower(flat: FlatGraph, *, batch_invariant: bool = False) -> int:
@@ -57,12 +57,14 @@ def lower(flat: FlatGraph, *, batch_invariant: bool = False) -> int:
             if is_traceable_wrapper_subclass(weight):
                 node.target = F.linear  # only this way is the weight's class asked: ATen's falls apart before
             elif flat.device.type == "cpu" or (batch_invariant and has_kernel(weight)):
-                node.target = torch.ops.selective.linear.default
+                node.target = ops.linear.default
                 node.args = (*node.args, None)[:3]
         elif is_grouped(node) and kernel_takes(node, flat.device, weights, batch_invariant=batch_invariant):
             lower_grouped(node)
         elif flat.device.type == "cpu" and puts_back(node):
             lower_put_back(node)
+        if before is ops.ragged_attention.default and flat.device.type == "cpu":
+            changed += widen_per_head(node)
         if batch_invariant and node.target is grouped_linear:
             node.args = (*node.args[:3], None, True)
         changed += node.target is not before
@@ -81,6 +83,23 @@ def weight_of(node: fx.Node, weights: Mapping[Any, Any]) -> Any:
     if given.target not in CASTS or is_traceable_wrapper_subclass(weights.get(given.args[0])):
         return None
     return given.meta["val"] if given.args[0] in weights else None
+
+
+def widen_per_head(node: fx.Node) -> bool:
+    """Whether sinks or slopes of an attention had fewer bits than float32, in which its kernel for CPUs reads them."""
+    names = [argument.name for argument in ops.ragged_attention.default._schema.arguments]
+    narrow = [place for place in map(names.index, ("sinks", "slopes")) if is_narrow(node.args[place : place + 1])]
+    for place in narrow:
+        given = node.args[place]
+        with node.graph.inserting_before(node):
+            wide = node.graph.call_function(aten.to.dtype, (given, torch.float32))
+        wide.meta["val"] = given.meta["val"].float()  # type: ignore[union-attr]
+        node.update_arg(place, wide)
+    return bool(narrow)
+
+
+def is_narrow(given: Sequence[Any]) -> bool:
+    return any(isinstance(each, fx.Node) and each.meta["val"].dtype is not torch.float32 for each in given)
 
 
 def has_kernel(weight: Any) -> bool:

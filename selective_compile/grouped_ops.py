@@ -6,7 +6,8 @@
 
     x         [S, K] float32, bfloat16 or float16; the rows of a group are neighbours, groups in order
     weight    [E, N, K], x's dtype; or int8, but not for Triton's kernel, for E * N rows of which scales [E, N] float32
-              stand beside the numbers: row n of group e is scales[e, n] * weight[e, n]. Contiguous on a CPU
+              stand beside the numbers: row n of group e is scales[e, n] * weight[e, n]. On a CPU contiguous, or, where
+              it is not int8, its transposition [E, K, N]
     ends      [E] int32 or int64: group e has the rows ends[e - 1] : ends[e] of x, possibly none, the first those from 0
     result    [S, N], x's dtype; rows from ends[E - 1] on are 0
     batch_invariant   whether a row is summed in one order however many rows its group has; slower where these are few

@@ -206,9 +206,13 @@ class _Run:
     ) -> Memory:
         if x.dtype not in linear_cpu.DTYPES:
             raise NotFollowed(f"linear layers on groups of {x.dtype}")
-        for each in (x, weight, ends, scales):
+        for each in (x, ends, scales):
             if each is not None:
                 each.contiguous()
+        groups, columns, depth = weight.shape
+        turned = weight.view((groups, depth, columns), [weight.strides[i] for i in (0, 2, 1)], 0)
+        if not weight.is_contiguous():
+            turned.contiguous()
         output = x.new_empty((x.shape[0], weight.shape[1]))
         fields = linear_cpu.grouped_fields(x, weight, scales, ends, output, batch_invariant, THREADS)
         self._pack(linear_cpu.address_of("selective_grouped_linear"), fields, checked=True)

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 import selective_compile as sc
+from selective_compile.backend import compile_step_program
 from selective_compile.call_sequence import CallSequence
 from selective_compile.call_values import NotFollowed
+from selective_compile.coverage.random_model import random_model
 from selective_compile.grouped_ops import group_rows, grouped_linear, take_rows
 from selective_compile.kernels import group_rows_cpu, linear_cpu, top_values_cpu
 from selective_compile.native_calls import native_calls
@@ -103,3 +105,15 @@ def test_a_request_alone_reads_the_experts_of_its_own_token(monkeypatch: pytest.
     assert len(decoding) == 2 * model.config.num_hidden_layers * 8 == 32 and model.config.num_local_experts > top
     assert set(decoding) == {(2 * top, top)}
     assert request.tokens == model.generate(torch.tensor([[3, 1, 4, 1, 5]]), max_new_tokens=9)[0, 5:].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_experts_by_columns_with_biases_beside_sinks_are_followed(dtype: torch.dtype) -> None:
+    model: Any = random_model("gpt_oss").to(dtype)
+    program = compile_step_program(model, sc.EngineConfig(max_kv_tokens=256))
+    assert program._run.sequence is not None
+    request = sc.Engine(model, program.config, program=program).submit([3, 1, 4, 1, 5], max_new_tokens=6)
+    assert (
+        list(request.result().tokens)
+        == model.generate(torch.tensor([[3, 1, 4, 1, 5]]), max_new_tokens=6)[0, 5:].tolist()
+    )

@@ -50,6 +50,7 @@ struct GroupedCall {
     int64_t is_bfloat16, matrix_unit;  // as in a `Call`
     int64_t batch_invariant;           // whether groups of few rows are multiplied as those of more are
     int64_t short_ends;                // int32, not int64
+    int64_t by_columns;                // the weights are [groups, k, n], and not int8
     int64_t threads;
     void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
 

@@ -1,5 +1,5 @@
 // y = x @ weight.T + bias on a CPU for one weight or several, each read where it lies: [N, K] row-major, no packed copy
-// kept.
+// kept; those of groups also [K, N].
 //
 // Three kernels, all accumulating in float32:
 //
@@ -33,12 +33,16 @@ constexpr int MAX_DOT_ROWS = T::size == 2 && Weight::size == 2 ? (W == 16 ? 18 :
 // From so many rows on, up to ten, `dot` took 1.03 to 1.5 times as long, 2.1 times of int8, and less with fewer (two threads
 // of a Xeon).
 template <class Weight>
-constexpr int MIN_MATRIX_ROWS = Weight::size == 1 ? 5 : 4;
+constexpr int MIN_MATRIX_ROWS = Weight::size == 1 ? 5 : BY_COLUMNS<Weight> ? 9 : 4;
+
+template <class T, class Weight> struct Few { using Calls = Dots<T, Weight>; };
+template <class T> struct Few<T, ByColumns<T>> { using Calls = FewByColumns<T>; };
+template <class T, class Weight> using FewOf = typename Few<T, Weight>::Calls;
 
 // Calls with threads of one team: of those with few rows and those with more, which are multiplied in the `Way`.
 template <class Way>
 void multiply(const Calls& few, const Calls& many) {
-    using OfFew = Dots<typename Way::T, typename Way::Weight>;
+    using OfFew = FewOf<typename Way::T, typename Way::Weight>;
     std::vector<PassRows> passes;
     for (const Call* call : many) add_passes<Way>(*call, passes);
     const PassRows *next = passes.data(), *const end = next + passes.size();
@@ -81,13 +85,14 @@ void linear(const Calls& calls, bool one_order) {
 }
 
 template <class T>
-void linear(const Calls& calls, bool one_order) {
+void linear(const Calls& calls, bool one_order, bool by_columns) {
+    if (by_columns) return linear<T, ByColumns<T>>(calls, one_order);
     calls[0]->begin()->scales ? linear<T, Int8<T>>(calls, one_order) : linear<T, Same<T>>(calls, one_order);
 }
 
 // With `one_order`, calls with few rows sum as those with more do.
-void linear(const Calls& calls, bool one_order) {
-    calls[0]->is_bfloat16 ? linear<BFloat16>(calls, one_order) : linear<Float32>(calls, one_order);
+void linear(const Calls& calls, bool one_order, bool by_columns) {
+    calls[0]->is_bfloat16 ? linear<BFloat16>(calls, one_order, by_columns) : linear<Float32>(calls, one_order, by_columns);
 }
 
 constexpr int64_t BAD_ENDS = 6;  // as statuses.py has it
@@ -109,7 +114,7 @@ static_assert(sizeof(OfGroup) == sizeof(Call) + sizeof(Part));
 }  // namespace
 
 // x, weights, biases and ys are contiguous and of one dtype; or all weights are int8, with scales.
-extern "C" void selective_linear(const Call* call) { linear({call}, false); }
+extern "C" void selective_linear(const Call* call) { linear({call}, false, false); }
 
 // x, weights and y likewise; rows behind the last group become 0. Returns BAD_ENDS if the ends are not in order or not
 // among the rows, and has written nothing then.
@@ -127,7 +132,7 @@ extern "C" int64_t selective_grouped_linear(const GroupedCall* p) {
     for (const OfGroup& group : groups) calls.push_back(&group.call);
     const int64_t row = p->n * (p->is_bfloat16 ? 2 : 4);
     const bool sums = !calls.empty() && p->n && p->k;
-    if (sums) linear(calls, p->batch_invariant);
+    if (sums) linear(calls, p->batch_invariant, p->by_columns);
     const int64_t summed = sums ? end : 0;
     if (p->rows > summed && row) std::memset(p->y + summed * row, 0, (p->rows - summed) * row);
     return 0;

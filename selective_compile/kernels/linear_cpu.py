@@ -98,9 +98,10 @@ def grouped_linear(
     check_grouped(x, weight, ends, scales)
     if x.dtype not in DTYPES:
         raise ValueError(f"x must be float32 or bfloat16, got {x.dtype}")
-    for name, each in (("weight", weight), ("scales", scales)):
-        if each is not None and not each.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got the strides {each.stride()}")
+    if not (weight.is_contiguous() or (scales is None and weight.transpose(1, 2).is_contiguous())):
+        raise ValueError(f"weight must be contiguous, or transposed where it is not int8, got {weight.stride()}")
+    if scales is not None and not scales.is_contiguous():
+        raise ValueError(f"scales must be contiguous, got the strides {scales.stride()}")
     # Kept under names through the call: where a copy is made, nothing else holds it.
     x, places = x.contiguous(), ends.contiguous()
     y = x.new_empty((len(x), weight.shape[1]))
@@ -116,7 +117,8 @@ def grouped_fields(
     """The arguments of the kernel, of tensors or of what stands for them (`selective_compile.call_values`)."""
     addresses = (x.data_ptr(), weight.data_ptr(), _address(scales), ends.data_ptr(), y.data_ptr())
     kinds = (DTYPES[x.dtype], int(native.MATRIX_UNIT), int(batch_invariant), int(ends.dtype is torch.int32))
-    return (*addresses, x.shape[0], *weight.shape, *kinds, threads, native.torch_parallel())
+    by_columns = int(not weight.is_contiguous())
+    return (*addresses, x.shape[0], *weight.shape, *kinds, by_columns, threads, native.torch_parallel())
 
 
 def _launch(

@@ -15,10 +15,10 @@
 
 #include <sched.h>
 
-#include <cstdlib>
-
 #include "linear_call.h"
+#include "linear_columns_cpu.h"
 #include "linear_words_cpu.h"
+#include "thread_scratch_cpu.h"
 
 namespace {
 
@@ -27,23 +27,6 @@ namespace {
 // sums do not depend on how many rows there are.
 constexpr int64_t CHAIN = 256;
 constexpr int64_t PACK_SQUARES = 8;     // squares of W x W words that a thread packs at a time
-
-// Scratch of the calling thread, grown and kept until the thread ends.
-struct Scratch {
-    char* memory = nullptr;
-    int64_t bytes = 0;
-    ~Scratch() { std::free(memory); }
-    char* at_least(int64_t wanted) {
-        if (wanted > bytes) {
-            std::free(memory);
-            bytes = (wanted + 4095) / 4096 * 4096;
-            memory = static_cast<char*>(std::aligned_alloc(4096, bytes));
-            if (!memory) std::abort();
-        }
-        return memory;
-    }
-};
-thread_local Scratch packed_scratch, tile_scratch;
 
 // Up to X_ROWS rows of x, packed: [blocks of K][panel][word of the block][lane].
 struct Packed {
@@ -142,24 +125,33 @@ void multiply_share(const Call& p, const Part& part, const Packed& x, int64_t be
     constexpr int64_t ROWS = Way::ROWS;
     const int64_t bytes = p.k * T::size, weight_bytes = p.k * Weight::size;
     const int64_t sums_stride = x.panels * W, padded = x.depth * 4 + LINE;
-    char* scratch = tile_scratch.at_least((end - begin) * ROWS * sums_stride * 4 + ROWS * padded);
+    const int64_t copies = BY_COLUMNS<Weight> ? end - begin : 1;
+    char* scratch = tile_scratch.at_least((end - begin) * ROWS * sums_stride * 4 + copies * ROWS * padded);
     float* sums = reinterpret_cast<float*>(scratch);
     char* copy = scratch + (end - begin) * ROWS * sums_stride * 4;
     for (int64_t first = 0; first < x.words; first += x.depth) {
         const int64_t words = std::min(x.depth, x.words - first);
         const Block block{first, words, std::min(words * 4, bytes - first * 4)};
+        if constexpr (BY_COLUMNS<Weight>)  // of rows that are none, what is left there of others is not stored
+            turn<T>(part.weight, part.n, begin * ROWS, std::min(part.n, end * ROWS), first * 4 / T::size, block.bytes / T::size, copy, padded);
         for (int64_t tile = begin; tile < end; ++tile) {
+            float* const tile_sums = sums + (tile - begin) * ROWS * sums_stride;
+            if constexpr (BY_COLUMNS<Weight>) {
+                Way::multiply(x, block, {copy + (tile - begin) * ROWS * padded, padded, nullptr, 0}, tile_sums);
+                continue;
+            }
             const int64_t rows = std::min(ROWS, part.n - tile * ROWS);
             const char* weight = part.weight + tile * ROWS * weight_bytes + first * 4 / T::size * Weight::size;
             const char* ahead = tile + 1 < last ? weight + ROWS * weight_bytes : nullptr;
             int64_t stride = weight_bytes;
             if (rows < ROWS || Weight::size != T::size || Way::copied(weight_bytes)) {
-                for (int64_t c = 0; c < ROWS; ++c)
-                    copy_words<T, Weight>(weight + std::min(c, rows - 1) * weight_bytes, block.bytes / T::size,
-                                          copy + c * padded);
+                if constexpr (!BY_COLUMNS<Weight>)
+                    for (int64_t c = 0; c < ROWS; ++c)
+                        copy_words<T, Weight>(weight + std::min(c, rows - 1) * weight_bytes, block.bytes / T::size,
+                                              copy + c * padded);
                 weight = copy, stride = padded;
             }
-            Way::multiply(x, block, {weight, stride, ahead, weight_bytes}, sums + (tile - begin) * ROWS * sums_stride);
+            Way::multiply(x, block, {weight, stride, ahead, weight_bytes}, tile_sums);
         }
     }
     const int64_t column = begin * ROWS;

@@ -40,6 +40,11 @@ def inputs(counts, columns: int, depth: int, dtype: torch.dtype, behind: int = 0
     )
 
 
+def by_columns(weight: Tensor) -> Tensor:
+    """The same numbers where [E, K, N] is contiguous."""
+    return weight.mT.contiguous().mT
+
+
 def assert_near(result: Tensor, x: Tensor, weight: Tensor, ends: Tensor, *, roundings: int = 1) -> None:
     begin = 0
     for group, end in enumerate(ends.tolist()):
@@ -57,7 +62,8 @@ def test_odd_sizes(counts, dtype, threads):
     torch.set_num_threads(threads)
     for columns, depth in SIZES:
         x, weight, ends = inputs(counts, columns, depth, dtype, behind=3)
-        assert_near(grouped_linear(x, weight, ends), x, weight, ends)
+        for lies in (weight, by_columns(weight)):
+            assert_near(grouped_linear(x, lies, ends), x, weight, ends)
         numbers, scales = as_int8(weight)
         found = grouped_linear(x, numbers, ends.long(), scales)
         assert_near(found, x, numbers.double() * scales.double()[..., None], ends)
@@ -74,10 +80,14 @@ def test_a_group_gives_what_a_linear_layer_gives_to_the_bit(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", ["weights", "int8"])
+@pytest.mark.parametrize("form", ["weights", "by columns", "int8"])
 def test_of_a_batch_invariant_one_a_row_does_not_depend_on_the_rows_of_its_group(dtype, form):
     x, weight, _ = inputs((40, 0), 50, 700, dtype)
+    every = grouped_linear(x, weight, torch.tensor([40, 40]), batch_invariant=True)
     weight, scales = as_int8(weight) if form == "int8" else (weight, None)
+    if form == "by columns":  # in the order of rows
+        weight = by_columns(weight)
+        assert torch.equal(grouped_linear(x, weight, torch.tensor([40, 40]), batch_invariant=True), every)
     every = grouped_linear(x, weight, torch.tensor([40, 40]), scales, batch_invariant=True)
     for count in (1, 2, 3, 7, 18, 25):
         for first in (0, 40 - count):
@@ -89,8 +99,10 @@ def test_of_a_batch_invariant_one_a_row_does_not_depend_on_the_rows_of_its_group
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_weights_of_groups_without_rows_are_not_read(dtype):
+@pytest.mark.parametrize("lies", [Tensor.contiguous, by_columns])
+def test_weights_of_groups_without_rows_are_not_read(lies, dtype):
     x, weight, ends = inputs((0, 3, 0, 20, 0), 27, 33, dtype)
+    weight = lies(weight)
     clean = grouped_linear(x, weight, ends)
     weight[0::2] = torch.nan
     assert torch.equal(grouped_linear(x, weight, ends), clean)
@@ -98,8 +110,10 @@ def test_weights_of_groups_without_rows_are_not_read(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("depth", [41, 64, 200])
-def test_what_is_not_finite_stays_in_its_group_row_and_column(depth, dtype):
+@pytest.mark.parametrize("lies", [Tensor.contiguous, by_columns])
+def test_what_is_not_finite_stays_in_its_group_row_and_column(lies, depth, dtype):
     x, weight, ends = inputs((3, 30), 30, depth, dtype)
+    weight = lies(weight)
     clean = grouped_linear(x, weight, ends)
     x[2], weight[1, 11, 0] = torch.nan, torch.inf
     found = grouped_linear(x, weight, ends)
@@ -116,7 +130,9 @@ def test_layouts(dtype):
     moved = torch.empty(weight.numel() + 1, dtype=dtype)[1:].view_as(weight).copy_(weight)
     assert torch.equal(grouped_linear(x, moved, ends), clean)
     with pytest.raises(ValueError, match="weight must be contiguous"):
-        grouped_linear(x, weight.mT.contiguous().mT, ends)
+        grouped_linear(x, weight.permute(1, 2, 0).contiguous().permute(2, 0, 1), ends)
+    with pytest.raises(ValueError, match="weight must be contiguous, or transposed where it is not int8"):
+        grouped_linear(x, by_columns(weight).to(torch.int8), ends, torch.ones(weight.shape[:2]))
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 3, 4), (5, 2, 0, 4), (5, 2, 3, 0)], ids=str)

@@ -26,11 +26,16 @@ def grouped_of(flat: Any) -> list[Any]:
 
 @pytest.mark.parametrize("ends", [ENDS, ENDS.long()], ids=["int32", "int64"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_that_lie_row_by_row_are_multiplied_by_our_kernel(dtype: torch.dtype, ends: Tensor) -> None:
-    flat = flat_with(aten._grouped_mm.default, ROWS.to(dtype), EXPERTS.to(dtype).mT, ends)
+@pytest.mark.parametrize("lies", ["by rows", "by columns"])
+def test_experts_are_multiplied_by_our_kernel_where_they_lie(lies: str, dtype: torch.dtype, ends: Tensor) -> None:
+    experts = EXPERTS.to(dtype).mT
+    flat = flat_with(
+        aten._grouped_mm.default, ROWS.to(dtype), experts if lies == "by rows" else experts.contiguous(), ends
+    )
     assert lower(flat) == 1
     (node,) = grouped_of(flat)
-    assert node.args[1].meta["val"].shape == EXPERTS.shape and node.args[1].meta["val"].is_contiguous()
+    value = node.args[1].meta["val"]
+    assert value.shape == EXPERTS.shape and (value if lies == "by rows" else value.mT).is_contiguous()
     assert lower(flat) == 0
 
 
@@ -60,12 +65,12 @@ def test_in_a_batch_invariant_step_in_one_order() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        (ROWS, EXPERTS.mT.contiguous(), ENDS),
+        (ROWS, EXPERTS.permute(1, 2, 0).contiguous().permute(2, 1, 0), ENDS),
         (ROWS.half(), EXPERTS.half().mT, ENDS),
         (ROWS[None].expand(2, 4, 8), EXPERTS.mT),
         (ROWS.bfloat16(), EXPERTS.bfloat16().mT, ENDS, None, torch.float32),
     ],
-    ids=["by columns", "float16", "in no groups", "another result"],
+    ids=["groups side by side", "float16", "in no groups", "another result"],
 )
 def test_others_stay(given: Any) -> None:
     flat = flat_with(aten._grouped_mm.default, *given)
@@ -169,3 +174,15 @@ def test_a_weight_that_is_converted_first_is_multiplied_by_our_kernel(how: str) 
     assert lower(flat) == (how == "converted")
     found = [node for node in flat.module.graph.nodes if node.target is torch.ops.selective.linear.default]
     assert len(found) == (how == "converted")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks_are_given_to_the_kernel_as_it_reads_them(dtype: torch.dtype) -> None:
+    rows = torch.randn(4, 2, 8).to(dtype)
+    metadata = [torch.zeros(2, dtype=torch.int32)] * 2 + [torch.zeros(1, 1, dtype=torch.int32), torch.zeros(4).long()]
+    pools = [torch.zeros(1, 2, 16, 8, dtype=dtype)] * 2
+    target = torch.ops.selective.ragged_attention.default
+    flat = flat_with(target, rows, rows, rows, *pools, *metadata, 0.5, 0, 0.0, 0, torch.randn(2).to(dtype))
+    assert lower(flat) == (dtype is not torch.float32)
+    (node,) = (node for node in flat.module.graph.nodes if node.target is target)
+    assert node.args[13].meta["val"].dtype is torch.float32
