@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -26,6 +27,8 @@ from selective_compile.runtime.request_state import RequestId
 from selective_compile.runtime.responses import OpenRequest
 from selective_compile.runtime.stats import StepFloor, StepRecord
 from selective_compile.runtime.submissions import Submissions, Submitted
+
+logger = logging.getLogger(__name__)
 
 # How long the worker sleeps when there is nothing to do, unless `notify` wakes it.
 IDLE_SECONDS = 0.005
@@ -326,8 +329,8 @@ class BatchManager:
 
     def _submit(self, wanted: InferenceRequest) -> Request | Failed:
         """Failed: the caller is told what is wrong; what else is raised is for the log as well."""
-        options = with_all_beams(wanted)
         try:
+            options = with_all_beams(wanted)
             return self._engine.submit(wanted.input_ids, wanted.generation_config, wanted.request_id, **options)
         except (ValueError, TypeError) as error:
             return Failed(error=str(error))
@@ -347,7 +350,14 @@ class BatchManager:
                 entry.cancel()
                 self._close(request_id, {}, error)
                 continue
-            ended, tensors = entry.ended, entry.tensors()
+            ended = entry.ended
+            try:
+                tensors = entry.tensors()
+            except Exception as failure:  # whatever it is, the others go on
+                logger.exception("a response could not be made, of request %r", request_id)
+                entry.cancel()
+                self._close(request_id, {}, str(failure))
+                continue
             if ended:
                 self._close(request_id, tensors or {}, "")
             elif tensors is not None:

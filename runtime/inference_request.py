@@ -45,7 +45,14 @@ def requests_among(given: Iterable[Any]) -> Iterator[InferenceRequest]:
 
 
 def with_all_beams(wanted: InferenceRequest) -> dict[str, Any]:
-    """Its options; where it has beams and does not say how many of them to return, all."""
+    """Its options; where it has beams and does not say how many of them to return, all.
+
+    Raises:
+        ValueError: what fills up rows is no token id.
+    """
+    pad_id = wanted.pad_id
+    if isinstance(pad_id, bool) or not isinstance(pad_id, int) or not -(2**63) <= pad_id < 2**63:
+        raise ValueError(f"pad_id must be an integer of 64 bits, got {pad_id!r}")
     config, options = wanted.generation_config, dict(wanted.options)
     beams = options.get("num_beams", getattr(config, "num_beams", None))
     said = "num_return_sequences" in options or getattr(config, "num_return_sequences", None) is not None

@@ -203,6 +203,12 @@ class Intake:
                 f"first {submission.prefix} tokens see one another, and in parts the first ones would not see the "
                 f"others; got {parts}"
             )
+        guidance = asked.get("guidance_scale")
+        if self._config.max_attention_window is not None and guidance not in (None, 1):
+            raise ValueError(
+                f"guidance_scale must be None with EngineConfig.max_attention_window, got {guidance!r}: "
+                "transformers' own pass over the model sees all of a prompt"
+            )
         form, longest = submission.long_form, len(submission.prompt)
         last = 0 if parts is None or longest <= parts else longest % parts if parts > 1 else 1
         if last == 1 and self._program.unlimited_steps:

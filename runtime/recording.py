@@ -130,6 +130,7 @@ class FileRecording(Recording):
             max_new_tokens=params.max_new_tokens,
             terms=terms,
             rows_from=state.rows_from,
+            scored=state.rows_from is not None and state.generated_from == state.rows_from + 1,
             whole=state.whole,
             prefix=state.prefix,
             long_form=state.long_form and dataclasses.asdict(state.long_form),

@@ -187,7 +187,7 @@ class _EngineAgain:
         asked = [
             Asked(config=None, options={**dict.fromkeys(FIELDS), **DEFAULTS, **options, "num_return_sequences": 1})
         ]
-        terms["rows_from"] = rows_from or None
+        terms["rows_from"] = rows_from if event.get("scored", rows_from) else None
         (request,) = self._engine.submit_samples(event["prompt"], asked, event["id"], **terms)
         self._requests[event["number"]] = request
 

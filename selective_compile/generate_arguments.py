@@ -12,7 +12,6 @@ from transformers import GenerationMixin
 
 from selective_compile.generate_fields import Fields, described
 from selective_compile.model_facts import check
-from selective_compile.options import EngineConfig
 from selective_compile.own_generation import unlike_transformers
 from selective_compile.token_types import UNIT
 
@@ -168,7 +167,7 @@ def with_types(prompts: Prompts, given: Any) -> Prompts:
     return replace(prompts, types=given.to(prompts.mask.device).long().expand(shape))
 
 
-def check_fields_with(name: str, fields: Sequence[Fields], config: EngineConfig) -> None:
+def check_fields_with(name: str, fields: Sequence[Fields]) -> None:
     """Refuse what looks at a prompt's ids in other ways than processors and criteria do, beside the argument `name`.
 
     Raises:
@@ -179,8 +178,6 @@ def check_fields_with(name: str, fields: Sequence[Fields], config: EngineConfig)
             raise ValueError(
                 f"guidance_scale must be None with {name}, got {each['guidance_scale']!r}: {OF_HUGGING_FACE}"
             )
-    if config.record is not None:
-        raise ValueError(f"EngineConfig.record must be None with {name}: leave it out, a log knows prompts by ids")
 
 
 def check_forward_arguments(prompts: Prompts, arguments: Mapping[str, Any]) -> None:

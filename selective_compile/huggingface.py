@@ -124,10 +124,10 @@ def generate(
     if inputs_embeds is None:
         prompts = prompts_of(inputs, attention_mask, fields, device_of(model))
     else:
-        check_fields_with("inputs_embeds", fields, config)
+        check_fields_with("inputs_embeds", fields)
         prompts = prompts_of_embeddings(inputs_embeds, inputs, attention_mask, fields[0])
     if token_type_ids is not None:
-        check_fields_with("token_type_ids", fields, config)
+        check_fields_with("token_type_ids", fields)
         prompts = with_types(prompts, token_type_ids)
     check_forward_arguments(prompts, kwargs)
     fields = fields * len(prompts.rows) if len(fields) == 1 else fields
@@ -238,9 +238,14 @@ def wrapped(model: nn.Module, config: EngineConfig | None = None) -> Iterator[nn
 
 
 def _config_given(value: object, name: str) -> EngineConfig | None:
-    """Raises ValueError for what is neither a configuration nor None."""
+    """Raises ValueError for what is neither a configuration nor None, or one of an engine of its own."""
     if value is not None and not isinstance(value, EngineConfig):
         raise ValueError(f"{name} must be an EngineConfig or None, got {value!r}")
+    if value is not None and value.record is not None:
+        raise ValueError(
+            f"EngineConfig.record must be None in {name}, got {str(value.record)!r}: a larger call has another engine, "
+            "which would begin the log anew; make an sc.Engine"
+        )
     return value
 
 

@@ -293,7 +293,6 @@ def test_models_that_do_more_with_ids_are_refused() -> None:
         ({"attention_mask": torch.ones(1, 3)}, "attention_mask must have the shape"),
         ({"guidance_scale": 2.0}, "guidance_scale must be None with inputs_embeds, got 2.0"),
         ({"past_key_values": "a cache"}, "'past_key_values' of generate must be None"),
-        ({"engine_config": sc.EngineConfig(compile=False, record="log")}, "EngineConfig.record must be None"),
     ],
 )
 def test_what_does_not_go_with_them_is_refused(llama: Any, arguments: dict[str, Any], message: str) -> None:

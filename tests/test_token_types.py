@@ -163,7 +163,6 @@ def test_types_in_a_table_of_their_own() -> None:
         ({"token_type_ids": torch.tensor([[0, -1]])}, "token_type_ids must be at least 0 and .*, got -1"),
         ({"input_ids": [[1, 2]]}, "token_type_ids must be None for a list of prompts"),
         ({"guidance_scale": 2.0}, "guidance_scale must be None with token_type_ids, got 2.0"),
-        ({"engine_config": sc.EngineConfig(compile=False, record="log")}, "record must be None with token_type_ids"),
     ],
 )
 def test_what_does_not_go_with_them_is_refused(gpt2: Any, arguments: dict[str, Any], message: str) -> None:

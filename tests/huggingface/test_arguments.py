@@ -109,6 +109,8 @@ def test_an_unsupported_argument_is_refused_by_name(model: Any, name: str) -> No
 def test_what_is_no_configuration_of_an_engine_is_refused(model: Any) -> None:
     with pytest.raises(ValueError, match="engine_config must be an EngineConfig or None, got {'a': 1}"):
         sc.generate(model, random_ids(1, 6), engine_config={"a": 1})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="EngineConfig.record must be None in engine_config, got 'a.log'"):
+        sc.generate(model, random_ids(1, 6), engine_config=sc.EngineConfig(record="a.log"))
     with pytest.raises(ValueError, match="config must be an EngineConfig or None, got 5"):
         sc.wrap(model, 5)  # type: ignore[arg-type]
 

@@ -152,3 +152,11 @@ def test_through_inductor(whole: Any, narrowed: dict[int, tuple[Program, Any]]) 
     engine = sc.Engine(whole, sc.EngineConfig(block_size=BLOCK, max_kv_tokens=400, max_attention_window=5))
     prompt = [(5 * n) % 199 for n in range(40)]
     assert_same_tokens(other, prompt, list(engine.submit(prompt, max_new_tokens=10).result().tokens))
+
+
+def test_guidance_that_sees_everything_is_refused(whole: Any, narrowed: Any) -> None:
+    program, _ = narrowed[5]
+    engine = sc.Engine(whole, config(5), program=program)
+    assert len(engine.submit([1, 2], max_new_tokens=2, guidance_scale=1.0).result().tokens) == 2
+    with pytest.raises(ValueError, match="guidance_scale must be None with EngineConfig.max_attention_window, got 1.5"):
+        engine.submit([1, 2], max_new_tokens=2, guidance_scale=1.5)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from selective_compile.runtime import BatchManager, InferenceRequest
+from selective_compile.runtime.responses import OpenRequest
 from tests.runtime.managed import Blocking, Client, SlowIds, assert_nothing_left, manage, slow_from, tokens_of, until
 from tests.runtime.simulated import SimulatedProgram, simulated_engine
 
@@ -220,3 +221,38 @@ def test_what_cannot_be_called_is_no_callback(name: str) -> None:
     callbacks: dict[str, Any] = {"get_requests": lambda most: [], "send_response": lambda *response: None, name: 5}
     with pytest.raises(ValueError, match=f"{name} must be callable.*, got 5"):
         BatchManager(simulated_engine(), **callbacks)
+
+
+@pytest.mark.parametrize("field", [{"pad_id": None}, {"pad_id": 2**70}, {"pad_id": True}, {"options": None}], ids=str)
+def test_a_request_with_a_field_that_is_none_is_told_and_the_others_go_on(field: dict[str, Any]) -> None:
+    client = Client()
+    client.ask("good", max_new_tokens=9)
+    options = {"max_new_tokens": 4}
+    client.queue.append(InferenceRequest(**{"request_id": "bad", "input_ids": (1, 2), "options": options, **field}))
+    with manage(client) as manager:
+        client.wait(2)
+    (response,) = client.parts["good"]
+    assert response["output_ids"].shape[-1] == 3 + 9 and client.errors.keys() == {"bad"}
+    assert next(iter(field)) == "options" or "pad_id must be an integer of 64 bits" in client.errors["bad"]
+    assert_nothing_left(manager)
+
+
+def test_a_response_that_cannot_be_made_ends_its_request_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, tensors = Client(), OpenRequest.tensors
+
+    def made(entry: OpenRequest) -> Any:
+        if entry.handle.request_id == "bad":
+            raise MemoryError("no room for it")
+        return tensors(entry)
+
+    monkeypatch.setattr(OpenRequest, "tensors", made)
+    for name in ("good", "bad"):
+        client.ask(name, max_new_tokens=9)
+    with manage(client) as manager:
+        client.wait(2)
+    assert (
+        client.errors == {"bad": "no room for it"} and "a response could not be made, of request 'bad'" in caplog.text
+    )
+    assert_nothing_left(manager)

@@ -312,3 +312,15 @@ def test_a_log_is_of_one_engine(tmp_path: Path) -> None:
     second = simulated_engine(record=path)
     second.submit([1], max_new_tokens=2).result()
     assert replay_schedule(EventLog.read(path)).difference is None
+
+
+def test_what_is_scored_is_so_in_the_replay(tmp_path: Path) -> None:
+    """What counts as generated begins behind the first token there, and not behind all of them."""
+    path, model = tmp_path / "run.jsonl", SimulatedModel()
+    engine: Engine = simulated_engine(SimulatedProgram(unlimited_steps=True), model=model, record=path)
+    engine.score([1], [2, 3, 1, 2])
+    engine.submit([1, 2, 3, 1, 2], max_new_tokens=3, prompt_logprobs=True).result()
+    log = EventLog.read(path)
+    assert [event["scored"] for event in log.named("submitted")] == [True, False]
+    program: Any = SimulatedProgram(unlimited_steps=True)
+    assert replay_engine(log, model, program=program).difference is None
