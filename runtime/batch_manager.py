@@ -352,7 +352,7 @@ class BatchManager:
                 continue
             ended = entry.ended
             try:
-                tensors = entry.tensors()
+                tensors = entry.tensors(ended=ended)
             except Exception as failure:  # whatever it is, the others go on
                 logger.exception("a response could not be made, of request %r", request_id)
                 entry.cancel()

@@ -56,9 +56,11 @@ class OpenRequest:
         for sample in self.handle.samples:
             sample.cancel()
 
-    def tensors(self) -> dict[str, Tensor] | None:
-        """The next response, as `BatchManager` describes it; None: nothing is to be sent yet."""
-        ended = self.ended
+    def tensors(self, *, ended: bool) -> dict[str, Tensor] | None:
+        """The next response, as `BatchManager` describes it; None: nothing is to be sent yet.
+
+        ``ended``: what `ended` was; it may end meanwhile, and this is not the last response then.
+        """
         if not (self.streaming or ended):
             return None
         parts = self._parts(ended)

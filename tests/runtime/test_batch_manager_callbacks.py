@@ -242,10 +242,10 @@ def test_a_response_that_cannot_be_made_ends_its_request_alone(
 ) -> None:
     client, tensors = Client(), OpenRequest.tensors
 
-    def made(entry: OpenRequest) -> Any:
+    def made(entry: OpenRequest, *, ended: bool) -> Any:
         if entry.handle.request_id == "bad":
             raise MemoryError("no room for it")
-        return tensors(entry)
+        return tensors(entry, ended=ended)
 
     monkeypatch.setattr(OpenRequest, "tensors", made)
     for name in ("good", "bad"):
@@ -255,4 +255,22 @@ def test_a_response_that_cannot_be_made_ends_its_request_alone(
     assert (
         client.errors == {"bad": "no room for it"} and "a response could not be made, of request 'bad'" in caplog.text
     )
+    assert_nothing_left(manager)
+
+
+def test_one_that_ends_while_its_response_is_made_has_one_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody cancels it between the question whether it has ended and what there is to send."""
+    client, tensors, engine = Client(), OpenRequest.tensors, simulated_engine()
+
+    def made(entry: OpenRequest, *, ended: bool) -> Any:
+        if len(entry.handle.tokens) == 3:
+            entry.handle.cancel()
+        return tensors(entry, ended=ended)
+
+    monkeypatch.setattr(OpenRequest, "tensors", made)
+    client.ask("one", max_new_tokens=9)
+    with BatchManager(engine, client.get, client.send) as manager:
+        client.wait(1)
+    (response,) = client.parts["one"]
+    assert response["output_ids"].shape[-1] == 3 + 3
     assert_nothing_left(manager)
