@@ -88,8 +88,8 @@ def _served(
     of_embeddings = prompts.embeds is not None
     if prompts.holes and engine.counts_padding:
         raise ValueError(
-            "attention_mask must have its ones side by side in each row of a model with windows or recurrent layers, "
-            "got zeros between them"
+            "attention_mask must have its ones side by side in each row of a model with windows, recurrent layers or "
+            "modules that run by themselves, got zeros between them"
         )
     if engine.prefix and prompts.mask is not None and not bool(prompts.mask.all()):
         raise ValueError(

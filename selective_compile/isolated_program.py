@@ -122,6 +122,7 @@ class IsolatedProgram(ModuleProgram):
     ) -> None:
         super().__init__(model, rewritten, config, max_positions=max_positions, captured=captured)
         self.isolated, self.mode = isolated, mode
+        self.counts_padding = True  # what a module makes of zeros in a mask, nobody knows
         self._caches = caches
         self._written = {
             (copied, kind, name) for own, copied in self._pairs for module, kind, name in written if module is own

@@ -153,7 +153,8 @@ class StepProgram:
         self.long_form = rewritten.long_form
         self.unlimited_steps = any(call.unlimited_steps for call in flat.recurrences)
         self.marks_positions = self.long_form is not None or self.unlimited_steps
-        self.counts_padding = any(family.window or family.chunk or family.prefix for family in families)
+        shifted = any(family.window or family.chunk or family.prefix for family in families)
+        self.counts_padding = shifted or bool(self.state_sites)
         self.not_captured = why_not_captured(flat, config)
         self._flat = flat
         self.int8_weights = Int8Weights(flat.quantised)

@@ -25,6 +25,7 @@ struct ByColumns {
 };
 template <class Weight> constexpr bool BY_COLUMNS = false;
 template <class T> constexpr bool BY_COLUMNS<ByColumns<T>> = true;
+
 // W words along K, vector i holding word i of `columns` columns (W at most; the other lanes are 0); `at` is number 0 of
 // the first of them, `left` how many numbers there are along K, and `row` the bytes from one to the next.
 template <class T>
@@ -52,13 +53,14 @@ inline void load_square(const char* at, int64_t row, int64_t left, int64_t colum
 // Columns [begin, end) of the numbers [first, first + count) of a weight [k, n] as rows, `stride` bytes apart, which have
 // room for whole vectors; words behind the numbers are 0.
 template <class T>
-void turn(const char* weight, int64_t n, int64_t begin, int64_t end, int64_t first, int64_t count, char* to, int64_t stride) {
+void turn(const char* weight, int64_t n, int64_t begin, int64_t end, int64_t first, int64_t count, char* to,
+          int64_t stride) {
     constexpr int64_t NUMBERS = W * 4 / T::size;
     const int64_t row = n * T::size;
     for (int64_t at = 0; at < count; at += NUMBERS) {
         const char* here = weight + (first + at) * row + begin * T::size;
         for (int64_t i = 0; i < NUMBERS; ++i)
-            for (int64_t line = 0; line < (end - begin) * T::size; line += 64)
+            for (int64_t line = 0; line < (end - begin) * T::size; line += LINE)
                 __builtin_prefetch(here + (ROWS_AHEAD + i) * row + line, 0, 2);
         for (int64_t column = begin; column < end; column += W, here += W * T::size) {
             Words square[W];
@@ -194,8 +196,7 @@ class FewByColumns {
     Split split;
     Shares shares;
 
-    using Add = void (*)(const Call&, const Part&, int64_t, int64_t, int64_t, int64_t, int64_t, ComingRows&,
-                         float*, int64_t);
+    using Add = decltype(&add_column_range<T, 1>);
     static Add add_of(int64_t rows) {
         static constexpr Add all[] = {add_column_range<T, 1>, add_column_range<T, 2>, add_column_range<T, 3>,
                                       add_column_range<T, 4>};
@@ -212,7 +213,8 @@ class FewByColumns {
         for (int64_t first = 0; first < p.k; first += ROWS_AHEAD) {
             const int64_t count = std::min(ROWS_AHEAD, p.k - first), next = first + count;
             const char* there = part.weight + next * row_bytes + begin * T::size;
-            ComingRows coming(there, row_bytes, (end - begin) * T::size, std::min(ROWS_AHEAD, p.k - next), std::max<int64_t>(1, chunks * count * T::size / 4));
+            const int64_t steps = std::max<int64_t>(1, chunks * count * T::size / 4);
+            ComingRows coming(there, row_bytes, (end - begin) * T::size, std::min(ROWS_AHEAD, p.k - next), steps);
             for (int64_t row = 0; row < p.m; row += MAX_COLUMN_ROWS) {
                 const int64_t rows = std::min<int64_t>(MAX_COLUMN_ROWS, p.m - row);
                 add_of(rows)(p, part, row, begin, end, first, count, coming, sums + row * stride, stride);
@@ -235,9 +237,10 @@ public:
 
     void take(int64_t thread) {
         shares.take(thread, [&](int64_t item, int64_t) {
-            tiles.take(item * split.share, (item + 1) * split.share, 0, [&](const Part& part, int64_t begin, int64_t end, int64_t) {
+            const auto part_of = [&](const Part& part, int64_t begin, int64_t end, int64_t) {
                 take(part, begin * COLUMNS, std::min(part.n, end * COLUMNS));
-            });
+            };
+            tiles.take(item * split.share, (item + 1) * split.share, 0, part_of);
         });
     }
 };

@@ -117,13 +117,31 @@ void store_block(const Part& p, const float* sums, int64_t sums_stride, int64_t 
     }
 }
 
+// A tile of a weight for a block of K: where it lies, or copied to `copy` [ROWS][padded].
+template <class Way>
+WeightTile weight_tile(const Call& p, const Part& part, Block block, int64_t tile, int64_t last, char* copy, int64_t padded) {
+    using T = typename Way::T;
+    using Weight = typename Way::Weight;
+    constexpr int64_t ROWS = Way::ROWS;
+    const int64_t rows = std::min(ROWS, part.n - tile * ROWS), weight_bytes = p.k * Weight::size;
+    const char* weight = part.weight + tile * ROWS * weight_bytes + block.first * 4 / T::size * Weight::size;
+    const char* ahead = tile + 1 < last ? weight + ROWS * weight_bytes : nullptr;
+    if (rows == ROWS && Weight::size == T::size && !Way::copied(weight_bytes))
+        return {weight, weight_bytes, ahead, weight_bytes};
+    for (int64_t c = 0; c < ROWS; ++c) {
+        const char* row = weight + std::min(c, rows - 1) * weight_bytes;
+        copy_words<T, Weight>(row, block.bytes / T::size, copy + c * padded);
+    }
+    return {copy, padded, ahead, weight_bytes};
+}
+
 // Tiles [begin, end) of a weight against all of the packed rows; the thread goes on to read tiles up to `last`.
 template <class Way>
 void multiply_share(const Call& p, const Part& part, const Packed& x, int64_t begin, int64_t end, int64_t last) {
     using T = typename Way::T;
     using Weight = typename Way::Weight;
     constexpr int64_t ROWS = Way::ROWS;
-    const int64_t bytes = p.k * T::size, weight_bytes = p.k * Weight::size;
+    const int64_t bytes = p.k * T::size;
     const int64_t sums_stride = x.panels * W, padded = x.depth * 4 + LINE;
     const int64_t copies = BY_COLUMNS<Weight> ? end - begin : 1;
     char* scratch = tile_scratch.at_least((end - begin) * ROWS * sums_stride * 4 + copies * ROWS * padded);
@@ -132,26 +150,17 @@ void multiply_share(const Call& p, const Part& part, const Packed& x, int64_t be
     for (int64_t first = 0; first < x.words; first += x.depth) {
         const int64_t words = std::min(x.depth, x.words - first);
         const Block block{first, words, std::min(words * 4, bytes - first * 4)};
-        if constexpr (BY_COLUMNS<Weight>)  // of rows that are none, what is left there of others is not stored
-            turn<T>(part.weight, part.n, begin * ROWS, std::min(part.n, end * ROWS), first * 4 / T::size, block.bytes / T::size, copy, padded);
+        if constexpr (BY_COLUMNS<Weight>) {
+            // Of columns that are none, what is left there of others is not stored.
+            const int64_t columns = std::min(part.n, end * ROWS);
+            turn<T>(part.weight, part.n, begin * ROWS, columns, first * 4 / T::size, block.bytes / T::size, copy, padded);
+        }
         for (int64_t tile = begin; tile < end; ++tile) {
             float* const tile_sums = sums + (tile - begin) * ROWS * sums_stride;
-            if constexpr (BY_COLUMNS<Weight>) {
+            if constexpr (BY_COLUMNS<Weight>)
                 Way::multiply(x, block, {copy + (tile - begin) * ROWS * padded, padded, nullptr, 0}, tile_sums);
-                continue;
-            }
-            const int64_t rows = std::min(ROWS, part.n - tile * ROWS);
-            const char* weight = part.weight + tile * ROWS * weight_bytes + first * 4 / T::size * Weight::size;
-            const char* ahead = tile + 1 < last ? weight + ROWS * weight_bytes : nullptr;
-            int64_t stride = weight_bytes;
-            if (rows < ROWS || Weight::size != T::size || Way::copied(weight_bytes)) {
-                if constexpr (!BY_COLUMNS<Weight>)
-                    for (int64_t c = 0; c < ROWS; ++c)
-                        copy_words<T, Weight>(weight + std::min(c, rows - 1) * weight_bytes, block.bytes / T::size,
-                                              copy + c * padded);
-                weight = copy, stride = padded;
-            }
-            Way::multiply(x, block, {weight, stride, ahead, weight_bytes}, tile_sums);
+            else
+                Way::multiply(x, block, weight_tile<Way>(p, part, block, tile, last, copy, padded), tile_sums);
         }
     }
     const int64_t column = begin * ROWS;

@@ -10,6 +10,7 @@ from transformers import GenerationConfig, pipeline
 from transformers.generation import GenerateDecoderOnlyOutput
 
 import selective_compile as sc
+from selective_compile.coverage.random_model import random_model
 from selective_compile.tiny_model import tokenizer as byte_tokenizer
 from tests.huggingface.models import (
     CONFIG,
@@ -86,6 +87,23 @@ def test_padding_between_tokens_is_refused_with_windows() -> None:
     model, ids = tiny("mistral"), torch.ones(2, 5, dtype=torch.int64)
     with pytest.raises(ValueError, match="attention_mask must have its ones side by side"):
         sc.generate(model, ids, attention_mask=HOLES, max_new_tokens=2, engine_config=CONFIG)
+
+
+@pytest.mark.parametrize("family", ["mamba2", "lfm2", "qwen3_next", "minimax"])
+def test_padding_between_tokens_is_refused_with_recurrences(family: str) -> None:
+    """Their steps, and those of short convolutions, go over what the mask leaves out, too."""
+    model = random_model(family)
+    ids = torch.randint(1, 90, (2, 5), generator=torch.Generator().manual_seed(3))
+    beside = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    ours = sc.generate(model, ids, attention_mask=beside, engine_config=CONFIG, **options)
+    for row, start in ((0, 0), (1, 2)):
+        assert torch.equal(ours[row, start:], model.generate(ids[row : row + 1, start:], **options)[0])
+    with pytest.raises(ValueError, match="attention_mask must have its ones side by side"):
+        sc.generate(model, ids, attention_mask=HOLES, engine_config=CONFIG, **options)
+    ids[1, 2] = 0  # a pad id within, which generate takes for padding where no mask is given
+    with pytest.raises(ValueError, match="attention_mask must have its ones side by side"):
+        sc.generate(model, ids, engine_config=CONFIG, **options)
 
 
 def test_list_of_prompts_with_a_configuration_each(model: Any) -> None:
