@@ -107,9 +107,8 @@ def test_a_request_alone_reads_the_experts_of_its_own_token(monkeypatch: pytest.
     assert request.tokens == model.generate(torch.tensor([[3, 1, 4, 1, 5]]), max_new_tokens=9)[0, 5:].tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_experts_by_columns_with_biases_beside_sinks_are_followed(dtype: torch.dtype) -> None:
-    model: Any = random_model("gpt_oss").to(dtype)
+def test_experts_by_columns_with_biases_beside_sinks_are_followed() -> None:
+    model: Any = random_model("gpt_oss").bfloat16()
     program = compile_step_program(model, sc.EngineConfig(max_kv_tokens=256))
     assert program._run.sequence is not None
     request = sc.Engine(model, program.config, program=program).submit([3, 1, 4, 1, 5], max_new_tokens=6)
