@@ -39,9 +39,9 @@ class LiveWeights:
         self._settings = LiveSettings(model, captured.read if captured is not None else NOTHING)
         self._conditions = captured.holds_for(model) if captured is not None else None
         self._look_closely_at = 0.0
-        owners: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        owners: dict[int, list[tuple[dict[str, Any], str, str]]] = {}  # and the path of the module
         self._modules, self._slots, self._proved = Entries(), Entries(), Entries()
-        for module in model.modules():
+        for path, module in model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):  # what it has cannot be replaced
                 continue
             for name, child in module._modules.items():
@@ -49,17 +49,18 @@ class LiveWeights:
             for tensors in (module._parameters, module._buffers):
                 for name, tensor in tensors.items():
                     if tensor is not None:
-                        owners.setdefault(id(tensor), []).append((tensors, name))
+                        owners.setdefault(id(tensor), []).append((tensors, name, path))
         constants: list[Any] = [given.example for given in flat.weights]
         # To the graph, a weight that the model has in several places is one input.
         self._tied: list[tuple[dict[str, Any], str, dict[str, Any], str]] = []
         for constant in constants:
-            place, *others = owners.get(id(constant), [({"": constant}, "")])
-            self._slots.add(*place, constant)
-            self._tied += [(*place, *other) for other in others]
+            (owner, name, path), *others = owners.get(id(constant), [({"": constant}, "", "")])
+            self._slots.add(owner, name, constant, path)
+            self._tied += [(owner, name, *other[:2]) for other in others]
         proved: list[Any] = [given.example for given in flat.proved_from]
         for tensor in proved:
-            self._proved.add(*owners[id(tensor)][0], tensor)
+            owner, name, _ = owners[id(tensor)][0]
+            self._proved.add(owner, name, tensor)
         self._values = ProvedTensors(proved)
         self._kinds = [(t.shape, t.dtype, t.device, strides(t), class_of(t)) for t in constants]
         self._run = lock_of(model)
@@ -139,8 +140,9 @@ class LiveWeights:
         self._look_closely_at = 0.0
 
     def _check_kinds(self, tensors: Sequence[Any]) -> None:
-        names = self._slots.names
-        for tensor, name, (shape, dtype, device, steps, own) in zip(tensors, names, self._kinds, strict=True):
+        places = self._slots.known()
+        for tensor, place, (shape, dtype, device, steps, own) in zip(tensors, places, self._kinds, strict=True):
+            name = ".".join(filter(None, place[:2]))
             is_one = isinstance(tensor, Tensor)
             if not is_one or tensor.dtype != dtype or tensor.shape != shape or tensor.device != device:
                 found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}" if is_one else None

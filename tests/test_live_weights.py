@@ -64,7 +64,10 @@ def test_a_weight_of_another_class_is_told_by_an_engine_and_is_compiled_anew_for
     linear = model.model.layers[0].mlp.up_proj
     linear._parameters["weight"] = linear.weight.detach().as_subclass(Tripled)
     told = engine.submit([1, 5, 7], max_new_tokens=4).result().error
-    assert told is not None and "the class of 'weight' must stay Tensor, as compiled, got Tripled" in told
+    assert (
+        told is not None
+        and "the class of 'model.layers.0.mlp.up_proj.weight' must stay Tensor, as compiled, got Tripled" in told
+    )
     expected = model.generate(ids, **options)
     assert not torch.equal(expected, before)
     assert torch.equal(sc.generate(model, ids, engine_config=CONFIG, **options), expected)

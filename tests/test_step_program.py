@@ -57,7 +57,7 @@ def replace_a_module(model: nn.Module) -> None:
         (convert_a_norm, "must stay torch.float32"),
         (shorten_a_norm, r"must stay torch.float32 \[64\]"),
         (drop_a_weight, "must stay torch.float32"),
-        (turn_a_weight, "strides of 'weight' must stay"),
+        (turn_a_weight, r"strides of 'model\..*weight' must stay"),
         (replace_a_module, "must stay those it was compiled with"),
     ],
 )
