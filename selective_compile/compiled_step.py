@@ -16,7 +16,8 @@ from selective_compile.call_values import NotFollowed
 from selective_compile.compiling import give_back_free_pages
 from selective_compile.forks import lock_of_any_process
 from selective_compile.kernels import call_sequence_cpu, linear_cpu, ragged_attention_cpu
-from selective_compile.native_calls import native_calls
+from selective_compile.layered import Layered
+from selective_compile.native_calls import calls_through
 from selective_compile.options import Implementation
 from selective_compile.tensor_state import States
 
@@ -72,15 +73,29 @@ class CompiledStep:
         return result
 
     def _looked_at(self, examples: Sequence[Any], arguments: Sequence[Tensor], num_weights: int) -> Tensor:
-        with _LOOKING, _generated_code(arguments) as ran:
-            result = self._as_compiled(arguments)
+        codes: list[list[Callable[..., Any]]] = []
+
+        def looked_at(run: Callable[..., Any], given: Sequence[Any]) -> Any:
+            with _generated_code(given) as ran:
+                results = run(*given)
+            codes.append(ran)
+            return results
+
+        with _LOOKING:
+            (result,) = _through(self._run, lambda run, number, given: looked_at(run, given), arguments)
         self._examples = None
         try:
-            if len(ran) != 1:
-                raise NotFollowed(f"{len(ran)} compiled graphs of these arguments")
+            for ran in codes:
+                if len(ran) != 1:
+                    raise NotFollowed(f"{len(ran)} compiled graphs of these arguments")
             if not all(argument.is_contiguous() for argument in arguments[num_weights:]):
                 raise NotFollowed("an argument that is not contiguous")
-            calls = native_calls(ran[0], examples)
+            calls = calls_through(
+                lambda follow, known: _through(
+                    self._run, lambda run, number, given: follow(codes[number][0], given), known
+                ),
+                examples,
+            )
             self.sequence = CallSequence(calls, num_arguments=len(arguments), num_weights=num_weights)
         except UNKNOWN as error:
             logger.info("steps run as they were compiled: %s: %s", type(error).__name__, str(error))
@@ -110,6 +125,13 @@ def runs_native(implementation: Implementation, device: torch.device) -> bool:
 def native_kernels_run() -> bool:
     """Whether the kernels that a step may be made of can be built here."""
     return all(each.available() for each in NATIVE_KERNELS)
+
+
+def _through(run: Callable[..., Any], call: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    """``call`` in the place of each piece that it was compiled in, with their numbers and arguments."""
+    if isinstance(run, Layered):
+        return run.through(call, arguments)
+    return call(run, 0, arguments)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,10 +51,14 @@ class Layered:
         ]
 
     def __call__(self, *arguments: Any) -> Any:
+        return self.through(lambda run, number, given: run(*given), arguments)
+
+    def through(self, call: Callable[[Run, int, list[Any]], Any], arguments: Sequence[Any]) -> Any:
+        """``call`` is given each piece in turn, its number, and its inputs, and returns its outputs."""
         values = [*arguments, *(None for _ in range(self._num_values))]
         results: Any = ()
-        for run, given, left, done in self._calls:
-            results = run(*[values[place] for place in given])
+        for number, (run, given, left, done) in enumerate(self._calls):
+            results = call(run, number, [values[place] for place in given])
             for place in done:
                 values[place] = None  # its memory is for the next one to use
             for place, result in zip(left, results, strict=False):  # the last one leaves nothing to others

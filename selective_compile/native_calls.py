@@ -32,6 +32,7 @@ from selective_compile.kernels.call_sequence_cpu import MOST_ARGUMENTS
 
 THREADS = Size.symbol(0)
 Value = int | Size | Pointer
+Follow = Callable[[Callable[..., Any], Sequence[Any]], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,19 +60,25 @@ class NativeCalls:
 
 
 def native_calls(call: Callable[..., Any], examples: Sequence[Any]) -> NativeCalls:
-    """
+    """As `calls_through` one piece of code.
+
     Args:
         call: a function, or method, of a module that Inductor has made, of a list of arguments.
+    """
+    return calls_through(lambda follow, arguments: follow(call, arguments), examples)
+
+
+def calls_through(step: Callable[[Follow, Sequence[Any]], Any], examples: Sequence[Any]) -> NativeCalls:
+    """
+    Args:
+        step: has each piece of code in turn followed on what stands for its arguments; of what stands for its own.
         examples: tensors like its arguments; sizes that may be others are symbolic.
 
     Raises:
         NotFollowed: it does what is not followed here.
     """
     run = _Run(examples)
-    code = getattr(call, "__func__", call)
-    names = {name: run.replaced(name, value) for name, value in code.__globals__.items()}
-    function = FunctionType(code.__code__, names | {"__builtins__": {}})
-    found = function(None, run.arguments) if code is not call else function(run.arguments)
+    found = step(run.follow, run.arguments)
     if len(found) != 1 or not isinstance(found[0], Memory):
         raise NotFollowed(f"what is returned: {len(found)} values")
     (output,) = found
@@ -87,6 +94,12 @@ class _Run:
         self.sizes: list[tuple[int, int]] = []
         self._symbols: dict[str, Size] = {}
         self.arguments = [self._argument(place, example) for place, example in enumerate(examples)]
+
+    def follow(self, call: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+        code: Any = getattr(call, "__func__", call)
+        names = {name: self.replaced(name, value) for name, value in code.__globals__.items()}
+        function = FunctionType(code.__code__, names | {"__builtins__": {}})
+        return function(None, [*arguments]) if code is not call else function([*arguments])
 
     def _argument(self, place: int, example: Any) -> Memory:
         if not isinstance(example, torch.Tensor) or example.device.type != "cpu":

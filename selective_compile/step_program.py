@@ -172,8 +172,7 @@ class StepProgram:
             and may_be_followed(flat.module.graph)
             and native_kernels_run()
         )
-        # What follows native calls looks for them in the code of one graph.
-        run = compiled(flat, inductor=config.compile, inputs_are_checked=True, layers_once=not native)
+        run = compiled(flat, inductor=config.compile, inputs_are_checked=True, layers_once=True)
         self._run = CompiledStep(run, flat.example_inputs, native=native)
         if native:
             shapes = [(site.num_kv_heads, site.pool_rows, site.pool_dtype) for site in self.call_sites]

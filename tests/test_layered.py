@@ -10,7 +10,10 @@ import torch
 import selective_compile as sc
 from selective_compile import compiling
 from selective_compile.backend import compile_step_program
+from selective_compile.call_values import NotFollowed
+from selective_compile.compiled_step import native_kernels_run
 from selective_compile.layered import Layered
+from selective_compile.native_calls import _Run
 from tests.exactness import logits_in_chunks, step_program
 from tests.models import VOCABULARY, tiny
 
@@ -42,13 +45,25 @@ def test_three_graphs_give_the_logits_of_all_layers(family: str, changes: Any, m
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
-def test_native_calls_are_looked_for_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-    monkeypatch.setattr(
-        "selective_compile.step_program.compiled",
-        lambda flat, *, layers_once, **_: (asked.append(layers_once), flat.module.forward)[1],
-    )
-    model = tiny("llama", num_hidden_layers=1)
-    for implementation in ("cpu", "reference"):
-        compile_step_program(model, sc.EngineConfig(implementation=implementation))  # type: ignore[arg-type]
-    assert asked in ([False, True], [True, True])  # without a C++ compiler there are no native calls
+@pytest.mark.skipif(not native_kernels_run(), reason="there is no C++ compiler here")
+@pytest.mark.parametrize("followed", [True, False])
+def test_the_native_calls_of_all_pieces_are_one_list(followed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or none, where one of the pieces does what is not followed."""
+    model = tiny("llama", num_hidden_layers=8)
+    if not followed:
+        follow, seen = _Run.follow, [0]
+
+        def fails(run: Any, call: Any, arguments: Any) -> Any:
+            seen[0] += 1
+            if seen[0] == 3:
+                raise NotFollowed("the third piece")
+            return follow(run, call, arguments)
+
+        monkeypatch.setattr(_Run, "follow", fails)
+    program: Any = compile_step_program(model, sc.EngineConfig())
+    assert isinstance(program._run._run, Layered) and (program._run.sequence is not None) == followed
+    whole = step_program(model)
+    for chunk in (4, 1):
+        found, expected = (logits_in_chunks(each, PROMPTS, chunk) for each in (program, whole))
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
