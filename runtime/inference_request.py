@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,7 +52,8 @@ def with_all_beams(wanted: InferenceRequest) -> dict[str, Any]:
         ValueError: what fills up rows is no token id.
     """
     pad_id = wanted.pad_id
-    if isinstance(pad_id, bool) or not isinstance(pad_id, int) or not -(2**63) <= pad_id < 2**63:
+    is_one = hasattr(pad_id, "__index__") and not isinstance(pad_id, bool)  # as integers of numpy are
+    if not is_one or not -(2**63) <= operator.index(pad_id) < 2**63:
         raise ValueError(f"pad_id must be an integer of 64 bits, got {pad_id!r}")
     config, options = wanted.generation_config, dict(wanted.options)
     beams = options.get("num_beams", getattr(config, "num_beams", None))

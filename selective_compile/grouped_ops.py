@@ -104,7 +104,7 @@ def _check_choice(choice: Tensor, groups: int, cu_seqlens_q: Tensor | None) -> N
     require(groups > 0, f"groups must be at least 1, got {groups}")
     if cu_seqlens_q is not None:
         require(
-            cu_seqlens_q.dim() == 1 and cu_seqlens_q.dtype is torch.int32,
+            cu_seqlens_q.dim() == 1 and cu_seqlens_q.shape[0] > 0 and cu_seqlens_q.dtype is torch.int32,
             f"cu_seqlens_q must be [N + 1] of int32, got {list(cu_seqlens_q.shape)} of {cu_seqlens_q.dtype}",
         )
 

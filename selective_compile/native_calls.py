@@ -238,6 +238,8 @@ class _Run:
             raise NotFollowed("rows in the order of their groups, by the reference")
         order, places = (choice.contiguous().new_empty((choice.numel(),)) for _ in range(2))
         ends = choice.new_empty((groups,), torch.int32)
+        if cu_seqlens_q is not None:
+            cu_seqlens_q.contiguous()
         fields = group_rows_cpu.call_fields(choice, groups, cu_seqlens_q, order, places, ends)
         self._pack(group_rows_cpu.address_of("selective_group_rows"), fields, checked=True)
         return order, places, ends

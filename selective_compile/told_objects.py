@@ -132,8 +132,12 @@ def is_marked_constant(function: FunctionType) -> bool:
 
 
 def asks_for_torch_alone(function: FunctionType) -> bool:
-    """Whether it compares torch's version with what it is given, as transformers does in mixtures of experts."""
-    return function.__module__ == import_utils.__name__ and OF_TORCH >= set(function.__code__.co_names)
+    """Whether it compares torch's version with what it is given, as transformers does in mixtures of experts; that
+    version is told of the process."""
+    known = function.__module__ == import_utils.__name__ and not function.__closure__
+    if not known or not set(function.__code__.co_names) <= OF_TORCH:
+        return False
+    return import_utils.is_torch_available() and import_utils.get_torch_version() == torch.__version__
 
 
 def defaults_of(value: Any) -> str:

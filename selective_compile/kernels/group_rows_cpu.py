@@ -25,8 +25,8 @@ def group_rows(choice: Tensor, groups: int, cu_seqlens_q: Tensor | None = None) 
         ValueError: a group is negative.
         NativeBuildError: the kernel cannot be built here.
     """
-    # Kept under a name through the call: where a copy is made, nothing else holds it.
-    choice = choice.contiguous()
+    # Kept under names through the call: where a copy is made, nothing else holds it.
+    choice, cu_seqlens_q = choice.contiguous(), None if cu_seqlens_q is None else cu_seqlens_q.contiguous()
     order, places = (choice.new_empty((choice.numel(),)) for _ in range(2))
     ends = choice.new_empty((groups,), dtype=torch.int32)
     status = _functions["selective_group_rows"](_pack(*call_fields(choice, groups, cu_seqlens_q, order, places, ends)))

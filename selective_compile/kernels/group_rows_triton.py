@@ -80,7 +80,7 @@ def group_rows(choice: Tensor, groups: int, cu_seqlens_q: Tensor | None = None) 
     choice = choice.contiguous()
     order, places = (choice.new_empty((rows,)) for _ in range(2))
     ends = choice.new_empty((groups,), dtype=torch.int32)
-    bounds, requests = (ends, 0) if cu_seqlens_q is None else (cu_seqlens_q, len(cu_seqlens_q) - 1)
+    bounds, requests = (ends, 0) if cu_seqlens_q is None else (cu_seqlens_q.contiguous(), len(cu_seqlens_q) - 1)
     on_device(_group_rows_kernel, choice)[(triton.cdiv(rows + groups, BLOCK_ASKED),)](
         *(order, places, ends, choice, bounds, tokens, requests, groups),
         *(each, cu_seqlens_q is not None, BLOCK_ASKED, BLOCK_ROWS),

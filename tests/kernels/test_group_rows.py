@@ -77,6 +77,8 @@ def test_the_operators(implementation: Any) -> None:
     with ops.forced_implementation(implementation), torch.no_grad():
         order, places, ends = group_rows(choice, 5)
         assert_same((order, places, ends), choice, 5, None)
+        bounds = torch.tensor([0, 9, 4, 1, 11], dtype=torch.int32)[::2]
+        assert_same(group_rows(choice, 5, bounds), choice, 5, bounds)
         for x in (torch.randn(60, 7), torch.randn(7, 60).bfloat16().t(), torch.randn(60, 0)):
             assert torch.equal(take_rows(x, order[::2]), x[order[::2]])
 
@@ -89,6 +91,8 @@ def test_what_is_refused() -> None:
         group_rows(choice, 0)
     with pytest.raises(ValueError, match=r"cu_seqlens_q must be \[N \+ 1\] of int32"):
         group_rows(choice, 2, torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match=r"cu_seqlens_q must be \[N \+ 1\] of int32, got \[0\]"):
+        group_rows(choice, 2, torch.empty(0, dtype=torch.int32))
     with pytest.raises(ValueError, match="groups must not be negative"):
         group_rows(choice - 1, 2)
     with pytest.raises(ValueError, match="x and index must be"):
