@@ -142,18 +142,27 @@ class LiveWeights:
     def _check_kinds(self, tensors: Sequence[Any]) -> None:
         places = self._slots.known()
         for tensor, place, (shape, dtype, device, steps, own) in zip(tensors, places, self._kinds, strict=True):
-            name = ".".join(filter(None, place[:2]))
             is_one = isinstance(tensor, Tensor)
             if not is_one or tensor.dtype != dtype or tensor.shape != shape or tensor.device != device:
                 found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}" if is_one else None
                 raise ValueError(
-                    f"the model's {name or 'tensors'!r} must stay {dtype} {list(shape)} on {device}, "
+                    f"the model's {named_at(place) or 'tensors'!r} must stay {dtype} {list(shape)} on {device}, "
                     f"as compiled, got {found}"
                 )
             if strides(tensor) != steps:  # which the graph does not look at
-                raise ValueError(f"strides of {name!r} must stay {steps}, as compiled, got {strides(tensor)}")
+                raise ValueError(
+                    f"strides of {named_at(place)!r} must stay {steps}, as compiled, got {strides(tensor)}"
+                )
             if (kind := class_of(tensor)) != own:
-                raise ValueError(f"the class of {name!r} must stay {named(own)}, as compiled, got {named(kind)}")
+                raise ValueError(
+                    f"the class of {named_at(place)!r} must stay {named(own)}, as compiled, got {named(kind)}"
+                )
+
+
+def named_at(place: tuple[str, str, Any]) -> str:
+    """The whole name of what is at a path by a name."""
+    path, name, _ = place
+    return ".".join(filter(None, (path, name)))
 
 
 def named(kind: Any) -> str:

@@ -222,10 +222,9 @@ class _Run:
         for each in (x, ends, scales):
             if each is not None:
                 each.contiguous()
-        groups, columns, depth = weight.shape
-        turned = weight.view((groups, depth, columns), [weight.strides[i] for i in (0, 2, 1)], 0)
-        if not weight.is_contiguous():
-            turned.contiguous()
+        if not weight.is_contiguous():  # by columns, then
+            shape, strides = ([sizes[i] for i in (0, 2, 1)] for sizes in (weight.shape, weight.strides))
+            weight.view(shape, strides, 0).contiguous()
         output = x.new_empty((x.shape[0], weight.shape[1]))
         fields = linear_cpu.grouped_fields(x, weight, scales, ends, output, batch_invariant, THREADS)
         self._pack(linear_cpu.address_of("selective_grouped_linear"), fields, checked=True)

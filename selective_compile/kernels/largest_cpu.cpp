@@ -8,6 +8,7 @@
 #include <cstring>
 #include <limits>
 
+#include "scores_cpu.h"
 #include "threads_cpu.h"
 
 namespace {
@@ -38,15 +39,6 @@ inline Vector load(const uint16_t* from) {
   std::memcpy(&halves, from, sizeof halves);
   const Bits bits = __builtin_convertvector(halves, Bits) << 16;
   Vector found;
-  std::memcpy(&found, &bits, sizeof found);
-  return found;
-}
-
-inline float value(float score) { return score; }
-
-inline float value(uint16_t score) {
-  const uint32_t bits = uint32_t(score) << 16;
-  float found;
   std::memcpy(&found, &bits, sizeof found);
   return found;
 }

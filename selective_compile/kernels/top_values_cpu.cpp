@@ -5,10 +5,10 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <utility>
 #include <vector>
 
+#include "scores_cpu.h"
 #include "threads_cpu.h"
 
 namespace {
@@ -24,16 +24,6 @@ struct Call {
 
 using Entry = std::pair<float, int64_t>;
 
-inline float number(float value) { return value; }
-
-// A bfloat16 is the upper half of a float32.
-inline float number(uint16_t value) {
-  const uint32_t bits = uint32_t(value) << 16;
-  float found;
-  std::memcpy(&found, &bits, sizeof found);
-  return found;
-}
-
 // A NaN is larger than all.
 bool larger(const Entry& one, const Entry& other) {
   const bool none = one.first != one.first, others_none = other.first != other.first;
@@ -44,7 +34,7 @@ template <typename T>
 void row_of(const Call& p, int64_t row, std::vector<Entry>& entries) {
   const T* x = static_cast<const T*>(p.x) + row * p.n;
   entries.resize(p.n);
-  for (int64_t i = 0; i < p.n; ++i) entries[i] = {number(x[i]), i};
+  for (int64_t i = 0; i < p.n; ++i) entries[i] = {value(x[i]), i};
   const auto begin = entries.begin(), end = entries.end();
   if (p.k * 64 <= p.n) {
     std::partial_sort(begin, begin + p.k, end, larger);
