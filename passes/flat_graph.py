@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -13,6 +13,17 @@ from selective_compile.passes.axes import Axes, Sizes
 from selective_compile.passes.normalise import Symbols
 from selective_compile.passes.traced_graph import AttentionCall, Input, KeySelection, RecurrentCall
 from selective_compile.step import Reach
+
+
+class Quantised(NamedTuple):
+    """A weight for which int8 numbers ``[N, K]`` or ``[E, N, K]`` stand.
+
+    place: among a graph's weights.
+    by_columns: it is itself ``[K, N]``, or ``[E, K, N]``.
+    """
+
+    place: int
+    by_columns: bool = False
 
 
 @dataclass(kw_only=True)
@@ -38,7 +49,7 @@ class FlatGraph:
     sizes: Sizes  # the symbols that the outputs' sizes are in
     outputs: tuple[Axes | int | sympy.Expr, ...]  # what each output is in the [B, S] graph
     proved_from: tuple[Input, ...] = ()  # buffers that a proof read; most leave the graph with the masks they made
-    quantised: tuple[int, ...] = ()  # of ``weights``: behind all placeholders, int8 numbers and scales for each
+    quantised: tuple[Quantised, ...] = ()  # of ``weights``: behind all placeholders, int8 numbers and scales for each
     joined: tuple[tuple[int, ...], ...] = ()  # of ``weights``: behind those, a tensor over each group
 
     @property

@@ -1,7 +1,7 @@
 """Pass 10: linear layers on the CPU go to the kernel that reads a weight where it lies.
 
-Before::  aten.linear(x, weight, bias)
-After::   selective.linear(x, weight, bias)
+Before::  aten.linear(x, weight, bias); aten.addmm(bias, x, weight)
+After::   selective.linear(x, weight, bias); selective.linear(x, aten.t(weight), bias)
 
 ATen's own path reads weights at 1-2 GB/s for 8-32 rows, and a prepacked copy would double the memory and miss updates.
 Declines on other devices and for weights that are computed in the graph, but for a cast, as of a router that is
@@ -41,6 +41,7 @@ from selective_compile.passes.lower_grouped import (
 )
 
 aten, ops = torch.ops.aten, torch.ops.selective
+SCALES = ("beta", "alpha")  # of a sum with a product
 
 
 def lower(flat: FlatGraph, *, batch_invariant: bool = False) -> int:
@@ -56,9 +57,12 @@ def lower(flat: FlatGraph, *, batch_invariant: bool = False) -> int:
         elif before is aten.linear.default and (weight := weight_of(node, weights)) is not None:
             if is_traceable_wrapper_subclass(weight):
                 node.target = F.linear  # only this way is the weight's class asked: ATen's falls apart before
-            elif flat.device.type == "cpu" or (batch_invariant and has_kernel(weight)):
+            elif takes_layers(flat.device, weight, batch_invariant=batch_invariant):
                 node.target = ops.linear.default
                 node.args = (*node.args, None)[:3]
+        elif before is aten.addmm.default and (weight := weight_by_columns(node, weights)) is not None:
+            if takes_layers(flat.device, weight, batch_invariant=batch_invariant):
+                become_layer(node)
         elif is_grouped(node) and kernel_takes(node, flat.device, weights, batch_invariant=batch_invariant):
             lower_grouped(node)
         elif flat.device.type == "cpu" and puts_back(node):
@@ -83,6 +87,29 @@ def weight_of(node: fx.Node, weights: Mapping[Any, Any]) -> Any:
     if given.target not in CASTS or is_traceable_wrapper_subclass(weights.get(given.args[0])):
         return None
     return given.meta["val"] if given.args[0] in weights else None
+
+
+def weight_by_columns(node: fx.Node, weights: Mapping[Any, Any]) -> Any:
+    """The plain weight [K, N] of a sum ``bias [N] + x [T, K] @ weight``, as GPT-2 has layers; None of other sums."""
+    bias, _, given = node.args
+    weight = weights.get(given)
+    if weight is None or is_traceable_wrapper_subclass(weight) or any(node.kwargs.get(name, 1) != 1 for name in SCALES):
+        return None
+    value = bias.meta["val"]  # type: ignore[union-attr]
+    return weight if value.dim() == 1 and value.shape[0] == weight.shape[1] else None
+
+
+def become_layer(node: fx.Node) -> None:
+    bias, x, given = node.args
+    assert isinstance(given, fx.Node)
+    with node.graph.inserting_before(node):
+        weight = node.graph.call_function(aten.t.default, (given,))
+    weight.meta["val"] = given.meta["val"].t()
+    node.target, node.args, node.kwargs = ops.linear.default, (x, weight, bias), {}
+
+
+def takes_layers(device: torch.device, weight: Any, *, batch_invariant: bool) -> bool:
+    return device.type == "cpu" or (batch_invariant and has_kernel(weight))
 
 
 def widen_per_head(node: fx.Node) -> bool:

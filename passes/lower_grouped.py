@@ -31,7 +31,7 @@ from selective_compile.passes.rules_order import GROUPED_PRODUCTS
 
 aten = torch.ops.aten
 CASTS = (aten.to.dtype, aten._to_copy.default)
-TRANSPOSITIONS = (aten.transpose.int, aten.permute.default, aten.mT.default, aten.swapaxes.default)
+TRANSPOSITIONS = (aten.t.default, aten.transpose.int, aten.permute.default, aten.mT.default, aten.swapaxes.default)
 
 
 def is_grouped(node: fx.Node) -> bool:

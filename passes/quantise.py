@@ -4,7 +4,8 @@ Before::  selective.linears(x, [wq, wk], [bq, bk])
 After::   selective.linears_int8(x, [wq_int8, wk_int8], [wq_scales, wk_scales], [bq, bk])
 
 The numbers and scales are inputs behind all others; `FlatGraph.quantised` says of which weights.  A tied weight is
-quantised for the head, and stays what it is for the embedding; experts ``[E, N, K]`` have a scale for each row.
+quantised for the head, and stays what it is for the embedding; experts ``[E, N, K]`` have a scale for each row, and so
+has what lies by columns, ``[K, N]`` or ``[E, K, N]``, for each of its columns: the numbers are ``[N, K]`` all the same.
 Declines on other devices, and for what is no linear layer on a weight; modules that run by themselves are called with
 the model's own weights.
 """
@@ -12,6 +13,7 @@ the model's own weights.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +21,8 @@ from torch import fx
 
 from selective_compile.grouped_ops import grouped_linear
 from selective_compile.int8_ops import DTYPES, linears_int8
-from selective_compile.passes.flat_graph import FlatGraph
+from selective_compile.passes.flat_graph import FlatGraph, Quantised
+from selective_compile.passes.lower_grouped import TRANSPOSITIONS, alike
 
 ops = torch.ops.selective
 LAYERS = (ops.linear.default, ops.linears.default, grouped_linear)
@@ -32,22 +35,31 @@ def quantise(flat: FlatGraph) -> int:
     graph = flat.module.graph
     weights = dict(zip(graph.nodes, range(len(flat.weights)), strict=False))
     layers = [node for node in graph.nodes if node.target in LAYERS]
-    layers = [node for node in layers if all(is_quantisable(weight, weights) for weight in weights_of(node))]
-    wanted = list(dict.fromkeys(weight for node in layers for weight in weights_of(node)))
-    inputs = {weight: add_inputs(flat, weight) for weight in wanted}
+    layers = [node for node in layers if all(source(weight, weights) is not None for weight in weights_of(node))]
+    wanted = {weight: source(weight, weights) for node in layers for weight in weights_of(node)}
+    added: dict[Any, tuple[fx.Node, fx.Node]] = {}
+    for weight, quantised in wanted.items():
+        if quantised not in added:
+            added[quantised] = add_inputs(flat, weight)
     for node in layers:
-        replace(graph, node, inputs)
-    flat.quantised = tuple(weights[weight] for weight in wanted)
+        replace(graph, node, {weight: added[quantised] for weight, quantised in wanted.items()})
+    flat.quantised = tuple(added)
     graph.lint()
     flat.module.recompile()
-    return len(wanted)
+    return len(added)
 
 
-def is_quantisable(weight: fx.Node, weights: dict[fx.Node, int]) -> bool:
-    if weight not in weights:
-        return False
+def source(weight: fx.Node, weights: Mapping[fx.Node, int]) -> Quantised | None:
+    """Which of the ``weights`` it is, or is the transposition of; None if no numbers can stand for it."""
     value = weight.meta["val"]
-    return value.dtype in DTYPES and value.dim() in (2, 3) and value.shape[-1] > 0
+    if value.dtype not in DTYPES or value.dim() not in (2, 3) or not value.shape[-1]:
+        return None
+    if weight in weights:
+        return Quantised(weights[weight])
+    given = weight.args[0] if weight.target in TRANSPOSITIONS else None
+    if given not in weights or not alike(value, given.meta["val"].transpose(-2, -1)):  # type: ignore[union-attr]
+        return None
+    return Quantised(weights[given], by_columns=True)  # type: ignore[index]
 
 
 def weights_of(node: fx.Node) -> list[Any]:

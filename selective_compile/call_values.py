@@ -119,6 +119,12 @@ class Memory:
     def new_empty(self, shape: Sequence[int | Size], dtype: torch.dtype | None = None) -> Memory:
         return Memory.empty(shape, contiguous_strides(shape), dtype or self.dtype)
 
+    def transpose(self, one: int, other: int) -> Memory:
+        places = list(range(len(self.shape)))
+        places[one], places[other] = places[other], places[one]
+        shape, strides = ([sizes[place] for place in places] for sizes in (self.shape, self.strides))
+        return self.view(shape, strides, 0)
+
     def data_ptr(self) -> Pointer:
         return Pointer(self.storage, self.offset * self.dtype.itemsize)
 

@@ -32,26 +32,25 @@ def as_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     Symmetric by row: the largest magnitude becomes 127, the others are rounded to the nearest, of two the even one.
     A row in which a number is not finite has a scale that is not, so that its products are not either.
     """
-    shape, weight = weight.shape, weight.detach().flatten(0, -2)
+    weight = weight.detach()
     numbers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
-    for rows in _row_blocks(weight):
-        scale = weight[rows].abs().amax(dim=1).float() / 127
+    scales = torch.empty(weight.shape[:-1], dtype=torch.float32, device=weight.device)
+    for rows, scales_of, numbers_of in _row_blocks(weight, scales, numbers):
+        scale = rows.abs().amax(dim=-1).float() / 127
         scale[scale == 0] = 1  # also where 127 times the least float32 is more than the largest number
-        scales[rows] = scale
+        scales_of.copy_(scale)
         # The least of float32 are so coarse that rounding one can make it a third less.
-        numbers[rows] = (weight[rows].float() / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8)
-    return numbers.view(shape), scales.view(shape[:-1])
+        numbers_of.copy_((rows.float() / scale[..., None]).round_().clamp_(-127, 127))
+    return numbers, scales
 
 
 def relative_error(weight: Tensor, numbers: Tensor, scales: Tensor) -> float:
     """The root mean square of what rounding to ``as_int8(weight)`` changed, over that of the weight."""
-    weight, numbers, scales = weight.flatten(0, -2), numbers.flatten(0, -2), scales.flatten()
     changed = total = 0.0
-    for rows in _row_blocks(weight):
-        wide = weight[rows].detach().float()
+    for rows, scales_of, numbers_of in _row_blocks(weight.detach(), scales, numbers):
+        wide = rows.float()
         total = math.hypot(total, _norm(wide))
-        changed = math.hypot(changed, _norm(numbers[rows] * scales[rows, None] - wide))
+        changed = math.hypot(changed, _norm(numbers_of * scales_of[..., None] - wide))
     return changed / total if total else 0.0
 
 
@@ -59,10 +58,15 @@ def _norm(wide: Tensor) -> float:
     return float(torch.linalg.vector_norm(wide, dtype=torch.float64))
 
 
-def _row_blocks(weight: Tensor) -> Iterator[slice]:
+def _row_blocks(weight: Tensor, scales: Tensor, numbers: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Of `BLOCK` numbers each: float32 copies of a whole weight would take four times what the result takes."""
-    step = max(1, BLOCK // weight.shape[1])
-    return (slice(first, first + step) for first in range(0, len(weight), step))
+    if weight.dim() > 2 and not weight.is_contiguous():  # where rows cannot be counted through without a copy
+        for each in zip(weight, scales, numbers, strict=True):
+            yield from _row_blocks(*each)
+        return
+    step = max(1, BLOCK // weight.shape[-1])
+    blocks = (each.split(step) for each in (weight.flatten(0, -2), scales.flatten(), numbers.flatten(0, -2)))
+    yield from zip(*blocks, strict=True)
 
 
 def _run(x: Tensor, weights: list[Tensor], scales: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:

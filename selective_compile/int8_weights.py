@@ -12,6 +12,7 @@ from torch import Tensor
 
 from selective_compile.forks import lock_of_any_process
 from selective_compile.int8_ops import as_int8, relative_error
+from selective_compile.passes.flat_graph import Quantised
 from selective_compile.tensor_state import States, states
 
 logger = logging.getLogger(__name__)
@@ -33,13 +34,13 @@ class Made:
 
 
 class Int8Weights:
-    """Numbers ``[N, K]`` and scales ``[N]`` of some of a graph's weights, in memory of their own.
+    """Numbers ``[N, K]`` and scales ``[N]`` of some of a graph's weights, however these lie, in memory of their own.
 
     Engines in several threads may share them: whoever finds others than his makes them, while the rest wait.
     """
 
-    def __init__(self, places: Sequence[int]) -> None:
-        self._places = tuple(places)
+    def __init__(self, wanted: Sequence[Quantised]) -> None:
+        self._wanted = tuple(wanted)
         self._lock = lock_of_any_process()  # for one maker at a time
         self._made: Made | None = None
 
@@ -55,7 +56,7 @@ class Int8Weights:
         return () if made is None else made.errors
 
     def of(self, tensors: Sequence[Any], seen: States) -> tuple[Tensor, ...]:
-        """Numbers and scales in turn, for each of the ``tensors`` that are in ``places``.
+        """Numbers and scales in turn, for each of the ``tensors`` that are wanted.
 
         Args:
             seen: the states of all ``tensors``; the same object as before where nothing has changed.
@@ -63,7 +64,7 @@ class Int8Weights:
         made = self._made  # looked at once: another thread may put others in its place
         if made is None or made.seen is not seen:
             made = None  # which would keep the old numbers while the new ones are made
-            made = self._made_of(tuple(tensors[place] for place in self._places), seen)
+            made = self._made_of(tuple(tensors[each.place] for each in self._wanted), seen)
         return made.operands
 
     def drop(self) -> None:
@@ -76,16 +77,18 @@ class Int8Weights:
             found = states(weights, None if self._made is None else self._made.states)
             if self._made is None or self._made.states is not found:
                 self._made = None  # the old numbers go before the new ones are made
-                self._made = quantised(weights, found, seen)
+                by_columns = [each.by_columns for each in self._wanted]
+                self._made = quantised(weights, by_columns, found, seen)
             self._made = replace(self._made, seen=seen)
             return self._made
 
 
 @torch.no_grad()
-def quantised(weights: tuple[Tensor, ...], found: States, seen: States) -> Made:
-    pairs = [as_int8(weight) for weight in weights]
+def quantised(weights: tuple[Tensor, ...], by_columns: Sequence[bool], found: States, seen: States) -> Made:
+    by_rows = [weight.mT if turned else weight for weight, turned in zip(weights, by_columns, strict=True)]
+    pairs = [as_int8(weight) for weight in by_rows]
     operands = tuple(tensor for pair in pairs for tensor in pair)
-    errors = tuple(relative_error(weight, *pair) for weight, pair in zip(weights, pairs, strict=True))
+    errors = tuple(relative_error(weight, *pair) for weight, pair in zip(by_rows, pairs, strict=True))
     if errors:
         logger.info(
             "%d weights are int8 in %.0f MB beside %.0f MB of their own; relative error of a weight %.2f %% on "

@@ -174,7 +174,8 @@ class _Run:
     ) -> list[Memory]:
         if x.dtype not in linear_cpu.DTYPES or not x.shape[-1]:
             raise NotFollowed(f"linear layers of {x.dtype}, {x.shape[-1]} deep")
-        for each in (x, *weights, *scales, *biases):
+        by_columns = all(scale is None for scale in scales) and all(map(linear_cpu.lies_by_columns, weights))
+        for each in (x, *(() if by_columns else weights), *scales, *biases):
             if each is not None:
                 each.contiguous()
         outputs = [x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
@@ -222,9 +223,8 @@ class _Run:
         for each in (x, ends, scales):
             if each is not None:
                 each.contiguous()
-        if not weight.is_contiguous():  # by columns, then
-            shape, strides = ([sizes[i] for i in (0, 2, 1)] for sizes in (weight.shape, weight.strides))
-            weight.view(shape, strides, 0).contiguous()
+        if not linear_cpu.lies_by_columns(weight):
+            weight.contiguous()
         output = x.new_empty((x.shape[0], weight.shape[1]))
         fields = linear_cpu.grouped_fields(x, weight, scales, ends, output, batch_invariant, THREADS)
         self._pack(linear_cpu.address_of("selective_grouped_linear"), fields, checked=True)

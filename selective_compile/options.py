@@ -96,8 +96,8 @@ class EngineConfig(_NamedOptions):
         weights: "model": as the model has them. "int8", on a CPU: linear layers read int8 numbers with a scale for each
             row, kept beside the model's weights and made anew when these change, a fourth or half of the bytes that a
             step reads. Tokens are then not those of `generate`; the log says how far the weights are off. What is no
-            linear layer, as embeddings, stays as it is, and so do experts in one tensor that lie by columns and linear
-            layers of modules that run by themselves: a warning names what does. Refused for a model that runs whole.
+            linear layer, as embeddings, stays as it is, and so do linear layers of modules that run by themselves: a
+            warning names what does. Refused for a model that runs whole.
         join_weights: on a GPU, linear layers that read the same rows, as query, key and value, are one product. Their
             weights are moved for it, when the engine is made, to lie one behind the other; parameters stay the objects
             that they are, with their names, values, shapes and strides, and nothing is held twice. A weight whose

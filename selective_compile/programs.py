@@ -197,7 +197,7 @@ def rounded(model: nn.Module, program: StepProgram) -> str:
     """What to say of a model whose linear layers are rounded, and of what is not: nothing else tells it."""
     flat = program.rewritten.flat
     assert flat is not None
-    int8 = {id(flat.weights[place].example) for place in flat.quantised}
+    int8 = {id(flat.weights[each.place].example) for each in flat.quantised}
     left = {name: p for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in int8}
     layers = [
         path

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
+from transformers.pytorch_utils import Conv1D
 
 import selective_compile as sc
 from selective_compile import int8_weights
@@ -22,7 +24,7 @@ from selective_compile.int8_weights import Int8Weights
 from selective_compile.isolated_program import IsolatedProgram
 from selective_compile.module_program import ModuleProgram
 from selective_compile.options import EngineConfig
-from selective_compile.passes.flat_graph import FlatGraph
+from selective_compile.passes.flat_graph import FlatGraph, Quantised
 from selective_compile.passes.quantise import quantise
 from selective_compile.runtime.engine import Engine
 from selective_compile.sequential_program import SequentialProgram
@@ -90,6 +92,28 @@ def test_experts_are_rounded_row_by_row(caplog: pytest.LogCaptureFixture) -> Non
     assert tokens_of(engine) != before
 
 
+@pytest.mark.parametrize(("model_type", "layers"), [("gpt2", Conv1D), ("gpt_oss", GptOssExperts)])
+def test_what_lies_by_columns_is_rounded_column_by_column(model_type: str, layers: type[nn.Module]) -> None:
+    model = random_model(model_type)
+    engine = Engine(model, CONFIG)
+    expected, seen = rounded(model), 0
+    of_layers = (layer for layer in expected.modules() if isinstance(layer, layers))
+    for weight in [p for layer in of_layers for name, p in layer.named_parameters() if "bias" not in name]:
+        numbers, scales = as_int8(weight.mT)
+        with torch.no_grad():
+            weight.copy_((numbers * scales[..., None]).mT)
+        seen += 1
+    for router in [layer for layer in expected.modules() if isinstance(layer, GptOssTopKRouter)]:
+        numbers, scales = as_int8(router.weight)
+        router.weight = nn.Parameter(numbers * scales[:, None])
+    before = tokens_of(engine)
+    assert before == tokens_of(Engine(expected, EngineConfig(compile=False, max_kv_tokens=1024))) and seen >= 4
+    with torch.no_grad():
+        weight = next(p for name, p in model.named_parameters() if name.endswith(("c_proj.weight", "down_proj")))
+        weight.mul_(-3)
+    assert tokens_of(engine) != before
+
+
 def test_a_changed_weight_is_seen() -> None:
     model = random_model("llama")
     engine = Engine(model, CONFIG)
@@ -133,7 +157,7 @@ def test_a_program_serves_only_engines_with_the_weights_that_it_was_compiled_for
 
 
 def some_weights(count: int = 3) -> tuple[list[Tensor], Int8Weights]:
-    return [torch.randn(4, 5) for _ in range(count)], Int8Weights(range(count))
+    return [torch.randn(4, 5) for _ in range(count)], Int8Weights([Quantised(place) for place in range(count)])
 
 
 def test_nobody_gets_numbers_that_are_half_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +345,7 @@ def test_what_modules_that_run_by_themselves_have_is_not_rounded_and_that_is_sai
 def test_weights_that_are_no_linear_layers_are_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "selective_compile"):
         compile_step_program(random_model("gpt2"), CONFIG)
-    assert "1 weights of GPT2LMHeadModel are int8" in caplog.text and "h.0.attn.c_attn.weight" in caplog.text
+    assert "9 weights of GPT2LMHeadModel are int8" in caplog.text and "transformer.wpe.weight" in caplog.text
 
 
 def test_a_weight_that_lies_by_columns() -> None:

@@ -63,11 +63,11 @@ return (last, )"""
     first, second = found.calls
     assert found.sizes == ((0, 0),) and found.output.shape == (T, 8)
     assert first.packed and first.function == second.function == linear_cpu.address_of("selective_linear")
-    x, rows, depth, _, _, threads, _, parts, *_ = first.arguments
+    x, rows, depth, _, _, _, threads, _, parts, *_ = first.arguments
     assert (rows, depth, threads, parts) == (T, 8, THREADS, 2)
     assert isinstance(x, Pointer) and x.storage.argument == 0
-    assert second.arguments[0] == first.arguments[8 + 5 + 2], "reads what the first call wrote for its second weight"
-    assert second.arguments[8 + 2] == found.output.data_ptr()
+    assert second.arguments[0] == first.arguments[9 + 5 + 2], "reads what the first call wrote for its second weight"
+    assert second.arguments[9 + 2] == found.output.data_ptr()
 
 
 def test_a_sequence_runs_at_any_size() -> None:

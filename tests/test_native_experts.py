@@ -107,8 +107,9 @@ def test_a_request_alone_reads_the_experts_of_its_own_token(monkeypatch: pytest.
     assert request.tokens == model.generate(torch.tensor([[3, 1, 4, 1, 5]]), max_new_tokens=9)[0, 5:].tolist()
 
 
-def test_experts_by_columns_with_biases_beside_sinks_are_followed() -> None:
-    model: Any = random_model("gpt_oss").bfloat16()
+@pytest.mark.parametrize("model_type", ["gpt_oss", "gpt2"])
+def test_experts_by_columns_with_biases_beside_sinks_and_layers_by_columns_are_followed(model_type: str) -> None:
+    model: Any = random_model(model_type).bfloat16()
     program = compile_step_program(model, sc.EngineConfig(max_kv_tokens=256))
     assert program._run.sequence is not None
     request = sc.Engine(model, program.config, program=program).submit([3, 1, 4, 1, 5], max_new_tokens=6)

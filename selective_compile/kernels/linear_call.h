@@ -19,7 +19,7 @@ constexpr int64_t SHARES = 4;           // that many or more for each thread, wh
 
 // What Python packs, 8 bytes a field: a call, and behind it its parts.
 struct Part {
-    const char* weight;   // [n, k]
+    const char* weight;   // [n, k], or [k, n] where they lie by columns
     const char* bias;     // [n] or null
     char* y;              // [m, n]
     int64_t n;            // at least 1
@@ -31,6 +31,7 @@ struct Call {
     int64_t m, k;   // at least 1
     int64_t is_bfloat16;
     int64_t matrix_unit;  // whether one may be used, where there is one
+    int64_t by_columns;   // how all weights lie, which are not int8 then
     int64_t threads;
     void (*parallel)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel, or null: one thread
     int64_t count;                                                 // of parts

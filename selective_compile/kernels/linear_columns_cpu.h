@@ -220,13 +220,16 @@ class FewByColumns {
                 add_of(rows)(p, part, row, begin, end, first, count, coming, sums + row * stride, stride);
             }
         }
-        for (int64_t row = 0; row < p.m; ++row)
-            for (int64_t at = 0; at < end - begin; at += W) {
+        for (int64_t at = 0; at < end - begin; at += W) {
+            const int64_t columns = std::min<int64_t>(W, end - begin - at);
+            Floats bias{};
+            for (int64_t i = 0; part.bias && i < columns; ++i) bias[i] = T::widen(part.bias + (begin + at + i) * T::size);
+            for (int64_t row = 0; row < p.m; ++row) {
                 char narrow[W * 4];
-                T::store(narrow, (Floats)load((const char*)(sums + row * stride + at)));
-                char* to = part.y + (row * part.n + begin + at) * T::size;
-                std::memcpy(to, narrow, std::min<int64_t>(W, end - begin - at) * T::size);
+                T::store(narrow, (Floats)load((const char*)(sums + row * stride + at)) + bias);
+                std::memcpy(part.y + (row * part.n + begin + at) * T::size, narrow, columns * T::size);
             }
+        }
     }
 
 public:

@@ -1,5 +1,5 @@
-// y = x @ weight.T + bias on a CPU for one weight or several, each read where it lies: [N, K] row-major, no packed copy
-// kept; those of groups also [K, N].
+// y = x @ weight.T + bias on a CPU for one weight or several, each read where it lies, [N, K] or [K, N] row-major: no
+// packed copy is kept.
 //
 // Three kernels, all accumulating in float32:
 //
@@ -86,14 +86,14 @@ void linear(const Calls& calls, bool one_order) {
 }
 
 template <class T>
-void linear(const Calls& calls, bool one_order, bool by_columns) {
-    if (by_columns) return linear<T, ByColumns<T>>(calls, one_order);
+void linear_of(const Calls& calls, bool one_order) {
+    if (calls[0]->by_columns) return linear<T, ByColumns<T>>(calls, one_order);
     calls[0]->begin()->scales ? linear<T, Int8<T>>(calls, one_order) : linear<T, Same<T>>(calls, one_order);
 }
 
 // With `one_order`, calls with few rows sum as those with more do.
-void linear(const Calls& calls, bool one_order, bool by_columns) {
-    calls[0]->is_bfloat16 ? linear<BFloat16>(calls, one_order, by_columns) : linear<Float32>(calls, one_order, by_columns);
+void linear(const Calls& calls, bool one_order) {
+    calls[0]->is_bfloat16 ? linear_of<BFloat16>(calls, one_order) : linear_of<Float32>(calls, one_order);
 }
 
 constexpr int64_t BAD_ENDS = 6;  // as statuses.py has it
@@ -105,7 +105,7 @@ struct OfGroup {
 
     OfGroup(const GroupedCall& p, int64_t group, int64_t begin, int64_t end) {
         const int64_t size = p.is_bfloat16 ? 2 : 4, weight_size = p.scales ? 1 : size;
-        call = {p.x + begin * p.k * size, end - begin, p.k, p.is_bfloat16, p.matrix_unit, p.threads, p.parallel, 1};
+        call = {p.x + begin * p.k * size, end - begin, p.k, p.is_bfloat16, p.matrix_unit, p.by_columns, p.threads, p.parallel, 1};
         const char* weight = p.weights + group * p.n * p.k * weight_size;
         part = {weight, nullptr, p.y + begin * p.n * size, p.n, p.scales ? p.scales + group * p.n : nullptr};
     }
@@ -114,8 +114,9 @@ static_assert(sizeof(OfGroup) == sizeof(Call) + sizeof(Part));
 
 }  // namespace
 
-// x, weights, biases and ys are contiguous and of one dtype; or all weights are int8, with scales.
-extern "C" void selective_linear(const Call* call) { linear({call}, false, false); }
+// x, weights, biases and ys are contiguous and of one dtype, all weights by rows or all by columns; or all weights are int8,
+// with scales.
+extern "C" void selective_linear(const Call* call) { linear({call}, false); }
 
 // x, weights and y likewise; rows behind the last group become 0. Returns BAD_ENDS if the ends are not in order or not
 // among the rows, and has written nothing then.
@@ -133,7 +134,7 @@ extern "C" int64_t selective_grouped_linear(const GroupedCall* p) {
     for (const OfGroup& group : groups) calls.push_back(&group.call);
     const int64_t row = p->n * (p->is_bfloat16 ? 2 : 4);
     const bool sums = !calls.empty() && p->n && p->k;
-    if (sums) linear(calls, p->batch_invariant, p->by_columns);
+    if (sums) linear(calls, p->batch_invariant);
     const int64_t summed = sums ? end : 0;
     if (p->rows > summed && row) std::memset(p->y + summed * row, 0, (p->rows - summed) * row);
     return 0;

@@ -1,8 +1,8 @@
 """Linear layers on CPUs: the launcher of the C++ kernel beside this file, built when first used.
 
-The kernel reads the weight where it lies, [N, K] as `torch.nn.Linear` has it, and keeps nothing between
-calls: a packed copy would take as much memory again, and would go stale unnoticed when a weight is changed
-through `.data`.
+The kernel reads the weight where it lies, [N, K] as `torch.nn.Linear` has it or by columns, [K, N], as GPT-2 has it,
+and keeps nothing between calls: a packed copy would take as much memory again, and would go stale unnoticed when a
+weight is changed through `.data`.
 
 Legend
     packed   a kernel's one argument: addresses and sizes as 8-byte fields, in the order of `Call` and `Part`, or of
@@ -39,8 +39,8 @@ def _packer(fields: int) -> struct.Struct:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`selective::linear`: x [..., K], weight [N, K], bias [N] or None, of one dtype. Returns [..., N] of it.
 
-    Sums are float32. What the kernel does not take (another dtype, a weight that is not row-major) goes
-    through `torch.nn.functional.linear`. A row's result does not depend on the other rows, except that few rows
+    Sums are float32. What the kernel does not take (another dtype, a weight that lies neither by rows nor by columns)
+    goes through `torch.nn.functional.linear`. A row's result does not depend on the other rows, except that few rows
     (at most eighteen) and more of them are summed in different orders.
 
     Raises:
@@ -52,6 +52,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
     """`selective::linears`: what `linear` gives for each of the weights [N_i, K] and biases, to the bit, in one call.
+
+    Weights by rows and weights by columns are not taken together.
 
     Raises:
         ValueError: the sizes or dtypes of x, weights and biases do not fit together.
@@ -98,7 +100,7 @@ def grouped_linear(
     check_grouped(x, weight, ends, scales)
     if x.dtype not in DTYPES:
         raise ValueError(f"x must be float32 or bfloat16, got {x.dtype}")
-    if not (weight.is_contiguous() or (scales is None and weight.transpose(1, 2).is_contiguous())):
+    if not (weight.is_contiguous() or (scales is None and lies_by_columns(weight))):
         raise ValueError(f"weight must be contiguous, or transposed where it is not int8, got {weight.stride()}")
     if scales is not None and not scales.is_contiguous():
         raise ValueError(f"scales must be contiguous, got the strides {scales.stride()}")
@@ -149,7 +151,8 @@ def call_fields(
         if weight.shape[0]
     ]
     depth = x.shape[-1]
-    sizes = (x.numel() // depth, depth, DTYPES[x.dtype], int(native.MATRIX_UNIT))
+    by_columns = int(not weights[0].is_contiguous())
+    sizes = (x.numel() // depth, depth, DTYPES[x.dtype], int(native.MATRIX_UNIT), by_columns)
     return (x.data_ptr(), *sizes, threads, native.torch_parallel(), len(parts), *itertools.chain(*parts))
 
 
@@ -158,4 +161,10 @@ def _address(tensor: Any) -> Any:
 
 
 def _takes(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    return x.dtype in DTYPES and bool(x.shape[-1]) and all(weight.is_contiguous() for weight in weights)
+    lie_alike = all(weight.is_contiguous() for weight in weights) or all(map(lies_by_columns, weights))
+    return x.dtype in DTYPES and bool(x.shape[-1]) and lie_alike
+
+
+def lies_by_columns(weight: Any) -> bool:
+    """Whether what is [..., N, K] lies as [..., K, N] does, and not as it is itself."""
+    return not weight.is_contiguous() and weight.transpose(-2, -1).is_contiguous()

@@ -29,6 +29,11 @@ ROWS = (1, 2, 3, 5, 6, 7, 8, 9, 11, 12, 13, 16, 17, 18, 19, 24, 25, 33, 56, 65, 
 SIZES = ((1, 1), (5, 3), (16, 16), (13, 17), (97, 129), (31, 1024), (260, 770), (29, 4097), (25, 2048))
 
 
+def by_columns(weight):
+    """As transformers' Conv1D has it."""
+    return weight.t().contiguous().t()
+
+
 @pytest.fixture(params=[1, 2])
 def threads(request):
     before = torch.get_num_threads()
@@ -42,8 +47,9 @@ def threads(request):
 def test_odd_sizes(rows, dtype, threads):
     for columns, depth in SIZES:
         x, weight, bias = inputs(rows, columns, depth, dtype)
-        assert_near_float64(linear(x, weight), x, weight)
-        assert_near_float64(linear(x, weight, bias), x, weight, bias)
+        for lies in (weight, by_columns(weight)):
+            assert_near_float64(linear(x, lies), x, weight)
+            assert_near_float64(linear(x, lies, bias), x, weight, bias)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -60,7 +66,8 @@ def test_every_instruction_set(architecture, tmp_path, monkeypatch):
     monkeypatch.setitem(linear_cpu._functions._functions, "selective_linear", library.selective_linear)
     for (columns, depth), rows, dtype in product(SIZES[2:], (1, 3, 4, 5, 8, 10, 12, 16, 18, 20, 33), DTYPES):
         x, weight, bias = inputs(rows, columns, depth, dtype)
-        assert_near_float64(linear(x, weight, bias), x, weight, bias)
+        for lies in (weight, by_columns(weight)):
+            assert_near_float64(linear(x, lies, bias), x, weight, bias)
         numbers, scales = as_int8(weight)
         (result,) = linear_cpu.linears_int8(x, [numbers], [scales], [bias])
         assert_near_float64(result, x, numbers.double() * scales.double()[:, None], bias)
@@ -104,11 +111,25 @@ def test_layouts(rows, dtype):
     bias_of_two = torch.stack([bias, bias * torch.nan], 1)
     for same_x in (x, x.t().contiguous().t(), wide[:, ::2]):
         assert_near_float64(linear(same_x, weight, bias_of_two[:, 0]), x, weight, bias)
-    # Transposed as in transformers' Conv1D; rows of a larger weight; at an address that is no multiple of 4.
-    assert_near_float64(linear(x, weight.t().contiguous().t(), bias), x, weight, bias)
+    # Rows, and columns, of a larger weight; at an address that is no multiple of 4; with others that lie otherwise.
     assert_near_float64(linear(x, weight[4:20], bias[4:20]), x, weight[4:20], bias[4:20])
+    assert_near_float64(linear(x, by_columns(weight)[4:20], bias[4:20]), x, weight[4:20], bias[4:20])
     moved = torch.empty(weight.numel() + 1, dtype=dtype)[1:].view_as(weight).copy_(weight)
-    assert_near_float64(linear(x, moved, bias), x, weight, bias)
+    for lies in (moved, torch.empty(weight.numel() + 1, dtype=dtype)[1:].view(40, 21).copy_(weight.t()).t()):
+        assert_near_float64(linear(x, lies, bias), x, weight, bias)
+    for result in linear_cpu.linears(x, [weight, by_columns(weight)], [bias, bias]):
+        assert_near_float64(result, x, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [2, 21])
+def test_several_weights_by_columns(rows, dtype, threads):
+    x, *_ = inputs(rows, 1, 70, dtype)
+    weights, biases = zip(*(inputs(1, columns, 70, dtype)[1:] for columns in (40, 7, 1030)), strict=True)
+    biases = [biases[0], None, biases[2]]
+    found = linear_cpu.linears(x, [by_columns(weight) for weight in weights], biases)
+    for result, weight, bias in zip(found, weights, biases, strict=True):
+        assert_near_float64(result, x, weight, bias)
 
 
 def test_a_matrix_unit_is_used_where_there_is_one(matrix_unit, monkeypatch):

@@ -1,4 +1,4 @@
-"""What products of rows in groups become on a CPU, and which stay."""
+"""What layers by columns, and products of rows in groups, become on a CPU, and which stay."""
 
 from __future__ import annotations
 
@@ -114,6 +114,47 @@ def test_weights_of_a_class_of_their_own_are_known_through_views() -> None:
             assert is_of_a_class(node, weights) == (base is own)
     assert is_of_a_class(graph.call_function(aten.mul.Tensor, (plain, own)), weights)
     assert not is_of_a_class(graph.call_function(aten.zeros.default, ([2, 2],)), weights)
+
+
+def sum_with(bias: Tensor, weight: Tensor, **scales: float) -> FlatGraph:
+    """A flat graph in which rows times a weight of the model are added to a bias."""
+    flat = flat_with(aten.addmm.default, bias, ROWS, weight, **scales)
+    (node,) = (node for node in flat.module.graph.nodes if node.target is aten.addmm.default)
+    with flat.module.graph.inserting_before(next(iter(flat.module.graph.nodes))):
+        given = flat.module.graph.placeholder("by_columns")
+    given.meta["val"] = weight
+    node.args = (*node.args[:2], given)
+    flat.weights = (replace(flat.weights[0], example=weight), *flat.weights)
+    return flat
+
+
+BIAS, BY_COLUMNS = torch.randn(6), torch.randn(8, 6)
+
+
+def test_a_layer_by_columns_becomes_a_linear_one() -> None:
+    flat = sum_with(BIAS, BY_COLUMNS, beta=1.0)
+    assert lower(flat) == 1
+    (node,) = (node for node in flat.module.graph.nodes if node.target is torch.ops.selective.linear.default)
+    x, weight, bias = (operand.meta["val"] for operand in node.args)
+    assert x is ROWS and bias is BIAS and weight.shape == (6, 8) and weight.mT.is_contiguous() and not node.kwargs
+    assert lower(flat) == 0
+
+
+@pytest.mark.parametrize(
+    "flat",
+    [
+        lambda: sum_with(BIAS, BY_COLUMNS, alpha=0.5),
+        lambda: sum_with(BIAS, BY_COLUMNS, beta=2),
+        lambda: sum_with(torch.randn(4, 6), BY_COLUMNS),
+        lambda: sum_with(torch.randn(1), BY_COLUMNS),
+        lambda: sum_with(BIAS, TwoTensor(BY_COLUMNS, BY_COLUMNS)),
+        lambda: flat_with(aten.addmm.default, BIAS, ROWS, BY_COLUMNS),
+    ],
+    ids=["part of a product", "twice the bias", "a matrix", "one number", "a class of its own", "computed"],
+)
+def test_other_sums_stay(flat: Any) -> None:
+    made = flat()
+    assert lower(made) == 0 and any(node.target is aten.addmm.default for node in made.module.graph.nodes)
 
 
 def put_back(how: str) -> FlatGraph:

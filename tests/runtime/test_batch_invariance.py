@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import selective_compile as sc
 from selective_compile.backend import compile_step_program
 from selective_compile.runtime.invariance import check_invariance
 from selective_compile.sequential_program import SequentialProgram
+from tests.decoders import Decoder
 from tests.models import tiny
 from tests.runtime.eager_rows import eager_rows as eager_rows
 from tests.runtime.test_step_graphs import tiny_mixtral
@@ -70,8 +73,9 @@ def test_two_hundred_random_batches_give_the_same_bits(llama: Any) -> None:
         assert found.prompt_logprobs == alone.prompt_logprobs and found.logprobs == alone.logprobs
 
 
-def test_experts_give_the_same_bits_however_many_tokens_they_have() -> None:
-    model = tiny_mixtral()
+@pytest.mark.parametrize("make", [tiny_mixtral, lambda: tiny("gpt2")], ids=["experts", "layers by columns"])
+def test_experts_and_layers_by_columns_give_the_same_bits_in_every_batch(make: Callable[[], Any]) -> None:
+    model = make()
     served = model, compile_step_program(model, COMPILED)
     alone = request_among(engine_of(served), Random(31))
     rng = Random(2)
@@ -141,6 +145,17 @@ def test_without_it_the_bits_differ(llama: Any) -> None:
     assert torch.allclose(torch.tensor(found[0]), torch.tensor(found[-1]), atol=1e-4)
 
 
+class ByColumns(nn.Module):
+    """A product that is not written as a layer."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(layer.weight.detach().t().contiguous())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
 def test_what_depends_on_the_batch_is_named_and_refused_where_it_would_stay() -> None:
     report = sc.explain(tiny("llama"))
     assert len(report.batch_dependent) == 11
@@ -155,10 +170,10 @@ def test_what_depends_on_the_batch_is_named_and_refused_where_it_would_stay() ->
     assert "2 x selective.ragged_attention.default: ragged_attention, ragged_attention_1\n" in text
     assert not any("unknown" in line for line in report.batch_dependent)
     assert sum("selective.ragged_attention" in line for line in report.batch_dependent) == 2
-    with pytest.raises(
-        ValueError, match="batch_invariant must be False for products .*addmm.*modeling_gpt2|pytorch_utils"
-    ):
-        sc.Engine(tiny("gpt2", n_layer=1), CONFIG)
+    model = Decoder(layers=1)
+    model.blocks[0].down = ByColumns(model.blocks[0].down)
+    with pytest.raises(ValueError, match="batch_invariant must be False for products .*matmul.*test_batch_invariance"):
+        sc.Engine(model.eval(), CONFIG)
     with pytest.raises(ValueError, match="batch_invariant must be False but for float32 .*got torch.bfloat16 on cpu"):
         sc.Engine(tiny("llama", num_hidden_layers=1).to(torch.bfloat16), CONFIG)
     with pytest.raises(ValueError, match="batch_invariant must be True or False, got 'yes'"):
