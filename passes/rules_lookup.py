@@ -113,6 +113,15 @@ def put_back(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     return Axes(dims=whole.dims, inputs=whole.inputs | part.inputs)
 
 
+def index_fill(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
+    """Some features of each token's row become a number."""
+    if isinstance(node.args[3], fx.Node) or not axes_of(node.args[2]).is_constant or axes_of(node.args[2]).numbers:
+        raise Mixes("fills what values decide")
+    whole = readable(axes_of(node.args[0]))
+    refuse_labelled(node, whole, [dim_along(node, 1)])
+    return whole
+
+
 def same_rows(dim: int, *given: Axes) -> None:
     """Dimensions other than ``dim`` must enumerate the same: such operators do not broadcast, they cut."""
     rows: set[tuple[Dim, ...]] = set()
@@ -181,6 +190,7 @@ LOOKUPS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.scatter, aten.scatter_add, aten.scatter_reduce), scatter),
     **dict.fromkeys((aten.slice_scatter, aten.select_scatter), put_back),
     aten.index_select: index_select,
+    aten.index_fill: index_fill,
     aten.one_hot: one_hot,
     aten.bucketize: among_constants(0, 1),
     aten.isin: among_constants(0, 1),

@@ -35,9 +35,9 @@ class GraphWrites:
 
         def noted(node: fx.Node) -> Any:
             read = [value for each in node.all_input_nodes for value in tensors_of(self.values[each])]
-            versions = list(map(version_of, read))
+            before = list(map(state_of, read))
             result = self.values[node] = run_node(node)
-            changed = [value for value, version in zip(read, versions, strict=True) if version_of(value) != version]
+            changed = [value for value, state in zip(read, before, strict=True) if state_of(value) != state]
             if changed:
                 self.writing.add(node)
                 self._written |= set(map(memory_of, changed))
@@ -59,6 +59,11 @@ class GraphWrites:
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
     return (each for each in leaves((value,)) if isinstance(each, Tensor))
+
+
+def state_of(value: Tensor) -> tuple[int, int]:
+    """Other memory alone tells that a tensor was given some by ``.data``, which torch 2.15 does not count as a write."""
+    return version_of(value), memory_of(value)
 
 
 def memory_of(value: Tensor) -> int:

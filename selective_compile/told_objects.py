@@ -137,7 +137,8 @@ def asks_for_torch_alone(function: FunctionType) -> bool:
     known = function.__module__ == import_utils.__name__ and not function.__closure__
     if not known or not set(function.__code__.co_names) <= OF_TORCH:
         return False
-    return import_utils.is_torch_available() and import_utils.get_torch_version() == torch.__version__
+    known_as = {torch.__version__, torch.__version__.partition("+")[0]}  # a wheel need not tell what it was built for
+    return import_utils.is_torch_available() and import_utils.get_torch_version() in known_as
 
 
 def defaults_of(value: Any) -> str:
