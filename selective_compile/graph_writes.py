@@ -62,7 +62,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def state_of(value: Tensor) -> tuple[int, int]:
-    """Other memory alone tells that a tensor was given some by ``.data``, which torch 2.15 does not count as a write."""
+    """Other memory tells that a tensor was given some by ``.data``, which torch 2.15 does not count as a write."""
     return version_of(value), memory_of(value)
 
 

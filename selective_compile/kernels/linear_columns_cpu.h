@@ -1,9 +1,8 @@
-// Weights that lie by columns, [k, n] row-major. A few rows of x are multiplied by them as they lie, lanes running along
-// n; for more, some columns at a time are turned into rows, in memory that the second level of the cache holds, and
-// multiplied as rows are, in the same order.
+// Weights that lie by columns, [k, n] row-major, multiplied by rows of x as both lie, lanes running along n.
 //
 // A row of k numbers is a page of its own, or several: what is read of it at once is as wide as an item of work, so that
 // addresses are translated once for many lines, and the rows to come are fetched, which the processor does not by itself.
+// A block of K, as wide as an item, stays in the second level of the cache while all rows of x are multiplied by it.
 
 #pragma once
 
@@ -15,63 +14,11 @@
 
 namespace {
 
-// Numbers of K that are summed from 0, before the sums are added to those so far; and how far ahead lines are fetched.
+// Numbers of K that are summed from 0, before the sums are added to those so far, and how far ahead lines are fetched.
 constexpr int64_t ROWS_AHEAD = 64;
-constexpr int MAX_COLUMN_ROWS = 4, COLUMN_VECTORS = W == 16 ? 4 : 2;  // of x multiplied at once, and of columns
-
-template <class T>
-struct ByColumns {
-    static constexpr int64_t size = T::size;
-};
-template <class Weight> constexpr bool BY_COLUMNS = false;
-template <class T> constexpr bool BY_COLUMNS<ByColumns<T>> = true;
-
-// W words along K, vector i holding word i of `columns` columns (W at most; the other lanes are 0); `at` is number 0 of
-// the first of them, `left` how many numbers there are along K, and `row` the bytes from one to the next.
-template <class T>
-inline void load_square(const char* at, int64_t row, int64_t left, int64_t columns, Words (&square)[W]) {
-    constexpr int EACH = 4 / T::size;
-#pragma GCC unroll 16
-    for (int i = 0; i < W; ++i) {
-        Words word{};
-#pragma GCC unroll 2
-        for (int half = 0; half < EACH; ++half) {
-            if (i * EACH + half >= left) continue;
-            const char* from = at + (i * EACH + half) * row;
-            if constexpr (T::size == 4) {
-                word = columns == W ? load(from) : load_part(from, columns * 4);
-            } else {
-                Halves halves{};
-                columns == W ? std::memcpy(&halves, from, sizeof halves) : std::memcpy(&halves, from, columns * 2);
-                word |= __builtin_convertvector(halves, Words) << 16 * half;
-            }
-        }
-        square[i] = word;
-    }
-}
-
-// Columns [begin, end) of the numbers [first, first + count) of a weight [k, n] as rows, `stride` bytes apart, which have
-// room for whole vectors; words behind the numbers are 0.
-template <class T>
-void turn(const char* weight, int64_t n, int64_t begin, int64_t end, int64_t first, int64_t count, char* to,
-          int64_t stride) {
-    constexpr int64_t NUMBERS = W * 4 / T::size;
-    const int64_t row = n * T::size;
-    for (int64_t at = 0; at < count; at += NUMBERS) {
-        const char* here = weight + (first + at) * row + begin * T::size;
-        for (int64_t i = 0; i < NUMBERS; ++i)
-            for (int64_t line = 0; line < (end - begin) * T::size; line += LINE)
-                __builtin_prefetch(here + (ROWS_AHEAD + i) * row + line, 0, 2);
-        for (int64_t column = begin; column < end; column += W, here += W * T::size) {
-            Words square[W];
-            const int64_t columns = std::min<int64_t>(W, end - column);
-            load_square<T>(here, row, count - at, columns, square);
-            transpose<W>(square);
-            for (int64_t i = 0; i < columns; ++i)
-                std::memcpy(to + (column - begin + i) * stride + at * T::size, &square[i], W * 4);
-        }
-    }
-}
+// Of x multiplied at once, and of columns: as registers allow. And rows of x for which one item has its sums.
+constexpr int MAX_COLUMN_ROWS = 6, COLUMN_VECTORS = W == 16 ? 4 : 2;
+constexpr int64_t PASS_ROWS = 256;
 
 // The words along K of the W columns that begin at `at`, of which only `columns` are there without WHOLE; with `odd` half
 // a word each.
@@ -126,15 +73,23 @@ public:
     }
 };
 
-// The columns [begin, end) against ROWS rows of x, over `count` numbers of K from `first`, added to sums [ROWS][stride].
+// `count` rows of k of some columns, `row` bytes apart.
+struct ColumnBlock {
+    const char* at;
+    int64_t row, count, columns;
+
+    template <class T>
+    ColumnBlock from(int64_t column) const { return {at + column * T::size, row, count, columns - column}; }
+};
+
+// Columns against ROWS rows of x, [ROWS][x_row numbers], added to sums [ROWS][stride]; without WHOLE the first W of them, or
+// fewer.
 template <class T, int ROWS, int VECTORS, bool WHOLE>
-void add_columns(const Call& p, const Part& part, int64_t x_row, int64_t begin, int64_t end, int64_t first, int64_t count,
-                 ComingRows& all_coming, float* sums, int64_t stride) {
+void add_columns(ColumnBlock block, const char* x, int64_t x_row, ComingRows& all_coming, float* sums, int64_t stride) {
     ComingRows coming = all_coming;  // in registers
     constexpr int EACH = 4 / T::size;
-    const int64_t row = part.n * T::size, columns = std::min<int64_t>(W, end - begin);
-    const char* weight = part.weight + first * row + begin * T::size;
-    const char* x = p.x + (x_row * p.k + first) * T::size;
+    const int64_t row = block.row, count = block.count, columns = std::min<int64_t>(W, block.columns);
+    const char* weight = block.at;
     Floats total[ROWS][VECTORS] = {};
     const auto step = [&](int64_t at, bool odd) __attribute__((always_inline)) {
         Words words[VECTORS];
@@ -150,9 +105,9 @@ void add_columns(const Call& p, const Part& part, int64_t x_row, int64_t begin, 
             for (int v = 0; v < VECTORS; ++v)
                 words[v] = words_of_columns<T, WHOLE>(weight + v * W * T::size, row, columns, odd);
         }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
         for (int r = 0; r < ROWS; ++r) {
-            const char* from = x + (r * p.k + at) * T::size;
+            const char* from = x + (r * x_row + at) * T::size;
             const Words word = odd ? load_part(from, T::size)[0] - Words{} : broadcast(from);
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; ++v) total[r][v] = T::multiply_add(total[r][v], word, words[v]);
@@ -165,7 +120,9 @@ void add_columns(const Call& p, const Part& part, int64_t x_row, int64_t begin, 
     }
     all_coming = coming;
     if (count % EACH) step(count - 1, true);
+#pragma GCC unroll 6
     for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
         for (int v = 0; v < VECTORS; ++v) {
             char* at = (char*)(sums + r * stride + v * W);
             total[r][v] += (Floats)load(at);
@@ -174,74 +131,93 @@ void add_columns(const Call& p, const Part& part, int64_t x_row, int64_t begin, 
 }
 
 template <class T, int ROWS>
-void add_column_range(const Call& p, const Part& part, int64_t x_row, int64_t begin, int64_t end, int64_t first,
-                      int64_t count, ComingRows& coming, float* sums, int64_t stride) {
-    for (int64_t column = begin; column < end; column += COLUMN_VECTORS * W, sums += COLUMN_VECTORS * W) {
-        const bool whole = end - column >= COLUMN_VECTORS * W;
-        if (whole) {
-            add_columns<T, ROWS, COLUMN_VECTORS, true>(p, part, x_row, column, end, first, count, coming, sums, stride);
-        } else {
-            for (int64_t at = column; at < end; at += W)
-                add_columns<T, ROWS, 1, false>(p, part, x_row, at, end, first, count, coming, sums + at - column, stride);
+void add_block(ColumnBlock block, const char* x, int64_t x_row, ComingRows& coming, float* sums, int64_t stride) {
+    if (block.columns == COLUMN_VECTORS * W)
+        return add_columns<T, ROWS, COLUMN_VECTORS, true>(block, x, x_row, coming, sums, stride);
+    for (int64_t column = 0; column < block.columns; column += W)
+        add_columns<T, ROWS, 1, false>(block.template from<T>(column), x, x_row, coming, sums + column, stride);
+}
+
+// The sums of `rows` rows of x from `x_row` on, [rows][stride], to the columns [begin, end) of y, with the bias.
+template <class T>
+void store_columns(const Call& p, const Part& part, int64_t x_row, int64_t rows, int64_t begin, int64_t end,
+                   const float* sums, int64_t stride) {
+    for (int64_t at = 0; at < end - begin; at += W) {
+        const int64_t columns = std::min<int64_t>(W, end - begin - at);
+        Floats bias{};
+        for (int64_t i = 0; part.bias && i < columns; ++i) bias[i] = T::widen(part.bias + (begin + at + i) * T::size);
+        for (int64_t row = 0; row < rows; ++row) {
+            char narrow[W * 4];
+            T::store(narrow, (Floats)load((const char*)(sums + row * stride + at)) + bias);
+            char* to = part.y + ((x_row + row) * part.n + begin + at) * T::size;
+            columns == W ? std::memcpy(to, narrow, W * T::size) : std::memcpy(to, narrow, columns * T::size);
         }
     }
 }
 
-// A call of few rows against weights by columns, of which each thread of a team takes a part.
-template <class T>
-class FewByColumns {
+// Columns of a weight as they lie, word by word along K.
+template <class T_>
+struct Direct {
+    using T = T_;
     static constexpr int64_t COLUMNS = COLUMN_VECTORS * W;  // of a tile
+    struct Unit {};
+
+    using Add = decltype(&add_block<T, 1>);
+    static Add add_of(int64_t rows) {
+        static constexpr Add all[] = {add_block<T, 1>, add_block<T, 2>, add_block<T, 3>,
+                                      add_block<T, 4>, add_block<T, 5>, add_block<T, 6>};
+        static_assert(MAX_COLUMN_ROWS == 6);
+        return all[rows - 1];
+    }
+
+    static void multiply(const Call& p, const Part& part, int64_t x_row, int64_t rows, int64_t begin, int64_t end) {
+        const int64_t stride = (end - begin + W - 1) / W * W, sums_bytes = rows * stride * 4;
+        float* sums = reinterpret_cast<float*>(tile_scratch.at_least(sums_bytes));
+        std::memset(sums, 0, sums_bytes);
+        const int64_t blocks = (end - begin + COLUMNS - 1) / COLUMNS * ((rows + MAX_COLUMN_ROWS - 1) / MAX_COLUMN_ROWS);
+        for (int64_t first = 0; first < p.k; first += ROWS_AHEAD) {
+            const int64_t count = std::min(ROWS_AHEAD, p.k - first), next = first + count, row_bytes = part.n * T::size;
+            const char* there = part.weight + next * row_bytes + begin * T::size;
+            const int64_t steps = std::max<int64_t>(1, blocks * count * T::size / 4);
+            ComingRows coming(there, row_bytes, (end - begin) * T::size, std::min(ROWS_AHEAD, p.k - next), steps);
+            for (int64_t column = begin; column < end; column += COLUMNS) {
+                const char* here = part.weight + first * row_bytes + column * T::size;
+                const ColumnBlock block{here, row_bytes, count, std::min(COLUMNS, end - column)};
+                for (int64_t row = 0; row < rows; row += MAX_COLUMN_ROWS)
+                    add_of(std::min<int64_t>(MAX_COLUMN_ROWS, rows - row))(
+                        block, p.x + ((x_row + row) * p.k + first) * T::size, p.k, coming,
+                        sums + row * stride + column - begin, stride);
+            }
+        }
+        store_columns<T>(p, part, x_row, rows, begin, end, sums, stride);
+    }
+};
+
+// A call against weights by columns, of which each thread of a team takes a part; `Way` multiplies some rows of x by some
+// columns.
+template <class Way>
+class ColumnsCall {
     const Call* call;
     Tiles tiles;
     Split split;
     Shares shares;
 
-    using Add = decltype(&add_column_range<T, 1>);
-    static Add add_of(int64_t rows) {
-        static constexpr Add all[] = {add_column_range<T, 1>, add_column_range<T, 2>, add_column_range<T, 3>,
-                                      add_column_range<T, 4>};
-        static_assert(MAX_COLUMN_ROWS == 4);
-        return all[rows - 1];
-    }
-
-    void take(const Part& part, int64_t begin, int64_t end) const {
-        const Call& p = *call;
-        const int64_t stride = (end - begin + W - 1) / W * W;
-        float* sums = reinterpret_cast<float*>(tile_scratch.at_least(p.m * stride * 4));
-        std::memset(sums, 0, p.m * stride * 4);
-        const int64_t row_bytes = part.n * T::size, chunks = (end - begin + COLUMNS - 1) / COLUMNS;
-        for (int64_t first = 0; first < p.k; first += ROWS_AHEAD) {
-            const int64_t count = std::min(ROWS_AHEAD, p.k - first), next = first + count;
-            const char* there = part.weight + next * row_bytes + begin * T::size;
-            const int64_t steps = std::max<int64_t>(1, chunks * count * T::size / 4);
-            ComingRows coming(there, row_bytes, (end - begin) * T::size, std::min(ROWS_AHEAD, p.k - next), steps);
-            for (int64_t row = 0; row < p.m; row += MAX_COLUMN_ROWS) {
-                const int64_t rows = std::min<int64_t>(MAX_COLUMN_ROWS, p.m - row);
-                add_of(rows)(p, part, row, begin, end, first, count, coming, sums + row * stride, stride);
-            }
-        }
-        for (int64_t at = 0; at < end - begin; at += W) {
-            const int64_t columns = std::min<int64_t>(W, end - begin - at);
-            Floats bias{};
-            for (int64_t i = 0; part.bias && i < columns; ++i) bias[i] = T::widen(part.bias + (begin + at + i) * T::size);
-            for (int64_t row = 0; row < p.m; ++row) {
-                char narrow[W * 4];
-                T::store(narrow, (Floats)load((const char*)(sums + row * stride + at)) + bias);
-                std::memcpy(part.y + (row * part.n + begin + at) * T::size, narrow, columns * T::size);
-            }
-        }
+    static void multiply(const Call& p, const Part& part, int64_t begin, int64_t end) {
+        for (int64_t row = 0; row < p.m; row += PASS_ROWS)
+            Way::multiply(p, part, row, std::min(PASS_ROWS, p.m - row), begin, end);
     }
 
 public:
-    static int64_t items(const Call& p) { return Split(p, Tiles(p, COLUMNS).count()).items; }
+    static int64_t items(const Call& p) { return Split(p, Tiles(p, Way::COLUMNS).count()).items; }
 
-    FewByColumns(const Call& p, int64_t threads)
-        : call(&p), tiles(p, COLUMNS), split(p, tiles.count()), shares(split.items, threads) {}
+    ColumnsCall(const Call& p, int64_t threads)
+        : call(&p), tiles(p, Way::COLUMNS), split(p, tiles.count()), shares(split.items, threads) {}
 
     void take(int64_t thread) {
+        const typename Way::Unit unit;
         shares.take(thread, [&](int64_t item, int64_t) {
             const auto part_of = [&](const Part& part, int64_t begin, int64_t end, int64_t) {
-                take(part, begin * COLUMNS, std::min(part.n, end * COLUMNS));
+                multiply(*call, part, begin * Way::COLUMNS, std::min(part.n, end * Way::COLUMNS));
             };
             tiles.take(item * split.share, (item + 1) * split.share, 0, part_of);
         });

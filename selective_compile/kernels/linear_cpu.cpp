@@ -1,7 +1,7 @@
 // y = x @ weight.T + bias on a CPU for one weight or several, each read where it lies, [N, K] or [K, N] row-major: no
 // packed copy is kept.
 //
-// Three kernels, all accumulating in float32:
+// Kernels for weights by rows, all accumulating in float32:
 //
 //   dot        lanes run along K. A tile of weight rows is streamed once, against a few rows of x at a time; the tile's
 //              accumulators are summed across their lanes together at the end.
@@ -12,12 +12,15 @@
 //   matrix     of bfloat16, where the processor has matrix units: tiles of the weight as they lie there against the same
 //              panels.
 //
+// And for those by columns, which one is `Direct` and the other `ByUnits`, whose lanes run along the columns.
+//
 // An output is summed in one order, whatever the other rows, columns, weights and threads: a row's result changes with
 // M only where M changes the kernel.
 //
 // Rows in groups, as those of experts, are so many calls that one team makes.
 
 #include "linear_broadcast_cpu.h"
+#include "linear_columns_matrix_cpu.h"
 #include "linear_dot_cpu.h"
 #include "linear_matrix_cpu.h"
 
@@ -31,19 +34,16 @@ template <class T, class Weight>
 constexpr int MAX_DOT_ROWS = T::size == 2 && Weight::size == 2 ? (W == 16 ? 18 : 16) : (W == 16 ? 12 : 8);
 
 // From so many rows on, up to ten, `dot` took 1.03 to 1.5 times as long, 2.1 times of int8, and less with fewer (two threads
-// of a Xeon). Weights by columns are turned for it: 32 experts of 2880 by 2880 with 8 rows each in
-// the mean took about as long either way, beside other work.
+// of a Xeon).
 template <class Weight>
-constexpr int MIN_MATRIX_ROWS = Weight::size == 1 ? 5 : BY_COLUMNS<Weight> ? 9 : 4;
+constexpr int MIN_MATRIX_ROWS = Weight::size == 1 ? 5 : 4;
 
-template <class T, class Weight> struct Few { using Calls = Dots<T, Weight>; };
-template <class T> struct Few<T, ByColumns<T>> { using Calls = FewByColumns<T>; };
-template <class T, class Weight> using FewOf = typename Few<T, Weight>::Calls;
+constexpr int MIN_UNIT_ROWS = 5;  // of weights by columns
 
 // Calls with threads of one team: of those with few rows and those with more, which are multiplied in the `Way`.
 template <class Way>
 void multiply(const Calls& few, const Calls& many) {
-    using OfFew = FewOf<typename Way::T, typename Way::Weight>;
+    using OfFew = Dots<typename Way::T, typename Way::Weight>;
     std::vector<PassRows> passes;
     for (const Call* call : many) add_passes<Way>(*call, passes);
     const PassRows *next = passes.data(), *const end = next + passes.size();
@@ -68,11 +68,59 @@ void multiply(const Calls& few, const Calls& many) {
     }
 }
 
+struct FewAndMany {
+    Calls few, many;
+
+    FewAndMany(const Calls& calls, int64_t most_few, bool one_order) {
+        for (const Call* call : calls) (call->m <= most_few && !one_order ? few : many).push_back(call);
+    }
+};
+
 template <class Way>
 void multiply(const Calls& calls, int64_t most_few, bool one_order) {
-    Calls few, many;
-    for (const Call* call : calls) (call->m <= most_few && !one_order ? few : many).push_back(call);
-    multiply<Way>(few, many);
+    const FewAndMany all(calls, most_few, one_order);
+    multiply<Way>(all.few, all.many);
+}
+
+// Calls with threads of one team, each in the way `Way`.
+template <class Way>
+class ColumnsCalls {
+    std::vector<ColumnsCall<Way>> calls;
+
+public:
+    ColumnsCalls(const Calls& given, int64_t threads) {
+        for (const Call* call : given) calls.emplace_back(*call, threads);
+    }
+    static int64_t items(const Calls& given) {
+        int64_t items = 0;
+        for (const Call* call : given) items += ColumnsCall<Way>::items(*call);
+        return items;
+    }
+    void take(int64_t thread) {
+        for (ColumnsCall<Way>& call : calls) call.take(thread);
+    }
+};
+
+template <class FewWay, class ManyWay>
+void multiply_columns(const FewAndMany& all, const Call& any) {
+    const int64_t items = ColumnsCalls<FewWay>::items(all.few) + ColumnsCalls<ManyWay>::items(all.many);
+    const int64_t threads = any.parallel ? std::min(any.threads, items) : 1;
+    ColumnsCalls<FewWay> few(all.few, threads);
+    ColumnsCalls<ManyWay> many(all.many, threads);
+    run_team(any, threads, [&](int64_t thread) {
+        few.take(thread);
+        many.take(thread);
+    });
+}
+
+template <class T>
+void linear_by_columns(const Calls& calls, bool one_order) {
+#if MATRIX_UNIT
+    if constexpr (T::size == 2)
+        if (calls[0]->matrix_unit && has_matrix_unit())
+            return multiply_columns<Direct<T>, ByUnits>({calls, MIN_UNIT_ROWS - 1, one_order}, *calls[0]);
+#endif
+    multiply_columns<Direct<T>, Direct<T>>({calls, 0, one_order}, *calls[0]);
 }
 
 template <class T, class Weight>
@@ -87,7 +135,7 @@ void linear(const Calls& calls, bool one_order) {
 
 template <class T>
 void linear_of(const Calls& calls, bool one_order) {
-    if (calls[0]->by_columns) return linear<T, ByColumns<T>>(calls, one_order);
+    if (calls[0]->by_columns) return linear_by_columns<T>(calls, one_order);
     calls[0]->begin()->scales ? linear<T, Int8<T>>(calls, one_order) : linear<T, Same<T>>(calls, one_order);
 }
 

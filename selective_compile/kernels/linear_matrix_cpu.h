@@ -23,7 +23,7 @@ struct Matrix {
     static constexpr int64_t STEP_LINES = ROWS * WORDS * 2 * Weight::size / LINE;  // of the weight, in a step along K
     // Blocks that the first level of the cache holds beside those of x, where more than two pairs of panels read a tile.
     static int64_t depth(int64_t words, int64_t panels) {
-        return panels <= 4 && !BY_COLUMNS<Weight> ? words : std::min(words, CHAIN);
+        return panels <= 4 ? words : std::min(words, CHAIN);
     }
 
     using Unit = MatrixUnit;

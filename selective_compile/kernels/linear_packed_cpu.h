@@ -16,7 +16,6 @@
 #include <sched.h>
 
 #include "linear_call.h"
-#include "linear_columns_cpu.h"
 #include "linear_words_cpu.h"
 #include "thread_scratch_cpu.h"
 
@@ -139,28 +138,18 @@ WeightTile weight_tile(const Call& p, const Part& part, Block block, int64_t til
 template <class Way>
 void multiply_share(const Call& p, const Part& part, const Packed& x, int64_t begin, int64_t end, int64_t last) {
     using T = typename Way::T;
-    using Weight = typename Way::Weight;
     constexpr int64_t ROWS = Way::ROWS;
     const int64_t bytes = p.k * T::size;
     const int64_t sums_stride = x.panels * W, padded = x.depth * 4 + LINE;
-    const int64_t copies = BY_COLUMNS<Weight> ? end - begin : 1;
-    char* scratch = tile_scratch.at_least((end - begin) * ROWS * sums_stride * 4 + copies * ROWS * padded);
+    char* scratch = tile_scratch.at_least((end - begin) * ROWS * sums_stride * 4 + ROWS * padded);
     float* sums = reinterpret_cast<float*>(scratch);
     char* copy = scratch + (end - begin) * ROWS * sums_stride * 4;
     for (int64_t first = 0; first < x.words; first += x.depth) {
         const int64_t words = std::min(x.depth, x.words - first);
         const Block block{first, words, std::min(words * 4, bytes - first * 4)};
-        if constexpr (BY_COLUMNS<Weight>) {
-            // Of columns that are none, what is left there of others is not stored.
-            const int64_t columns = std::min(part.n, end * ROWS);
-            turn<T>(part.weight, part.n, begin * ROWS, columns, first * 4 / T::size, block.bytes / T::size, copy, padded);
-        }
         for (int64_t tile = begin; tile < end; ++tile) {
             float* const tile_sums = sums + (tile - begin) * ROWS * sums_stride;
-            if constexpr (BY_COLUMNS<Weight>)
-                Way::multiply(x, block, {copy + (tile - begin) * ROWS * padded, padded, nullptr, 0}, tile_sums);
-            else
-                Way::multiply(x, block, weight_tile<Way>(p, part, block, tile, last, copy, padded), tile_sums);
+            Way::multiply(x, block, weight_tile<Way>(p, part, block, tile, last, copy, padded), tile_sums);
         }
     }
     const int64_t column = begin * ROWS;

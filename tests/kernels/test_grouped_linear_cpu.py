@@ -83,18 +83,15 @@ def test_a_group_gives_what_a_linear_layer_gives_to_the_bit(dtype):
 @pytest.mark.parametrize("form", ["weights", "by columns", "int8"])
 def test_of_a_batch_invariant_one_a_row_does_not_depend_on_the_rows_of_its_group(dtype, form):
     x, weight, _ = inputs((40, 0), 50, 700, dtype)
-    every = grouped_linear(x, weight, torch.tensor([40, 40]), batch_invariant=True)
     weight, scales = as_int8(weight) if form == "int8" else (weight, None)
-    if form == "by columns":  # in the order of rows
-        weight = by_columns(weight)
-        assert torch.equal(grouped_linear(x, weight, torch.tensor([40, 40]), batch_invariant=True), every)
+    weight = by_columns(weight) if form == "by columns" else weight
     every = grouped_linear(x, weight, torch.tensor([40, 40]), scales, batch_invariant=True)
     for count in (1, 2, 3, 7, 18, 25):
         for first in (0, 40 - count):
             rows = x[first : first + count]
             alone = grouped_linear(rows, weight, torch.tensor([count, count]), scales, batch_invariant=True)
             assert torch.equal(alone, every[first : first + count])
-    if dtype is torch.float32:  # where no rounding hides it
+    if dtype is torch.float32 and form != "by columns":  # where no rounding hides it, nor one order for all
         assert not torch.equal(grouped_linear(x[:1], weight, torch.tensor([1, 1]), scales), every[:1])
 
 
