@@ -6,6 +6,8 @@ The times of int8 weights over those of the model's own in docs/engine.md are `i
 
     python benchmarks/cpu_linear.py --threads 2 --shapes 768x4096 2048x768 768x32000 --rows 1 2 4 8 16 32 64
 
+With ``--by-columns`` the weights of ours and F.linear lie as GPT-2 has them, [K, N].
+
 The floor of a product is the larger of two times: its bytes at the machine's read rate, and its operations at
 the machine's matrix rate (the better of F.linear and packed oneDNN at 2048 x 2048 x 2048). `share` is the
 floor over the time taken. All are timed in turns and the figures are medians over the turns, so that a machine
@@ -83,6 +85,8 @@ def measure(
     weights = [torch.randn(columns, depth).mul_(depth**-0.5).to(dtype) for _ in range(copies)]
     packed = [torch.ops.mkldnn._reorder_linear_weight(weight, 64) for weight in weights]
     numbers, scales = as_int8(weights[0])
+    if arguments.by_columns:
+        weights = [weight.t().contiguous().t() for weight in weights]
     int8 = [numbers.clone() for _ in range(max(3, -(-ROTATED_BYTES // numbers.nbytes)))]
     turn, int8_turn = itertools.cycle(range(copies)), itertools.cycle(int8)
     for rows in arguments.rows:
@@ -142,6 +146,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="KxN")
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS, metavar="M")
+    parser.add_argument("--by-columns", action="store_true", help="weights [K, N], not [N, K]")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--json", type=Path, help="write the figures to this file")

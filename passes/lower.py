@@ -4,10 +4,11 @@ Before::  aten.linear(x, weight, bias); aten.addmm(bias, x, weight)
 After::   selective.linear(x, weight, bias); selective.linear(x, aten.t(weight), bias)
 
 ATen's own path reads weights at 1-2 GB/s for 8-32 rows, and a prepacked copy would double the memory and miss updates.
-Declines on other devices and for weights that are computed in the graph, but for a cast, as of a router that is
-multiplied in float32; a weight of a class of its own, as a quantised one, gets `torch.nn.functional.linear`, which asks
-the class.  Ragged attention needs no lowering: its operator dispatches to Triton on a GPU and to the native kernel on
-the CPU.  Of products of rows in groups: `lower_grouped`, and of how they are ordered: `lower_group_rows`.
+Declines on other devices, for weights that lie neither by rows nor by columns, and for those that are computed in the
+graph, but for a cast, as of a router that is multiplied in float32; a weight of a class of its own, as a quantised
+one, gets `torch.nn.functional.linear`, which asks the class. Ragged attention needs no lowering: its operator
+dispatches to Triton on a GPU and to the native kernel on the CPU. Of products of rows in groups: `lower_grouped`, and
+of how they are ordered: `lower_group_rows`.
 
 For a batch-invariant engine it does so on a GPU too, whose libraries choose the order of sums by the number of rows,
 and products that sum nothing, such as positions times frequencies, become what they are::
@@ -109,7 +110,10 @@ def become_layer(node: fx.Node) -> None:
 
 
 def takes_layers(device: torch.device, weight: Any, *, batch_invariant: bool) -> bool:
-    return device.type == "cpu" or (batch_invariant and has_kernel(weight))
+    """On a CPU those that lie by rows or by columns: others are left to a library, by whose name they are known."""
+    if device.type == "cpu":
+        return weight.dim() == 2 and (weight.is_contiguous() or weight.t().is_contiguous())
+    return batch_invariant and has_kernel(weight)
 
 
 def widen_per_head(node: fx.Node) -> bool:

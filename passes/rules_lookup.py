@@ -119,7 +119,7 @@ def index_fill(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
         raise Mixes("fills what values decide")
     whole = readable(axes_of(node.args[0]))
     refuse_labelled(node, whole, [dim_along(node, 1)])
-    return whole
+    return Axes(dims=whole.dims, inputs=whole.inputs)  # numbers that enumerate tokens do so no longer
 
 
 def same_rows(dim: int, *given: Axes) -> None:

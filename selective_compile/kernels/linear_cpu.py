@@ -53,17 +53,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
     """`selective::linears`: what `linear` gives for each of the weights [N_i, K] and biases, to the bit, in one call.
 
-    Weights by rows and weights by columns are not taken together.
-
     Raises:
         ValueError: the sizes or dtypes of x, weights and biases do not fit together.
         NativeBuildError: the kernel cannot be built here.
     """
     for weight, bias in zip(weights, biases, strict=True):
         check_linear(x, weight, bias)
-    if not _takes(x, weights):
-        return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-    return _launch(x, weights, [None] * len(weights), biases)
+    if x.dtype in DTYPES and x.shape[-1]:
+        if lie_by_columns(weights) is not None:
+            return _launch(x, weights, [None] * len(weights), biases)
+        if len(weights) > 1:
+            return [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
 def linears_int8(
@@ -100,7 +101,7 @@ def grouped_linear(
     check_grouped(x, weight, ends, scales)
     if x.dtype not in DTYPES:
         raise ValueError(f"x must be float32 or bfloat16, got {x.dtype}")
-    if not (weight.is_contiguous() or (scales is None and lies_by_columns(weight))):
+    if not (weight.is_contiguous() or (scales is None and lie_by_columns([weight]))):
         raise ValueError(f"weight must be contiguous, or transposed where it is not int8, got {weight.stride()}")
     if scales is not None and not scales.is_contiguous():
         raise ValueError(f"scales must be contiguous, got the strides {scales.stride()}")
@@ -151,8 +152,7 @@ def call_fields(
         if weight.shape[0]
     ]
     depth = x.shape[-1]
-    by_columns = int(not weights[0].is_contiguous())
-    sizes = (x.numel() // depth, depth, DTYPES[x.dtype], int(native.MATRIX_UNIT), by_columns)
+    sizes = (x.numel() // depth, depth, DTYPES[x.dtype], int(native.MATRIX_UNIT), int(bool(lie_by_columns(weights))))
     return (x.data_ptr(), *sizes, threads, native.torch_parallel(), len(parts), *itertools.chain(*parts))
 
 
@@ -160,11 +160,8 @@ def _address(tensor: Any) -> Any:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _takes(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    lie_alike = all(weight.is_contiguous() for weight in weights) or all(map(lies_by_columns, weights))
-    return x.dtype in DTYPES and bool(x.shape[-1]) and lie_alike
-
-
-def lies_by_columns(weight: Any) -> bool:
-    """Whether what is [..., N, K] lies as [..., K, N] does, and not as it is itself."""
-    return not weight.is_contiguous() and weight.transpose(-2, -1).is_contiguous()
+def lie_by_columns(weights: Sequence[Any]) -> bool | None:
+    """Whether what is [..., N, K] lies as [..., K, N] does, all of it, and not as it is; None if it lies otherwise."""
+    if all(weight.is_contiguous() for weight in weights):
+        return False
+    return True if all(weight.transpose(-2, -1).is_contiguous() for weight in weights) else None

@@ -117,19 +117,23 @@ def test_layouts(rows, dtype):
     moved = torch.empty(weight.numel() + 1, dtype=dtype)[1:].view_as(weight).copy_(weight)
     for lies in (moved, torch.empty(weight.numel() + 1, dtype=dtype)[1:].view(40, 21).copy_(weight.t()).t()):
         assert_near_float64(linear(x, lies, bias), x, weight, bias)
-    for result in linear_cpu.linears(x, [weight, by_columns(weight)], [bias, bias]):
-        assert_near_float64(result, x, weight, bias)
+    weights = [weight, by_columns(weight), by_columns(weight)[:1]]
+    found = linear_cpu.linears(x, weights, [bias, bias, bias[:1]])
+    for result, lies in zip(found, weights, strict=True):
+        assert torch.equal(result, linear(x, lies, bias[: len(lies)]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [2, 21])
 def test_several_weights_by_columns(rows, dtype, threads):
     x, *_ = inputs(rows, 1, 70, dtype)
-    weights, biases = zip(*(inputs(1, columns, 70, dtype)[1:] for columns in (40, 7, 1030)), strict=True)
-    biases = [biases[0], None, biases[2]]
+    weights, biases = zip(*(inputs(1, columns, 70, dtype)[1:] for columns in (40, 7, 1, 1030)), strict=True)
+    biases = [biases[0], None, *biases[2:]]
     found = linear_cpu.linears(x, [by_columns(weight) for weight in weights], biases)
     for result, weight, bias in zip(found, weights, biases, strict=True):
         assert_near_float64(result, x, weight, bias)
+    if dtype is torch.float32:  # where one order is for all, and one column is by columns, too
+        assert torch.equal(found[0], linear(x, by_columns(weights[0]), biases[0]))
 
 
 def test_a_matrix_unit_is_used_where_there_is_one(matrix_unit, monkeypatch):

@@ -148,9 +148,10 @@ def test_a_layer_by_columns_becomes_a_linear_one() -> None:
         lambda: sum_with(torch.randn(4, 6), BY_COLUMNS),
         lambda: sum_with(torch.randn(1), BY_COLUMNS),
         lambda: sum_with(BIAS, TwoTensor(BY_COLUMNS, BY_COLUMNS)),
+        lambda: sum_with(BIAS, torch.randn(8, 7)[:, :6]),
         lambda: flat_with(aten.addmm.default, BIAS, ROWS, BY_COLUMNS),
     ],
-    ids=["part of a product", "twice the bias", "a matrix", "one number", "a class of its own", "computed"],
+    ids=["part of a product", "twice the bias", "a matrix", "one number", "a class of its own", "a part", "computed"],
 )
 def test_other_sums_stay(flat: Any) -> None:
     made = flat()

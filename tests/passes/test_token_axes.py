@@ -275,6 +275,10 @@ MIXING: dict[str, tuple[Function, str]] = {
     "einsum of three over tokens": (lambda x: x + torch.einsum("bsi,ij,btj->bi", x, torch.ones(8, 8), x)[:, None], ""),
     "chosen ones overwritten in turn": (lambda ids, x: written_in_turn(ids, x * 1), "boolean mask"),
     "tokens overwritten": (lambda x: tokens_overwritten(x * 1), "enumerates tokens"),
+    "a token's number filled": (
+        lambda x: x + x[:, torch.arange(x.shape[1])[:, None].index_fill(1, torch.tensor([0]), 0)[:, 0]],
+        "",
+    ),
     "tokens filled": (lambda x: (x * 1).index_fill(1, torch.tensor([0, 2]), 1.0), "enumerates tokens"),
     "filled where the length tells": (lambda x: (x * 1).index_fill(2, torch.tensor([x.shape[1]]) % 8, 1.0), ""),
     "in place on an input": (lambda x: x.add_(1), "in place"),

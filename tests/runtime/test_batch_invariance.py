@@ -174,6 +174,11 @@ def test_what_depends_on_the_batch_is_named_and_refused_where_it_would_stay() ->
     model.blocks[0].down = ByColumns(model.blocks[0].down)
     with pytest.raises(ValueError, match="batch_invariant must be False for products .*matmul.*test_batch_invariance"):
         sc.Engine(model.eval(), CONFIG)
+    model = Decoder(layers=1)
+    wide = torch.cat([model.blocks[0].down.weight.detach()] * 2, 1)
+    model.blocks[0].down.weight = nn.Parameter(wide[:, : wide.shape[1] // 2])
+    with pytest.raises(ValueError, match="batch_invariant must be False for products .*linear"):
+        sc.Engine(model.eval(), CONFIG)
     with pytest.raises(ValueError, match="batch_invariant must be False but for float32 .*got torch.bfloat16 on cpu"):
         sc.Engine(tiny("llama", num_hidden_layers=1).to(torch.bfloat16), CONFIG)
     with pytest.raises(ValueError, match="batch_invariant must be True or False, got 'yes'"):
