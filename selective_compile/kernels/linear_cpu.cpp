@@ -38,7 +38,8 @@ constexpr int MAX_DOT_ROWS = T::size == 2 && Weight::size == 2 ? (W == 16 ? 18 :
 template <class Weight>
 constexpr int MIN_MATRIX_ROWS = Weight::size == 1 ? 5 : 4;
 
-constexpr int MIN_UNIT_ROWS = 5;  // of weights by columns
+// Of weights by columns: with five to eight rows 0.8 to 1.2 times as long as `Direct` took with four (two threads of a Xeon).
+constexpr int MIN_UNIT_ROWS = 5;
 
 // Calls with threads of one team: of those with few rows and those with more, which are multiplied in the `Way`.
 template <class Way>
