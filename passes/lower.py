@@ -28,7 +28,7 @@ from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from selective_compile.grouped_ops import grouped_linear
-from selective_compile.kernels.linear_call import TRITON_DTYPES
+from selective_compile.kernels.linear_call import TRITON_DTYPES, lie_by_columns
 from selective_compile.passes.batch_dependence import sums_one_term
 from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.lower_group_rows import lower_group_rows
@@ -112,7 +112,7 @@ def become_layer(node: fx.Node) -> None:
 def takes_layers(device: torch.device, weight: Any, *, batch_invariant: bool) -> bool:
     """On a CPU those that lie by rows or by columns: others are left to a library, by whose name they are known."""
     if device.type == "cpu":
-        return weight.dim() == 2 and (weight.is_contiguous() or weight.t().is_contiguous())
+        return weight.dim() == 2 and lie_by_columns([weight]) is not None
     return batch_invariant and has_kernel(weight)
 
 

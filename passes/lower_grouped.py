@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from selective_compile.grouped_ops import grouped_linear, take_rows
 from selective_compile.int8_ops import DTYPES
-from selective_compile.kernels.linear_call import TRITON_DTYPES
+from selective_compile.kernels.linear_call import TRITON_DTYPES, lie_by_columns
 from selective_compile.passes.host_reads import has_grouped_launch
 from selective_compile.passes.rules_order import GROUPED_PRODUCTS
 
@@ -51,8 +51,7 @@ def kernel_takes(node: fx.Node, device: torch.device, weights: Mapping[fx.Node, 
         return False
     dtype = rows.meta["val"].dtype
     if device.type == "cpu":
-        value = weight.meta["val"]
-        return dtype in DTYPES and (value.is_contiguous() or value.transpose(-2, -1).is_contiguous())
+        return dtype in DTYPES and lie_by_columns([weight.meta["val"]]) is not None
     return dtype in TRITON_DTYPES and (batch_invariant or not has_grouped_launch(node, device))
 
 

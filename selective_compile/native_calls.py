@@ -29,6 +29,7 @@ from selective_compile.kernels import (
     top_values_cpu,
 )
 from selective_compile.kernels.call_sequence_cpu import MOST_ARGUMENTS
+from selective_compile.kernels.linear_call import lie_by_columns
 
 THREADS = Size.symbol(0)
 Value = int | Size | Pointer
@@ -174,7 +175,7 @@ class _Run:
     ) -> list[Memory]:
         if x.dtype not in linear_cpu.DTYPES or not x.shape[-1]:
             raise NotFollowed(f"linear layers of {x.dtype}, {x.shape[-1]} deep")
-        by_columns = all(scale is None for scale in scales) and linear_cpu.lie_by_columns(weights)
+        by_columns = all(scale is None for scale in scales) and lie_by_columns(weights)
         for each in (x, *(() if by_columns else weights), *scales, *biases):
             if each is not None:
                 each.contiguous()
@@ -223,7 +224,7 @@ class _Run:
         for each in (x, ends, scales):
             if each is not None:
                 each.contiguous()
-        if not (scales is None and linear_cpu.lie_by_columns([weight])):
+        if not (scales is None and lie_by_columns([weight])):
             weight.contiguous()
         output = x.new_empty((x.shape[0], weight.shape[1]))
         fields = linear_cpu.grouped_fields(x, weight, scales, ends, output, batch_invariant, THREADS)

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 # What the Triton kernel multiplies; known without Triton.
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def lie_by_columns(weights: Sequence[Any]) -> bool | None:
+    """Whether what is [..., N, K] lies as [..., K, N] does, all of it, and not as it is; None if it lies otherwise."""
+    if all(weight.is_contiguous() for weight in weights):
+        return False
+    return True if all(weight.transpose(-2, -1).is_contiguous() for weight in weights) else None
 
 
 def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

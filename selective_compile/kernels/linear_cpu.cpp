@@ -41,6 +41,20 @@ constexpr int MIN_MATRIX_ROWS = Weight::size == 1 ? 5 : 4;
 // Of weights by columns: with five to eight rows 0.8 to 1.2 times as long as `Direct` took with four (two threads of a Xeon).
 constexpr int MIN_UNIT_ROWS = 5;
 
+template <class Work>
+int64_t items_of(const Calls& calls) {
+    int64_t items = 0;
+    for (const Call* call : calls) items += Work::items(*call);
+    return items;
+}
+
+template <class Work>
+std::vector<Work> for_team(const Calls& calls, int64_t threads) {
+    std::vector<Work> works;
+    for (const Call* call : calls) works.emplace_back(*call, threads);
+    return works;
+}
+
 // Calls with threads of one team: of those with few rows and those with more, which are multiplied in the `Way`.
 template <class Way>
 void multiply(const Calls& few, const Calls& many) {
@@ -51,15 +65,11 @@ void multiply(const Calls& few, const Calls& many) {
     for (bool first = true; first || next < end; first = false) {
         const PassRows* const begin = next;
         const Call& any = *(few.empty() ? many : few)[0];
-        int64_t items = 0, rows = 0;  // of packed x
-        if (first)
-            for (const Call* call : few) items += OfFew::items(*call);
+        int64_t items = first ? items_of<OfFew>(few) : 0, rows = 0;  // of packed x
         for (; next < end && rows + Passes<Way>::packed_rows(*next) <= Way::PASSES * Way::X_ROWS; ++next)
             items += Passes<Way>::items(*next), rows += Passes<Way>::packed_rows(*next);
         const int64_t threads = any.parallel ? std::min(any.threads, items) : 1;
-        std::vector<OfFew> dots;
-        if (first)
-            for (const Call* call : few) dots.emplace_back(*call, threads);
+        std::vector<OfFew> dots = for_team<OfFew>(first ? few : Calls(), threads);
         Passes<Way> packed(begin, next, threads);
         run_team(any, threads, [&](int64_t thread) {
             packed.pack(thread);
@@ -83,34 +93,17 @@ void multiply(const Calls& calls, int64_t most_few, bool one_order) {
     multiply<Way>(all.few, all.many);
 }
 
-// Calls with threads of one team, each in the way `Way`.
-template <class Way>
-class ColumnsCalls {
-    std::vector<ColumnsCall<Way>> calls;
-
-public:
-    ColumnsCalls(const Calls& given, int64_t threads) {
-        for (const Call* call : given) calls.emplace_back(*call, threads);
-    }
-    static int64_t items(const Calls& given) {
-        int64_t items = 0;
-        for (const Call* call : given) items += ColumnsCall<Way>::items(*call);
-        return items;
-    }
-    void take(int64_t thread) {
-        for (ColumnsCall<Way>& call : calls) call.take(thread);
-    }
-};
-
 template <class FewWay, class ManyWay>
 void multiply_columns(const FewAndMany& all, const Call& any) {
-    const int64_t items = ColumnsCalls<FewWay>::items(all.few) + ColumnsCalls<ManyWay>::items(all.many);
+    using OfFew = ColumnsCall<FewWay>;
+    using OfMany = ColumnsCall<ManyWay>;
+    const int64_t items = items_of<OfFew>(all.few) + items_of<OfMany>(all.many);
     const int64_t threads = any.parallel ? std::min(any.threads, items) : 1;
-    ColumnsCalls<FewWay> few(all.few, threads);
-    ColumnsCalls<ManyWay> many(all.many, threads);
+    std::vector<OfFew> few = for_team<OfFew>(all.few, threads);
+    std::vector<OfMany> many = for_team<OfMany>(all.many, threads);
     run_team(any, threads, [&](int64_t thread) {
-        few.take(thread);
-        many.take(thread);
+        for (OfFew& call : few) call.take(thread);
+        for (OfMany& call : many) call.take(thread);
     });
 }
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selective_compile.kernels import native
-from selective_compile.kernels.linear_call import check_grouped, check_int8, check_linear
+from selective_compile.kernels.linear_call import check_grouped, check_int8, check_linear, lie_by_columns
 
 _functions = native.Functions(__file__)
 available, unavailable_reason, address_of = _functions.available, _functions.unavailable_reason, _functions.address
@@ -158,10 +158,3 @@ def call_fields(
 
 def _address(tensor: Any) -> Any:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def lie_by_columns(weights: Sequence[Any]) -> bool | None:
-    """Whether what is [..., N, K] lies as [..., K, N] does, all of it, and not as it is; None if it lies otherwise."""
-    if all(weight.is_contiguous() for weight in weights):
-        return False
-    return True if all(weight.transpose(-2, -1).is_contiguous() for weight in weights) else None

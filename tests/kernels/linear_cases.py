@@ -17,6 +17,11 @@ def inputs(rows: int | tuple[int, ...], columns: int, depth: int, dtype: torch.d
     return tuple(torch.randn(*s).to(dtype) for s in ((*shape, depth), (columns, depth), (columns,)))
 
 
+def by_columns(weight: Tensor) -> Tensor:
+    """The same numbers [..., N, K] where [..., K, N] is contiguous, as transformers' Conv1D has them."""
+    return weight.mT.contiguous().mT
+
+
 def assert_near_float64(
     result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, roundings: int = 1
 ) -> None:

@@ -16,7 +16,7 @@ from selective_compile.kernels import linear_cpu, native
 from selective_compile.kernels.linear_cpu import linear
 from selective_compile.runtime.batch import SMALLEST_INVARIANT
 from tests.kernels.instruction_sets import ARCHITECTURES, built_for, runs
-from tests.kernels.linear_cases import assert_near_float64, inputs
+from tests.kernels.linear_cases import assert_near_float64, by_columns, inputs
 
 pytestmark = [
     pytest.mark.skipif(not linear_cpu.available(), reason=str(linear_cpu.unavailable_reason())),
@@ -27,11 +27,6 @@ DTYPES = [torch.float32, torch.bfloat16]
 ROWS = (1, 2, 3, 5, 6, 7, 8, 9, 11, 12, 13, 16, 17, 18, 19, 24, 25, 33, 56, 65, 128, 129)
 # (N, K): one; under every tile; no multiple of 12 or 16; rows of 4096 bytes; K cut into blocks at 128 rows.
 SIZES = ((1, 1), (5, 3), (16, 16), (13, 17), (97, 129), (31, 1024), (260, 770), (29, 4097), (25, 2048))
-
-
-def by_columns(weight):
-    """As transformers' Conv1D has it."""
-    return weight.t().contiguous().t()
 
 
 @pytest.fixture(params=[1, 2])
