@@ -25,6 +25,7 @@ from selective_compile.passes.isolate import isolate
 from selective_compile.passes.isolated_call import WholeModules
 from selective_compile.passes.latents import recognise_latents
 from selective_compile.passes.length_conditions import settle_lengths
+from selective_compile.passes.linear_attention import whole_linear_attention
 from selective_compile.passes.lower import lower
 from selective_compile.passes.mask_proof import prove_masks
 from selective_compile.passes.merge import merge
@@ -46,6 +47,7 @@ __all__ = ["PIPELINE", "AttentionCall", "FlatGraph", "PassRecord", "RefusedError
 
 ANALYSES: tuple[tuple[str, Callable[[TracedGraph], int]], ...] = (
     ("whole convolutions", whole_convolutions),  # before the marks: a convolution reads over a request's bounds
+    ("whole linear attention", whole_linear_attention),  # nor is what it cuts one block of a token's own
     ("try weight classes", try_weight_classes),  # before the marks: they take a linear layer for token-wise
     ("mark token axes", mark_token_axes),  # every later proof reads which dimension enumerates tokens
     ("isolate", isolate),  # before what mixes is looked at: masks of isolated modules are none of its business
@@ -114,6 +116,7 @@ def rewrite(
     latents: bool = True,
     traces: Traces | None = None,
     long_form: bool = False,
+    blocks: bool = True,
 ) -> Rewrite:
     """Run the pipeline on Dynamo's graph.
 
@@ -123,7 +126,8 @@ def rewrite(
     no attention see farther, whatever the model says; that is no part of the pipeline, for it changes results.
     ``latents``: pools keep what keys and values are made of, where that pays.  ``traces`` has graphs that were traced
     to ATen before, and gets others.  ``long_form``: positions may tell which tokens are of long requests, for a model
-    that computes these otherwise.  What cannot be proved stands in ``refusals`` and leaves ``flat`` None.  Raises
+    that computes these otherwise.  ``blocks``: a linear attention that is one block of some is taken for a recurrence.
+    What cannot be proved stands in ``refusals`` and leaves ``flat`` None.  Raises
     `RefusedError` when the graph's inputs are not those of a decoder at all.
     """
     traced = normalise(module, examples, traces)
@@ -139,6 +143,8 @@ def rewrite(
         traced.refuse(traced.output_node, "it cuts off the logits of the last token")
     for name, analysis in ANALYSES:
         if analysis is recognise_latents and not (paged and latents):
+            continue
+        if analysis is whole_linear_attention and not blocks:
             continue
         try:
             result.timed(name, lambda analysis=analysis: analysis(traced))  # type: ignore[misc]

@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
-from torch.utils._sympy.functions import Max
+from torch.utils._sympy.functions import Max, Min
 
 from selective_compile.passes.lengths import SHORTEST, longest
 
 if TYPE_CHECKING:
     from torch import fx
+
+
+MAXIMA = (sympy.Max, Max)
 
 
 def size_expression(size: Any) -> sympy.Expr:
@@ -217,20 +220,21 @@ class Sizes:
         expression = size_expression(size)
         if self.limit is None:
             return expression
-        return sympy.expand(expression.replace(is_maximum, lambda found: self.greatest(found)))
+        return sympy.expand(expression.replace(is_extreme, lambda found: self.chosen(found)))
 
-    def greatest(self, found: sympy.Expr) -> sympy.Expr:
-        """The one argument of a maximum that no other exceeds for up to ``limit`` tokens; else the maximum itself."""
+    def chosen(self, found: sympy.Expr) -> sympy.Expr:
+        """The one argument that a maximum or minimum is for up to ``limit`` tokens; else that itself."""
         assert self.limit is not None
-        for chosen in found.args:
-            least = [chosen - other for other in found.args if other is not chosen]
+        sign = 1 if found.func in MAXIMA else -1
+        for each in found.args:
+            least = [sign * (each - other) for other in found.args if other is not each]
             if all(d.free_symbols <= {self.token} and longest(d >= 0, SHORTEST) >= self.limit for d in least):
-                return chosen
+                return each
         return found
 
 
-def is_maximum(expression: sympy.Expr) -> bool:
-    return expression.func in (sympy.Max, Max)
+def is_extreme(expression: sympy.Expr) -> bool:
+    return expression.func in (*MAXIMA, sympy.Min, Min)
 
 
 def is_symbolic(value: object) -> bool:

@@ -48,11 +48,12 @@ def bounds_requests(condition: sympy.Basic) -> bool:
     return longest(condition, SHORTEST) > CAPTURE_TOKENS
 
 
-def longest_request(conditions: Iterable[sympy.Basic]) -> int | None:
-    """The least of the lengths up to which conditions that bound requests hold; None if they hold for all."""
-    least = min((longest(condition, SHORTEST) for condition in conditions), default=ALL_LENGTHS)
-    assert least > CAPTURE_TOKENS
-    return None if least == ALL_LENGTHS else least
+def ends_of(conditions: Iterable[sympy.Basic]) -> tuple[int, ...]:
+    """The lengths up to which conditions that bound requests hold, the least one first, but for those that hold for
+    all."""
+    found = sorted({longest(condition, SHORTEST) for condition in conditions} - {ALL_LENGTHS})
+    assert all(end > CAPTURE_TOKENS for end in found)
+    return tuple(found)
 
 
 def longest(condition: sympy.Basic, shortest: int) -> int:

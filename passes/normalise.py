@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from selective_compile.passes.axes import Sizes, is_symbolic
 from selective_compile.passes.functional import make_functional
-from selective_compile.passes.lengths import bounds_requests, longest_request
+from selective_compile.passes.lengths import bounds_requests, ends_of
 from selective_compile.passes.packed_trace import Traces
 from selective_compile.passes.retrace import retraced
 from selective_compile.passes.spellings import SPELT_OUT
@@ -139,13 +139,13 @@ def normalise(module: fx.GraphModule, examples: Sequence[Any], traces: Traces | 
     ]
     make_functional(traced)  # before copies are removed: a copy may be there to be written to
     tidy(traced)
-    limit = longest_request(bounding(symbols))
+    ends = ends_of(bounding(symbols))
     return TracedGraph(
         module=traced,
         inputs=inputs,
-        sizes=symbols.sizes(limit),
+        sizes=symbols.sizes(min(ends, default=None)),
         narrowings=narrowings(symbols),
-        max_tokens=limit,
+        ends=list(ends),
         conditions=tuple(guard.expr for guard in symbols.env.guards),
     )
 

@@ -40,6 +40,11 @@ def short(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     return directions * (0.3 + 0.7 * uniform((*shape[:-1], 1), generator))
 
 
+def gates(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Logarithms of factors that are kept in range by the largest so far, of many sizes."""
+    return 10.0 + 5.0 * normal(shape, generator)
+
+
 def seldom(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     return uniform(shape, generator) < 0.2
 
@@ -62,7 +67,8 @@ class Family:
     One that ``reads_limits`` also takes which tokens they do not hold for, ``unlimited`` ``[T]`` bool.
 
     ``multiples``: the first letter's size is a multiple of the second's.  ``state``: the letters of what a request
-    keeps, in float32.  ``options``: the ways to write the formula that are tried.
+    keeps, in float32; a small one is one more than the size that its capital stands for.  ``options``: the ways to
+    write the formula that are tried.
     """
 
     name: str
@@ -136,6 +142,14 @@ def run_ssd(
     )
 
 
+def run_linear_attention(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, **step: Any) -> Tensor:
+    """Linear attention with a decay (Qin et al. 2024, equation 5): ``S = exp(-slope) S + k v``, ``y = q S``."""
+    steps = torch.ones(value.shape[:2], dtype=torch.float32, device=value.device)
+    return ragged(
+        ops.ssd, ops.varlen_ssd, value.float(), steps, -slopes.float(), key.float(), query.float(), None, **step
+    )
+
+
 def run_selective_scan(
     x: Tensor,
     dt: Tensor,
@@ -194,6 +208,23 @@ def run_wkv(
     return ragged(ops.wkv, ops.varlen_wkv, decay, time_first.float(), key.float(), value.float(), **step)
 
 
+def run_mlstm(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    input_gate: Tensor,
+    forget_gate: Tensor,
+    *,
+    scaled: bool,
+    eps: float,
+    **step: Any,
+) -> Tensor:
+    """xLSTM's matrix memory (Beck et al. 2024, equations 19 to 27), with the factor of the key in the answer."""
+    query, key, value = query.float(), key.float(), value.float()
+    decay, scale = F.logsigmoid(forget_gate.float()), query.shape[-1] ** -0.5 if scaled else 1.0
+    return ragged(ops.mlstm, ops.varlen_mlstm, query, key, value, input_gate.float(), decay, scale, eps, **step)
+
+
 def run_linear_recurrence(decay: Tensor, update: Tensor, reset: Tensor | None = None, **step: Any) -> Tensor:
     """``h = decay * h + update``, as in RG-LRU (De et al. 2024, equation 4); a ``reset`` token forgets what was."""
     kept = decay.float() if reset is None else decay.float() * ~reset
@@ -206,6 +237,7 @@ def run_causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, **s
 
 
 STEPS = tuple({"softplus": softplus} for softplus in (True, False))
+EPSILONS = (1e-6, 1e-5, 1e-8, 1e-4, 0.0)  # added to what a sum is divided by: a number that functions may not be given
 RULES = tuple({"normalised": n, "scaled": s} for n in (True, False) for s in (True, False))
 DELTA: dict[str, Any] = {
     "run": run_gated_delta_rule,
@@ -276,6 +308,20 @@ FAMILIES: tuple[Family, ...] = (
         options=({"exponential": True}, {"exponential": False}),
     ),
     Family(
+        name="mlstm",
+        run=run_mlstm,
+        roles=(
+            QUERY,
+            KEY,
+            VALUE,
+            Role(name="input_gate", dims="H", draw=gates),
+            Role(name="forget_gate", dims="H"),
+        ),
+        result="HV",
+        state="Hdv",
+        options=tuple({"scaled": scaled, "eps": eps} for scaled in (True, False) for eps in EPSILONS),
+    ),
+    Family(
         name="linear recurrence",
         run=run_linear_recurrence,
         roles=(
@@ -286,6 +332,19 @@ FAMILIES: tuple[Family, ...] = (
         result="C",
         state="C",
     ),
+)
+# What passes find in a graph, each of its own form.
+LINEAR_ATTENTION = Family(
+    name="linear attention",
+    run=run_linear_attention,
+    roles=(
+        Role(name="query", dims="HN"),
+        Role(name="key", dims="HN"),
+        Role(name="value", dims="HP"),
+        Role(name="slopes", dims="H", per_token=False),
+    ),
+    result="HP",
+    state="HPN",
 )
 CAUSAL_CONV1D = Family(
     name="causal convolution",

@@ -8,6 +8,8 @@
              pad(x, [0, 0, 1, 0])[:, :-1]               and so here
     after:   selective.function([x, [[1, 0], ...]], "causal convolution", [B, S, C])
 
+Linear attention is found by `linear_attention`, and left as such a node, too.
+
 `recognise_recurrences` reads every `selective.function` into a `RecurrentCall`, which `flatten` replaces by the ragged
 op.  Declines, with the node, where the function is not known or its tensors are not what they were in the trial.
 """
@@ -22,7 +24,7 @@ from torch import fx
 
 from selective_compile.function_op import function
 from selective_compile.passes.axes import Axis
-from selective_compile.passes.recurrence_families import CAUSAL_CONV1D
+from selective_compile.passes.recurrence_families import CAUSAL_CONV1D, LINEAR_ATTENTION, Family
 from selective_compile.passes.recurrence_match import Recognised, Signature, TensorArgument
 from selective_compile.passes.traced_graph import (
     DTYPES,
@@ -45,24 +47,25 @@ def whole_convolutions(traced: TracedGraph) -> int:
     for node in list(traced.graph.nodes):
         cut = causal_cut(node) if node.target is aten.conv1d.default else node
         if node.target is aten.conv1d.default and cut is not None:
-            replace(traced, node, cut, convolution_tensors(traced, node))
+            replace(traced, node, cut, convolution_tensors(traced, node), CONVOLUTION)
             found += 1
         elif (shift := shift_of(node)) is not None:
-            replace(traced, shift.first, node, shift_tensors(traced, shift))
+            replace(traced, shift.first, node, shift_tensors(traced, shift), CONVOLUTION)
             found += 1
     traced.graph.eliminate_dead_code()
     traced.module.recompile()
     return found
 
 
-def replace(traced: TracedGraph, first: fx.Node, last: fx.Node, tensors: list[fx.Node]) -> None:
+def replace(traced: TracedGraph, first: fx.Node, last: fx.Node, tensors: list[fx.Node], family: str) -> None:
+    """By what ``family`` makes of the tensors: ``first`` to ``last``, which read nothing else."""
     value = last.meta["val"]
     with traced.graph.inserting_before(first):
         shape = [
             size if isinstance(size, int) else size_node(traced, tensors[0], dim)
             for dim, size in enumerate(value.shape)
         ]
-        whole = traced.graph.call_function(function, (tensors, CONVOLUTION, shape, value.dtype))
+        whole = traced.graph.call_function(function, (tensors, family, shape, value.dtype))
     whole.meta.update(last.meta)
     whole.meta["stack_trace"] = first.meta.get("stack_trace")
     last.replace_all_uses_with(whole)
@@ -130,12 +133,16 @@ def shift_tensors(traced: TracedGraph, shift: Shift) -> list[fx.Node]:
     value = shift.source.meta["val"]
     weight = torch.zeros(value.shape[2], shift.tokens + 1, dtype=value.dtype, device=value.device)
     weight[:, 0] = 1
-    name = f"shift_{shift.first.name}"
-    traced.module.register_buffer(name, weight)
-    with traced.graph.inserting_before(shift.first):
+    return [shift.source, register(traced, shift.first, f"shift_{shift.first.name}", weight)]
+
+
+def register(traced: TracedGraph, before: fx.Node, name: str, value: torch.Tensor) -> fx.Node:
+    """A constant of the graph."""
+    traced.module.register_buffer(name, value)
+    with traced.graph.inserting_before(before):
         constant = traced.graph.get_attr(name)
-    constant.meta["val"] = weight
-    return [shift.source, constant]
+    constant.meta["val"] = value
+    return constant
 
 
 def arguments_of(node: fx.Node) -> list[Any]:
@@ -166,7 +173,7 @@ def recognise_recurrences(traced: TracedGraph) -> int:
         if node.target is not function or node not in traced.axes:
             continue
         tensors, name = arguments_of(node)[:2]
-        known = convolution_of(tensors, node) if name == CONVOLUTION else traced.functions.get(name)
+        known = READ[name](tensors, node) if name in READ else traced.functions.get(name)
         if known is None:
             traced.refuse(node, "it is no recurrence that is known")
             continue
@@ -183,28 +190,55 @@ def recognise_recurrences(traced: TracedGraph) -> int:
 
 
 def convolution_of(tensors: list[fx.Node], node: fx.Node) -> Recognised:
-    names = ("x", "weight", "bias")[: len(tensors)]
     value = node.meta["val"]
     channels, width = tensors[1].meta["val"].shape
     # Which of the last two dimensions is the channels: the other is a symbol.
     dim = 2 if isinstance(value.shape[1], int) else 1
     shape = (1, channels, 0) if dim == 2 else (1, 0, channels)
+    shapes = (shape, (channels, width), (channels,))
+    letters = {"C": channels, "W": width, "P": width - 1}
+    return in_order(CAUSAL_CONV1D, tensors, node, shapes, shape, dim, letters)
+
+
+def linear_attention_of(tensors: list[fx.Node], node: fx.Node) -> Recognised:
+    (_, heads, _, keys), (_, _, _, values) = (tensors[place].meta["val"].shape for place in (1, 2))
+    row, result = (1, heads, 0, keys), (1, heads, 0, values)
+    letters = {"H": heads, "P": values, "N": keys}
+    return in_order(LINEAR_ATTENTION, tensors, node, (row, row, result, (heads,)), result, 2, letters)
+
+
+READ = {CONVOLUTION: convolution_of, LINEAR_ATTENTION.name: linear_attention_of}
+
+
+def in_order(
+    family: Family,
+    tensors: list[fx.Node],
+    node: fx.Node,
+    shapes: tuple[tuple[int, ...], ...],
+    result: tuple[int, ...],
+    token_dim: int,
+    letters: dict[str, int],
+) -> Recognised:
+    """``node`` is what ``family`` makes of the tensors, which are its roles in their order, with tokens all in one
+    dimension; 0 stands for how many there are."""
+    dtypes = [tensor.meta["val"].dtype for tensor in tensors]
     arguments = tuple(
-        TensorArgument(name=name, shape=shape, dtype=tensor.meta["val"].dtype, token_dim=dim if name == "x" else None)
-        for name, tensor, shape in zip(names, tensors, (shape, (channels, width), (channels,)), strict=False)
+        TensorArgument(name=role.name, shape=shape, dtype=dtype, token_dim=token_dim if role.per_token else None)
+        for role, shape, dtype in zip(family.roles, shapes, dtypes, strict=False)
     )
+    value = node.meta["val"]
     return Recognised(
-        family=CAUSAL_CONV1D,
-        roles=tuple((name, place) for place, name in enumerate(names)),
+        family=family,
+        roles=tuple((argument.name, place) for place, argument in enumerate(arguments)),
         options=(),
         signature=Signature(
             tensors=arguments,
             constants=(),
-            result=TensorArgument(name="", shape=shape, dtype=value.dtype, token_dim=dim),
+            result=TensorArgument(name="", shape=result, dtype=value.dtype, token_dim=token_dim),
             returned=None,
             device=value.device,
         ),
-        letters=(("C", channels), ("W", width), ("P", width - 1)),
+        letters=tuple(letters.items()),
     )
 
 

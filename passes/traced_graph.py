@@ -259,13 +259,14 @@ class TracedGraph:
     """An ATen graph over ``[B, S]`` tokens and what was proved of it so far.
 
     ``narrowings`` are refusals of the graph as a whole, for sizes that it does not hold for; analyses name the nodes
-    where they can, so these come last.  ``conditions`` are all that was asked of sizes, as expressions.  ``max_tokens``
-    is the longest request that they hold for, None if any is.  ``functions`` are those left whole by capture, with what
-    they are known to compute (`recurrence_match.Recognised`).  ``modules`` runs copies of the modules
-    that capture left whole, to see what they compute; None where there are none.  ``proved_from`` are buffers of the
-    model whose values a proof has read: it holds as long as they stay.  ``makes_constants``: the forward stores a
-    tensor that no input of a call decides, as one does that makes a table when it is first called.  ``long_beyond``:
-    of requests of more tokens the graph is told by marks on ``long_numbers`` (`long_form`); None: it knows of none.
+    where they can, so these come last.  ``conditions`` are all that was asked of sizes, as expressions.  ``ends``
+    are the longest requests that each of them holds for, but those that hold for any.  ``functions`` are those left
+    whole by capture, with what they are known to compute (`recurrence_match.Recognised`).  ``modules`` runs copies of
+    the modules that capture left whole, to see what they compute; None where there are none.  ``proved_from`` are
+    buffers of the model whose values a proof has read: it holds as long as they stay.  ``makes_constants``: the forward
+    stores a tensor that no input of a call decides, as one does that makes a table when it is first called.
+    ``long_beyond``: of requests of more tokens the graph is told by marks on ``long_numbers`` (`long_form`); None: it
+    knows of none.
     """
 
     module: fx.GraphModule
@@ -282,7 +283,7 @@ class TracedGraph:
     conditions: tuple[sympy.Basic, ...] = ()
     functions: Mapping[str, Any] = field(default_factory=dict)
     modules: WholeModules | None = None
-    max_tokens: int | None = None
+    ends: list[int] = field(default_factory=list)
     proved_from: list[Input] = field(default_factory=list)
     makes_constants: bool = False
     long_beyond: int | None = None
@@ -301,7 +302,12 @@ class TracedGraph:
 
     def bound(self, tokens: int) -> None:
         """Requests of more ``tokens`` than this are not served."""
-        self.max_tokens = tokens if self.max_tokens is None else min(tokens, self.max_tokens)
+        self.ends.append(tokens)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The longest request that it is for; None if any is."""
+        return min(self.ends, default=None)
 
     def tensors(self) -> Iterator[fx.Node]:
         return (node for node in self.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor))

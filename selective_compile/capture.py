@@ -26,7 +26,7 @@ from selective_compile.live_settings import Read, names_read
 from selective_compile.model_call import CANNOT, logits_call
 from selective_compile.model_facts import check, declared_positions, device_of
 from selective_compile.module_state import same_buffers
-from selective_compile.passes.lengths import ALL_LENGTHS, CAPTURE_TOKENS, SHORTEST, bounds_requests, longest_request
+from selective_compile.passes.lengths import ALL_LENGTHS, CAPTURE_TOKENS, SHORTEST, bounds_requests, ends_of
 from selective_compile.passes.normalise import keep_sources
 from selective_compile.passes.recurrence_match import Recognised
 from selective_compile.passes.traced_graph import Refusal, RefusedError
@@ -114,7 +114,7 @@ def traced(model: nn.Module, functions: Mapping[Place, Recognised] | None, branc
             Captured(
                 module=module,
                 examples=list(examples),
-                max_tokens=longest_of_graph(),
+                ends=ends_of_graph(),
                 sets=sets_attributes(),
                 read=read_by_trace(),
                 conditions=conditions_of(guards_of_trace()),
@@ -189,8 +189,8 @@ def untraceable(model: nn.Module, failure: Exception) -> Refusal:
     )
 
 
-def longest_of_graph() -> int | None:
-    """Inside the backend: the longest request that Dynamo's graph is right for, None if it is for any.
+def ends_of_graph() -> tuple[int, ...]:
+    """Inside the backend: the longest requests that conditions of Dynamo's graph hold for, but those that always hold.
 
     Raises:
         RefusedError: the model took a branch that holds for other lengths than all up to some length, so the one graph
@@ -213,7 +213,7 @@ def longest_of_graph() -> int | None:
     ]
     if refusals:
         raise RefusedError(refusals)
-    return longest_request(guard.expr for guard in guards)
+    return ends_of(guard.expr for guard in guards)
 
 
 def sets_attributes() -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,8 @@ from selective_compile.trace_conditions import Condition
 class Captured:
     """Dynamo's graph from token ids (and an attention mask, if the model takes one) to logits ``[1, S, V]``.
 
-    ``max_tokens``: the largest S that it holds for, where the model has a table of positions that ends; None if any.
+    ``ends``: the largest S that each of its conditions holds for, where the model has a table of positions that ends;
+    none if any.
     ``sets``: whether a call sets attributes of the model's modules.
     ``read``: the attributes that the trace depends on, and the code.
     ``conditions``: what it holds for.
@@ -31,7 +32,7 @@ class Captured:
 
     module: fx.GraphModule
     examples: list[Any]
-    max_tokens: int | None
+    ends: tuple[int, ...]
     sets: bool = False
     read: Read = Read()
     conditions: tuple[Condition, ...] = ()
@@ -51,7 +52,16 @@ class Captured:
 
     def bounded(self, longest: int) -> Captured:
         """For requests of up to ``longest`` tokens."""
-        return replace(self, max_tokens=min(longest, self.max_tokens or longest))
+        return replace(self, ends=(*self.ends, longest))
+
+    def without_ends(self, ends: Collection[int]) -> Captured:
+        """For requests that are longer than these, as far as the others let them."""
+        return replace(self, ends=tuple(end for end in self.ends if end not in ends))
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The largest S that it holds for; None if any."""
+        return min(self.ends, default=None)
 
     def joined(self, other: Captured, both: JoinedGraphs) -> Captured:
         """With ``other``, which is of longer requests."""
@@ -60,11 +70,11 @@ class Captured:
             keys=self.read.keys | other.read.keys,
             code=self.read.code | other.read.code,
         )
-        found = replace(
+        return replace(
             self,
             module=both.module(),
             examples=[*self.examples, *(other.examples[place] for place in both.added)],
+            ends=(*self.ends, *other.ends),
             read=read,
             conditions=(*self.conditions, *other.conditions),
         )
-        return found if other.max_tokens is None else found.bounded(other.max_tokens)

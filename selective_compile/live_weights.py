@@ -103,7 +103,7 @@ class LiveWeights:
             self.seen = tensors, version
         if not self._values.hold(self._proved.found()):
             names = ", ".join(sorted(set(self._proved.names)))
-            raise ValueError(f"buffers that masks were proved from must keep their values, got others in {names}")
+            raise ValueError(f"buffers that a proof has read must keep their values, got others in {names}")
         return version
 
     def are_of(self, model: nn.Module) -> bool:

@@ -55,7 +55,7 @@ class PackedNode:
 @dataclass(frozen=True)
 class PackedGraph:
     nodes: tuple[PackedNode, ...]
-    max_tokens: int | None
+    ends: tuple[int, ...]
     asked: bool
 
 
@@ -89,7 +89,7 @@ def packed(captured: Captured, model: nn.Module) -> PackedGraph:
         )
 
     nodes = tuple(map(node_of, captured.module.graph.nodes))
-    return PackedGraph(nodes=nodes, max_tokens=captured.max_tokens, asked=captured.asked)
+    return PackedGraph(nodes=nodes, ends=captured.ends, asked=captured.asked)
 
 
 def given_by(node: fx.Node, example: Any, names: Mapping[int, str]) -> Size | Weight | Tokens:
@@ -137,7 +137,7 @@ def unpacked(graph: PackedGraph, model: nn.Module, read: Read, conditions: tuple
     return Captured(
         module=_LazyGraphModule({}, result),
         examples=examples,
-        max_tokens=graph.max_tokens,
+        ends=graph.ends,
         read=read,
         conditions=conditions,
         asked=graph.asked,

@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from selective_compile.block_loops import beyond_one_block, is_of_one_block
 from selective_compile.capture import capture
 from selective_compile.captured import Captured
 from selective_compile.dropped_cache import long_form_of, lost_beyond
@@ -64,18 +65,21 @@ def captured_and_rewritten(
     if ``ask`` is given, where no request of a length that the model declares is refused for that.
     """
 
-    def rewritten_of(given: Captured, *, long_form: bool = modules is None) -> Rewrite:
+    names = {str(place): known for place, known in functions.items()}
+
+    def rewritten_of(given: Captured, *, long_form: bool = modules is None, blocks: bool = True) -> Rewrite:
         return rewrite(
             given.module,
             given.examples,
             paged=True,
             ones=ATTENTION_MASK,
-            functions={str(place): known for place, known in functions.items()},
+            functions=names,
             max_window=max_window,
             modules=modules,
             latents=latents,
             traces=KeptTraces() if keep else None,
             long_form=long_form,
+            blocks=blocks,
         )
 
     captured = captured_as_it_is(model, functions, keep=keep, ask=ask)
@@ -85,6 +89,9 @@ def captured_and_rewritten(
         rewritten = rewritten_of(captured)
     if not knows_long_form(model, rewritten):
         rewritten = rewritten_of(captured, long_form=False)
+    if is_of_one_block(captured, rewritten):
+        beyond = beyond_one_block(model, captured, rewritten, names)
+        captured, rewritten = (beyond, rewritten) if beyond else (captured, rewritten_of(captured, blocks=False))
     if captured.asked and not reaches_far(model, captured, rewritten):
         return captured_and_rewritten(model, functions, max_window, modules, latents=latents, ask=False)
     bound_where_lost(model, rewritten)

@@ -107,15 +107,17 @@ def common(place: Place, seen: Calls) -> Recognised | None:
 
 
 def places_of(model: nn.Module) -> list[Place]:
-    """Functions of the Python modules that the model's layers come from, and methods of its layers."""
+    """Functions of the Python modules that the model's layers come from, and methods of its layers; their `forward`
+    where none of a class has weights: a formula has all that it reads as arguments."""
     classes = {type(module) for module in model.modules() if not type(module).__module__.startswith("torch.")}
+    weighted = {type(module) for module in model.modules() if any(True for _ in module.parameters())}
     modules = {sys.modules[cls.__module__] for cls in classes if cls.__module__ in sys.modules}
     owners: list[Any] = [*sorted(modules, key=lambda m: m.__name__), *sorted(classes, key=lambda c: c.__qualname__)]
     found = []
     for owner in owners:
         for name, value in vars(owner).items():
             own = isinstance(value, FunctionType) and value.__module__ == getattr(owner, "__module__", owner.__name__)
-            if own and name != "forward" and not name.startswith("__"):
+            if own and not (name == "forward" and owner in weighted) and not name.startswith("__"):
                 found.append(Place(owner=owner, name=name))
     return found
 

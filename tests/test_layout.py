@@ -108,6 +108,7 @@ LAYERS = (
         "live_conditions",
         "live_weights",
         "rewriting",
+        "block_loops",
         "model_recurrences",
         "same_logits",
         "packed_graph",

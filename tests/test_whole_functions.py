@@ -36,11 +36,29 @@ def peeking(keep: Tensor, fresh: Tensor, **ignored: Any) -> Tensor:
 SHIFT = nn.ZeroPad2d((0, 0, 1, -1))
 
 
+class Forgetting(nn.Module):
+    """The same loop, as a module's own `forward`; with ``weighted``, its result times a weight."""
+
+    def __init__(self, weighted: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((WIDTH,), 0.5)) if weighted else None
+
+    def forward(self, keep: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor]:
+        state, states = torch.zeros_like(fresh[:, 0]), []
+        for t in range(fresh.shape[1]):
+            state = keep[:, t] * state + fresh[:, t]
+            states.append(state)
+        return torch.stack(states, 1) * (1 if self.weight is None else self.weight), state
+
+
 class Mixer(nn.Module):
     """Convolution, a shift by one token, and the loop."""
 
-    def __init__(self, peeks: bool = False, shift: Callable[[Tensor], Tensor] = SHIFT) -> None:
+    def __init__(
+        self, peeks: bool = False, shift: Callable[[Tensor], Tensor] = SHIFT, loop: nn.Module | None = None
+    ) -> None:
         super().__init__()
+        self.loop = loop
         self.conv = nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH, padding=2)
         self.shift = shift
         self.gate = nn.Linear(WIDTH, WIDTH)
@@ -49,15 +67,17 @@ class Mixer(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         mixed = F.silu(self.conv(hidden.transpose(1, 2))[..., : hidden.shape[1]].transpose(1, 2))
         gate = torch.sigmoid(self.gate(mixed + self.shift(hidden)))
+        if self.loop is not None:
+            return self.loop(gate, mixed)[0]
         return peeking(gate, mixed) if self.peeks else forgetful(gate, mixed, width=(hidden,))
 
 
 class Recurrent(nn.Module):
-    def __init__(self, peeks: bool = False, shift: Callable[[Tensor], Tensor] = SHIFT) -> None:
+    def __init__(self, peeks: bool = False, **mixer: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList([Mixer(peeks, shift) for _ in range(2)])
+        self.layers = nn.ModuleList([Mixer(peeks, **mixer) for _ in range(2)])
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -80,6 +100,16 @@ def test_a_shift_that_is_padded_first_and_cut_then_is_one() -> None:
     model = Recurrent(shift=lambda x: F.pad(x, (0, 0, 2, 0))[:, :-2]).eval()
     assert [call.family for call in sc.explain(model).recurrences].count("causal convolution") == 4
     assert engine_error(model, vocabulary=VOCABULARY) < TOLERANCE
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_module_whose_forward_is_the_loop_is_known_where_it_has_no_weights(weighted: bool) -> None:
+    model = Recurrent(loop=Forgetting(weighted)).eval()
+    report = sc.explain(model)
+    assert report.verdict == ("isolated" if weighted else "ragged"), str(report)
+    assert [call.family for call in report.recurrences].count("linear recurrence") == (0 if weighted else 2)
+    if not weighted:
+        assert engine_error(model, vocabulary=VOCABULARY) < TOLERANCE
 
 
 def test_a_loop_that_looks_at_all_tokens_is_refused() -> None:

@@ -207,6 +207,7 @@ OWN: Final[dict[str, dict[str, Any]]] = {
     "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     "longcat_flash": {"num_key_value_heads": HEADS, "head_dim": 4},
     "mamba2": {"head_dim": 16},
+    "minimax": {"block_size": 14},  # more tokens than a capture has, as its own 256; requests have two and three
     "moshi": {"audio_encoder_config": {"codebook_size": 64}},
     "musicgen": {"decoder": {"num_codebooks": 1}},
     "musicgen_melody": {"decoder": {"num_codebooks": 1}},

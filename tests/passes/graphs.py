@@ -15,7 +15,7 @@ from selective_compile.passes.attention import recognise_attention
 from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.flatten import flatten
 from selective_compile.passes.functional import make_functional
-from selective_compile.passes.lengths import longest_request
+from selective_compile.passes.lengths import ends_of
 from selective_compile.passes.mask_proof import prove_masks
 from selective_compile.passes.normalise import Symbols, bounding, narrowings, tidy
 from selective_compile.passes.selections import recognise_selections
@@ -69,9 +69,13 @@ def trace(function: Callable[..., Any], *weights: Tensor) -> TracedGraph:
     ]
     make_functional(module)
     tidy(module)
-    limit = longest_request(bounding(symbols))
+    ends = ends_of(bounding(symbols))
     return TracedGraph(
-        module=module, inputs=inputs, sizes=symbols.sizes(limit), narrowings=narrowings(symbols), max_tokens=limit
+        module=module,
+        inputs=inputs,
+        sizes=symbols.sizes(min(ends, default=None)),
+        narrowings=narrowings(symbols),
+        ends=list(ends),
     )
 
 

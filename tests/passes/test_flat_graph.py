@@ -165,6 +165,7 @@ def test_outputs_without_a_place_for_each_row_are_refused(output: Any) -> None:
 def test_pipeline_is_in_order() -> None:
     assert PIPELINE == (
         "whole convolutions",
+        "whole linear attention",
         "try weight classes",
         "mark token axes",
         "isolate",

@@ -10,8 +10,8 @@ from selective_compile.passes.lengths import (
     ALL_LENGTHS,
     CAPTURE_TOKENS,
     bounds_requests,
+    ends_of,
     longest,
-    longest_request,
 )
 
 S = sympy.Symbol("s", integer=True, positive=True)
@@ -42,9 +42,9 @@ def test_what_a_length_breaks(condition: sympy.Basic) -> None:
     assert longest(condition, 2) == UP_TO[condition]
 
 
-def test_a_request_is_bounded_by_the_least_of_the_conditions() -> None:
-    assert longest_request([S <= 512, S < 300, *FOR_ALL]) == 299
-    assert longest_request(FOR_ALL) is None
+def test_conditions_that_end_are_told_the_first_one_first() -> None:
+    assert ends_of([S <= 512, S < 300, *FOR_ALL, S <= 299]) == (299, 512)
+    assert ends_of(FOR_ALL) == ()
 
 
 @pytest.mark.parametrize("last", [2, CAPTURE_TOKENS - 1, CAPTURE_TOKENS, CAPTURE_TOKENS + 1])

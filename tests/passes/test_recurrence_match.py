@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.models.xlstm.modeling_xlstm import (
+    mlstm_chunkwise_native_autograd,
+    mlstm_recurrent_sequence_native,
+    mlstm_recurrent_step_native,
+    wrap_chunkwise_arbitrary_sequence_length,
+)
 
 from selective_compile.passes.constant_arguments import kept
 from selective_compile.passes.recurrence_match import Signature, TensorArgument, explains, recognise_function
@@ -187,3 +194,39 @@ def raising(x: Tensor, y: Tensor) -> Tensor:
 def test_functions_of_the_right_shapes_that_compute_something_else(function: Callable[..., Tensor]) -> None:
     shapes = {"x": (1, LENGTH, 5), "y": (1, LENGTH, 5)}
     assert recognise_function(function, signature(shapes, (1, LENGTH, 5))) is None
+
+
+MLSTM_SHAPES = {
+    "query": (1, 2, LENGTH, 4),
+    "key": (1, 2, LENGTH, 4),
+    "value": (1, 2, LENGTH, 4),
+    "igate": (1, 2, LENGTH),
+    "fgate": (1, 2, LENGTH),
+}
+
+
+def matrix_memory(eps: float, **given: Tensor) -> Any:
+    """xLSTM's own, in chunks of 16 and what is left of them token by token."""
+    return wrap_chunkwise_arbitrary_sequence_length(
+        mlstm_chunkwise_native_autograd,
+        mlstm_recurrent_sequence_native,
+        mlstm_recurrent_step_native,
+        **given,
+        eps=eps,
+        chunk_size=16,
+    )
+
+
+@pytest.mark.parametrize("eps", [1e-6, 1e-5, 1e-4, 0.0])
+def test_what_a_sum_is_divided_by_is_told_by_what_comes_back(eps: float) -> None:
+    like = replace(signature(MLSTM_SHAPES, MLSTM_SHAPES["value"]), returned=2)
+    found = recognise_function(partial(matrix_memory, eps), like)
+    assert found is not None and found.family.name == "mlstm"
+    assert dict(found.roles) == {"query": 0, "key": 1, "value": 2, "input_gate": 3, "forget_gate": 4}
+    assert dict(found.options) == {"scaled": True, "eps": eps}
+    assert found.state_shape() == (2, 5, 5)
+
+
+def test_a_memory_that_is_divided_by_another_sum_is_not_recognised() -> None:
+    like = replace(signature(MLSTM_SHAPES, MLSTM_SHAPES["value"]), returned=2)
+    assert recognise_function(partial(matrix_memory, 3e-6), like) is None

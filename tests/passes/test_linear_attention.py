@@ -1,0 +1,63 @@
+"""Linear attention is a recurrence where its factors fall by a rate for each token, and is none where they do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import selective_compile as sc
+from selective_compile.passes import Rewrite
+from selective_compile.rewriting import proved
+from tests.exactness import TOLERANCE, engine_error
+from tests.lightning import HEADS, SLOPES, VOCABULARY, Decay, Lightning, geometric
+
+
+def families(rewritten: Rewrite) -> list[str]:
+    return [call.family for call in rewritten.traced.recurrences]
+
+
+def test_factors_that_are_computed_bound_no_request() -> None:
+    model = Lightning(block=None).eval()
+    rewritten = proved(model)[1]
+    assert rewritten.flat is not None and families(rewritten) == ["linear attention"] * 2
+    assert rewritten.traced.max_tokens is None
+    assert engine_error(model, vocabulary=VOCABULARY) < TOLERANCE
+
+
+def test_slopes_are_told_by_the_factors() -> None:
+    slopes = proved(Lightning().eval())[1].traced.recurrences[0].tensors["slopes"].node
+    found: Tensor = getattr(slopes.graph.owning_module, str(slopes.target))
+    assert found.shape == (HEADS,) and torch.allclose(found, torch.tensor(SLOPES), rtol=1e-6, atol=0)
+
+
+def test_a_buffer_that_the_slopes_are_from_is_watched() -> None:
+    model = Lightning().eval()
+    engine = sc.Engine(model, sc.EngineConfig(compile=False))
+    engine.submit([1, 2, 3], max_new_tokens=2).result()
+    with torch.no_grad():
+        model.layers[0].table.mul_(0.5)
+    assert "a proof has read must keep their values, got others in table" in str(
+        engine.submit([1, 2, 3], max_new_tokens=2).result().error
+    )
+
+
+OTHERS: dict[str, Decay] = {
+    "a square of the distance": lambda d: torch.exp(-0.01 * d * d).expand(HEADS, -1, -1),
+    "growing": lambda d: torch.exp(0.01 * d).expand(HEADS, -1, -1),
+    "half of it from the start": lambda d: 0.5 * geometric(d),
+    "a window": lambda d: geometric(d) * (d < 9),
+    "rounded": lambda d: geometric(d).bfloat16().float(),
+    "one pair of tokens": lambda d: geometric(d) * (1 + 0.1 * ((d == 3) & (torch.arange(len(d)) == 5))),
+}
+
+
+@pytest.mark.parametrize("block", [None, 16])
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_factors_are_no_recurrence(name: str, block: int | None) -> None:
+    assert families(proved(Lightning(decay=OTHERS[name], block=block).eval())[1]) == []
+
+
+def test_whole_slices_are_no_cut_where_a_graph_is_for_no_more() -> None:
+    captured, rewritten = proved(Lightning(block=16).eval())
+    assert captured.max_tokens is None and rewritten.traced.max_tokens is None

@@ -1,0 +1,46 @@
+"""That a loop over blocks goes on as a recurrence is tried: one that does is ragged at any length, others are not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import selective_compile as sc
+from selective_compile.rewriting import proved
+from tests.exactness import TOLERANCE, engine_error
+from tests.lightning import BLOCK, VOCABULARY, Lightning
+
+EAGER = sc.EngineConfig(compile=False)
+
+
+def test_requests_of_many_blocks_are_exact() -> None:
+    model = Lightning().eval()
+    assert sc.explain(model).verdict == "ragged"
+    assert engine_error(model, vocabulary=VOCABULARY) < TOLERANCE
+    prompt = torch.randint(VOCABULARY, (5 * BLOCK + 3,), generator=torch.Generator().manual_seed(0)).tolist()
+    tokens = list(prompt)
+    for _ in range(BLOCK + 2):
+        tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+    found = sc.Engine(model, EAGER).submit(prompt, max_new_tokens=BLOCK + 2).result()
+    assert list(found.tokens) == tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.9, 1.1])
+def test_a_loop_that_goes_on_otherwise_is_not_taken_for_the_recurrence(kept: float) -> None:
+    captured, rewritten = proved(Lightning(kept=kept).eval())
+    assert rewritten.flat is None and not rewritten.traced.recurrences
+    assert captured.ends
+
+
+def test_what_else_ends_a_graph_ends_it_still() -> None:
+    model = Lightning().eval()
+    model.places = torch.nn.Embedding(4 * BLOCK, 16)
+    forward = model.forward
+
+    def with_places(input_ids: torch.Tensor) -> torch.Tensor:
+        assert input_ids.shape[1] <= 4 * BLOCK
+        return forward(input_ids)
+
+    model.forward = with_places
+    captured, rewritten = proved(model)
+    assert rewritten.flat is not None and captured.max_tokens == 4 * BLOCK
