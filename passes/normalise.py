@@ -28,6 +28,7 @@ from selective_compile.passes.lengths import bounds_requests, ends_of
 from selective_compile.passes.packed_trace import Traces
 from selective_compile.passes.retrace import retraced
 from selective_compile.passes.spellings import SPELT_OUT
+from selective_compile.passes.stride_order import answer_without_guards
 from selective_compile.passes.traced_graph import (
     Input,
     Place,
@@ -95,6 +96,7 @@ class Symbols:
 
     def __init__(self, env: ShapeEnv | None = None) -> None:
         self.env = env or ShapeEnv()
+        answer_without_guards(self.env)
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self._made: dict[str, torch.SymInt] = {}
 

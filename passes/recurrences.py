@@ -6,6 +6,7 @@
     after:   selective.function([x, weight, bias], "causal convolution", [B, C, S])
     before:  pad(x [B, S, C], [0, 0, 1, -1])            each token has the values of the one in front of it
              pad(x, [0, 0, 1, 0])[:, :-1]               and so here
+             cat([zeros [B, 1, C], x[:, :-1]], 1)       and here
     after:   selective.function([x, [[1, 0], ...]], "causal convolution", [B, S, C])
 
 Linear attention is found by `linear_attention`, and left as such a node, too.
@@ -98,16 +99,33 @@ class Shift:
 
 
 def shift_of(node: fx.Node) -> Shift | None:
-    """``pad(x, (0, 0, 1, -1))`` or ``pad(x, (0, 0, 1, 0))[:, :-1]``."""
+    """``pad(x, (0, 0, 1, -1))``, ``pad(x, (0, 0, 1, 0))[:, :-1]`` or ``cat([zeros, x[:, :-1]], 1)``."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dim() != 3 or not isinstance(value.shape[2], int):
         return None
+    if node.target is aten.cat.default:
+        return put_behind_zeros(node)
     cut = tokens_cut(node)
     padded: Any = node.args[0] if cut else node
     if padded.target not in PADS or (cut and list(padded.users) != [node]):
         return None
     front, behind = padding_of_tokens(padded)
     return Shift(padded.args[0], front, padded) if front > 0 and front == cut - behind else None
+
+
+def put_behind_zeros(node: fx.Node) -> Shift | None:
+    """Where as many zeros stand in front of the tokens as are left out at their end."""
+    parts, dim = [*arguments_of(node), 0][:2]
+    if dim not in (1, -2) or len(parts) != 2 or not is_zeros(parts[0]):
+        return None
+    cut, front = tokens_cut(parts[1]), parts[0].meta["val"].shape[1]
+    return Shift(parts[1].args[0], cut, node) if cut and cut == front else None
+
+
+def is_zeros(node: fx.Node) -> bool:
+    packet, given = getattr(node.target, "overloadpacket", None), arguments_of(node)
+    filled = packet in (aten.full, aten.full_like, aten.new_full) and given[2 if packet is aten.new_full else 1] == 0
+    return filled or packet in (aten.zeros, aten.zeros_like, aten.new_zeros)
 
 
 def tokens_cut(node: fx.Node) -> int:

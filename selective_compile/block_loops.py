@@ -23,7 +23,7 @@ from selective_compile.one_token import departs, drawn, logits, vocabulary_of
 from selective_compile.passes import Rewrite
 from selective_compile.passes.evaluate import evaluate
 from selective_compile.passes.lengths import ALL_LENGTHS
-from selective_compile.passes.linear_attention import whole_linear_attention
+from selective_compile.passes.linear_attention import LONGEST_TABLE, whole_linear_attention
 from selective_compile.passes.normalise import normalise
 from selective_compile.passes.recurrence_families import LINEAR_ATTENTION
 from selective_compile.passes.recurrence_match import Recognised, applied
@@ -45,24 +45,44 @@ def beyond_one_block(
 ) -> Captured | None:
     """``captured`` and ``rewritten`` for longer requests, too; None where these are computed otherwise.
 
-    ``functions``: what capture left whole.
+    ``functions``: what capture left whole.  A trace asks for no more tokens than a block has, or for less by one; what
+    ends it later, as a table of positions does, stays where requests behind are not the same.
     """
-    block = min((*captured.ends, *rewritten.traced.ends))
-    longest = min(BLOCKS * block, declared_positions(model) or ALL_LENGTHS)
-    passed = {end for end in (*captured.ends, *rewritten.traced.ends) if end < longest}
     traced = normalise(captured.module, captured.examples)
     whole_convolutions(traced)
     whole_linear_attention(traced)
-    for length in sorted({longest, *(end + 1 for end in passed)}, reverse=True):
-        if not agrees(model, traced, functions, length):
+    declared = declared_positions(model) or ALL_LENGTHS
+    ends, passed = sorted({*captured.ends, *rewritten.traced.ends}), set[int]()
+    while ends and ends[0] < min(declared, LONGEST_TABLE):  # a model may have blocks of several sizes
+        block = ends[0]
+        of_block, ends = [end for end in ends if end <= block + 1], [end for end in ends if end > block + 1]
+        longest = min(BLOCKS * block, declared, *ends)
+        lengths = {longest, *(end + 1 for end in of_block if end < longest)}
+        trials = [drawn(model, vocabulary_of(model), length, seed=length) for length in sorted(lengths)]
+        wanted = [own_logits(model, ids) for ids in trials]
+        if any(each is None for each in wanted):
+            break  # nor does the model itself go on
+        if not all(agrees(model, traced, functions, ids, of_ids) for ids, of_ids in zip(trials, wanted, strict=True)):
             return None
+        passed.update(of_block)
     rewritten.traced.ends = [end for end in rewritten.traced.ends if end not in passed]
     return captured.without_ends(passed)
 
 
-def agrees(model: nn.Module, traced: TracedGraph, functions: Mapping[str, Recognised], length: int) -> bool:
-    """Whether ``model`` and its graph over all tokens, with recurrences in it, give the same logits."""
-    ids = drawn(model, vocabulary_of(model), length, seed=length)
+def own_logits(model: nn.Module, ids: Tensor) -> Tensor | None:
+    """``[S, V]``; None where the model cannot be called with so many tokens."""
+    try:
+        with unchanged(model):
+            return logits(model, ids)
+    except (*CANNOT, AssertionError):
+        return None
+
+
+def agrees(
+    model: nn.Module, traced: TracedGraph, functions: Mapping[str, Recognised], ids: Tensor, wanted: Tensor | None
+) -> bool:
+    """Whether the graph of ``model`` over all tokens, with recurrences in it, gives the logits that are wanted."""
+    assert wanted is not None
     tokens = dict(zip(TOKEN_INPUTS, logits_call(model, ids[None])[1], strict=False))
 
     def instead(node: fx.Node, arguments: tuple[Any, ...]) -> Tensor | None:
@@ -73,11 +93,9 @@ def agrees(model: nn.Module, traced: TracedGraph, functions: Mapping[str, Recogn
         return applied(known, tensors)
 
     try:
-        with unchanged(model):
-            expected = logits(model, ids)
         given = {item.node: tokens[item.source] for item in traced.tokens()}
         output: fx.Node = traced.output_node.args[0][0]  # type: ignore[index, assignment]
-        found = evaluate(traced, output, batch=1, tokens=length, given=given, instead=instead, device=ids.device)
+        found = evaluate(traced, output, batch=1, tokens=len(ids), given=given, instead=instead, device=ids.device)
     except CANNOT:
         return False
-    return not departs(model, list(zip(found[0], expected, strict=True)))
+    return not departs(model, list(zip(found[0], wanted, strict=True)))

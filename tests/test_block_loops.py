@@ -8,7 +8,7 @@ import torch
 import selective_compile as sc
 from selective_compile.rewriting import proved
 from tests.exactness import TOLERANCE, engine_error
-from tests.lightning import BLOCK, VOCABULARY, Lightning
+from tests.lightning import BLOCK, VOCABULARY, Lightning, Mixer, geometric
 
 EAGER = sc.EngineConfig(compile=False)
 
@@ -44,3 +44,16 @@ def test_what_else_ends_a_graph_ends_it_still() -> None:
     model.forward = with_places
     captured, rewritten = proved(model)
     assert rewritten.flat is not None and captured.max_tokens == 4 * BLOCK
+
+
+def test_layers_may_have_blocks_of_several_sizes() -> None:
+    model = Lightning().eval()
+    model.layers[1] = Mixer(geometric, 1.0, 2 * BLOCK + 5)
+    captured, rewritten = proved(model)
+    assert rewritten.flat is not None and captured.max_tokens is None and rewritten.traced.max_tokens is None
+
+
+def test_a_second_size_that_goes_on_otherwise_is_seen() -> None:
+    model = Lightning().eval()
+    model.layers[1] = Mixer(geometric, 0.5, 3 * BLOCK)
+    assert proved(model)[1].flat is None

@@ -128,7 +128,6 @@ LAYERS = (
         "int8_weights",
         "token_types",
         "known_conditions",
-        "stride_order",
         "where_refused",
         "whole_modules",
     ),

@@ -96,10 +96,35 @@ def test_recurrences_of_a_model_of_ones_own_are_ragged() -> None:
     assert engine_error(model, vocabulary=VOCABULARY) < TOLERANCE
 
 
-def test_a_shift_that_is_padded_first_and_cut_then_is_one() -> None:
-    model = Recurrent(shift=lambda x: F.pad(x, (0, 0, 2, 0))[:, :-2]).eval()
+SHIFTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "padded first and cut then": lambda x: F.pad(x, (0, 0, 2, 0))[:, :-2],
+    "behind zeros like a token": lambda x: torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1),
+    "behind zeros of a size": lambda x: torch.cat([torch.zeros(1, 1, WIDTH), x[:, :-1]], dim=-2),
+    "behind new zeros": lambda x: torch.cat((x.new_zeros(x.shape[0], 1, WIDTH), x[:, :-1]), dim=1),
+    "behind a number": lambda x: torch.cat((x.new_full((x.shape[0], 1, WIDTH), 0.0), x[:, :-1]), dim=1),
+}
+
+
+@pytest.mark.parametrize("name", SHIFTS)
+def test_shifts_by_some_tokens_are_convolutions(name: str) -> None:
+    model = Recurrent(shift=SHIFTS[name]).eval()
     assert [call.family for call in sc.explain(model).recurrences].count("causal convolution") == 4
     assert engine_error(model, vocabulary=VOCABULARY) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "shift",
+    [
+        lambda x: torch.cat([torch.ones_like(x[:, :1]), x[:, :-1]], dim=1),
+        lambda x: torch.cat([x[:, :1], x[:, :-1]], dim=1),
+        lambda x: torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], dim=1),
+        lambda x: torch.cat([torch.zeros(1, 3, WIDTH), x[:, :-3]], dim=1),  # of two tokens it makes three
+    ],
+    ids=["behind ones", "the first one twice", "ahead", "of some lengths alone"],
+)
+def test_what_is_no_shift_is_none(shift: Callable[[Tensor], Tensor]) -> None:
+    report = sc.explain(Recurrent(shift=shift).eval())
+    assert report.verdict != "ragged"
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -1,4 +1,4 @@
-"""What PyTorch asks of sizes to lay out a new tensor as another one is: no branch of the model's."""
+"""What PyTorch asks of sizes to tell how tensors lie in memory, or are to: no branch of the model's."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-# Which strides are larger, and of dimensions with equal ones which is longer.
-ORDERS = torch._prims_common.compute_elementwise_output_logical_to_physical_perm.__code__
+# Which strides are larger, and of dimensions with equal ones which is longer; whether they leave nothing out.
+OF_STRIDES = frozenset(
+    asking.__code__
+    for asking in (
+        torch._prims_common.compute_elementwise_output_logical_to_physical_perm,
+        torch._prims_common.check_contiguous_sizes_strides,
+    )
+)
 FRAMES = 24  # from such a question to its answer there are 8
 
 
@@ -22,7 +28,7 @@ def answer_without_guards(env: ShapeEnv) -> None:
     evaluate = env.evaluate_expr
 
     def evaluated(*args: Any, **kwargs: Any) -> Any:
-        if not orders_strides():
+        if not of_strides():
             return evaluate(*args, **kwargs)
         with env.suppress_guards():
             return evaluate(*args, **kwargs)
@@ -30,11 +36,11 @@ def answer_without_guards(env: ShapeEnv) -> None:
     env.evaluate_expr = evaluated  # type: ignore[method-assign]
 
 
-def orders_strides() -> bool:
-    """Whether the caller is asked by what orders the dimensions of a new tensor by their strides."""
+def of_strides() -> bool:
+    """Whether the caller is asked by what looks at the strides of a tensor, or orders its dimensions by them."""
     frame = sys._getframe(2)
     for _ in range(FRAMES):
-        if frame.f_code is ORDERS:
+        if frame.f_code in OF_STRIDES:
             return True
         if frame.f_back is None:
             return False
