@@ -11,18 +11,22 @@ recurrence does is tried on the model itself (`selective_compile.block_loops`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from selective_compile.passes.evaluate import ancestors, evaluate
+from selective_compile.passes.evaluate import ancestors, constants_in, evaluate
+from selective_compile.passes.lengths import SHORTEST
 from selective_compile.passes.recurrence_families import LINEAR_ATTENTION
 from selective_compile.passes.recurrences import register, replace
 from selective_compile.passes.traced_graph import TracedGraph, is_lost, is_mutable
 
 aten = torch.ops.aten
 TRIED, LONGEST_TABLE = (2, 12, 65, 521), 1024  # tokens; of a table all rows are looked at, or it is left
+AROUND = (-1, 0, 1, 2)  # numbers in the graph, where something may happen to a distance
+CANNOT_EVALUATE = (RuntimeError, ValueError, IndexError, TypeError)
 SMALLEST = 1e-30  # factors below tell nothing of a slope
 ROUNDINGS = 8  # of a factor, in its own type
 
@@ -74,8 +78,15 @@ def parts_of(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node] | None:
         if scores.target is aten.matmul.default and scores.meta["val"].shape == weighted.meta["val"].shape:
             query, turned = scores.args
             if turned.target is aten.transpose.int and {dim % 4 for dim in turned.args[1:]} == {2, 3}:
-                return query, turned.args[0], value, decay
+                found = (query, turned.args[0], value)
+                return (*found, decay) if alike(found) else None
     return None
+
+
+def alike(rows: Sequence[fx.Node]) -> bool:
+    """Whether all are of as many requests and heads."""
+    shapes = [row.meta["val"].shape for row in rows]
+    return all(len(shape) == 4 and list(map(str, shape[:2])) == list(map(str, shapes[0][:2])) for shape in shapes)
 
 
 def arguments_of(node: fx.Node) -> list[Any]:
@@ -93,22 +104,37 @@ def with_nothing_added(node: fx.Node) -> fx.Node:
 
 
 def slopes_of(traced: TracedGraph, decay: fx.Node) -> Tensor | None:
-    """``[H]`` float32; None if it is no such decay, or not one for all lengths that the graph is for."""
-    tokens = {given.node for given in traced.tokens()}
-    if any(node in tokens or is_lost(traced, node) or is_mutable(node) for node in ancestors(decay)):
+    """``[H]`` float32; None if it is no such decay, or not one for all lengths that the graph is for.
+
+    Tried on lengths, not proved, where it is no table: around every constant that it is computed with.
+    """
+    needed = ancestors(decay)
+    weights = [given for given in traced.inputs if given.node in needed and given.place != "size"]
+    if not all(given.is_buffer for given in weights) or any(is_lost(traced, n) or is_mutable(n) for n in needed):
+        return None  # what is trained is another tomorrow
+    values = {given.node: given.example for given in weights if isinstance(given.example, Tensor)}
+    numbers = set(constants_in(decay, values))
+    limit, end = traced.max_tokens, max((*TRIED, *numbers))
+    if max(end, limit or 0) > LONGEST_TABLE:
         return None
-    limit = traced.max_tokens
-    if limit is not None and limit > LONGEST_TABLE:
+    around = {number + more for number in numbers for more in AROUND} | {end + 1, limit or SHORTEST}
+    tables = [factors_of(traced, decay, length) for length in sorted({*TRIED, *around}) if length >= SHORTEST]
+    known = [table for table in tables if table is not None]
+    if not known or (limit is not None and known[-1].shape[-1] < limit):
         return None
-    lengths = [*(length for length in TRIED if limit is None or length < limit), *([] if limit is None else [limit])]
-    tables = [evaluate(traced, decay, batch=1, tokens=length, given={}) for length in lengths]
-    if any(table.dim() not in (3, 4) or table.shape[:-3].numel() != 1 for table in tables):
-        return None
-    if not tables[-1].is_floating_point():
-        return None
-    slopes = fitted(tables[-1].reshape(-1, lengths[-1], lengths[-1]).double())
-    fits = all(decays_by(slopes, table.reshape(-1, *table.shape[-2:])) for table in tables)
+    slopes = fitted(known[-1].double())
+    fits = all(decays_by(slopes, table) for table in known)
     return slopes.float().to(decay.meta["val"].device) if fits else None
+
+
+def factors_of(traced: TracedGraph, decay: fx.Node, length: int) -> Tensor | None:
+    """``[H, length, length]``; None where the graph has none of so many tokens, as behind the end of a table."""
+    try:
+        table = evaluate(traced, decay, batch=1, tokens=length, given={})
+    except CANNOT_EVALUATE:
+        return None
+    square = table.dim() in (3, 4) and table.shape[-2:] == (length, length) and table.shape[:-3].numel() == 1
+    return table.reshape(-1, length, length) if square and table.is_floating_point() else None
 
 
 def fitted(table: Tensor) -> Tensor:

@@ -54,7 +54,8 @@ class Signature:
     """How a model called a function: its tensors, everything else, and the one tensor with tokens that came back.
 
     ``constants``: everything else, by name, as `constant_arguments.kept` has it.
-    ``returned``: the length of the tuple whose first member that tensor was, the others None; None if no tuple.
+    ``returned``: the length of the tuple whose first member that tensor was; None if no tuple.  ``absent``: the places
+    in it where there was None.
     """
 
     tensors: tuple[TensorArgument, ...]
@@ -62,6 +63,7 @@ class Signature:
     result: TensorArgument
     returned: int | None
     device: torch.device
+    absent: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

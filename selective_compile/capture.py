@@ -107,6 +107,7 @@ def side_of(captured: Captured, model: nn.Module, branches: Branches) -> Side:
 def traced(model: nn.Module, functions: Mapping[Place, Recognised] | None, branches: Branches | None) -> Captured:
     """``branches``: what answers where its code asks a tensor; None ends the trace there."""
     found: list[Captured] = []
+    left = [place.bound().__code__ for place in functions or {}]
 
     def keep(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
         keep_sources(module)
@@ -116,7 +117,7 @@ def traced(model: nn.Module, functions: Mapping[Place, Recognised] | None, branc
                 examples=list(examples),
                 ends=ends_of_graph(),
                 sets=sets_attributes(),
-                read=read_by_trace(),
+                read=read_by_trace().beside(left),
                 conditions=conditions_of(guards_of_trace()),
             )
         )

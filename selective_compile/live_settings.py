@@ -11,7 +11,7 @@ import functools
 import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
@@ -50,6 +50,11 @@ class Read:
     names: frozenset[str] = frozenset()
     keys: frozenset[str] = frozenset()
     code: frozenset[CodeType] = frozenset()
+
+    def beside(self, functions: Iterable[CodeType]) -> Read:
+        """With what code that was left whole reads by name."""
+        codes = frozenset(functions)
+        return replace(self, names=self.names.union(*(code.co_names for code in codes)), code=self.code | codes)
 
 
 NOTHING: Final = Read()

@@ -108,9 +108,10 @@ def common(place: Place, seen: Calls) -> Recognised | None:
 
 def places_of(model: nn.Module) -> list[Place]:
     """Functions of the Python modules that the model's layers come from, and methods of its layers; their `forward`
-    where none of a class has weights: a formula has all that it reads as arguments."""
+    where none of a class has weights or buffers: a formula has all that it reads as arguments."""
     classes = {type(module) for module in model.modules() if not type(module).__module__.startswith("torch.")}
-    weighted = {type(module) for module in model.modules() if any(True for _ in module.parameters())}
+    weighted = {type(module) for module in model.modules() if module.state_dict()}
+    weighted |= {type(module) for module in model.modules() if any(True for _ in module.buffers())}
     modules = {sys.modules[cls.__module__] for cls in classes if cls.__module__ in sys.modules}
     owners: list[Any] = [*sorted(modules, key=lambda m: m.__name__), *sorted(classes, key=lambda c: c.__qualname__)]
     found = []
@@ -171,8 +172,8 @@ def writes_into(signature: Signature, named: Mapping[str, Any]) -> bool:
 def signature_of(given: Mapping[str, Any], result: Any, length: int) -> Signature | None:
     """None where an argument is neither a tensor nor a constant, or the first result is no tensor of the tokens.
 
-    Other results, such as the last state, are not there when the function is left whole: a model that computes with
-    them cannot be captured.
+    Other results, such as the last state, are `UNREAD` when the function is left whole: a model that computes with them
+    cannot be captured.
     """
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     constants = {name: value for name, value in given.items() if name not in tensors}
@@ -188,6 +189,7 @@ def signature_of(given: Mapping[str, Any], result: Any, length: int) -> Signatur
         constants=tuple(constants.items()),
         result=output,
         returned=len(result) if isinstance(result, tuple) else None,
+        absent=tuple(place for place, each in enumerate(outputs) if each is None),
         device=outputs[0].device,
     )
 
@@ -209,6 +211,13 @@ def left_whole(functions: Mapping[Place, Recognised]) -> Iterator[None]:
         yield
 
 
+class Unread:
+    """In the place of a result that is none of the first: something, of which nothing can be made."""
+
+
+UNREAD = Unread()
+
+
 class AnotherCallError(RuntimeError):
     """A function that was recognised is called in another way while it is captured."""
 
@@ -222,6 +231,7 @@ def one_operator(place: Place, known: Recognised) -> Callable[..., Any]:
     anchor = next(tensor for tensor in known.signature.tensors if tensor.token_dim is not None)
     shape = tuple(-1 if dim == result.token_dim else size for dim, size in enumerate(result.shape))
     returned, name, dim = known.signature.returned, anchor.name, anchor.token_dim
+    others = [None if place in known.signature.absent else UNREAD for place in range(1, returned or 1)]
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling():
@@ -233,6 +243,6 @@ def one_operator(place: Place, known: Recognised) -> Callable[..., Any]:
         total = given[name].shape[dim]
         sizes = [total if size == -1 else size for size in shape]
         output = function_op.function([given[key] for key in order], label, sizes, result.dtype)
-        return output if returned is None else (output, *[None] * (returned - 1))
+        return output if returned is None else (output, *others)
 
     return call

@@ -23,7 +23,7 @@ class Mixer(nn.Module):
     def __init__(self, decay: Decay, kept: float, block: int | None) -> None:
         super().__init__()
         self.qkv, self.kept, self.block = nn.Linear(WIDTH, 3 * WIDTH), kept, block
-        self.decay = decay
+        self.decay, self.heads = decay, (HEADS, HEADS, HEADS)
         self.slopes = nn.Buffer(torch.tensor(SLOPES)[:, None, None])
         self.table = nn.Buffer(self.factors(block)) if block else None
 
@@ -35,7 +35,7 @@ class Mixer(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         _, tokens, _ = hidden.shape
         rows = self.qkv(hidden).view(1, tokens, HEADS, -1).transpose(1, 2)
-        query, key, value = rows.split(WIDTH // HEADS, dim=3)
+        query, key, value = (rows[:, :n] for rows, n in zip(rows.split(WIDTH // HEADS, dim=3), self.heads))  # noqa: B905
         if self.block is None:
             mixed = (query @ key.transpose(-1, -2) * self.factors(tokens)) @ value
         else:

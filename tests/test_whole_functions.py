@@ -127,6 +127,55 @@ def test_what_is_no_shift_is_none(shift: Callable[[Tensor], Tensor]) -> None:
     assert report.verdict != "ragged"
 
 
+class Telling(Forgetting):
+    """Its caller looks whether there is something beside what it gives."""
+
+    def forward(self, keep: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(keep, fresh)
+
+
+class Looking(Mixer):
+    def forward(self, hidden: Tensor) -> Tensor:
+        found, state = self.loop(torch.sigmoid(self.gate(hidden)), hidden)
+        return found if state is None else found + state.mean(1, keepdim=True)[:, None]
+
+
+def test_other_results_that_a_model_looks_at_are_not_taken_for_none() -> None:
+    model = Recurrent(loop=Telling(False)).eval()
+    for layer in model.layers:
+        layer.__class__ = Looking
+    assert sc.explain(model).verdict != "ragged"
+
+
+class Scaled(Forgetting):
+    """With something beside its arguments, which may be another later."""
+
+    def __init__(self, buffer: bool) -> None:
+        super().__init__(False)
+        if buffer:
+            self.register_buffer("factor", torch.ones(1), persistent=False)
+        else:
+            self.factor = 1.0
+
+    def forward(self, keep: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor]:
+        found, state = super().forward(keep, fresh)
+        return found * self.factor, state
+
+
+def test_a_module_with_a_buffer_is_no_formula() -> None:
+    report = sc.explain(Recurrent(loop=Scaled(True)).eval())
+    assert not any(call.family == "linear recurrence" for call in report.recurrences)
+
+
+def test_an_attribute_of_a_module_that_is_left_whole_is_watched() -> None:
+    model = Recurrent(loop=Scaled(False)).eval()
+    engine = sc.Engine(model, sc.EngineConfig(compile=False))
+    engine.submit([1, 2, 3], max_new_tokens=2).result()
+    for layer in model.layers:
+        layer.loop.factor = 2.0
+    assert "factor" in str(engine.submit([1, 2, 3], max_new_tokens=2).result().error)
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_module_whose_forward_is_the_loop_is_known_where_it_has_no_weights(weighted: bool) -> None:
     model = Recurrent(loop=Forgetting(weighted)).eval()

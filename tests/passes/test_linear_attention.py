@@ -52,6 +52,45 @@ OTHERS: dict[str, Decay] = {
 }
 
 
+FAR: dict[str, Decay] = {
+    "a window of 700": lambda d: geometric(d) * (d < 700),
+    "no less behind 600": lambda d: geometric(d.clamp(max=600)),
+    "a window of 5000": lambda d: geometric(d) * (d < 5000),
+}
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_what_happens_to_a_distance_far_away_is_seen(name: str) -> None:
+    assert families(proved(Lightning(decay=FAR[name], block=None).eval())[1]) == []
+
+
+def test_slopes_that_are_trained_are_not_taken_for_constants() -> None:
+    model = Lightning(block=None).eval()
+    for layer in model.layers:
+        layer.rates = torch.nn.Parameter(torch.tensor(SLOPES))
+        layer.decay = lambda d, layer=layer: torch.exp(-layer.rates[:, None, None] * d)
+    assert families(proved(model)[1]) == []
+
+
+@pytest.mark.parametrize("heads", [(1, 1, 2), (2, 2, 1), (1, 2, 2), (2, 1, 1)], ids=str)
+def test_heads_of_unequal_number_are_left(heads: tuple[int, int, int]) -> None:
+    model = Lightning(block=None).eval()
+    for layer in model.layers:
+        layer.heads = heads
+    assert families(proved(model)[1]) == []
+    assert sc.explain(model).verdict == "isolated"
+
+
+@pytest.mark.parametrize("length", [10, 17, 40, 70])
+def test_a_padded_call_of_any_number_of_blocks_is_right(length: int) -> None:
+    torch._dynamo.reset()
+    model = Lightning().eval()
+    compiled = torch.compile(model, backend="selective", options={"inductor": False})
+    ids = torch.randint(VOCABULARY, (1, length), generator=torch.Generator().manual_seed(length))
+    with torch.no_grad():
+        assert torch.allclose(compiled(ids), model(ids), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("block", [None, 16])
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_factors_are_no_recurrence(name: str, block: int | None) -> None:
