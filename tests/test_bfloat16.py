@@ -72,7 +72,7 @@ class Blended(nn.Module):
         self.attention = attention
 
     def forward(self, hidden_states: torch.Tensor, cache: Any = None, **kwargs: Any) -> Any:
-        before = hidden_states.new_zeros(hidden_states[:, :1].shape)
+        before = hidden_states[:, :1] * 0.0  # behind zeros that are none of a token it would be a shift, and ragged
         if cache is not None:
             kept = vars(cache).setdefault("before", {})
             if hidden_states.shape[1] == 1:

@@ -53,7 +53,7 @@ def test_engine_names_a_buffer_that_was_changed() -> None:
     buffer.copy_(buffer.clone())
     program.weights_version()
     buffer[0, 0, 7, 3] = False
-    with pytest.raises(ValueError, match=r"proved from must keep their values, got others in bias"):
+    with pytest.raises(ValueError, match=r"a proof has read must keep their values, got others in bias"):
         program.weights_version()
 
 
