@@ -12,7 +12,6 @@ recurrence does is tried on the model itself (`selective_compile.block_loops`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -21,7 +20,7 @@ from selective_compile.passes.evaluate import ancestors, constants_in, evaluate
 from selective_compile.passes.lengths import SHORTEST
 from selective_compile.passes.recurrence_families import LINEAR_ATTENTION
 from selective_compile.passes.recurrences import register, replace
-from selective_compile.passes.traced_graph import TracedGraph, is_lost, is_mutable
+from selective_compile.passes.traced_graph import TracedGraph, arguments_of, is_lost, is_mutable
 
 aten = torch.ops.aten
 TRIED, LONGEST_TABLE = (2, 12, 65, 521), 1024  # tokens; of a table all rows are looked at, or it is left
@@ -87,10 +86,6 @@ def alike(rows: Sequence[fx.Node]) -> bool:
     """Whether all are of as many requests and heads."""
     shapes = [row.meta["val"].shape for row in rows]
     return all(len(shape) == 4 and list(map(str, shape[:2])) == list(map(str, shapes[0][:2])) for shape in shapes)
-
-
-def arguments_of(node: fx.Node) -> list[Any]:
-    return list(node.args)
 
 
 def with_nothing_added(node: fx.Node) -> fx.Node:

@@ -4,9 +4,7 @@
 
     before:  conv1d(x [B, C, S], weight [C, 1, W], bias, padding=W - 1, groups=C) -> slice(2, 0, S)
     after:   selective.function([x, weight, bias], "causal convolution", [B, C, S])
-    before:  pad(x [B, S, C], [0, 0, 1, -1])            each token has the values of the one in front of it
-             pad(x, [0, 0, 1, 0])[:, :-1]               and so here
-             cat([zeros [B, 1, C], x[:, :-1]], 1)       and here
+    before:  pad(x [B, S, C], [0, 0, 1, -1])            or another shift (`shifts`)
     after:   selective.function([x, [[1, 0], ...]], "causal convolution", [B, S, C])
 
 Linear attention is found by `linear_attention`, and left as such a node, too.
@@ -17,7 +15,6 @@ op.  Declines, with the node, where the function is not known or its tensors are
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,11 +24,13 @@ from selective_compile.function_op import function
 from selective_compile.passes.axes import Axis
 from selective_compile.passes.recurrence_families import CAUSAL_CONV1D, LINEAR_ATTENTION, Family
 from selective_compile.passes.recurrence_match import Recognised, Signature, TensorArgument
+from selective_compile.passes.shifts import Shift, shift_of
 from selective_compile.passes.traced_graph import (
     DTYPES,
     RecurrentCall,
     TokenTensor,
     TracedGraph,
+    arguments_of,
     module_path,
     source_line,
 )
@@ -39,7 +38,6 @@ from selective_compile.passes.traced_graph import (
 aten = torch.ops.aten
 DEFAULTS = (None, [1], [0], [1], 1)  # of a convolution: bias, stride, padding, dilation, groups
 CONVOLUTION = CAUSAL_CONV1D.name
-PADS = (aten.pad.default, aten.constant_pad_nd.default)
 
 
 def whole_convolutions(traced: TracedGraph) -> int:
@@ -89,63 +87,6 @@ def convolution_tensors(traced: TracedGraph, node: fx.Node) -> list[fx.Node]:
     return [tensor for tensor in (x, rows, bias) if isinstance(tensor, fx.Node)]
 
 
-@dataclass(frozen=True)
-class Shift:
-    """``[B, S, C]`` moved back by ``tokens``, with zeros in front; ``first`` is the first node of what does it."""
-
-    source: fx.Node
-    tokens: int
-    first: fx.Node
-
-
-def shift_of(node: fx.Node) -> Shift | None:
-    """``pad(x, (0, 0, 1, -1))``, ``pad(x, (0, 0, 1, 0))[:, :-1]`` or ``cat([zeros, x[:, :-1]], 1)``."""
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.dim() != 3 or not isinstance(value.shape[2], int):
-        return None
-    if node.target is aten.cat.default:
-        return put_behind_zeros(node)
-    cut = tokens_cut(node)
-    padded: Any = node.args[0] if cut else node
-    if padded.target not in PADS or (cut and list(padded.users) != [node]):
-        return None
-    front, behind = padding_of_tokens(padded)
-    return Shift(padded.args[0], front, padded) if front > 0 and front == cut - behind else None
-
-
-def put_behind_zeros(node: fx.Node) -> Shift | None:
-    """Where as many zeros stand in front of the tokens as are left out at their end."""
-    parts, dim = [*arguments_of(node), 0][:2]
-    if dim not in (1, -2) or len(parts) != 2 or not is_zeros(parts[0]):
-        return None
-    cut, front = tokens_cut(parts[1]), parts[0].meta["val"].shape[1]
-    return Shift(parts[1].args[0], cut, node) if cut and cut == front else None
-
-
-def is_zeros(node: fx.Node) -> bool:
-    packet, given = getattr(node.target, "overloadpacket", None), arguments_of(node)
-    filled = packet in (aten.full, aten.full_like, aten.new_full) and given[2 if packet is aten.new_full else 1] == 0
-    return filled or packet in (aten.zeros, aten.zeros_like, aten.new_zeros)
-
-
-def tokens_cut(node: fx.Node) -> int:
-    """How many tokens a slice leaves out at the end of ``[B, S, C]``; 0 if it is none, or does something else."""
-    if node.target is not aten.slice.Tensor or node.kwargs or len(node.args) != 4 or node.args[1] not in (1, -2):
-        return 0
-    start, end = node.args[2:]
-    return -end if start in (0, None) and isinstance(end, int) and end < 0 else 0
-
-
-def padding_of_tokens(node: fx.Node) -> tuple[int, int]:
-    """How many zeros a pad puts in front of the tokens of ``[B, S, C]`` and behind; (0, 0) if it is another pad."""
-    _, amounts, *how = arguments_of(node)
-    zeros = how in ([], [0], [0.0], ["constant"], ["constant", None], ["constant", 0], ["constant", 0.0])
-    if not zeros or node.kwargs or len(amounts) != 4 or list(amounts[:2]) != [0, 0]:
-        return 0, 0
-    front, behind = amounts[2:]
-    return (front, behind) if isinstance(front, int) and isinstance(behind, int) else (0, 0)
-
-
 def shift_tensors(traced: TracedGraph, shift: Shift) -> list[fx.Node]:
     """A shift is a convolution that weighs the oldest of ``tokens + 1`` tokens by 1 and the others by 0."""
     value = shift.source.meta["val"]
@@ -161,10 +102,6 @@ def register(traced: TracedGraph, before: fx.Node, name: str, value: torch.Tenso
         constant = traced.graph.get_attr(name)
     constant.meta["val"] = value
     return constant
-
-
-def arguments_of(node: fx.Node) -> list[Any]:
-    return list(node.args)
 
 
 def causal_cut(node: fx.Node) -> fx.Node | None:

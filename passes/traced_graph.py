@@ -324,6 +324,11 @@ class TracedGraph:
         )
 
 
+def arguments_of(node: fx.Node) -> list[Any]:
+    """Of a kind that the operator tells, which types do not."""
+    return list(node.args)
+
+
 def is_lost(traced: TracedGraph, node: fx.Node) -> bool:
     """Whether it is a constant without values: what tracing did not follow, and took for a tensor from outside."""
     return node.op == "get_attr" and isinstance(getattr(traced.module, str(node.target)), FakeTensor)

@@ -81,7 +81,7 @@ def test_heads_of_unequal_number_are_left(heads: tuple[int, int, int]) -> None:
     assert sc.explain(model).verdict == "isolated"
 
 
-@pytest.mark.parametrize("length", [10, 17, 40, 70])
+@pytest.mark.parametrize("length", [10, 40])
 def test_a_padded_call_of_any_number_of_blocks_is_right(length: int) -> None:
     torch._dynamo.reset()
     model = Lightning().eval()
