@@ -20,7 +20,7 @@ from selective_compile.passes.evaluate import ancestors, constants_in, evaluate
 from selective_compile.passes.lengths import SHORTEST
 from selective_compile.passes.recurrence_families import LINEAR_ATTENTION
 from selective_compile.passes.recurrences import register, replace
-from selective_compile.passes.traced_graph import TracedGraph, arguments_of, is_lost, is_mutable
+from selective_compile.passes.traced_graph import Input, TracedGraph, arguments_of, is_lost, is_mutable
 
 aten = torch.ops.aten
 TRIED, LONGEST_TABLE = (2, 12, 65, 521), 1024  # tokens; of a table all rows are looked at, or it is left
@@ -43,11 +43,7 @@ def whole_linear_attention(traced: TracedGraph) -> int:
         if slopes is None or len(slopes) != rows[0].meta["val"].shape[1]:
             continue
         constant = register(traced, node, f"slopes_{node.name}", slopes)
-        traced.proved_from += [
-            given
-            for given in traced.inputs
-            if given.node in ancestors(decay) and given.is_buffer and given not in traced.proved_from
-        ]
+        traced.proved_from += [given for given in weights_of(traced, decay) if given not in traced.proved_from]
         replace(traced, node, with_nothing_added(node), [*rows, constant], LINEAR_ATTENTION.name)
         found += 1
     if found:
@@ -103,16 +99,19 @@ def slopes_of(traced: TracedGraph, decay: fx.Node) -> Tensor | None:
 
     Tried on lengths, not proved, where it is no table: around every constant that it is computed with.
     """
-    needed = ancestors(decay)
-    weights = [given for given in traced.inputs if given.node in needed and given.place != "size"]
-    if not all(given.is_buffer for given in weights) or any(is_lost(traced, n) or is_mutable(n) for n in needed):
+    weights = weights_of(traced, decay)
+    if not all(given.is_buffer for given in weights):
         return None  # what is trained is another tomorrow
+    if any(is_lost(traced, node) or is_mutable(node) for node in ancestors(decay)):
+        return None
     values = {given.node: given.example for given in weights if isinstance(given.example, Tensor)}
     numbers = set(constants_in(decay, values))
     limit, end = traced.max_tokens, max((*TRIED, *numbers))
     if max(end, limit or 0) > LONGEST_TABLE:
         return None
-    around = {number + more for number in numbers for more in AROUND} | {end + 1, limit or SHORTEST}
+    around = {number + more for number in numbers for more in AROUND} | {end + 1}
+    if limit is not None:  # a table ends there, or behind one token more, and is large
+        around = around - set(range(limit, limit + len(AROUND))) | {limit}
     tables = [factors_of(traced, decay, length) for length in sorted({*TRIED, *around}) if length >= SHORTEST]
     known = [table for table in tables if table is not None]
     if not known or (limit is not None and known[-1].shape[-1] < limit):
@@ -120,6 +119,12 @@ def slopes_of(traced: TracedGraph, decay: fx.Node) -> Tensor | None:
     slopes = fitted(known[-1].double())
     fits = all(decays_by(slopes, table) for table in known)
     return slopes.float().to(decay.meta["val"].device) if fits else None
+
+
+def weights_of(traced: TracedGraph, decay: fx.Node) -> list[Input]:
+    """The inputs that it is computed from, but for sizes."""
+    needed = set(ancestors(decay))
+    return [given for given in traced.inputs if given.node in needed and given.place != "size"]
 
 
 def factors_of(traced: TracedGraph, decay: fx.Node, length: int) -> Tensor | None:

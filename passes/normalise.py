@@ -28,7 +28,7 @@ from selective_compile.passes.lengths import bounds_requests, ends_of
 from selective_compile.passes.packed_trace import Traces
 from selective_compile.passes.retrace import retraced
 from selective_compile.passes.spellings import SPELT_OUT
-from selective_compile.passes.stride_order import answer_without_guards
+from selective_compile.passes.strides import answer_without_guards
 from selective_compile.passes.traced_graph import (
     Input,
     Place,

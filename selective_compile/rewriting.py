@@ -64,7 +64,6 @@ def captured_and_rewritten(
     known how `generate` goes on where a request becomes one.  What its code asks of the number of tokens is answered,
     if ``ask`` is given, where no request of a length that the model declares is refused for that.
     """
-
     names = {str(place): known for place, known in functions.items()}
 
     def rewritten_of(given: Captured, *, long_form: bool = modules is None, blocks: bool = True) -> Rewrite:
@@ -91,7 +90,10 @@ def captured_and_rewritten(
         rewritten = rewritten_of(captured, long_form=False)
     if is_of_one_block(captured, rewritten):
         beyond = beyond_one_block(model, captured, rewritten, names)
-        captured, rewritten = (beyond, rewritten) if beyond else (captured, rewritten_of(captured, blocks=False))
+        if beyond is None:
+            rewritten = rewritten_of(captured, long_form=False, blocks=False)
+        else:
+            captured = beyond
     if captured.asked and not reaches_far(model, captured, rewritten):
         return captured_and_rewritten(model, functions, max_window, modules, latents=latents, ask=False)
     bound_where_lost(model, rewritten)

@@ -110,8 +110,7 @@ def places_of(model: nn.Module) -> list[Place]:
     """Functions of the Python modules that the model's layers come from, and methods of its layers; their `forward`
     where none of a class has weights or buffers: a formula has all that it reads as arguments."""
     classes = {type(module) for module in model.modules() if not type(module).__module__.startswith("torch.")}
-    weighted = {type(module) for module in model.modules() if module.state_dict()}
-    weighted |= {type(module) for module in model.modules() if any(True for _ in module.buffers())}
+    weighted = {type(module) for module in model.modules() if any(True for _ in tensors_of(module))}
     modules = {sys.modules[cls.__module__] for cls in classes if cls.__module__ in sys.modules}
     owners: list[Any] = [*sorted(modules, key=lambda m: m.__name__), *sorted(classes, key=lambda c: c.__qualname__)]
     found = []
@@ -121,6 +120,12 @@ def places_of(model: nn.Module) -> list[Place]:
             if own and not (name == "forward" and owner in weighted) and not name.startswith("__"):
                 found.append(Place(owner=owner, name=name))
     return found
+
+
+def tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    """Its weights and buffers, and those of its parts."""
+    yield from module.parameters()
+    yield from module.buffers()
 
 
 @contextlib.contextmanager

@@ -21,6 +21,23 @@ Mix = Callable[[Tensor], Tensor]  # [B, S, h] -> [B, S, h]
 Number = Callable[[Tensor], Tensor]  # ids [B, S] -> positions [S] or [B, S]
 
 
+class Residual(nn.Module):
+    """Two layers ``[B, S, h] -> [B, S, h]`` between an embedding and a head, each added to what it is given."""
+
+    def __init__(self, layer: Callable[[], nn.Module], vocabulary: int, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList([layer() for _ in range(2)])
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return self.head(hidden)
+
+
 def tril_mask(ids: Tensor, attention_mask: Any) -> Tensor:
     """[B or 1, 1, S, S] booleans, True to keep."""
     length = ids.shape[1]

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.decoders import Residual
+
 VOCABULARY, WIDTH, HEADS, BLOCK = 31, 16, 2, 16
 SLOPES = (0.02, 0.3)
 Decay = Callable[[Tensor], Tensor]  # of distances [S, S], 0 where a token is behind: to factors [H, S, S]
@@ -55,16 +57,6 @@ class Mixer(nn.Module):
         return torch.cat(found, dim=2)
 
 
-class Lightning(nn.Module):
+class Lightning(Residual):
     def __init__(self, decay: Decay = geometric, kept: float = 1.0, block: int | None = BLOCK) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList([Mixer(decay, kept, block) for _ in range(2)])
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        hidden = self.embed(input_ids)
-        for layer in self.layers:
-            hidden = hidden + layer(hidden)
-        return self.head(hidden)
+        super().__init__(lambda: Mixer(decay, kept, block), VOCABULARY, WIDTH)

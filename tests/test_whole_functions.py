@@ -15,6 +15,7 @@ import selective_compile as sc
 from selective_compile.capture import capture
 from selective_compile.model_recurrences import recurrences_of
 from selective_compile.whole_functions import left_whole
+from tests.decoders import Residual
 from tests.exactness import TOLERANCE, engine_error
 
 VOCABULARY, WIDTH = 31, 8
@@ -72,19 +73,9 @@ class Mixer(nn.Module):
         return peeking(gate, mixed) if self.peeks else forgetful(gate, mixed, width=(hidden,))
 
 
-class Recurrent(nn.Module):
+class Recurrent(Residual):
     def __init__(self, peeks: bool = False, **mixer: Any) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList([Mixer(peeks, **mixer) for _ in range(2)])
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        hidden = self.embed(input_ids)
-        for layer in self.layers:
-            hidden = hidden + layer(hidden)
-        return self.head(hidden)
+        super().__init__(lambda: Mixer(peeks, **mixer), VOCABULARY, WIDTH)
 
 
 def test_recurrences_of_a_model_of_ones_own_are_ragged() -> None:
