@@ -17,6 +17,7 @@ import selective_compile.state_ops  # noqa: F401  (all register the operators th
 from selective_compile.passes.all_ones import all_ones
 from selective_compile.passes.attention import recognise_attention
 from selective_compile.passes.axes import is_symbolic
+from selective_compile.passes.convolutions import whole_convolutions
 from selective_compile.passes.evaluate import MarkedError, ancestors
 from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.flatten import flatten
@@ -34,7 +35,7 @@ from selective_compile.passes.normalise import normalise
 from selective_compile.passes.output_tails import Tail, take_off_tails
 from selective_compile.passes.overwritten import forget_overwritten
 from selective_compile.passes.packed_trace import Traces
-from selective_compile.passes.recurrences import recognise_recurrences, whole_convolutions
+from selective_compile.passes.recurrences import recognise_recurrences
 from selective_compile.passes.sampled_rows import keep_sampled_rows
 from selective_compile.passes.selections import recognise_selections
 from selective_compile.passes.token_axes import mark_token_axes

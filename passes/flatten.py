@@ -140,7 +140,9 @@ class Flattener:
             ops = torch.ops.selective
             op = ops.ragged_top_keys.default if self.paged else ops.varlen_top_keys.default
             arguments = (query, key, of_heads, *pools, *metadata, call.scale, call.count)
-            self.selected[call.output] = self.graph.call_function(op, arguments)
+            selected = self.graph.call_function(op, arguments)
+            selected.meta["stack_trace"] = call.output.meta.get("stack_trace")
+            self.selected[call.output] = selected
 
     def replace_attention(self, index: int, call: AttentionCall) -> None:
         with self.graph.inserting_before(call.output):
@@ -194,6 +196,7 @@ class Flattener:
                     "state_slots": own(STATE_SLOTS),
                 },
             )
+            mixed.meta["stack_trace"] = call.output.meta.get("stack_trace")
             cast = self.graph.call_function(aten.to.dtype, (mixed, call.output.meta["val"].dtype))
             moved = self.graph.call_function(aten.movedim.int, (cast, 0, call.output_token_dim - 1))
             result = self.graph.call_function(aten.unsqueeze.default, (moved, 0))

@@ -1,21 +1,13 @@
-"""Passes 1 and 3 for recurrences: find short convolutions and known scans, and what is kept of a request between steps.
+"""Passes 1 and 3 for recurrences: one node stands for all of one, and what is kept of a request between steps is read.
 
-`whole_convolutions` (on the traced graph, before tokens are marked)::
-
-    before:  conv1d(x [B, C, S], weight [C, 1, W], bias, padding=W - 1, groups=C) -> slice(2, 0, S)
-    after:   selective.function([x, weight, bias], "causal convolution", [B, C, S])
-    before:  pad(x [B, S, C], [0, 0, 1, -1])            or another shift (`shifts`)
-    after:   selective.function([x, [[1, 0], ...]], "causal convolution", [B, S, C])
-
-Linear attention is found by `linear_attention`, and left as such a node, too.
+Those of a graph are found before tokens are marked, by `convolutions` and `linear_attention`, and `replace` leaves a
+`selective.function` of their tensors where they stood; functions that capture left whole are such nodes from the start.
 
 `recognise_recurrences` reads every `selective.function` into a `RecurrentCall`, which `flatten` replaces by the ragged
 op.  Declines, with the node, where the function is not known or its tensors are not what they were in the trial.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import fx
@@ -24,7 +16,6 @@ from selective_compile.function_op import function
 from selective_compile.passes.axes import Axis
 from selective_compile.passes.recurrence_families import CAUSAL_CONV1D, LINEAR_ATTENTION, Family
 from selective_compile.passes.recurrence_match import Recognised, Signature, TensorArgument
-from selective_compile.passes.shifts import Shift, shift_of
 from selective_compile.passes.traced_graph import (
     DTYPES,
     RecurrentCall,
@@ -36,90 +27,15 @@ from selective_compile.passes.traced_graph import (
 )
 
 aten = torch.ops.aten
-DEFAULTS = (None, [1], [0], [1], 1)  # of a convolution: bias, stride, padding, dilation, groups
 CONVOLUTION = CAUSAL_CONV1D.name
 
 
-def whole_convolutions(traced: TracedGraph) -> int:
-    """Causal depthwise convolutions, and shifts by some tokens, become one node each; returns how many."""
-    found = 0
-    for node in list(traced.graph.nodes):
-        cut = causal_cut(node) if node.target is aten.conv1d.default else node
-        if node.target is aten.conv1d.default and cut is not None:
-            replace(traced, node, cut, convolution_tensors(traced, node), CONVOLUTION)
-            found += 1
-        elif (shift := shift_of(node)) is not None:
-            replace(traced, shift.first, node, shift_tensors(traced, shift), CONVOLUTION)
-            found += 1
-    traced.graph.eliminate_dead_code()
-    traced.module.recompile()
-    return found
-
-
-def replace(traced: TracedGraph, first: fx.Node, last: fx.Node, tensors: list[fx.Node], family: str) -> None:
-    """By what ``family`` makes of the tensors: ``first`` to ``last``, which read nothing else."""
-    value = last.meta["val"]
-    with traced.graph.inserting_before(first):
-        shape = [
-            size if isinstance(size, int) else size_node(traced, tensors[0], dim)
-            for dim, size in enumerate(value.shape)
-        ]
-        whole = traced.graph.call_function(function, (tensors, family, shape, value.dtype))
-    whole.meta.update(last.meta)
-    whole.meta["stack_trace"] = first.meta.get("stack_trace")
-    last.replace_all_uses_with(whole)
-    for node in dict.fromkeys((last, first)):
-        traced.graph.erase_node(node)
-
-
-def size_node(traced: TracedGraph, node: fx.Node, dim: int) -> fx.Node:
-    size = traced.graph.call_function(aten.sym_size.int, (node, dim))
-    size.meta["val"] = node.meta["val"].shape[dim]
-    return size
-
-
-def convolution_tensors(traced: TracedGraph, node: fx.Node) -> list[fx.Node]:
-    x, weight, bias = (*node.args, None)[:3]
-    assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
-    with traced.graph.inserting_before(node):
-        rows = traced.graph.call_function(aten.squeeze.dim, (weight, 1))
-    rows.meta["val"] = weight.meta["val"].squeeze(1)
-    return [tensor for tensor in (x, rows, bias) if isinstance(tensor, fx.Node)]
-
-
-def shift_tensors(traced: TracedGraph, shift: Shift) -> list[fx.Node]:
-    """A shift is a convolution that weighs the oldest of ``tokens + 1`` tokens by 1 and the others by 0."""
-    value = shift.source.meta["val"]
-    weight = torch.zeros(value.shape[2], shift.tokens + 1, dtype=value.dtype, device=value.device)
-    weight[:, 0] = 1
-    return [shift.source, register(traced, shift.first, f"shift_{shift.first.name}", weight)]
-
-
-def register(traced: TracedGraph, before: fx.Node, name: str, value: torch.Tensor) -> fx.Node:
+def register(traced: TracedGraph, name: str, value: torch.Tensor) -> fx.Node:
     """A constant of the graph."""
     traced.module.register_buffer(name, value)
-    with traced.graph.inserting_before(before):
-        constant = traced.graph.get_attr(name)
+    constant = traced.graph.get_attr(name)
     constant.meta["val"] = value
     return constant
-
-
-def causal_cut(node: fx.Node) -> fx.Node | None:
-    """The slice that leaves of a depthwise convolution, padded on both sides, what looks back alone."""
-    given = arguments_of(node)
-    settings: list[Any] = [*given, *DEFAULTS[len(given) - 2 :]]
-    x, weight, _, stride, padding, dilation, groups = settings
-    channels, own, width = weight.meta["val"].shape
-    depthwise = own == 1 and groups == channels == x.meta["val"].shape[1]
-    plain = list(stride) == [1] and list(dilation) == [1] and list(padding) == [width - 1]
-    users = list(node.users)
-    if not (depthwise and plain and len(users) == 1 and users[0].target is aten.slice.Tensor):
-        return None
-    (cut,) = users
-    bounds: list[Any] = [*arguments_of(cut), 0, None]
-    dim, start = bounds[1:3]
-    whole = str(cut.meta["val"].shape) == str(x.meta["val"].shape)
-    return cut if dim in (2, -1) and start in (0, None) and whole else None
 
 
 def recognise_recurrences(traced: TracedGraph) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os.path
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from selective_compile.passes.isolated_call import IsolatedCall, WholeModules
 
 Place = Literal["weight", "tokens", "size", "other"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the rows that our kernels take
+OWN_FOLDER = f'"{os.path.dirname(os.path.dirname(__file__))}{os.path.sep}'  # as a stack names files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,7 +346,7 @@ def source_line(node: fx.Node) -> str:
     """``file:line code`` of the innermost user frame that made the node, or a note that it is unknown."""
     trace = node.meta.get("stack_trace") or ""
     frames = [line.strip() for line in trace.splitlines() if line.strip()]
-    starts = [i for i, line in enumerate(frames) if line.startswith("File ")]
+    starts = [i for i, line in enumerate(frames) if line.startswith("File ") and OWN_FOLDER not in line]
     if not starts:
         return "source line unknown"
     place = frames[starts[-1]].split('"')

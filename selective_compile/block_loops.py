@@ -21,13 +21,14 @@ from selective_compile.model_facts import declared_positions
 from selective_compile.module_state import unchanged
 from selective_compile.one_token import departs, drawn, logits, vocabulary_of
 from selective_compile.passes import Rewrite
+from selective_compile.passes.convolutions import whole_convolutions
 from selective_compile.passes.evaluate import evaluate
 from selective_compile.passes.lengths import ALL_LENGTHS
 from selective_compile.passes.linear_attention import whole_linear_attention
 from selective_compile.passes.normalise import normalise
 from selective_compile.passes.recurrence_families import LINEAR_ATTENTION
 from selective_compile.passes.recurrence_match import Recognised, applied
-from selective_compile.passes.recurrences import READ, whole_convolutions
+from selective_compile.passes.recurrences import READ
 from selective_compile.passes.traced_graph import TracedGraph
 
 BLOCKS = 4  # and a few tokens less, as a trace may be for less than a block

@@ -8,7 +8,7 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from selective_compile.passes.recurrences import whole_convolutions
+from selective_compile.passes.convolutions import whole_convolutions
 from tests.passes.graphs import trace
 
 
