@@ -19,6 +19,7 @@ from selective_compile.handed_inputs import handed_refusal
 from selective_compile.isolated_cache import Caches, caches_of
 from selective_compile.isolated_program import MODES, IsolatedProgram, Mode
 from selective_compile.isolation_trial import NEEDED, by_program, departure
+from selective_compile.kept_trials import passed_once
 from selective_compile.live_settings import hook_refusals
 from selective_compile.model_call import CANNOT, logits_call
 from selective_compile.model_facts import check, declared_positions, device_of
@@ -123,15 +124,9 @@ def prove(
         check(model)
         with lock_of(model), on_device_of(model), same_buffers(model):  # for trials
             found = ragged(model, fallback, max_window, latents=latents, keep=keep)
-            departure = None if max_window else cache_refusal(model, found.rewritten.traced.calls)
-            departure = departure or one_token_refusal(
-                model,
-                found.isolated,
-                prefix=prefix_of(found),
-                longest=found.short_positions(model),
-                wanted=steps_wanted(model, found),
-            )
-            departure = departure or handed_refusal(model) or goes_on_otherwise(model, found)
+            trials = partial(departs_in_use, model, found, max_window)
+            kept = keep and not found.rewritten.traced.isolated
+            departure = passed_once(model, found.captured, trials) if kept else trials()
         if departure is not None:  # not for isolated modules: `generate` has it in every step, and they see more tokens
             raise RefusedError([departure])
         return found
@@ -142,6 +137,19 @@ def prove(
             f"max_attention_window must be None for a model in which not every attention is ragged, got "
             f"{max_window}: {error}"
         ) from error
+
+
+def departs_in_use(model: nn.Module, found: Proved, max_window: int | None) -> Refusal | None:
+    """What to say of a model that `generate` does not use as its graph is computed, as far as trials tell."""
+    departure = None if max_window else cache_refusal(model, found.rewritten.traced.calls)
+    departure = departure or one_token_refusal(
+        model,
+        found.isolated,
+        prefix=prefix_of(found),
+        longest=found.short_positions(model),
+        wanted=steps_wanted(model, found),
+    )
+    return departure or handed_refusal(model) or goes_on_otherwise(model, found)
 
 
 def prefix_of(found: Proved) -> int:

@@ -99,6 +99,7 @@ LAYERS = (
         "isolation",
         "kept_files",
         "kept_captures",
+        "kept_trials",
         "kept_traces",
         "current_device",
         "named_tensors",
