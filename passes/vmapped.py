@@ -6,12 +6,15 @@ After::   q = arange_q.reshape(S, 1);  k = arange_k.reshape(1, S);  le = k.le(q)
 
 Tracing with composite operators kept loses what is computed under `vmap`.  Precondition: there, all values are numbers,
 and each operator takes numbers to a number, or looks numbers up in a tensor from outside: then it is all the same
-whether it is called for each index or for all of them at once.  Declines otherwise: the graph is run as it is.
+whether it is called for each index or for all of them at once.  Declines otherwise: the graph is run as it is; where
+that fails between the beginning of a `vmap` and its end, it ends all the same, since it holds for all of the process.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,7 +34,9 @@ FUNCTIONS = frozenset(
         *(operator.and_, operator.or_, operator.xor, operator.invert, operator.neg),
         *(operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod),
         *(torch.logical_and, torch.logical_or, torch.logical_not, torch.bitwise_and, torch.bitwise_or),
-        *(torch.where, torch.minimum, torch.maximum, torch.abs),
+        *(torch.le, torch.lt, torch.ge, torch.gt, torch.eq, torch.ne, torch.logical_xor, torch.bitwise_xor),
+        *(torch.add, torch.sub, torch.mul, torch.floor_divide, torch.remainder, torch.neg, torch.bitwise_not),
+        *(torch.where, torch.minimum, torch.maximum, torch.abs, torch.clamp),
     )
 )
 NUMBERS = ("new_ones", "new_zeros")
@@ -41,7 +46,25 @@ LOOKUPS = (torch.ops.aten.index, torch.ops.aten.index.Tensor)
 def interpreter_of(module: fx.GraphModule) -> fx.Interpreter:
     """What runs a graph of Dynamo's, with what is under `vmap` broadcast where that is the same."""
     inside = under_vmap(module.graph)
-    return Broadcasting(module, inside) if inside else fx.Interpreter(module)
+    return Broadcasting(module, inside) if inside else Nesting(module)
+
+
+class Nesting(fx.Interpreter):
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        with same_nesting():
+            return super().run(*args, **kwargs)
+
+
+@contextmanager
+def same_nesting() -> Iterator[None]:
+    """What begins within, of `vmap` and others of its kind, has ended behind it, too."""
+    functorch = torch._C._functorch
+    depth = functorch.get_dynamic_layer_stack_depth()
+    try:
+        yield
+    finally:
+        if functorch.get_dynamic_layer_stack_depth() > depth:
+            functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
 
 
 def under_vmap(graph: fx.Graph) -> frozenset[fx.Node]:

@@ -27,7 +27,7 @@ from selective_compile.model_recurrences import recurrences_of
 from selective_compile.module_program import ModuleProgram
 from selective_compile.module_state import Place as StatePlace
 from selective_compile.module_state import lock_of, own_attributes, same_buffers, unchanged
-from selective_compile.one_token import Wanted, one_token_refusal
+from selective_compile.one_token import LONGER, Wanted, one_token_refusal
 from selective_compile.options import EngineConfig, Fallback
 from selective_compile.passes import Refusal, RefusedError, Rewrite
 from selective_compile.passes.position_limit import position_limit
@@ -41,6 +41,9 @@ from selective_compile.whole_functions import Place
 from selective_compile.whole_modules import ModulesOf
 
 ATTEMPTS = 6
+# A module without a cache is given all tokens of its request at each step, and by `generate` one of them: what counts
+# tokens, as a limit to those of an expert, may bite in a long request alone.
+LONGER_ALONE = 320
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -148,6 +151,7 @@ def departs_in_use(model: nn.Module, found: Proved, max_window: int | None) -> R
         prefix=prefix_of(found),
         longest=found.short_positions(model),
         wanted=steps_wanted(model, found),
+        longer=LONGER_ALONE if found.mode == MODES[-1] and found.isolated else LONGER,
     )
     return departure or handed_refusal(model) or goes_on_otherwise(model, found)
 

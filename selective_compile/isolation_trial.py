@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from selective_compile.isolated_program import TRIED
 from selective_compile.model_call import CANNOT, logits_call
-from selective_compile.module_state import own_attributes
+from selective_compile.module_state import unchanged
 from selective_compile.rounding import computed_in, rounded_as, tolerance
-from selective_compile.skeleton import skeleton
 from selective_compile.step import GENERATED, StepInputs, reaches
 from selective_compile.step_program import StepProgram
 
@@ -92,9 +91,8 @@ def alike(model: nn.Module, rows: Tensor, theirs: Tensor, *, in_most: bool = Fal
 
 def logits_alone(model: nn.Module, prompt: Tensor) -> Tensor:
     """``[length, V]`` by the model itself."""
-    copy = skeleton(model, {})
-    call, arguments = logits_call(copy, prompt[None])
-    with own_attributes(copy, {}):
+    call, arguments = logits_call(model, prompt[None])
+    with unchanged(model):
         return call(*arguments)[0]
 
 

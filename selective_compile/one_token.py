@@ -41,6 +41,7 @@ def one_token_refusal(
     prefix: int = 0,
     longest: int | None = None,
     wanted: Wanted | None = None,
+    longer: int = LONGER,
 ) -> Refusal | None:
     """What to say of ``model`` if its logits of a token that it is given by itself are others, or those of a call after
     another; None if the same.
@@ -51,6 +52,7 @@ def one_token_refusal(
             are tried here, and `prefix_refusal` tries the others.
         longest: tokens that a request can have at most, None: as many as it likes.
         wanted: what steps of `generate` are to give, None: what the model gives of all tokens at once.
+        longer: tokens of the longer request.
     """
     wanted = wanted or (lambda ids, prompt: logits(model, ids)[prompt - 1 :])
     ids = drawn(model, vocabulary_of(model), TOKENS, seed=0)[:longest]
@@ -62,7 +64,7 @@ def one_token_refusal(
         twos = ids.split(2)[:-1]
         if departs(model, pairs(lambda: [(logits(model, two[:1])[0], logits(model, two)[0]) for two in twos])):
             return refusal(model, departing_module(model, ids[:2]), "a prompt of one token")
-        if departs_in_generate(model, ids, PROMPT, wanted) or departs_later(model, longest, wanted):
+        if departs_in_generate(model, ids, PROMPT, wanted) or departs_later(model, longest, wanted, longer):
             return refusal(model, "", "one token and a cache, as in steps of generate")
     return None
 
@@ -73,10 +75,10 @@ def drawn(model: nn.Module, vocabulary: int, count: int, *, seed: int) -> Tensor
     return found.to(device_of(model))
 
 
-def departs_later(model: nn.Module, longest: int | None, wanted: Wanted) -> bool:
+def departs_later(model: nn.Module, longest: int | None, wanted: Wanted, longer: int) -> bool:
     """Whether steps behind a longer prompt depart in most of them, and of other tokens, too: among so many, one of two
     scores that are nearly equal may be the larger by rounding alone, where a router or an indexer chooses by them."""
-    count = LONGER if longest is None else min(LONGER, longest)
+    count = longer if longest is None else min(longer, longest)
     if count <= TOKENS:
         return False
     trials = (drawn(model, vocabulary_of(model), count, seed=seed) for seed in (1, 2))

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 from torch._dynamo.convert_frame import compile_lock
+from transformers import GenerationMixin
 
 from selective_compile import beforehand
 from selective_compile.compiled_step import NATIVE_KERNELS, runs_native
@@ -20,6 +21,7 @@ from selective_compile.kernels import ragged_attention_cpu
 from selective_compile.model_facts import device_of
 from selective_compile.module_state import lock_of
 from selective_compile.options import EngineConfig
+from selective_compile.own_generation import unlike_transformers
 from selective_compile.passes import Refusal, RefusedError
 from selective_compile.passes.fp8_pools import keep_as_fp8
 from selective_compile.passes.fuse_rotary import fuse_rotary
@@ -53,6 +55,8 @@ def compile_step_program(model: nn.Module, config: EngineConfig) -> Program:
 
 
 def _compiled(model: nn.Module, config: EngineConfig) -> Program:
+    if isinstance(model, GenerationMixin) and (own := unlike_transformers(model)):  # `sc.generate` refuses such a model
+        logger.warning("%s has its own %s, which an engine does not call", type(model).__name__, own)
     try:
         proved = prove(
             model,

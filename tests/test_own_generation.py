@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import types
 import weakref
 from typing import Any
@@ -58,6 +59,14 @@ def test_what_an_engine_does_in_its_place_is_refused_by_name(kind: type, name: s
         ValueError, match=f"must generate as transformers does, got {kind.__name__} with its own {name}"
     ):
         generated(of_class(kind))
+
+
+@pytest.mark.parametrize("kind", [Stopping, Preparing])
+def test_an_engine_says_what_it_does_not_call(kind: type, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "selective_compile"):
+        sc.Engine(of_class(kind), CONFIG)
+    said = "Stopping has its own _get_stopping_criteria, which an engine does not call"
+    assert (said in caplog.messages) == (kind is Stopping)
 
 
 def test_of_the_object_too_and_under_a_name_that_is_borrowed() -> None:

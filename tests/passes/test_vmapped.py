@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from selective_compile.passes.vmapped import Broadcasting, interpreter_of
+from selective_compile.passes.vmapped import Broadcasting, Nesting, interpreter_of
 
 
 def captured(function: Callable[..., Tensor], *arguments: Any) -> fx.GraphModule:
@@ -88,9 +88,29 @@ OTHERS: dict[str, Callable[..., Any]] = {
 def test_other_functions_are_run_as_they_are(name: str) -> None:
     x = torch.arange(12.0).reshape(3, 4)
     runner = interpreter_of(captured(OTHERS[name], x))
-    assert type(runner) is fx.Interpreter
+    assert type(runner) is Nesting
     assert torch.equal(runner.run(x)[0], OTHERS[name](x))
 
 
 def test_a_graph_without_vmap_is_run_as_it_is() -> None:
-    assert type(interpreter_of(fx.symbolic_trace(nn.ReLU()))) is fx.Interpreter
+    assert type(interpreter_of(fx.symbolic_trace(nn.ReLU()))) is Nesting
+
+
+def test_what_fails_under_vmap_leaves_no_level_of_it() -> None:
+    """Else whatever the process does next with tensors would be under it."""
+
+    def of(length: Tensor) -> Tensor:
+        places = torch.arange(length.shape[0])
+        return torch.vmap(lambda i: torch.where(torch.fmod(i, 2) == 0, i, 0))(places)
+
+    module = captured(of, torch.zeros(5))
+    runner = interpreter_of(module)
+    assert type(runner) is Nesting
+    assert torch.equal(runner.run()[0], of(torch.zeros(5)))
+    for node in module.graph.nodes:
+        if node.target in ("fmod", torch.fmod):
+            node.target = lambda *_: [].pop()
+            node.op = "call_function"
+    with pytest.raises(IndexError):
+        interpreter_of(module).run()
+    assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0
