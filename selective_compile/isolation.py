@@ -127,9 +127,7 @@ def prove(
         check(model)
         with lock_of(model), on_device_of(model), same_buffers(model):  # for trials
             found = ragged(model, fallback, max_window, latents=latents, keep=keep)
-            trials = partial(departs_in_use, model, found, max_window)
-            kept = keep and not found.rewritten.traced.isolated
-            departure = passed_once(model, found.captured, trials) if kept else trials()
+            departure = tried(model, found, max_window, keep=keep)
         if departure is not None:  # not for isolated modules: `generate` has it in every step, and they see more tokens
             raise RefusedError([departure])
         return found
@@ -140,6 +138,13 @@ def prove(
             f"max_attention_window must be None for a model in which not every attention is ragged, got "
             f"{max_window}: {error}"
         ) from error
+
+
+def tried(model: nn.Module, found: Proved, max_window: int | None, *, keep: bool) -> Refusal | None:
+    """As `departs_in_use`, which an earlier process may have found to be None, if ``keep``."""
+    trials = partial(departs_in_use, model, found, max_window)
+    kept = keep and not found.rewritten.traced.isolated
+    return passed_once(model, found.captured, trials) if kept else trials()
 
 
 def departs_in_use(model: nn.Module, found: Proved, max_window: int | None) -> Refusal | None:
