@@ -33,8 +33,10 @@ class Shift:
 def shift_of(node: fx.Node) -> Shift | None:
     """``pad(x, (0, 0, 1, -1))``, ``pad(x, (0, 0, 1, 0))[:, :-1]`` or ``cat([zeros, x[:, :-1]], 1)``."""
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.dim() != 3 or not isinstance(value.shape[2], int):
+    if not isinstance(value, torch.Tensor) or value.dim() != 3:
         return None
+    if [isinstance(size, int) for size in value.shape[1:]] != [False, True]:
+        return None  # of something else than tokens, as of heads
     if node.target is aten.cat.default:
         return put_behind_zeros(node)
     cut = tokens_cut(node)

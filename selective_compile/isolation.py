@@ -144,7 +144,8 @@ def tried(model: nn.Module, found: Proved, max_window: int | None, *, keep: bool
     """As `departs_in_use`, which an earlier process may have found to be None, if ``keep``."""
     trials = partial(departs_in_use, model, found, max_window)
     kept = keep and not found.rewritten.traced.isolated
-    return passed_once(model, found.captured, trials) if kept else trials()
+    asked = max_window, prefix_of(found), found.short_positions(model)
+    return passed_once(model, found.captured, trials, *asked) if kept else trials()
 
 
 def departs_in_use(model: nn.Module, found: Proved, max_window: int | None) -> Refusal | None:

@@ -44,6 +44,12 @@ def test_long_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(0 < way["median"] <= way["p99"] <= way["largest"] for way in ways)
 
 
+def test_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (row,) = run("kinds", tmp_path, monkeypatch, "--quick", "--no-compile", "--kinds", "zaya")["rows"]
+    assert row["verdict"] == "ragged"
+    assert all(row[f"{who} {how}"] > 0 for who in ("engine", "generate") for how in ("alone", "together"))
+
+
 def test_step_overhead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = run("step_overhead", tmp_path, monkeypatch, "--quick", "--steps", "6")["rows"]
     assert [row["requests"] for row in rows] == [16, 64]

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer
 
 from selective_compile import isolation, kept_files
 from selective_compile.isolation import prove
 from selective_compile.kept_trials import ENDING
 from selective_compile.passes import Refusal, RefusedError
+from selective_compile.told_models import MOST, ToldModel
 from tests.decoders import Small
 from tests.models import tiny
 
@@ -89,16 +97,133 @@ def buffer(model: Any) -> None:
     model.model.rotary_emb.inv_freq *= 1.01
 
 
-CHANGES = (in_place, uncounted, moved, an_attribute, of_the_configuration, of_generation, of_the_object, buffer)
+def tensors_in_a_list(model: Any) -> None:
+    model.model.layers[0].kept = [torch.ones(2)]
+
+
+def numbers_in_an_object(model: Any) -> None:
+    model.config.policy = SimpleNamespace(scales={"a": deque([1.0])})
+
+
+def which_object(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.policy = SimpleNamespace(scale=1)
+
+
+CHANGES = (
+    *(in_place, uncounted, moved, buffer, an_attribute, of_the_configuration, of_generation, of_the_object),
+    *(tensors_in_a_list, numbers_in_an_object, which_object),
+)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @torch.no_grad()
-def test_a_change_has_it_tried_again(change: Callable[[Any], None], tried: list[nn.Module]) -> None:
-    proved(tiny("llama"))
+def test_a_change_is_told(change: Callable[[Any], None]) -> None:
     changed = tiny("llama")
     change(changed)
+    assert ToldModel(changed).digest != ToldModel(tiny("llama")).digest
+
+
+@torch.no_grad()
+def test_a_change_has_it_tried_again(tried: list[nn.Module]) -> None:
+    proved(tiny("llama"))
+    changed = tiny("llama")
+    in_place(changed)
     proved(changed)
+    assert len(tried) == 2
+
+
+def with_values(make: Callable[[Any, Any], None], *values: Any) -> list[str]:
+    """The digests of models that are given these."""
+    found = []
+    for value in values:
+        make(model := tiny("llama"), value)
+        found.append(ToldModel(model).digest)
+    return found
+
+
+class Plan(dict[str, int]):
+    def __init__(self, scale: float) -> None:
+        super().__init__(a=1)
+        self.scale = scale
+
+
+def closing_over(value: Any) -> Callable[[Any], Any]:
+    return lambda x: x * value
+
+
+def with_default(value: Any) -> Callable[..., Any]:
+    return lambda x, factor=value: x * factor
+
+
+@dataclass
+class Policy:
+    scale: float
+
+
+FACTOR = 1.0
+GIVEN: dict[str, Callable[[Any], Any]] = {
+    "closure": closing_over,
+    "default": with_default,
+    "partial": lambda value: partial(closing_over(2), value),
+    "in a list": lambda value: [Policy(value)],
+    "in a dictionary of a class of its own": Plan,
+    "tensor": lambda value: {"a": (torch.tensor([1.0, value]),)},
+    "method of an object": lambda value: Policy(value).__eq__,
+    "range": lambda value: range(int(value)),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_what_attributes_hold_is_told(name: str) -> None:
+    def give(model: Any, value: Any) -> None:
+        model.model.layers[0].own = GIVEN[name](value)
+
+    one, again, other = with_values(give, 1.0, 1.0, 2.0)
+    assert one == again != other
+
+
+def test_a_second_reference_says_to_which_object() -> None:
+    def give(model: Any, pattern: tuple[int, ...]) -> None:
+        policies = [Policy(1.0), Policy(1.0)]
+        model.owns = [*policies, *(policies[place] for place in pattern)]
+
+    one, again, other = with_values(give, (0, 0), (0, 0), (0, 1))
+    assert one == again != other
+
+
+def reads_a_global(x: Any) -> Any:
+    return x * FACTOR
+
+
+def test_globals_of_own_functions_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = tiny("llama")
+    model.own = reads_a_global
+    before = ToldModel(model).digest
+    monkeypatch.setattr(sys.modules[__name__], "FACTOR", 2.0)
+    assert ToldModel(model).digest != before
+
+
+def reads_the_environment(x: Any) -> Any:
+    return x * float(os.environ["FACTOR"])
+
+
+class Slots:
+    __slots__ = ("scale",)
+
+
+@pytest.mark.parametrize("value", [reads_the_environment, Slots(), numpy.ones(2), object(), [0] * MOST], ids=range(5))
+def test_what_cannot_be_told_is_tried_each_time(value: Any, tried: list[nn.Module]) -> None:
+    for _ in range(2):
+        model: Any = tiny("llama")
+        model.own = value
+        proved(model)
+    assert len(tried) == 2
+
+
+def test_what_a_trial_was_asked_is_told(tried: list[nn.Module]) -> None:
+    prove(tiny("llama"), "refuse", 64, keep=True)
+    proved(tiny("llama"))
     assert len(tried) == 2
 
 
@@ -109,6 +234,14 @@ def test_a_method_of_a_class_that_is_replaced_has_it_tried_again(
     inherited = type(model).prepare_inputs_for_generation  # type: ignore[attr-defined]
     replaced = lambda self, *args, **kwargs: inherited(self, *args, **kwargs)  # noqa: E731
     monkeypatch.setattr(type(model), "prepare_inputs_for_generation", replaced)
+    proved(tiny("llama"))
+    assert len(tried) == 2
+
+
+def test_caches_of_transformers_are_told(tried: list[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    proved(tiny("llama"))
+    update = DynamicLayer.update
+    monkeypatch.setattr(DynamicLayer, "update", lambda self, *args, **kwargs: update(self, *args, **kwargs))
     proved(tiny("llama"))
     assert len(tried) == 2
 

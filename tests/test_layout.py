@@ -100,6 +100,7 @@ LAYERS = (
         "kept_files",
         "kept_captures",
         "kept_trials",
+        "told_models",
         "kept_traces",
         "current_device",
         "named_tensors",

@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import selective_compile as sc
 from selective_compile.coverage.random_model import random_model
+from selective_compile.model_recurrences import recurrences_of
 from tests.exactness import TOLERANCE, engine_error
 
+# Heads of Mamba-2 models of 130 and 370 million parameters: of some numbers values grow to nearly the end of float32.
+HEADS = (16, 24, 32)
 FAMILIES = {"minimax": "linear attention", "xlstm": "mlstm"}
 
 
@@ -26,3 +30,21 @@ def test_recurrences_of_a_type_are_ragged_and_go_on_as_in_generate(model_type: s
     found = sc.generate(model, prompts, max_new_tokens=6, do_sample=False, engine_config=config)
     for prompt, row in zip(prompts, found, strict=True):
         assert row.tolist() == model.generate(prompt[None], max_new_tokens=6, do_sample=False)[0].tolist()
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_scans_are_known_whatever_the_number_of_heads(heads: int) -> None:
+    sizes = {
+        "num_heads": heads,
+        "head_dim": 8,
+        "hidden_size": 4 * heads,
+        "state_size": 8,
+        "n_groups": 1,
+        "chunk_size": 4,
+    }
+    config = AutoConfig.for_model("mamba2", vocab_size=101, num_hidden_layers=1, **sizes)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    assert {place.name: known.family.name for place, known in recurrences_of(model).items()} == {
+        "mamba2_chunk_scan": "ssd"
+    }

@@ -28,6 +28,7 @@ NO_SHIFTS: dict[str, Callable[[Tensor], Tensor]] = {
     "cut in front": lambda x: F.pad(x, (0, 0, 0, 1))[:, 1:],
     "features": lambda x: F.pad(x, (1, 0, 0, 0))[:, :, :-1],
     "features, too": lambda x: F.pad(x, (1, -1, 1, 0))[:, :-1],
+    "heads": lambda x: F.pad(x.view(-1, 2, 4), (0, 0, 1, 0))[:, :-1],
     "read elsewhere, too": lambda x: read_twice(F.pad(x, (0, 0, 1, 0))),
 }
 
