@@ -170,14 +170,14 @@ class Written:
 
     def write(self, place: int, tokens: int) -> fx.Node:
         if place < 0:
-            return moved(self.traced, self.source, tokens) if tokens else self.source
+            return moved(self.traced, self.delayed(-1, 0), tokens) if tokens else self.source()
         this = self.chain.convolutions[place]
         if this.is_depthwise:
             return depthwise(self.traced, self.delayed(-1, 0), this, tokens)
         return product([self.delayed(place - 1, tokens + back) for back in reversed(range(this.width))], this)
 
-    @property
     def source(self) -> fx.Node:
+        """``[B, C, S]``"""
         source = self.chain.source
         return call(aten.transpose.int, source, 1, 2, like=source) if self.chain.turned else source
 

@@ -51,8 +51,7 @@ class ToldModel:
         for path, kind in kinds_of(model):
             self._add(f"{path} {self._words.of_class(kind)}")
         for kind in dict.fromkeys(base for _, each in kinds_of(model) for base in each.__mro__):
-            if not is_of_a_library(kind.__module__):
-                self._tell_class(kind)
+            self._tell_class(kind, all_of_it=not is_of_a_library(kind.__module__))
         for module in model.modules():
             self._tell_all({name: own for name, own in vars(module).items() if name not in OF_ANY_MODULE})
         for module in USED_BY_GENERATE:
@@ -101,7 +100,7 @@ class ToldModel:
         has closed over alone."""
         self._add(words_of_code(function.__code__))
         closure = [cell.cell_contents for cell in function.__closure__ or ()]
-        if is_of_a_library(function.__globals__.get("__name__", "")):
+        if is_of_a_library(module_of(function)):
             self._tell_each(*(value for value in closure if isinstance(value, (FunctionType, MethodType))))
             return
         self._tell_each(function.__defaults__, function.__kwdefaults__, closure)
@@ -128,12 +127,15 @@ class ToldModel:
         self._add(kind_of(value))
         self._hash.update(sums.cpu().numpy().tobytes())
 
-    def _tell_class(self, kind: type) -> None:
-        """What its own code has put into it, and what its functions have closed over."""
+    def _tell_class(self, kind: type, *, all_of_it: bool) -> None:
+        """What its own code has put into it, and what its functions have closed over; or, of a class of a library,
+        such functions as somebody else has put there."""
         for name, value in vars(kind).items():
-            if name not in OF_THE_INTERPRETER | OF_CLASSES:
-                functions = [getattr(value, each, None) for each in ("__func__", "fget")]
-                self._tell_each(name, next((each for each in functions if each is not None), value))
+            functions = [getattr(value, each, None) for each in ("__func__", "fget")]
+            told = next((each for each in functions if each is not None), value)
+            put_there = isinstance(told, FunctionType) and not is_of_a_library(module_of(told))
+            if put_there or (all_of_it and name not in OF_THE_INTERPRETER | OF_CLASSES):
+                self._tell_each(name, told)
 
     def _tell_code(self, module: ModuleType) -> None:
         for name, value in vars(module).items():
@@ -159,6 +161,11 @@ class ToldModel:
 
 def is_of_a_library(module: str) -> bool:
     return module.partition(".")[0] in LIBRARIES
+
+
+def module_of(function: FunctionType) -> str:
+    """Where its code is from, whatever it was named after what it wraps."""
+    return str(function.__globals__.get("__name__", ""))
 
 
 def names_in(code: CodeType) -> set[str]:
