@@ -30,9 +30,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from selective_compile.function_op import function
 from selective_compile.passes.long_form import call
-from selective_compile.passes.recurrences import CONVOLUTION, register
+from selective_compile.passes.recurrences import CONVOLUTION, register, whole
 from selective_compile.passes.shifts import Shift, shift_of, zeros_in_front
 from selective_compile.passes.traced_graph import TracedGraph, arguments_of
 
@@ -141,8 +140,8 @@ def causal_cut(last: Convolution) -> fx.Node | None:
     (cut,) = users
     bounds: list[Any] = [*arguments_of(cut), 0, None]
     dim, start = bounds[1:3]
-    whole = str(cut.meta["val"].shape[2]) == str(last.source.meta["val"].shape[2])
-    return cut if dim in (2, -1) and start in (0, None) and whole else None
+    every = str(cut.meta["val"].shape[2]) == str(last.source.meta["val"].shape[2])
+    return cut if dim in (2, -1) and start in (0, None) and every else None
 
 
 def is_written(chain: Chain) -> bool:
@@ -186,19 +185,8 @@ def depthwise(traced: TracedGraph, x: fx.Node, this: Convolution, tokens: int) -
     """``[B, C, S]``: what a convolution gave so many tokens before, by one that weighs those since by 0."""
     rows = call(aten.squeeze.dim, this.weight, 1, like=this.weight)
     rows = call(aten.constant_pad_nd.default, rows, [0, tokens], like=rows) if tokens else rows
-    return ragged(traced, [x, rows, *([] if this.bias is None else [this.bias])], like=this.node)
-
-
-def ragged(traced: TracedGraph, tensors: list[fx.Node], *, like: fx.Node) -> fx.Node:
-    """The convolution of the rows ``tensors[0]`` that has an op: ``[B, C, S]`` or ``[B, S, C]`` as they are."""
-    value = tensors[0].meta["val"]
-    shape = [
-        size if isinstance(size, int) else call(aten.sym_size.int, tensors[0], dim, like=tensors[0])
-        for dim, size in enumerate(value.shape)
-    ]
-    node = traced.graph.call_function(function, (tensors, CONVOLUTION, shape, value.dtype))
-    node.meta = dict(like.meta) | {"val": value}
-    return node
+    tensors = [x, rows, *([] if this.bias is None else [this.bias])]
+    return whole(traced, tensors, CONVOLUTION, shaped=x, like=this.node)
 
 
 def moved(traced: TracedGraph, rows: fx.Node, tokens: int) -> fx.Node:
@@ -208,7 +196,7 @@ def moved(traced: TracedGraph, rows: fx.Node, tokens: int) -> fx.Node:
     weight = torch.zeros(channels, tokens + 1, dtype=value.dtype, device=value.device)
     weight[:, 0] = 1
     constant = register(traced, f"shift_{rows.name}_{tokens}", weight)
-    return ragged(traced, [rows, constant], like=rows)
+    return whole(traced, [rows, constant], CONVOLUTION, shaped=rows, like=rows)
 
 
 def shifted(traced: TracedGraph, shift: Shift) -> fx.Node:

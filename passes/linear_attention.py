@@ -16,12 +16,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 
-from selective_compile.function_op import function
 from selective_compile.passes.evaluate import ancestors, constants_in, evaluate
 from selective_compile.passes.lengths import SHORTEST
-from selective_compile.passes.long_form import call
 from selective_compile.passes.recurrence_families import LINEAR_ATTENTION
-from selective_compile.passes.recurrences import register
+from selective_compile.passes.recurrences import register, whole
 from selective_compile.passes.traced_graph import Input, TracedGraph, arguments_of, is_lost, is_mutable
 
 aten = torch.ops.aten
@@ -45,30 +43,15 @@ def whole_linear_attention(traced: TracedGraph) -> int:
         if slopes is None or len(slopes) != rows[0].meta["val"].shape[1]:
             continue
         with traced.graph.inserting_before(node):
-            constant = register(traced, f"slopes_{node.name}", slopes)
+            constant, last = register(traced, f"slopes_{node.name}", slopes), with_nothing_added(node)
+            written = whole(traced, [*rows, constant], LINEAR_ATTENTION.name, shaped=last, like=node)
         traced.proved_from += [given for given in weights_of(traced, decay) if given not in traced.proved_from]
-        replace(traced, node, with_nothing_added(node), [*rows, constant], LINEAR_ATTENTION.name)
+        last.replace_all_uses_with(written)
         found += 1
     if found:
         traced.graph.eliminate_dead_code()
         traced.module.recompile()
     return found
-
-
-def replace(traced: TracedGraph, first: fx.Node, last: fx.Node, tensors: list[fx.Node], family: str) -> None:
-    """By what ``family`` makes of the tensors: ``first`` to ``last``, which read nothing else."""
-    value = last.meta["val"]
-    with traced.graph.inserting_before(first):
-        shape = [
-            size if isinstance(size, int) else call(aten.sym_size.int, tensors[0], dim, like=tensors[0])
-            for dim, size in enumerate(value.shape)
-        ]
-        whole = traced.graph.call_function(function, (tensors, family, shape, value.dtype))
-    whole.meta.update(last.meta)
-    whole.meta["stack_trace"] = first.meta.get("stack_trace")
-    last.replace_all_uses_with(whole)
-    for node in dict.fromkeys((last, first)):
-        traced.graph.erase_node(node)
 
 
 def drop_whole_slices(traced: TracedGraph) -> None:

@@ -1,7 +1,7 @@
 """Passes 1 and 3 for recurrences: one node stands for all of one, and what is kept of a request between steps is read.
 
-Those of a graph are found before tokens are marked, by `convolutions` and `linear_attention`, and `replace` leaves a
-`selective.function` of their tensors where they stood; functions that capture left whole are such nodes from the start.
+Those of a graph are found before tokens are marked, by `convolutions` and `linear_attention`, and one node, a
+`selective.function` of their tensors, takes their place (`whole`); what capture left whole is such a node already.
 
 `recognise_recurrences` reads every `selective.function` into a `RecurrentCall`, which `flatten` replaces by the ragged
 op.  Declines, with the node, where the function is not known or its tensors are not what they were in the trial.
@@ -14,6 +14,7 @@ from torch import fx
 
 from selective_compile.function_op import function
 from selective_compile.passes.axes import Axis
+from selective_compile.passes.long_form import call
 from selective_compile.passes.recurrence_families import CAUSAL_CONV1D, LINEAR_ATTENTION, Family
 from selective_compile.passes.recurrence_match import Recognised, Signature, TensorArgument
 from selective_compile.passes.traced_graph import (
@@ -28,6 +29,19 @@ from selective_compile.passes.traced_graph import (
 
 aten = torch.ops.aten
 CONVOLUTION = CAUSAL_CONV1D.name
+
+
+def whole(traced: TracedGraph, tensors: list[fx.Node], family: str, *, shaped: fx.Node, like: fx.Node) -> fx.Node:
+    """What ``family`` makes of the tensors, of the shape and type of ``shaped``, from the place in the user's code that
+    ``like`` is from; as many requests and tokens as ``tensors[0]`` has."""
+    value = shaped.meta["val"]
+    shape = [
+        size if isinstance(size, int) else call(aten.sym_size.int, tensors[0], dim, like=tensors[0])
+        for dim, size in enumerate(value.shape)
+    ]
+    node = traced.graph.call_function(function, (tensors, family, shape, value.dtype))
+    node.meta = dict(like.meta) | {"val": value}
+    return node
 
 
 def register(traced: TracedGraph, name: str, value: torch.Tensor) -> fx.Node:
