@@ -8,7 +8,8 @@
 How often such a loop goes round depends on the tokens.  The trace goes round for the groups that it is told, and where
 the code asks whether nothing was found it is told for which groups the answer is yes: so one graph can be had for any
 answer, and `group_proof` compares them.  A loop over all experts that asks so is told by the number of what is asked
-about.  Whatever else the code asks of values ends the trace with a `RuntimeError`.
+about.  How many were found it is told as a number only where Python takes nothing else, and for several numbers.
+Whatever else the code asks of values ends the trace with a `RuntimeError`.
 """
 
 from __future__ import annotations
@@ -24,14 +25,18 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.overrides import TorchFunctionMode
 
+from selective_compile.passes.found_rows import FoundRows
 from selective_compile.passes.functional import make_functional
+from selective_compile.passes.group_sizes import GroupSizes
 from selective_compile.passes.lengths import CAPTURE_TOKENS
 from selective_compile.passes.normalise import Symbols, tidy
+from selective_compile.passes.scattered_rows import add_rows
 from selective_compile.passes.spellings import SPELT_OUT
 
 UNBINDS = (Tensor.unbind, torch.unbind)
 NONZEROS = (Tensor.nonzero, torch.nonzero)
 MANY = 2**40  # more tokens than there are
+LENGTHS = (1, 2, 2**17 + 1)  # that are told: not all that are too large for one loop to go round for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +50,12 @@ class Given:
 @dataclass(frozen=True, kw_only=True)
 class Answers:
     """For which groups the loop goes round, all if None; for which of them nothing is said to be found; and of which
-    finds outside of such a loop, by the order in which the code first asks."""
+    finds outside of such a loop, by the order in which the code first asks.  ``length``: how many are found, else."""
 
     entered: frozenset[int] | None = None
     empty: frozenset[int] = frozenset()
     empty_alone: frozenset[int] = frozenset()
+    length: int = LENGTHS[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +63,8 @@ class GroupTrace:
     """``module``'s graph is that of the code; ``hits`` are the nodes in it that found the groups of its loops.
 
     ``entered`` are the groups that a loop went round for; ``asked``: for each of them, the sizes of which was asked
-    whether they are 0; ``asked_alone``: those that were asked about outside of such a loop.
+    whether they are 0; ``asked_alone``: those that were asked about outside of such a loop.  ``told_length``: whether
+    the code was told how many were found.  ``read``: by symbol, which size in which node's vector the host has read.
     """
 
     module: fx.GraphModule
@@ -66,6 +73,8 @@ class GroupTrace:
     entered: frozenset[int]
     asked: dict[int, set[sympy.Symbol]]
     asked_alone: tuple[sympy.Symbol, ...]
+    told_length: bool
+    read: dict[sympy.Symbol, tuple[fx.Node, int]]
 
 
 class GroupError(Exception):
@@ -88,6 +97,9 @@ class GroupLoops(TorchFunctionMode):
         self.asked_alone: dict[sympy.Symbol, int] = {}
         self.current: int | None = None
         self.groups = 0
+        self.rows = FoundRows(self.length_of)
+        self.sizes = GroupSizes(self.was_told_empty, self.is_told_empty)
+        self.told_length = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -96,7 +108,9 @@ class GroupLoops(TorchFunctionMode):
                 if hits is args[0]:
                     self.looped.append(hits)
                     return self.rounds(groups, hits.device)
-        result = func(*args, **kwargs)
+        result = self.sizes.call(func, args, kwargs)
+        result = self.rows.call(func, args, kwargs) if result is None else result
+        self.sizes.note(func, args, kwargs, result)
         if func in NONZEROS and isinstance(result, Tensor) and args[0].dim() == 1 and isinstance(args[0].shape[0], int):
             self.found.append((result, args[0].shape[0]))
         return result
@@ -110,22 +124,29 @@ class GroupLoops(TorchFunctionMode):
                 yield torch.tensor([group], device=device)
         self.current = None
 
+    def length_of(self, size: torch.SymInt) -> int:
+        if size == 0:
+            return 0
+        self.told_length = True
+        return self.answers.length
+
     def is_empty(self, expression: Any) -> bool | None:
         """What ``expression`` is, if it asks whether a size that depends on values is 0; else None."""
-        symbols = list(getattr(expression, "free_symbols", ()))
-        if len(symbols) != 1:
-            return None
-        symbol = symbols[0]
         if not isinstance(expression, sympy.core.relational.Relational) or expression.has(sympy.Function):
             return None
-        if not (expression.lhs - expression.rhs).is_polynomial(symbol):
+        difference = sympy.expand(expression.lhs - expression.rhs)  # of a bound and the next, which is a size
+        symbols = list(difference.free_symbols)
+        if len(symbols) != 1 or not difference.is_polynomial(*symbols) or sympy.degree(difference, *symbols) != 1:
             return None
-        if sympy.degree(expression.lhs - expression.rhs, symbol) != 1:
-            return None
-        nothing, *others = (bool(expression.subs(symbol, size)) for size in (0, 1, 2, MANY))
+        symbol = symbols[0]
+        asked = type(expression)(difference, 0)
+        nothing, *others = (bool(asked.subs(symbol, size)) for size in (0, 1, 2, MANY))
         if any(other == nothing for other in others):
             return None
         return nothing if self.is_told_empty(symbol) else not nothing
+
+    def was_told_empty(self, symbol: sympy.Symbol) -> bool:
+        return self.asked_alone.get(symbol) in self.answers.empty_alone
 
     def is_told_empty(self, symbol: sympy.Symbol) -> bool:
         if self.current is None:
@@ -168,7 +189,9 @@ def trace_groups(
         def traced(*values: Tensor) -> list[Tensor]:
             with loops:
                 results = run(list(values))
-            return [*results, *loops.looped]
+            if not loops.rows.once.are_as_made():
+                raise RuntimeError("writes to what it computes in the same way again")
+            return [*results, *loops.looped, *(read.sizes for read in loops.sizes.read)]
 
         try:
             module = make_fx(traced, SPELT_OUT, tracing_mode="real", pre_dispatch=True)(*fakes)
@@ -177,23 +200,31 @@ def trace_groups(
                 raise
             raise GroupError(loops.current, loops.groups) from error
     make_functional(module)
+    add_rows(module)
     tidy(module)
-    hits = apart(module.graph, len(loops.looped))
+    (*hits,) = apart(module.graph, len(loops.looped) + len(loops.sizes.read))
+    counts = [hits.pop() for _ in loops.sizes.read][::-1]
     return GroupTrace(
         module=module,
-        hits=hits,
+        hits=tuple(hits),
         symbols=symbols,
         entered=frozenset(loops.entered),
         asked=loops.asked,
         asked_alone=tuple(loops.asked_alone),
+        told_length=loops.told_length,
+        read={
+            symbol: (node, group)
+            for node, read in zip(counts, loops.sizes.read, strict=True)
+            for group, symbol in enumerate(read.symbols)
+        },
     )
 
 
-def apart(graph: fx.Graph, hits: int) -> tuple[fx.Node, ...]:
-    """The last ``hits`` results, which are taken out of them."""
+def apart(graph: fx.Graph, last: int) -> tuple[fx.Node, ...]:
+    """The ``last`` results, which are taken out of them."""
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     results: list[Any] = list(output.args[0])
-    split = len(results) - hits
+    split = len(results) - last
     output.args = (results[:split],)
     return tuple(results[split:])
 

@@ -11,15 +11,17 @@ and leaves out those that it finds no tokens of.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx
 
-from selective_compile.passes.axes import Mixes
-from selective_compile.passes.group_loops import Answers, Given, GroupError, GroupTrace, trace_groups
+from selective_compile.part_ops import joined_parts
+from selective_compile.passes.asked_sizes import AskedSizes
+from selective_compile.passes.axes import Axes, Mixes, size_expression
+from selective_compile.passes.group_loops import LENGTHS, Answers, Given, GroupError, GroupTrace, trace_groups
 from selective_compile.passes.rules_chosen import FINDERS
 from selective_compile.passes.rules_order import CASTS
 from selective_compile.passes.traced_graph import is_mutable
@@ -27,6 +29,8 @@ from selective_compile.passes.traced_graph import is_mutable
 aten = torch.ops.aten
 Run = Callable[[list[Tensor]], list[Tensor]]
 SQUEEZES = (aten.squeeze, aten.unsqueeze, aten.permute, aten.transpose)
+DIVISIONS = (aten.div, aten.floor_divide)  # of the numbers of (token, group) pairs, which gives those of tokens
+SHAPES = (aten.squeeze, aten.unsqueeze, aten.view, aten.reshape, aten.flatten)
 COPIES = (aten.to, aten._to_copy, aten.clone, aten.contiguous)
 NOT_ZERO = (aten.gt.Scalar, aten.greater.Scalar, aten.ne.Scalar, aten.not_equal.Scalar)
 NO_FIND = "asks whether nothing was found of something else than what a group of tokens is"
@@ -34,11 +38,16 @@ FEW = 3  # groups
 SMALL = 16  # numbers in a constant of the code; weights are told apart by identity
 
 
-def prove_any_groups(run: Run, given: Sequence[Given], full: GroupTrace) -> None:
-    """Raises `Mixes` unless ``full``, of `trace_all`, is right whichever groups tokens choose; or as `trace_groups`."""
+def prove_any_groups(run: Run, given: Sequence[Given], full: GroupTrace, axes: Mapping[fx.Node, Axes]) -> None:
+    """Raises `Mixes` unless ``full``, of `trace_all`, is right whichever groups tokens choose; or as `trace_groups`.
+
+    ``axes``: of all its values.
+    """
     table: dict[Any, int] = {}
+    if full.told_length:
+        prove_any_length(run, given, full, table)
     if full.asked_alone:
-        prove_any_empty(run, given, full, table)
+        prove_any_empty(run, given, full, axes, table)
     if not full.hits:
         return
     chosen = chosen_groups(full)
@@ -62,17 +71,28 @@ def compare(run: Run, given: Sequence[Given], answers: Answers, expected: Any, t
         raise Mixes("does something else for the tokens of a group where other groups have none")
 
 
-def prove_any_empty(run: Run, given: Sequence[Given], full: GroupTrace, table: dict[Any, int]) -> None:
+def prove_any_length(run: Run, given: Sequence[Given], full: GroupTrace, table: dict[Any, int]) -> None:
+    """Of how many the code is told are found."""
+    expected = numbered(full.module, table, frozenset())
+    for length in LENGTHS[1:]:
+        answers = Answers(entered=full.entered if full.hits else None, length=length)
+        if numbered(trace_groups(run, given, answers).module, table, frozenset()) != expected:
+            raise Mixes("does something else where a group has another number of tokens")
+
+
+def prove_any_empty(
+    run: Run, given: Sequence[Given], full: GroupTrace, axes: Mapping[fx.Node, Axes], table: dict[Any, int]
+) -> None:
     """Of what is asked about outside of a loop over groups that were hit."""
-    finders = [node for node in full.module.graph.nodes if node.target in FINDERS]
-    chosen = {
-        number: [finder for finder in finders if sizes_found([finder]) == {symbol}]
-        for number, symbol in enumerate(full.asked_alone)
-    }
+    asked = AskedSizes(full, axes)
+    chosen = {number: asked.found(symbol) for number, symbol in enumerate(full.asked_alone)}
     if not all(chosen.values()):
         raise Mixes(NO_FIND)
     for empty in left_out_in_turn(frozenset(chosen)):
-        expected = numbered(full.module, table, rows_added(full.module.graph, chosen, empty))
+        gone = frozenset(full.asked_alone[number] for number in empty)
+        if asked.cannot_all_be_empty(gone):
+            continue
+        expected = numbered(full.module, table, rows_added(full.module.graph, chosen, empty), gone)
         compare(run, given, Answers(empty_alone=empty), expected, table)
 
 
@@ -126,20 +146,32 @@ def chosen_groups(trace: GroupTrace) -> dict[int, list[fx.Node]]:
     for node in graph.nodes:
         if node.target in FINDERS:
             part = behind(node.args[0], (*CASTS, *SQUEEZES))
-            group = group_of(part, mask, dim)
+            group = group_of(part, mask, dim, trace.module)
             if group is not None:
                 found.setdefault(group, []).append(node)
     return found
 
 
-def group_of(part: fx.Node, mask: fx.Node, dim: int) -> int | None:
+def group_of(part: fx.Node, mask: fx.Node, dim: int, module: fx.GraphModule) -> int | None:
     """Which entry of ``mask`` along ``dim`` the node is."""
-    if part.target is not aten.select.int:
+    if part.target is aten.select.int:
+        source, along, index = part.args
+    elif part.target is aten.index.Tensor:
+        source, (along, index) = part.args[0], one_index(part.args[1], module)
+    else:
         return None
-    source, along, index = part.args
     if behind(source, COPIES) is not mask or not isinstance(along, int) or not isinstance(index, int):
         return None
     return index % mask.meta["val"].shape[dim] if along % rank(mask) == dim else None
+
+
+def one_index(indices: Any, module: fx.GraphModule) -> tuple[int, int] | tuple[None, None]:
+    """The dimension that is indexed, and by which number, if it is one number that the code knows."""
+    used = [dim for dim, index in enumerate(indices) if index is not None]
+    index = getattr(module, str(indices[used[0]].target)) if indices[used[0]].op == "get_attr" else None
+    if len(used) != 1 or index is None or index.numel() != 1 or index.dtype is torch.bool:
+        return None, None
+    return used[0], int(index)
 
 
 def mask_of_hits(hits: fx.Node) -> tuple[fx.Node, int]:
@@ -188,17 +220,31 @@ def sizes_found(finders: Sequence[fx.Node]) -> set[sympy.Symbol]:
 def rows_added(graph: fx.Graph, chosen: dict[int, list[fx.Node]], groups: frozenset[int]) -> frozenset[fx.Node]:
     """The nodes that add something to the rows of the tokens of ``groups``, and to no others."""
     finders = {finder for group in groups for finder in chosen.get(group, ())}
-    adding = [node for node in graph.nodes if node.target is aten.index_add.default]
-    return frozenset(node for node in adding if finder_of(node.args[2]) in finders)
+    return frozenset(node for node in graph.nodes if finder_of(rows_of(node)) in finders)
+
+
+def rows_of(node: fx.Node) -> Any:
+    """By which a node adds to rows, or writes them."""
+    if node.target is aten.index_add.default:
+        return node.args[2]
+    if node.target is aten.index_put.default:
+        return next(index for index in node.args[1] if index is not None)  # type: ignore[union-attr]
+    return None
 
 
 def finder_of(rows: Any) -> Any:
-    return rows.args[0] if rows.target is operator.getitem else None
+    found = behind(rows, (*SHAPES, *CASTS, *DIVISIONS)) if isinstance(rows, fx.Node) else None
+    return found.args[0] if found is not None and found.target is operator.getitem else found
 
 
-def numbered(module: fx.GraphModule, table: dict[Any, int], skipped: frozenset[fx.Node]) -> Any:
+def numbered(
+    module: fx.GraphModule,
+    table: dict[Any, int],
+    skipped: frozenset[fx.Node],
+    gone: frozenset[sympy.Symbol] = frozenset(),
+) -> Any:
     """What the graph returns, as numbers that are the same for the same computation; ``skipped`` nodes return their
-    first argument."""
+    first argument, and of parts that are put together those are left out that have as many rows as is ``gone``."""
     numbers: dict[fx.Node, int] = {}
 
     def argument(value: Any) -> Any:
@@ -223,10 +269,15 @@ def numbered(module: fx.GraphModule, table: dict[Any, int], skipped: frozenset[f
         elif node.op == "get_attr":
             key = ("constant", *identity(getattr(module, str(node.target))))
         else:
+            args = node.args if node.target is not joined_parts else (without(node.args[0], gone), *node.args[1:])
             keywords = tuple((name, argument(value)) for name, value in sorted(node.kwargs.items()))
-            key = (node.target, argument(node.args), keywords)
+            key = (node.target, argument(args), keywords)
         numbers[node] = table.setdefault(key, len(table))
     raise AssertionError("a graph has an output")
+
+
+def without(parts: Any, gone: frozenset[sympy.Symbol]) -> list[fx.Node]:
+    return [part for part in parts if size_expression(part.meta["val"].shape[0]) not in gone]
 
 
 def identity(constant: Tensor) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from torch import fx
 
 from selective_compile.passes.axes import Axes, Axis, Chosen, Mixes, Sizes
 from selective_compile.passes.rules_lookup import readable
-from selective_compile.passes.rules_pointwise import pointwise
+from selective_compile.passes.rules_pointwise import broadcast, pointwise
 
 aten = torch.ops.aten
 AxesOf = Callable[[Any], Axes]
@@ -42,6 +42,34 @@ def place(found: Axes, index: int) -> Axes:
     of = factor.of[index]
     labelled = not all(isinstance(f, int) for f in of)
     return Axes(dims=found.dims, numbers=of if labelled else (), inputs=found.inputs)
+
+
+def puts_rows(node: fx.Node, axes_of: AxesOf) -> bool:
+    """Whether it writes, or adds, to the rows of tokens that were found or sorted."""
+    indices = [axes_of(index) for index in node.args[1] if index is not None]  # type: ignore[union-attr]
+    reordered = any(axes.holding_chosen or axes.holding_parts or axes.is_permuted for axes in indices)
+    return reordered and not axes_of(node.args[2]).numbers
+
+
+def put_rows(node: fx.Node, axes_of: AxesOf) -> Axes:
+    """``x[rows] = values``, with what was computed for each token that was found."""
+    base, values = readable(axes_of(node.args[0])), readable(axes_of(node.args[2]))
+    indices: Any = node.args[1]
+    used = [dim for dim, index in enumerate(indices) if index is not None]
+    found = [axes_of(indices[dim]) for dim in used]
+    if used != list(range(used[0], used[-1] + 1)) or len({axes.dims for axes in found}) != 1:
+        raise Mixes("writes at indices that were not found together")
+    for dim, axes in zip(used, found, strict=True):
+        if base.labelled(dim) and axes.numbers != base.dims[dim]:
+            raise Mixes("writes what was found of tokens to rows of other tokens")
+        if not base.labelled(dim):
+            readable(axes)
+    if any(base.labelled(dim) for dim in range(len(base.dims)) if dim not in used):
+        raise Mixes("writes what was found of tokens to rows of several tokens")
+    rows = (*base.dims[: used[0]], *found[0].dims, *base.dims[used[-1] + 1 :])
+    if broadcast([rows, values.dims]) != rows:
+        raise Mixes("writes rows of another shape")
+    return Axes(dims=base.dims, inputs=base.inputs.union(values.inputs, *(axes.inputs for axes in found)))
 
 
 FINDERS = (aten.where.default, aten.nonzero_numpy.default)

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from selective_compile.passes.axes import Axes, Dim, Factor, Groups, Mixes, Part, Permuted, Sizes
+from selective_compile.passes.rules_chosen import put_rows, puts_rows
 from selective_compile.passes.rules_lookup import put_features, puts_features, readable
 from selective_compile.passes.rules_reduce import dim_along, dims_along, selection
 
@@ -120,19 +121,25 @@ def tables_counted(axes: Axes) -> list[fx.Node]:
 
 
 def counted_groups(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes | None:
-    """``zeros.scatter(-1, groups, 1).sum(0)``: how many times tokens name each group; None for any other sum.
+    """How many times tokens name each group; None for any other sum.
 
-    The groups that one token names must be different ones, as those that ``topk`` finds are.
+    ``zeros.scatter(-1, groups, 1).sum(0)``, where the groups that one token names must be different ones, as those that
+    ``topk`` finds are; or ``one_hot(groups).sum(0)``.
     """
     marks = made_from(node.args[0]) if isinstance(node.args[0], fx.Node) else None
-    if marks is None or marks.target is not aten.scatter.value or marks.args[3] != 1:
+    if marks is None:
         return None
-    zeros, found = marks.args[0], made_from(marks.args[2])
     axes = axes_of(marks)
-    of_topk = found.target is operator.getitem and getattr(found.args[0], "target", None) is aten.topk.default
-    if getattr(zeros, "target", None) not in ZEROS or not of_topk or not never_negative(found):
+    if marks.target is aten.one_hot.default:
+        found = made_from(marks.args[0])
+    elif marks.target is aten.scatter.value and marks.args[3] == 1 and dims_along(marks, 1) == [1]:
+        found = made_from(marks.args[2])
+        of_topk = found.target is operator.getitem and getattr(found.args[0], "target", None) is aten.topk.default
+        if getattr(marks.args[0], "target", None) not in ZEROS or not of_topk:
+            return None
+    else:
         return None
-    if len(axes.dims) != 2 or dims_along(marks, 1) != [1] or dims_along(node, 1) != [0] or not axes.labelled(0):
+    if not never_negative(found) or len(axes.dims) != 2 or dims_along(node, 1) != [0] or not axes.labelled(0):
         return None
     if node.meta["val"].dim() != 1 or node.meta["val"].dtype.is_floating_point or axes.opaque:
         return None
@@ -216,6 +223,8 @@ def index_put(node: fx.Node, axes_of: AxesOf, sizes: Sizes) -> Axes:
     """``inverse[order] = arange``: for each token, where the sorting put it; else features that are written."""
     if puts_features(node, axes_of):
         return put_features(node, axes_of, sizes)
+    if puts_rows(node, axes_of):
+        return put_rows(node, axes_of)
     base, values = axes_of(node.args[0]), axes_of(node.args[2])
     indices: Any = node.args[1]
     index = axes_of(indices[0]) if len(indices) == 1 and indices[0] is not None else Axes(dims=())

@@ -32,6 +32,7 @@ from selective_compile.passes.rules_order import (
     running_sum,
     tables_counted,
 )
+from selective_compile.passes.rules_parts import PARTS
 from selective_compile.passes.rules_pointwise import UNTAGGED, pointwise
 from selective_compile.passes.rules_reduce import REDUCTIONS
 from selective_compile.passes.rules_views import VIEWS
@@ -39,7 +40,7 @@ from selective_compile.passes.traced_graph import Input, TracedGraph, is_lost, i
 
 Rule = Callable[[fx.Node, Callable[[Any], Axes], Sizes], Axes]
 aten = torch.ops.aten
-RULES: dict[Any, Rule] = {**UNTAGGED, **VIEWS, **REDUCTIONS, **CREATIONS, **LOOKUPS, **ORDERS, **CHOICES}
+RULES: dict[Any, Rule] = {**UNTAGGED, **VIEWS, **REDUCTIONS, **CREATIONS, **LOOKUPS, **ORDERS, **CHOICES, **PARTS}
 
 
 # Their rules read what a number of requests or tokens does to the shape, and refuse it anywhere else.
@@ -47,7 +48,7 @@ SHAPED_BY_SIZES = (
     *(aten.view, aten.reshape, aten._unsafe_view, aten.unflatten, aten.expand, aten.slice, aten.arange, aten.zeros),
     *(aten.ones, aten.full, aten.empty, aten.new_ones, aten.new_zeros, aten.new_full, aten.new_empty),
     *(aten.slice_scatter, aten.split_with_sizes, aten.topk),
-    torch.ops.selective.function,
+    *(torch.ops.selective.function, *PARTS),
 )
 HELD_TO_NO_DROPOUT = (aten.scaled_dot_product_attention.default,)  # pass 3 refuses it with a dropout other than 0
 
@@ -201,7 +202,14 @@ def refuse_opaque(node: fx.Node, packet: Any, axes_of: Callable[[Any], Axes]) ->
     Those rules say themselves how they read them; any other would take them for values.
     """
     reads_views = packet in VIEWS and packet not in PUT_TOGETHER
-    if reads_views or packet in READ_NUMBERS or packet in CREATIONS or packet in UNTAGGED or is_pointwise(node):
+    if (
+        reads_views
+        or packet in READ_NUMBERS
+        or packet in PARTS
+        or packet in CREATIONS
+        or packet in UNTAGGED
+        or is_pointwise(node)
+    ):
         return
     if any(axes_of(argument).opaque for argument in node.all_input_nodes if has_tensor(argument.meta.get("val"))):
         raise Mixes("computes with the numbers by which tokens are reordered")

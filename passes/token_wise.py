@@ -10,6 +10,7 @@ in place.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -68,7 +69,7 @@ def why_not_token_wise(run: Run, given: Sequence[Given], token_dims: dict[int, i
     try:
         trace = trace_all(run, given)
         axes = axes_of_values(trace, given)
-        prove_any_groups(run, given, trace)
+        prove_any_groups(run, given, trace, axes)
     except Mixes as reason:
         return str(reason)
     except UNTRACEABLE as error:
@@ -84,7 +85,10 @@ def why_not_token_wise(run: Run, given: Sequence[Given], token_dims: dict[int, i
 
 
 def axes_of_values(trace: GroupTrace, given: Sequence[Given]) -> dict[fx.Node, Axes]:
-    """Of all values that results depend on.  Raises `Mixes`."""
+    """Of all values that results depend on, and of those that the host reads as far as they are known.
+
+    Raises `Mixes`.
+    """
     graph, sizes = trace.module.graph, trace.symbols.sizes()
     if trace.symbols.env.guards or not sizes.token.free_symbols:
         raise Mixes("is another computation for other numbers of tokens")
@@ -94,14 +98,19 @@ def axes_of_values(trace: GroupTrace, given: Sequence[Given]) -> dict[fx.Node, A
     left = iter(given)
     axes: dict[fx.Node, Axes] = {}
     needed = set(ancestors(output))
+    asked = {node for counts, _ in trace.read.values() for node in ancestors(counts)} - needed
     for node in graph.nodes:
         if node.op == "placeholder":
             axes[node] = axes_of_input(node, next(left))
         elif node.op == "get_attr":
             value = getattr(trace.module, str(node.target))
             axes[node] = Axes(dims=tuple((size,) if size != 1 else () for size in value.shape))
-        elif node in needed and node.op == "call_function" and has_tensor(node.meta.get("val")):
-            axes[node] = axes_of_node(node, axes, sizes)
+        elif node.op == "call_function" and has_tensor(node.meta.get("val")):
+            if node in needed:
+                axes[node] = axes_of_node(node, axes, sizes)
+            elif node in asked and all(given in axes for given in node.all_input_nodes):
+                with suppress(Mixes):  # what is asked of it is then not known
+                    axes[node] = axes_of_node(node, axes, sizes)
     return axes
 
 

@@ -51,6 +51,7 @@ LAYERS = (
         "grouped_ops",
         "latent_ops",
         "function_op",
+        "part_ops",
         "kernels",
         "step",
         "module_state",

@@ -12,27 +12,18 @@ from torch import Tensor
 from selective_compile.passes.group_loops import Given
 from selective_compile.passes.group_proof import left_out_in_turn
 from selective_compile.passes.token_wise import why_not_token_wise
-
-TOKENS, WIDTH, EXPERTS, CHOSEN = 7, 4, 3, 2
-WEIGHTS = torch.randn(EXPERTS, WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))
-Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def given() -> list[Given]:
-    return [
-        Given(value=torch.randn(TOKENS, WIDTH), token_dim=0),
-        Given(value=torch.randint(0, EXPERTS, (TOKENS, CHOSEN)), token_dim=0),
-        Given(value=torch.rand(TOKENS, CHOSEN), token_dim=0),
-    ]
-
-
-def why_not(experts: Experts) -> str | None:
-    return why_not_token_wise(lambda tensors: [experts(*tensors)], given(), {0: 0})
-
-
-def masked(chosen: Tensor, classes: int = EXPERTS) -> Tensor:
-    """``[E, k, T]``"""
-    return torch.nn.functional.one_hot(chosen, classes).permute(2, 1, 0)
+from tests.passes.expert_loops import (
+    CHOSEN,
+    EXPERTS,
+    TOKENS,
+    WEIGHTS,
+    WIDTH,
+    Experts,
+    given,
+    is_token_wise,
+    masked,
+    why_not,
+)
 
 
 def loop(
@@ -183,12 +174,8 @@ def test_a_loop_over_experts_is_token_wise(name: str) -> None:
 
 
 def test_what_is_known_of_a_loop_is_so() -> None:
-    """Each token alone gives what it gives among others, for every loop that is held to be token-wise."""
-    x, chosen, weights = (one.value for one in given())
     for name, experts in INDEPENDENT.items():
-        together = experts(x, chosen, weights)
-        alone = [experts(x[[t]], chosen[[t]], weights[[t]]) for t in range(TOKENS)]
-        assert torch.allclose(together, torch.cat(alone), atol=1e-5), name
+        assert is_token_wise(experts), name
 
 
 def mean_of_rows(rows: Tensor, expert: Any) -> Tensor:
