@@ -147,18 +147,27 @@ def traced(model: nn.Module, functions: Mapping[Place, Recognised] | None, branc
 def by_dynamo() -> Iterator[None]:
     """Dynamo traces as it would by default: with what a user has set for other code, or under a mode of his that sees
     each operator, it would leave the call as it is.  What it has traced before, of a model with other sizes, is none of
-    its business.  It does not warn of what transformers' own code calls."""
-    config = {
+    its business.  It does not warn of what transformers' own code calls, and what code tells people is left out."""
+    config: dict[str, Any] = {
         "specialize_float": True,
         "assume_static_by_default": True,
         "automatic_dynamic_shapes": False,
         "disable": False,
+        "ignore_logging_functions": torch._dynamo.config.ignore_logging_functions | telling_functions(),
     }
     stance, modes = torch.compiler.set_stance("default"), _disable_current_modes()
     with torch._dynamo.config.patch(config), stance, modes, known_conditions():
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", CACHED_FUNCTION)
             yield
+
+
+def telling_functions() -> set[Any]:
+    """What only tells people something: loggers' methods, with those that transformers adds, which older models call in
+    each forward (`PreTrainedConfig.use_return_dict`), and Python's own."""
+    names = ("debug", "info", "warning", "warn", "error", "exception", "critical", "log", "warning_once", "info_once")
+    of_loggers = (getattr(logging.Logger, name, None) for name in names)
+    return {print, warnings.warn, *(function for function in of_loggers if function is not None)}
 
 
 @contextmanager

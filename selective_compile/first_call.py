@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from selective_compile.captured import Captured
 from selective_compile.model_call import CANNOT, logits_call
 from selective_compile.model_facts import device_of
-from selective_compile.module_state import Place, attributes, lock_of, own_attributes, put, same_buffers
+from selective_compile.module_state import FLAGS, Place, attributes, lock_of, own_attributes, put, same_buffers
+from selective_compile.tensor_memory import same_bytes
 
 
 def settled(model: nn.Module, capture: Callable[[], Captured]) -> Captured:
@@ -23,33 +24,44 @@ def settled(model: nn.Module, capture: Callable[[], Captured]) -> Captured:
 
 @torch.no_grad()
 def set_for_good(model: nn.Module, kind: type[bool] | type[Tensor]) -> bool:
-    """Gives ``model`` the flags, or the tensors where there are none, that its first call sets and a second, with other
-    tokens, leaves as they are.
+    """Gives ``model`` the flags, with all else that it sets beside them, or the tensors where there are none, that its
+    first call sets and a second, with other tokens, leaves as they are.
 
     Any call of the user's would: they are not taken back. Returns whether anything is set.
     """
     try:
         with lock_of(model), same_buffers(model):
-            before = attributes(model.modules())
-            left = left_by_call(model, 2)
-            own = attributes(model.modules())  # where that changes weights, its flags have stayed
-            found = {place: value for place, value in left.items() if is_set(place, value, own, kind)}
-            put({**own, **found}, own)
-            stay = False
-            try:
-                again = left_by_call(model, 3) if found else {}
-                stay = all(equal(again.get(place, value), value) for place, value in found.items())
-            finally:
-                if not stay:
-                    put(own, {**own, **found})
-            return (stay and bool(found)) or any(before.get(place) is not value for place, value in own.items())
+            return leave_for_good(model, kind)
     except CANNOT:  # the model cannot be called so, as those that know only some lengths
         return False
 
 
+def leave_for_good(model: nn.Module, kind: type[bool] | type[Tensor]) -> bool:
+    """A buffer that is written in place becomes another, as who watches buffers would take back what is written."""
+    before = attributes(model.modules())
+    left = left_by_call(model, 2)
+    own = attributes(model.modules())  # where that changes weights, its flags have stayed
+    found = {place: value for place, value in left.items() if is_set(place, value, own, kind)}
+    flags = set(found) if kind is bool else set()
+    if flags:  # which say that all the rest is there
+        found = {place: value for place, value in left.items() if not same(value, own.get(place))}
+    put({**own, **found}, own)
+    staying: dict[Place, Any] = {}
+    try:
+        again = left_by_call(model, 3) if found else {}
+        staying = {place: value for place, value in found.items() if same(again.get(place, value), value)}
+        if not flags <= staying.keys() or (not flags and len(staying) < len(found)):
+            staying = {}
+    finally:
+        put({**own, **staying}, {**own, **found})
+    return bool(staying) or any(before.get(place) is not value for place, value in own.items())
+
+
 def left_by_call(model: nn.Module, count: int) -> dict[Place, Any]:
+    """What a call leaves, buffers that it may have written among it."""
     call, arguments = logits_call(model, torch.zeros(1, count, dtype=torch.int64, device=device_of(model)) + count % 2)
-    with own_attributes(model, {}) as left:
+    buffers = [place for place, value in attributes(model.modules()).items() if place[1] == "buffer"]
+    with own_attributes(model, {}, buffers) as left:
         call(*arguments)
     return left
 
@@ -61,7 +73,12 @@ def is_set(place: Place, value: Any, own: dict[Place, Any], kind: type[bool] | t
     return isinstance(value, kind) and before is not value and (kind is bool or before is None)
 
 
-def equal(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
+    """Of what a model holds: tensors and containers by what is in them."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    return one is other
+        return one.dtype == other.dtype and one.shape == other.shape and same_bytes(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and type(one) is type(other):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one is other or (isinstance(one, FLAGS) and type(one) is type(other) and one == other)

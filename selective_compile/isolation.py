@@ -26,7 +26,7 @@ from selective_compile.model_facts import check, declared_positions, device_of
 from selective_compile.model_recurrences import recurrences_of
 from selective_compile.module_program import ModuleProgram
 from selective_compile.module_state import Place as StatePlace
-from selective_compile.module_state import lock_of, own_attributes, same_buffers, unchanged
+from selective_compile.module_state import lock_of, own_attributes, same_buffers, same_objects, unchanged
 from selective_compile.one_token import LONGER, Wanted, one_token_refusal
 from selective_compile.options import EngineConfig, Fallback
 from selective_compile.passes import Refusal, RefusedError, Rewrite
@@ -125,7 +125,7 @@ def prove(
         if isinstance(model, nn.Module) and (hooks := hook_refusals(model)):
             raise RefusedError(hooks)  # not to be isolated: trials of a part would call them too
         check(model)
-        with lock_of(model), on_device_of(model), same_buffers(model):  # for trials
+        with lock_of(model), on_device_of(model), same_buffers(model), same_objects(model):  # for trials
             found = ragged(model, fallback, max_window, latents=latents, keep=keep)
             departure = tried(model, found, max_window, keep=keep)
         if departure is not None:  # not for isolated modules: `generate` has it in every step, and they see more tokens

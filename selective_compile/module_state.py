@@ -75,7 +75,8 @@ def own_attributes(module: nn.Module, state: State, written: Collection[Place] =
 
     Tensors and containers of the model's own are copies meanwhile, and so are buffers at ``written``: others must not
     be changed in place.  If a run changes weights it sets the model up, as some do when first called: then its flags
-    stay as the run has set them, and so do modules that it put in the place of others.
+    stay as the run has set them, with what the modules that have these had none of, and so do modules that it put in
+    the place of others.
     """
     parts = list(module.modules())  # what is in those that a run puts in their places is that run's own
     own, weights = attributes(parts), Weights(parts)
@@ -91,7 +92,8 @@ def own_attributes(module: nn.Module, state: State, written: Collection[Place] =
             left.update(dict.fromkeys(own.keys() - now.keys(), GONE))
             staying = {place: value for place, value in left.items() if stays(place, value, own)}
             if staying and weights.are_others():
-                own.update(staying)
+                flagged = {place[0] for place in staying if place[1] == "attribute"}
+                own.update({place: value for place, value in left.items() if is_made_in(flagged, place, own)} | staying)
         finally:  # also where that is interrupted
             put(own, attributes(parts) if now is None else now)
 
@@ -105,14 +107,42 @@ def stays(place: Place, value: Any, own: Mapping[Place, Any]) -> bool:
     return isinstance(value, bool) if before is None else isinstance(value, FLAGS) and isinstance(before, FLAGS)
 
 
+def is_made_in(modules: Collection[nn.Module], place: Place, own: Mapping[Place, Any]) -> bool:
+    """Whether it is an attribute or a buffer of one of ``modules`` that was not there, as a table beside a flag."""
+    return place[0] in modules and place[1] != "part" and own.get(place) is None
+
+
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[set[Place]]:
-    """Within, ``model`` may be run; what that writes into attributes and buffers is gone afterwards.
+    """Within, ``model`` may be run; what that writes into attributes, buffers and `same_objects` is gone afterwards.
 
     Yields a set that has, at the end, the buffers that were written or given other memory.
     """
-    with same_buffers(model) as found, own_attributes(model, {}):
+    with same_buffers(model) as found, own_attributes(model, {}), same_objects(model):
         yield found
+
+
+@contextmanager
+def same_objects(model: nn.Module) -> Iterator[None]:
+    """Within, a run may set attributes of objects that are attributes of modules, as flags in a configuration: they are
+    then again what they were, unless weights change, as in `own_attributes`."""
+    parts = list(model.modules())
+    values = [value for part in parts for name, value in vars(part).items() if name not in MACHINERY]
+    plain = {id(value): value for value in values if not isinstance(value, (Tensor, *NO_STATE))}
+    before = [(value, dict(vars(value))) for value in plain.values() if hasattr(value, "__dict__")]
+    weights = Weights(parts)
+    try:
+        yield
+    finally:
+        changed = [(value, was) for value, was in before if are_others(vars(value), was)]
+        if changed and not weights.are_others():
+            for value, was in changed:
+                vars(value).clear()
+                vars(value).update(was)
+
+
+def are_others(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    return list(now) != list(before) or any(now[name] is not value for name, value in before.items())
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.utils import logging
 
 import selective_compile as sc
 from selective_compile.capture import capture
@@ -22,6 +23,8 @@ from selective_compile.model_facts import declared_positions
 from tests.decoders import VOCABULARY, Decoder
 from tests.exactness import engine_error, step_program
 from tests.models import tiny
+
+logger = logging.get_logger(__name__)
 
 
 class Watched(nn.Module):
@@ -51,6 +54,24 @@ def test_cached_functions_are_traced_without_a_word() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         capture(Decoder(layers=1, mix=Halved()))
+
+
+class Telling(nn.Module):
+    """Tells people something in each forward, as older models do by `PreTrainedConfig.use_return_dict`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logger.warning_once("once")  # type: ignore[attr-defined]
+        logger.info("%d tokens", 3)
+        warnings.warn("a warning", stacklevel=2)
+        print("a line")
+        return x
+
+
+def test_what_code_tells_people_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        capture(Decoder(layers=1, mix=Telling()))
+    assert capsys.readouterr().out == ""
 
 
 def test_model_is_not_run_and_not_changed() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -92,6 +94,78 @@ def test_flags_that_stay_are_set_for_good() -> None:
     model, other = decoder(Flagged), decoder(Alternating)
     assert set_for_good(model, bool) and model.mix.called
     assert not set_for_good(other, bool) and "odd" not in vars(other.mix)
+
+
+class Table(nn.Module):
+    """Scales by a table that its first call makes, and says in a flag that it is there."""
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.how, self.ready, self.setting = how, False, SimpleNamespace(ready=False)
+        self.table: Any = None
+        self.numbers = [1.0]
+        self.register_buffer("scale", torch.ones(WIDTH), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.setting.ready if self.how == "flag in an object" else self.ready):
+            self.make(torch.linspace(0.5, 1.5, WIDTH, device=x.device))
+        return x * self.scale * (1.0 if self.table is None else self.table) * self.numbers[0]
+
+    def make(self, table: Tensor) -> None:
+        if self.how == "attribute":  # as MPT's biases
+            self.table = table
+        elif self.how == "list":
+            self.numbers = [2.0]
+        elif self.how == "buffer":
+            self.scale = table
+        else:
+            self.scale.copy_(table)
+        if self.how == "flag in an object":
+            self.setting.ready = True
+        else:
+            self.ready = True
+
+
+@pytest.mark.parametrize("how", ["attribute", "list", "buffer", "written buffer", "flag in an object"])
+def test_what_is_made_beside_a_flag_stays_with_it(how: str) -> None:
+    """Or neither does: a flag that stays alone says that there is what was taken back."""
+    model, reference = decoder(Table), decoder(Table)
+    model.mix.how = reference.mix.how = how
+    reference.load_state_dict(model.state_dict())
+    sc.explain(model)
+    with torch.no_grad():
+        ids = torch.tensor([[5, 7, 9]])
+        expected = reference(ids)
+        assert torch.equal(model(ids), expected) and torch.equal(model(ids), expected)
+
+
+class NormalisedHead(nn.Module):
+    """As Baichuan's, whose first call normalises its weight."""
+
+    first = True
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(head.weight.detach().clone() * 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            self.first = False
+            self.weight.data = F.normalize(self.weight.data)
+        return F.linear(x, self.weight)
+
+
+def test_what_is_made_beside_a_flag_stays_when_weights_change() -> None:
+    model, reference = decoder(Table), decoder(Table)
+    model.mix.how = reference.mix.how = "attribute"
+    reference.load_state_dict(model.state_dict())
+    model.head, reference.head = NormalisedHead(model.head), NormalisedHead(reference.head)
+    reference.head.load_state_dict(model.head.state_dict())
+    assert sc.explain(model).verdict == "ragged"
+    with torch.no_grad():
+        ids = torch.tensor([[5, 7, 9]])
+        assert torch.equal(model(ids), reference(ids))
+    assert model.mix.table is not None and model.mix.ready
 
 
 def rwkv(layers: int, rescale_every: int) -> Any:
