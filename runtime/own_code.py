@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import queue
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -15,7 +17,29 @@ from transformers import PreTrainedTokenizerBase
 from selective_compile.runtime.state_guard import is_passed_on
 
 logger = logging.getLogger(__name__)
+# What holds nothing of a row: others look at it, too, or say something by it.
+SHARED = (
+    *(nn.Module, PreTrainedTokenizerBase, threading.Event, threading.Condition, threading.Semaphore, queue.Queue),
+    *(type(threading.Lock()), type(threading.RLock()), queue.SimpleQueue),
+)
 Result = TypeVar("Result")
+
+
+class ErrorText(str):
+    """What to say of an exception that a request's own code raised, with that itself, without its traceback: that would
+    keep alive what the engine computed."""
+
+    cause: BaseException | None = None
+
+    @classmethod
+    def of(cls, what: str, error: BaseException) -> Self:
+        text = cls(f"{what} failed: {type(error).__name__}: {error}")
+        text.cause = error.with_traceback(None)
+        return text
+
+
+def cause_of(error: str | None) -> BaseException | None:
+    return error.cause if isinstance(error, ErrorText) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +67,7 @@ def attempt(what: str, call: Callable[[], Result]) -> Done[Result] | Failed:
         if is_passed_on(error):
             raise
         logger.exception("%s of a request failed", what)
-        return Failed(error=f"{what} failed: {type(error).__name__}: {error}")
+        return Failed(error=ErrorText.of(what, error))
 
 
 class Logged:
@@ -70,8 +94,24 @@ class Logged:
         return False
 
 
+class Copied:
+    """A copy of an object that came with a call, for one of its rows; what is set in that meanwhile is set in it, too,
+    as an attribute that says to stop."""
+
+    def __init__(self, own: Any, copy: Any) -> None:
+        self._own, self.copy = own, copy
+        self._known = dict(getattr(own, "__dict__", {}))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for name, value in list(getattr(self._own, "__dict__", {}).items()):
+            if name not in self._known or self._known[name] is not value:
+                self._known[name] = value
+                setattr(self.copy, name, value)
+        return self.copy(*args, **kwargs)
+
+
 def copied(name: str, objects: Any) -> Any:
-    """A copy of each, with the models and tokenizers that they hold shared.
+    """A copy of each, with the models, tokenizers and signals that they hold shared.
 
     Raises:
         ValueError: one cannot be copied.
@@ -79,10 +119,17 @@ def copied(name: str, objects: Any) -> Any:
     if not isinstance(objects, (list, tuple)):
         return objects
     held = [value for each in objects for value in getattr(each, "__dict__", {}).values()]
-    shared: Mapping[int, Any] = {
-        id(value): value for value in held if isinstance(value, (nn.Module, PreTrainedTokenizerBase))
-    }
+    shared: Mapping[int, Any] = {id(value): value for value in held if isinstance(value, SHARED)}
     try:
-        return [copy.deepcopy(each, dict(shared)) for each in objects]
+        copies = [copy.deepcopy(each, dict(shared)) for each in objects]
+        return [
+            new if new is own or is_of_transformers(own) else Copied(own, new)
+            for own, new in zip(objects, copies, strict=True)
+        ]
     except TypeError as error:
         raise ValueError(f"{name} must be objects that can be copied, for more than one row, got {error}") from error
+
+
+def is_of_transformers(own: Any) -> bool:
+    """Whether its class is, whose attributes nobody sets from outside, and which are asked for by their classes."""
+    return type(own).__module__.startswith("transformers.")

@@ -23,6 +23,7 @@ from transformers.generation import logits_process as kinds
 
 from selective_compile.runtime.generation_fields import FIELDS
 from selective_compile.runtime.grammar import GrammarProcessor
+from selective_compile.runtime.own_code import Copied
 
 # In the order in which they are applied to all rows at once, which is that of transformers. The warpers are read off
 # for sampling only, since greedy decoding has them only where a user passes them.
@@ -72,10 +73,11 @@ class RowProcessors:
         """
         for each in processors:
             # Now and not at each token, as transformers' own list does it: it takes longer than most processors.
-            names = list(inspect.signature(each.__call__).parameters)
+            own = each.copy if isinstance(each, Copied) else each
+            names = list(inspect.signature(own.__call__).parameters)
             if len(names) > 2:
                 raise ValueError(
-                    f"logits_processor must be called with ids and scores, got {type(each).__name__} of {names}"
+                    f"logits_processor must be called with ids and scores, got {type(own).__name__} of {names}"
                 )
         self.processors = tuple(processors)
         self._device = device

@@ -13,6 +13,7 @@ from selective_compile.runtime.awaiting import Awaiting
 from selective_compile.runtime.beam_request import RequestSearch
 from selective_compile.runtime.beams import BeamResult
 from selective_compile.runtime.generation import GenerationParams
+from selective_compile.runtime.own_code import cause_of
 from selective_compile.runtime.records import TokenRecord, joined_rows
 from selective_compile.runtime.request_result import FinishReason, RequestResult, RequestTiming
 from selective_compile.runtime.request_state import RequestState
@@ -268,7 +269,7 @@ class Request:
 
     def _check_success(self) -> None:
         if self._error is not None:
-            raise RuntimeError(f"request {self.request_id!r} failed: {self._error}")
+            raise RuntimeError(f"request {self.request_id!r} failed: {self._error}") from cause_of(self._error)
 
     def _result(self) -> RequestResult:
         assert self.ending.reason is not None

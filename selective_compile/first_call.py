@@ -76,7 +76,7 @@ def is_set(place: Place, value: Any, own: dict[Place, Any], kind: type[bool] | t
 def same(one: Any, other: Any) -> bool:
     """Of what a model holds: tensors and containers by what is in them."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and same_bytes(one, other)
+        return one.dtype == other.dtype and one.shape == other.shape and bool(same_bytes(one, other))
     if isinstance(one, dict) and isinstance(other, dict):
         return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)) and type(one) is type(other):

@@ -18,6 +18,7 @@ from selective_compile.kept_engines import KeptEngines
 from selective_compile.model_facts import declared_positions
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.engine import Engine
+from selective_compile.runtime.own_code import cause_of
 from selective_compile.runtime.processors import samples_have_one_number
 from selective_compile.runtime.request import Request
 from selective_compile.runtime.request_result import RequestResult
@@ -145,13 +146,22 @@ def stream(requests: Sequence[Request], prompts: Prompts, streamer: BaseStreamer
     """
     columns = torch.tensor([requests[0].prompt_ids], device="cpu") if prompts.columns is None else prompts.columns.cpu()
     streamer.put(columns)
-    for tokens in itertools.zip_longest(*requests, fillvalue=pad):
+    for tokens in itertools.zip_longest(*map(_tokens, requests), fillvalue=pad):
         streamer.put(torch.tensor(tokens, device="cpu"))
     streamer.end()
 
 
+def _tokens(request: Request) -> Iterator[int]:
+    """Raises as `_result`."""
+    try:
+        yield from request
+    except RuntimeError as error:
+        raise error.__cause__ or error from None
+
+
 def _result(request: Request) -> RequestResult:
+    """Raises what code that came with the call raised, as `model.generate` does; RuntimeError: of anything else."""
     result = request.result()
     if result.finish_reason == "error":
-        raise RuntimeError(result.error)
+        raise cause_of(result.error) or RuntimeError(result.error)
     return result

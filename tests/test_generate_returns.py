@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -294,7 +296,7 @@ def test_objects_that_cannot_be_copied_or_fail(loaded: tuple[Any, Any]) -> None:
     locked = Locked()
     with pytest.raises(ValueError, match="logits_processor must be objects that can be copied"):
         sc.generate(model, **batch(tokenizer), logits_processor=[locked], engine_config=CONFIG)
-    with pytest.raises(RuntimeError, match="logits processors failed: OSError: the file went away"):
+    with pytest.raises(OSError, match="the file went away"):  # as `generate` does
         sc.generate(model, [[65]], logits_processor=[locked], engine_config=CONFIG)
     locked.file.close()
 
@@ -309,3 +311,43 @@ def test_a_padded_row_has_the_tokens_of_that_row_alone_where_generate_reads_no_m
     alone = reference.generate(ids[:, 2:], attention_mask=mask[:, 2:], **options)
     assert torch.equal(ours[:, :6], ids) and torch.equal(ours[:, 6:], alone[:, 4:])
     assert not torch.equal(ours, padded)
+
+
+class Button:
+    """Ends all rows once somebody has pressed it."""
+
+    def __init__(self) -> None:
+        self.pressed = False
+        self.event = threading.Event()
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        pressed = self.pressed or self.event.is_set()
+        return torch.full((len(input_ids),), pressed, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("event", [False, True])
+def test_what_is_set_in_a_criterion_meanwhile_is_set_for_all_rows(loaded: tuple[Any, Any], event: bool) -> None:
+    model, _ = loaded
+    ids = torch.tensor([[65, 66, 67], [70, 71, 72]])
+    found = []
+    for generate in (model.generate, partial(sc.generate, engine_config=CONFIG, model=model)):
+        button = Button()
+
+        def press(input_ids: Tensor, scores: Tensor, button: Button = button) -> Tensor:
+            if input_ids.shape[1] == 6 and event:
+                button.event.set()
+            elif input_ids.shape[1] == 6:
+                button.pressed = True
+            return scores
+
+        options: dict[str, Any] = {"logits_processor": [Pressing(press)], "stopping_criteria": [button]}
+        found.append(generate(input_ids=ids, **options, max_new_tokens=20, pad_token_id=0))
+    assert torch.equal(*found) and found[0].shape[1] == 7
+
+
+class Pressing(LogitsProcessor):
+    def __init__(self, press: Any) -> None:
+        self.press = press
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return self.press(input_ids, scores)
