@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -122,6 +124,17 @@ def free_memory(device: torch.device) -> int:
     return physical_memory() // 2
 
 
+LARGE = 2**27  # bytes of pools, for which to look through all that Python has made: a quarter of a second
+_POOLS: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # by identity
+
+
+def free_dropped_pools() -> None:
+    """Of engines that nobody holds any more but for requests that have not ended, which hold them and are held by them:
+    only a search finds those.  Others are sized by the memory that is left."""
+    if sum(pool.nbytes for pool in list(_POOLS.values())) >= LARGE:
+        gc.collect()
+
+
 def allocate_pools(
     call_sites: Sequence[CallSite], blocks: Sequence[int], block_size: int, device: torch.device | None = None
 ) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -151,12 +164,14 @@ def allocate_pools(
     try:
         if where.type == "cpu" and sum(sizes) > physical_memory():  # which the system may give, and not have
             raise MemoryError(f"this machine has {physical_memory()}")
-        return tuple((pool(site, site.pool_rows[0]), pool(site, site.pool_rows[1])) for site in call_sites)
+        pools = tuple((pool(site, site.pool_rows[0]), pool(site, site.pool_rows[1])) for site in call_sites)
     except (RuntimeError, MemoryError) as error:
         name = "max_kv_tokens" if device is None else "host_kv_bytes"
         raise ValueError(
             f"{name} must ask for no more memory than {where} has, got {sum(sizes)} bytes of keys and values: {error}"
         ) from error
+    _POOLS.update((id(pool), pool) for pair in pools for pool in pair)
+    return pools
 
 
 def physical_memory() -> int:

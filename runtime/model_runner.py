@@ -25,7 +25,13 @@ from selective_compile.runtime.empty_steps import empty_step, largest_step
 from selective_compile.runtime.graph_sizes import decode_sizes, graph_sizes, mixed_sizes, worth_capturing
 from selective_compile.runtime.host_tier import BlockCopy, Copy
 from selective_compile.runtime.invariance import check_invariance
-from selective_compile.runtime.kv_cache import allocate_pools, bytes_per_block, num_blocks, reaches_of
+from selective_compile.runtime.kv_cache import (
+    allocate_pools,
+    bytes_per_block,
+    free_dropped_pools,
+    num_blocks,
+    reaches_of,
+)
 from selective_compile.runtime.model_checks import check_compiled_for, check_dtype, check_head
 from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.request import Request
@@ -76,6 +82,7 @@ class ModelRunner:
         self._graphs: StepGraphs | None = None
         self._launched: CapturedInputs | None = None  # the last step, if it was a captured one
         self._states: tuple[Tensor, ...] = ()
+        free_dropped_pools()
         with self.stream.alone():  # two that were made at once would share out the same memory
             self.max_requests = num_slots(states, config, device=device)
             taken = self.max_requests * sum(site.num_bytes for site in states)

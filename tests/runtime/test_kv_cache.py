@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,6 +16,7 @@ from selective_compile.options import EngineConfig
 from selective_compile.runtime import kv_cache
 from selective_compile.runtime.device_stream import DeviceStream
 from selective_compile.runtime.empty_steps import largest_step
+from selective_compile.runtime.engine import Engine
 from selective_compile.runtime.kv_cache import allocate_pools, bytes_per_block, free_memory, num_blocks
 from selective_compile.runtime.model_runner import ModelRunner
 from tests.models import tiny
@@ -124,3 +127,17 @@ def test_pools_leave_free_what_the_largest_step_takes(family: str, monkeypatch: 
 def test_more_than_the_memory_that_there_is_is_refused(device: torch.device | None, name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name} must ask for no more memory than cpu has, got .* bytes"):
         allocate_pools(SITES, (2**36,), 16, device)  # which a system may promise, and kill whom it promised it
+
+
+def test_pools_of_engines_that_were_dropped_are_freed_before_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "LARGE", 1)
+    model, config = tiny("llama"), EngineConfig(compile=False, max_kv_tokens=256)
+    program = compile_step_program(model, config)
+    gc.collect()
+    engines = []
+    for _ in range(3):
+        engine = Engine(model, config, program=program)
+        engine.submit([5, 7], max_new_tokens=9)  # nobody reads it: the engine and its request hold each other
+        engines.append(weakref.ref(engine))
+        del engine
+    assert [engine() is None for engine in engines] == [True, True, False]
