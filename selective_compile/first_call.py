@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from selective_compile.captured import Captured
 from selective_compile.model_call import CANNOT, logits_call
 from selective_compile.model_facts import device_of
 from selective_compile.module_state import FLAGS, Place, attributes, lock_of, own_attributes, put, same_buffers
 from selective_compile.tensor_memory import same_bytes
-
-
-def settled(model: nn.Module, capture: Callable[[], Captured]) -> Captured:
-    """What ``capture`` gives once the flags are set that a first call sets: a trace that has read them would not be of
-    the model any more when somebody has called it."""
-    captured = capture()
-    return capture() if captured.sets and set_for_good(model, bool) else captured
 
 
 @torch.no_grad()
@@ -41,16 +32,17 @@ def leave_for_good(model: nn.Module, kind: type[bool] | type[Tensor]) -> bool:
     before = attributes(model.modules())
     left = left_by_call(model, 2)
     own = attributes(model.modules())  # where that changes weights, its flags have stayed
-    found = {place: value for place, value in left.items() if is_set(place, value, own, kind)}
+    found = {place: value for place, value in left.items() if is_set(place, value, before, kind)}
     flags = set(found) if kind is bool else set()
     if flags:  # which say that all the rest is there
         found = {place: value for place, value in left.items() if not same(value, own.get(place))}
+    own_already = {place for place in flags if own.get(place) is left[place]}
     put({**own, **found}, own)
     staying: dict[Place, Any] = {}
     try:
         again = left_by_call(model, 3) if found else {}
         staying = {place: value for place, value in found.items() if same(again.get(place, value), value)}
-        if not flags <= staying.keys() or (not flags and len(staying) < len(found)):
+        if not flags - own_already <= staying.keys() or (not flags and len(staying) < len(found)):
             staying = {}
     finally:
         put({**own, **staying}, {**own, **found})
@@ -66,11 +58,11 @@ def left_by_call(model: nn.Module, count: int) -> dict[Place, Any]:
     return left
 
 
-def is_set(place: Place, value: Any, own: dict[Place, Any], kind: type[bool] | type[Tensor]) -> bool:
+def is_set(place: Place, value: Any, before: dict[Place, Any], kind: type[bool] | type[Tensor]) -> bool:
     """Whether it is a tensor where there was none, or a flag that was another."""
     module, _, name = place
-    before = own.get(place, getattr(type(module), name, None))
-    return isinstance(value, kind) and before is not value and (kind is bool or before is None)
+    was = before.get(place, getattr(type(module), name, None))
+    return isinstance(value, kind) and was is not value and (kind is bool or was is None)
 
 
 def same(one: Any, other: Any) -> bool:

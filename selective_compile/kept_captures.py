@@ -33,7 +33,6 @@ from transformers.utils import output_capturing
 from selective_compile.capture import capture
 from selective_compile.captured import Captured
 from selective_compile.environment_read import variables_read
-from selective_compile.first_call import settled
 from selective_compile.kept_files import attempt, data_of, own_folder, was_of_use, write
 from selective_compile.live_settings import LiveSettings, Read, words_of
 from selective_compile.model_call import logits_call
@@ -41,6 +40,7 @@ from selective_compile.model_facts import check
 from selective_compile.named_tensors import all_tensors_of, kind_of
 from selective_compile.packed_graph import PackedGraph, packed, unpacked
 from selective_compile.same_logits import gives_logits_of, ids_for, written_inputs
+from selective_compile.settling import settled
 from selective_compile.tensor_state import class_of
 from selective_compile.told_objects import file_of
 from selective_compile.trace_conditions import Conditions, hold, told

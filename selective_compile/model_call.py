@@ -14,7 +14,10 @@ from torch._dynamo.comptime import comptime
 from selective_compile.where_refused import watch_guards
 
 # What models and modules raise when they are called in a way that they do not support.
-CANNOT = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError)
+CANNOT = (
+    *(RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError),
+    *(AssertionError, ImportError),
+)
 
 # What Dynamo calls the tokens that `logits_call` has a model called with.
 ATTENTION_MASK = "L['attention_mask']"

@@ -75,8 +75,7 @@ def own_attributes(module: nn.Module, state: State, written: Collection[Place] =
 
     Tensors and containers of the model's own are copies meanwhile, and so are buffers at ``written``: others must not
     be changed in place.  If a run changes weights it sets the model up, as some do when first called: then its flags
-    stay as the run has set them, with what the modules that have these had none of, and so do modules that it put in
-    the place of others.
+    stay as the run has set them, and so do modules that it put in the place of others.
     """
     parts = list(module.modules())  # what is in those that a run puts in their places is that run's own
     own, weights = attributes(parts), Weights(parts)
@@ -92,8 +91,7 @@ def own_attributes(module: nn.Module, state: State, written: Collection[Place] =
             left.update(dict.fromkeys(own.keys() - now.keys(), GONE))
             staying = {place: value for place, value in left.items() if stays(place, value, own)}
             if staying and weights.are_others():
-                flagged = {place[0] for place in staying if place[1] == "attribute"}
-                own.update({place: value for place, value in left.items() if is_made_in(flagged, place, own)} | staying)
+                own.update(staying)
         finally:  # also where that is interrupted
             put(own, attributes(parts) if now is None else now)
 
@@ -105,11 +103,6 @@ def stays(place: Place, value: Any, own: Mapping[Place, Any]) -> bool:
         return True
     before = own.get(place, getattr(type(module), name, None))
     return isinstance(value, bool) if before is None else isinstance(value, FLAGS) and isinstance(before, FLAGS)
-
-
-def is_made_in(modules: Collection[nn.Module], place: Place, own: Mapping[Place, Any]) -> bool:
-    """Whether it is an attribute or a buffer of one of ``modules`` that was not there, as a table beside a flag."""
-    return place[0] in modules and place[1] != "part" and own.get(place) is None
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from selective_compile.block_loops import beyond_one_block, is_of_one_block
 from selective_compile.capture import capture
 from selective_compile.captured import Captured
 from selective_compile.dropped_cache import long_form_of, lost_beyond
-from selective_compile.first_call import set_for_good, settled
+from selective_compile.first_call import set_for_good
 from selective_compile.kept_captures import capture_once
 from selective_compile.kept_traces import KeptTraces
 from selective_compile.model_call import ATTENTION_MASK
@@ -20,6 +20,7 @@ from selective_compile.model_recurrences import recurrences_of
 from selective_compile.passes import RefusedError, Rewrite, rewrite
 from selective_compile.passes.isolated_call import WholeModules
 from selective_compile.passes.recurrence_match import Recognised
+from selective_compile.settling import settled
 from selective_compile.whole_functions import Place
 
 

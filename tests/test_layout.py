@@ -89,6 +89,8 @@ LAYERS = (
         "call_sequence",
         "compiled_step",
         "first_call",
+        "long_tables",
+        "settling",
         "first_steps",
         "fp8_scales",
         "compiling",

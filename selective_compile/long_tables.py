@@ -1,0 +1,126 @@
+"""Tables that a call makes for as many tokens as it has, as rotary embeddings of older models do: made once, for as
+many as the model declares.
+
+    if self.max_seq_len_cached is None or seq_len > self.max_seq_len_cached:
+        self.max_seq_len_cached, self.cos_cached = seq_len, cosines(seq_len)
+    return self.cos_cached[:seq_len]
+
+A trace of such a forward would have to leave tables in the model.  A call that has so many tokens leaves nothing to be
+made in later ones; it is enough to call those modules so.  Declines where a table's first rows depend on its length, as
+they do where frequencies are stretched for long requests, and where a module leaves anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selective_compile.first_call import left_by_call, same
+from selective_compile.model_call import CANNOT
+from selective_compile.model_facts import declared_positions
+from selective_compile.module_state import Place, attributes, lock_of, own_attributes, put, same_buffers
+
+COUNTS = (2, 3)  # tokens of the calls that are compared
+LARGEST = 2**28  # bytes of tables, all modules together
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@torch.no_grad()
+def made_long(model: nn.Module) -> bool:
+    """Gives ``model`` such tables for all positions that it declares, as a call with so many tokens would; whether
+    there are any."""
+    longest = declared_positions(model)
+    if longest is None:
+        return False
+    try:
+        with lock_of(model), same_buffers(model):
+            found = long_tables(model, longest)
+            own = attributes(model.modules())
+            put({**own, **found}, own)
+            return bool(found)
+    except CANNOT:  # the model, or a module of it, cannot be called so
+        return False
+
+
+def long_tables(model: nn.Module, longest: int) -> dict[Place, Any]:
+    """By place, what there is to be; equal tables of several modules are one.  Empty where a module declines."""
+    left, calls = [], []
+    for count in COUNTS:
+        with watched(model) as called:
+            left.append(left_by_call(model, count))
+        calls.append(called)
+    found: dict[Place, Any] = {}
+    tables: list[Tensor] = []
+    for module in makers(left):
+        args, kwargs = (lengthened(part, COUNTS[0], longest) for part in calls[0][module])
+        buffers = [place for place in attributes([module]) if place[1] == "buffer"]
+        with own_attributes(module, {}, buffers) as long:
+            module(*args, **kwargs)
+        for place in {place for each in left for place in each if place[0] is module}:
+            if not all(
+                begins(long.get(place), each.get(place), n, longest) for n, each in zip(COUNTS, left, strict=True)
+            ):
+                return {}
+            found[place] = shared(long[place], tables)
+    return found if sum(table.nbytes for table in tables) <= LARGEST else {}
+
+
+def makers(left: list[dict[Place, Any]]) -> list[nn.Module]:
+    """The modules that each of the calls has left its number of tokens in."""
+    places = [
+        place
+        for place in left[0]
+        if all(type(each.get(place)) is int and each[place] == count for each, count in zip(left, COUNTS, strict=True))
+    ]
+    return list(dict.fromkeys(module for module, _, _ in places))
+
+
+@contextmanager
+def watched(model: nn.Module) -> Iterator[dict[nn.Module, Call]]:
+    """By module, what it is first called with, within."""
+    found: dict[nn.Module, Call] = {}
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.setdefault(module, (args, kwargs))
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
+        yield found
+
+
+def lengthened(given: Any, count: int, longest: int) -> Any:
+    """``given`` with ``longest`` for each ``count``."""
+    if type(given) is int and given == count:
+        return longest
+    if isinstance(given, dict):
+        return {name: lengthened(value, count, longest) for name, value in given.items()}
+    return tuple(lengthened(value, count, longest) for value in given) if isinstance(given, tuple) else given
+
+
+def begins(long: Any, short: Any, count: int, longest: int) -> bool:
+    """Whether ``short``, left by ``count`` tokens, is how ``long`` begins, in one dimension, or is as long as it."""
+    if type(short) is int:
+        return short == count and long == longest
+    if not isinstance(long, Tensor) or not isinstance(short, Tensor) or long.dim() != short.dim():
+        return same(long, short)
+    grown = [dim for dim in range(long.dim()) if long.shape[dim] != short.shape[dim]]
+    if len(grown) != 1:
+        return same(long, short)
+    sizes = short.shape[grown[0]], long.shape[grown[0]]
+    return sizes == (count, longest) and same(long.narrow(grown[0], 0, count), short)
+
+
+def shared(value: Any, tables: list[Tensor]) -> Any:
+    """``value``, or what is the same among ``tables``, which has it then."""
+    if not isinstance(value, Tensor):
+        return value
+    for table in tables:
+        if same(table, value):
+            return table
+    tables.append(value)
+    return value
