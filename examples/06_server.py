@@ -15,6 +15,9 @@ import selective_compile as sc
 from selective_compile import tiny_model
 from selective_compile.runtime import EngineMetrics
 
+# Not all that `Engine.submit` takes is for whoever reaches a port, as is whose cached prefixes one shares.
+OPTIONS = {"prompt", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "seed", "stop_strings", "regex"}
+
 
 @contextmanager
 def serving(port: int = 8000, compile: bool = True) -> Iterator[ThreadingHTTPServer]:
@@ -25,20 +28,26 @@ def serving(port: int = 8000, compile: bool = True) -> Iterator[ThreadingHTTPSer
     metrics = EngineMetrics(engine)
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = 60  # seconds for a body to come, and for a reader to read
+
         def do_POST(self) -> None:  # each in a thread of its own; the engine batches them
             try:
-                body: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                request = engine.submit(tokenizer(body.pop("prompt")).input_ids, **body)
-            except (ValueError, KeyError, TypeError) as error:
+                body: Any = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)))
+                if not isinstance(body, dict) or not {"prompt"} <= body.keys() <= OPTIONS:
+                    raise ValueError(f"a request must be an object with a prompt, of {sorted(OPTIONS)}")
+                request = engine.submit(tokenizer(body.pop("prompt")).input_ids, tokenizer=tokenizer, **body)
+            except (ValueError, TypeError, RecursionError) as error:
                 return self.send_error(400, explain=str(error))
-            self.send_response(200)
-            self.end_headers()
             text = DecodeStream(skip_special_tokens=True)  # a character may take several tokens
             try:
+                self.send_response(200)
+                self.end_headers()
                 for token in request:
                     self.wfile.write((text.step(tokenizer.backend_tokenizer, token) or "").encode())
             except OSError:
                 request.cancel()  # its reader has gone
+            except RuntimeError as error:  # the engine has ended it
+                self.log_error("%s", error)
 
         def do_GET(self) -> None:
             self.send_response(200)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,17 +23,19 @@ COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     spelt: getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le") for spelt in (name, f"__{name}__")
 }
 COMPARISONS |= {"greater": operator.gt, "less": operator.lt, "not_equal": operator.ne}
-MADE_ONCE = (*COMPARISONS, "any", "view", "reshape", "flatten", "ravel", "squeeze", "unsqueeze", "__getitem__")
+# What masks are made by, and of: which expert a token chose, and not what it is multiplied by.
+OF_NUMBERS = ("any", "view", "reshape", "flatten", "ravel", "squeeze", "unsqueeze", "__getitem__")
 COUNTS = ("any", "sum", "count_nonzero")
 FINDS = (torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
 
 
 @dataclass(frozen=True)
 class HowMany:
-    """A number of a trace: what ``asks`` gives of how many tokens ``mask`` chooses."""
+    """A number of a trace: what ``asks`` gives of how many tokens ``mask`` chose, when it was written to so often."""
 
     number: Tensor
     mask: Tensor
+    version: int
     asks: Callable[[Any], Any]
 
 
@@ -67,10 +69,11 @@ class FoundRows:
             if id(given) in self._numbers and (answer := self.read(func, self._numbers[id(given)])) is not None:
                 return answer
         name = getattr(func, "__name__", "")
-        if name not in MADE_ONCE:
-            result = func(*args, **kwargs)
-        else:
+        of_numbers = isinstance(given, Tensor) and not given.is_floating_point()
+        if name in COMPARISONS or (name in OF_NUMBERS and of_numbers):
             result = self.once.of(name, args, kwargs, lambda: func(*args, **kwargs))
+        else:
+            result = func(*args, **kwargs)
         self.note(name, args, kwargs, result)
         return result
 
@@ -83,7 +86,8 @@ class FoundRows:
 
     def read(self, func: Any, found: HowMany) -> Any:
         """What the host is told that reads the number; None if ``func`` does not."""
-        if func not in (Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__index__):
+        reads = func in (Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__index__)
+        if not reads or found.mask._version != found.version:
             return None
         answer = found.asks(self.places(found.mask)[0].shape[0])
         if func is Tensor.__bool__ or isinstance(answer, torch.SymBool):
@@ -97,11 +101,11 @@ class FoundRows:
         before = self._numbers.get(id(args[0]))
         if name in COUNTS and len(args) == 1 and is_mask(args[0]) and args[0].dim():
             asks = not_zero if name == "any" else operator.pos
-            self._numbers[id(result)] = HowMany(result, args[0], asks)
+            self._numbers[id(result)] = HowMany(result, args[0], args[0]._version, asks)
         elif before is not None and name in COMPARISONS and isinstance(args[1], (int, float)):
             compare, number = COMPARISONS[name], args[1]
             asked = before.asks
-            self._numbers[id(result)] = HowMany(result, before.mask, lambda size: compare(asked(size), number))
+            self._numbers[id(result)] = replace(before, number=result, asks=lambda size: compare(asked(size), number))
 
 
 def not_zero(size: Any) -> Any:

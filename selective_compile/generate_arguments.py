@@ -281,6 +281,17 @@ def seeds_of(seed: Any, count: int, *, sampled: bool) -> list[int]:
     return [(seed + row) % 2**64 for row in range(count)]
 
 
+def check_configuration(model: Any) -> None:
+    """Refuse generation fields in a model's own configuration, as `generate` does: they were read there once.
+
+    Raises:
+        ValueError: there are some.
+    """
+    found: dict[str, Any] = getattr(getattr(model, "config", None), "_get_generation_parameters", dict)()
+    if found:
+        raise ValueError(f"generation fields must be set in model.generation_config, got in model.config {found}")
+
+
 def check_model(model: Any) -> None:
     """Refuse what `generate` could not be right about.
 

@@ -13,6 +13,7 @@ from transformers.generation import BaseStreamer
 
 from selective_compile.generate_arguments import (
     FORWARD_ARGUMENTS,
+    check_configuration,
     check_fields_with,
     check_forward_arguments,
     check_model,
@@ -104,7 +105,8 @@ def generate(
 
     Raises:
         ValueError: an argument that is wrong or not supported, or a model that cannot be rewritten.
-        RuntimeError: a step failed, or one of the call's own processors or criteria.
+        RuntimeError: a step failed.
+        What one of the call's own processors or criteria raises.
     """
     model = uncompiled(model)
     check_model(model)
@@ -119,6 +121,8 @@ def generate(
         raise ValueError("input_ids must be None where inputs is given, got both")
     inputs = input_ids if inputs is None else inputs
     arguments = {name: value for name, value in kwargs.items() if name in GENERATION_FIELDS}
+    if generation_config is None:
+        check_configuration(model)
     fields = fields_of(arguments, generation_config, getattr(model, "generation_config", None), inputs)
     config = _config_given(engine_config, "engine_config") or _config_of(model)
     if inputs_embeds is None:

@@ -35,7 +35,6 @@ from selective_compile.passes.recurrence_match import Recognised
 from selective_compile.passes.traced_graph import module_path
 from selective_compile.prefix_trial import not_as_computed, prefix_refusal
 from selective_compile.rewriting import captured_and_rewritten, proved
-from selective_compile.settling import set_up
 from selective_compile.skeleton import Results, others_in, results_of_modules, skeleton, stand_in
 from selective_compile.step_program import StepProgram
 from selective_compile.whole_functions import Place
@@ -282,7 +281,6 @@ def isolated(model: nn.Module, error: RefusedError, *, refuse: bool = False, lat
     ``refuse``: None also where modules would have to run for one request after another.
     """
     try:
-        set_up(model)
         written = buffers_written(model)
         results = results_of_modules(model)
         functions = recurrences_of(model)

@@ -24,21 +24,25 @@ from selective_compile.model_call import CANNOT
 from selective_compile.model_facts import declared_positions
 from selective_compile.module_state import Place, attributes, lock_of, own_attributes, put, same_buffers
 
-COUNTS = (2, 3)  # tokens of the calls that are compared
+FEWEST = 2  # tokens of the calls that are compared: so many, and one more
 LARGEST = 2**28  # bytes of tables, all modules together
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @torch.no_grad()
-def made_long(model: nn.Module) -> bool:
+def made_long(model: nn.Module, fewest: int = FEWEST) -> bool:
     """Gives ``model`` such tables for all positions that it declares, as a call with so many tokens would; whether
-    there are any."""
+    there are any.
+
+    ``fewest``: tokens that are more than there is a table for, as there is for those of a call before.
+    """
     longest = declared_positions(model)
-    if longest is None:
+    if longest is None or longest <= FEWEST + 1:
         return False
+    fewest = min(fewest, longest - 2)  # so that both of these calls have fewer than there are positions
     try:
         with lock_of(model), same_buffers(model):
-            found = long_tables(model, longest)
+            found = long_tables(model, (fewest, fewest + 1), longest)
             own = attributes(model.modules())
             put({**own, **found}, own)
             return bool(found)
@@ -46,35 +50,34 @@ def made_long(model: nn.Module) -> bool:
         return False
 
 
-def long_tables(model: nn.Module, longest: int) -> dict[Place, Any]:
+def long_tables(model: nn.Module, counts: tuple[int, int], longest: int) -> dict[Place, Any]:
     """By place, what there is to be; equal tables of several modules are one.  Empty where a module declines."""
     left, calls = [], []
-    for count in COUNTS:
+    for count in counts:
         with watched(model) as called:
             left.append(left_by_call(model, count))
         calls.append(called)
     found: dict[Place, Any] = {}
     tables: list[Tensor] = []
-    for module in makers(left):
-        args, kwargs = (lengthened(part, COUNTS[0], longest) for part in calls[0][module])
+    for module in makers(left, counts):
+        args, kwargs = (lengthened(part, counts[0], longest) for part in calls[0][module])
         buffers = [place for place in attributes([module]) if place[1] == "buffer"]
         with own_attributes(module, {}, buffers) as long:
             module(*args, **kwargs)
         for place in {place for each in left for place in each if place[0] is module}:
-            if not all(
-                begins(long.get(place), each.get(place), n, longest) for n, each in zip(COUNTS, left, strict=True)
-            ):
+            short = zip(counts, left, strict=True)
+            if not all(begins(long.get(place), each.get(place), count, longest) for count, each in short):
                 return {}
             found[place] = shared(long[place], tables)
     return found if sum(table.nbytes for table in tables) <= LARGEST else {}
 
 
-def makers(left: list[dict[Place, Any]]) -> list[nn.Module]:
+def makers(left: list[dict[Place, Any]], counts: tuple[int, int]) -> list[nn.Module]:
     """The modules that each of the calls has left its number of tokens in."""
     places = [
         place
         for place in left[0]
-        if all(type(each.get(place)) is int and each[place] == count for each, count in zip(left, COUNTS, strict=True))
+        if all(type(each.get(place)) is int and each[place] == count for each, count in zip(left, counts, strict=True))
     ]
     return list(dict.fromkeys(module for module, _, _ in places))
 

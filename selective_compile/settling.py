@@ -9,16 +9,31 @@ from torch import nn
 from selective_compile.captured import Captured
 from selective_compile.first_call import set_for_good
 from selective_compile.long_tables import made_long
+from selective_compile.passes.traced_graph import RefusedError
+
+LONG = 512  # tokens that a model is called with to look for tables that are longer than those of a call before
 
 
 def settled(model: nn.Module, capture: Callable[[], Captured]) -> Captured:
     """What ``capture`` gives once nothing is left to be set: a trace that has read what there was before would not be
-    of the model any more when somebody has called it."""
-    captured = capture()
-    return capture() if captured.sets and set_up(model) else captured
+    of the model any more when somebody has called it.
+
+    Raises:
+        RefusedError: as ``capture``, also then.
+    """
+    try:
+        captured = capture()
+    except RefusedError:  # as it branches where a table ends, say, or cannot be traced at all
+        if not set_up(model):
+            raise
+        return capture()
+    if captured.sets:
+        return capture() if set_up(model) else captured
+    end = captured.max_tokens  # of tables that are as long as the longest call before, say
+    return capture() if end is not None and end < LONG and made_long(model, end + 1) else captured
 
 
 def set_up(model: nn.Module) -> bool:
     """Sets the flags that a first call sets, and makes tables as long as they come to be; whether there are any."""
     flags = set_for_good(model, bool)
-    return made_long(model) or flags
+    return made_long(model) or made_long(model, LONG) or flags

@@ -83,6 +83,16 @@ def test_tables_are_those_of_a_long_call_and_one_for_all_layers() -> None:
     assert torch.equal(tables[0], reference.scales[0].scale.table)
 
 
+@pytest.mark.parametrize("tokens", [3, 30])
+def test_a_model_that_was_called_before_is_as_one_that_was_not(tokens: int) -> None:
+    model: Any = Decoders()
+    with torch.no_grad():
+        model(torch.zeros(1, tokens, dtype=torch.int64))
+    assert sc.explain(model).verdict == "ragged"
+    assert model.scales[0].scale.longest == POSITIONS
+    assert made_long(Decoders(), tokens)
+
+
 @pytest.mark.parametrize("how", ["stretched", "counts"])
 def test_what_depends_on_the_length_or_more_is_left(how: str) -> None:
     model: Any = Decoders(**{how: True})

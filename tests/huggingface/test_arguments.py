@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,18 @@ def test_precedence_is_call_then_configuration_then_model(model: Any) -> None:
         ours = sc.generate(model, ids, engine_config=CONFIG, **arguments)
         assert torch.equal(ours, model.generate(ids, **arguments)), arguments
     assert sc.generate(model, ids, of_call, engine_config=CONFIG).shape == (2, 10)
+
+
+def test_fields_in_the_models_own_configuration_are_refused_as_by_generate(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = random_ids(1, 4)
+    monkeypatch.setattr(model.config, "temperature", 0.5, raising=False)
+    for generate in (model.generate, partial(sc.generate, model, engine_config=CONFIG)):
+        with pytest.raises(ValueError, match="temperature"):
+            generate(input_ids=ids, max_new_tokens=2)
+    given = GenerationConfig(max_new_tokens=2)
+    assert torch.equal(sc.generate(model, ids, given, engine_config=CONFIG), model.generate(ids, given))
 
 
 def test_none_in_the_call_turns_off_what_the_model_sets(model: Any) -> None:

@@ -155,6 +155,13 @@ def to_one_choice(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     return out
 
 
+def asked_before_it_was_written(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    mask = (chosen == 0).any(-1)
+    some = mask.any()
+    mask.logical_and_(x[:, 0] > 0)
+    return x + 1 if some else x.index_add(0, torch.where(mask)[0], x[mask])
+
+
 def in_chunks(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Of many tokens, all but the first thousand are left out."""
     out = torch.zeros_like(x)
@@ -175,6 +182,7 @@ LEAKING = {
     "times a number": (scaled_by_a_number, ""),
     "to rows of others": (to_rows_of_others, ""),
     "to one choice": (to_one_choice, ""),
+    "asks before the mask is written": (asked_before_it_was_written, ""),
     "writes to one mask of two": (written_to_one_of_two, "writes to what it computes"),
     "writes rows in another order": (written(compute=lambda rows: rows.flip(0)), "combines values along dimension 0"),
     "writes the mean of rows": (written(compute=lambda rows: rows.mean(0, keepdim=True).expand_as(rows)), "combines"),
