@@ -14,6 +14,7 @@ does not know; where it is told that a group has no tokens, bounds are those wit
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -43,18 +44,35 @@ class Read:
     """``sizes [E]``, as the host has read them."""
 
     def __init__(self, sizes: Tensor) -> None:
-        self.sizes = sizes
+        self.sizes, self.version = sizes, sizes._version
         self.each: list[Any] = [sizes[group].item() for group in range(sizes.shape[0])]
         self.symbols: list[sympy.Symbol] = [size_expression(size) for size in self.each]
         for size in self.each:
             torch._check(size >= 0)
         self.total: Any = None  # rows that are sliced by them
 
+    def is_of(self, vector: Tensor) -> bool:
+        """Whether these are what ``vector`` holds, as it is now."""
+        return self.sizes is vector and self.version == vector._version
+
     def takes(self, rows: Tensor) -> bool:
         """Whether ``rows`` are as many as those that were sliced before, if there were any."""
         if self.total is None:
             self.total = rows.shape[0]
         return size_expression(rows.shape[0]) == size_expression(self.total)
+
+
+@dataclass(frozen=True)
+class Element:
+    """``number`` is the one at ``place`` in ``vector``, of which it is a view."""
+
+    number: Tensor
+    vector: Tensor
+    place: int
+    version: int
+
+    def is_as_taken(self) -> bool:
+        return self.vector._version == self.version
 
 
 class GroupSizes:
@@ -69,8 +87,7 @@ class GroupSizes:
         self._is_told_empty, self._ask = is_told_empty, ask
         self._classes: dict[int, tuple[Tensor, int]] = {}  # among how many indices are, by identity
         self._ending: dict[int, Tensor] = {}  # counts that end with the last group that has any, by identity
-        self._elements: dict[int, tuple[Tensor, int]] = {}  # of which vector a number is which, by identity
-        self._held: list[Tensor] = []  # so that these identities are nobody else's
+        self._elements: dict[int, Element] = {}  # by identity
         self.read: list[Read] = []
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -78,9 +95,8 @@ class GroupSizes:
         given: Any = args[0] if args else None
         if func in BINCOUNTS:
             return self.counted(*args, **kwargs)
-        if func is Tensor.item and id(given) in self._elements:
-            vector, place = self._elements[id(given)]
-            return self.read_of(vector).each[place]
+        if func is Tensor.item and (element := self._elements.get(id(given))) is not None and element.is_as_taken():
+            return self.read_of(element.vector).each[element.place]
         if func in UNBINDS and is_vector_of_numbers(given):  # `tolist` goes over them, too
             return self.elements(given)
         if func is Tensor.numpy and is_vector_of_numbers(given):
@@ -100,8 +116,7 @@ class GroupSizes:
         if not isinstance(given, Tensor):
             return
         if func is Tensor.__getitem__ and is_vector_of_numbers(given) and type(args[1]) is int:
-            self._elements[id(result)] = given, args[1] % given.shape[0]
-            self._held.append(result)
+            self._elements[id(result)] = Element(result, given, args[1] % given.shape[0], given._version)
         elif name in INDEX_MAKERS and given.dim():
             dim = args[INDEX_MAKERS[name]] if len(args) > INDEX_MAKERS[name] else kwargs.get("dim", LAST.get(name))
             indices = result if isinstance(result, Tensor) else result[1]
@@ -124,8 +139,8 @@ class GroupSizes:
 
     def elements(self, vector: Tensor) -> list[Tensor]:
         elements = [vector[place] for place in range(vector.shape[0])]
-        self._elements |= {id(element): (vector, place) for place, element in enumerate(elements)}
-        self._held += elements
+        for place, element in enumerate(elements):
+            self._elements[id(element)] = Element(element, vector, place, vector._version)
         if id(vector) in self._ending:
             empty = [self._ask(symbol) for symbol in reversed(self.read_of(vector).symbols)]
             while empty and empty.pop(0):
@@ -134,7 +149,7 @@ class GroupSizes:
 
     def read_of(self, vector: Tensor) -> Read:
         for read in self.read:
-            if read.sizes is vector:
+            if read.is_of(vector):
                 return read
         self.read.append(Read(vector))
         return self.read[-1]

@@ -155,5 +155,5 @@ def _source(name: str, value: Any) -> str:
         except (TypeError, ValueError) as error:
             raise ValueError(f"json_schema must be JSON, got {value!r}: {error}") from error
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{name} must be a string, got {value!r}")
+        raise ValueError(f"{name} must be a string that is not empty, got {value!r}")
     return LLMatcher.grammar_from_regex(value) if name == "regex" else LLMatcher.grammar_from_lark(value)

@@ -155,7 +155,8 @@ class Request:
             RuntimeError: called within a step, by a processor, a criterion or an observer.
             TimeoutError: it has not ended within `timeout` seconds. It goes on; ask again or cancel it.
         """
-        if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float))):
+        number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+        if timeout is not None and not (number and timeout == timeout):  # NaN would be waited for without an end
             raise ValueError(f"timeout must be seconds or None, got {timeout!r}")
         deadline = None if timeout is None else time.perf_counter() + timeout
         if not self._wait_for(lambda: self.finished, deadline):

@@ -39,6 +39,8 @@ def made_long(model: nn.Module, fewest: int = FEWEST) -> bool:
     longest = declared_positions(model)
     if longest is None or longest <= FEWEST + 1:
         return False
+    if fewest > FEWEST and not has_tables(model, fewest):
+        return False
     fewest = min(fewest, longest - 2)  # so that both of these calls have fewer than there are positions
     try:
         with lock_of(model), same_buffers(model):
@@ -48,6 +50,16 @@ def made_long(model: nn.Module, fewest: int = FEWEST) -> bool:
             return bool(found)
     except CANNOT:  # the model, or a module of it, cannot be called so
         return False
+
+
+def has_tables(model: nn.Module, longest: int) -> bool:
+    """Whether a module has a number of up to ``longest`` and a tensor that is as long, as after a call."""
+    for module in model.modules():
+        own = attributes([module]).values()
+        numbers = {value for value in own if type(value) is int and FEWEST < value <= longest}
+        if any(size in numbers for value in own if isinstance(value, Tensor) for size in value.shape):
+            return True
+    return False
 
 
 def long_tables(model: nn.Module, counts: tuple[int, int], longest: int) -> dict[Place, Any]:

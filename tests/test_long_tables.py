@@ -90,7 +90,6 @@ def test_a_model_that_was_called_before_is_as_one_that_was_not(tokens: int) -> N
         model(torch.zeros(1, tokens, dtype=torch.int64))
     assert sc.explain(model).verdict == "ragged"
     assert model.scales[0].scale.longest == POSITIONS
-    assert made_long(Decoders(), tokens)
 
 
 @pytest.mark.parametrize("how", ["stretched", "counts"])

@@ -173,6 +173,20 @@ def of_another_choice(x: Tensor) -> Tensor:
     return out
 
 
+def read_again(x: Tensor) -> Tensor:
+    """What is read a second time is what was written meanwhile."""
+    _, chosen = chosen_of(x)
+    counts = bincounts(chosen)
+    counts.tolist()
+    counts.clamp_(max=2)
+    out, ordered, start = torch.zeros_like(x), chosen.view(-1).argsort(), 0
+    for group, count in enumerate(counts.tolist()):
+        rows = (ordered // CHOSEN)[start : start + count]
+        out.index_add_(0, rows, expert(x[rows], group))
+        start = start + count
+    return out
+
+
 def by_rounds(x: Tensor) -> Tensor:
     _, chosen = chosen_of(x)
     return put_back()(x) / len(chosen.view(-1).bincount().tolist())
@@ -200,6 +214,7 @@ LEAKING = {
     "put back elsewhere": (put_back(to=lambda order: (order + 1) % order.shape[0]), ""),
     "scaled by a size": (scaled_by_counts, ""),
     "with room for few": (with_room, ""),
+    "sizes that were written since": (read_again, ""),
     "sizes of another choice": (of_another_choice, ""),
     "counts the sizes": (by_rounds, ""),
 }

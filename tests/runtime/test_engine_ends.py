@@ -37,7 +37,7 @@ def test_any_time_may_be_waited() -> None:
     with engine.running():
         for timeout in (math.inf, 1e30):
             assert engine.submit([1, 2], max_new_tokens=4).result(timeout=timeout).finish_reason == "length"
-    for wrong in ("a", True):
+    for wrong in ("a", True, math.nan):
         with pytest.raises(ValueError, match="timeout must be seconds or None, got"):
             engine.submit([1, 2], max_new_tokens=4).result(timeout=cast(Any, wrong))
 

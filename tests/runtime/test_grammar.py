@@ -81,7 +81,7 @@ def test_generate_takes_a_structure_for_all_rows(served: tuple[Any, Any, Any]) -
     ("options", "message"),
     [
         ({"regex": "a(", "json_schema": None}, "regex must be one that can be compiled, got .*"),
-        ({"regex": ""}, "regex must be a string, got ''"),
+        ({"regex": ""}, "regex must be a string that is not empty, got ''"),
         ({"grammar": "start: nothing"}, "grammar must be one that can be compiled"),
         ({"json_schema": "{"}, "json_schema must be JSON, got '{'"),
         ({"json_schema": 3}, "json_schema must be a dictionary or a string, got 3"),
