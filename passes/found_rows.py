@@ -55,7 +55,7 @@ class FoundRows:
         """What ``func`` gives, in the one spelling."""
         given = args[0] if args else None
         if isinstance(given, Tensor):
-            if func is torch.where and len(args) == 1 or func in FINDS and kwargs.get("as_tuple"):
+            if (func is torch.where and len(args) == 1) or (func in FINDS and kwargs.get("as_tuple")):
                 return self.places(given)
             if func in FINDS and given.dim() == 1 and not is_known(given.shape[0]):
                 return self.places(given)[0].unsqueeze(-1)

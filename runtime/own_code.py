@@ -123,13 +123,13 @@ def copied(name: str, objects: Any) -> Any:
     try:
         copies = [copy.deepcopy(each, dict(shared)) for each in objects]
         return [
-            new if new is own or is_of_transformers(own) else Copied(own, new)
+            new if new is own or has_class_of_transformers(own) else Copied(own, new)
             for own, new in zip(objects, copies, strict=True)
         ]
     except TypeError as error:
         raise ValueError(f"{name} must be objects that can be copied, for more than one row, got {error}") from error
 
 
-def is_of_transformers(own: Any) -> bool:
-    """Whether its class is, whose attributes nobody sets from outside, and which are asked for by their classes."""
+def has_class_of_transformers(own: Any) -> bool:
+    """Attributes of such objects nobody sets from outside, and they are known by their classes elsewhere."""
     return type(own).__module__.startswith("transformers.")

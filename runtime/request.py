@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from threading import TIMEOUT_MAX, Condition
@@ -156,7 +157,7 @@ class Request:
             TimeoutError: it has not ended within `timeout` seconds. It goes on; ask again or cancel it.
         """
         number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-        if timeout is not None and not (number and timeout == timeout):  # NaN would be waited for without an end
+        if timeout is not None and not (number and not math.isnan(timeout)):  # which would be waited for without an end
             raise ValueError(f"timeout must be seconds or None, got {timeout!r}")
         deadline = None if timeout is None else time.perf_counter() + timeout
         if not self._wait_for(lambda: self.finished, deadline):

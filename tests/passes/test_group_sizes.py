@@ -11,11 +11,9 @@ from torch import Tensor
 
 from selective_compile.passes.group_loops import Given
 from selective_compile.passes.token_wise import why_not_token_wise
+from tests.passes.expert_loops import CHOSEN, EXPERTS, TOKENS, WEIGHTS, WIDTH
 
-TOKENS, WIDTH, EXPERTS, CHOSEN = 7, 4, 3, 2
-GENERATOR = torch.Generator().manual_seed(0)
-GATE = torch.randn(WIDTH, EXPERTS, generator=GENERATOR)
-WEIGHTS = torch.randn(EXPERTS, WIDTH, WIDTH, generator=GENERATOR)
+GATE = torch.randn(WIDTH, EXPERTS, generator=torch.Generator().manual_seed(1))
 Experts = Callable[[Tensor], Tensor]
 
 
