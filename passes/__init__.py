@@ -24,6 +24,7 @@ from selective_compile.passes.flatten import flatten
 from selective_compile.passes.fold_constants import fold_constants
 from selective_compile.passes.isolate import isolate
 from selective_compile.passes.isolated_call import WholeModules
+from selective_compile.passes.last_token import take_last_behind
 from selective_compile.passes.latents import recognise_latents
 from selective_compile.passes.length_conditions import settle_lengths
 from selective_compile.passes.linear_attention import whole_linear_attention
@@ -139,6 +140,7 @@ def rewrite(
         drop_stored_weights(traced)
         forget_overwritten(traced)
         settle_lengths(traced, long_form=long_form)
+    take_last_behind(traced)
     result = Rewrite(traced=traced, tails=take_off_tails(traced.module))
     if paged and not all(tail.keeps_last for tail in result.tails):
         traced.refuse(traced.output_node, "it cuts off the logits of the last token")

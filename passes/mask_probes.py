@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -72,15 +72,36 @@ def dense_probes(traced: TracedGraph, call: Masked, reads: MaskReads) -> Iterato
             if round_:
                 real = torch.randint(0, 2, (batch, length), generator=generator, device="cpu")
                 real[:, length // 2] = 1
-            given = {} if padding is None else {padding: real.to(padding.meta["val"].dtype)}
-
-            def value_of(
-                term: MaskTerm, chosen: torch.Tensor, given: Any = given, length: int = length
-            ) -> torch.Tensor:
-                given = given | selecting(traced, reads, chosen)
-                return heads_apart(traced, term, evaluate(traced, term.node, batch=batch, tokens=length, given=given))
-
+            value_of = partial(dense, traced, reads, real)
             yield both(call, reads, torch.arange(length, device="cpu").expand(batch, -1), real != 0, value_of)
+
+
+def dense(
+    traced: TracedGraph, reads: MaskReads, real: torch.Tensor, term: MaskTerm, chosen: torch.Tensor
+) -> torch.Tensor:
+    """The mask of short requests, ``real [B, L]`` telling padding, by its own graph."""
+    given = {} if reads.padding is None else {reads.padding: real.to(reads.padding.meta["val"].dtype)}
+    given |= selecting(traced, reads, chosen)
+    value = evaluate(traced, term.node, batch=len(real), tokens=real.shape[1], given=given)
+    return heads_apart(traced, term, value)
+
+
+def steps_of(traced: TracedGraph, call: Masked, reads: MaskReads) -> frozenset[fx.Node]:
+    """Of what is added to scores, masks that are 0 or at most `REPLACED` wherever they are looked at.
+
+    What such a mask adds, as -10,000 or float16's lowest number in float32, hides as that would in a score's place: it
+    is no bias of far positions, which has smaller numbers for near ones.
+    """
+    generator = torch.Generator().manual_seed(3)
+    length = DENSE_LENGTHS[-1] if reads.limit is None else min(DENSE_LENGTHS[-1], reads.limit)
+    some = torch.randint(0, 2, (1, length), generator=generator, device="cpu")
+    every = torch.ones(1, length, length, dtype=torch.bool, device="cpu")
+
+    def is_step(term: MaskTerm) -> bool:
+        values = [dense(traced, reads, real, term, every) * term.factor for real in (torch.ones_like(some), some)]
+        return all(bool(((value == 0) | (value <= REPLACED)).all()) for value in values)
+
+    return frozenset(term.node for term in call.masks if term.kind == "add" and is_step(term))
 
 
 def strip_probes(traced: TracedGraph, call: Masked, reads: MaskReads) -> Iterator[Probe]:
@@ -211,11 +232,11 @@ def both(call: Masked, reads: MaskReads, positions: torch.Tensor, real: torch.Te
     Selecting some of the keys must hide the others from real queries, and do nothing else.
     """
     every = torch.ones((), dtype=torch.bool, device="cpu").expand(*positions.shape, positions.shape[1])
-    allowed, bias = combined(call, positions, value_of, every)
+    allowed, bias = combined(call, positions, value_of, every, reads.steps)
     if reads.marks:
         generator = torch.Generator().manual_seed(positions.shape[1])
         some = torch.rand(every.shape, generator=generator, dtype=torch.float32, device="cpu") < 0.5
-        left, same = combined(call, positions, value_of, some)
+        left, same = combined(call, positions, value_of, some, reads.steps)
         expected = (allowed & some)[real], bias.masked_fill(~(allowed & some)[:, None], 0).movedim(1, -1)[real]
         if not (torch.equal(left[real], expected[0]) and torch.equal(same.movedim(1, -1)[real], expected[1])):
             raise Unproved(reads.marks[0].node, "it does more or less than hide the keys that were not selected")
@@ -237,10 +258,14 @@ def selecting(traced: TracedGraph, reads: MaskReads, chosen: torch.Tensor) -> di
 
 
 def combined(
-    call: Masked, positions: torch.Tensor, value_of: Values, chosen: torch.Tensor
+    call: Masked,
+    positions: torch.Tensor,
+    value_of: Values,
+    chosen: torch.Tensor,
+    steps: Collection[fx.Node] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The pairs that the causal flag and every mask of the call allow, ``[G, L, L]`` for all heads, and what the masks
-    add to their scores, ``[G, heads or 1 or 0, L, L]``."""
+    add to their scores, ``[G, heads or 1 or 0, L, L]``; ``steps`` as of `MaskReads`."""
     groups, length = positions.shape
     allowed = torch.ones(groups, length, length, dtype=torch.bool, device="cpu")
     total = torch.zeros(1, 1, 1, 1, dtype=torch.float64, device="cpu")
@@ -256,7 +281,7 @@ def combined(
         if term.kind == "times":
             factors.append((term, by_head))
             continue
-        kept = keeps(term, by_head)
+        kept = keeps(term, by_head, steps)
         if term.kind != "add" and bool((~kept & (total + term.fill > REPLACED)).any()):
             raise Unproved(term.node, f"what is added to scores that it replaced by {term.fill:g} uncovers them")
         if not bool((kept == kept[:, :1]).all()):
@@ -290,9 +315,9 @@ def heads_apart(traced: TracedGraph, term: MaskTerm, value: torch.Tensor) -> tor
     return value.movedim(factors.index(Axis.BATCH), 0).reshape(batch, -1, *pair)
 
 
-def keeps(term: MaskTerm, value: torch.Tensor) -> torch.Tensor:
+def keeps(term: MaskTerm, value: torch.Tensor, steps: Collection[fx.Node]) -> torch.Tensor:
     if term.kind == "add":
-        return value * term.factor > hidden_from(value.dtype)
+        return value * term.factor > (REPLACED if term.node in steps else hidden_from(value.dtype))
     return value if term.kind == "keep" else ~value
 
 

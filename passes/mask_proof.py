@@ -25,6 +25,7 @@ the model holds as long as these stay (``traced.proved_from``).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from selective_compile.passes.mask_probes import (
     far_positions,
     far_probe,
     scattered_probes,
+    steps_of,
     strip_probes,
     tile_probes,
     triangle_probes,
@@ -46,6 +48,7 @@ from selective_compile.passes.mask_probes import (
 )
 from selective_compile.passes.mask_reads import MaskReads, Unproved, mask_reads, used_outside_masks
 from selective_compile.passes.mask_slopes import longest_held, slopes_of
+from selective_compile.passes.score_chain import REPLACED
 from selective_compile.passes.traced_graph import AttentionCall, KeySelection, MaskFamily, TracedGraph
 
 aten = torch.ops.aten
@@ -106,6 +109,7 @@ def refuse_different_paddings(traced: TracedGraph) -> None:
 
 
 def prove(traced: TracedGraph, call: Masked, reads: MaskReads) -> MaskFamily:
+    reads = replace(reads, steps=steps_of(traced, call, reads))
     probes = list(dense_probes(traced, call, reads))
     if call.masks:
         values: Any = {given.node: given.example for given in reads.buffers}
@@ -248,5 +252,8 @@ def first_difference(probes: list[Probe]) -> str:
         if bool(wrong.any()):
             g, i, j = wrong.nonzero()[0].tolist()
             verb = "sees" if bool(probe.allowed[g, i, j]) else "does not see"
-            return f"the token at position {int(probe.positions[g, i])} {verb} the one at {int(probe.positions[g, j])}"
+            added = float(probe.bias[g, :, i, j].min()) if probe.heads else 0.0
+            by = f", to whose score {added:g} is added, where at most {REPLACED:g} hides it" if added < 0 else ""
+            first, second = int(probe.positions[g, i]), int(probe.positions[g, j])
+            return f"the token at position {first} {verb} the one at {second}{by}"
     return "they agree on no probe"

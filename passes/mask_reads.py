@@ -28,13 +28,15 @@ class MaskReads:
     """The one token input that hides keys, if any; the slices of tables; the model's buffers; the marks of selected
     keys, all of one call's masks.
 
-    ``limit``: the longest request that the tables have rows for; None without tables.
+    ``limit``: the longest request that the tables have rows for; None without tables.  ``steps``: masks that add
+    nothing, or numbers far below (`mask_probes.steps_of`).
     """
 
     padding: fx.Node | None = None
     rows: dict[fx.Node, TableRows] = field(default_factory=dict)
     buffers: tuple[Input, ...] = ()
     marks: tuple[KeyMarks, ...] = ()
+    steps: frozenset[fx.Node] = frozenset()
 
     @property
     def limit(self) -> int | None:

@@ -127,6 +127,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
         "offloaded_hybrid_chunked",
     ),
     "token_healing": (False,),
+    "penalty_alpha": (0,),
     "output_attentions": (False,),
     "output_hidden_states": (False,),
     "is_assistant": (False,),

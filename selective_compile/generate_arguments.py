@@ -30,7 +30,7 @@ INSTEAD: Mapping[str, str] = {
 }
 
 # Arguments of a model's forward that may be given as long as they say what holds in any case.
-FORWARD_ARGUMENTS = frozenset({"position_ids", "logits_to_keep"})
+FORWARD_ARGUMENTS = frozenset({"position_ids", "logits_to_keep", "output_router_logits"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,9 +183,14 @@ def check_fields_with(name: str, fields: Sequence[Fields]) -> None:
 def check_forward_arguments(prompts: Prompts, arguments: Mapping[str, Any]) -> None:
     """Refuse what is not so of the engine: it numbers the tokens of each row from 0, and keeps the last row of logits.
 
+    Of routers' logits a forward makes a loss, and `generate` returns neither.
+
     Raises:
-        ValueError: other position ids, or a number of rows to keep that is none.
+        ValueError: other position ids, a number of rows to keep that is none, or a switch that is none.
     """
+    routers = arguments.get("output_router_logits")
+    if not (routers is None or isinstance(routers, bool)):
+        raise ValueError(f"output_router_logits must be True, False or None, got {described(routers)}")
     kept = arguments.get("logits_to_keep")
     if kept is not None and (isinstance(kept, bool) or not isinstance(kept, int) or kept < 0):
         raise ValueError(f"logits_to_keep must be an integer of at least 0 or None, got {described(kept)}")

@@ -18,7 +18,7 @@ from selective_compile.current_device import on_device_of
 from selective_compile.handed_inputs import handed_refusal
 from selective_compile.isolated_cache import Caches, caches_of
 from selective_compile.isolated_program import MODES, IsolatedProgram, Mode
-from selective_compile.isolation_trial import NEEDED, by_program, departure
+from selective_compile.isolation_trial import NEEDED, by_program, departure, rows_by_program
 from selective_compile.kept_trials import passed_once
 from selective_compile.live_settings import hook_refusals
 from selective_compile.model_call import CANNOT, logits_call
@@ -27,7 +27,7 @@ from selective_compile.model_recurrences import recurrences_of
 from selective_compile.module_program import ModuleProgram
 from selective_compile.module_state import Place as StatePlace
 from selective_compile.module_state import lock_of, own_attributes, same_buffers, same_objects, unchanged
-from selective_compile.one_token import LONGER, Wanted, one_token_refusal
+from selective_compile.one_token import LONGER, Rows, Wanted, one_token_refusal
 from selective_compile.options import EngineConfig, Fallback
 from selective_compile.passes import Refusal, RefusedError, Rewrite
 from selective_compile.passes.position_limit import position_limit
@@ -156,6 +156,7 @@ def departs_in_use(model: nn.Module, found: Proved, max_window: int | None) -> R
         found.isolated,
         prefix=prefix_of(found),
         longest=found.short_positions(model),
+        rows=rows_wanted(model, found),
         wanted=steps_wanted(model, found),
         longer=LONGER_ALONE if found.mode == MODES[-1] and found.isolated else LONGER,
     )
@@ -165,6 +166,12 @@ def departs_in_use(model: nn.Module, found: Proved, max_window: int | None) -> R
 def prefix_of(found: Proved) -> int:
     flat = found.rewritten.flat
     return 0 if flat is None else flat.prefix
+
+
+def rows_wanted(model: nn.Module, found: Proved) -> Rows | None:
+    """What the program gives of all tokens, of a model that gives the logits of the last one alone."""
+    (tail,) = found.rewritten.tails
+    return partial(rows_by_program, program_of(model, found)) if tail.slices else None
 
 
 def steps_wanted(model: nn.Module, found: Proved) -> Wanted | None:

@@ -133,6 +133,11 @@ def in_steps(
     return [torch.cat(rows) for rows in found]
 
 
+def rows_by_program(program: StepProgram, tokens: Tensor) -> Tensor:
+    """Logits ``[length, V]`` of all tokens of one prompt; it runs twice, as of `by_program`."""
+    return in_steps(program, [tokens, tokens], [(len(tokens), len(tokens))], max(BLOCK, len(tokens)))[0]
+
+
 def by_program(program: StepProgram, tokens: Tensor, counts: Sequence[int]) -> Tensor:
     """Logits ``[len(counts), V]`` of the last token of each step of so many, of which the first is a prompt's; of two
     requests alike, since a step has two tokens at least."""

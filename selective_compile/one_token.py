@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ TOKEN_IDS = 8  # there are as many in any vocabulary
 Pair = tuple[Tensor, Tensor]  # of a token by itself, of it among others
 # Logits [count, V] of ids [S], of the tokens from the last of a prompt of so many on, as they are to be.
 Wanted = Callable[[Tensor, int], Tensor]
+Rows = Callable[[Tensor], Tensor]  # logits [S, V] of ids [S], given all at once
 
 
 @torch.no_grad()
@@ -40,6 +42,7 @@ def one_token_refusal(
     *,
     prefix: int = 0,
     longest: int | None = None,
+    rows: Rows | None = None,
     wanted: Wanted | None = None,
     longer: int = LONGER,
 ) -> Refusal | None:
@@ -51,10 +54,12 @@ def one_token_refusal(
         prefix: so many first tokens see one another, so that one by itself is another: then only calls after another
             are tried here, and `prefix_refusal` tries the others.
         longest: tokens that a request can have at most, None: as many as it likes.
-        wanted: what steps of `generate` are to give, None: what the model gives of all tokens at once.
+        rows: what there is for tokens among others, None: what the model gives of them.
+        wanted: what steps of `generate` are to give, None: what ``rows`` gives of all tokens at once.
         longer: tokens of the longer request.
     """
-    wanted = wanted or (lambda ids, prompt: logits(model, ids)[prompt - 1 :])
+    given = rows or partial(logits, model)
+    wanted = wanted or (lambda ids, prompt: given(ids)[prompt - 1 :])
     ids = drawn(model, vocabulary_of(model), TOKENS, seed=0)[:longest]
     with unchanged(model):
         if departs(model, pairs(lambda: called_again(model, ids, isolated))):
@@ -62,7 +67,7 @@ def one_token_refusal(
         if prefix:
             return None
         twos = ids.split(2)[:-1]
-        if departs(model, pairs(lambda: [(logits(model, two[:1])[0], logits(model, two)[0]) for two in twos])):
+        if departs(model, pairs(lambda: [(logits(model, two[:1])[0], given(two)[0]) for two in twos])):
             return refusal(model, departing_module(model, ids[:2]), "a prompt of one token")
         if departs_in_generate(model, ids, PROMPT, wanted) or departs_later(model, longest, wanted, longer):
             return refusal(model, "", "one token and a cache, as in steps of generate")

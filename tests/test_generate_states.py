@@ -160,7 +160,7 @@ def test_arguments_of_forward_that_change_nothing() -> None:
     inputs = rows()
     wanted = sc.generate(model, max_new_tokens=4, pad_token_id=0, engine_config=CONFIG, **inputs)
     positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    given = {"position_ids": positions, "logits_to_keep": 0}
+    given = {"position_ids": positions, "logits_to_keep": 0, "output_router_logits": True}
     assert torch.equal(
         sc.generate(model, max_new_tokens=4, pad_token_id=0, engine_config=CONFIG, **inputs, **given), wanted
     )
@@ -168,6 +168,7 @@ def test_arguments_of_forward_that_change_nothing() -> None:
         ("position_ids", positions + 1, "must number the tokens of each row from 0"),
         ("position_ids", positions[:2], r"must have shape \[3, 9\]"),
         ("logits_to_keep", -1, "must be an integer of at least 0"),
+        ("output_router_logits", 1, "must be True, False or None, got"),
     ):
         with pytest.raises(ValueError, match=f"{name} {message}"):
             sc.generate(model, engine_config=CONFIG, **inputs, **{name: value})

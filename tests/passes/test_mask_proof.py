@@ -54,6 +54,9 @@ PROVED: dict[str, tuple[Callable[..., Any], int]] = {
     "not above": (keeping(lambda i, j, s: ~(j > i)), 0),
     "the same for each head": (keeping(lambda i, j, s: (j <= i) & (torch.arange(4)[:, None, None] >= 0)), 0),
     "added -inf": (adding(lambda i, j, s: torch.zeros(s, s).masked_fill(j > i, -math.inf)), 0),
+    "added as BERT does": (adding(lambda i, j, s: (j > i) * -10_000.0), 0),
+    "added lowest number of float16": (adding(lambda i, j, s: (j > i) * -65_504.0), 0),
+    "added far from it": (adding(lambda i, j, s: (j > i) * -1e30 + (i - j >= 50) * -10_000.0), 50),
     "added triangle": (adding(lambda i, j, s: torch.full((s, s), -math.inf).triu(1)), 0),
     "window": (keeping(lambda i, j, s: (j <= i) & (i - j < 5)), 5),
     "window and its own key": (keeping(lambda i, j, s: (j <= i) & (j > i - 1)), 1),
@@ -180,6 +183,9 @@ REFUSED: dict[str, Callable[..., Any]] = {
         )
     ),
     "hidden a little": adding(lambda i, j, s: torch.zeros(s, s).masked_fill(j > i, -5.0)),
+    "hidden by less than enough": adding(lambda i, j, s: (j > i) * -9_000.0),
+    "hidden, but for some": adding(lambda i, j, s: (j > i) * -10_000.0 - (j > i + 20) * -9_000.0),
+    "hidden beside a bias of far ones": adding(lambda i, j, s: (j > i) * -10_000.0 - (i - j - 300).clamp(min=0) * 10.0),
     "literal table": keeping(lambda i, j, s: torch.tensor([True, False])[(j > i).long()]),
     "table that is too short": keeping(lambda i, j, s: torch.ones(20, 20, dtype=torch.bool).tril()[i, j]),
 }
@@ -195,6 +201,8 @@ def test_refusal_says_which_token_sees_which() -> None:
     assert "the token at position 3 sees the one at 9" in reason
     (reason,) = reasons(REFUSED["a row dropped"])
     assert "the token at position 7 does not see the one at 0" in reason
+    (reason,) = reasons(REFUSED["hidden by less than enough"])
+    assert reason.endswith("at 1, to whose score -9000 is added, where at most -9984 hides it")
 
 
 def test_refusal_of_a_prefix_beside_a_window_says_so() -> None:
