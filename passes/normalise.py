@@ -10,7 +10,6 @@ an input is neither a weight nor a ``[B, S]`` token input, as a Hugging Face cac
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +29,7 @@ from selective_compile.passes.retrace import retraced
 from selective_compile.passes.spellings import SPELT_OUT
 from selective_compile.passes.strides import answer_without_guards
 from selective_compile.passes.traced_graph import (
+    OF_MODULE,
     Input,
     Place,
     Refusal,
@@ -44,9 +44,6 @@ SOURCE = "selective_source"
 OTHER_NAMES: dict[Any, Any] = dict.fromkeys((aten.concat.default, aten.concatenate.default), aten.cat.default)
 # What `tensor.data` is to Dynamo: tracing, which sees operators alone, would take what it gives for a constant.
 DATA: Any = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
-
-# Where Dynamo finds an attribute of the module that is traced, or of one in it.
-OF_MODULE = re.compile(r"L\['(self|model)'\]\.")
 
 
 def source_name(placeholder: fx.Node) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from selective_compile.passes.contraction import Contraction, contraction_of
-from selective_compile.passes.evaluate import ancestors, evaluate
+from selective_compile.passes.evaluate import ancestors, evaluate, shaped_like
 from selective_compile.passes.heads import Unreadable
 from selective_compile.passes.rules_reduce import MAXIMA
 from selective_compile.passes.traced_graph import MaskTerm, TracedGraph
@@ -255,7 +255,8 @@ def hidden_from(dtype: torch.dtype) -> float:
 
 
 def carries_scores(traced: TracedGraph, node: Any) -> bool:
-    """Scores come out of a product of queries and keys; a mask of positions, or marks of keys, out of none."""
+    """Scores come out of a product of queries and keys; a mask of positions, or marks of keys, out of none, though it
+    may be made in the shape of scores."""
     if not isinstance(node, fx.Node) or node not in traced.axes:
         return False
     seen, stack = {mark.node for selection in traced.selections for mark in selection.marks}, [node]
@@ -266,5 +267,6 @@ def carries_scores(traced: TracedGraph, node: Any) -> bool:
         seen.add(current)
         if contraction_of(current) is not None:
             return True
-        stack.extend(current.all_input_nodes)
+        shape_of = shaped_like(current)
+        stack.extend(parent for parent in current.all_input_nodes if parent is not shape_of)
     return False

@@ -57,6 +57,8 @@ def rows_of(node: fx.Node, axes: Axes, sizes: Sizes) -> TableRows | None:
     if start is None or isinstance(start, int) and start >= 0:
         return TableRows(dim=dim, start=start or 0, from_end=False, limit=rows - (start or 0))
     end = start_and_length(start, sizes)
+    if end is not None and -rows < end <= 0:
+        end += rows  # such a start is negative for every length, and counts from the last row
     if end is None or not 0 < end <= rows:
         return None
     return TableRows(dim=dim, start=end, from_end=True, limit=end)

@@ -19,6 +19,8 @@ from selective_compile.passes.isolated_call import IsolatedCall, WholeModules
 
 Place = Literal["weight", "tokens", "size", "other"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the rows that our kernels take
+# Where Dynamo finds an attribute of the module that is traced, or of one in it.
+OF_MODULE = re.compile(r"L\['(self|model)'\]\.")
 OWN_FOLDER = f'"{os.path.dirname(os.path.dirname(__file__))}{os.path.sep}'  # as a stack names files
 
 
@@ -34,8 +36,12 @@ class Input:
 
     @property
     def is_buffer(self) -> bool:
-        """Whether it is a tensor of the model that training does not change."""
-        return self.place == "weight" and "_buffers[" in self.source
+        """Whether it is a tensor of the model that training does not change: a buffer, or another attribute."""
+        own = OF_MODULE.match(self.source) or "_buffers[" in self.source
+        trained = "_parameters[" in self.source or (
+            isinstance(self.example, torch.Tensor) and self.example.requires_grad
+        )
+        return self.place == "weight" and bool(own) and not trained
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -240,8 +240,12 @@ def _prompts_of_tensor(columns: Tensor, attention_mask: Any, fields: Fields) -> 
         raise ValueError(f"input_ids must have shape [B, S], got {list(columns.shape)}")
     if columns.is_floating_point() or columns.is_complex() or columns.dtype is torch.bool:
         raise ValueError(f"input_ids must be integers, got {columns.dtype}")
+    at_least = "attention_mask must leave at least one token in each row"
     if attention_mask is None:
         attention_mask = inferred_mask(columns, fields)
+        at_least = (
+            f"input_ids must have a token beside the padding id {fields.pad_token_id} in each row, or a mask be given"
+        )
     given = torch.as_tensor(attention_mask, device=columns.device)
     mask = given != 0
     if bool((mask & (given != 1)).any()):  # positions are counted by its sums
@@ -252,7 +256,7 @@ def _prompts_of_tensor(columns: Tensor, attention_mask: Any, fields: Fields) -> 
         )
     for row, count in enumerate(mask.sum(1).tolist()):
         if not count:
-            raise ValueError(f"attention_mask must leave at least one token in each row, got none in row {row}")
+            raise ValueError(f"{at_least}, got none in row {row}")
     rows = [ids[real] for ids, real in zip(columns.cpu(), mask.cpu(), strict=True)]
     starts = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0]
     return Prompts(rows=rows, columns=columns.long(), mask=mask, holes=bool((starts > 1).any()))

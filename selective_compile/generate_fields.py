@@ -43,9 +43,9 @@ class Fields:
 
     @property
     def pad_token_id(self) -> int | None:
-        """The first end-of-sequence id where none is set, as for `model.generate`."""
+        """The first end-of-sequence id where none is set, as for `model.generate`; -1 is one that no token has."""
         if self["pad_token_id"] is not None:
-            return int(self["pad_token_id"])
+            return integer("pad_token_id", self["pad_token_id"], at_least=-1)
         return next(iter(self.eos_token_ids), None)
 
     def new_tokens(self, columns: int, max_positions: int | None) -> int:

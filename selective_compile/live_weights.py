@@ -58,8 +58,8 @@ class LiveWeights:
             self._slots.add(owner, name, constant, path)
             self._tied += [(owner, name, *other[:2]) for other in others]
         proved: list[Any] = [given.example for given in flat.proved_from]
-        for tensor in proved:
-            owner, name, _ = owners[id(tensor)][0]
+        for tensor in proved:  # one that is no buffer stays in its place, or `change` tells
+            owner, name, _ = owners.get(id(tensor), [({"": tensor}, "", "")])[0]
             self._proved.add(owner, name, tensor)
         self._values = ProvedTensors(proved)
         self._kinds = [(t.shape, t.dtype, t.device, strides(t), class_of(t)) for t in constants]

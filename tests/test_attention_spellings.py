@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import selective_compile as sc
-from tests.decoders import HEAD_SIZE, HEADS, VOCABULARY, WIDTH, Decoder, repeated
+from selective_compile.live_weights import EVERY
+from tests.decoders import HEAD_SIZE, HEADS, MAX_POSITIONS, VOCABULARY, WIDTH, Decoder, no_mask, repeated
 from tests.exactness import TOLERANCE, engine_error, padded_error
 
 
@@ -89,3 +91,44 @@ def test_autocast_within_a_forward_is_refused_by_name_unless_it_is_off() -> None
     assert sc.explain(model).called_once  # as it is, on the rows of all requests
     error, _ = padded_error(model, vocabulary=VOCABULARY)
     assert error < TOLERANCE
+
+
+class OwnTable(nn.Module):
+    """Attention, with a bias that the first call makes for all positions and keeps as an attribute, as of MPT; and a
+    triangle in the shape of its scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made, self.bias = False, torch.zeros(0)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
+        length = query.shape[1]
+        if not self.made:
+            slopes = torch.tensor([0.5, 0.25, 0.01, 1.0])[None, :, None, None]
+            self.bias = slopes * torch.arange(1 - MAX_POSITIONS, 1).view(1, 1, 1, -1)
+            self.made = True
+        scores = torch.einsum("bqhd,bkhd->bhqk", query, repeated(key)) + self.bias[:, :, :, -length:]
+        later = ~scores.new_ones(length, length, dtype=torch.float16).tril().bool()
+        weights = scores.masked_fill(later, torch.finfo(scores.dtype).min).softmax(-1)
+        return torch.einsum("bhqk,bkhd->bqhd", weights, repeated(value)).flatten(2)
+
+
+def test_a_table_may_be_an_attribute_that_is_no_buffer() -> None:
+    model = Decoder(layers=1, attend=OwnTable(), mask=no_mask)
+    assert engine_error(model, vocabulary=VOCABULARY) < TOLERANCE
+
+
+@pytest.mark.parametrize("how", ["in place", "another"])
+def test_a_table_that_is_no_buffer_must_stay(how: str) -> None:
+    model: Any = Decoder(layers=1, attend=OwnTable(), mask=no_mask)
+    engine = sc.Engine(model, sc.EngineConfig(compile=False))
+    assert engine.report.verdict == "ragged"
+    held = next(part for part in model.modules() if isinstance(part, OwnTable))
+    with engine.running():
+        assert engine.submit([1, 2, 3], max_new_tokens=2).result().error is None
+        if how == "in place":
+            held.bias.mul_(2)
+        else:
+            held.bias = held.bias * 2
+        time.sleep(EVERY)
+        assert "must" in str(engine.submit([1, 2, 3], max_new_tokens=2).result().error)

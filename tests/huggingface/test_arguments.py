@@ -38,6 +38,24 @@ def test_attention_mask_is_inferred_as_generate_does(model: Any, pad: int | None
     assert torch.equal(ours, everything_is_prompt) == (pad is None or pad in eos)
 
 
+@pytest.mark.parametrize("pad", ["0", [3, 4], -2, True, 0.5])
+def test_a_padding_id_is_an_integer(model: Any, pad: Any) -> None:
+    with pytest.raises(ValueError, match="pad_token_id must be an integer of at least -1, got"):
+        sc.generate(model, random_ids(2, 4), max_new_tokens=2, pad_token_id=pad, engine_config=CONFIG)
+
+
+def test_a_padding_id_may_be_one_that_no_token_has(model: Any) -> None:
+    ids = random_ids(1, 4)  # of more rows `model.generate` computes it
+    options = {"max_new_tokens": 6, "eos_token_id": some_generated_token(model, ids), "pad_token_id": -1}
+    assert torch.equal(sc.generate(model, ids, engine_config=CONFIG, **options), model.generate(ids, **options))
+
+
+def test_a_row_of_padding_ids_says_so(model: Any) -> None:
+    ids = torch.tensor([[5, 6], [PAD, PAD]])
+    with pytest.raises(ValueError, match=f"input_ids must have a token beside the padding id {PAD} .* in row 1"):
+        sc.generate(model, ids, max_new_tokens=2, pad_token_id=PAD, engine_config=CONFIG)
+
+
 def test_precedence_is_call_then_configuration_then_model(model: Any) -> None:
     ids = random_ids(2, 6)
     first = some_generated_token(model, ids)

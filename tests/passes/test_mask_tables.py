@@ -36,6 +36,11 @@ def reading_the_end(q: Tensor, k: Tensor, v: Tensor, buffer: Tensor) -> Tensor:
     return weigh(torch.where(buffer[:, :, start:, start:], scores_of(q, k), -1e30).softmax(-1), v)
 
 
+def reading_the_last(q: Tensor, k: Tensor, v: Tensor, buffer: Tensor) -> Tensor:
+    kept = buffer[:, :, -q.shape[1] :, -q.shape[1] :]
+    return weigh(torch.where(kept, scores_of(q, k), -1e30).softmax(-1), v)
+
+
 def reading_the_end_for_keys(q: Tensor, k: Tensor, v: Tensor, buffer: Tensor) -> Tensor:
     kept = buffer[:, :, : q.shape[1], ROWS - q.shape[1] :]
     return weigh(torch.where(kept, scores_of(q, k), -1e30).softmax(-1), v)
@@ -51,6 +56,7 @@ PROVED = {
     "triangle": (reading(), TRIANGLE, 0, ROWS),
     "triangle from 7 on": (reading(7, 7), TRIANGLE, 0, ROWS - 7),
     "triangle at its end": (reading_the_end, TRIANGLE, 0, ROWS),
+    "triangle, its last rows": (reading_the_last, TRIANGLE, 0, ROWS),
     "window": (reading(), table(lambda i, j: (j <= i) & (i - j < 4)), 4, ROWS),
     "window by shifting": (reading(1, 0), table(lambda i, j: (j < i) & (i - j < 9)), 8, ROWS - 1),
 }
@@ -80,6 +86,7 @@ REFUSED = {
     "one hidden token": (reading(), table(lambda i, j: (j <= i) & ((i != 299) | (j != 3)))),
     "window that grows": (reading(), table(lambda i, j: (j <= i) & (i - j < 50 + i // 200))),
     "keys at the end": (reading_the_end_for_keys, TRIANGLE),
+    "growing in its last rows": (reading_the_last, table(lambda i, j: (j <= i) | ((i == 298) & (j == 299)))),
     "growing at the end": (reading_the_end, table(lambda i, j: (j <= i) | ((i == 298) & (j == 299)))),
 }
 
