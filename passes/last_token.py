@@ -4,8 +4,11 @@ Before::  index(x [B, S, h], [None, [-1]]) [B, 1, h] -> linear [B, 1, V] -> outp
 After::   x [B, S, h] -> linear [B, S, V] -> slice(1, -1, end) [B, 1, V] -> output
 
 The two are one wherever all in between treats tokens independently, which pass 2 proves of what now goes over all of
-them; the slice is a tail (`output_tails`), and `sampled_rows` has the head run on the rows asked for.  Declines where
-something in between also reads what has a row for each request or token, or where a size does not follow.
+them, and computes the same whatever the number of a token is; so these are operators of single tokens alone (`ROWS`),
+and none that counts tokens or looks at others, as a causal attention or a running sum, which later passes know how to
+batch, but which of one token are something else.  The slice is a tail (`output_tails`), and `sampled_rows` has the head
+run on the rows asked for.  Declines where something in between also reads what has a row for each request or token, or
+where a size does not follow.
 """
 
 from __future__ import annotations
@@ -22,6 +25,25 @@ from selective_compile.passes.output_tails import EVERYTHING, constant_slice
 from selective_compile.passes.traced_graph import TracedGraph
 
 aten = torch.ops.aten
+
+
+# Beside pointwise operators, those that compute something of each row, or that move its numbers.
+ROWS = (
+    *(aten.linear, aten.matmul, aten.mm, aten.addmm, aten.layer_norm, aten.rms_norm, aten.softmax, aten._softmax),
+    *(
+        aten.log_softmax,
+        aten._log_softmax,
+        aten.mean,
+        aten.sum,
+        aten.var,
+        aten.amax,
+        aten.amin,
+        aten.linalg_vector_norm,
+    ),
+    *(aten.to, aten._to_copy, aten.type_as, aten.clone, aten.contiguous, aten.alias, aten.detach, aten.dropout),
+    *(aten.view, aten.reshape, aten._unsafe_view, aten.unsqueeze, aten.squeeze, aten.transpose, aten.permute),
+    *(aten.expand, aten.slice, aten.select, aten.cat, aten.index_select, aten.flatten, aten.unflatten),
+)
 
 
 @dataclass(kw_only=True)
@@ -160,8 +182,7 @@ class Behind:
         return node.target is aten.unsqueeze.default and node.args[0] in self.dropped and node.args[1] in (1, -2)
 
     def compute(self, node: fx.Node) -> None:
-        before = node.meta.get("val")
-        if node.op != "call_function" or not isinstance(before, torch.Tensor):
+        if not is_of_rows(node.target) or not isinstance(node.meta.get("val"), torch.Tensor):
             raise Declined
         if not self.dropped.isdisjoint(node.all_input_nodes):
             self.dropped.add(node)
@@ -219,6 +240,12 @@ class Behind:
         for node in (*(last.node for last in self.found), *self.restored):
             node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
             graph.erase_node(node)
+
+
+def is_of_rows(target: Any) -> bool:
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return torch.Tag.pointwise in target.tags or target.overloadpacket in ROWS
 
 
 def has_rows(value: Any) -> bool:

@@ -10,19 +10,22 @@ power of two beyond; where it turns between two of these is looked for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
-from selective_compile.passes.axes import is_symbolic
+from selective_compile.passes.axes import is_symbolic, size_expression
 from selective_compile.passes.evaluate import ancestors, constants_in, evaluate
 from selective_compile.passes.lengths import ALL_LENGTHS, CAPTURE_TOKENS, SHORTEST, Answer, answer, lengths_around
 from selective_compile.passes.long_form import chosen_by, has_forms, keep_both, known_as
 from selective_compile.passes.traced_graph import TracedGraph, is_lost, is_mutable
 
 DENSE, LARGEST = 512, 2**20
+NUMBERS = 2**24  # in a tensor that is made to try a length: a mask of all pairs of 4,096 tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +93,25 @@ def known_of(traced: TracedGraph, node: fx.Node) -> Condition | None:
     def at(tokens: int) -> bool:
         return bool(evaluate(traced, node, batch=1, tokens=tokens, given={}))
 
-    found = answer(at, lengths_around(constants_in(node), SHORTEST, dense=DENSE, largest=LARGEST))
+    largest = largest_tried(traced, node)
+    if largest <= CAPTURE_TOKENS:
+        return None
+    found = answer(at, lengths_around(constants_in(node), SHORTEST, dense=min(DENSE, largest), largest=largest))
+    if largest < LARGEST:
+        found = replace(found, longest=min(found.longest, largest))
     return None if found.longest <= CAPTURE_TOKENS else Condition(node=node, answer=found)
+
+
+def largest_tried(traced: TracedGraph, node: fx.Node) -> int:
+    """The largest power of two, up to `LARGEST`, of which what the condition is made of has at most `NUMBERS`."""
+    values: list[Any] = [current.meta.get("val") for current in ancestors(node)]
+    made = [prod(map(size_expression, value.shape)) for value in values if isinstance(value, torch.Tensor)]
+    counts = {sympy.sympify(count) for count in made}
+    alone = {} if traced.sizes.batch is None else {traced.sizes.batch: 1}
+    largest = LARGEST
+    while largest > 1 and any(count.subs({traced.sizes.token: largest, **alone}) > NUMBERS for count in counts):
+        largest //= 2
+    return largest
 
 
 def settle(node: fx.Node, holds: bool) -> None:

@@ -95,11 +95,13 @@ def puts_back(node: fx.Node) -> bool:
     """Whether it takes rows, in another order, of what is computed from products of rows in groups."""
     if node.target is not aten.index.Tensor:
         return False
-    rows, indices = node.args[0], node.args[1]
-    if len(indices) != 1 or indices[0] is None or rows.meta["val"].dim() != 2:  # type: ignore[arg-type, index, union-attr]
+    rows: Any
+    indices: Any
+    rows, indices = node.args
+    if len(indices) != 1 or indices[0] is None or not is_table(rows) or not comes_of_groups(rows):
         return False
-    index = indices[0].meta["val"]  # type: ignore[index, union-attr]
-    return index.dim() == 1 and index.dtype == torch.int64 and comes_of_groups(rows)  # type: ignore[arg-type]
+    index = indices[0].meta["val"]
+    return bool(index.dim() == 1 and index.dtype == torch.int64)
 
 
 def comes_of_groups(node: fx.Node) -> bool:
@@ -112,8 +114,13 @@ def comes_of_groups(node: fx.Node) -> bool:
             return True
         if node not in seen and is_pointwise(node):
             seen.add(node)
-            left += (before for before in node.all_input_nodes if before.meta["val"].dim() == 2)
+            left += filter(is_table, node.all_input_nodes)
     return False
+
+
+def is_table(node: fx.Node) -> bool:
+    value = node.meta.get("val")  # what flattening has made has none
+    return isinstance(value, torch.Tensor) and value.dim() == 2
 
 
 def is_pointwise(node: fx.Node) -> bool:

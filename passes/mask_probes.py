@@ -269,6 +269,7 @@ def combined(
     groups, length = positions.shape
     allowed = torch.ones(groups, length, length, dtype=torch.bool, device="cpu")
     total = torch.zeros(1, 1, 1, 1, dtype=torch.float64, device="cpu")
+    replaced = hidden = torch.zeros(1, 1, 1, dtype=torch.bool, device="cpu")
     factors: list[tuple[MaskTerm, torch.Tensor]] = []
     bias = torch.zeros(groups, 0, length, length, dtype=torch.float64, device="cpu")
     if call.causal_flag:
@@ -287,13 +288,18 @@ def combined(
         if not bool((kept == kept[:, :1]).all()):
             raise Unproved(term.node, "its mask differs between heads")
         allowed &= kept[:, 0]
-        if term.kind == "add":
-            if len(call.masks) > 1:  # nobody else asks
-                total = total + by_head.double() * term.factor
-            bias = added(term, bias, by_head, kept)
+        if term.kind != "add":
+            replaced = replaced | ~kept[:, 0]
+            continue
+        if len(call.masks) > 1:  # nobody else asks
+            hidden = hidden | ~(kept[:, 0] | replaced)
+            total = total + (by_head.double() * term.factor).masked_fill(replaced[:, None], 0)
+        bias = added(term, bias, by_head, kept)
+    if bool((hidden[:, None] & ~(total <= REPLACED)).any()):
+        raise Unproved(call.masks[0].node, "what is added to scores uncovers those that another mask hides")
     for term, factor in factors:
-        replaced = (factor == 0) & (total <= REPLACED)
-        allowed &= ~replaced.all(1)
+        taken = (factor == 0) & (total <= REPLACED)
+        allowed &= ~taken.all(1)
         if bool(((factor != 1) & allowed[:, None]).any()):
             raise Unproved(term.node, "it multiplies scores that are not hidden")
     return allowed, bias.masked_fill(~allowed[:, None], 0)

@@ -62,6 +62,8 @@ def reads(node: fx.Node) -> list[tuple[fx.Node, int]]:
         found = [(index, dim) for dim, index in enumerate(node.args[1])]  # type: ignore[arg-type]
     else:
         return []
+    if "val" not in node.args[0].meta:  # type: ignore[union-attr]
+        return []  # flattening made it, of tokens
     shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
     return [(index, shape[dim]) for index, dim in found if isinstance(index, fx.Node) and isinstance(shape[dim], int)]
 

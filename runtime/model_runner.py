@@ -40,7 +40,6 @@ from selective_compile.runtime.scheduled_step import Launched, ScheduledStep
 from selective_compile.runtime.state_slots import StateSlots, allocate_states, num_slots
 from selective_compile.runtime.step_graphs import CapturedInputs, StepGraphs
 from selective_compile.runtime.token_marks import needs_marks
-from selective_compile.sequential_program import SequentialProgram
 from selective_compile.step import StepInputs
 from selective_compile.tensor_state import read_by_graphs
 
@@ -296,7 +295,7 @@ class ModelRunner:
 
     def take_failed(self) -> Mapping[Any, Exception]:
         """States of requests that the program could not run, each by itself, since this was called last, and why."""
-        return self.program.take_failed() if isinstance(self.program, SequentialProgram) else {}
+        return self.program.take_failed()
 
     def check_graphs(self) -> None:
         """Nothing is on its way, and the weights may lie elsewhere: then they are joined, and steps captured, anew.

@@ -65,6 +65,7 @@ class Kept:
 class Share:
     """Rows ``first`` to ``end`` of the step, from ``position`` on in their request."""
 
+    request: Hashable
     kept: Kept
     first: int
     end: int
@@ -129,6 +130,12 @@ class IsolatedProgram(ModuleProgram):
         }
         self._modes = [mode_of(call, mode, caches) for call in self.calls]
         self._requests: dict[Hashable, Kept] = {}
+        self._failed: dict[Hashable, Exception] = {}
+
+    def take_failed(self) -> dict[Hashable, Exception]:
+        """The requests of which a module has raised since this was called last, and what; their rows are of no use."""
+        found, self._failed = self._failed, {}
+        return found
 
     def forget(self, request: Hashable) -> None:
         """Let go of all that is kept of a request that has left, if it is in a step that runs, when that has run."""
@@ -161,7 +168,7 @@ class IsolatedProgram(ModuleProgram):
             if self._caches is not None and (position == 0 or (end - first > 1 and self.mode == "one new token")):
                 kept.cache, kept.attributes = self._caches.new(), {}
             kept.tokens = position + end - first
-            yield Share(kept=kept, first=first, end=end, position=position)
+            yield Share(request=request, kept=kept, first=first, end=end, position=position)
 
     def _run_call(self, shares: list[Share], wholes: Wholes, number: int, values: list[Tensor]) -> list[Tensor]:
         """For call ``number``, its results over all rows of the step; ``values`` are those that the graph computed."""
@@ -173,7 +180,13 @@ class IsolatedProgram(ModuleProgram):
         shapes = [(dtype, [n if isinstance(n, int) else total for n in sizes]) for dtype, sizes in call.sizes]
         results = [torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device) for dtype, shape in shapes]
         for share in shares:
-            answer = share.answers[number] = self._answer(share, wholes, number, values)
+            if share.request in self._failed:
+                continue
+            try:
+                answer = share.answers[number] = self._answer(share, wholes, number, values)
+            except Exception as error:  # noqa: BLE001 - a module raises anything, of this request alone
+                self._failed[share.request] = error
+                continue
             for result, dim, index in zip(results, call.token_dims, call.results, strict=True):
                 new = answer[index]
                 last = new.narrow(dim, new.shape[dim] - share.count, share.count)

@@ -127,6 +127,8 @@ def in_steps(
         if generates and any(done) and program.marks_positions:
             inputs = replace(inputs, positions=inputs.positions + GENERATED)
         logits = program(inputs, pools, states)  # type: ignore[arg-type]
+        for error in program.take_failed().values():
+            raise error
         for rows, part in zip(found, logits.split([*counts, len(logits) - sum(counts)]), strict=False):
             rows.append(part)
         done = [before + count for before, count in zip(done, counts, strict=True)]

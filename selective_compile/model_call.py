@@ -67,9 +67,23 @@ def without_cache(model: nn.Module) -> dict[str, bool]:
 
 
 def logits_of(result: Any) -> torch.Tensor:
-    if isinstance(result, torch.Tensor):
-        return result
-    return result.logits if hasattr(result, "logits") else result[0]
+    """By their name, or the first that there is of several results: a loss is None without labels.
+
+    Raises:
+        TypeError: none of these is a tensor.
+    """
+    found = result
+    if hasattr(result, "logits"):
+        found = result.logits
+    elif isinstance(result, dict):
+        found = result.get("logits")
+    elif isinstance(result, (tuple, list)):
+        found = next((each for each in result if each is not None), None)
+    if not isinstance(found, torch.Tensor):
+        raise TypeError(
+            f"a forward must give logits: a tensor, the first of several, or by that name, got {type(found).__name__}"
+        )
+    return found
 
 
 def own_code(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -69,6 +69,8 @@ def one_token_refusal(
         twos = ids.split(2)[:-1]
         if departs(model, pairs(lambda: [(logits(model, two[:1])[0], given(two)[0]) for two in twos])):
             return refusal(model, departing_module(model, ids[:2]), "a prompt of one token")
+        if rows and departs(model, pairs(lambda: of_last_alone(model, ids, given))):
+            return refusal(model, "", "the last token of a prompt")
         if departs_in_generate(model, ids, PROMPT, wanted) or departs_later(model, longest, wanted, longer):
             return refusal(model, "", "one token and a cache, as in steps of generate")
     return None
@@ -110,6 +112,11 @@ def called_again(model: nn.Module, ids: Tensor, isolated: Collection[str]) -> li
                     own.enter_context(own_attributes(model.get_submodule(path), {}))
                 found.append(call(*arguments)[0].clone())
     return list(zip(found[1:], found, strict=False))
+
+
+def of_last_alone(model: nn.Module, ids: Tensor, rows: Rows) -> list[Pair]:
+    """What the model gives of the last token of each prompt that begins as ``ids``, and its row among those of all."""
+    return list(zip((logits(model, ids[:count])[-1] for count in range(1, len(ids) + 1)), rows(ids), strict=True))
 
 
 def departs_in_generate(model: nn.Module, ids: Tensor, prompt: int, wanted: Wanted, *, in_most: bool = False) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, Final
@@ -57,6 +57,13 @@ def unlike_transformers(model: object) -> str | None:
         if name in REPLACED or not is_of_transformers(own):
             return name
     return None
+
+
+def generate_of_transformers(kind: type[Any]) -> Callable[..., Any]:
+    """The `generate` of the nearest of its classes that is transformers' own: what a model has in its place may take
+    other arguments."""
+    found = (vars(each).get("generate") for each in kind.__mro__ if each.__module__.startswith("transformers."))
+    return next(filter(None, found))
 
 
 def own_function(model: object, name: str) -> object | None:

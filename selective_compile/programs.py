@@ -18,6 +18,7 @@ from selective_compile.cores import IntraOpThreads
 from selective_compile.garbage import only_new_garbage
 from selective_compile.isolation import Proved, program_of, prove
 from selective_compile.kernels import ragged_attention_cpu
+from selective_compile.model_call import CANNOT
 from selective_compile.model_facts import device_of
 from selective_compile.module_state import lock_of
 from selective_compile.options import EngineConfig
@@ -54,6 +55,17 @@ def compile_step_program(model: nn.Module, config: EngineConfig) -> Program:
         return _compiled(model, config)
 
 
+def run_whole(model: nn.Module, refused: RefusedError) -> SequentialProgram:
+    """Raises `RefusedError` where not even that is possible."""
+    try:
+        return SequentialProgram(model, refused.refusals)
+    except RefusedError:
+        raise
+    except CANNOT as error:
+        reason = f"nor can generate run it: {type(error).__name__}: {error}"
+        raise RefusedError(refused.refusals, reason) from error
+
+
 def _compiled(model: nn.Module, config: EngineConfig) -> Program:
     if isinstance(model, GenerationMixin) and (own := unlike_transformers(model)):  # `sc.generate` refuses such a model
         logger.warning("%s has its own %s, which an engine does not call", type(model).__name__, own)
@@ -76,7 +88,7 @@ def _compiled(model: nn.Module, config: EngineConfig) -> Program:
             raise ValueError(f"{NOT_RAGGED}, got {config.kv_dtype!r}: {error}") from error
         # Its text: who keeps what is logged would keep the error, and by its traceback the model.
         logger.warning("%s runs whole, one request after another: %s", type(model).__name__, str(error))
-        return SequentialProgram(model, error.refusals)
+        return run_whole(model, error)
     if config.max_attention_window is not None:
         logger.warning("%s", narrowed(type(model).__name__, proved, config.max_attention_window))
     if proved.isolated:

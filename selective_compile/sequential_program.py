@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from selective_compile.live_settings import HOOK, hook_refusals, without_hooks
+from selective_compile.model_call import CANNOT
 from selective_compile.model_facts import declared_positions, device_of, known_ids
 from selective_compile.module_state import (
     Place,
@@ -30,6 +31,7 @@ from selective_compile.module_state import (
     unchanged,
     watched_objects,
 )
+from selective_compile.own_generation import generate_of_transformers
 from selective_compile.passes import Refusal, RefusedError
 from selective_compile.step import StepInputs
 from selective_compile.tensor_state import States, states
@@ -262,7 +264,7 @@ def prepared(model: Any, ids: Tensor, use_cache: bool | None = None) -> dict[str
     mask = {"attention_mask": torch.ones_like(ids)} if takes_mask else {}
     options = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1, "num_return_sequences": 1}
     options |= {} if use_cache is None else {"use_cache": use_cache}
-    generate = type(model).generate  # the class's own: the object's may have been replaced by `wrap`
+    generate = generate_of_transformers(type(model))  # the object's own may have been put there by `wrap`
     try:
         generate(model, ids, **mask, custom_generate=keep, **options)
     except ValueError:  # it prepares its inputs by a function that takes no mask
@@ -297,7 +299,7 @@ def why_not_run(model: Any) -> str:
     if not isinstance(model, GenerationMixin):
         return f"{type(model).__name__} must be a GenerationMixin to run whole"
     try:
-        prepared(model, torch.zeros(1, 1, dtype=torch.int64, device=device_of(model)))
-    except (AttributeError, ValueError) as error:  # of a configuration that transformers knows nothing of
+        step_arguments(model, OneRequest(tokens=torch.zeros(1, 1, dtype=torch.int64, device=device_of(model))))
+    except CANNOT as error:  # of a configuration that transformers knows nothing of, or one that this knows nothing of
         return f"`generate` must be able to begin with {type(model).__name__}, got {type(error).__name__}: {error}"
     return ""

@@ -241,6 +241,10 @@ class StepProgram:
             num_tables=len(reaches(site.reach for site in self.call_sites)),
         )
 
+    def take_failed(self) -> dict[Hashable, Exception]:
+        """None: what one request's rows raise, the step raises."""
+        return {}
+
     def forget(self, request: Hashable) -> None:
         """Nothing is kept of a request but its blocks."""
 

@@ -93,6 +93,13 @@ def test_autocast_within_a_forward_is_refused_by_name_unless_it_is_off() -> None
     assert error < TOLERANCE
 
 
+def test_requests_may_be_picked_by_their_numbers() -> None:
+    def picked(x: Tensor) -> Tensor:
+        return x[torch.arange(x.shape[0])]
+
+    assert engine_error(Decoder(layers=1, mix=picked), vocabulary=VOCABULARY) < TOLERANCE
+
+
 class OwnTable(nn.Module):
     """Attention, with a bias that the first call makes for all positions and keeps as an attribute, as of MPT; and a
     triangle in the shape of its scores."""

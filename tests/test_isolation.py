@@ -82,6 +82,17 @@ class Writing(nn.Module):
         return highest
 
 
+class Limited(Highest):
+    """Has room for so many tokens alone."""
+
+    room = 70
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > self.room:
+            raise RuntimeError(f"no room for {x.shape[1]} tokens")
+        return super().forward(x)
+
+
 class Backwards(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.flip(1).cumsum(1).flip(1) / 10
@@ -445,3 +456,20 @@ def test_branches_that_the_graph_has_are_refused_by_name(monkeypatch: pytest.Mon
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
     found = sc.generate(model, ids, engine_config=sc.EngineConfig(compile=False), **options)
     assert torch.equal(found, model.generate(ids, **options))
+
+
+def test_what_a_module_raises_for_one_request_ends_it_alone() -> None:
+    model = Mixed(Limited)
+    engine = sc.Engine(model, CONFIG)
+    assert engine.report.verdict == "isolated"
+    prompts = [list(range(1, 8)), list(range(1, Limited.room + 4)), [5, 4, 3]]
+    with engine.running():
+        found = [engine.submit(prompt, max_new_tokens=4) for prompt in prompts]
+        results = [each.result() for each in found]
+        assert "no room for" in str(results[1].error)
+        for prompt, result in zip(prompts[::2], results[::2], strict=True):
+            tokens = list(prompt)
+            for _ in range(4):
+                tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+            assert list(result.tokens) == tokens[len(prompt) :]
+        assert engine.submit(prompts[0], max_new_tokens=4).result().tokens == results[0].tokens

@@ -70,7 +70,20 @@ def looking_back(model: Decoder, x: Tensor) -> Tensor:
     return model.head(F.scaled_dot_product_attention(x[:, -1:], x, x, is_causal=True))
 
 
+def turned(model: Decoder, x: Tensor) -> Tensor:
+    """By its position among the tokens that it is given: it is the first, of one."""
+    return model.head(x[:, -1:] + model.places(torch.ones_like(x[:, -1:, 0]).cumsum(1).long()))
+
+
+def seeing_itself(model: Decoder, x: Tensor) -> Tensor:
+    last = x[:, -1:]
+    return model.head(F.scaled_dot_product_attention(last, last, last, is_causal=True))
+
+
 OTHERS: dict[str, Head] = {
+    "attention of itself": seeing_itself,
+    "numbered among one": turned,
+    "shifted": lambda model, x: model.head(x[:, -1:] - F.pad(x[:, -1:], (0, 0, 1, -1))),
     "added to all": lambda model, x: model.head(x + x[:, -1:])[:, -1:],
     "of all of them": lambda model, x: model.head((x * x[:, -1:]).sum(1, keepdim=True)),
     "attention": looking_back,
@@ -88,6 +101,13 @@ OTHERS: dict[str, Head] = {
 def test_what_is_not_of_the_last_token_alone_is_refused(name: str) -> None:
     with pytest.raises(sc.RefusedError):
         step_program(LastAlone(OTHERS[name]))
+
+
+@pytest.mark.parametrize("name", ["attention of itself", "numbered among one", "shifted"])
+def test_a_padded_call_computes_what_is_of_one_token_as_the_model(name: str) -> None:
+    model, ids = LastAlone(OTHERS[name]), torch.randint(0, VOCABULARY, (3, 11))
+    with torch.no_grad():
+        torch.testing.assert_close(fast(model)(ids), model(ids), atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["listed", "selected", "twice"])

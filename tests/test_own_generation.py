@@ -40,6 +40,36 @@ class Preparing(LlamaForCausalLM):
         return super().prepare_inputs_for_generation(*args, **kwargs)
 
 
+class Another(LlamaForCausalLM):
+    """With a loop of its own, that takes other arguments."""
+
+    def generate(self, input_ids: torch.Tensor, max_new_tokens: int = 20, temperature: float = 1.0) -> Any:
+        raise NotImplementedError
+
+
+class Ignoring(LlamaForCausalLM):
+    """With one that takes whatever it is given, and runs the model."""
+
+    def generate(self, inputs: Any = None, **kwargs: Any) -> Any:
+        return self(inputs).logits.argmax(-1)
+
+
+class Asking(Another):
+    """That Dynamo does not trace, so that it runs whole."""
+
+    def forward(self, input_ids: Any, **kwargs: Any) -> Any:
+        if (input_ids == 5).sum() > 1000:
+            input_ids = input_ids + 1
+        return super().forward(input_ids, **kwargs)
+
+
+class Older(Asking):
+    """Prepares its inputs by a function that does not know what transformers hands it today."""
+
+    def prepare_inputs_for_generation(self, input_ids: Any, past_key_values: Any = None) -> Any:
+        return {"input_ids": input_ids}
+
+
 def of_class(kind: type) -> Any:
     model: Any = tiny("llama", attention="eager", num_hidden_layers=1)
     model.__class__ = kind
@@ -144,3 +174,20 @@ def test_masks_are_of_0_and_1(value: float) -> None:
     mask[0, 3] = value
     with pytest.raises(ValueError, match=f"attention_mask must be of 0 and 1, got {value}"):
         sc.generate(of_class(LlamaForCausalLM), IDS, attention_mask=mask, engine_config=CONFIG)
+
+
+@pytest.mark.parametrize(("kind", "verdict"), [(Another, "ragged"), (Ignoring, "ragged"), (Asking, "sequential")])
+def test_an_engine_serves_a_model_with_a_loop_of_its_own(kind: type, verdict: str) -> None:
+    wanted = generated(of_class(LlamaForCausalLM))[0, IDS.shape[1] :].tolist()
+    model = of_class(kind)
+    assert sc.explain(model).verdict == verdict
+    engine = sc.Engine(model, CONFIG)
+    with engine.running():
+        assert list(engine.submit(IDS[0].tolist(), max_new_tokens=6).result().tokens) == wanted
+
+
+def test_a_model_that_cannot_run_whole_either_is_refused() -> None:
+    model = of_class(Older)
+    assert sc.explain(model).verdict == "refused"
+    with pytest.raises(sc.RefusedError, match="must be able to begin with Older, got TypeError: .*unexpected keyword"):
+        sc.Engine(model, CONFIG)

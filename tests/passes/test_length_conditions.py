@@ -11,7 +11,7 @@ from torch import Tensor
 
 import selective_compile as sc
 from selective_compile.step import LongForm
-from tests.decoders import Decoder, tril_mask
+from tests.decoders import MAX_POSITIONS, Decoder, tril_mask
 from tests.exactness import TOLERANCE, step_program
 from tests.lengths import LAST, errors, first_ten, length_of, tells_lengths_apart
 
@@ -133,3 +133,18 @@ def scaled_by_length(x: Tensor) -> Tensor:
 def test_what_changes_as_a_request_grows_or_with_values_is_refused(mix: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(sc.RefusedError):
         step_program(Decoder(layers=1, mix=mix, positions=first_ten))
+
+
+def test_what_pairs_of_all_tokens_tell_is_tried_as_far_as_they_fit() -> None:
+    """As `torch.nn.TransformerEncoder` asks whether the mask that it is given is the causal one."""
+
+    def asks(x: Tensor) -> Tensor:
+        size = x.shape[1]
+        mask = torch.full((size, size), -torch.inf).triu(1)
+        causal = torch.triu(torch.full((size, size), -torch.inf), diagonal=1)
+        return torch.where((mask == causal).all(), x, -x)
+
+    model = Decoder(layers=1, mix=asks)
+    program = step_program(model)
+    assert program.max_positions == min(4096, MAX_POSITIONS)
+    assert errors(model, program, [[5, 7, 9], list(range(40))]) < TOLERANCE

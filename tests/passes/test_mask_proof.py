@@ -30,6 +30,15 @@ def hiding(hole: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
     return keeping(lambda i, j, s: (j <= i) & ~hole(i, j))
 
 
+def adding_both(first: Mask, second: Mask) -> Callable[..., Any]:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        places, size = torch.arange(q.shape[1]), q.shape[1]
+        scores = scores_of(q, k) + first(places[:, None], places[None], size)
+        return weigh((scores + second(places[:, None], places[None], size)).softmax(-1), v)
+
+    return attend
+
+
 def adding(added: Mask) -> Callable[..., Any]:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         places = torch.arange(q.shape[1])
@@ -121,6 +130,16 @@ def test_prefixes_are_proved(name: str) -> None:
     assert ragged_error(function, lengths=(5, 1, 29, 3)) < 1e-5
 
 
+def test_slopes_beside_a_mask_that_they_never_uncover_are_proved() -> None:
+    def slopes(i: Tensor, j: Tensor, s: int) -> Tensor:
+        return (j - i) * torch.tensor([0.5, 0.25, 0.001, 3.0])[:, None, None]
+
+    function = adding_both(lambda i, j, s: (j > i) * torch.finfo(torch.float32).min, slopes)
+    (call,) = analysed(function).calls
+    assert call.family is not None
+    assert call.family.slopes == pytest.approx((0.5, 0.25, 0.001, 3.0), rel=1e-6)
+
+
 def test_slopes_are_those_of_the_heads() -> None:
     slopes = torch.tensor([0.5, 0.25, 0.001, 3.0])
     function = adding(lambda i, j, s: torch.full((s, s), -math.inf).triu(1) + (j - i) * slopes[:, None, None])
@@ -183,6 +202,17 @@ REFUSED: dict[str, Callable[..., Any]] = {
         )
     ),
     "hidden a little": adding(lambda i, j, s: torch.zeros(s, s).masked_fill(j > i, -5.0)),
+    "hidden, and uncovered": adding_both(lambda i, j, s: (j > i) * -10_000.0, lambda i, j, s: (j == i + 1) * 10_000.0),
+    "hidden, and uncovered in part": adding_both(
+        lambda i, j, s: torch.full((s, s), -1e30).triu(1), lambda i, j, s: (j > i) * 1e30
+    ),
+    "a window, and keys before it uncovered": adding_both(
+        lambda i, j, s: (j > i) * -1e30 + (i - j >= 3) * -10_000.0,
+        lambda i, j, s: ((i - j >= 3) & (j < 2)) * 10_000.0,
+    ),
+    "hidden, but for what slopes uncover far away": adding_both(
+        lambda i, j, s: (j > i) * -10_000.0, lambda i, j, s: (j - i) * torch.full((4, 1, 1), 0.5)
+    ),
     "hidden by less than enough": adding(lambda i, j, s: (j > i) * -9_000.0),
     "hidden, but for some": adding(lambda i, j, s: (j > i) * -10_000.0 - (j > i + 20) * -9_000.0),
     "hidden beside a bias of far ones": adding(lambda i, j, s: (j > i) * -10_000.0 - (i - j - 300).clamp(min=0) * 10.0),

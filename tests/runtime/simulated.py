@@ -88,6 +88,9 @@ class SimulatedProgram:
     def forget(self, request: Any) -> None:
         """Keeps nothing of a request but what is in the pools."""
 
+    def take_failed(self) -> dict[Any, Exception]:
+        return {}
+
     def go_on_from(self, requests: Any, parents: Any) -> None:
         """Keeps nothing of a request but what is in the pools."""
 
