@@ -8,6 +8,7 @@ import json
 import logging
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -460,7 +461,7 @@ def test_branches_that_the_graph_has_are_refused_by_name(monkeypatch: pytest.Mon
 
 def test_what_a_module_raises_for_one_request_ends_it_alone() -> None:
     model = Mixed(Limited)
-    engine = sc.Engine(model, CONFIG)
+    engine = sc.Engine(model, replace(CONFIG, token_budget=128, max_kv_tokens=8 * 30))
     assert engine.report.verdict == "isolated"
     prompts = [list(range(1, 8)), list(range(1, Limited.room + 4)), [5, 4, 3]]
     with engine.running():
