@@ -66,6 +66,7 @@ REWRITES: tuple[tuple[str, Callable[[FlatGraph], int]], ...] = (
     ("lower", lower),  # behind all analyses: it names kernels, which none of them reads
     ("merge", merge),  # last: it is by the kernel that a layer went to whether it can be merged
 )
+NAMED = 3  # attributes, in a refusal
 PIPELINE = (*(name for name, _ in ANALYSES), "flatten", *(name for name, _ in REWRITES))
 
 
@@ -119,6 +120,7 @@ def rewrite(
     traces: Traces | None = None,
     long_form: bool = False,
     blocks: bool = True,
+    stores: Sequence[str] = (),
 ) -> Rewrite:
     """Run the pipeline on Dynamo's graph.
 
@@ -129,6 +131,7 @@ def rewrite(
     ``latents``: pools keep what keys and values are made of, where that pays.  ``traces`` has graphs that were traced
     to ATen before, and gets others.  ``long_form``: positions may tell which tokens are of long requests, for a model
     that computes these otherwise.  ``blocks``: a linear attention that is one block of some is taken for a recurrence.
+    ``stores``: attributes that the call sets, to be named where that is refused.
     What cannot be proved stands in ``refusals`` and leaves ``flat`` None.  Raises
     `RefusedError` when the graph's inputs are not those of a decoder at all.
     """
@@ -137,7 +140,7 @@ def rewrite(
     if ones is not None:
         all_ones(traced, ones)
     if paged:
-        drop_stored_weights(traced)
+        drop_stored_weights(traced, stores)
         forget_overwritten(traced)
         settle_lengths(traced, long_form=long_form)
     take_last_behind(traced)
@@ -173,7 +176,7 @@ def rewrite(
     return result
 
 
-def drop_stored_weights(traced: TracedGraph) -> int:
+def drop_stored_weights(traced: TracedGraph, stores: Sequence[str]) -> int:
     """Outputs that are weights as they came leave the graph: a forward may assign a buffer to its own name.
 
     Whatever else it stores in the model is refused: the engine runs no such side effect.
@@ -182,8 +185,14 @@ def drop_stored_weights(traced: TracedGraph) -> int:
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     kept = [result for result in results if result not in weights]
     output.args = (tuple(kept),)
+    if not kept:
+        traced.refuse(output, "its forward must compute its logits, got a weight as it is")
+    if len(kept) > 1:
+        where = ", ".join(sorted(stores)[:NAMED]) + (", ..." if len(stores) > NAMED else "")
+        count = "a value" if len(kept) == 2 else f"{len(kept) - 1} values"
+        what = f"{count} that it stores" + (f" in {where}" if where else "")
+        traced.refuse(output, f"its forward must give logits and store nothing in the model, got {what}")
     if len(kept) != 1:
-        traced.refuse(output, f"its forward must give logits and store nothing in the model, got {len(kept)} results")
         traced.makes_constants = any(map(is_constant, kept))
     traced.module.recompile()
     return len(results) - len(kept)

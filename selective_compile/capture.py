@@ -116,7 +116,7 @@ def traced(model: nn.Module, functions: Mapping[Place, Recognised] | None, branc
                 module=module,
                 examples=list(examples),
                 ends=ends_of_graph(),
-                sets=sets_attributes(),
+                sets=sets_attributes(model),
                 read=read_by_trace().beside(left),
                 conditions=conditions_of(guards_of_trace()),
             )
@@ -226,10 +226,16 @@ def ends_of_graph() -> tuple[int, ...]:
     return ends_of(guard.expr for guard in guards)
 
 
-def sets_attributes() -> bool:
+def sets_attributes(model: nn.Module) -> tuple[str, ...]:
+    """The attributes of modules that the trace would have a call set."""
     tx: Any = InstructionTranslator.current_tx()
-    written = tx.output.side_effects.store_attr_mutations
-    return any(isinstance(variable, (NNModuleVariable, UnspecializedNNModuleVariable)) for variable in written)
+    paths = {id(module): path for path, module in model.named_modules()}
+    found = []
+    for variable, written in tx.output.side_effects.store_attr_mutations.items():
+        if isinstance(variable, (NNModuleVariable, UnspecializedNNModuleVariable)):
+            path = paths.get(id(getattr(variable, "value", None)), "")
+            found += [f"{path}.{name}" if path else name for name in written]
+    return tuple(found)
 
 
 def guards_of_trace() -> Iterator[Any]:

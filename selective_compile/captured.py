@@ -24,7 +24,7 @@ class Captured:
 
     ``ends``: the largest S that each of its conditions holds for, where the model has a table of positions that ends;
     none if any.
-    ``sets``: whether a call sets attributes of the model's modules.
+    ``sets``: the attributes of the model's modules that a call sets.
     ``read``: the attributes that the trace depends on, and the code.
     ``conditions``: what it holds for.
     ``asked``: whether its code has asked a tensor how long a request is.
@@ -33,7 +33,7 @@ class Captured:
     module: fx.GraphModule
     examples: list[Any]
     ends: tuple[int, ...]
-    sets: bool = False
+    sets: tuple[str, ...] = ()
     read: Read = Read()
     conditions: tuple[Condition, ...] = ()
     asked: bool = False

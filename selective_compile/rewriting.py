@@ -80,6 +80,7 @@ def captured_and_rewritten(
             traces=KeptTraces() if keep else None,
             long_form=long_form,
             blocks=blocks,
+            stores=given.sets,
         )
 
     captured = captured_as_it_is(model, functions, keep=keep, ask=ask)

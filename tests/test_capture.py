@@ -257,9 +257,31 @@ def test_forward_may_assign_a_buffer_to_its_own_name() -> None:
 
 def test_forward_that_stores_something_else_is_refused() -> None:
     model = Assigning(1.0).eval()
-    with pytest.raises(sc.RefusedError, match=r"store nothing in the model"):
+    with pytest.raises(sc.RefusedError, match=r"store nothing in the model, got a value that it stores"):
         step_program(model)
     assert model.shift.item() == 0.5
+
+
+class OfItsLength(nn.Module):
+    """A table for exactly as many tokens as a call has, as of many rotary embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length, self.table = 0, torch.zeros(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] != self.length:
+            self.length, self.table = x.shape[1], torch.arange(x.shape[1])[None, :, None].cos()
+        return x * self.table
+
+
+def test_what_a_forward_stores_is_named() -> None:
+    table = OfItsLength()
+    model = Decoder(layers=1, mix=table)
+    stored = r"got 2 values that it stores in blocks\.0\.mix\.length, blocks\.0\.mix\.table"
+    with pytest.raises(sc.RefusedError, match=stored):
+        step_program(model)
+    assert table.length == 0
 
 
 class SeesOperators(TorchDispatchMode):
