@@ -25,21 +25,11 @@ from selective_compile.passes.output_tails import EVERYTHING, constant_slice
 from selective_compile.passes.traced_graph import TracedGraph
 
 aten = torch.ops.aten
-
-
 # Beside pointwise operators, those that compute something of each row, or that move its numbers.
 ROWS = (
-    *(aten.linear, aten.matmul, aten.mm, aten.addmm, aten.layer_norm, aten.rms_norm, aten.softmax, aten._softmax),
-    *(
-        aten.log_softmax,
-        aten._log_softmax,
-        aten.mean,
-        aten.sum,
-        aten.var,
-        aten.amax,
-        aten.amin,
-        aten.linalg_vector_norm,
-    ),
+    *(aten.linear, aten.matmul, aten.mm, aten.addmm, aten.layer_norm, aten.rms_norm),
+    *(aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax),
+    *(aten.mean, aten.sum, aten.var, aten.amax, aten.amin, aten.linalg_vector_norm),
     *(aten.to, aten._to_copy, aten.type_as, aten.clone, aten.contiguous, aten.alias, aten.detach, aten.dropout),
     *(aten.view, aten.reshape, aten._unsafe_view, aten.unsqueeze, aten.squeeze, aten.transpose, aten.permute),
     *(aten.expand, aten.slice, aten.select, aten.cat, aten.index_select, aten.flatten, aten.unflatten),

@@ -197,6 +197,26 @@ def test_a_planted_mistake_is_found() -> None:
     assert mistaken.tokens == "wrong" and mistaken.first_wrong
 
 
+class Failing(Nudged):
+    """One that cannot run the requests of its first step."""
+
+    def take_failed(self) -> dict[Any, Exception]:
+        found, self.failed = vars(self).pop("failed", {}), {}
+        return found
+
+    def __call__(self, inputs: Any, pools: Any, states: Any = ()) -> Tensor:
+        if "failed" not in vars(self):
+            self.failed = dict.fromkeys(inputs.requests, ArithmeticError("no such rows"))
+        return self.program(inputs, pools, states)
+
+
+def test_a_request_that_ends_with_an_error_is_no_equal_one() -> None:
+    model = random_model("llama")
+    program = compile_step_program(model, QUICK.engine_config)
+    with pytest.raises(RuntimeError, match="ArithmeticError: no such rows"):
+        serve(model, Failing(program, 1), QUICK, VOCABULARY)
+
+
 def test_all_is_measured_of_a_model() -> None:
     facts: dict[str, Any] = {}
     for part in measure("gemma2", QUICK):

@@ -58,6 +58,8 @@ def serve(model: Any, program: Any, trial: Trial, vocabulary: int) -> tuple[list
         for _ in range(pause):
             engine.step()
     results = [request.result() for request in requests]
+    for failed in (result for result in results if result.error is not None):
+        raise RuntimeError(failed.error)
     served = [
         Served(prompt=prompt, tokens=list(result.tokens), logits=torch.stack(recorder.logits[number]).float())
         for number, (prompt, result) in enumerate(zip(prompts, results, strict=True))
