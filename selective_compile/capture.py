@@ -108,6 +108,8 @@ def traced(model: nn.Module, functions: Mapping[Place, Recognised] | None, branc
     """``branches``: what answers where its code asks a tensor; None ends the trace there."""
     found: list[Captured] = []
     left = [place.bound().__code__ for place in functions or {}]
+    # Dynamo's record of the backend outlives the call: it must not hold the model.
+    paths = {id(module): path for path, module in model.named_modules()}
 
     def keep(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
         keep_sources(module)
@@ -116,7 +118,7 @@ def traced(model: nn.Module, functions: Mapping[Place, Recognised] | None, branc
                 module=module,
                 examples=list(examples),
                 ends=ends_of_graph(),
-                sets=sets_attributes(model),
+                sets=sets_attributes(paths),
                 read=read_by_trace().beside(left),
                 conditions=conditions_of(guards_of_trace()),
             )
@@ -226,10 +228,9 @@ def ends_of_graph() -> tuple[int, ...]:
     return ends_of(guard.expr for guard in guards)
 
 
-def sets_attributes(model: nn.Module) -> tuple[str, ...]:
-    """The attributes of modules that the trace would have a call set."""
+def sets_attributes(paths: Mapping[int, str]) -> tuple[str, ...]:
+    """The attributes of modules, whose ``paths`` these are, that the trace would have a call set."""
     tx: Any = InstructionTranslator.current_tx()
-    paths = {id(module): path for path, module in model.named_modules()}
     found = []
     for variable, written in tx.output.side_effects.store_attr_mutations.items():
         if isinstance(variable, (NNModuleVariable, UnspecializedNNModuleVariable)):

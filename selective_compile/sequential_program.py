@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from selective_compile.live_settings import HOOK, hook_refusals, without_hooks
-from selective_compile.model_call import CANNOT
 from selective_compile.model_facts import declared_positions, device_of, known_ids
 from selective_compile.module_state import (
     Place,
@@ -299,7 +298,7 @@ def why_not_run(model: Any) -> str:
     if not isinstance(model, GenerationMixin):
         return f"{type(model).__name__} must be a GenerationMixin to run whole"
     try:
-        step_arguments(model, OneRequest(tokens=torch.zeros(1, 1, dtype=torch.int64, device=device_of(model))))
-    except CANNOT as error:  # of a configuration that transformers knows nothing of, or one that this knows nothing of
+        prepared(model, torch.zeros(1, 1, dtype=torch.int64, device=device_of(model)))
+    except (AttributeError, ValueError) as error:  # of a configuration that transformers knows nothing of
         return f"`generate` must be able to begin with {type(model).__name__}, got {type(error).__name__}: {error}"
     return ""
