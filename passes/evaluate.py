@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import sympy
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from selective_compile.passes.axes import is_symbolic
 
@@ -125,6 +127,14 @@ def evaluate(
                 value = None if instead is None else instead(current, args)
                 values[current] = current.target(*args, **kwargs) if value is None else value  # type: ignore[operator]
     return values[node]
+
+
+def traced_value(node: fx.Node, mode: FakeTensorMode, value_of: Callable[[fx.Node], Any]) -> Any:
+    """What ``node`` gives for such values, which have sizes and no numbers."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), value_of)
+    # Some operators are made of others in C++, which in torch 2.11 has no sizes that are symbols.
+    with mode, enable_python_dispatcher(), torch.no_grad():
+        return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def moved_to(

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
 
 from selective_compile.joined_weights import ALIGNMENT, can_be_joined
 from selective_compile.passes.axes import size_expression
+from selective_compile.passes.evaluate import traced_value
 from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.merge import readers_of_same_rows
 
@@ -131,7 +131,4 @@ def computed(flat: FlatGraph, target: Any, *args: Any) -> fx.Node:
 
 
 def value_of(flat: FlatGraph, node: fx.Node) -> Any:
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda given: given.meta["val"])
-    # Some operators are made of others in C++, which in torch 2.11 has no sizes that are symbols.
-    with flat.symbols.mode, enable_python_dispatcher():
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+    return traced_value(node, flat.symbols.mode, lambda given: given.meta["val"])

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
 
 from selective_compile.passes.axes import is_symbolic, size_expression
+from selective_compile.passes.evaluate import traced_value
 from selective_compile.passes.output_tails import EVERYTHING, constant_slice
 from selective_compile.passes.traced_graph import TracedGraph
 
@@ -186,13 +186,7 @@ class Behind:
         self.values[node] = value
 
     def value_of(self, node: fx.Node) -> Any:
-        def given(argument: fx.Node) -> Any:
-            return self.values.get(argument, argument.meta.get("val"))
-
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), given)
-        # Some operators are made of others in C++, which in torch 2.11 has no sizes that are symbols.
-        with self.mode, enable_python_dispatcher(), torch.no_grad():
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+        return traced_value(node, self.mode, lambda given: self.values.get(given, given.meta.get("val")))
 
     def place_of(self, node: fx.Node, value: torch.Tensor) -> int | None:
         """The dimension of tokens in ``value``, which is in all others as before; None where it is not so."""

@@ -80,7 +80,7 @@ class LiveWeights:
 
         Raises:
             ValueError: the graph is not that of the model any more: as in `change`; or a tied weight was replaced in
-                one of its places only, or a weight got another class, shape, dtype, device or strides, or a buffer that
+                one of its places only, or a weight got another class, shape, dtype, device or strides, or a tensor that
                 masks were proved from got other values.
         """
         try:
@@ -103,7 +103,7 @@ class LiveWeights:
             self.seen = tensors, version
         if not self._values.hold(self._proved.found()):
             names = ", ".join(sorted(set(self._proved.names)))
-            raise ValueError(f"buffers that a proof has read must keep their values, got others in {names}")
+            raise ValueError(f"tensors that a proof has read must keep their values, got others in {names}")
         return version
 
     def are_of(self, model: nn.Module) -> bool:

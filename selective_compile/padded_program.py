@@ -47,7 +47,7 @@ class PaddedProgram:
 
     Some calls run Dynamo's own graph, uncompiled: a length that the trace does not hold for, a mask of other numbers
     than 0 and 1, a window or a bias by distance over rows with holes, chunks, a prefix or recurrences over rows that
-    padding shifts, fewer than two real tokens, and other values in the buffers that a proof has read.
+    padding shifts, fewer than two real tokens, and other values in the tensors that a proof has read.
     """
 
     def __init__(self, rewritten: Rewrite, module: fx.GraphModule, options: BackendOptions) -> None:
