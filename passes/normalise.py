@@ -38,6 +38,7 @@ from selective_compile.passes.traced_graph import (
     module_path,
     source_line,
 )
+from selective_compile.passes.truth_ranges import drop_truth_ranges
 
 aten = torch.ops.aten
 SOURCE = "selective_source"
@@ -209,6 +210,7 @@ def retrace(
     for node in module.graph.nodes:
         if node.target is DATA:
             node.target = torch.detach
+    drop_truth_ranges(module)
     try:
         return retraced(module, fakes, SPELT_OUT, symbols.mode, traces)
     except RuntimeError as error:  # an operator finds that symbolic sizes do not fit

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._decomp import get_decompositions
 
 from selective_compile.passes.memory import overlaps
+from selective_compile.passes.native_layers import multi_head_attention, transformer_encoder_layer
 
 aten = torch.ops.aten
 # Triangles are written as comparisons of index ranges, which the mask proof can evaluate at any position.
@@ -177,4 +178,6 @@ SPELT_OUT: dict[Any, Any] = {
     aten.conv1d.padding: unpadded_conv1d,
     aten.group_norm.default: group_norm,
     aten.einsum.default: plain_einsum,
+    aten._native_multi_head_attention.default: multi_head_attention,
+    aten._transformer_encoder_layer_fwd.default: transformer_encoder_layer,
 }

@@ -22,6 +22,7 @@ from selective_compile.captured import Captured
 from selective_compile.graph_writes import GraphWrites
 from selective_compile.joined_graphs import ApartError, JoinedGraphs, Side
 from selective_compile.known_conditions import known_conditions
+from selective_compile.length_tables import table_of
 from selective_compile.live_settings import Read, names_read
 from selective_compile.model_call import CANNOT, logits_call
 from selective_compile.model_facts import check, declared_positions, device_of
@@ -99,7 +100,8 @@ def side_of(captured: Captured, model: nn.Module, branches: Branches) -> Side:
     side = Side(module=captured.module, writes=GraphWrites(captured.module, captured.inputs(arguments)))
     asked = {name for name, _ in branches.asked}
     for node in captured.module.graph.nodes:
-        if node.name in asked and any(map(side.writes.is_written, chain_of(node) or ())):
+        made_of = (chain_of(node) or table_of(node) or ()) if node.name in asked else ()
+        if any(side.writes.is_written(each, but=made_of) for each in made_of):
             raise ApartError(f"{node.name} is of something that is written to")
     return side
 

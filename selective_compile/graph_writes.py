@@ -26,7 +26,7 @@ class GraphWrites:
         """``inputs``: of one length; nothing is written to these.  Raises whatever an operator raises."""
         self.writing: set[fx.Node] = set()
         self.values: dict[fx.Node, Any] = {}
-        self._written: set[int] = set()
+        self._writers: dict[int, set[fx.Node]] = {}  # of each memory
         # Sizes that values tell, as how many tokens an expert has, are symbols.
         mode = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True, shape_env=ShapeEnv())
         given = [mode.from_tensor(each) if isinstance(each, Tensor) else each for each in inputs]
@@ -40,16 +40,18 @@ class GraphWrites:
             changed = [value for value, state in zip(read, before, strict=True) if state_of(value) != state]
             if changed:
                 self.writing.add(node)
-                self._written |= set(map(memory_of, changed))
+                for memory in map(memory_of, changed):
+                    self._writers.setdefault(memory, set()).add(node)
             return result
 
         setattr(interpreter, "run_node", noted)  # noqa: B010 - a method to mypy
         with mode:
             interpreter.run(*given)
 
-    def is_written(self, node: fx.Node) -> bool:
-        """Whether what it gives, or what it is a view of, is written to by any node."""
-        return any(memory_of(value) in self._written for value in tensors_of(self.values[node]))
+    def is_written(self, node: fx.Node, *, but: Sequence[fx.Node] = ()) -> bool:
+        """Whether what it gives, or what it is a view of, is written to by any node, ``but`` by these."""
+        memories = map(memory_of, tensors_of(self.values[node]))
+        return any(not self._writers.get(memory, set()) <= set(but) for memory in memories)
 
     def inputs_written(self) -> list[int]:
         """The places of the graph's inputs that it writes to, by whatever name."""

@@ -9,7 +9,8 @@ most, and where is looked for.  It must be the same of a request's last tokens a
     if attention_mask is not None and not attention_mask.all(): ...
 
 It does not end there either where what is asked is made of the attention mask, which an engine hands a model as ones
-and nothing else, by functions of which the result is the same for as many ones as there may be.
+and nothing else, by functions of which the result is the same for as many ones as there may be; or where it is asked of
+all of a table that the request's length alone makes, and is the same for all lengths (`length_tables`).
 
 Whether what is asked was written to meanwhile is seen when the trace is done (`graph_writes`).
 """
@@ -27,9 +28,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-from torch._dynamo.variables import SymNodeVariable
+from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TensorVariable
 from torch.utils._python_dispatch import _disable_current_modes
 
+from selective_compile.length_tables import holds_of_places, table_of
 from selective_compile.model_call import ATTENTION_MASK
 from selective_compile.passes.lengths import ALL_LENGTHS, CAPTURE_TOKENS, Answer, answer
 from selective_compile.passes.normalise import source_name
@@ -38,6 +40,8 @@ from selective_compile.passes.normalise import source_name
 JUMPS = {number: name for name, number in dis.opmap.items() if "JUMP" in name and ("TRUE" in name or "FALSE" in name)}
 KEEPS = "OR_POP"  # those that leave it there where they jump
 TABLE = "dispatch_table"
+NUMBER = "method_item"  # Dynamo's, for `item`, by which it also knows whether a tensor is true
+NUMBER_ASKED = getattr(TensorVariable, NUMBER)
 POSITIONS = "positions_of_tokens"  # the function of `model_call` that makes them
 # Of one tensor and numbers, and monotonic in the former.
 FUNCTIONS = {
@@ -56,6 +60,7 @@ OF_ONES = {
     *("all", "any", "min", "amin", "eq", "ne", "__eq__", "__ne__", "logical_not", "bitwise_not", "bool", "item"),
 }
 WIDE = (torch.bool, torch.int32, torch.int64, torch.float32, torch.float64)  # others begin anew, or have no such number
+CANNOT_BE_MADE = (RuntimeError, TypeError, ValueError, AttributeError)
 WHOLE = 2**14  # tokens of a request of which all are looked at, and not only the last ones
 
 
@@ -92,19 +97,29 @@ class Branches:
 
     def answer(self, node: fx.Node) -> bool | None:
         """None where it is not known, or stays so for a few lengths only."""
-        chain = chain_of(node)
-        if chain is None:
-            return None
-        lengths = sorted({self._shortest, *(2**power for power in range(24) if 2**power > self._shortest), ALL_LENGTHS})
         try:
             with _disable_current_modes(), torch.no_grad():
-                found = answer(partial(value_at, chain), lengths)
+                found = self._found(node)
         except UnknownError:
             return None
-        if found.longest <= CAPTURE_TOKENS:
+        if found is None or found.longest <= CAPTURE_TOKENS:
             return None
         self.asked.append((node.name, found))
         return found.holds
+
+    def _found(self, node: fx.Node) -> Answer | None:
+        """Raises `UnknownError`."""
+        chain, table = chain_of(node), table_of(node)
+        if chain is not None:
+            powers = (2**power for power in range(24) if 2**power > self._shortest)
+            return answer(partial(value_at, chain), sorted({self._shortest, *powers, ALL_LENGTHS}))
+        if table is None:
+            return None
+        try:  # of more places, all and any turn once at most
+            found = answer(partial(holds_of_places, table), [self._shortest, ALL_LENGTHS])
+        except CANNOT_BE_MADE as error:
+            raise UnknownError(str(error)) from error
+        return found if found.longest == ALL_LENGTHS else None
 
     @contextmanager
     def answered(self) -> Iterator[None]:
@@ -114,6 +129,7 @@ class Branches:
             ASKING.append(self)
             if not ORIGINALS:
                 watch_jumps()
+                setattr(TensorVariable, NUMBER, number_known)
         ASKED.branches = self
         try:
             yield
@@ -125,6 +141,7 @@ class Branches:
                     for table, original in ORIGINALS:
                         table[:] = original
                     ORIGINALS.clear()
+                    setattr(TensorVariable, NUMBER, NUMBER_ASKED)
 
 
 def watch_jumps() -> None:
@@ -151,12 +168,22 @@ def jump_instead_of(original: Callable[[Any, Any], Any], name: str) -> Callable[
     return jump
 
 
+def number_known(value: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    known = known_of(value, tx) if value.dtype is torch.bool else None
+    return NUMBER_ASKED(value, tx, *args, **kwargs) if known is None else ConstantVariable.create(known)
+
+
 def answered_at(tx: Any) -> bool | None:
     """What is known of the value on the stack, if it is a tensor of the model's own graph."""
+    value = tx.stack[-1]
+    return known_of(value, tx) if value.is_tensor() or isinstance(value, SymNodeVariable) else None
+
+
+def known_of(value: Any, tx: Any) -> bool | None:
     branches = ASKED.branches
-    if branches is None or not (tx.stack[-1].is_tensor() or isinstance(tx.stack[-1], SymNodeVariable)):
+    if branches is None:
         return None
-    node = tx.stack[-1].as_proxy().node
+    node = value.as_proxy().node
     return branches.answer(node) if node.graph is tx.output.root_tracer.graph else None
 
 

@@ -82,6 +82,7 @@ LAYERS = (
         "model_call",
         "model_facts",
         "tensor_branches",
+        "length_tables",
         "joined_graphs",
         "graph_writes",
         "call_values",
