@@ -1,7 +1,7 @@
 """Part of pass 1: Dynamo's assertions that a truth value is no less than 0 and no more than 1 are left out.
 
 Before::  item = mask.all().item(); ge = sym_ite(item, 1, 0) >= 0; _assert_scalar(ge, ...)
-After::   nothing, where nothing else reads ``item``
+After::   item = mask.all().item(); ge = sym_ite(item, 1, 0) >= 0
 
 It has them of whatever a model's code turns into a truth value, also where that is not used; and what tells it then
 reads the tokens of a request as a whole.
@@ -24,11 +24,9 @@ def drop_truth_ranges(module: fx.GraphModule) -> int:
     found = [
         node for node in module.graph.nodes if node.target is aten._assert_scalar.default and is_sure(node.args[0])
     ]
-    for node in found:
+    for node in found:  # what they read is left to be found dead: Dynamo's graph writes in place
         module.graph.erase_node(node)
-    if found:
-        module.graph.eliminate_dead_code()
-        module.recompile()
+    module.recompile()
     return len(found)
 
 

@@ -59,10 +59,13 @@ def left_by_call(model: nn.Module, count: int) -> dict[Place, Any]:
 
 
 def is_set(place: Place, value: Any, before: dict[Place, Any], kind: type[bool] | type[Tensor]) -> bool:
-    """Whether it is a tensor where there was none, or a flag that was another."""
+    """Whether it is a tensor, or some in a row, where there was none; or a flag that was another."""
     module, _, name = place
     was = before.get(place, getattr(type(module), name, None))
-    return isinstance(value, kind) and was is not value and (kind is bool or was is None)
+    if kind is bool:
+        return isinstance(value, bool) and was is not value
+    parts = value if isinstance(value, (tuple, list)) else (value,)
+    return was is None and len(parts) > 0 and all(isinstance(part, Tensor) for part in parts)
 
 
 def same(one: Any, other: Any) -> bool:

@@ -85,7 +85,8 @@ def holds_of_places(nodes: Sequence[fx.Node], length: int) -> bool:
 
 
 def value_of(node: fx.Node, values: dict[fx.Node, Any], places: Tensor) -> Any:
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+    given: Any = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+    args, kwargs = given
     if "device" in kwargs or node.target in (torch.full, torch.ones, torch.zeros):
         kwargs = {**kwargs, "device": "cpu"}
     args = tuple("cpu" if isinstance(arg, torch.device) else arg for arg in args)

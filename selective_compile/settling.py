@@ -10,6 +10,7 @@ from selective_compile.captured import Captured
 from selective_compile.first_call import set_for_good
 from selective_compile.long_tables import made_long
 from selective_compile.passes.traced_graph import RefusedError
+from selective_compile.remade_tables import made_anew
 
 LONG = 512  # tokens that a model is called with to look for tables that are longer than those of a call before
 
@@ -18,9 +19,22 @@ def settled(model: nn.Module, capture: Callable[[], Captured]) -> Captured:
     """What ``capture`` gives once nothing is left to be set: a trace that has read what there was before would not be
     of the model any more when somebody has called it.
 
+    Where calls leave tables for their number of tokens alone, it is as if none had been (`remade_tables`).
+
     Raises:
         RefusedError: as ``capture``, also then.
     """
+    try:
+        captured = as_calls_leave_it(model, capture)
+    except RefusedError:
+        anew = made_anew(model, capture)
+        if anew is None:
+            raise
+        return anew
+    return (made_anew(model, capture) or captured) if captured.sets else captured
+
+
+def as_calls_leave_it(model: nn.Module, capture: Callable[[], Captured]) -> Captured:
     try:
         captured = capture()
     except RefusedError:  # as it branches where a table ends, say, or cannot be traced at all

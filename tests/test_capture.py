@@ -262,8 +262,8 @@ def test_forward_that_stores_something_else_is_refused() -> None:
     assert model.shift.item() == 0.5
 
 
-class OfItsLength(nn.Module):
-    """A table for exactly as many tokens as a call has, as of many rotary embeddings."""
+class OfItsTokens(nn.Module):
+    """A table for exactly as many tokens as a call has, of what the first call with so many has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,12 +271,12 @@ class OfItsLength(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[1] != self.length:
-            self.length, self.table = x.shape[1], torch.arange(x.shape[1])[None, :, None].cos()
+            self.length, self.table = x.shape[1], x.cos()
         return x * self.table
 
 
 def test_what_a_forward_stores_is_named() -> None:
-    table = OfItsLength()
+    table = OfItsTokens()
     model = Decoder(layers=1, mix=table)
     stored = r"got 2 values that it stores in blocks\.0\.mix\.length, blocks\.0\.mix\.table"
     with pytest.raises(sc.RefusedError, match=stored):

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import selective_compile as sc
 from selective_compile.first_call import set_for_good
-from tests.decoders import WIDTH, Decoder
+from tests.decoders import VOCABULARY, WIDTH, Decoder
+from tests.exactness import TOLERANCE, engine_error
 from tests.longrope import longrope
 from tests.oracle import assert_same_tokens
 
@@ -29,6 +30,19 @@ class Made(nn.Module):
         if self.scale is None:
             self.scale = torch.linspace(0.5, 1.5, WIDTH, device=x.device)
         return x * self.scale
+
+
+class MadeInARow(nn.Module):
+    """As TinyLlama's own code has its cosines and sines, which no module but the model has."""
+
+    tables: tuple[Tensor, ...] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.tables is None:
+            angles = torch.outer(torch.arange(64), torch.linspace(0.1, 0.5, WIDTH))
+            self.tables = angles.cos(), angles.sin()
+        cosines, sines = self.tables
+        return x * cosines[: x.shape[1]] + x.flip(-1) * sines[: x.shape[1]]
 
 
 class Counted(Made):
@@ -76,6 +90,12 @@ def test_what_a_second_call_leaves_is_made_for_good() -> None:
     model = decoder(Made)
     assert set_for_good(model, Tensor) and torch.equal(model.mix.scale, torch.linspace(0.5, 1.5, WIDTH))
     assert not set_for_good(model, Tensor)
+
+
+def test_tables_in_a_row_are_made_for_good() -> None:
+    model = decoder(MadeInARow)
+    assert engine_error(model, vocabulary=VOCABULARY) < TOLERANCE
+    assert len(model.mix.tables) == 2
 
 
 def test_what_a_call_only_counts_stays() -> None:

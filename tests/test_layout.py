@@ -91,6 +91,7 @@ LAYERS = (
         "compiled_step",
         "first_call",
         "long_tables",
+        "remade_tables",
         "settling",
         "first_steps",
         "fp8_scales",
