@@ -14,9 +14,10 @@ from torch import fx
 from selective_compile.passes.axes import Axis, Dim
 from selective_compile.passes.evaluate import evaluate
 from selective_compile.passes.mask_reads import MaskReads, Unproved
+from selective_compile.passes.mask_terms import MaskTerms
 from selective_compile.passes.positional import at_positions, is_positional_root
 from selective_compile.passes.rules_lookup import reads_own_index
-from selective_compile.passes.score_chain import REPLACED, hidden_from
+from selective_compile.passes.score_chain import REPLACED
 from selective_compile.passes.traced_graph import AttentionCall, KeyMarks, KeySelection, MaskTerm, TracedGraph
 
 aten = torch.ops.aten
@@ -268,41 +269,25 @@ def combined(
     add to their scores, ``[G, heads or 1 or 0, L, L]``; ``steps`` as of `MaskReads`."""
     groups, length = positions.shape
     allowed = torch.ones(groups, length, length, dtype=torch.bool, device="cpu")
-    total = torch.zeros(1, 1, 1, 1, dtype=torch.float64, device="cpu")
-    replaced = hidden = torch.zeros(1, 1, 1, dtype=torch.bool, device="cpu")
-    factors: list[tuple[MaskTerm, torch.Tensor]] = []
-    bias = torch.zeros(groups, 0, length, length, dtype=torch.float64, device="cpu")
     if call.causal_flag:
         allowed &= positions[:, :, None] >= positions[:, None, :]
-    for term in call.masks:
+
+    def value(term: MaskTerm) -> torch.Tensor:
         try:
-            by_head = value_of(term, chosen)
+            return value_of(term, chosen)
         except IndexError as error:
             raise Unproved(term.node, "its mask reads a table beyond its end") from error
-        if term.kind == "times":
-            factors.append((term, by_head))
-            continue
-        kept = keeps(term, by_head, steps)
-        if term.kind != "add" and bool((~kept & (total + term.fill > REPLACED)).any()):
-            raise Unproved(term.node, f"what is added to scores that it replaced by {term.fill:g} uncovers them")
-        if not bool((kept == kept[:, :1]).all()):
-            raise Unproved(term.node, "its mask differs between heads")
-        allowed &= kept[:, 0]
-        if term.kind != "add":
-            replaced = replaced | ~kept[:, 0]
-            continue
-        if len(call.masks) > 1:  # nobody else asks
-            hidden = hidden | ~(kept[:, 0] | replaced)
-            total = total + (by_head.double() * term.factor).masked_fill(replaced[:, None], 0)
-        bias = added(term, bias, by_head, kept)
-    if bool((hidden[:, None] & ~(total <= REPLACED)).any()):
-        raise Unproved(call.masks[0].node, "what is added to scores uncovers those that another mask hides")
-    for term, factor in factors:
-        taken = (factor == 0) & (total <= REPLACED)
-        allowed &= ~taken.all(1)
-        if bool(((factor != 1) & allowed[:, None]).any()):
-            raise Unproved(term.node, "it multiplies scores that are not hidden")
-    return allowed, bias.masked_fill(~allowed[:, None], 0)
+
+    factors = [term for term in call.masks if term.kind == "times"]
+    masks = [term for term in call.masks if term.kind != "times"]
+    found = MaskTerms(allowed, several=len(call.masks) > 1, steps=steps)
+    for term in masks:
+        found.take(term, value(term))
+    if masks:
+        found.check_hidden(masks[0].node)
+    for term in factors:
+        found.take_factor(term, value(term))
+    return found.allowed, found.bias
 
 
 def heads_apart(traced: TracedGraph, term: MaskTerm, value: torch.Tensor) -> torch.Tensor:
@@ -319,18 +304,3 @@ def heads_apart(traced: TracedGraph, term: MaskTerm, value: torch.Tensor) -> tor
     sizes = [f if isinstance(f, int) else batch for f in factors]
     value = value.reshape(*sizes, *pair)
     return value.movedim(factors.index(Axis.BATCH), 0).reshape(batch, -1, *pair)
-
-
-def keeps(term: MaskTerm, value: torch.Tensor, steps: Collection[fx.Node]) -> torch.Tensor:
-    if term.kind == "add":
-        return value * term.factor > (REPLACED if term.node in steps else hidden_from(value.dtype))
-    return value if term.kind == "keep" else ~value
-
-
-def added(term: MaskTerm, bias: torch.Tensor, value: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """``bias`` with what a term adds to scores that it has ``kept``."""
-    seen = value.masked_fill(~kept, 0)
-    if not bool(seen.any()):
-        return bias
-    more = seen.double() * term.factor
-    return more.expand(bias.shape[0], -1, *bias.shape[2:]) + (bias if bias.shape[1] else 0)
