@@ -44,6 +44,9 @@ UNTRACEABLE = "graph capture"  # stands as the operator of what Dynamo cannot tr
 # cached function's code, and so what that reads as it is now.
 CACHED_FUNCTION = "Dynamo detected a call to a `functools.lru_cache`-wrapped function"
 
+# Where torch 2.11 writes, for each trace, that it cannot sort the functions that `by_dynamo` has left out.
+METRICS = logging.getLogger("torch._dynamo.metrics_context")
+
 # What Dynamo raises of a call; the second goes through it as it is, and is of a size that only values tell.
 CANNOT_TRACE = (TorchDynamoException, GuardOnDataDependentSymNode)
 
@@ -160,10 +163,21 @@ def by_dynamo() -> Iterator[None]:
         "ignore_logging_functions": torch._dynamo.config.ignore_logging_functions | telling_functions(),
     }
     stance, modes = torch.compiler.set_stance("default"), _disable_current_modes()
-    with torch._dynamo.config.patch(config), stance, modes, known_conditions():
+    with torch._dynamo.config.patch(config), stance, modes, known_conditions(), unheard(METRICS):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", CACHED_FUNCTION)
             yield
+
+
+@contextmanager
+def unheard(logger: logging.Logger) -> Iterator[None]:
+    """Each trace has a filter of its own, as several may go on at once."""
+    of_nobody = logging.Filter("nobody")
+    logger.addFilter(of_nobody)
+    try:
+        yield
+    finally:
+        logger.removeFilter(of_nobody)
 
 
 def telling_functions() -> set[Any]:

@@ -34,6 +34,7 @@ WITHIN = {
     *(getattr(operator, name) for name in (*COMPARED, "and_", "or_", "xor", "invert", "neg", "add", "sub", "mul")),
     *ELEMENTWISE,
     *("masked_fill_", "float", "bool", "int", "long", "to", "contiguous", "t", "where"),
+    *(f"__{name}__" for name in (*COMPARED, "and", "or", "xor", "invert")),  # as torch 2.11 has them
 }
 
 

@@ -324,3 +324,8 @@ def test_no_graph_is_made_under_autocast_and_a_step_computes_without() -> None:
         for make in (sc.Engine, sc.explain, capture):
             with pytest.raises(ValueError, match="autocast must be off, got on"):
                 make(model)
+
+
+def test_dynamo_says_nothing_of_its_own_settings(caplog: pytest.LogCaptureFixture) -> None:
+    capture(Decoder(layers=1))
+    assert [record for record in caplog.records if record.name.startswith("torch._dynamo")] == []
