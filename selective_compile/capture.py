@@ -22,7 +22,6 @@ from selective_compile.captured import Captured
 from selective_compile.graph_writes import GraphWrites
 from selective_compile.joined_graphs import ApartError, JoinedGraphs, Side
 from selective_compile.known_conditions import known_conditions
-from selective_compile.length_tables import table_of
 from selective_compile.live_settings import Read, names_read
 from selective_compile.model_call import CANNOT, logits_call
 from selective_compile.model_facts import check, declared_positions, device_of
@@ -31,7 +30,7 @@ from selective_compile.passes.lengths import ALL_LENGTHS, CAPTURE_TOKENS, SHORTE
 from selective_compile.passes.normalise import keep_sources
 from selective_compile.passes.recurrence_match import Recognised
 from selective_compile.passes.traced_graph import Refusal, RefusedError
-from selective_compile.tensor_branches import Branches, chain_of
+from selective_compile.tensor_branches import Branches, nodes_behind
 from selective_compile.trace_conditions import conditions_of
 from selective_compile.where_refused import GuardsByModule, module_of_frames
 from selective_compile.whole_functions import Place, left_whole
@@ -103,8 +102,8 @@ def side_of(captured: Captured, model: nn.Module, branches: Branches) -> Side:
     side = Side(module=captured.module, writes=GraphWrites(captured.module, captured.inputs(arguments)))
     asked = {name for name, _ in branches.asked}
     for node in captured.module.graph.nodes:
-        made_of = (chain_of(node) or table_of(node) or ()) if node.name in asked else ()
-        if any(side.writes.is_written(each, but=made_of) for each in made_of):
+        behind = nodes_behind(node) if node.name in asked else ()
+        if any(side.writes.is_written(each, but=behind) for each in behind):
             raise ApartError(f"{node.name} is of something that is written to")
     return side
 

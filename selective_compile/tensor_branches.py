@@ -31,7 +31,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TensorVariable
 from torch.utils._python_dispatch import _disable_current_modes
 
-from selective_compile.length_tables import holds_of_places, table_of
+from selective_compile.length_tables import table_of
 from selective_compile.model_call import ATTENTION_MASK
 from selective_compile.passes.lengths import ALL_LENGTHS, CAPTURE_TOKENS, Answer, answer
 from selective_compile.passes.normalise import source_name
@@ -116,7 +116,7 @@ class Branches:
         if table is None:
             return None
         try:  # of more places, all and any turn once at most
-            found = answer(partial(holds_of_places, table), [self._shortest, ALL_LENGTHS])
+            found = answer(table.holds, [self._shortest, ALL_LENGTHS])
         except CANNOT_BE_MADE as error:
             raise UnknownError(str(error)) from error
         return found if found.longest == ALL_LENGTHS else None
@@ -189,6 +189,12 @@ def known_of(value: Any, tx: Any) -> bool | None:
 
 class UnknownError(Exception):
     """It is not the same of a request and of its last tokens, or may turn more than once."""
+
+
+def nodes_behind(node: fx.Node) -> Sequence[fx.Node]:
+    """What ``node``, of which something is known, is made of."""
+    table = table_of(node)
+    return chain_of(node) or (() if table is None else table.nodes)
 
 
 def chain_of(node: fx.Node) -> list[fx.Node] | None:

@@ -63,7 +63,7 @@ of_the_fast_path = pytest.mark.skipif(not IS_TRACED, reason="PyTorch cannot trac
 
 CASES: dict[str, Any] = {
     "slow path": lambda: Tutorial(activation=torch.nn.functional.silu),
-    "slow path, slopes": lambda: Tutorial(mask="slopes", bias=False),
+    "slow path, slopes": lambda: Tutorial(mask="slopes", bias=False, is_causal=False),
     "slow path, a window": lambda: Tutorial(mask="window", bias=False, is_causal=False),
     "attention and its weights": OfAttention,
     "attention": lambda: OfAttention(need_weights=False),
