@@ -81,9 +81,10 @@ def of_each_length(
     model: nn.Module, functions: Mapping[Place, Recognised] | None, captured: Captured, branches: Branches
 ) -> Captured:
     """Raises `RefusedError`, `ApartError`, or whatever an operator raises without numbers: nothing is known."""
-    captured, short = replace(captured, asked=True), side_of(captured, model, branches)
+    short = side_of(captured, model, branches)
     if branches.turning is None:
         return captured
+    captured = replace(captured, asked=True)
     (condition, answer), beyond = branches.turning, Branches(branches.longest + 1)
     try:
         other = traced(model, functions, beyond)

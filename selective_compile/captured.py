@@ -27,7 +27,7 @@ class Captured:
     ``sets``: the attributes of the model's modules that a call sets.
     ``read``: the attributes that the trace depends on, and the code.
     ``conditions``: what it holds for.
-    ``asked``: whether its code has asked a tensor how long a request is.
+    ``asked``: whether its code has asked a tensor how long a request is, of which the answer is not always the same.
     """
 
     module: fx.GraphModule

@@ -22,7 +22,8 @@ class Tutorial(nn.Module):
     def __init__(self, *, mask: str = "float", is_causal: bool | None = None, heads: int = HEADS, **layer: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(64, WIDTH)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.register_buffer("places", torch.randn(64, WIDTH))
         made = nn.TransformerEncoderLayer(WIDTH, heads, 3 * WIDTH, **{"batch_first": True, **layer})
         self.layers = nn.TransformerEncoder(made, 2, enable_nested_tensor=False)
         self.head, self.mask, self.is_causal = nn.Linear(WIDTH, VOCABULARY), mask, is_causal
@@ -38,7 +39,7 @@ class Tutorial(nn.Module):
         }[self.mask]
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.tokens(input_ids) + self.places(torch.arange(input_ids.shape[1]))
+        x = self.tokens(input_ids) + self.places[: input_ids.shape[1]]
         return self.head(self.layers(x, mask=self.hidden(input_ids.shape[1]), is_causal=self.is_causal))
 
 
@@ -52,7 +53,7 @@ class OfAttention(Tutorial):
         self.eval()
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.tokens(input_ids) + self.places(torch.arange(input_ids.shape[1]))
+        x = self.tokens(input_ids) + self.places[: input_ids.shape[1]]
         mask = self.hidden(input_ids.shape[1])
         return self.head(x + self.mix(x, x, x, attn_mask=mask, need_weights=self.need_weights)[0])
 
