@@ -84,7 +84,7 @@ def dense(
     given = {} if reads.padding is None else {reads.padding: real.to(reads.padding.meta["val"].dtype)}
     given |= selecting(traced, reads, chosen)
     value = evaluate(traced, term.node, batch=len(real), tokens=real.shape[1], given=given)
-    return heads_apart(traced, term, value)
+    return heads_apart(traced, term, value, real.shape[1])
 
 
 def steps_of(traced: TracedGraph, call: Masked, reads: MaskReads) -> frozenset[fx.Node]:
@@ -204,7 +204,7 @@ def far_probe(
 
             given: dict[fx.Node, Any] = {**known, **hides, **selecting(traced, reads, chosen[None])}
             value = evaluate(traced, term.node, batch=1, tokens=length, given=given, instead=at_places)
-            return heads_apart(traced, term, value)[0]
+            return heads_apart(traced, term, value, length)[0]
 
         return torch.vmap(of_one)(positions, known, chosen)
 
@@ -290,10 +290,17 @@ def combined(
     return found.allowed, found.bias
 
 
-def heads_apart(traced: TracedGraph, term: MaskTerm, value: torch.Tensor) -> torch.Tensor:
+def heads_apart(traced: TracedGraph, term: MaskTerm, value: torch.Tensor, length: int) -> torch.Tensor:
     """``[batch or 1, heads or 1, length or 1, length or 1]`` of a mask ``[..., length, length]``, also of one whose
-    requests and heads are merged."""
-    factors = [f for dim in traced.axes[term.node].dims[:-2] for f in dim]
+    requests and heads are merged, with queries too."""
+    dims: list[Dim] = [(), (), *traced.axes[term.node].dims]
+    rows = dims[-2]
+    factors = [f for dim in dims[:-2] for f in dim]
+    if len(rows) > 1:
+        if rows[-1] is not Axis.TOKEN:
+            raise Unproved(term.node, "its mask must have the queries of one head and request side by side")
+        factors += rows[:-1]
+        value = value.unflatten(-2, (-1, length))
     pair = ((1, 1) + tuple(value.shape))[-2:]
     if Axis.BATCH not in factors:
         return value.reshape(1, -1, *pair)

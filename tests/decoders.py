@@ -102,6 +102,19 @@ def by_bmm(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     return torch.bmm(weights, v).view(batch, HEADS, length, -1).transpose(1, 2).reshape(batch, length, -1)
 
 
+def by_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """As "Dive into Deep Learning" has it: batch, heads and queries merged, each told how many keys it sees."""
+    batch, length = query.shape[:2]
+    q, k, v = (x.transpose(1, 2).reshape(batch * HEADS, length, -1) for x in (query, repeated(key), repeated(value)))
+    scores = torch.bmm(q, k.transpose(1, 2)) / math.sqrt(HEAD_SIZE)
+    places = torch.arange(length)
+    seen = torch.repeat_interleave((places + 1).repeat(batch, 1), repeats=HEADS, dim=0)  # [B * H, S]
+    rows = scores.reshape(-1, length)
+    rows[~(places[None, :] < seen.reshape(-1)[:, None])] = -1e6
+    weights = rows.reshape(scores.shape).softmax(-1)
+    return torch.bmm(weights, v).view(batch, HEADS, length, -1).transpose(1, 2).reshape(batch, length, -1)
+
+
 def by_sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)

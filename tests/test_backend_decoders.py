@@ -20,6 +20,7 @@ from tests.decoders import (
     by_bmm,
     by_einsum,
     by_matmul,
+    by_rows,
     by_sdpa,
     by_softcapped_einsum,
     compared_mask,
@@ -40,12 +41,13 @@ SPELLINGS: dict[str, dict[str, Any]] = {
     "einsum, comparison, grouped heads": {"attend": by_einsum, "mask": compared_mask, "kv_heads": 2},
     "matmul, added mask, one key head": {"attend": by_matmul, "mask": additive_mask, "kv_heads": 1},
     "bmm, where, no padding": {"attend": by_bmm, "mask": unmasked_tril, "kv_heads": 2},
+    "rows of queries of all heads": {"attend": by_rows, "mask": no_mask, "kv_heads": 2},
     "sdpa, boolean mask, grouped heads": {"attend": by_sdpa, "mask": tril_mask, "kv_heads": 2},
     "sdpa, causal flag": {"attend": by_sdpa, "mask": no_mask},
     "softcap": {"attend": by_softcapped_einsum, "mask": unmasked_tril},
     "window": {"attend": by_einsum, "mask": window_mask(5), "kv_heads": 2},
 }
-UNPADDED = ("bmm, where, no padding", "sdpa, causal flag", "softcap")
+UNPADDED = ("bmm, where, no padding", "rows of queries of all heads", "sdpa, causal flag", "softcap")
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
