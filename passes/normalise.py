@@ -42,6 +42,7 @@ from selective_compile.passes.truth_ranges import drop_truth_ranges
 
 aten = torch.ops.aten
 SOURCE = "selective_source"
+OF_NUMPY = "___from_numpy("  # where Dynamo has a tensor for an array or a number of numpy's
 OTHER_NAMES: dict[Any, Any] = dict.fromkeys((aten.concat.default, aten.concatenate.default), aten.cat.default)
 # What `tensor.data` is to Dynamo: tracing, which sees operators alone, would take what it gives for a constant.
 DATA: Any = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
@@ -85,8 +86,10 @@ def place_of(placeholder: fx.Node) -> Place:
 
 
 def is_float_input(placeholder: fx.Node) -> bool:
-    """Whether Dynamo passes a Python float through this input, as a tensor that it reads at once."""
-    return isinstance(getattr(placeholder.meta["example_value"], "item_memo", None), torch.SymFloat)
+    """Whether Dynamo passes a Python float through this input, as a tensor that it reads at once; one of numpy stays a
+    tensor."""
+    is_read = isinstance(getattr(placeholder.meta["example_value"], "item_memo", None), torch.SymFloat)
+    return is_read and not source_name(placeholder).startswith(OF_NUMPY)
 
 
 class Symbols:

@@ -70,6 +70,7 @@ class Asking(nn.Module):
         self.queue = deque([1.5])
         self.tensors = {"a": torch.tensor(1.5)}
         self.array = np.array([1.5], dtype=np.float32)
+        self.number = np.sqrt(2)
         self.times = times(1.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -126,6 +127,7 @@ ASKED: dict[str, tuple[Any, Any]] = {
         lambda own, x: x * torch.from_numpy(own.array)[0],
         lambda own: own.array.__setitem__(0, -3.0),
     ),
+    "a number of numpy": (lambda own, x: x / own.number, lambda own: setattr(own, "number", np.sqrt(8))),
     "an attribute of an object whose name is like that of torch's hooks": (
         lambda own, x: x * own.options._hooks_scale,
         lambda own: setattr(own.options, "_hooks_scale", -3.0),
