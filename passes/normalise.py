@@ -24,12 +24,14 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from selective_compile.passes.axes import Sizes, is_symbolic
 from selective_compile.passes.functional import make_functional
 from selective_compile.passes.lengths import bounds_requests, ends_of
+from selective_compile.passes.nan_guards import fold_nan_guards
 from selective_compile.passes.packed_trace import Traces
 from selective_compile.passes.retrace import retraced
 from selective_compile.passes.spellings import SPELT_OUT
 from selective_compile.passes.strides import answer_without_guards
 from selective_compile.passes.traced_graph import (
     OF_MODULE,
+    OF_NUMPY,
     Input,
     Place,
     Refusal,
@@ -42,7 +44,6 @@ from selective_compile.passes.truth_ranges import drop_truth_ranges
 
 aten = torch.ops.aten
 SOURCE = "selective_source"
-OF_NUMPY = "___from_numpy("  # where Dynamo has a tensor for an array or a number of numpy's
 OTHER_NAMES: dict[Any, Any] = dict.fromkeys((aten.concat.default, aten.concatenate.default), aten.cat.default)
 # What `tensor.data` is to Dynamo: tracing, which sees operators alone, would take what it gives for a constant.
 DATA: Any = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
@@ -142,6 +143,7 @@ def normalise(module: fx.GraphModule, examples: Sequence[Any], traces: Traces | 
     ]
     make_functional(traced)  # before copies are removed: a copy may be there to be written to
     tidy(traced)
+    fold_nan_guards(traced)
     ends = ends_of(bounding(symbols))
     return TracedGraph(
         module=traced,

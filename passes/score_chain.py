@@ -226,12 +226,16 @@ def no_factor_yet(chain: ScoreChain, node: fx.Node) -> None:
 
 
 def largest_of(traced: TracedGraph, fill: Any) -> float | None:
-    """A number, or the largest one in a tensor that depends on no input; None for what depends on one."""
+    """A number, or the largest one in a tensor that depends on no input but buffers of the model, which are then proved
+    from; None for what depends on another."""
     if isinstance(fill, fx.Node):
-        known = fill in traced.axes and traced.axes[fill].is_constant
-        if not known or any(node.op == "placeholder" for node in ancestors(fill)):
+        inputs = {node for node in ancestors(fill) if node.op == "placeholder"}
+        read = [given for given in traced.inputs if given.is_buffer and given.node in inputs]
+        if len(read) < len(inputs) or fill not in traced.axes or not traced.axes[fill].is_constant:
             return None
-        fill = evaluate(traced, fill, batch=1, tokens=2, given={}).max().item()
+        values = {given.node: given.example.cpu() for given in read if isinstance(given.example, torch.Tensor)}
+        fill = evaluate(traced, fill, batch=1, tokens=2, given=values).max().item()
+        traced.proved_from += [given for given in read if given not in traced.proved_from]
     return float(fill) if isinstance(fill, (int, float)) else None
 
 

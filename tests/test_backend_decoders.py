@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import selective_compile as sc
 from tests.decoders import (
+    HEAD_SIZE,
     VOCABULARY,
     WIDTH,
     Decoder,
@@ -36,7 +38,30 @@ def unmasked_tril(ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     return tril_mask(ids, None)
 
 
+class OfBuffers(nn.Module):
+    """As TransformerLens and earlier versions of GPT-2 have it: what hides is a buffer, and the scale numpy's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("lowest", torch.tensor(-1e9))
+        self.scale = np.sqrt(HEAD_SIZE)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        weights = torch.where(mask, q @ k.transpose(-1, -2) / self.scale, self.lowest).softmax(-1)
+        return (torch.where(torch.isnan(weights), torch.zeros_like(weights), weights) @ v).transpose(1, 2).flatten(2)
+
+
+def test_what_hides_may_be_a_buffer_and_must_stay() -> None:
+    model = Decoder(layers=1, attend=OfBuffers(), mask=tril_mask)
+    engine = sc.Engine(model, sc.EngineConfig(compile=False))
+    assert engine.submit([3, 1, 4], max_new_tokens=2).result().error is None
+    model.blocks[0].attend.lowest.fill_(-1.0)
+    assert "lowest" in str(engine.submit([3, 1, 4], max_new_tokens=2).result().error)
+
+
 SPELLINGS: dict[str, dict[str, Any]] = {
+    "where, a buffer, numpy's scale": {"attend": OfBuffers(), "mask": tril_mask},
     "einsum, triangle": {"attend": by_einsum, "mask": tril_mask},
     "einsum, comparison, grouped heads": {"attend": by_einsum, "mask": compared_mask, "kv_heads": 2},
     "matmul, added mask, one key head": {"attend": by_matmul, "mask": additive_mask, "kv_heads": 1},

@@ -1,0 +1,64 @@
+"""Part of pass 1: what makes zeros of weights that are not numbers is one operator, however it is written.
+
+Before::  where(isnan(w), zeros_like(w), w), or masked_fill(w, isnan(w), 0), of w = softmax(...)
+After::   nan_to_num(w, 0)
+
+A row that sees no key has such weights, and what reads an attention knows that operator.  Weights are never infinite,
+of which `nan_to_num` would make something else: so it is of a softmax alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+SOFTMAX = (aten.softmax.int, aten._softmax.default)
+CASTS = (aten.to.dtype, aten._to_copy.default, aten.clone.default)
+ZEROS = (aten.zeros_like.default, aten.zeros.default)
+
+
+def fold_nan_guards(module: fx.GraphModule) -> int:
+    """Returns how many there were."""
+    found = 0
+    for node in list(module.graph.nodes):
+        weights = guarded(node)
+        if weights is not None and is_softmax(weights):
+            with module.graph.inserting_before(node):
+                one = module.graph.call_function(aten.nan_to_num.default, (weights, 0.0))
+            one.meta.update(node.meta)
+            node.replace_all_uses_with(one)
+            found += 1
+    if found:
+        module.graph.eliminate_dead_code()
+        module.recompile()
+    return found
+
+
+def guarded(node: fx.Node) -> fx.Node | None:
+    """What has zeros in ``node`` where it is not a number."""
+    args: Any = node.args
+    if node.target is aten.where.self:
+        condition, zeros, weights = args
+    elif node.target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
+        weights, condition, zeros = args
+    else:
+        return None
+    if condition.target is not aten.isnan.default or condition.args[0] is not weights or not is_zero(zeros):
+        return None
+    return weights if node.meta["val"].dtype == weights.meta["val"].dtype else None
+
+
+def is_zero(value: Any) -> bool:
+    if isinstance(value, fx.Node):
+        made_of_nothing = value.target is aten.scalar_tensor.default and value.args[0] == 0
+        return value.target in ZEROS or made_of_nothing
+    return isinstance(value, (int, float)) and value == 0
+
+
+def is_softmax(node: fx.Node) -> bool:
+    while node.target in CASTS:
+        node = node.args[0]  # type: ignore[assignment]
+    return node.target in SOFTMAX

@@ -1,0 +1,59 @@
+"""Part of pass 1: zeros for weights that are not numbers are one operator; of what else there is they stay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from selective_compile.passes.nan_guards import fold_nan_guards
+from selective_compile.passes.spellings import SPELT_OUT
+
+aten = torch.ops.aten
+SCORES = torch.tensor([[1.0, 2.0, math.nan], [-math.inf] * 3, [0.0, 1.0, -math.inf]])
+
+
+def instead(x: Tensor) -> Tensor:
+    weights = x.softmax(-1)
+    return torch.where(torch.isnan(weights), torch.zeros_like(weights), weights)
+
+
+def filled(x: Tensor) -> Tensor:
+    weights = x.softmax(-1, dtype=torch.float64).to(x.dtype)
+    return weights.masked_fill(weights.isnan(), 0)
+
+
+def given_as_tensor(x: Tensor) -> Tensor:
+    weights = x.softmax(-1)
+    return torch.where(weights.isnan(), torch.zeros(3, 3), weights)
+
+
+def of_no_softmax(x: Tensor) -> Tensor:
+    return torch.where(x.isnan(), torch.zeros_like(x), x)
+
+
+def of_others(x: Tensor) -> Tensor:
+    weights = x.softmax(-1)
+    return torch.where(x.isnan(), torch.zeros_like(x), weights)
+
+
+def with_ones(x: Tensor) -> Tensor:
+    weights = x.softmax(-1)
+    return weights.masked_fill(weights.isnan(), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "count"),
+    [(instead, 1), (filled, 1), (given_as_tensor, 1), (of_no_softmax, 0), (of_others, 0), (with_ones, 0)],
+)
+def test_guards_of_a_softmax_are_folded(function: Callable[[Tensor], Tensor], count: int) -> None:
+    module = make_fx(function, SPELT_OUT, tracing_mode="fake", pre_dispatch=True)(SCORES)
+    assert fold_nan_guards(module) == count
+    assert sum(node.target is aten.nan_to_num.default for node in module.graph.nodes) == count
+    torch.testing.assert_close(module(SCORES), function(SCORES), equal_nan=True)
+    assert fold_nan_guards(module) == 0
+    module.graph.lint()
