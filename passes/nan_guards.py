@@ -55,7 +55,7 @@ def is_zero(value: Any) -> bool:
     if isinstance(value, fx.Node):
         made_of_nothing = value.target is aten.scalar_tensor.default and value.args[0] == 0
         return value.target in ZEROS or made_of_nothing
-    return isinstance(value, (int, float)) and value == 0
+    return bool(isinstance(value, (int, float)) and value == 0)
 
 
 def is_softmax(node: fx.Node) -> bool:

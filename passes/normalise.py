@@ -327,9 +327,16 @@ def tidy(module: fx.GraphModule) -> int:
 
 
 def drop_empty_parts(node: fx.Node) -> None:
-    """Hugging Face creates a cache as ``tensor([])`` and concatenates the first keys to it."""
-    parts = [part for part in node.args[0] if list(part.meta["val"].shape) != [0]]  # type: ignore[union-attr]
-    node.args = (parts, *node.args[1:])
+    """Hugging Face creates a cache as ``tensor([])`` and concatenates the first keys to it; Meta's Llama puts as many
+    zeros in front of its mask as tokens were there before."""
+    given, dim = node.args[0], node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    shapes = {part: list(part.meta["val"].shape) for part in given}  # type: ignore[union-attr]
+    parts = [part for part in given if shapes[part] != [0] and not is_zero(shapes[part][dim])]  # type: ignore
+    node.args = (parts or given, *node.args[1:])
+
+
+def is_zero(size: Any) -> bool:
+    return isinstance(size, int) and size == 0
 
 
 def changes_nothing(node: fx.Node) -> bool:

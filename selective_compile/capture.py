@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables import SymNodeVariable
 from torch._dynamo.variables.nn_module import NNModuleVariable, UnspecializedNNModuleVariable
 from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -123,7 +124,7 @@ def traced(model: nn.Module, functions: Mapping[Place, Recognised] | None, branc
                 module=module,
                 examples=list(examples),
                 ends=ends_of_graph(),
-                sets=sets_attributes(paths),
+                **stores_of_trace(paths),
                 read=read_by_trace().beside(left),
                 conditions=conditions_of(guards_of_trace()),
             )
@@ -244,15 +245,17 @@ def ends_of_graph() -> tuple[int, ...]:
     return ends_of(guard.expr for guard in guards)
 
 
-def sets_attributes(paths: Mapping[int, str]) -> tuple[str, ...]:
-    """The attributes of modules, whose ``paths`` these are, that the trace would have a call set."""
+def stores_of_trace(paths: Mapping[int, str]) -> dict[str, Any]:
+    """What the trace would have a call set: attributes of modules, whose ``paths`` these are, and what is set."""
     tx: Any = InstructionTranslator.current_tx()
-    found = []
+    sets, stored = [], set()
     for variable, written in tx.output.side_effects.store_attr_mutations.items():
         if isinstance(variable, (NNModuleVariable, UnspecializedNNModuleVariable)):
             path = paths.get(id(getattr(variable, "value", None)), "")
-            found += [f"{path}.{name}" if path else name for name in written]
-    return tuple(found)
+            sets += [f"{path}.{name}" if path else name for name in written]
+            stored |= {value.as_proxy().node.name for value in written.values() if value.is_tensor()}
+            stored |= {str(value.sym_num) for value in written.values() if isinstance(value, SymNodeVariable)}
+    return {"sets": tuple(sets), "stored": frozenset(stored)}
 
 
 def guards_of_trace() -> Iterator[Any]:

@@ -24,7 +24,9 @@ class Captured:
 
     ``ends``: the largest S that each of its conditions holds for, where the model has a table of positions that ends;
     none if any.
-    ``sets``: the attributes of the model's modules that a call sets.
+    ``sets``: the attributes of the model's modules that a call sets; ``stored``: the nodes whose values it gives them,
+    and the symbols of sizes.
+    ``left_out``: such attributes that nothing reads, of which the graph is without.
     ``read``: the attributes that the trace depends on, and the code.
     ``conditions``: what it holds for.
     ``asked``: whether its code has asked a tensor how long a request is, of which the answer is not always the same.
@@ -34,6 +36,8 @@ class Captured:
     examples: list[Any]
     ends: tuple[int, ...]
     sets: tuple[str, ...] = ()
+    stored: frozenset[str] = frozenset()
+    left_out: tuple[str, ...] = ()
     read: Read = Read()
     conditions: tuple[Condition, ...] = ()
     asked: bool = False

@@ -18,7 +18,7 @@ import platform
 import sys
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import CodeType
@@ -59,6 +59,7 @@ class Kept:
     variables: dict[str, str]
     conditions: Conditions
     written: tuple[int, ...]  # inputs, all of them buffers
+    left_out: tuple[str, ...]
 
 
 def capture_once(model: nn.Module) -> Captured:
@@ -92,7 +93,7 @@ def loaded(file: Path, model: nn.Module) -> Captured | None:
         return None
     if not hold(kept.conditions, *logits_call(model, ids_for(model))):
         return None
-    captured = unpacked(kept.graph, model, read, kept.conditions.traced)
+    captured = replace(unpacked(kept.graph, model, read, kept.conditions.traced), left_out=kept.left_out)
     if not gives_logits_of(captured, model, kept.written):
         return None
     was_of_use(file)
@@ -115,6 +116,7 @@ def save(captured: Captured, model: nn.Module, folder: Path, parts: str) -> None
         variables=variables_read(read.code),
         conditions=told(captured.conditions, *logits_call(model, ids_for(model))),
         written=tuple(written),
+        left_out=captured.left_out,
     )
     data = pickle.dumps(kept)  # layer after layer nearly the same, which packs well
     if not gives_logits_of(unpacked(pickle.loads(data).graph, model, read, captured.conditions), model, written):

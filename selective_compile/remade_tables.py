@@ -34,6 +34,7 @@ from selective_compile.passes.normalise import place_of, source_name
 from selective_compile.passes.traced_graph import RefusedError
 from selective_compile.same_logits import agree
 from selective_compile.trace_conditions import Condition
+from selective_compile.unread_stores import mentions
 
 COUNTS = (5, 7)  # tokens of the calls that are compared: numbers that few sizes of a model are
 IN_TURN = (5, 9, 9, 3, 14)  # of those that follow one another
@@ -126,18 +127,14 @@ def without_tables(model: nn.Module, captured: Captured, modules: set[nn.Module]
     if others or not drop_tables(captured, names):
         return None
     conditions = tuple(one for one in captured.conditions if not is_of(one, captured.sets))
-    if any(named(one.source, names) for one in conditions):
+    if any(mentions(one.source, names) for one in conditions):
         return None
     read = Read(names=captured.read.names - names, keys=captured.read.keys - names, code=captured.read.code)
-    return replace(captured, sets=(), conditions=conditions, read=read)
+    return replace(captured, sets=(), stored=frozenset(), conditions=conditions, read=read)
 
 
 def is_of(condition: Condition, stored: Sequence[str]) -> bool:
     return STEP.sub(r".\1", condition.source).removeprefix("L['model'].") in stored
-
-
-def named(source: str, names: set[str]) -> bool:
-    return not names.isdisjoint(re.split(r"\W+", source))
 
 
 def drop_tables(captured: Captured, names: set[str]) -> bool:
@@ -148,7 +145,7 @@ def drop_tables(captured: Captured, names: set[str]) -> bool:
     (output,) = graph.find_nodes(op="output")
     results = list(output.args[0])
     of_tokens = [result for result in results if isinstance(result, fx.Node) and not is_of_sizes(result, inputs)]
-    if len(of_tokens) != 1 or any(named(source_name(node), names) for node in inputs):
+    if len(of_tokens) != 1 or any(mentions(source_name(node), names) for node in inputs):
         return False
     output.args = ((of_tokens[0],),)
     captured.module.recompile()

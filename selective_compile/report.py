@@ -62,6 +62,7 @@ class Report:
     rows may differ in the last bits with the rows around them, unless the engine is batch-invariant.
     ``long_beyond``: requests of more tokens are computed otherwise, as the model does; None: all alike.
     ``longest``: the most tokens of a request, where the configuration of the model does not say so.
+    ``left_out``: attributes that a forward of the model sets and never reads, which an engine leaves as they are.
     """
 
     model: str
@@ -77,6 +78,7 @@ class Report:
     called_once: tuple[str, ...] = ()
     long_beyond: int | None = None
     longest: int | None = None
+    left_out: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -107,6 +109,9 @@ class Report:
             lines.append(f"  requests of more than {self.long_beyond:,} tokens are computed in the form for such")
         if self.longest is not None:
             lines.append(f"  requests have at most {self.longest:,} tokens: a table ends there, or a branch")
+        if self.left_out:
+            lines.append(f"  {len(self.left_out)} attributes that the forward sets and never reads stay as they are:")
+            lines.append(f"      {shortened(self.left_out)}")
         if self.batch_dependent:
             count = len(self.batch_dependent)
             lines.append(f"  {count} operations depend on the batch in the last bits, without batch_invariant=True:")
@@ -187,6 +192,7 @@ def report_on(
         recurrences=tuple(recurrence_report(call) for call in traced.recurrences),
         long_beyond=None if rewritten.long_form is None else rewritten.long_form.beyond,
         longest=longest,
+        left_out=traced.left_out,
         passes=tuple(rewritten.records),
         note=note,
         batch_dependent=batch_dependent(rewritten.flat) if rewritten.flat is not None else (),

@@ -99,6 +99,7 @@ def captured_and_rewritten(
     if captured.asked and not reaches_far(model, captured, rewritten):
         return captured_and_rewritten(model, functions, max_window, modules, latents=latents, ask=False)
     bound_where_lost(model, rewritten)
+    rewritten.traced.left_out = captured.left_out
     return captured, rewritten
 
 

@@ -9,9 +9,13 @@ from torch import nn
 from selective_compile.captured import Captured
 from selective_compile.first_call import set_for_good
 from selective_compile.long_tables import made_long
-from selective_compile.passes.traced_graph import RefusedError
-from selective_compile.remade_tables import made_anew
+from selective_compile.model_call import CANNOT
+from selective_compile.module_state import lock_of
+from selective_compile.passes.traced_graph import Refusal, RefusedError
+from selective_compile.remade_tables import made_anew, same_in_turn
+from selective_compile.unread_stores import without_unread
 
+NAMED = 3  # of what is stored
 LONG = 512  # tokens that a model is called with to look for tables that are longer than those of a call before
 
 
@@ -31,7 +35,26 @@ def settled(model: nn.Module, capture: Callable[[], Captured]) -> Captured:
         if anew is None:
             raise
         return anew
-    return (made_anew(model, capture) or captured) if captured.sets else captured
+    if not captured.sets:
+        return captured
+    found = without_unread(model, captured) or made_anew(model, capture)
+    if found is None and not is_same_in_turn(model):
+        raise RefusedError([of_calls_before(captured)])
+    return found or captured
+
+
+def is_same_in_turn(model: nn.Module) -> bool:
+    try:
+        with lock_of(model):
+            return same_in_turn(model, {})
+    except CANNOT:  # what it is called with, or how often, may tell
+        return False
+
+
+def of_calls_before(captured: Captured) -> Refusal:
+    where = ", ".join(sorted(captured.sets)[:NAMED])
+    reason = f"its forward stores in {where}, and gives other logits behind other calls"
+    return Refusal(node="output", operator="calls", reason=reason, source_line="source line unknown", module="")
 
 
 def as_calls_leave_it(model: nn.Module, capture: Callable[[], Captured]) -> Captured:

@@ -38,6 +38,12 @@ def unmasked_tril(ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     return tril_mask(ids, None)
 
 
+def behind_no_tokens(ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """As Meta's Llama has it: in front of a mask as many columns as tokens were there before."""
+    mask = unmasked_tril(ids, None)
+    return torch.cat([mask.new_ones(1, 1, ids.shape[1], 0), mask], dim=-1)
+
+
 class OfBuffers(nn.Module):
     """As TransformerLens and earlier versions of GPT-2 have it: what hides is a buffer, and the scale numpy's."""
 
@@ -66,13 +72,20 @@ SPELLINGS: dict[str, dict[str, Any]] = {
     "einsum, comparison, grouped heads": {"attend": by_einsum, "mask": compared_mask, "kv_heads": 2},
     "matmul, added mask, one key head": {"attend": by_matmul, "mask": additive_mask, "kv_heads": 1},
     "bmm, where, no padding": {"attend": by_bmm, "mask": unmasked_tril, "kv_heads": 2},
+    "a mask behind none": {"attend": by_einsum, "mask": behind_no_tokens},
     "rows of queries of all heads": {"attend": by_rows, "mask": no_mask, "kv_heads": 2},
     "sdpa, boolean mask, grouped heads": {"attend": by_sdpa, "mask": tril_mask, "kv_heads": 2},
     "sdpa, causal flag": {"attend": by_sdpa, "mask": no_mask},
     "softcap": {"attend": by_softcapped_einsum, "mask": unmasked_tril},
     "window": {"attend": by_einsum, "mask": window_mask(5), "kv_heads": 2},
 }
-UNPADDED = ("bmm, where, no padding", "rows of queries of all heads", "sdpa, causal flag", "softcap")
+UNPADDED = (
+    "a mask behind none",
+    "bmm, where, no padding",
+    "rows of queries of all heads",
+    "sdpa, causal flag",
+    "softcap",
+)
 
 
 @pytest.mark.parametrize("name", SPELLINGS)

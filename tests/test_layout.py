@@ -92,6 +92,7 @@ LAYERS = (
         "first_call",
         "long_tables",
         "remade_tables",
+        "unread_stores",
         "settling",
         "first_steps",
         "fp8_scales",
