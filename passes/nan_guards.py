@@ -53,8 +53,7 @@ def guarded(node: fx.Node) -> fx.Node | None:
 
 def is_zero(value: Any) -> bool:
     if isinstance(value, fx.Node):
-        made_of_nothing = value.target is aten.scalar_tensor.default and value.args[0] == 0
-        return value.target in ZEROS or made_of_nothing
+        return value.target in ZEROS or (value.target is aten.scalar_tensor.default and is_zero(value.args[0]))
     return bool(isinstance(value, (int, float)) and value == 0)
 
 
