@@ -85,6 +85,9 @@ def leaves(arguments: Any) -> Iterator[Any]:
         yield from leaves(argument)
 
 
+NUMBERS: dict[Any, Any] = {torch.SymFloat: float, torch.SymBool: bool}  # that are made of sizes
+
+
 class MarkedError(Exception):
     """What is to be evaluated depends on which requests are long: a value for short ones alone would prove nothing."""
 
@@ -112,6 +115,8 @@ def evaluate(
             values[current] = given[current]
         elif current is traced.long_numbers:
             raise MarkedError(node.name)
+        elif isinstance(current.meta.get("val"), (torch.SymFloat, torch.SymBool)):
+            values[current] = NUMBERS[type(current.meta["val"])](current.meta["val"].node.expr.subs(symbols))
         elif isinstance(current.meta.get("val"), (torch.SymInt, int)):
             values[current] = concrete(current.meta["val"], symbols)
         elif current.op == "placeholder":

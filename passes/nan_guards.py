@@ -48,7 +48,8 @@ def guarded(node: fx.Node) -> fx.Node | None:
         return None
     if condition.target is not aten.isnan.default or condition.args[0] is not weights or not is_zero(zeros):
         return None
-    return weights if node.meta["val"].dtype == weights.meta["val"].dtype else None
+    before, behind = weights.meta["val"], node.meta["val"]
+    return weights if behind.dtype == before.dtype and list(behind.shape) == list(before.shape) else None
 
 
 def is_zero(value: Any) -> bool:

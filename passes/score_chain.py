@@ -186,7 +186,7 @@ def take_maximum(traced: TracedGraph, chain: ScoreChain, node: fx.Node) -> Any:
 def take_floor(traced: TracedGraph, node: fx.Node) -> Any:
     """``maximum(scores, least)``, with a least score that hides: what is above it stays as it is."""
     least = largest_of(traced, node.args[1])
-    if least is None or least > replaced_by(node):
+    if least is None or not least <= replaced_by(node):
         raise Unreadable(node, "its scores are cut off from below")
     return node.args[0]
 
@@ -210,7 +210,7 @@ def take_filled(
     if not carries_scores(traced, scores) or carries_scores(traced, mask):
         raise Unreadable(node, "it must fill scores where a mask of positions says so")
     number = largest_of(traced, fill)
-    if number is None or number * chain.scale > replaced_by(node):
+    if number is None or not number * chain.scale <= replaced_by(node):  # NaN hides nothing
         raise Unreadable(node, f"its hidden scores must be at most {REPLACED:g}, got {fill}")
     if chain._after_tanh is not None or chain.scale <= 0:
         raise Unreadable(node, "a mask is applied before the scores are capped or negated")

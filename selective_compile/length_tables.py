@@ -174,7 +174,8 @@ class Reader:
         self.only_steps(node)
         sizes = node.all_input_nodes[0].meta["example_value"].shape[-2:]
         diagonal = node.kwargs.get("diagonal", node.args[1] if len(node.args) > 1 else 0)
-        if type(diagonal) is not int or len(sizes) < 2 or not all(isinstance(size, torch.SymInt) for size in sizes):
+        of_tokens = len(sizes) == 2 and all(isinstance(size, torch.SymInt) for size in sizes)
+        if is_in_place(node) or type(diagonal) is not int or not of_tokens:
             raise UnreadableError
         self.lines.add(diagonal)
 
@@ -200,7 +201,7 @@ class Reader:
 
 
 def numbers_of_rows(node: fx.Node) -> Counted:
-    whole = node.kwargs.get("dtype") in (None, torch.int64, torch.int32)
+    whole = node.kwargs.get("dtype") in (None, torch.int64)  # others may have no such number
     if len(node.args) != 1 or not node.all_input_nodes or not whole or node.kwargs.keys() - {"dtype", "device"}:
         raise UnreadableError
     return Counted(1, 0)
@@ -219,9 +220,13 @@ def whole_dimensions(node: fx.Node) -> None:
 
 
 def two_of(node: fx.Node) -> tuple[Any, Any]:
-    if len(node.args) != 2 or node.kwargs or str(node.target).strip("_") + "_" == node.target:
+    if len(node.args) != 2 or node.kwargs or is_in_place(node):
         raise UnreadableError
     return node.args
+
+
+def is_in_place(node: fx.Node) -> bool:
+    return str(node.target).strip("_") + "_" == node.target
 
 
 def nodes_in(values: Any) -> list[fx.Node]:

@@ -12,8 +12,7 @@ Declines where a table is made of tokens or of parameters, and where anything el
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -26,7 +25,6 @@ from selective_compile.first_call import left_by_call
 from selective_compile.joined_graphs import inputs_of
 from selective_compile.length_tables import is_length
 from selective_compile.live_settings import Read
-from selective_compile.long_tables import makers
 from selective_compile.model_call import CANNOT, logits_call
 from selective_compile.model_facts import device_of
 from selective_compile.module_state import Place, attributes, lock_of, put, same_buffers, unchanged
@@ -34,12 +32,12 @@ from selective_compile.passes.normalise import place_of, source_name
 from selective_compile.passes.traced_graph import RefusedError
 from selective_compile.same_logits import agree
 from selective_compile.trace_conditions import Condition
-from selective_compile.unread_stores import mentions
+from selective_compile.unread_stores import STEP, mentions
 
 COUNTS = (5, 7)  # tokens of the calls that are compared: numbers that few sizes of a model are
-IN_TURN = (5, 9, 9, 3, 14)  # of those that follow one another
+IN_TURN = (5, 40, 9, 9, 3, 14)  # of those that follow one another
+FARTHEST = 4096  # tokens of a call behind which others are tried
 NO_CALL = -1  # tokens of the last call, where there was none
-STEP = re.compile(r"\._modules\['([^']+)'\]")  # in Dynamo's way to a module
 
 
 def made_anew(model: nn.Module, capture: Callable[[], Captured]) -> Captured | None:
@@ -57,26 +55,28 @@ def made_anew(model: nn.Module, capture: Callable[[], Captured]) -> Captured | N
             captured = capture()
     except RefusedError:
         return None
-    return without_tables(model, captured, {module for module, _, _ in forgotten})
+    if not same_behind_long(model, captured, forgotten):
+        return None
+    return without_tables(model, captured, forgotten)
 
 
 def forgotten_tables(model: nn.Module) -> dict[Place, Any]:
-    """The numbers of tokens that calls leave, and, in modules without one, the tables; as if there were none."""
+    """The numbers of tokens, and the tables, that calls leave, as if there had been none."""
     left = [left_by_call(model, count) for count in COUNTS]
-    counting = set(makers(left, COUNTS))
     found: dict[Place, Any] = {}
     for place in left[0]:
         values = [each.get(place) for each in left]
-        if place[0] in counting:
-            if all(type(value) is int for value in values) and values == list(COUNTS):
-                found[place] = NO_CALL
+        if all(type(value) is int for value in values) and values == list(COUNTS):
+            found[place] = NO_CALL
         elif is_table(values):
             found[place] = None
     return found
 
 
 def is_table(values: Sequence[Any]) -> bool:
-    """Whether these are tensors of as many tokens as the calls had, and otherwise of the same sizes."""
+    """Whether these are tensors of as many tokens as the calls had, and otherwise of the same sizes; or several each."""
+    if all(isinstance(value, (tuple, list)) and value for value in values):
+        return len(set(map(len, values))) == 1 and all(map(is_table, zip(*values, strict=True)))
     shapes = [value.shape for value in values if isinstance(value, Tensor)]
     if len(shapes) < len(values) or len(set(map(len, shapes))) > 1:
         return False
@@ -95,8 +95,8 @@ def put_instead(model: nn.Module, values: Mapping[Place, Any]) -> Iterator[None]
 
 
 @torch.no_grad()
-def same_in_turn(model: nn.Module, forgotten: Mapping[Place, Any]) -> bool:
-    """Whether calls, one behind another, give what each gives that no other came before."""
+def same_in_turn(model: nn.Module, forgotten: Mapping[Place, Any], counts: Sequence[int] = IN_TURN) -> bool:
+    """Whether calls of ``counts`` tokens, one behind another, give what each gives that no other came before."""
 
     def logits(count: int) -> Tensor:
         call, arguments = logits_call(model, ids_of(model, count))
@@ -104,37 +104,57 @@ def same_in_turn(model: nn.Module, forgotten: Mapping[Place, Any]) -> bool:
         return result
 
     with unchanged(model):
-        in_turn = [logits(count) for count in IN_TURN]
+        in_turn = [logits(count) for count in counts]
     alone = []
-    for count in IN_TURN:
+    for count in counts:
         with unchanged(model), put_instead(model, forgotten):
             alone.append(logits(count))
     return all(agree(one, other) for one, other in zip(in_turn, alone, strict=True))
+
+
+def same_behind_long(model: nn.Module, captured: Captured, forgotten: Mapping[Place, Any]) -> bool:
+    """Whether a call is the same behind one that is longer than the trace holds for, which may leave another table."""
+    for end in captured.ends:
+        if end > FARTHEST:
+            return False
+        try:
+            with lock_of(model):
+                if not same_in_turn(model, forgotten, (end + 1, COUNTS[0])):
+                    return False
+        except CANNOT:  # there is no such call
+            continue
+    return True
 
 
 def ids_of(model: nn.Module, count: int) -> Tensor:
     return torch.arange(count, dtype=torch.int64, device=device_of(model))[None] % 2
 
 
-def without_tables(model: nn.Module, captured: Captured, modules: set[nn.Module]) -> Captured | None:
-    """``captured`` without what it stores in ``modules``; None where it is not that alone, or something reads it that
-    was there before."""
-    paths = {path for path, module in model.named_modules() if module in modules}
-    if any(stored.rpartition(".")[0] not in paths for stored in captured.sets):
+def without_tables(model: nn.Module, captured: Captured, forgotten: Mapping[Place, Any]) -> Captured | None:
+    """``captured`` without what it stores; None where that is more than was ``forgotten``, or something reads what was
+    there before."""
+    paths = {module: path for path, module in model.named_modules()}
+    places = {f"{paths[module]}.{name}".lstrip(".") for module, _, name in forgotten}
+    names = {name for *_, name in forgotten}
+    if not places.issuperset(captured.sets) or names & names_beside(model, forgotten):
         return None
-    names = {stored.rpartition(".")[2] for stored in captured.sets}
-    others = [module for module in model.modules() if module not in modules and vars(module).keys() & names]
-    if others or not drop_tables(captured, names):
+    if not drop_tables(captured, names):
         return None
-    conditions = tuple(one for one in captured.conditions if not is_of(one, captured.sets))
+    conditions = tuple(one for one in captured.conditions if not is_of(one, places))
     if any(mentions(one.source, names) for one in conditions):
         return None
     read = Read(names=captured.read.names - names, keys=captured.read.keys - names, code=captured.read.code)
     return replace(captured, sets=(), stored=frozenset(), conditions=conditions, read=read)
 
 
-def is_of(condition: Condition, stored: Sequence[str]) -> bool:
-    return STEP.sub(r".\1", condition.source).removeprefix("L['model'].") in stored
+def names_beside(model: nn.Module, forgotten: Mapping[Place, Any]) -> set[str]:
+    """Of attributes and buffers that were not."""
+    own = attributes(model.modules())
+    return {name for module, kind, name in own if kind != "part" and (module, kind, name) not in forgotten}
+
+
+def is_of(condition: Condition, places: Collection[str]) -> bool:
+    return STEP.sub(r".\1", condition.source).removeprefix("L['model'].") in places
 
 
 def drop_tables(captured: Captured, names: set[str]) -> bool:

@@ -23,6 +23,8 @@ from selective_compile.module_state import lock_of
 from selective_compile.passes.normalise import source_name
 from selective_compile.same_logits import gives_logits_of
 
+STEP = re.compile(r"\._modules\['([^']+)'\]")  # in Dynamo's way to a module
+
 
 def without_unread(model: nn.Module, captured: Captured) -> Captured | None:
     """``captured`` without what it stores; None where something reads that, and where the rest are not the logits."""
@@ -53,7 +55,8 @@ def is_named(captured: Captured, names: set[str], sources: list[str]) -> bool:
 
 
 def mentions(source: str, names: set[str]) -> bool:
-    return not names.isdisjoint(re.split(r"\W+", source))
+    """Whether one of the attributes on the way is of such a name, and not a module."""
+    return not names.isdisjoint(re.split(r"\W+", STEP.sub("", source)))
 
 
 def nodes_in(results: Sequence[Any]) -> list[fx.Node]:

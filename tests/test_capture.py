@@ -329,3 +329,17 @@ def test_no_graph_is_made_under_autocast_and_a_step_computes_without() -> None:
 def test_dynamo_says_nothing_of_its_own_settings(caplog: pytest.LogCaptureFixture) -> None:
     capture(Decoder(layers=1))
     assert [record for record in caplog.records if record.name.startswith("torch._dynamo")] == []
+
+
+STRETCHED: dict[str, Callable[[int], float]] = {
+    "more": lambda length: max(1.0, length / 20),
+    "less": lambda length: min(2.0, length / 20),
+}
+
+
+@pytest.mark.parametrize("name", STRETCHED)
+def test_a_number_made_of_the_length_is_refused_by_name(name: str) -> None:
+    scale = STRETCHED[name]
+    model = Decoder(layers=1, mix=lambda x: x * (torch.arange(x.shape[1]) / scale(x.shape[1]))[:, None])
+    with pytest.raises(sc.RefusedError, match="number of tokens"):
+        step_program(model)

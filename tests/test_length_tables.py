@@ -180,6 +180,16 @@ def written_behind(length: int) -> Any:
     return ((others == 5000) & (written == 5000)).all()
 
 
+def cut_in_place(length: int) -> Any:
+    table = torch.ones(length, length, dtype=torch.bool)
+    cut = table.tril_()
+    return (table == cut).all()
+
+
+def of_few_bits(length: int) -> Any:
+    return (torch.arange(length, dtype=torch.int32) + (2**31 - 3) >= 0).all()
+
+
 def shifted_in_place(length: int) -> Any:
     places = torch.arange(length)
     places.add_(300)
@@ -190,7 +200,10 @@ UNKNOWN = [of_its_end, of_its_number, counted_down, of_one_more, of_rows, writte
 NOT_READ = [filled_with_it, cut_by_it, multiplied, as_floats, of_a_product, of_a_sum, of_three]
 
 
-@pytest.mark.parametrize("ask", [a_window, one_place, *UNKNOWN, *NOT_READ, written_behind, shifted_in_place])
+WRITTEN = [written_behind, shifted_in_place, cut_in_place]
+
+
+@pytest.mark.parametrize("ask", [a_window, one_place, *UNKNOWN, *NOT_READ, *WRITTEN, of_few_bits])
 def test_others_end_the_trace(ask: Ask) -> None:
     with pytest.raises(sc.RefusedError, match=r"[Dd]ata-dependent"):
         capture(Asking(ask))

@@ -88,11 +88,19 @@ def of_two_dimensions(module: Any, x: Tensor) -> Tensor:
     return (module.table.sum(-1) * 0 + 1)[None, :, None] * module.made(length)
 
 
+def in_a_row(module: Any, x: Tensor) -> Tensor:
+    if module.table is None or module.table[0].shape[0] < x.shape[1]:
+        module.table = module.made(x.shape[1]), module.made(x.shape[1], stretch=3)
+    one, other = module.table
+    return one[: x.shape[1]] * other[: x.shape[1]]
+
+
 ANEW: dict[str, tuple[Scale, dict[str, Any]]] = {
     "of another length": (of_another_length, {"length": None, "table": None}),
     "of more tokens": (of_more, {"length": None, "table": None}),
     "of more than none": (of_more, {"length": 0, "table": None}),
     "without a number": (without_a_number, {"table": None}),
+    "in a row": (in_a_row, {"table": None}),
     "of two dimensions": (of_two_dimensions, {"table": None}),
 }
 
@@ -164,10 +172,29 @@ def read_first(module: Any, x: Tensor) -> Tensor:
     return of_another_length(module, x) * last
 
 
+def scaled_too(module: Any, x: Tensor) -> Tensor:
+    """By what it reads, and leaves as it is."""
+    if x.shape[1] != module.length:
+        module.length, module.table = x.shape[1], module.made(x.shape[1])
+        module.factor = float(module.factor)
+    table: Tensor = module.table[None]
+    return table * module.factor
+
+
+def stretched_from_some_length_on(module: Any, x: Tensor) -> Tensor:
+    """And so for shorter requests behind a longer one."""
+    if module.length is None or x.shape[1] > module.length:
+        module.length, module.table = x.shape[1], module.made(x.shape[1], stretch=1 if x.shape[1] <= 50 else 2)
+    table: Tensor = module.table[: x.shape[1]]
+    return table
+
+
 LEFT: dict[str, tuple[Scale, dict[str, Any]]] = {
     "of tokens": (of_tokens, {}),
     "of weights": (of_weights, {}),
     "stretched": (stretched, {}),
+    "scaled too": (scaled_too, {"factor": 2.0}),
+    "stretched from some length on": (stretched_from_some_length_on, {}),
     "counted": (counted, {"calls": torch.zeros(())}),
     "read first": (read_first, {"last": torch.full((WIDTH,), 2.0)}),
 }
@@ -187,6 +214,12 @@ def test_a_name_that_another_module_has_too_is_left() -> None:
     model = Decoders(of_another_length, length=None, table=None)
     setattr(model, "length", 3)  # noqa: B010
     assert made_anew(model, lambda: capture(model)) is None
+
+
+def test_a_part_may_have_the_name_of_a_table() -> None:
+    model = Decoders(of_another_length, length=None, table=None)
+    model.table = model.norm
+    assert made_anew(model, lambda: capture(model)) is not None
 
 
 def test_a_model_without_tables_is_left() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -106,6 +108,10 @@ REFUSED: dict[str, tuple[Function, str]] = {
     "no softmax": (
         lambda q, k, v: weigh(scores_of(q, k).relu().masked_fill(~below(q.shape[1]), 0.0), v),
         "not part of an attention",
+    ),
+    "hidden by no number": (
+        filled_with(lambda v: torch.tensor(math.nan)),
+        "hidden scores must be at most",
     ),
     "no mask": (lambda q, k, v: sdpa(q, k, v), "sees the one at"),
     "linear attention": (

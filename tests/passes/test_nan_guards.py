@@ -41,15 +41,21 @@ def of_others(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), torch.zeros_like(x), weights)
 
 
+def of_more_rows(x: Tensor) -> Tensor:
+    weights = x.softmax(-1)
+    return torch.where(weights.isnan(), torch.zeros(2, 3, 3), weights)
+
+
 def with_ones(x: Tensor) -> Tensor:
     weights = x.softmax(-1)
     return weights.masked_fill(weights.isnan(), 1.0)
 
 
-@pytest.mark.parametrize(
-    ("function", "count"),
-    [(instead, 1), (filled, 1), (given_as_tensor, 1), (of_no_softmax, 0), (of_others, 0), (with_ones, 0)],
-)
+FOLDED = (instead, filled, given_as_tensor)
+OTHERS = (of_no_softmax, of_others, of_more_rows, with_ones)
+
+
+@pytest.mark.parametrize(("function", "count"), [*((each, 1) for each in FOLDED), *((each, 0) for each in OTHERS)])
 def test_guards_of_a_softmax_are_folded(function: Callable[[Tensor], Tensor], count: int) -> None:
     module = make_fx(function, SPELT_OUT, tracing_mode="fake", pre_dispatch=True)(SCORES)
     assert fold_nan_guards(module) == count
