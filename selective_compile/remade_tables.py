@@ -74,7 +74,7 @@ def forgotten_tables(model: nn.Module) -> dict[Place, Any]:
 
 
 def is_table(values: Sequence[Any]) -> bool:
-    """Whether these are tensors of as many tokens as the calls had, and otherwise of the same sizes; or several each."""
+    """Whether these are tensors of as many tokens as the calls had, and else of the same sizes; or rows of them."""
     if all(isinstance(value, (tuple, list)) and value for value in values):
         return len(set(map(len, values))) == 1 and all(map(is_table, zip(*values, strict=True)))
     shapes = [value.shape for value in values if isinstance(value, Tensor)]
