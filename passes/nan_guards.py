@@ -1,6 +1,6 @@
 """Part of pass 1: what makes zeros of weights that are not numbers is one operator, however it is written.
 
-Before::  where(isnan(w), zeros_like(w), w), or masked_fill(w, isnan(w), 0), of w = softmax(...)
+Before::  where(isnan(w), zeros_like(w), w), or masked_fill(w, w != w, 0), of w = softmax(...)
 After::   nan_to_num(w, 0)
 
 A row that sees no key has such weights, and what reads an attention knows that operator.  Weights are never infinite,
@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 aten = torch.ops.aten
 SOFTMAX = (aten.softmax.int, aten._softmax.default)
@@ -46,13 +46,23 @@ def guarded(node: fx.Node) -> fx.Node | None:
         weights, condition, zeros = args
     else:
         return None
-    if condition.target is not aten.isnan.default or condition.args[0] is not weights or not is_zero(zeros):
+    if not tells_nan(condition, weights) or not is_zero(zeros):
         return None
     before, behind = weights.meta["val"], node.meta["val"]
     return weights if behind.dtype == before.dtype and list(behind.shape) == list(before.shape) else None
 
 
+def tells_nan(condition: fx.Node, weights: fx.Node) -> bool:
+    """Nothing else is unequal to itself."""
+    if condition.target is aten.isnan.default:
+        return condition.args[0] is weights
+    return condition.target is aten.ne.Tensor and condition.args == (weights, weights)
+
+
 def is_zero(value: Any) -> bool:
+    if isinstance(value, fx.Node) and value.op == "get_attr":
+        constant: Any = getattr(value.graph.owning_module, str(value.target))
+        return isinstance(constant, Tensor) and constant.numel() == 1 and constant.item() == 0
     if isinstance(value, fx.Node):
         return value.target in ZEROS or (value.target is aten.scalar_tensor.default and is_zero(value.args[0]))
     return bool(isinstance(value, (int, float)) and value == 0)
