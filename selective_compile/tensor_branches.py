@@ -38,6 +38,7 @@ from selective_compile.passes.normalise import source_name
 
 # Python's instructions that go one way or the other by what a value is, which most take off the stack.
 JUMPS = {number: name for name, number in dis.opmap.items() if "JUMP" in name and ("TRUE" in name or "FALSE" in name)}
+NOT = dis.opmap["UNARY_NOT"]
 KEEPS = "OR_POP"  # those that leave it there where they jump
 TABLE = "dispatch_table"
 NUMBER = "method_item"  # Dynamo's, for `item`, by which it also knows whether a tensor is true
@@ -151,6 +152,7 @@ def watch_jumps() -> None:
         for number, name in JUMPS.items():
             if table[number] is not None:
                 table[number] = jump_instead_of(table[number], name)
+        table[NOT] = negated_instead_of(table[NOT])
 
 
 def jump_instead_of(original: Callable[[Any, Any], Any], name: str) -> Callable[[Any, Any], Any]:
@@ -166,6 +168,17 @@ def jump_instead_of(original: Callable[[Any, Any], Any], name: str) -> Callable[
         return None
 
     return jump
+
+
+def negated_instead_of(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def negated(tx: Any, instruction: Any) -> Any:
+        known = answered_at(tx)
+        if known is None:
+            return original(tx, instruction)
+        tx.pop()
+        return tx.push(ConstantVariable.create(not known))
+
+    return negated
 
 
 def number_known(value: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:

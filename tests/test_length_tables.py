@@ -55,7 +55,11 @@ def of_any(length: int) -> Any:
     return (torch.tril(causal(length), -1) != 0).any() or (causal(length).new_ones(length) < 1).any()
 
 
-KNOWN = [of_the_tutorial, by_counting, made_in_place, of_any]
+def of_none(length: int) -> Any:
+    return not (torch.tril(causal(length)) != 0).any()
+
+
+KNOWN = [of_the_tutorial, by_counting, made_in_place, of_any, of_none]
 
 
 @pytest.mark.parametrize("ask", KNOWN)
