@@ -32,7 +32,7 @@ from selective_compile.passes.normalise import place_of, source_name
 from selective_compile.passes.traced_graph import RefusedError
 from selective_compile.same_logits import agree
 from selective_compile.trace_conditions import Condition
-from selective_compile.unread_stores import STEP, mentions
+from selective_compile.unread_stores import STEP, asks, mentions
 
 COUNTS = (5, 7)  # tokens of the calls that are compared: numbers that few sizes of a model are
 IN_TURN = (5, 40, 9, 9, 3, 14)  # of those that follow one another
@@ -141,7 +141,7 @@ def without_tables(model: nn.Module, captured: Captured, forgotten: Mapping[Plac
     if not drop_tables(captured, names):
         return None
     conditions = tuple(one for one in captured.conditions if not is_of(one, places))
-    if any(mentions(one.source, names) for one in conditions):
+    if any(asks(one, names) for one in conditions):
         return None
     read = Read(names=captured.read.names - names, keys=captured.read.keys - names, code=captured.read.code)
     return replace(captured, sets=(), stored=frozenset(), conditions=conditions, read=read)
@@ -154,7 +154,9 @@ def names_beside(model: nn.Module, forgotten: Mapping[Place, Any]) -> set[str]:
 
 
 def is_of(condition: Condition, places: Collection[str]) -> bool:
-    return STEP.sub(r".\1", condition.source).removeprefix("L['model'].") in places
+    place = STEP.sub(r".\1", condition.source).removeprefix("L['model'].")
+    asked = {f"{place.removesuffix('.__dict__')}.{name}" for name in map(str, condition.given)}
+    return place in places or not asked.isdisjoint(places)
 
 
 def drop_tables(captured: Captured, names: set[str]) -> bool:

@@ -15,7 +15,6 @@ from selective_compile.passes.traced_graph import Refusal, RefusedError
 from selective_compile.remade_tables import made_anew, same_in_turn
 from selective_compile.unread_stores import without_unread
 
-NAMED = 3  # of what is stored
 LONG = 512  # tokens that a model is called with to look for tables that are longer than those of a call before
 
 
@@ -38,8 +37,9 @@ def settled(model: nn.Module, capture: Callable[[], Captured]) -> Captured:
     if not captured.sets:
         return captured
     found = without_unread(model, captured) or made_anew(model, capture)
-    if found is None and not is_same_in_turn(model):
-        raise RefusedError([of_calls_before(captured)])
+    # Tensors that are stored are refused where they are computed.
+    if found is None and not captured.stored and not is_same_in_turn(model):
+        raise RefusedError([of_calls_before(stored) for stored in captured.sets])
     return found or captured
 
 
@@ -51,10 +51,10 @@ def is_same_in_turn(model: nn.Module) -> bool:
         return False
 
 
-def of_calls_before(captured: Captured) -> Refusal:
-    where = ", ".join(sorted(captured.sets)[:NAMED])
-    reason = f"its forward stores in {where}, and gives other logits behind other calls"
-    return Refusal(node="output", operator="calls", reason=reason, source_line="source line unknown", module="")
+def of_calls_before(stored: str) -> Refusal:
+    reason = f"its forward stores in {stored}, and gives other logits behind other calls"
+    module = stored.rpartition(".")[0]
+    return Refusal(node="output", operator="calls", reason=reason, source_line="source line unknown", module=module)
 
 
 def as_calls_leave_it(model: nn.Module, capture: Callable[[], Captured]) -> Captured:

@@ -22,8 +22,11 @@ from selective_compile.model_call import CANNOT
 from selective_compile.module_state import lock_of
 from selective_compile.passes.normalise import source_name
 from selective_compile.same_logits import gives_logits_of
+from selective_compile.trace_conditions import Condition
 
 STEP = re.compile(r"\._modules\['([^']+)'\]")  # in Dynamo's way to a module
+
+TABLE = re.compile(r"\b_(parameters|modules|buffers)('\])?$")  # which PyTorch looks into where an attribute is set
 
 
 def without_unread(model: nn.Module, captured: Captured) -> Captured | None:
@@ -50,8 +53,14 @@ def without_unread(model: nn.Module, captured: Captured) -> Captured | None:
 
 def is_named(captured: Captured, names: set[str], sources: list[str]) -> bool:
     """Whether what the trace depends on has one of these names on its way."""
-    asked = [*sources, *(condition.source for condition in captured.conditions)]
-    return any(mentions(source, names) for source in asked) or not names.isdisjoint(captured.read.names)
+    asked = any(mentions(source, names) for source in sources) or any(asks(one, names) for one in captured.conditions)
+    return asked or not names.isdisjoint(captured.read.names)
+
+
+def asks(condition: Condition, names: set[str]) -> bool:
+    """Whether one of these is on its way, or it is asked whether there is one; not by who sets it."""
+    there = not names.isdisjoint(map(str, condition.given)) and not TABLE.search(condition.source)
+    return there or mentions(condition.source, names)
 
 
 def mentions(source: str, names: set[str]) -> bool:
