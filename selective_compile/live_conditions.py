@@ -43,6 +43,7 @@ ASKS: Final = {
     "SET_NOT_CONTAINS": "set.__contains__({0}, {1!r})",
 }
 ITSELF: Final = "{0}"
+STEP: Final = re.compile(r"\._modules\['([^']*)'\]")  # in Dynamo's way to a module
 ARRAY: Final = "___from_numpy("  # Dynamo's way from an array to a tensor, which is another one each time
 VALUES: Final = (bytes, complex, range, slice, torch.Size, torch.device)  # told by what they are, beside plain ones
 GONE: Final = object()  # in place of an answer
@@ -143,7 +144,7 @@ def is_value(answer: Any) -> bool:
 
 def spelled(question: str) -> str:
     """As one would write it of the model."""
-    short = re.sub(r"\._modules\['([^']*)'\]", r".\1", question).replace(MODEL, "model")
+    short = STEP.sub(r".\1", question).replace(MODEL, "model")
     short = short.replace(ARRAY, "torch.from_numpy(")
     return re.sub(r"^\(([^()]*)\)$", r"\1", short)
 

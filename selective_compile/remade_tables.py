@@ -24,6 +24,7 @@ from selective_compile.captured import Captured
 from selective_compile.first_call import left_by_call
 from selective_compile.joined_graphs import inputs_of
 from selective_compile.length_tables import is_length
+from selective_compile.live_conditions import STEP
 from selective_compile.live_settings import Read
 from selective_compile.model_call import CANNOT, logits_call
 from selective_compile.model_facts import device_of
@@ -32,7 +33,7 @@ from selective_compile.passes.normalise import place_of, source_name
 from selective_compile.passes.traced_graph import RefusedError
 from selective_compile.same_logits import agree
 from selective_compile.trace_conditions import Condition
-from selective_compile.unread_stores import STEP, asks, mentions
+from selective_compile.unread_stores import asks, mentions
 
 COUNTS = (5, 7)  # tokens of the calls that are compared: numbers that few sizes of a model are
 IN_TURN = (5, 40, 9, 9, 3, 14)  # of those that follow one another

@@ -31,7 +31,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TensorVariable
 from torch.utils._python_dispatch import _disable_current_modes
 
-from selective_compile.length_tables import table_of
+from selective_compile.length_tables import nodes_in, table_of
 from selective_compile.model_call import ATTENTION_MASK
 from selective_compile.passes.lengths import ALL_LENGTHS, CAPTURE_TOKENS, Answer, answer
 from selective_compile.passes.normalise import source_name
@@ -236,9 +236,7 @@ def is_positions(node: fx.Node) -> bool:
 
 def nodes_read(node: fx.Node) -> list[fx.Node]:
     """In the order of its arguments, each as often as it is there."""
-    found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), found.append)
-    return found
+    return nodes_in((node.args, node.kwargs))
 
 
 def value_at(chain: Sequence[fx.Node], length: int) -> bool:

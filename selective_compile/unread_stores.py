@@ -18,13 +18,13 @@ from torch import fx, nn
 
 from selective_compile.captured import Captured
 from selective_compile.joined_graphs import inputs_of
+from selective_compile.length_tables import nodes_in
+from selective_compile.live_conditions import STEP
 from selective_compile.model_call import CANNOT
 from selective_compile.module_state import lock_of
 from selective_compile.passes.normalise import source_name
 from selective_compile.same_logits import gives_logits_of
 from selective_compile.trace_conditions import Condition
-
-STEP = re.compile(r"\._modules\['([^']+)'\]")  # in Dynamo's way to a module
 
 TABLE = re.compile(r"\b_(parameters|modules|buffers)('\])?$")  # which PyTorch looks into where an attribute is set
 
@@ -66,10 +66,6 @@ def asks(condition: Condition, names: set[str]) -> bool:
 def mentions(source: str, names: set[str]) -> bool:
     """Whether one of the attributes on the way is of such a name, and not a module."""
     return not names.isdisjoint(re.split(r"\W+", STEP.sub("", source)))
-
-
-def nodes_in(results: Sequence[Any]) -> list[fx.Node]:
-    return [each for each in results if isinstance(each, fx.Node)]
 
 
 def stored_as(result: fx.Node) -> str:
