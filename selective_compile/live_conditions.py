@@ -19,6 +19,7 @@ from torch import nn
 from torch._dynamo.guards import _get_closure_vars
 
 from selective_compile.live_settings import is_plain
+from selective_compile.passes.traced_graph import OF_NUMPY
 from selective_compile.trace_conditions import Condition, Globals
 
 MODEL: Final = "L['model']"  # beside it, arguments and what is made anew for each call
@@ -44,7 +45,7 @@ ASKS: Final = {
 }
 ITSELF: Final = "{0}"
 STEP: Final = re.compile(r"\._modules\['([^']*)'\]")  # in Dynamo's way to a module
-ARRAY: Final = "___from_numpy("  # Dynamo's way from an array to a tensor, which is another one each time
+ARRAY: Final = OF_NUMPY  # Dynamo's way from an array to a tensor, which is another one each time
 VALUES: Final = (bytes, complex, range, slice, torch.Size, torch.device)  # told by what they are, beside plain ones
 GONE: Final = object()  # in place of an answer
 
