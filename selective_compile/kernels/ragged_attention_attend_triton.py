@@ -15,6 +15,7 @@ Legend
     BLOCK_SIZE 0: no pool, the keys are the request's own rows of this step (varlen_attention)
     sinks, slopes None: the code that reads them is not compiled
     PDL        whether it begins before the kernel in front of it has ended: `dependent_launch`
+    AHEAD      iterations for which the second-level cache is asked before that one has ended (`ask_ahead`); 0: none
     piece, split  a program's share of a tile's keys, and how they are cut: `split_plan_triton`
     SPLIT      False: every program takes all keys, and what belongs to splits is not compiled
     sums, maxima, totals  what a split came to, for `ragged_attention_merge_triton`, which has their legend. A
@@ -55,7 +56,7 @@ from selective_compile.kernels.dot_triton import widened_dot
 from selective_compile.kernels.fp8_triton import as_read
 from selective_compile.kernels.interpreter import on_device
 from selective_compile.kernels.ragged_attention_merge_triton import merge, new_parts
-from selective_compile.kernels.ragged_attention_reads_triton import blocks_of_keys, elements, late_product
+from selective_compile.kernels.ragged_attention_reads_triton import ask_ahead, blocks_of_keys, elements, late_product
 from selective_compile.kernels.ragged_attention_tiles import (
     TileConfig,
     asynchronous_products,
@@ -128,6 +129,8 @@ def _attention_kernel(
     SPLIT: tl.constexpr,
     LATE: tl.constexpr,
     PDL: tl.constexpr,
+    AHEAD: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     LOG2_E: tl.constexpr = 1.4426950408889634
@@ -171,6 +174,13 @@ def _attention_kernel(
         entries = block_table + request.to(tl.int64) * table_stride
     if SPLIT:
         begin, end, divided = piece_keys(split, each_has, begin, end)
+        if AHEAD > 0:
+            # fmt: off
+            ask_ahead(
+                keys, values, entries, kv_head, begin, end, first_row < row_end, key_block_stride, key_head_stride,
+                value_block_stride, value_head_stride, AHEAD, LANES, KEY_SIZE, VALUE_SIZE, BLOCK_SIZE, BLOCK_N,
+            )
+            # fmt: on
         if PDL:
             gdc_wait()
             gdc_launch_dependents()
@@ -384,13 +394,15 @@ def attend(
     query = written()
     # The interpreter would multiply the bit patterns of bfloat16.
     widen, early = not query.is_cuda, begins_early(query.device)
+    rows_follow = (strides[2], strides[5]) == (key_size, value_size)
+    ahead = tile.ahead if tile.bulk and rows_follow and split is not None else 0
     # fmt: off
     on_device(_attention_kernel, query)[(num_pieces * parts,)](
         output, *((None,) * 4 if split is None else (split.pieces, *partial)), query, keys, values,
         *_tiles(keys, values, tile), *metadata, *per_head, num_rows, num_requests, num_pieces, *query.stride()[:2],
         *strides, block_table.stride(0), *score, tile.heads, group // tile.heads, heads, key_size, value_size,
         block_size, tile.block_m, tile.block_n, tile.block_d, tile.block_dv, widen, split is not None, tile.late, early,
-        enable_fp_fusion=True, **tile.options(backend()), **launch_options(early),
+        ahead, 32 * tile.num_warps, enable_fp_fusion=True, **tile.options(backend()), **launch_options(early),
     )
     # fmt: on
     if split is not None:

@@ -1,4 +1,4 @@
-"""How the attention kernel in Triton reads keys and values, and multiplies values that are late;
+"""How the attention kernel in Triton asks for keys and values, reads them, and multiplies values that are late;
 `ragged_attention_attend_triton` has the legend."""
 
 from __future__ import annotations
@@ -33,6 +33,57 @@ def elements(pointers, wanted, SIZE: tl.constexpr, PADDED: tl.constexpr, MASKED:
     else:
         rows = tl.load(at)
     return rows
+
+
+@triton.jit
+def ask_ahead(
+    keys,
+    values,
+    entries,
+    kv_head,
+    begin,
+    end,
+    there,
+    key_block_stride,
+    key_head_stride,
+    value_block_stride,
+    value_head_stride,
+    AHEAD: tl.constexpr,
+    LANES: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Have the second-level cache read the keys and values of AHEAD iterations of [begin, end): of the last one, which
+    is walked first, and of those from ``begin`` on.  Nothing waits for it, and what is written to them meanwhile is
+    written in that cache (PTX ISA, "cp.async.bulk.prefetch"). Slots of a block lie one behind another.
+
+    there: whether this program has any; LANES: its threads, each of which asks for the keys or values of one
+    iteration, or for nothing.
+    """
+    lane = tl.arange(0, LANES)
+    iteration = lane % AHEAD
+    last = (end - 1) // BLOCK_N * BLOCK_N
+    start = tl.where(iteration == 0, last, begin + (iteration - 1) * BLOCK_N)
+    asks = there & (lane < 2 * AHEAD) & (begin < end) & ((iteration == 0) | (start < last))
+    block = tl.load(entries + start // BLOCK_SIZE, asks, 0, cache_modifier=".cg").to(tl.int64)
+    slot, kv_head = start % BLOCK_SIZE, kv_head.to(tl.int64)
+    of_keys = keys + block * key_block_stride + kv_head * key_head_stride + slot * KEY_SIZE
+    of_values = values + block * value_block_stride + kv_head * value_head_stride + slot * VALUE_SIZE
+    BYTES: tl.constexpr = BLOCK_N * keys.dtype.element_ty.primitive_bitwidth // 8
+    tl.inline_asm_elementwise(
+        "{ .reg .pred %p; setp.ne.b32 %p, $3, 0; @%p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
+        "=r,l,r,r",
+        [
+            tl.where(lane < AHEAD, of_keys.to(tl.uint64), of_values.to(tl.uint64)),
+            tl.where(lane < AHEAD, BYTES * KEY_SIZE, BYTES * VALUE_SIZE),
+            asks.to(tl.int32),
+        ],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit

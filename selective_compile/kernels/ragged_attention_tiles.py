@@ -98,6 +98,9 @@ class TileConfig(LaunchConfig):
     heads: query heads of a program: those of a group, or one of several equal parts of it.
     bulk: whether an iteration's keys are one bulk copy, and its values.
     late: whether values are multiplied an iteration late, beside what comes of the next scores.
+    ahead: for how many iterations of a program whose keys are split, a power of two, the second-level cache is asked
+        before the kernel in front is complete, where there are bulk copies; 0: for none.  Chosen nowhere, since it was
+        not measured on a GPU yet: `benchmarks/gpu_parts/tiles.py` does.
     """
 
     heads: int
@@ -107,6 +110,7 @@ class TileConfig(LaunchConfig):
     block_dv: int
     bulk: bool
     late: bool
+    ahead: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -183,12 +183,13 @@ def global_accesses(ptx: str) -> list[str]:
 def may_come_first(instruction: str) -> bool:
     """Whether it reads past the first-level cache, where something may be left of what memory held before the kernels
     that are complete. What it reads no kernel that is not complete may have written, which `ptx.memory` watches over.
+    Or whether it asks the second-level cache for memory, and nobody for what is there.
     """
-    return instruction.split(".")[:3] == ["ld", "global", "cg"]
+    return instruction.split(".")[:3] == ["ld", "global", "cg"] or instruction == "cp.async.bulk.prefetch.L2.global"
 
 
 def assert_waits(compiled: Any) -> None:
-    """A kernel that begins early writes and copies nothing before it has waited, and reads what `may_come_first` alone;
+    """A kernel that begins early reaches nothing in memory before it has waited but what `may_come_first` alone does;
     and no program returns or says that the next kernel may begin; behind it, all that do not return do say so."""
     early = getattr(compiled.metadata, "launch_pdl", False)
     before, waits, behind = compiled.asm.get("ptx", "").partition("griddepcontrol.wait")

@@ -69,6 +69,7 @@ def test_what_reaches_memory_before_waiting_is_found(instruction: str) -> None:
 
 def test_what_reads_past_the_first_level_cache_may_come_first() -> None:
     ahead.assert_waits(early("\tld.global.cg.b32 { %r1 }, [ %rd1 + 0 ];"))
+    ahead.assert_waits(early("\t@%p1 cp.async.bulk.prefetch.L2.global [%rd1], %r2;"))
 
 
 @pytest.mark.parametrize("instruction", OWN)

@@ -21,7 +21,7 @@ from tests.kernels import test_ragged_attention_bulk_triton as bulk
 from tests.kernels import test_rotary_attention_triton as rotary
 from tests.kernels import test_selection_triton as selection
 from tests.kernels import test_state_triton as state
-from tests.kernels.ragged_cases import CASES, Case, make_inputs
+from tests.kernels.ragged_cases import CASES, Case, Inputs, make_inputs
 from tests.kernels.state_cases import OPS, make_call
 from tests.kernels.test_ragged_attention_splits_triton import DRAFTS, split_into
 from tests.kernels.test_ragged_attention_triton import compiling, nan_filled_outputs, triton_cache  # noqa: F401
@@ -102,6 +102,46 @@ def test_splits_and_their_merge(case, hopper, monkeypatch):
     monkeypatch.setattr(bulk.attends, "split_config", split_into(1))
     bulk.check(make_inputs(dataclasses.replace(case, block_size=64), torch.bfloat16))
     assert len({compiled.metadata.name for compiled in hopper.launched}) == 4
+
+
+def asked_for(inputs: Inputs, ahead: int) -> list[tuple[tuple[int, int], int, int]]:
+    """Of each request that has rows the last iteration of its keys and values, and those from the first on, by each of
+    its heads."""
+    found, rows = [], inputs.cu_seqlens_q.diff().tolist()
+    for request, context in enumerate(inputs.context_lens.tolist()):
+        if not rows[request]:
+            continue
+        last = (context - 1) // 64
+        for iteration in {last, *range(min(ahead - 1, last))}:
+            block = int(inputs.block_table[request, iteration * 64 // inputs.key_pool.shape[2]])
+            for pool in (inputs.key_pool, inputs.value_pool):
+                for head in range(pool.shape[1]):
+                    place = pool[block, head, iteration * 64 % pool.shape[2]].storage_offset() * pool.itemsize
+                    storage = pool.untyped_storage()
+                    found.append(((storage.data_ptr(), storage.nbytes()), place, 64 * pool.shape[3] * pool.itemsize))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("changes", ({}, {"block_size": 128}, {"value_size": 64, "kv_heads": 2}), ids=str)
+@pytest.mark.parametrize("iterations", (2, 4))
+def test_the_cache_is_asked_for_what_is_read_first(iterations, changes, hopper, monkeypatch):
+    chosen = bulk.attends.tile_config
+    monkeypatch.setattr(
+        bulk.attends, "tile_config", lambda **step: dataclasses.replace(chosen(**step), ahead=iterations)
+    )
+    case = dataclasses.replace(LONG, requests=((1, 250), (1, 3), (1, 64), (0, 7)), padding_rows=1, **changes)
+    inputs = make_inputs(case, torch.bfloat16)
+    bulk.check(inputs)
+    assert sorted(hopper.prefetched) == asked_for(inputs, iterations)
+
+
+def test_pieces_ask_for_their_own_keys(hopper, monkeypatch):
+    chosen = bulk.attends.tile_config
+    monkeypatch.setattr(bulk.attends, "tile_config", lambda **step: dataclasses.replace(chosen(**step), ahead=4))
+    monkeypatch.setattr(bulk.attends, "split_config", split_into(1))
+    inputs = make_inputs(dataclasses.replace(LONG, requests=((1, 250), (1, 70))), torch.bfloat16)
+    bulk.check(inputs)
+    assert sorted(hopper.prefetched) == asked_for(inputs, 8)
 
 
 WAITING = ("selective_scan", "ssd", "gated_delta_rule", "mlstm")

@@ -194,6 +194,21 @@ def test_values_are_multiplied_beside_the_next_weights_on_hopper(size, group, gi
     assert len(machine.loops_of_products(code)) == 2 and machine.used_under_way(code) == []
 
 
+@compiling
+@pytest.mark.parametrize("size", (64, 128, 256))
+@pytest.mark.parametrize("target", ahead.TARGETS[1:3], ids=str)
+def test_asking_ahead_costs_no_registers(target, size, tmp_path):
+    """Of low tiles, whose programs share a processor by how many registers they have; a thread is given eight at a
+    time."""
+    asking, silent = (compile_attention(target, "bf16", size, 8, split=True, AHEAD=each) for each in (8, 0))
+    before, _, behind = asking.asm["ptx"].partition("griddepcontrol.wait")
+    assert before.count("cp.async.bulk.prefetch") == 1 and "bulk.prefetch" not in behind + silent.asm["ptx"]
+    asks, asks_not = (ahead.Usage.of(each, target, tmp_path) for each in (asking, silent))
+    assert -(-asks.registers // 8) <= -(-asks_not.registers // 8)
+    assert asks.shared == asks_not.shared and not asks.spilled
+    ahead.assert_waits(asking)
+
+
 def test_writes_of_what_products_still_use_are_seen():
     """Sums and rows until the wait, of each width; not what only reads rows."""
     code = ["HGMMA.64x64x16.F32.BF16 R88, R136, gdesc[UR8].tnspB, R88, gsb0", "FMUL R5, R138, R120"]

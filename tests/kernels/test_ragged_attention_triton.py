@@ -206,7 +206,7 @@ def compile_attention(
     constants |= {name: None for name in ("sinks", "slopes") if name not in given}
     constants |= {"KEY_SIZE": size, "VALUE_SIZE": value_size, "BLOCK_D": tile.block_d, "BLOCK_DV": tile.block_dv}
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "WIDEN": False, "SPLIT": split}
-    constants |= {"BLOCK_SIZE": block_size, "LATE": tile.late}
+    constants |= {"BLOCK_SIZE": block_size, "LATE": tile.late, "AHEAD": tile.ahead, "LANES": 32 * tile.num_warps}
     constants |= {} if split else dict.fromkeys(PARTS)
     constants |= {} if tile.bulk else {"key_tiles": None, "value_tiles": None}
     constants |= {} if fp8 else dict.fromkeys(SCALES)

@@ -1,6 +1,6 @@
 """Copies to shared memory that go on beside threads, and the barriers there which count what has come.
 
-Source: PTX ISA, "cp.async", "cp.async.bulk.tensor", "mbarrier" and "Tensor Swizzling Modes".
+Source: PTX ISA, "cp.async", "cp.async.bulk.tensor", "cp.async.bulk.prefetch", "mbarrier" and "Tensor Swizzling Modes".
 """
 
 from __future__ import annotations
@@ -50,12 +50,17 @@ class Tiles:
         return found.ravel()
 
 
+PREFETCH = ("cp", "async", "bulk", "prefetch", "L2", "global")
+
+
 def copies(program: Program, instruction: Instruction) -> Step:
     parts = instruction.parts
     if parts[:3] == ("cp", "async", "commit_group"):
         return lambda machine, mask: machine.copies.commit(mask)
     if parts[:3] == ("cp", "async", "wait_group"):
         return lambda machine, mask: machine.copies.wait(mask, int(instruction.operands[0]))
+    if parts == PREFETCH:
+        return prefetches(instruction)
     return tile_copies(instruction) if "bulk" in parts else small_copies(instruction)
 
 
@@ -91,6 +96,17 @@ def small_copies(instruction: Instruction) -> Step:
                 machine.shared.store(lanes, places[lanes] + np.uint32(4 * n), numbers[lanes, n])
 
         machine.copies.begin(mask, work)
+
+    return do
+
+
+def prefetches(instruction: Instruction) -> Step:
+    """To the second-level cache, where nothing is seen of it but what it asks for."""
+    source, size = instruction.operands
+
+    def do(machine: Machine, mask: Bits) -> None:
+        sizes = np.broadcast_to(machine.read(size, "u32"), machine.lanes)[mask]
+        machine.memory.prefetch(machine.addresses(source)[mask], sizes)
 
     return do
 

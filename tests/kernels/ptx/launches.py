@@ -60,6 +60,7 @@ class Processor:
     changed: dict[str, Any] = field(default_factory=dict)
     edit: Callable[[str], str] = str
     launched: list[Any] = field(default_factory=list)  # what was compiled for each launch
+    prefetched: list[tuple[Name, int, int]] = field(default_factory=list)  # by all of them, as `Memory` has it
     _in_front: dict[Name, Bits] = field(default_factory=dict)  # bytes that the last launch has written
 
     def __call__(self, kernel: Any, tensor: Any) -> dict:
@@ -85,6 +86,7 @@ class Processor:
                 early = bool(given.get("PDL", False))
                 Machine(*shape, shared=compiled.metadata.shared, early=early).run(steps)
             self._in_front = memory.written()
+            self.prefetched += memory.prefetched
 
 
 def bound(found: Program, compiled: Any, given: dict[str, Any], memory: Memory) -> tuple[dict, dict]:

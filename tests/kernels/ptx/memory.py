@@ -51,12 +51,14 @@ class Memory:
     """Of the device: the storages of the tensors that a launch was given.
 
     ``in_front``: bytes that the kernel in front has written, of each storage.
+    ``prefetched``: what somebody asked for, a storage, where in it, and how many bytes.
     ``ahead``: of each thread, whether that kernel may not be done yet, so that it must reach nothing but what others
     have written before, past the first-level cache.
     """
 
     in_front: Mapping[Name, Bits] = field(default_factory=dict)
     regions: list[Region] = field(default_factory=list)
+    prefetched: list[tuple[Name, int, int]] = field(default_factory=list)
     ahead: Bits = field(init=False)
 
     def address(self, tensor: Tensor) -> int:
@@ -95,6 +97,16 @@ class Memory:
         size = numbers.dtype.itemsize
         for region, here, places in self._regions_of(lanes, addresses, size):
             put(region.numbers(size), region.accesses, places, lanes[here], numbers[here])
+
+    def prefetch(self, addresses: Bits, sizes: Bits) -> None:
+        """Bytes that are asked for: they may be written meanwhile, and read by nobody."""
+        for address, size in zip(addresses.tolist(), sizes.tolist(), strict=True):
+            inside = [region for region in self.regions if region.covers(np.uint64(address), size)]
+            if not inside:
+                raise Fault(f"{size} bytes are asked for outside of every tensor, at {hex(address)}")
+            if address % 16 or size % 16:
+                raise Fault("what is asked for does not begin and end at a multiple of 16 bytes")
+            self.prefetched.append((inside[0].name, address - inside[0].address, size))
 
     def _regions_of(
         self, lanes: Bits, addresses: Bits, size: int, *, past_cache: bool = False
