@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from selective_compile.generate_fields import Fields, described
-from selective_compile.model_facts import check
+from selective_compile.model_facts import check_weights
 from selective_compile.own_generation import unlike_transformers
 from selective_compile.token_types import UNIT
 
@@ -305,8 +305,7 @@ def check_model(model: Any) -> None:
     """Refuse what `generate` could not be right about.
 
     Raises:
-        ValueError: not a decoder-only model, without its weights, in training mode, or under autocast; or one that
-            generates in its own way.
+        ValueError: not a decoder-only model, or without its weights; or one that generates in its own way.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {described(model)}")
@@ -314,4 +313,4 @@ def check_model(model: Any) -> None:
         raise ValueError(f"model must be a decoder without an encoder, got {type(model).__name__}")
     if isinstance(model, GenerationMixin) and (own := unlike_transformers(model)):
         raise ValueError(f"model must generate as transformers does, got {type(model).__name__} with its own {own}")
-    check(model)
+    check_weights(model)

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from selective_compile.isolation_trial import alike
 from selective_compile.live_settings import LiveSettings, Read
-from selective_compile.model_call import CANNOT, logits_call, logits_of, without_cache
+from selective_compile.model_call import CANNOT, logits_call, logits_of, own_call, without_cache
 from selective_compile.model_facts import device_of
 from selective_compile.module_state import lock_of, same_buffers, unchanged
 from selective_compile.passes.flat_graph import FlatGraph
@@ -244,4 +244,4 @@ def _logits_of_rows(model: nn.Module, rows: Tensor) -> Tensor:
         options["attention_mask"] = torch.ones(1, len(rows), dtype=torch.int64, device=rows.device)
     if "position_ids" in names:
         options["position_ids"] = torch.arange(len(rows), device=rows.device)[None]
-    return logits_of(model(inputs_embeds=rows[None], **options))
+    return logits_of(own_call(model)(inputs_embeds=rows[None], **options))

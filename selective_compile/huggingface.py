@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, cast
 
 from torch import nn
 from transformers import GenerationConfig
@@ -30,9 +31,11 @@ from selective_compile.generate_objects import CallObjects
 from selective_compile.generate_requests import ENGINES, finished_requests
 from selective_compile.generate_results import refuse_ends_without_padding, returned
 from selective_compile.generate_states import check_states, states_of
-from selective_compile.model_facts import device_of, uncompiled
+from selective_compile.model_facts import check, device_of, uncompiled
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.grammar import GRAMMARS
+from selective_compile.self_served import self_served, why_of_model, why_of_objects
+from selective_compile.training_mode import evaluated
 
 TAKEN = GENERATION_FIELDS | FORWARD_ARGUMENTS | {"tokenizer", *GRAMMARS}
 
@@ -65,7 +68,8 @@ def generate(
     largest call so far. Calls from several threads share its steps.
 
     Args:
-        model: a decoder in evaluation mode; it is left as it is.
+        model: a decoder; it is left as it is. One in training mode is in evaluation mode until the call ends, if that
+            makes no other logits.
         inputs, input_ids: a tensor [B, S]; or a list of prompts of any lengths, each a list or a tensor of
             one dimension; or None for the begin-of-sequence id alone.
         generation_config: for all prompts, or for a list of prompts a list with one for each.
@@ -76,8 +80,10 @@ def generate(
             else has the new tokens alone. Models that make more of ids than to look up rows are refused.
         token_type_ids: [B, S] or [1, S], for a model whose forward takes them; new tokens have the type of their
             prompt's last one.
-        logits_processor, stopping_criteria: called for each row by itself, [1, length] without padding; of several
-            rows each gets a copy of the objects, so that none sees the calls for another row.
+        logits_processor, stopping_criteria: with a list of prompts called for each by itself, [1, length] without
+            padding; of several each gets a copy of the objects, so that none sees the calls for another. With a
+            tensor of several rows, objects that are not of a class of transformers may tell these apart, and the
+            call is one that the model serves itself.
         assistant_model: a smaller model of the same vocabulary, which drafts; the tokens are those without it.
         prefix_allowed_tokens_fn: gets the prompt's number, or the row's where transformers numbers these, and the ids.
         streamer: gets the prompts and then a token of every row in turn; of a list it takes a single prompt.
@@ -103,6 +109,9 @@ def generate(
         the cache: such a call takes as long as `model.generate` besides. With `num_beams` above 1, in a
         GenerateBeamDecoderOnlyOutput, with `sequences_scores` (where scores are asked for) and `beam_indices`.
 
+    A few calls the model serves itself, in transformers' own loop, which is logged: `self_served` has which and why.
+    With `EngineConfig(fallback=...)` of anything but "sequential" they are refused.
+
     Raises:
         ValueError: an argument that is wrong or not supported, or a model that cannot be rewritten.
         RuntimeError: a step failed.
@@ -110,6 +119,63 @@ def generate(
     """
     model = uncompiled(model)
     check_model(model)
+    config = _config_given(engine_config, "engine_config") or _config_of(model)
+    named = {
+        "inputs": inputs,
+        "generation_config": generation_config,
+        "logits_processor": logits_processor,
+        "stopping_criteria": stopping_criteria,
+        "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
+        "synced_gpus": synced_gpus,
+        "assistant_model": assistant_model,
+        "streamer": streamer,
+        "negative_prompt_ids": negative_prompt_ids,
+        "negative_prompt_attention_mask": negative_prompt_attention_mask,
+        "custom_generate": custom_generate,
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "inputs_embeds": inputs_embeds,
+        "token_type_ids": token_type_ids,
+    }
+    given = {name: value for name, value in named.items() if value is not None} | kwargs
+    by_model = partial(
+        self_served, model, _own_generate(model), given, refuse=config.fallback != "sequential", seed=seed
+    )
+    in_list = isinstance(input_ids if inputs is None else inputs, (list, tuple))
+    if (reason := why_of_model(model, kwargs)) is not None:
+        if not in_list:
+            return by_model(reason)
+        check(model)
+        raise ValueError(f"input_ids must be a tensor in a call that the model serves itself, got a list: {reason}")
+    with evaluated(model) if model.training else nullcontext():
+        check(model)
+        return _by_requests(model, config, by_model, seed, **given)
+
+
+def _by_requests(
+    model: nn.Module,
+    config: EngineConfig,
+    by_model: Callable[[str], Any],
+    seed: int | Sequence[int] | None,
+    *,
+    inputs: Any = None,
+    generation_config: Any = None,
+    logits_processor: Any = None,
+    stopping_criteria: Any = None,
+    prefix_allowed_tokens_fn: Any = None,
+    synced_gpus: bool | None = None,
+    assistant_model: Any = None,
+    streamer: BaseStreamer | None = None,
+    negative_prompt_ids: Any = None,
+    negative_prompt_attention_mask: Any = None,
+    custom_generate: Any = None,
+    input_ids: Any = None,
+    attention_mask: Any = None,
+    inputs_embeds: Any = None,
+    token_type_ids: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """What `generate` returns, by an engine; or ``by_model``, which it tells why."""
     refuse_unsupported(
         {
             "synced_gpus": synced_gpus,
@@ -124,7 +190,6 @@ def generate(
     if generation_config is None:
         check_configuration(model)
     fields = fields_of(arguments, generation_config, getattr(model, "generation_config", None), inputs)
-    config = _config_given(engine_config, "engine_config") or _config_of(model)
     if inputs_embeds is None:
         prompts = prompts_of(inputs, attention_mask, fields, device_of(model))
     else:
@@ -136,6 +201,9 @@ def generate(
     check_forward_arguments(prompts, kwargs)
     fields = fields * len(prompts.rows) if len(fields) == 1 else fields
     prompts, fields = expanded(prompts, fields)
+    own_code = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
+    if prompts.columns is not None and (reason := why_of_objects(own_code, len(fields))) is not None:
+        return by_model(reason)
     seeds = seeds_of(seed, len(fields), sampled=any(each["do_sample"] for each in fields))
     if streamer is not None and prompts.columns is None and len(fields) > 1:
         raise ValueError(f"streamer must be None for a list of more than one prompt, got one for {len(fields)}")
@@ -251,6 +319,14 @@ def _config_given(value: object, name: str) -> EngineConfig | None:
             "which would begin the log anew; make an sc.Engine"
         )
     return value
+
+
+def _own_generate(model: nn.Module) -> Callable[..., Any]:
+    """What the model's `generate` is but for `wrap`."""
+    wrapper = vars(model).get("generate")
+    if not isinstance(wrapper, BatchedGenerate):
+        return cast(Callable[..., Any], model.generate)
+    return wrapper.previous.get("generate") or partial(cast(Any, type(model)).generate, model)
 
 
 def _config_of(model: nn.Module) -> EngineConfig:

@@ -39,15 +39,20 @@ def logits_call(model: nn.Module, ids: torch.Tensor) -> tuple[Callable[..., Any]
 
     def masked(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
         comptime(watch_guards)
-        return logits_of(model(input_ids, attention_mask=attention_mask, **numbered(input_ids), **options))
+        return logits_of(own_call(model)(input_ids, attention_mask=attention_mask, **numbered(input_ids), **options))
 
     def plain(input_ids: torch.Tensor) -> Any:
         comptime(watch_guards)
-        return logits_of(model(input_ids, **numbered(input_ids), **options))
+        return logits_of(own_call(model)(input_ids, **numbered(input_ids), **options))
 
     if "attention_mask" in names:
         return own_code(masked), [ids, torch.ones_like(ids)]
     return own_code(plain), [ids]
+
+
+def own_call(model: nn.Module) -> Callable[..., Any]:
+    """What runs the model: where `model.compile` has put something compiled in front of its code, that code."""
+    return model if model._compiled_call_impl is None else model._call_impl
 
 
 def positions_of_tokens(input_ids: torch.Tensor) -> torch.Tensor:

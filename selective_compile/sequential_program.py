@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from selective_compile.live_settings import HOOK, hook_refusals, without_hooks
+from selective_compile.model_call import own_call
 from selective_compile.model_facts import declared_positions, device_of, known_ids
 from selective_compile.module_state import (
     Place,
@@ -223,7 +224,7 @@ class SequentialProgram:
 
 def stepped(model: Any, one: OneRequest) -> Tensor:
     """[V] of the request's last token; ``model`` sees the tokens that it has not seen."""
-    outputs = model(**step_arguments(model, one), return_dict=True)
+    outputs = own_call(model)(**step_arguments(model, one), return_dict=True)
     one.kwargs = model._update_model_kwargs_for_generation(outputs, one.kwargs, is_encoder_decoder=False)
     one.seen = one.tokens.shape[1]
     return outputs.logits[0, -1]

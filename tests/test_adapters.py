@@ -92,3 +92,20 @@ def test_merged_adapters_are_plain_linear_layers() -> None:
     assert ours(model) == alone(model) == theirs
     merged = model.merge_and_unload()
     assert ours(merged) == alone(merged) == theirs
+
+
+def test_rows_with_adapters_of_their_own_equal_generate() -> None:
+    """PEFT puts their names into hooks, for the whole batch."""
+    model = adapted("one", "two")
+    ids = torch.tensor([PROMPTS[0][:4]] * 3)
+    given: dict[str, Any] = {"input_ids": ids, "max_new_tokens": 6, "pad_token_id": 0}
+    own = {"adapter_names": ["one", "two", "__base__"]}
+    plain = model.generate(**given)
+    expected = model.generate(**given, **own)
+    assert len({tuple(row) for row in expected.tolist()}) == 3
+    config = sc.EngineConfig(compile=False)
+    assert torch.equal(sc.generate(model, **given, **own, engine_config=config), expected)
+    with sc.wrapped(model.get_base_model(), config):
+        assert torch.equal(model.generate(**given, **own), expected)
+        assert torch.equal(model.generate(**given), plain)
+    assert torch.equal(model.generate(**given), plain)

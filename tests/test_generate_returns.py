@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, MaxLengthCriteria, StoppingCriteria
+from transformers import LogitsProcessor, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteria
 from transformers.generation import BaseStreamer
 
 import selective_compile as sc
@@ -153,17 +153,16 @@ class OnSum(StoppingCriteria):
         return input_ids[:, -1] % 3 == 0
 
 
-def test_processors_and_criteria_over_padded_rows_equal_generate(
-    loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With none that looks at the padding, which no request here sees."""
+def test_processors_and_criteria_of_several_prompts_equal_generate(loaded: tuple[Any, Any]) -> None:
+    """Each is asked for by itself, with copies of the objects."""
     model, tokenizer = loaded
-    objects = {"logits_processor": [Counting(model)], "stopping_criteria": [OnSum()]}
-    copies_before = objects["logits_processor"][0]
-    ours, _ = both(loaded, monkeypatch, **{**objects, "max_new_tokens": 1})
-    assert copies_before.calls == 1, "generate called it once, and the engine its copies"
-    ours, theirs = both(loaded, monkeypatch, logits_processor=[Counting(model)], stopping_criteria=[OnSum()])
-    assert torch.equal(ours, theirs)
+    objects: dict[str, Any] = {"logits_processor": [Counting(model)], "stopping_criteria": [OnSum()]}
+    prompts = [tokenizer(text).input_ids for text in TEXTS]
+    ours = sc.generate(model, prompts, **objects, max_new_tokens=9, engine_config=CONFIG)
+    assert objects["logits_processor"][0].calls == 0, "the engine calls its copies"
+    for prompt, row in zip(prompts, ours, strict=True):
+        objects = {"logits_processor": [Counting(model)], "stopping_criteria": [OnSum()]}
+        assert torch.equal(row[None], model.generate(torch.tensor([prompt]), **objects, max_new_tokens=9))
     alone = Counting(model)
     ids = batch(tokenizer)["input_ids"][2:]
     sc.generate(model, ids, logits_processor=[alone], max_new_tokens=4, eos_token_id=None, engine_config=CONFIG)
@@ -265,18 +264,19 @@ def test_stop_strings_over_rows(loaded: tuple[Any, Any], monkeypatch: pytest.Mon
     with pytest.raises(ValueError, match="tokenizer must be given for stop_strings, got None"):
         sc.generate(loaded[0], [[1]], stop_strings="a", engine_config=CONFIG)
     ids = batch(loaded[1])["input_ids"]
+    bounded = MaxTimeCriteria(9.0)
     with pytest.raises(ValueError, match="pad_token_id must be set for more than one row with stopping_criteria"):
         sc.generate(
             loaded[0],
             ids,
             attention_mask=ids != PAD,
-            stopping_criteria=[OnSum()],
+            stopping_criteria=[bounded],
             pad_token_id=None,
             eos_token_id=None,
             engine_config=CONFIG,
         )
     # There a padding id alone fills nothing: rows that have ended get what is generated after their end.
-    for name, ending in {"stopping_criteria": [OnSum()], "max_time": 9.0, "stop_strings": "a"}.items():
+    for name, ending in {"stopping_criteria": [bounded], "max_time": 9.0, "stop_strings": "a"}.items():
         given = {name: ending, "tokenizer": loaded[1], "eos_token_id": None}
         with pytest.raises(ValueError, match=f"eos_token_id must be set for more than one row with {name}, got None"):
             sc.generate(loaded[0], ids, attention_mask=ids != PAD, engine_config=CONFIG, **given)
@@ -295,6 +295,8 @@ def test_objects_that_cannot_be_copied_or_fail(loaded: tuple[Any, Any]) -> None:
     model, tokenizer = loaded
     locked = Locked()
     with pytest.raises(ValueError, match="logits_processor must be objects that can be copied"):
+        sc.generate(model, [[65], [66]], logits_processor=[locked], engine_config=CONFIG)
+    with pytest.raises(OSError, match="the file went away"):
         sc.generate(model, **batch(tokenizer), logits_processor=[locked], engine_config=CONFIG)
     with pytest.raises(OSError, match="the file went away"):  # as `generate` does
         sc.generate(model, [[65]], logits_processor=[locked], engine_config=CONFIG)
@@ -330,7 +332,7 @@ def test_what_is_set_in_a_criterion_meanwhile_is_set_for_all_rows(loaded: tuple[
     model, _ = loaded
     ids = torch.tensor([[65, 66, 67], [70, 71, 72]])
     found = []
-    for generate in (model.generate, partial(sc.generate, engine_config=CONFIG, model=model)):
+    for generate, given in ((model.generate, ids), (partial(sc.generate, engine_config=CONFIG, model=model), [*ids])):
         button = Button()
 
         def press(input_ids: Tensor, scores: Tensor, button: Button = button) -> Tensor:
@@ -341,8 +343,8 @@ def test_what_is_set_in_a_criterion_meanwhile_is_set_for_all_rows(loaded: tuple[
             return scores
 
         options: dict[str, Any] = {"logits_processor": [Pressing(press)], "stopping_criteria": [button]}
-        found.append(generate(input_ids=ids, **options, max_new_tokens=20, pad_token_id=0))
-    assert torch.equal(*found) and found[0].shape[1] == 7
+        found.append(generate(input_ids=given, **options, max_new_tokens=20, pad_token_id=0))
+    assert torch.equal(found[0], torch.stack(found[1])) and found[0].shape[1] == 7
 
 
 class Pressing(LogitsProcessor):

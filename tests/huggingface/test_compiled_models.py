@@ -10,11 +10,13 @@ import tomllib
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import selective_compile as sc
+from selective_compile.coverage.random_model import random_model
 from selective_compile.generate_requests import ENGINES
 from tests.huggingface.models import CONFIG, ROOT, left_padded, tiny
 from tests.oracle import MARGIN
@@ -49,8 +51,25 @@ def test_a_compiled_model_is_served_as_the_model_itself() -> None:
     assert engine.submit([3, 4, 5], max_new_tokens=3).result().tokens == tuple(
         model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=3)[0, 3:].tolist()
     )
-    with pytest.raises(ValueError, match="evaluation mode|training"):
-        sc.generate(torch.compile(model.train(), backend="eager"), torch.tensor([[3, 4, 5]]))
+    with pytest.raises(ValueError, match="evaluation mode"):
+        sc.Engine(torch.compile(model.train(), backend="eager"), CONFIG)
+
+
+@pytest.mark.parametrize("family", ["llama", "xlnet"])
+def test_a_model_compiled_in_place_is_tried_as_it_is_itself(family: str) -> None:
+    """Whatever compiles it is not asked; it would compile each length that is tried."""
+    model, calls, ids = tiny() if family == "llama" else random_model(family).eval(), [], torch.tensor([[3, 4, 5]])
+    expected = model.generate(ids, max_new_tokens=3, pad_token_id=0)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        calls.append(graph)
+        return graph.forward
+
+    model.compile(backend=backend)
+    sc.explain(model)
+    with sc.wrapped(model, CONFIG):
+        assert torch.equal(model.generate(ids, max_new_tokens=3, pad_token_id=0), expected)
+    assert not calls
 
 
 @pytest.mark.parametrize("wrapped", ["the model", "what is compiled"])

@@ -1,0 +1,94 @@
+"""Calls of `generate` that a model serves itself, in transformers' own loop over the padded batch: what rows that are
+requests by themselves could not be right about.
+
+| what | why |
+|---|---|
+| processors and criteria of the user's own, for a tensor of several rows | they may tell rows apart, or stop all |
+| autocast | an engine computes in the dtype of the weights |
+| training mode that changes logits, as by dropout | an engine is traced in evaluation mode |
+| PEFT's `adapter_names` | each row has an adapter of its own |
+
+Prompts that are given as a list are no batch: each is asked for by itself, whatever comes with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from selective_compile.model_call import CANNOT
+from selective_compile.model_facts import device_of
+from selective_compile.module_state import lock_of
+from selective_compile.runtime.grammar import GRAMMARS
+from selective_compile.runtime.own_code import has_class_of_transformers
+from selective_compile.training_mode import differs_in_training
+
+logger = logging.getLogger(__name__)
+NAMES = "adapter_names"  # of PEFT's generate, which puts them into hooks before layers
+_said: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+
+
+def why_of_model(model: nn.Module, kwargs: Mapping[str, Any]) -> str | None:
+    """Why the model as it is, or what is given for it, makes of a call one that the model serves itself; or None."""
+    if torch.is_autocast_enabled(device_of(model).type):
+        return "autocast is on, and an engine computes in the dtype of the weights"
+    if kwargs.get(NAMES) is not None or any(map(_has_names, model.modules())):
+        return f"{NAMES} gives each row an adapter of its own"
+    if model.training and _differs(model):
+        return "the model is in training mode, which changes what it computes, as by dropout"
+    return None
+
+
+def why_of_objects(objects: Mapping[str, Any], rows: int) -> str | None:
+    """The same of processors and criteria, by the name of their argument, for a tensor of so many rows."""
+    if rows < 2:
+        return None
+    for name, given in objects.items():
+        for each in given if isinstance(given, (list, tuple)) else ():
+            if not has_class_of_transformers(each):
+                return (
+                    f"{name} has {type(each).__name__}, which may tell the rows of a batch apart (prompts given as a "
+                    "list are asked for by themselves, without padding)"
+                )
+    return None
+
+
+def self_served(
+    model: nn.Module, own: Callable[..., Any], asked: Mapping[str, Any], reason: str, *, refuse: bool, seed: Any
+) -> Any:
+    """What the model's ``own`` generate returns for what is ``asked``. The first time it is said why.
+
+    Raises:
+        ValueError: that is refused, or there is something among it that transformers has not.
+    """
+    if refuse:
+        raise ValueError(
+            f"EngineConfig.fallback must be 'sequential' for a call that the model serves itself: {reason}"
+        )
+    ours: Iterable[tuple[str, Any]] = [*((name, asked[name]) for name in GRAMMARS if name in asked), ("seed", seed)]
+    if foreign := next((name for name, value in ours if value is not None), None):
+        raise ValueError(f"{foreign} must be None in a call that the model serves itself: {reason}")
+    said = _said.setdefault(model, set())
+    if reason not in said:
+        said.add(reason)
+        logger.warning("%s serves calls of generate itself, padded and no faster: %s", type(model).__name__, reason)
+    with lock_of(model):
+        return own(**{name: value for name, value in asked.items() if name not in GRAMMARS})
+
+
+def _differs(model: nn.Module) -> bool:
+    try:
+        with lock_of(model):
+            return differs_in_training(model)
+    except CANNOT:
+        return True  # what its own generate says of it is said there
+
+
+def _has_names(module: nn.Module) -> bool:
+    return any(isinstance(hook, partial) and NAMES in hook.keywords for hook in module._forward_pre_hooks.values())

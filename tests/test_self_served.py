@@ -1,0 +1,173 @@
+"""Calls of `generate` that the model serves itself: they equal its own, whatever rows have to do with each other."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, MaxTimeCriteria, StoppingCriteria
+
+import selective_compile as sc
+from selective_compile import tiny_model
+from selective_compile.generate_requests import ENGINES
+
+CONFIG = sc.EngineConfig(compile=False)
+TEXTS = ["12+7=", "count 3 to 9:", "letters c to j:", "after monday comes"]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> tuple[Any, Any]:
+    return tiny_model.load()
+
+
+def batch(tokenizer: Any) -> dict[str, Any]:
+    tokenizer.padding_side = "left"
+    return {**tokenizer(TEXTS, return_tensors="pt", padding=True), "max_new_tokens": 8}
+
+
+class TokensOfEach(LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        masked = torch.full_like(scores, -torch.inf)
+        for row in range(len(input_ids)):
+            masked[row, 97 + row : 100 + row] = scores[row, 97 + row : 100 + row]
+        return masked
+
+
+class Warmth(LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores - torch.arange(4.0)[:, None] * torch.arange(scores.shape[-1]) / 9
+
+
+class AgainstOthers(LogitsProcessor):
+    """As guidance does whose second half of rows has other prompts."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        first, second = scores.chunk(2)
+        return torch.cat([first - 0.5 * second] * 2)
+
+
+class LimitOfEach(StoppingCriteria):
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return input_ids.shape[1] - self.width >= torch.tensor([1, 3, 5, 7])
+
+
+class AllHaveSaid(StoppingCriteria):
+    """As evaluation harnesses have it: by place behind the padded prompt, and over when all are."""
+
+    def __init__(self, width: int) -> None:
+        self.width, self.done = width, [False] * 4
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> bool:
+        for row, ids in enumerate(input_ids[:, self.width :].tolist()):
+            self.done[row] |= any(token in (49, 52, 100, 116) for token in ids)
+        return all(self.done)
+
+
+class Held(LogitsProcessor):
+    """Of what no copy can be made."""
+
+    def __init__(self) -> None:
+        self.module, self.numbers, self.rows = torch, iter(range(99)), []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.rows.append(len(scores))
+        return scores - 9.0 * (self.module.arange(scores.shape[-1]) % (2 + next(self.numbers)))
+
+
+OWN = {
+    "tokens of each row": lambda width: {"logits_processor": [TokensOfEach()]},
+    "a number for each row": lambda width: {"logits_processor": [Warmth()]},
+    "rows against rows": lambda width: {"logits_processor": [AgainstOthers()]},
+    "a limit for each row": lambda width: {"stopping_criteria": [LimitOfEach(width)]},
+    "over when all are": lambda width: {"stopping_criteria": [AllHaveSaid(width)]},
+    "a function": lambda width: {"stopping_criteria": [lambda ids, scores, **_: ids[:, -1] % 3 == 0]},
+    "no copies": lambda width: {"logits_processor": [Held()]},
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_own_objects_for_several_rows_equal_generate(name: str, loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = loaded
+    given = batch(tokenizer)
+    made = partial(OWN[name], given["input_ids"].shape[1])
+    expected = model.generate(**given, **made())
+    assert not torch.equal(expected, model.generate(**given)), "it changes nothing"
+    assert torch.equal(sc.generate(model, **given, **made(), engine_config=CONFIG), expected)
+    with sc.wrapped(model, CONFIG):
+        assert torch.equal(model.generate(**given, **made()), expected)
+    # Samples of a prompt are rows, too.
+    one = {key: value[:1] for key, value in given.items() if key != "max_new_tokens"} | {"max_new_tokens": 3}
+    if name == "tokens of each row":
+        several = {**one, "num_return_sequences": 2, "do_sample": True, "top_k": 1}
+        assert torch.equal(sc.generate(model, **several, **made()), model.generate(**several, **made()))
+
+
+def test_the_users_own_object_is_called_and_what_it_keeps_is_there(loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = loaded
+    held = Held()
+    sc.generate(model, **batch(tokenizer), logits_processor=[held], engine_config=CONFIG)
+    assert set(held.rows) == {4}
+
+
+def test_others_are_requests_by_themselves(loaded: tuple[Any, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """A list of prompts, a single row, and what transformers has."""
+    model, tokenizer = loaded
+    held = Held()
+    prompts = [tokenizer(text).input_ids for text in TEXTS]
+    first = sc.generate(model, prompts[:1], logits_processor=[held], max_new_tokens=8, engine_config=CONFIG)
+    assert set(held.rows) == {1} and len(first) == 1
+    sc.generate(model, **batch(tokenizer), stopping_criteria=[MaxTimeCriteria(1e3)], engine_config=CONFIG)
+    counted = [lambda ids, scores, **_: torch.tensor([ids.shape[1] >= 20 + len(ids)])]
+    found = sc.generate(model, prompts, stopping_criteria=counted, max_new_tokens=30, engine_config=CONFIG)
+    for prompt, row in zip(prompts, found, strict=True):
+        (alone,) = sc.generate(model, torch.tensor([prompt]), stopping_criteria=counted, engine_config=CONFIG)
+        assert torch.equal(row, alone[: len(row)])
+    assert ENGINES.engine_for(model, CONFIG, [64]).stats().steps > 0 and not caplog.records
+
+
+def test_it_is_said_once_why(loaded: tuple[Any, Any], caplog: pytest.LogCaptureFixture) -> None:
+    _, tokenizer = loaded
+    model, _ = tiny_model.load()
+    with caplog.at_level(logging.WARNING, logger="selective_compile"):
+        for _ in range(2):
+            sc.generate(model, **batch(tokenizer), logits_processor=[TokensOfEach()], engine_config=CONFIG)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("LlamaForCausalLM serves calls of generate itself") and "has TokensOfEach, which may" in said
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "fallback": ({"engine_config": sc.EngineConfig(compile=False, fallback="refuse")}, "fallback must be 'sequential'"),
+    "isolated": ({"engine_config": sc.EngineConfig(compile=False, fallback="isolated")}, "fallback must be 'sequent"),
+    "seed": (
+        {"seed": 3},
+        "seed must be None in a call that the model serves itself: logits_processor has TokensOfEach",
+    ),
+    "regex": ({"regex": "a+"}, "regex must be None in a call"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_only_requests_have_is_refused_there(name: str, loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = loaded
+    options, message = REFUSED[name]
+    options = {"engine_config": CONFIG, "tokenizer": tokenizer, **options}
+    with pytest.raises(ValueError, match=message):
+        sc.generate(model, **batch(tokenizer), logits_processor=[TokensOfEach()], **options)
+
+
+def test_under_autocast_the_model_computes_as_it_does_there(loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = loaded
+    given = {**batch(tokenizer), "return_dict_in_generate": True, "output_logits": True}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = model.generate(**given)
+        found = sc.generate(model, **given, engine_config=CONFIG)
+        assert all(map(torch.equal, found.logits, expected.logits))
+        with pytest.raises(ValueError, match="autocast must be off"):
+            sc.generate(model, [[65, 66]], engine_config=CONFIG)
