@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from selective_compile.generate_fields import Fields, described
-from selective_compile.model_facts import check_weights
 from selective_compile.own_generation import unlike_transformers
 from selective_compile.token_types import UNIT
 
@@ -305,7 +304,7 @@ def check_model(model: Any) -> None:
     """Refuse what `generate` could not be right about.
 
     Raises:
-        ValueError: not a decoder-only model, or without its weights; or one that generates in its own way.
+        ValueError: not a decoder-only model, or one that generates in its own way.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {described(model)}")
@@ -313,4 +312,3 @@ def check_model(model: Any) -> None:
         raise ValueError(f"model must be a decoder without an encoder, got {type(model).__name__}")
     if isinstance(model, GenerationMixin) and (own := unlike_transformers(model)):
         raise ValueError(f"model must generate as transformers does, got {type(model).__name__} with its own {own}")
-    check_weights(model)

@@ -33,6 +33,7 @@ from selective_compile.generate_results import refuse_ends_without_padding, retu
 from selective_compile.generate_states import check_states, states_of
 from selective_compile.model_facts import check, device_of, uncompiled
 from selective_compile.options import EngineConfig
+from selective_compile.passes import RefusedError
 from selective_compile.runtime.grammar import GRAMMARS
 from selective_compile.self_served import self_served, why_of_model, why_of_objects
 from selective_compile.training_mode import evaluated
@@ -222,7 +223,12 @@ def _by_requests(
         assistant_model=assistant_model,
         structure={name: kwargs[name] for name in GRAMMARS if name in kwargs},
     )
-    results = finished_requests(model, config, prompts, fields, seeds, objects, streamer)
+    try:
+        results = finished_requests(model, config, prompts, fields, seeds, objects, streamer)
+    except RefusedError as error:
+        if prompts.columns is None or config.fallback != "sequential":
+            raise
+        return by_model(str(error))
     return returned(prompts, results, fields, device_of(model), states_of(model, prompts, results, fields))
 
 

@@ -7,6 +7,8 @@ requests by themselves could not be right about.
 | autocast | an engine computes in the dtype of the weights |
 | training mode that changes logits, as by dropout | an engine is traced in evaluation mode |
 | PEFT's `adapter_names` | each row has an adapter of its own |
+| weights that accelerate has offloaded | they come and go with the modules that run |
+| a model that is refused | whatever runs each request by itself cannot, as with modules that keep what they saw |
 
 Prompts that are given as a list are no batch: each is asked for by itself, whatever comes with it.
 """
@@ -36,6 +38,9 @@ _said: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionar
 
 def why_of_model(model: nn.Module, kwargs: Mapping[str, Any]) -> str | None:
     """Why the model as it is, or what is given for it, makes of a call one that the model serves itself; or None."""
+    if any(weight.is_meta for weight in model.parameters()):
+        offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
+        return "weights are offloaded, and come and go with the modules that run" if offloaded else None
     if torch.is_autocast_enabled(device_of(model).type):
         return "autocast is on, and an engine computes in the dtype of the weights"
     if kwargs.get(NAMES) is not None or any(map(_has_names, model.modules())):

@@ -109,3 +109,13 @@ def test_rows_with_adapters_of_their_own_equal_generate() -> None:
         assert torch.equal(model.generate(**given, **own), expected)
         assert torch.equal(model.generate(**given), plain)
     assert torch.equal(model.generate(**given), plain)
+
+
+def test_an_adapted_model_that_runs_whole_is_served_by_itself() -> None:
+    """What PEFT puts around a model is none of transformers' own, so that no engine can run it whole."""
+    model = adapted("one")
+    layer = model.get_base_model().model.layers[0]
+    layer.register_forward_hook(lambda module, given, found: found + 0.3)
+    given: dict[str, Any] = {"input_ids": torch.tensor([PROMPTS[0][:4]] * 2), "max_new_tokens": 6, "pad_token_id": 0}
+    expected = model.generate(**given)
+    assert torch.equal(sc.generate(model, **given, engine_config=sc.EngineConfig(compile=False)), expected)

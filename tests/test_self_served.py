@@ -171,3 +171,27 @@ def test_under_autocast_the_model_computes_as_it_does_there(loaded: tuple[Any, A
         assert all(map(torch.equal, found.logits, expected.logits))
         with pytest.raises(ValueError, match="autocast must be off"):
             sc.generate(model, [[65, 66]], engine_config=CONFIG)
+
+
+def hooked(model: Any) -> Any:
+    """As accelerate has models whose inputs it is to move: the hook keeps where they were."""
+    accelerate = pytest.importorskip("accelerate")
+    return accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+
+
+def offloaded(model: Any) -> Any:
+    return pytest.importorskip("accelerate").cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("prepared", [hooked, offloaded])
+def test_models_that_an_engine_refuses_equal_generate(prepared: Any, loaded: tuple[Any, Any]) -> None:
+    _, tokenizer = loaded
+    model = prepared(tiny_model.load()[0])
+    given = batch(tokenizer)
+    expected = model.generate(**given)
+    with sc.wrapped(model, CONFIG):
+        assert torch.equal(model.generate(**given), expected)
+    with pytest.raises(ValueError, match="could not be proved|must hold its weights"):
+        sc.generate(model, [[65, 66]], engine_config=CONFIG)
+    with pytest.raises(ValueError, match="could not be proved|must hold its weights|weights are offloaded"):
+        sc.generate(model, **given, engine_config=sc.EngineConfig(compile=False, fallback="refuse"))
