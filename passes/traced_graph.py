@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import math
 import os.path
 import re
@@ -70,6 +71,10 @@ class RefusedError(ValueError):
         self.refusals = tuple(refusals)
         listed = "\n  ".join([*map(str, refusals), note]).rstrip()
         super().__init__(f"{len(refusals)} operation(s) could not be proved safe to batch selectively:\n  {listed}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Past `__init__`, which takes more than the message: a worker's refusal reaches the process that waits."""
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, kw_only=True)

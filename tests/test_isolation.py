@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import json
 import logging
+import pickle
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +25,7 @@ from selective_compile import isolation_trial
 from selective_compile.backend import compile_step_program, report_of
 from selective_compile.coverage.random_model import random_model, vocabulary_of
 from selective_compile.isolated_program import TRIED, IsolatedProgram
+from selective_compile.isolation import UnprovedError, prove
 from selective_compile.passes import RefusedError
 from selective_compile.skeleton import skeleton
 from tests.decoders import MAX_POSITIONS, VOCABULARY, WIDTH, Decoder
@@ -270,6 +273,15 @@ def test_fallback_says_how_far_to_go() -> None:
         compile_step_program(Mixed(Highest), sc.EngineConfig(compile=False, fallback="refuse"))
     with pytest.raises(sc.RefusedError, match="graph capture"):
         compile_step_program(random_model("reformer"), sc.EngineConfig(compile=False, fallback="isolated"))
+
+
+def test_what_was_unproved_can_be_pickled_with_who_reads_it() -> None:
+    with pytest.raises(UnprovedError) as raised:
+        prove(Mixed(Highest), "refuse")
+    error = raised.value
+    assert error.readers
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(again) is UnprovedError and str(again) == str(error) and vars(again) == vars(error)
 
 
 def test_report_and_log_name_modules_and_reasons(caplog: pytest.LogCaptureFixture) -> None:

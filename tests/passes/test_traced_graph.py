@@ -1,0 +1,34 @@
+"""A refusal says the same wherever it is caught."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+
+from selective_compile.passes import Refusal, RefusedError
+
+REFUSAL = Refusal(node="cumsum", operator="aten.cumsum", reason="mixes tokens", source_line="m.py:3", module="layers.0")
+
+
+def refuse() -> None:
+    raise RefusedError([REFUSAL], "nor can it run whole")
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_refusal_can_be_pickled_and_copied(protocol: int) -> None:
+    error = RefusedError([REFUSAL], "nor can it run whole")
+    error.add_note("layer by layer")
+    for again in (pickle.loads(pickle.dumps(error, protocol)), copy.copy(error), copy.deepcopy(error)):
+        assert type(again) is RefusedError and str(again) == str(error) and again.args == error.args
+        assert again.refusals == (REFUSAL,) and again.__notes__ == ["layer by layer"]
+
+
+def test_a_workers_refusal_reaches_the_process_that_waits() -> None:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as workers:
+        with pytest.raises(RefusedError, match="mixes tokens") as raised:
+            workers.submit(refuse).result()
+    assert raised.value.refusals == (REFUSAL,)
