@@ -108,14 +108,13 @@ def check_length(prompt_length: int, max_new_tokens: int, *, max_positions: int 
     Raises:
         ValueError: the prompt, or the prompt and what may be generated, is too long.
     """
-    limits = [("block pool", pool_tokens)]
-    if max_positions is not None:
-        limits.append(("model's positions", max_positions))
-    for what, limit in limits:
-        if prompt_length > limit:
-            raise ValueError(f"prompt_ids must be at most {limit} tokens for the {what}, got {prompt_length}")
-        if prompt_length + max_new_tokens - 1 > limit:
-            raise ValueError(
-                f"max_new_tokens must be at most {limit - prompt_length + 1} for the {what} of {limit}, "
-                f"after {prompt_length} of prompt, got {max_new_tokens}"
-            )
+    what, limit = "block pool", pool_tokens
+    if max_positions is not None and max_positions <= pool_tokens:
+        what, limit = "model's positions", max_positions
+    if prompt_length > limit:
+        raise ValueError(f"prompt_ids must be at most {limit} tokens for the {what}, got {prompt_length}")
+    if prompt_length + max_new_tokens - 1 > limit:
+        raise ValueError(
+            f"max_new_tokens must be at most {limit - prompt_length + 1} for the {what} of {limit}, "
+            f"after {prompt_length} of prompt, got {max_new_tokens}"
+        )

@@ -70,3 +70,14 @@ def test_which_limit_it_is() -> None:
         check_length(9, 1, max_positions=8, pool_tokens=100)
     with pytest.raises(ValueError, match="prompt_ids must be at most 16 tokens for the block pool, got 17"):
         check_length(17, 1, max_positions=None, pool_tokens=16)
+
+
+@pytest.mark.parametrize(
+    ("max_positions", "pool_tokens", "least"),
+    [(8, 100, "8 .*model's positions"), (100, 8, "8 .*block pool"), (8, 8, "8 .*model's positions")],
+)
+def test_of_two_limits_the_smaller_one_is_named(max_positions: int, pool_tokens: int, least: str) -> None:
+    with pytest.raises(ValueError, match=f"prompt_ids must be at most {least}, got 200"):
+        check_length(200, 1, max_positions=max_positions, pool_tokens=pool_tokens)
+    with pytest.raises(ValueError, match=f"max_new_tokens must be at most 4 for the {least.split('.*')[1]} of 8,"):
+        check_length(5, 200, max_positions=max_positions, pool_tokens=pool_tokens)
