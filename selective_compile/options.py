@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import os
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, get_args
@@ -20,10 +21,15 @@ Batching = Literal["static", "inflight", "inflight_fused"]
 
 
 class _NamedOptions:
-    """Refuses an option that does not exist with a ValueError, before the dataclass below it sees it."""
+    """Refuses, with a ValueError, options that do not exist or have no name, before the dataclass below sees them."""
 
-    def __new__(cls, **options: Any) -> Self:
+    def __new__(cls, *unnamed: Any, **options: Any) -> Self:
         known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        if unnamed:
+            raise ValueError(
+                f"options of {cls.__name__} must be given by keyword, as in {cls.__name__}({known[0]}=...), got "
+                f"{unnamed[0]!r} without a name"
+            )
         for name in options:
             if name not in known:
                 raise ValueError(f"option of {cls.__name__} must be one of {', '.join(known)}, got {name!r}")
@@ -158,20 +164,19 @@ class EngineConfig(_NamedOptions):
     def __post_init__(self) -> None:
         most = {"token_budget": MOST_OF_A_STEP, "max_requests": MOST_REQUESTS, "block_size": MOST_TOKENS}
         for name, at_most in most.items():
-            _require_integer(name, getattr(self, name), at_least=1, at_most=at_most)
+            self._keep_integer(name, at_least=1, at_most=at_most)
         if self.max_kv_tokens is not None:
-            _require_integer("max_kv_tokens", self.max_kv_tokens, at_least=self.block_size, at_most=MOST_TOKENS)
-        if self.max_attention_window is not None:
-            _require_integer("max_attention_window", self.max_attention_window, at_least=1, at_most=MOST_TOKENS)
+            self._keep_integer("max_kv_tokens", at_least=self.block_size, at_most=MOST_TOKENS)
+        object.__setattr__(self, "max_attention_window", attention_window(self.max_attention_window))
         if self.threads is not None:
-            _require_integer("threads", self.threads, at_least=1, at_most=MOST_THREADS)
+            self._keep_integer("threads", at_least=1, at_most=MOST_THREADS)
         fraction = self.kv_memory_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
             raise ValueError(f"kv_memory_fraction must be a number above 0 and at most 1, got {fraction!r}")
         if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
             raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {self.dtype!r}")
         _require_implementation(self.implementation)
-        _require_integer("seed", self.seed, at_least=0)
+        self._keep_integer("seed", at_least=0)
         _require_bool("compile", self.compile)
         _require_bool("overlap", self.overlap)
         _require_bool("cuda_graphs", self.cuda_graphs)
@@ -182,7 +187,7 @@ class EngineConfig(_NamedOptions):
             raise ValueError("async_scheduling must be None or False with record, got True")
         _require_bool("join_weights", self.join_weights)
         _require_bool("block_reuse", self.block_reuse)
-        _require_integer("host_kv_bytes", self.host_kv_bytes, at_least=0, at_most=MOST_BYTES)
+        self._keep_integer("host_kv_bytes", at_least=0, at_most=MOST_BYTES)
         if self.host_kv_bytes and not self.block_reuse:
             raise ValueError(f"host_kv_bytes must be 0 without block_reuse, got {self.host_kv_bytes}")
         if self.record is not None and not isinstance(self.record, (str, os.PathLike)):
@@ -204,6 +209,10 @@ class EngineConfig(_NamedOptions):
             raise ValueError(f"prefill_slowdown must be a number above 1 or None, got {slowdown!r}")
         _require_one_of("weights", self.weights, get_args(Weights))
         _require_one_of("fallback", self.fallback, get_args(Fallback))
+
+    def _keep_integer(self, name: str, *, at_least: int, at_most: int | None = None) -> None:
+        checked = _required_integer(name, getattr(self, name), at_least=at_least, at_most=at_most)
+        object.__setattr__(self, name, checked)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,11 +239,28 @@ class BackendOptions(_NamedOptions):
         _require_implementation(self.implementation)
 
 
-def _require_integer(name: str, value: object, *, at_least: int, at_most: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+def integer_of(value: Any) -> int | None:
+    """Also of numpy, or in a tensor of no dimension; None: it is none, as True and False are none."""
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
+        return None
+    try:
+        return operator.index(value)
+    except (TypeError, RuntimeError):  # the latter of a tensor that holds no values
+        return None
+
+
+def attention_window(value: Any) -> int | None:
+    """Raises ValueError for what `max_attention_window` cannot be."""
+    return None if value is None else _required_integer("max_attention_window", value, at_least=1, at_most=MOST_TOKENS)
+
+
+def _required_integer(name: str, value: Any, *, at_least: int, at_most: int | None = None) -> int:
+    found = integer_of(value)
+    if found is None or found < at_least:
         raise ValueError(f"{name} must be an integer of at least {at_least}, got {value!r}")
-    if at_most is not None and value > at_most:
+    if at_most is not None and found > at_most:
         raise ValueError(f"{name} must be an integer of at most {at_most}, got {value!r}")
+    return found
 
 
 def _require_bool(name: str, value: object) -> None:
@@ -247,5 +273,5 @@ def _require_implementation(value: object) -> None:
 
 
 def _require_one_of(name: str, value: object, known: tuple[str, ...]) -> None:
-    if value not in known:
+    if not isinstance(value, str) or value not in known:  # an array is equal to them element by element
         raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")

@@ -7,6 +7,7 @@ import dataclasses
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -95,6 +96,11 @@ def test_blocks_are_larger_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch)
         {"prefill_slowdown": 1},
         {"prefill_slowdown": "2"},
         {"fallback": "isolate"},
+        {"kv_dtype": np.array([1, 2])},
+        {"implementation": np.array(["cpu", "auto"])},
+        {"token_budget": np.bool_(True)},
+        {"token_budget": np.array([64, 64])},
+        {"seed": np.float64(1)},
         {"record": 7},
         {"host_kv_bytes": -1},
         {"host_kv_bytes": 10**20},
@@ -123,6 +129,23 @@ def test_an_unknown_option_is_named_beside_the_known_ones(options: type) -> None
         options(block_sise=16)
     for field in dataclasses.fields(options):
         assert field.name in str(error.value)
+
+
+@pytest.mark.parametrize("options", [EngineConfig, BackendOptions])
+def test_options_are_given_by_keyword(options: type) -> None:
+    with pytest.raises(ValueError, match=rf"{options.__name__} must be given by keyword, as in .*, got 256 without a"):
+        options(256)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["token_budget", "max_requests", "block_size", "max_kv_tokens", "max_attention_window", "host_kv_bytes", "seed"],
+)
+def test_integers_of_any_kind_are_kept_as_integers(name: str) -> None:
+    for given in (np.int64(64), np.uint8(64), torch.tensor(64)):
+        config = EngineConfig(**{name: given})  # type: ignore[arg-type]
+        assert type(getattr(config, name)) is int and config == EngineConfig(**{name: 64})  # type: ignore[arg-type]
+    assert type(EngineConfig(threads=np.int64(1)).threads) is int  # type: ignore[arg-type]
 
 
 def test_options_are_values() -> None:
