@@ -22,7 +22,7 @@ from selective_compile.kernels import ragged_attention_cpu
 from selective_compile.model_call import CANNOT
 from selective_compile.model_facts import uncompiled, undeclared_end, why_no_head
 from selective_compile.module_state import lock_of
-from selective_compile.options import BackendOptions
+from selective_compile.options import BackendOptions, attention_window
 from selective_compile.padded_program import PaddedProgram
 from selective_compile.passes import Refusal, RefusedError, rewrite
 from selective_compile.passes.normalise import is_float_input, place_of, source_name
@@ -184,15 +184,16 @@ def explain(model: nn.Module, *, max_attention_window: int | None = None) -> Rep
         max_attention_window: that of `EngineConfig`, whose windows the report names as such.
 
     Raises:
-        ValueError: the model is in training mode, or has something that cannot be narrowed.
+        ValueError: the window is none; or the model is in training mode, or has something that cannot be narrowed.
     """
+    window = attention_window(max_attention_window)
     model = uncompiled(model)
     name = type(model).__name__
     if reason := why_no_head(model):
         return refused_report(name, f"the engine refuses it: {reason}")
     try:
         with lock_of(model), compile_lock:
-            proved = prove(model, "sequential", max_attention_window)
+            proved = prove(model, "sequential", window)
     except RefusedError as error:
         return unproved_report(model, error.refusals)
     longest = undeclared_end(model, proved.max_positions(model))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,15 @@ def test_an_end_that_the_configuration_does_not_say_is_told() -> None:
     model.config = SimpleNamespace(max_position_embeddings=MAX_POSITIONS)  # type: ignore[assignment]
     assert sc.explain(model).longest is None
     assert sc.explain(tiny("llama")).longest is None
+
+
+@pytest.mark.parametrize("window", [0, -1, True, "x", 1.5, 2**40])
+def test_a_window_is_checked_as_that_of_the_engine(window: Any) -> None:
+    with pytest.raises(ValueError, match="^max_attention_window must be an integer of at .*, got ") as raised:
+        sc.explain(tiny("llama"), max_attention_window=window)
+    with pytest.raises(ValueError) as of_engine:
+        sc.EngineConfig(max_attention_window=window)
+    assert str(raised.value) == str(of_engine.value)
 
 
 def test_report_exports_as_json() -> None:
