@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from threading import Event, Thread
 from typing import Self
@@ -293,12 +294,12 @@ class BatchManager:
         return -1 if self._max_active is None else max(0, self._max_active - self.num_active)
 
     def _take(self, wanted: InferenceRequest) -> None:
-        request_id = wanted.request_id
         try:
-            check_request_id(request_id)
+            request_id = check_request_id(wanted.request_id)
         except ValueError as error:
-            self._delivery.refuse_id(request_id, str(error))
+            self._delivery.refuse_id(wanted.request_id, str(error))
             return
+        wanted = replace(wanted, request_id=request_id)
         if self._delivery.take(request_id):
             self._submissions.submit(wanted, partial(self._submit, wanted))
         else:

@@ -9,14 +9,12 @@ from typing import Any
 
 from transformers.generation.configuration_utils import WatermarkingConfig
 
+from selective_compile.options import integer_of
+
 
 def integer(name: str, value: Any, *, at_least: int = 0, below: int | None = None) -> int:
-    """Also of numpy, or in a tensor of no dimension."""
     limit = f" and less than {below}" if below else ""
-    try:
-        found = None if _is_boolean(value) else operator.index(value)
-    except TypeError:
-        found = None
+    found = integer_of(value)
     if found is None or not at_least <= found < (below or math.inf):
         raise ValueError(f"{name} must be an integer of at least {at_least}{limit}, got {value!r}")
     return found
@@ -131,10 +129,6 @@ def watermark(name: str, value: Any) -> Any:
     if not callable(getattr(found, "construct_processor", None)):
         raise ValueError(f"{name} must be a watermarking configuration of transformers, got {value!r}")
     return found
-
-
-def _is_boolean(value: Any) -> bool:
-    return isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
 
 
 def _is_number(value: Any) -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import GenerationConfig
 
+from selective_compile.options import integer_of
 from selective_compile.runtime.request_state import RequestId
 
 logger = logging.getLogger(__name__)
@@ -52,12 +52,12 @@ def with_all_beams(wanted: InferenceRequest) -> dict[str, Any]:
         ValueError: what fills up rows is no token id.
     """
     pad_id = wanted.pad_id
-    is_one = hasattr(pad_id, "__index__") and not isinstance(pad_id, bool)  # as integers of numpy are
-    if not is_one or not -(2**63) <= operator.index(pad_id) < 2**63:
+    found = integer_of(pad_id)
+    if found is None or not -(2**63) <= found < 2**63:
         raise ValueError(f"pad_id must be an integer of 64 bits, got {pad_id!r}")
     config, options = wanted.generation_config, dict(wanted.options)
     beams = options.get("num_beams", getattr(config, "num_beams", None))
     said = "num_return_sequences" in options or getattr(config, "num_return_sequences", None) is not None
-    if isinstance(beams, int) and beams > 1 and not said:
+    if (integer_of(beams) or 0) > 1 and not said:
         options["num_return_sequences"] = beams
     return options

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
+from selective_compile.options import integer_of
 from selective_compile.runtime.request_state import RequestId, Terms
 
 
@@ -56,16 +57,21 @@ def _token_id(item: Any, vocab_size: int, name: str) -> int:
 
 
 def check_request_id(request_id: Any) -> RequestId:
-    """The id itself, if it is one.
+    """The id itself, if it is one; an integer of whatever kind as Python has it.
 
     Raises:
         ValueError: it is neither a string nor an integer, or a huge one.
     """
-    if isinstance(request_id, bool) or not isinstance(request_id, (int, str)):
-        raise ValueError(f"request_id must be a string or an integer, got {request_id!r}")
-    if isinstance(request_id, int) and request_id.bit_length() > NAME_BITS:
-        raise ValueError(f"request_id must be of at most {NAME_BITS} bits, got one of {request_id.bit_length()}")
-    return request_id
+    return _name("request_id", request_id, "a string or an integer")
+
+
+def _name(name: str, value: Any, kinds: str) -> RequestId:
+    found = value if isinstance(value, str) else integer_of(value)
+    if found is None:
+        raise ValueError(f"{name} must be {kinds}, got {value!r}")
+    if isinstance(found, int) and found.bit_length() > NAME_BITS:
+        raise ValueError(f"{name} must be of at most {NAME_BITS} bits, got one of {found.bit_length()}")
+    return found
 
 
 # A rank is a float, which holds all integers of so many bits.
@@ -80,24 +86,25 @@ def check_terms(*, arrival: float, priority: Any, deadline: Any, user: Any, cach
     Raises:
         ValueError: a value outside of what it must be.
     """
-    if isinstance(priority, bool) or not isinstance(priority, int):
+    rank = integer_of(priority)
+    if rank is None:
         raise ValueError(f"priority must be an integer, got {priority!r}")
-    if priority.bit_length() > PRIORITY_BITS:
-        raise ValueError(f"priority must be of at most {PRIORITY_BITS} bits, got one of {priority.bit_length()}")
+    if rank.bit_length() > PRIORITY_BITS:
+        raise ValueError(f"priority must be of at most {PRIORITY_BITS} bits, got one of {rank.bit_length()}")
+    whole = integer_of(deadline)
+    deadline = deadline if whole is None else whole
     if deadline is not None and (isinstance(deadline, bool) or not isinstance(deadline, (int, float))):
         raise ValueError(f"deadline must be a number of seconds or None, got {deadline!r}")
     if isinstance(deadline, int) and deadline > sys.float_info.max:
         raise ValueError(f"deadline must be a number that a float can hold, got one of {deadline.bit_length()} bits")
     if deadline is not None and not deadline > 0:
         raise ValueError(f"deadline must be more than 0 seconds from now, got {deadline!r}")
-    if user is not None and (isinstance(user, bool) or not isinstance(user, (int, str))):
-        raise ValueError(f"user must be a string, an integer or None, got {user!r}")
-    if isinstance(user, int) and user.bit_length() > NAME_BITS:
-        raise ValueError(f"user must be of at most {NAME_BITS} bits, got one of {user.bit_length()}")
+    if user is not None:
+        user = _name("user", user, "a string, an integer or None")
     if cache_salt is not None and not isinstance(cache_salt, str):
         raise ValueError(f"cache_salt must be a string or None, got {cache_salt!r}")
     moment = math.inf if deadline is None else arrival + deadline
-    return Terms(arrival=arrival, priority=priority, deadline=moment, user=user, cache_salt=cache_salt)
+    return Terms(arrival=arrival, priority=rank, deadline=moment, user=user, cache_salt=cache_salt)
 
 
 def check_length(prompt_length: int, max_new_tokens: int, *, max_positions: int | None, pool_tokens: int) -> None:

@@ -43,7 +43,7 @@ class RequestProcessor:
         """
         if not engines or len(set(map(id, engines))) != len(engines):
             raise ValueError(f"engines must be at least one, and each a different one, got {list(engines)}")
-        if routing not in get_args(Routing):
+        if not isinstance(routing, str) or routing not in get_args(Routing):
             raise ValueError(f"routing must be one of {', '.join(map(repr, get_args(Routing)))}, got {routing!r}")
         kinds = {(engine.vocab_size, engine.config.block_size, engine.config.seed) for engine in engines}
         if len(kinds) > 1:
@@ -119,9 +119,9 @@ class RequestProcessor:
             while (made_up := f"routed-{number}") in self._open:  # an engine calls its own requests otherwise
                 number += 1
             return made_up
-        if check_request_id(request_id) in self._open:
-            raise ValueError(f"request_id must not be that of an unfinished request, got {request_id!r}")
-        return request_id
+        if (chosen := check_request_id(request_id)) in self._open:
+            raise ValueError(f"request_id must not be that of an unfinished request, got {chosen!r}")
+        return chosen
 
     def _forget_ended(self) -> None:
         for request_id, (_, request) in list(self._open.items()):

@@ -53,9 +53,9 @@ class RequestTable:
             while (made_up := f"request-{number}") in self._live:
                 number += 1
             return made_up
-        if check_request_id(request_id) in self._live:
-            raise ValueError(f"request_id must not be that of an unfinished request, got {request_id!r}")
-        return request_id
+        if (chosen := check_request_id(request_id)) in self._live:
+            raise ValueError(f"request_id must not be that of an unfinished request, got {chosen!r}")
+        return chosen
 
     def add(self, request: Request) -> None:
         assert request.state.number == self._submitted and request.request_id not in self._live, request

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from selective_compile.generate_fields import Fields, described
+from selective_compile.options import integer_of
 from selective_compile.own_generation import unlike_transformers
 from selective_compile.token_types import UNIT
 
@@ -191,7 +192,8 @@ def check_forward_arguments(prompts: Prompts, arguments: Mapping[str, Any]) -> N
     if not (routers is None or isinstance(routers, bool)):
         raise ValueError(f"output_router_logits must be True, False or None, got {described(routers)}")
     kept = arguments.get("logits_to_keep")
-    if kept is not None and (isinstance(kept, bool) or not isinstance(kept, int) or kept < 0):
+    count = integer_of(kept)
+    if kept is not None and (count is None or count < 0):
         raise ValueError(f"logits_to_keep must be an integer of at least 0 or None, got {described(kept)}")
     given = arguments.get("position_ids")
     if given is None:
@@ -284,9 +286,10 @@ def seeds_of(seed: Any, count: int, *, sampled: bool) -> list[int]:
         if len(seed) != count:
             raise ValueError(f"seed must be an integer or a list of {count}, one for each prompt, got {len(seed)}")
         return list(seed)
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
+    first = integer_of(seed)
+    if first is None or not 0 <= first < 2**64:
         raise ValueError(f"seed must be an integer of at least 0 and less than 2**64, got {seed!r}")
-    return [(seed + row) % 2**64 for row in range(count)]
+    return [(first + row) % 2**64 for row in range(count)]
 
 
 def check_configuration(model: Any) -> None:

@@ -180,6 +180,7 @@ def test_what_is_no_configuration_of_an_engine_is_refused(model: Any) -> None:
         ({"inputs": [[1], [2]], "seed": [1]}, "seed must be an integer or a list of 2"),
         ({"inputs": [[1]], "eos_token_id": "a"}, "eos_token_id must be a token id"),
         ({"inputs": [[1]], "seed": -1}, "seed must be an integer of at least 0"),
+        ({"inputs": [[1]], "seed": np.int64(-1)}, "seed must be an integer of at least 0"),
         ({"inputs": [[1]], "seed": ["a"]}, "seed must be an integer of at least 0"),
         ({"inputs": [[1]], "do_sample": True, "temperature": 0.0}, "temperature must be a number above 0"),
         ({"inputs": [[1] * 10], "max_new_tokens": 504}, "max_new_tokens must be at most 503"),

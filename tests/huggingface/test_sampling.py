@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 import selective_compile as sc
@@ -34,6 +35,7 @@ def test_a_seed_decides_whatever_the_batch(model: Any) -> None:
     assert len({tuple(row) for row in together.tolist()}) == 3
     assert torch.equal(sc.generate(model, ids[:1], seed=42, **options)[0], together[2])
     assert torch.equal(sc.generate(model, ids, seed=[42, 41, 40], **options), together.flip(0))
+    assert torch.equal(sc.generate(model, ids, seed=np.int64(40), **options), together)
 
 
 def test_sampling_follows_the_distribution_of_generate(model: Any) -> None:

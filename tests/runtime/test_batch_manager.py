@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -99,6 +100,15 @@ def test_an_id_that_is_none_is_refused_by_name(request_id: Any, caplog: pytest.L
     refused = [answer for answer in answers if answer[0] != "good"]
     assert refused == [(request_id, {}, True, f"request_id must be a string or an integer, got {request_id!r}")]
     assert "get_requests must give InferenceRequests, got 'no request'" in caplog.text
+    assert_nothing_left(manager)
+
+
+def test_an_id_of_numpy_is_the_integer() -> None:
+    client = Client()
+    client.ask(np.int64(7))  # type: ignore[arg-type]
+    with manage(client) as manager:
+        client.wait(1)
+    assert [type(request_id) for request_id in client.done] == [int] and not client.errors
     assert_nothing_left(manager)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from selective_compile.runtime.prompt import check_length, check_request_id, token_ids
+from selective_compile.runtime.prompt import check_length, check_request_id, check_terms, token_ids
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,8 @@ def test_no_sequence(prompt: Any) -> None:
 
 def test_request_ids() -> None:
     assert check_request_id("a") == "a" and check_request_id(2**63) == 2**63
-    for wrong in (True, 1.5, None, b"a", ("a",)):
+    assert type(check_request_id(np.int64(5))) is int and check_request_id(torch.tensor(5)) == 5
+    for wrong in (True, np.bool_(True), 1.5, None, b"a", ("a",), np.array([5, 6]), torch.tensor(5, device="meta")):
         with pytest.raises(ValueError, match="request_id must be a string or an integer, got"):
             check_request_id(wrong)
 
@@ -81,3 +82,10 @@ def test_of_two_limits_the_smaller_one_is_named(max_positions: int, pool_tokens:
         check_length(200, 1, max_positions=max_positions, pool_tokens=pool_tokens)
     with pytest.raises(ValueError, match=f"max_new_tokens must be at most 4 for the {least.split('.*')[1]} of 8,"):
         check_length(5, 200, max_positions=max_positions, pool_tokens=pool_tokens)
+
+
+def test_terms_take_integers_of_any_kind() -> None:
+    given = {"arrival": 1.0, "priority": np.int32(3), "deadline": np.int64(2), "user": np.int64(7), "cache_salt": None}
+    terms = check_terms(**given)  # type: ignore[arg-type]
+    assert (terms.priority, terms.deadline, terms.user) == (3, 3.0, 7)
+    assert type(terms.priority) is type(terms.user) is int and type(terms.deadline) is float

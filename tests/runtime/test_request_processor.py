@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 
 from selective_compile.runtime import Engine, Request
@@ -105,6 +106,16 @@ def test_an_id_is_taken_in_all_engines_and_free_again_after() -> None:
     assert len({*made_up, "request-2"}) == 3
     run(several, first)
     assert several.submit([1], request_id="a", max_new_tokens=3).request_id == "a"
+
+
+def test_an_id_of_numpy_is_the_integer() -> None:
+    several = processor(2, "round_robin")
+    request = several.submit([1], request_id=np.int64(7), max_new_tokens=2)  # type: ignore[arg-type]
+    alone = several.engines[1].submit([1], request_id=np.int64(7), max_new_tokens=2)  # type: ignore[arg-type]
+    assert type(request.request_id) is type(alone.request_id) is int
+    with pytest.raises(ValueError, match="request_id must not be that of an unfinished request, got 7"):
+        several.submit([1], request_id=7)
+    run(several, request)
 
 
 def test_what_is_refused_takes_no_place() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -127,8 +128,9 @@ def test_a_configuration_with_beams_returns_all_of_them_unless_it_says_how_many(
     some = GenerationConfig(num_beams=3, num_return_sequences=2, max_new_tokens=2)
     client.queue += [config(request_id=1, input_ids=[1, 2], generation_config=beams)]
     client.queue += [config(request_id=2, input_ids=[1, 2], generation_config=some)]
-    parts = served(llama, client, 2).parts
-    assert [parts[number][0]["output_ids"].shape for number in (1, 2)] == [(1, 3, 4), (1, 2, 4)]
+    client.ask(3, [1, 2], num_beams=np.int64(3), max_new_tokens=2)
+    parts = served(llama, client, 3).parts
+    assert [parts[number][0]["output_ids"].shape for number in (1, 2, 3)] == [(1, 3, 4), (1, 2, 4), (1, 3, 4)]
 
 
 def samples_alone(prompt: list[int], count: int, **options: Any) -> list[list[int]]:
