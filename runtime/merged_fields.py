@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -94,20 +94,18 @@ def merged(
     of_request |= options
     for name in of_request:
         if name not in KNOWN:
-            raise ValueError(
-                f"generation option must be a known one, got {name!r}{instead_of(name)}; known are "
-                f"{', '.join(sorted(KNOWN))}"
-            )
+            raise ValueError(unknown("generation option", name, KNOWN))
     values = of_model | of_request
     for name, value in values.items():
         refuse_unsupported(name, value, "" if name in of_request else " (from model.generation_config)")
     return {**DEFAULTS, **values}
 
 
-def instead_of(name: str) -> str:
+def unknown(what: str, name: str, known: Collection[str]) -> str:
     """What to say of a name that other engines have, or that was misspelled."""
-    near = NAMES_ELSEWHERE.get(name) or next(iter(get_close_matches(name, KNOWN, n=1)), None)
-    return f" where {near!r} is one" if near else ""
+    near = NAMES_ELSEWHERE.get(name) or next(iter(get_close_matches(name, known, n=1)), None)
+    instead = f" where {near!r} is one" if near else ""
+    return f"{what} must be a known one, got {name!r}{instead}; known are {', '.join(sorted(known))}"
 
 
 def set_fields(config: GenerationConfig | None) -> dict[str, Any]:

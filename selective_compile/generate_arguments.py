@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
+from transformers.utils import TransformersKwargs
 
 from selective_compile.generate_fields import Fields, described
+from selective_compile.model_facts import why_no_head
 from selective_compile.options import integer_of
 from selective_compile.own_generation import unlike_transformers
+from selective_compile.runtime.generation_fields import OWN_OPTIONS
+from selective_compile.runtime.merged_fields import unknown
 from selective_compile.token_types import UNIT
 
 # Of these, an empty list or False asks for nothing either.
@@ -21,7 +26,11 @@ NONE_OR_EMPTY = frozenset({"synced_gpus", "trust_remote_code"})
 # What to do instead, of arguments that are refused.
 FROM_CACHE = "give it all tokens: the engine finds the blocks of those that it has computed"
 OF_HUGGING_FACE = "leave it out, or call model.generate, of a model that is not wrapped"
+OF_ENGINE = "leave it out, or submit to an sc.Engine"
 INSTEAD: Mapping[str, str] = {
+    **dict.fromkeys((*OWN_OPTIONS, "request_id", "priority", "deadline", "user", "cache_salt"), OF_ENGINE),
+    "custom_generate": OF_HUGGING_FACE,
+    "trust_remote_code": OF_HUGGING_FACE,
     "cache": FROM_CACHE,
     "past_key_values": FROM_CACHE,
     "cache_params": FROM_CACHE,
@@ -88,18 +97,32 @@ class Prompts:
         return int(self.types[number][self.mask[number]][-1]) * UNIT
 
 
-def refuse_unsupported(arguments: Mapping[str, Any]) -> None:
+def refuse_unsupported(arguments: Mapping[str, Any], model: nn.Module, taken: Collection[str]) -> None:
     """Refuse every argument but those that ask for nothing.
 
+    Args:
+        taken: the names that are known beside these, one of which may be meant.
+
     Raises:
-        ValueError: naming the first of them.
+        ValueError: naming the first of them; of one that the model's own `generate` does not know either, that.
     """
     for name, value in arguments.items():
         if value is not None and not (name in NONE_OR_EMPTY and not value):
+            if name not in INSTEAD and name not in arguments_of(model):
+                raise ValueError(unknown("argument of generate", name, taken))
             raise ValueError(
                 f"argument {name!r} of generate must be None, got {described(value)}: not supported; "
                 f"{INSTEAD.get(name, OF_HUGGING_FACE)}"
             )
+
+
+def arguments_of(model: nn.Module) -> set[str]:
+    """What a model's own `generate` takes beside fields of generation, as it looks for typos itself."""
+    found = set(TransformersKwargs.__annotations__)
+    for name in ("generate", "prepare_inputs_for_generation", "forward"):
+        if (function := getattr(type(model), name, None)) is not None:
+            found |= inspect.signature(function).parameters.keys()
+    return found
 
 
 def prompts_of(inputs: Any, attention_mask: Any, fields: Sequence[Fields], device: torch.device) -> Prompts:
@@ -307,11 +330,13 @@ def check_model(model: Any) -> None:
     """Refuse what `generate` could not be right about.
 
     Raises:
-        ValueError: not a decoder-only model, or one that generates in its own way.
+        ValueError: not a decoder-only model, or one without a head, or that generates in its own way.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {described(model)}")
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ValueError(f"model must be a decoder without an encoder, got {type(model).__name__}")
+    if reason := why_no_head(model):
+        raise ValueError(reason)
     if isinstance(model, GenerationMixin) and (own := unlike_transformers(model)):
         raise ValueError(f"model must generate as transformers does, got {type(model).__name__} with its own {own}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -177,13 +178,9 @@ def _by_requests(
     **kwargs: Any,
 ) -> Any:
     """What `generate` returns, by an engine; or ``by_model``, which it tells why."""
-    refuse_unsupported(
-        {
-            "synced_gpus": synced_gpus,
-            "custom_generate": custom_generate,
-            **{name: kwargs[name] for name in kwargs if name not in TAKEN},
-        }
-    )
+    others = {name: kwargs[name] for name in kwargs if name not in TAKEN}
+    others |= {"synced_gpus": synced_gpus, "custom_generate": custom_generate}
+    refuse_unsupported(others, model, NAMES)
     if inputs is not None and input_ids is not None:
         raise ValueError("input_ids must be None where inputs is given, got both")
     inputs = input_ids if inputs is None else inputs
@@ -230,6 +227,9 @@ def _by_requests(
             raise
         return by_model(str(error))
     return returned(prompts, results, fields, device_of(model), states_of(model, prompts, results, fields))
+
+
+NAMES = TAKEN | (inspect.signature(generate).parameters.keys() - {"model", "kwargs"})
 
 
 class BatchedGenerate:

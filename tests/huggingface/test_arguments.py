@@ -123,10 +123,9 @@ UNSUPPORTED: dict[str, Any] = {
     "assistant_tokenizer": "a tokenizer",
     "past_key_values": "a cache",
     "logprobs": True,
-    "max_new_token": 3,
-    "do_samples": False,
     "cache_implementation": "paged",
-    "pixel_values": torch.zeros(1, 3, 8, 8),
+    "labels": torch.zeros(1, 6),
+    "cu_seq_lens_q": torch.zeros(2),
 }
 
 
@@ -135,6 +134,25 @@ def test_an_unsupported_argument_is_refused_by_name(model: Any, name: str) -> No
     with pytest.raises(ValueError, match=f"'{name}'.*must be .*got .*; .*(leave it out|give it|drafts without)"):
         sc.generate(model, random_ids(1, 6), engine_config=CONFIG, **{name: UNSUPPORTED[name]})
     assert_idle(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("max_new_token", " where 'max_new_tokens' is one"),
+        ("do_samples", " where 'do_sample' is one"),
+        ("max_tokens", " where 'max_new_tokens' is one"),
+        ("attention_masks", " where 'attention_mask' is one"),
+        ("pixels", ""),
+    ],
+)
+def test_a_name_that_nobody_knows_is_told_beside_the_one_that_is_meant(model: Any, name: str, near: str) -> None:
+    with pytest.raises(ValueError, match=f"^argument of generate must be a known one, got '{name}'{near}; known are "):
+        sc.generate(model, random_ids(1, 6), engine_config=CONFIG, **{name: 3})
+    assert torch.equal(
+        sc.generate(model, random_ids(1, 6), engine_config=CONFIG, max_new_tokens=2, **{name: None}),
+        sc.generate(model, random_ids(1, 6), engine_config=CONFIG, max_new_tokens=2),
+    )
 
 
 def test_what_is_no_configuration_of_an_engine_is_refused(model: Any) -> None:
@@ -201,6 +219,8 @@ def test_a_model_that_cannot_be_served_is_refused() -> None:
     for call in (lambda: sc.generate(empty, ids), lambda: sc.explain(empty), lambda: sc.Engine(empty, CONFIG)):
         with pytest.raises(ValueError, match=r"must hold its weights, got .*embed_tokens.weight' on the device meta"):
             call()
+    with pytest.raises(ValueError, match="must have a language model's head, as AutoModelForCausalLM gives it, got Ll"):
+        sc.generate(tiny().model, ids)
     encoder_decoder = nn.Module()
     encoder_decoder.config = T5Config()
     with pytest.raises(ValueError, match="without an encoder"):
