@@ -381,6 +381,11 @@ def test_wheel_holds_every_source_file_and_nothing_else(wheel: zipfile.ZipFile) 
     assert packed == {str(installed_path(file)) for file in source_files()}
 
 
+def test_wheel_says_that_it_is_typed(wheel: zipfile.ZipFile) -> None:
+    """Of the package and all below it: without the marker type checkers take everything of it for Any."""
+    assert "selective_compile/py.typed" in wheel.namelist()
+
+
 def test_wheel_declares_the_entry_points(wheel: zipfile.ZipFile) -> None:
     (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
     parser = configparser.ConfigParser(delimiters=("=",))
