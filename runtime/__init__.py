@@ -61,3 +61,7 @@ def __getattr__(name: str) -> Any:
     if name == "EngineMetrics":
         return importlib.import_module("selective_compile.runtime.metrics").EngineMetrics
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -25,6 +25,8 @@ def token_ids(prompt_ids: Any, vocab_size: int, *, least: int = 1, name: str = "
     Raises:
         ValueError: it is empty, not one-dimensional, or holds something else than token ids.
     """
+    if getattr(prompt_ids, "is_meta", False):
+        raise ValueError(f"{name} must hold token ids, got a tensor on the device meta")
     # Arrays and tensors become Python numbers in one go rather than element by element.
     items = prompt_ids.tolist() if hasattr(prompt_ids, "tolist") else prompt_ids
     if isinstance(items, (str, bytes, Mapping, Set)) or not isinstance(items, Iterable):
@@ -45,7 +47,7 @@ def _described(given: Any) -> str:
 def _token_id(item: Any, vocab_size: int, name: str) -> int:
     try:
         token = None if isinstance(item, bool) else operator.index(item)
-    except TypeError:
+    except (TypeError, RuntimeError):  # the latter of a tensor that holds no values
         token = None
     if token is None:
         batch = isinstance(item, (list, tuple))

@@ -113,6 +113,11 @@ class RequestProcessor:
     def stats(self) -> tuple[EngineStats, ...]:
         return tuple(engine.stats() for engine in self.engines)
 
+    def __repr__(self) -> str:
+        stats = self.stats()
+        running, waiting = sum(each.running for each in stats), sum(each.waiting for each in stats)
+        return f"RequestProcessor({len(self.engines)} engines, {self.routing!r}, {running} running, {waiting} waiting)"
+
     def _choose_id(self, request_id: RequestId | None) -> RequestId:
         if request_id is None:
             number = self._submitted

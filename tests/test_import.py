@@ -55,3 +55,11 @@ with ThreadPoolExecutor(len(sc.__all__)) as threads:
 print(all(found), {"HOMES", "Any"} & set(dir(sc)))
 """
     assert printed(code) == "True set()\n"
+
+
+def test_every_name_of_the_runtime_is_listed_before_it_is_used() -> None:
+    code = """
+import selective_compile as sc
+print(sorted(set(sc.runtime.__all__) - set(dir(sc.runtime))), "engine" in dir(sc.runtime))
+"""
+    assert printed(code) == "[] True\n"

@@ -32,7 +32,17 @@ def test_out_of_range(prompt: Any, given: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt", [[1.0], [True], ["a"], [None], [[1, 2]], torch.tensor([[1, 2]]), torch.tensor([1.0])]
+    "prompt",
+    [
+        [1.0],
+        [True],
+        ["a"],
+        [None],
+        [[1, 2]],
+        torch.tensor([[1, 2]]),
+        torch.tensor([1.0]),
+        [torch.ones((), device="meta")],
+    ],
 )
 def test_something_else_than_integers(prompt: Any) -> None:
     with pytest.raises(ValueError, match="must be integers in one dimension, got"):
@@ -43,6 +53,11 @@ def test_something_else_than_integers(prompt: Any) -> None:
 def test_no_sequence(prompt: Any) -> None:
     with pytest.raises(ValueError, match="must be a sequence of token ids, got"):
         token_ids(prompt, 10)
+
+
+def test_a_tensor_that_holds_nothing() -> None:
+    with pytest.raises(ValueError, match="^prompt_ids must hold token ids, got a tensor on the device meta"):
+        token_ids(torch.tensor([1, 2], device="meta"), 10)
 
 
 def test_request_ids() -> None:

@@ -55,6 +55,15 @@ def test_round_robin() -> None:
     assert [place(several, several.submit([1])) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
 
 
+def test_it_shows_what_there_is_to_do() -> None:
+    several = processor(3, "round_robin", max_requests=1)
+    assert repr(several) == "RequestProcessor(3 engines, 'round_robin', 0 running, 0 waiting)"
+    requests = [several.submit([1], max_new_tokens=4) for _ in range(5)]
+    several.step()
+    assert repr(several) == "RequestProcessor(3 engines, 'round_robin', 3 running, 2 waiting)"
+    run(several, *requests)
+
+
 def test_least_loaded_counts_tokens_that_are_to_come() -> None:
     several = processor(2, "least_loaded")
     long = several.submit([1] * 40, max_new_tokens=40)
