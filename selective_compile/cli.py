@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.text import Text
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from selective_compile.bench.command import bench_command
 from selective_compile.choices import MOST_THREADS, DtypeName
@@ -65,11 +65,18 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
 
 
+class Command(TyperCommand):
+    def get_short_help_str(self, limit: int = 0) -> str:
+        """Whole in the list of commands, on two lines where it does not fit on one."""
+        return super().get_short_help_str(limit=1000)
+
+
 app = typer.Typer(
     cls=Commands,
     help="Serve Hugging Face decoders with selective batching, proved from the model's own graph.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its tables cut names of options off, and its paragraphs keep the lines of the source
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -104,7 +111,7 @@ Record = Annotated[Path | None, typer.Option(help="Write the engine's event log 
 TokenBudget = Annotated[int, typer.Option(min=1, help="Most tokens in one step of the engine.")]
 
 
-@app.command("demo")
+@app.command("demo", cls=Command)
 def demo_command(
     model: Model = None,
     requests: Annotated[int, typer.Option(min=1, help="How many.")] = 24,
@@ -164,7 +171,7 @@ def demo_command(
         fail("the engine's tokens differ from those of generate")
 
 
-@app.command("generate")
+@app.command("generate", cls=Command)
 def generate_command(
     prompts: Annotated[
         list[str] | None,
@@ -174,7 +181,11 @@ def generate_command(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 64,
     temperature: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Sample; 0: always the most probable token.", show_default="0"),
+        typer.Option(
+            min=0.0,
+            help="Sample; 0, not with --top-k or --top-p: always the most probable token.",
+            show_default="0; 1 with --top-k or --top-p",
+        ),
     ] = None,
     top_k: Annotated[int | None, typer.Option(min=0, help="Sample among this many.", show_default="off")] = None,
     top_p: Annotated[
@@ -232,7 +243,7 @@ def generate_command(
             out.print(Text.assemble((answer.prompt, "dim"), (answer.text, "bold")), soft_wrap=True)
 
 
-@app.command("explain")
+@app.command("explain", cls=Command)
 def explain_command(
     model: Model = None,
     as_json: Json = False,
@@ -265,10 +276,10 @@ def explain_command(
         fail("the model is refused")
 
 
-app.command("bench")(bench_command)
-app.command("coverage")(coverage_command)
-app.command("replay")(replay_command)
-app.command("logit-error")(logit_error_command)
+app.command("bench", cls=Command)(bench_command)
+app.command("coverage", cls=Command)(coverage_command)
+app.command("replay", cls=Command)(replay_command)
+app.command("logit-error", cls=Command)(logit_error_command)
 
 
 def lines_of_stdin() -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -44,9 +45,25 @@ def test_help_shows_examples(command: str) -> None:
     assert max(map(len, out.splitlines())) <= 100
 
 
-def test_the_commands_are_listed() -> None:
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_names_whole_and_lines_as_wide_as_the_terminal(command: str) -> None:
+    out = ok(command, "--help").output
+    group = typer.main.get_command(cli.app)
+    assert isinstance(group, cli.Commands)
+    told = group.commands[command]
+    words = out.replace(",", " ").split()
+    assert {name for each in told.params for name in (*each.opts, *each.secondary_opts) if "--" in name} <= {*words}
+    prose = out.split("\n\n")[1 : 1 + (told.help or "").split("\b")[0].strip().count("\n\n") + 1]
+    for paragraph in prose:
+        lines = paragraph.splitlines()
+        for line, following in zip(lines, lines[1:], strict=False):
+            assert len(line) + 1 + len(following.split()[0]) > 78, line
+
+
+def test_the_commands_are_listed_with_what_they_do() -> None:
     out = ok("--help").output
     assert all(f" {command} " in out for command in COMMANDS)
+    assert "compare every batch and token." in " ".join(out.split()) and "..." not in out.split("Commands:")[1]
 
 
 def test_a_checkout_that_is_not_installed_has_it_too(
@@ -255,6 +272,12 @@ def test_generate_as_json_and_sampling_by_seed(folder: str) -> None:
     assert first == sampled(1) != sampled(2)
     assert first[0]["tokens"] != first[1]["tokens"], "the same prompt twice must not sample the same"
     assert first[0]["prompt_tokens"] == 4 and first[0]["finish_reason"] in ("length", "stop")
+
+
+def test_the_temperature_that_holds_without_one_is_told() -> None:
+    told = " ".join(ok("generate", "--help").output.split())
+    assert "0, not with --top-k or --top-p: always the most probable token." in told
+    assert "[default: (0; 1 with --top-k or --top-p);" in told
 
 
 def test_sampling_is_on_where_it_is_asked_for() -> None:
