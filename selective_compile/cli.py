@@ -23,7 +23,7 @@ from selective_compile.coverage.command import coverage_command
 from selective_compile.interrupts import INTERRUPTED, WORD, ending_at_once, raising
 from selective_compile.measuring import logit_error_command
 from selective_compile.replaying import replay_command
-from selective_compile.terminal import begin
+from selective_compile.terminal import begin, check_file
 from selective_compile.version import __version__
 
 ERRORS_OF_WORK = (
@@ -145,7 +145,10 @@ def demo_command(
         from selective_compile.schedule_picture import check_path, write_schedule
 
     check_path(picture)
-    config = EngineConfig(token_budget=token_budget, max_kv_tokens=kv_tokens, compile=compiled, record=record)
+    check_file("--record", record)
+    config = EngineConfig(
+        token_budget=token_budget, max_kv_tokens=kv_tokens, threads=threads, compile=compiled, record=record
+    )
     stages, out = begin(threads)
     with stages("loading the model"):
         checkpoint = checkpoints.load(model, dtype=dtype, device=device, trust_remote_code=trust)
@@ -224,12 +227,15 @@ def generate_command(
         top_k=top_k,
         top_p=top_p,
     )
-    if stream and (as_json or len(chosen.texts) > 1):
-        raise ValueError(f"--stream must come with one prompt and without --json, got {len(chosen.texts)} prompt(s)")
+    if stream and as_json:
+        raise ValueError("--stream must come without --json, got both")
+    if stream and len(chosen.texts) > 1:
+        raise ValueError(f"--stream must come with one prompt, got {len(chosen.texts)}")
+    check_file("--record", record)
     stages, out = begin(threads)
     with stages("loading the model"):
         checkpoint = checkpoints.load(model, dtype=dtype, device=device, trust_remote_code=trust)
-    config = EngineConfig(token_budget=token_budget, seed=seed, compile=compiled, record=record)
+    config = EngineConfig(token_budget=token_budget, threads=threads, seed=seed, compile=compiled, record=record)
     if stream:
         for piece in generate_streaming(checkpoint, config, chosen, stages):
             typer.echo(piece, nl=False)

@@ -56,7 +56,13 @@ def logit_error_command(
     stages, out = begin(threads)
     with stages("loading the model"):
         checkpoint = checkpoints.load(model, dtype=dtype, trust_remote_code=trust)
-    config = EngineConfig(kv_dtype=kv_dtype, weights=weights, max_attention_window=max_attention_window, compile=False)
+    config = EngineConfig(
+        kv_dtype=kv_dtype,
+        weights=weights,
+        max_attention_window=max_attention_window,
+        threads=threads,
+        compile=False,
+    )
     with stages("computing the prompts, both ways"):
         error = logit_error(checkpoint.model, token_ids(checkpoint, prompts), config)
     if as_json:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from selective_compile.choices import DtypeName
 from selective_compile.interrupts import ending_at_once
-from selective_compile.terminal import begin
+from selective_compile.terminal import begin, check_file
 
 if TYPE_CHECKING:
     from selective_compile.runtime.replay import Replayed
@@ -103,6 +103,7 @@ def check_files(log: Path, *, picture: Path | None, **others: Path | None) -> No
     for name, path in others.items():
         if path is not None and path.resolve() == log.resolve():
             raise ValueError(f"--{name} must be another file than the log, got {str(path)!r}")
+        check_file(f"--{name}", path)
 
 
 def summary(replayed: Replayed, *, schedule_only: bool) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from selective_compile.interrupts import ending_at_once
@@ -10,6 +11,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from selective_compile.progress import ProgressBars
+
+
+def check_file(option: str, path: Path | None) -> None:
+    """Raises ValueError where nothing can be written there; before the work that would be lost. None: not asked for."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ValueError(f"{option} must lie in a folder that exists, got {str(path)!r}")
+    if path is not None and path.is_dir():
+        raise ValueError(f"{option} must be a file, got the folder {str(path)!r}")
 
 
 def begin(threads: int | None = None) -> tuple[ProgressBars, Console]:

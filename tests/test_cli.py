@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 import selective_compile
-from selective_compile import backend, checkpoints, cli, generating, tiny_model
+from selective_compile import backend, checkpoints, cli, cores, generating, tiny_model
 from selective_compile.bench import rounds, settings
 from selective_compile.bench.figures import store, stored
 from selective_compile.checkpoints import Checkpoint
@@ -216,6 +216,30 @@ def test_no_more_threads_than_a_system_gives() -> None:
     assert "1024" in refused("generate", "--threads", "100000", "12+7=", status=2)
 
 
+def test_more_threads_than_cores_are_taken_with_a_warning(
+    folder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cores, "available_cores", lambda: 2)
+    before = torch.get_num_threads()
+    try:
+        ok("generate", "--model", folder, "--max-new-tokens", "2", "--threads", "3", "abc")
+    finally:
+        torch.set_num_threads(before)
+    assert "threads=3 on 2 cores" in caplog.text and "EngineConfig" not in caplog.text
+
+
+@pytest.mark.parametrize("command", [["demo"], ["generate", "12+7="]], ids=" ".join)
+def test_a_log_that_cannot_be_written_is_told_before_there_is_work(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(checkpoints, "load")
+    missing = tmp_path / "missing" / "run.jsonl"
+    error = refused(*command, "--record", str(missing))
+    assert error == f"error: --record must lie in a folder that exists, got {str(missing)!r}\n"
+    error = refused(*command, "--record", str(tmp_path))
+    assert error == f"error: --record must be a file, got the folder {str(tmp_path)!r}\n"
+
+
 def test_a_device_that_is_not_there_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "device must be cpu where torch finds no GPU, got 'cuda'" in refused("explain", "--device", "cuda")
@@ -300,7 +324,8 @@ def test_prompts_that_are_no_text_are_told_in_a_line(folder: str, monkeypatch: p
 
 def test_generate_refuses_in_a_line(folder: str) -> None:
     assert "prompts must be given" in refused("generate", input="")
-    assert "--stream must come with one prompt" in refused("generate", "--stream", "a", "b")
+    assert "--stream must come with one prompt, got 2" in refused("generate", "--stream", "a", "b")
+    assert "--stream must come without --json, got both" in refused("generate", "--stream", "--json", "a")
     error = refused("generate", "--model", folder, "--max-new-tokens", "2000", "abc")
     assert error.startswith("error: max_new_tokens must be at most 1021") and error.count("\n") == 1
 

@@ -85,6 +85,7 @@ def test_page_and_exit_status_name_what_is_wrong(monkeypatch: pytest.MonkeyPatch
     def run(*arguments: str) -> Any:
         return CliRunner().invoke(cli.app, ["coverage", "--mutations", "--types", "gpt2,llama", *arguments])
 
+    assert "--page must lie in a folder that exists" in run("--page", str(tmp_path / "missing" / "page.md")).stderr
     assert run("--page", str(page)).exit_code == 0
     assert "refused: 12" in page.read_text() and "| llama | shifted | it is changed |" in page.read_text()
     found["llama"] = bad

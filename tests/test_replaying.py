@@ -51,4 +51,7 @@ def test_what_a_replay_writes_is_not_its_log(log: str, tmp_path: Path) -> None:
         "replay", log, "--schedule-only", "--record", str(tmp_path / "again.jsonl")
     )
     assert "picture must end in .png or .svg" in refused("replay", log, "--picture", "x.gif")
+    for name in ("record", "trace"):
+        missing = str(tmp_path / "missing" / "a.json")
+        assert f"--{name} must lie in a folder that exists" in refused("replay", log, f"--{name}", missing)
     assert Path(log).read_text() == before

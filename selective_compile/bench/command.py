@@ -12,7 +12,7 @@ from rich.text import Text
 from selective_compile.bench import settings
 from selective_compile.choices import MOST_THREADS
 from selective_compile.interrupts import ending_at_once
-from selective_compile.terminal import begin
+from selective_compile.terminal import begin, check_file
 
 if TYPE_CHECKING:
     from selective_compile.bench.figures import Figures
@@ -62,8 +62,7 @@ def bench_command(
     selective-compile bench --show --out result.json
     selective-compile bench --quick
     """
-    if out_file is not None and not out_file.absolute().parent.is_dir():
-        raise ValueError(f"--out must lie in a folder that exists, got {str(out_file)!r}")
+    check_file("--out", out_file)
     if show and (out_file is None or not out_file.exists()):
         got = "none" if out_file is None else repr(str(out_file))
         raise ValueError(f"--show must come with an --out that exists, got {got}")

@@ -12,6 +12,7 @@ import typer
 from rich.text import Text
 
 from selective_compile.interrupts import ending_at_once
+from selective_compile.terminal import check_file
 
 
 def coverage_command(
@@ -57,9 +58,8 @@ def coverage_command(
     if new:
         chosen = tuple(name for name in chosen if name not in stored(out_file)["types"])
     target = page if page is not None else out_file.with_suffix(".md")
-    for path, option in ((out_file, "--out"), (target, "--page")):
-        if not path.absolute().parent.is_dir():
-            raise ValueError(f"{option} must lie in a folder that exists, got {str(path)!r}")
+    check_file("--out", out_file)
+    check_file("--page", target)
     sweep = Sweep(types=chosen, out=out_file, jobs=jobs or os.cpu_count() or 1, limit=limit)
     out = console()
     with ProgressBars(console(stderr=True))("measuring", len(chosen)) as advance:
@@ -96,6 +96,7 @@ def mutate(types: str | None, jobs: int, page: Path | None, as_json: bool) -> No
         from selective_compile.progress import ProgressBars
         from selective_compile.tables import console
 
+    check_file("--page", page)
     chosen = chosen_types(types) if types is not None else MUTATED
     out = console()
     with ProgressBars(console(stderr=True))("changing", len(chosen)) as advance:
