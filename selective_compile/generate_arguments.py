@@ -32,8 +32,6 @@ INSTEAD: Mapping[str, str] = {
     "custom_generate": OF_HUGGING_FACE,
     "trust_remote_code": OF_HUGGING_FACE,
     "cache": FROM_CACHE,
-    "past_key_values": FROM_CACHE,
-    "cache_params": FROM_CACHE,
     "assistant_tokenizer": "prompt_lookup_num_tokens drafts without a model; an assistant needs the same vocabulary",
     "synced_gpus": "leave it out: a request does not wait for other processes",
 }

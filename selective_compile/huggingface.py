@@ -144,7 +144,7 @@ def generate(
         self_served, model, _own_generate(model), given, refuse=config.fallback != "sequential", seed=seed
     )
     in_list = isinstance(input_ids if inputs is None else inputs, (list, tuple))
-    if (reason := why_of_model(model, kwargs)) is not None:
+    if (reason := why_of_model(model, given)) is not None:
         if not in_list:
             return by_model(reason)
         check(model)

@@ -7,6 +7,8 @@ requests by themselves could not be right about.
 | autocast | an engine computes in the dtype of the weights |
 | training mode that changes logits, as by dropout | an engine is traced in evaluation mode |
 | PEFT's `adapter_names` | each row has an adapter of its own |
+| `custom_generate` | it is a loop of its own |
+| a cache that is given | whoever gives it wants it filled, or the tokens in it taken for computed |
 | weights that accelerate has offloaded | they come and go with the modules that run |
 | a model that is refused | whatever runs each request by itself cannot, as with modules that keep what they saw |
 
@@ -33,18 +35,27 @@ from selective_compile.training_mode import differs_in_training
 
 logger = logging.getLogger(__name__)
 NAMES = "adapter_names"  # of PEFT's generate, which puts them into hooks before layers
+OF_ARGUMENTS = {
+    NAMES: "gives each row an adapter of its own",
+    "custom_generate": "is a loop of its own",
+    "past_key_values": "is the model's own cache, which an engine does not fill",
+    "cache_params": "is the model's own cache, which an engine does not fill",
+}
 _said: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
 
-def why_of_model(model: nn.Module, kwargs: Mapping[str, Any]) -> str | None:
-    """Why the model as it is, or what is given for it, makes of a call one that the model serves itself; or None."""
+def why_of_model(model: nn.Module, given: Mapping[str, Any]) -> str | None:
+    """Why the model as it is, or what is ``given`` for it, makes a call one that the model serves itself; or None."""
+    for name, reason in OF_ARGUMENTS.items():
+        if given.get(name) is not None:
+            return f"{name} {reason}"
     if any(weight.is_meta for weight in model.parameters()):
         offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
         return "weights are offloaded, and come and go with the modules that run" if offloaded else None
     if torch.is_autocast_enabled(device_of(model).type):
         return "autocast is on, and an engine computes in the dtype of the weights"
-    if kwargs.get(NAMES) is not None or any(map(_has_names, model.modules())):
-        return f"{NAMES} gives each row an adapter of its own"
+    if any(map(_has_names, model.modules())):
+        return f"{NAMES} {OF_ARGUMENTS[NAMES]}"
     if model.training and _differs(model):
         return "the model is in training mode, which changes what it computes, as by dropout"
     return None

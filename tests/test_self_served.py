@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, MaxTimeCriteria, StoppingCriteria
+from transformers import DynamicCache, LogitsProcessor, MaxTimeCriteria, StoppingCriteria
 
 import selective_compile as sc
 from selective_compile import tiny_model
@@ -171,6 +171,31 @@ def test_under_autocast_the_model_computes_as_it_does_there(loaded: tuple[Any, A
         assert all(map(torch.equal, found.logits, expected.logits))
         with pytest.raises(ValueError, match="autocast must be off"):
             sc.generate(model, [[65, 66]], engine_config=CONFIG)
+
+
+def test_a_loop_of_the_callers_own_is_called(loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = loaded
+    given = batch(tokenizer)
+
+    def loop(model: Any, input_ids: Tensor, generation_config: Any, **_: Any) -> Tensor:
+        return torch.cat([input_ids, input_ids.flip(1)[:, : generation_config.max_new_tokens]], 1)
+
+    with sc.wrapped(model, CONFIG):
+        found = model.generate(**given, custom_generate=loop)
+    assert torch.equal(found, model.generate(**given, custom_generate=loop))
+
+
+def test_a_cache_that_is_given_goes_from_turn_to_turn(loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = loaded
+    found = []
+    for generate in (model.generate, partial(sc.generate, model, engine_config=CONFIG)):
+        cache, ids = DynamicCache(), torch.tensor([tokenizer("count 3 to 9:").input_ids])
+        for text in (" and ", " more "):
+            ids = generate(input_ids=ids, past_key_values=cache, max_new_tokens=5, eos_token_id=None)
+            assert cache.get_seq_length() == ids.shape[1] - 1
+            ids = torch.cat([ids, torch.tensor([tokenizer(text).input_ids[1:]])], 1)
+        found.append(ids)
+    assert torch.equal(*found)
 
 
 def hooked(model: Any) -> Any:

@@ -118,10 +118,9 @@ def test_numbers_of_numpy_are_taken(model: Any) -> None:
 
 UNSUPPORTED: dict[str, Any] = {
     "synced_gpus": True,
-    "custom_generate": "someone/something",
     "trust_remote_code": True,
     "assistant_tokenizer": "a tokenizer",
-    "past_key_values": "a cache",
+    "cache": "a cache",
     "logprobs": True,
     "cache_implementation": "paged",
     "labels": torch.zeros(1, 6),
