@@ -263,6 +263,8 @@ def _prompts_of_tensor(columns: Tensor, attention_mask: Any, fields: Fields) -> 
     if columns.is_floating_point() or columns.is_complex() or columns.dtype is torch.bool:
         raise ValueError(f"input_ids must be integers, got {columns.dtype}")
     at_least = "attention_mask must leave at least one token in each row"
+    if columns.is_meta:
+        raise ValueError("input_ids must hold token ids, got a tensor on the device meta")
     if attention_mask is None:
         attention_mask = inferred_mask(columns, fields)
         at_least = (

@@ -169,6 +169,7 @@ def test_what_is_no_configuration_of_an_engine_is_refused(model: Any) -> None:
         ({"inputs": torch.ones(3, dtype=torch.int64)}, r"input_ids must have shape \[B, S\], got \[3\]"),
         ({"inputs": torch.ones(0, 3, dtype=torch.int64)}, r"input_ids must have shape \[B, S\]"),
         ({"inputs": torch.ones(1, 3)}, "input_ids must be integers, got torch.float32"),
+        ({"inputs": torch.ones(1, 3, dtype=torch.int64, device="meta")}, "input_ids must hold token ids, got .* meta"),
         ({"inputs": [1, 2, 3]}, "input_ids must be a tensor .* or a list of prompts"),
         ({"inputs": [torch.tensor(3)]}, "input_ids must be a tensor .* or a list of prompts"),
         ({"inputs": "text"}, "input_ids must be a tensor .* or a list of prompts, got str text"),
