@@ -61,6 +61,15 @@ class Refusal:
         return f"{self.operator} ({self.node}){where}: {self.reason}\n      {self.source_line}"
 
 
+SHOWN = 8  # refusals of one text: a graph with a cache has some for every layer, and a log is read in a terminal
+
+
+def listed(refusals: Sequence[Refusal]) -> list[str]:
+    """The first ones as text, and how many there are beside them."""
+    more = len(refusals) - SHOWN
+    return [*map(str, refusals[:SHOWN]), *([f"and {more} more, which `refusals` has"] if more > 0 else [])]
+
+
 class RefusedError(ValueError):
     """The model holds something that could not be proved; ``refusals`` names each node and its source line.
 
@@ -69,8 +78,8 @@ class RefusedError(ValueError):
 
     def __init__(self, refusals: Sequence[Refusal], note: str = "") -> None:
         self.refusals = tuple(refusals)
-        listed = "\n  ".join([*map(str, refusals), note]).rstrip()
-        super().__init__(f"{len(refusals)} operation(s) could not be proved safe to batch selectively:\n  {listed}")
+        text = "\n  ".join([*listed(self.refusals), note]).rstrip()
+        super().__init__(f"{len(self.refusals)} operation(s) could not be proved safe to batch selectively:\n  {text}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Past `__init__`, which takes more than the message: a worker's refusal reaches the process that waits."""

@@ -10,7 +10,7 @@ from typing import Literal
 
 from selective_compile.passes import PassRecord, Refusal, Rewrite
 from selective_compile.passes.batch_dependence import batch_dependent
-from selective_compile.passes.traced_graph import AttentionCall, RecurrentCall
+from selective_compile.passes.traced_graph import AttentionCall, RecurrentCall, listed
 
 Verdict = Literal["ragged", "isolated", "sequential", "refused"]
 
@@ -118,7 +118,7 @@ class Report:
             lines += [f"    {text}" for text in grouped_nodes(self.batch_dependent)]
         if self.refusals:
             lines.append(f"  {len(self.refusals)} operations could not be proved:")
-            lines += [f"    {refusal}" for refusal in self.refusals]
+            lines += [f"    {text}" for text in listed(self.refusals)]
         return "\n".join(lines)
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 
 import pytest
 
 from selective_compile.passes import Refusal, RefusedError
+from selective_compile.passes.traced_graph import SHOWN
+from selective_compile.report import refused_report
 
 REFUSAL = Refusal(node="cumsum", operator="aten.cumsum", reason="mixes tokens", source_line="m.py:3", module="layers.0")
 
@@ -32,3 +35,13 @@ def test_a_workers_refusal_reaches_the_process_that_waits() -> None:
         with pytest.raises(RefusedError, match="mixes tokens") as raised:
             workers.submit(refuse).result()
     assert raised.value.refusals == (REFUSAL,)
+
+
+def test_of_many_refusals_the_text_has_the_first_and_their_number() -> None:
+    many = [replace(REFUSAL, module=f"layers.{layer}") for layer in range(32)]
+    text = str(RefusedError(many, "nor can it run whole"))
+    assert text.startswith("32 operation(s) could not be proved") and text.count("mixes tokens") == SHOWN
+    assert text.endswith("and 24 more, which `refusals` has\n  nor can it run whole")
+    report = refused_report("graph", "runs as it came", tuple(many))
+    assert str(report).count("\n") < 2 * SHOWN + 5 and report.refusals == tuple(many)
+    assert "more" not in str(refused_report("graph", "runs as it came", tuple(many[:SHOWN])))
