@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -140,16 +140,15 @@ def generate(
         "token_type_ids": token_type_ids,
     }
     given = {name: value for name, value in named.items() if value is not None} | kwargs
-    by_model = partial(
-        self_served, model, _own_generate(model), given, refuse=config.fallback != "sequential", seed=seed
-    )
-    in_list = isinstance(input_ids if inputs is None else inputs, (list, tuple))
+    own, by_model = _own_generate(model), None
+    if own is not None and not isinstance(input_ids if inputs is None else inputs, (list, tuple)):
+        by_model = partial(self_served, model, own, given, refuse=config.fallback != "sequential", seed=seed)
     if (reason := why_of_model(model, given)) is not None:
-        if not in_list:
+        if by_model is not None:
             return by_model(reason)
         check(model)
-        raise ValueError(f"input_ids must be a tensor in a call that the model serves itself, got a list: {reason}")
-    with evaluated(model) if model.training else nullcontext():
+        raise ValueError(f"a call must be for a tensor, of a model that has a generate method: {reason}")
+    with evaluated(model):
         check(model)
         return _by_requests(model, config, by_model, seed, **given)
 
@@ -157,7 +156,7 @@ def generate(
 def _by_requests(
     model: nn.Module,
     config: EngineConfig,
-    by_model: Callable[[str], Any],
+    by_model: Callable[[str], Any] | None,
     seed: int | Sequence[int] | None,
     *,
     inputs: Any = None,
@@ -177,7 +176,7 @@ def _by_requests(
     token_type_ids: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """What `generate` returns, by an engine; or ``by_model``, which it tells why."""
+    """What `generate` returns, by an engine; or ``by_model``, if that can be, which it tells why."""
     others = {name: kwargs[name] for name in kwargs if name not in TAKEN}
     others |= {"synced_gpus": synced_gpus, "custom_generate": custom_generate}
     refuse_unsupported(others, model, NAMES)
@@ -200,7 +199,7 @@ def _by_requests(
     fields = fields * len(prompts.rows) if len(fields) == 1 else fields
     prompts, fields = expanded(prompts, fields)
     own_code = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
-    if prompts.columns is not None and (reason := why_of_objects(own_code, len(fields))) is not None:
+    if by_model is not None and (reason := why_of_objects(own_code, len(fields))) is not None:
         return by_model(reason)
     seeds = seeds_of(seed, len(fields), sampled=any(each["do_sample"] for each in fields))
     if streamer is not None and prompts.columns is None and len(fields) > 1:
@@ -223,7 +222,7 @@ def _by_requests(
     try:
         results = finished_requests(model, config, prompts, fields, seeds, objects, streamer)
     except RefusedError as error:
-        if prompts.columns is None or config.fallback != "sequential":
+        if by_model is None or config.fallback != "sequential":
             raise
         return by_model(str(error))
     return returned(prompts, results, fields, device_of(model), states_of(model, prompts, results, fields))
@@ -327,11 +326,11 @@ def _config_given(value: object, name: str) -> EngineConfig | None:
     return value
 
 
-def _own_generate(model: nn.Module) -> Callable[..., Any]:
-    """What the model's `generate` is but for `wrap`."""
+def _own_generate(model: nn.Module) -> Callable[..., Any] | None:
+    """What the model's `generate` is but for `wrap`; None: it has none."""
     wrapper = vars(model).get("generate")
     if not isinstance(wrapper, BatchedGenerate):
-        return cast(Callable[..., Any], model.generate)
+        return getattr(model, "generate", None)
     return wrapper.previous.get("generate") or partial(cast(Any, type(model)).generate, model)
 
 

@@ -37,23 +37,25 @@ class _Held:
 
 @contextmanager
 def evaluated(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode, until the last of all blocks ends that threads are in; then each module is as it was.
+    """A model in training mode is in evaluation mode, until the last of all blocks ends that threads are in; then each
+    of its modules is as it was.
 
     Only the flag changes: a `train` of a module's own, which may do more, is not called.
     """
     with _lock:
         held = _held.get(model)
         if held is None:
-            held = _held[model] = _Held(model)
-            held.set(False)
+            held = _Held(model)
+            if model.training:
+                _held[model] = held
+                held.set(False)
         held.calls += 1
     try:
         yield
     finally:
         with _lock:
             held.calls -= 1
-            if not held.calls:
-                del _held[model]
+            if not held.calls and _held.pop(model, None) is held:
                 held.set(True)
 
 

@@ -14,6 +14,7 @@ from transformers import DynamicCache, LogitsProcessor, MaxTimeCriteria, Stoppin
 import selective_compile as sc
 from selective_compile import tiny_model
 from selective_compile.generate_requests import ENGINES
+from tests.decoders import Decoder
 
 CONFIG = sc.EngineConfig(compile=False)
 TEXTS = ["12+7=", "count 3 to 9:", "letters c to j:", "after monday comes"]
@@ -130,6 +131,18 @@ def test_others_are_requests_by_themselves(loaded: tuple[Any, Any], caplog: pyte
         (alone,) = sc.generate(model, torch.tensor([prompt]), stopping_criteria=counted, engine_config=CONFIG)
         assert torch.equal(row, alone[: len(row)])
     assert ENGINES.engine_for(model, CONFIG, [64]).stats().steps > 0 and not caplog.records
+
+
+def test_a_model_without_a_loop_of_its_own_has_requests_alone() -> None:
+    model, config = Decoder().eval(), sc.EngineConfig(compile=False)
+    ids, seen = torch.tensor([[3, 4, 5], [6, 7, 8]]), []
+    options: dict[str, Any] = {"max_new_tokens": 3, "pad_token_id": 0, "eos_token_id": 1, "engine_config": config}
+    sc.generate(model, ids, logits_processor=[lambda ids, scores: seen.append(len(ids)) or scores], **options)
+    assert seen == [1] * 6
+    with pytest.raises(
+        ValueError, match="a call must be for a tensor, of a model that has a generate method: custom_g"
+    ):
+        sc.generate(model, ids, custom_generate=len, **options)
 
 
 def test_it_is_said_once_why(loaded: tuple[Any, Any], caplog: pytest.LogCaptureFixture) -> None:

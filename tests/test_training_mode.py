@@ -105,6 +105,9 @@ def test_the_mode_comes_back_with_the_last_of_several_calls() -> None:
     with pytest.raises(KeyError), evaluated(model):
         raise KeyError
     assert not any(modes(model))
-    leave.set()
+    with evaluated(model):  # begun where the model is in evaluation mode by another call
+        leave.set()
+        thread.join()
+        assert not any(modes(model))
     thread.join()
     assert all(modes(model))
