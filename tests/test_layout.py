@@ -151,6 +151,7 @@ LAYERS = (
         "generate_results",
         "kept_engines",
         "self_served",
+        "generate_by_requests",
         "huggingface",
     ),
     ("generation_ledger",),
