@@ -29,7 +29,6 @@ OF_HUGGING_FACE = "leave it out, or call model.generate, of a model that is not 
 OF_ENGINE = "leave it out, or submit to an sc.Engine"
 INSTEAD: Mapping[str, str] = {
     **dict.fromkeys((*OWN_OPTIONS, "request_id", "priority", "deadline", "user", "cache_salt"), OF_ENGINE),
-    "custom_generate": OF_HUGGING_FACE,
     "trust_remote_code": OF_HUGGING_FACE,
     "cache": FROM_CACHE,
     "assistant_tokenizer": "prompt_lookup_num_tokens drafts without a model; an assistant needs the same vocabulary",
