@@ -31,7 +31,7 @@ TALL: dict[str, tuple[dict[str, Any], int]] = {
 # Requests and their keys: the shortest ones that count are the slowest, by what a program does before its keys come. Of
 # 24.5 us it waits 1.4 for the write of the step's own keys, and has read for 3.5 when its first iteration is done
 # (`docs/benchmarks.md`); keys that are asked for ahead come meanwhile, which may hide 4 us. With eight iterations ahead
-# a request of 512 keys asks for all. The others are to stay as fast: of 8 x 4,096, it was slower when it was tried once.
+# a request of 512 keys asks for all. The others are to stay as fast: 8 x 4,096 was slower where it was tried once.
 DECODES = ((32, 512), (8, 4096), (1, 32_768))
 LOW: dict[str, dict[str, Any]] = {
     "as chosen": {},
