@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.generation import BaseStreamer
 
@@ -82,6 +83,7 @@ def by_requests(
     own_code = {"logits_processor": logits_processor, "stopping_criteria": stopping_criteria}
     if by_model is not None and (reason := why_of_objects(own_code, len(fields))) is not None:
         return by_model(reason)
+    before = torch.get_rng_state()
     seeds = seeds_of(seed, len(fields), sampled=any(each["do_sample"] for each in fields))
     if streamer is not None and prompts.columns is None and len(fields) > 1:
         raise ValueError(f"streamer must be None for a list of more than one prompt, got one for {len(fields)}")
@@ -105,6 +107,7 @@ def by_requests(
     except RefusedError as error:
         if by_model is None or config.fallback != "sequential":
             raise
+        torch.set_rng_state(before)  # what is drawn there is as if nothing had been drawn here
         return by_model(str(error))
     return returned(prompts, results, fields, device_of(model), states_of(model, prompts, results, fields))
 

@@ -228,11 +228,14 @@ def _config_given(value: object, name: str) -> EngineConfig | None:
 
 
 def _own_generate(model: nn.Module) -> Callable[..., Any] | None:
-    """What the model's `generate` is but for `wrap`; None: it has none."""
+    """What the model's `generate` was before `wrap`, or that of its class; None: that is neither transformers' nor
+    PEFT's, and may take other arguments, or end here."""
     wrapper = vars(model).get("generate")
-    if not isinstance(wrapper, BatchedGenerate):
-        return getattr(model, "generate", None)
-    return wrapper.previous.get("generate") or partial(cast(Any, type(model)).generate, model)
+    if isinstance(wrapper, BatchedGenerate) and "generate" in wrapper.previous:
+        return cast(Callable[..., Any], wrapper.previous["generate"])
+    of_class: Any = getattr(type(model), "generate", None)
+    known = getattr(of_class, "__module__", "").partition(".")[0] in ("transformers", "peft")
+    return partial(of_class, model) if known else None
 
 
 def _config_of(model: nn.Module) -> EngineConfig:

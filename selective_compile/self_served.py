@@ -3,7 +3,8 @@ requests by themselves could not be right about.
 
 | what | why |
 |---|---|
-| processors and criteria of the user's own, for a tensor of several rows | they may tell rows apart, or stop all |
+| processors and criteria for a tensor of several rows, but some of transformers' | they may tell rows apart |
+| whatever a processor or a loop of such a call asks of the same model | it is a part of that call |
 | autocast | an engine computes in the dtype of the weights |
 | training mode that changes logits, as by dropout | an engine is traced in evaluation mode |
 | PEFT's `adapter_names` | each row has an adapter of its own |
@@ -20,18 +21,20 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.generation import logits_process as processors
+from transformers.generation import stopping_criteria as criteria
 
 from selective_compile.model_call import CANNOT
 from selective_compile.model_facts import device_of
 from selective_compile.module_state import lock_of
 from selective_compile.runtime.grammar import GRAMMARS
-from selective_compile.runtime.own_code import has_class_of_transformers
-from selective_compile.training_mode import differs_in_training
+from selective_compile.training_mode import differs_in_training, in_training
 
 logger = logging.getLogger(__name__)
 NAMES = "adapter_names"  # of PEFT's generate, which puts them into hooks before layers
@@ -41,11 +44,24 @@ OF_ARGUMENTS = {
     "past_key_values": "is the model's own cache, which an engine does not fill",
     "cache_params": "is the model's own cache, which an engine does not fill",
 }
+# Of transformers those that treat each row by itself, and do not ask where in a padded row a token stands.
+ROW_WISE = (
+    *(processors.TemperatureLogitsWarper, processors.TopKLogitsWarper, processors.TopPLogitsWarper),
+    *(processors.MinPLogitsWarper, processors.TypicalLogitsWarper, processors.EpsilonLogitsWarper),
+    *(processors.EtaLogitsWarper, processors.NoRepeatNGramLogitsProcessor, processors.NoBadWordsLogitsProcessor),
+    *(processors.SequenceBiasLogitsProcessor, processors.SuppressTokensLogitsProcessor),
+    *(processors.InfNanRemoveLogitsProcessor, processors.LogitNormalization),
+    *(criteria.MaxLengthCriteria, criteria.MaxTimeCriteria, criteria.EosTokenCriteria, criteria.StopStringCriteria),
+)
+# Models whose own generate is under way, in this thread and task.
+_serving: ContextVar[frozenset[int]] = ContextVar("serving", default=frozenset())
 _said: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
 
 def why_of_model(model: nn.Module, given: Mapping[str, Any]) -> str | None:
     """Why the model as it is, or what is ``given`` for it, makes a call one that the model serves itself; or None."""
+    if id(model) in _serving.get():
+        return "it is a part of one that the model serves itself"
     for name, reason in OF_ARGUMENTS.items():
         if given.get(name) is not None:
             return f"{name} {reason}"
@@ -56,7 +72,7 @@ def why_of_model(model: nn.Module, given: Mapping[str, Any]) -> str | None:
         return "autocast is on, and an engine computes in the dtype of the weights"
     if any(map(_has_names, model.modules())):
         return f"{NAMES} {OF_ARGUMENTS[NAMES]}"
-    if model.training and _differs(model):
+    if in_training(model) and _differs(model):
         return "the model is in training mode, which changes what it computes, as by dropout"
     return None
 
@@ -67,7 +83,7 @@ def why_of_objects(objects: Mapping[str, Any], rows: int) -> str | None:
         return None
     for name, given in objects.items():
         for each in given if isinstance(given, (list, tuple)) else ():
-            if not has_class_of_transformers(each):
+            if type(each) not in ROW_WISE:  # compared exactly: a class derived from one of these does something else
                 return (
                     f"{name} has {type(each).__name__}, which may tell the rows of a batch apart (prompts given as a "
                     "list are asked for by themselves, without padding)"
@@ -94,14 +110,19 @@ def self_served(
     if reason not in said:
         said.add(reason)
         logger.warning("%s serves calls of generate itself, padded and no faster: %s", type(model).__name__, reason)
-    with lock_of(model):
-        return own(**{name: value for name, value in asked.items() if name not in GRAMMARS})
+    arguments = {name: value for name, value in asked.items() if name not in GRAMMARS}
+    prompt = [arguments.pop("inputs")] if "inputs" in arguments else []  # as it came, by its place
+    within = _serving.set(_serving.get() | {id(model)})
+    try:
+        with lock_of(model):
+            return own(*prompt, **arguments)
+    finally:
+        _serving.reset(within)
 
 
 def _differs(model: nn.Module) -> bool:
     try:
-        with lock_of(model):
-            return differs_in_training(model)
+        return differs_in_training(model)
     except CANNOT:
         return True  # what its own generate says of it is said there
 

@@ -292,7 +292,7 @@ def test_models_that_do_more_with_ids_are_refused() -> None:
         ({"input_ids": [[1, 2]]}, "input_ids must be a tensor .* got list"),
         ({"attention_mask": torch.ones(1, 3)}, "attention_mask must have the shape"),
         ({"guidance_scale": 2.0}, "guidance_scale must be None with inputs_embeds, got 2.0"),
-        ({"past_key_values": "a cache"}, "'past_key_values' of generate must be None"),
+        ({"cache": "a cache"}, "'cache' of generate must be None"),
     ],
 )
 def test_what_does_not_go_with_them_is_refused(llama: Any, arguments: dict[str, Any], message: str) -> None:

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LogitsProcessor, MaxTimeCriteria, StoppingCriteria
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    MaxTimeCriteria,
+    PrefixConstrainedLogitsProcessor,
+    StoppingCriteria,
+    SuppressTokensAtBeginLogitsProcessor,
+)
 
 import selective_compile as sc
 from selective_compile import tiny_model
@@ -94,6 +101,12 @@ OWN = {
     "over when all are": lambda width: {"stopping_criteria": [AllHaveSaid(width)]},
     "a function": lambda width: {"stopping_criteria": [lambda ids, scores, **_: ids[:, -1] % 3 == 0]},
     "no copies": lambda width: {"logits_processor": [Held()]},
+    "one of transformers that counts rows": lambda width: {
+        "logits_processor": [PrefixConstrainedLogitsProcessor(lambda row, ids: [97 + row, 98 + row], 1)]
+    },
+    "one of transformers that counts columns": lambda width: {
+        "logits_processor": [SuppressTokensAtBeginLogitsProcessor([49, 51, 52, 97, 100, 101, 32], width)]
+    },
 }
 
 
@@ -190,6 +203,43 @@ def test_under_autocast_the_model_computes_as_it_does_there(loaded: tuple[Any, A
             sc.generate(model, [[65, 66]], engine_config=CONFIG)
 
 
+class AsksTheModel(LogitsProcessor):
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores - 50.0 * (
+            torch.arange(scores.shape[-1]) == self.model.generate(input_ids, max_new_tokens=1)[0, -1]
+        )
+
+
+def test_what_such_a_call_asks_of_the_model_is_a_part_of_it(loaded: tuple[Any, Any]) -> None:
+    """And a function around the wrapped generate does not end in itself."""
+    model, tokenizer = loaded
+    given = {**batch(tokenizer), "max_new_tokens": 3}
+    expected = model.generate(**given, logits_processor=[AsksTheModel(model)])
+    with sc.wrapped(model, CONFIG):
+        assert torch.equal(model.generate(**given, logits_processor=[AsksTheModel(model)]), expected)
+        wrapper = model.generate
+        model.generate = lambda *args, **kwargs: wrapper(*args, **kwargs)
+        assert torch.equal(model.generate(**given, logits_processor=[AsksTheModel(model)]), expected)
+        model.generate = wrapper
+
+
+def test_a_prompt_is_handed_on_by_its_place(loaded: tuple[Any, Any]) -> None:
+    model, _ = tiny_model.load()
+    own, ids = model.generate, torch.tensor([[65, 66], [67, 68]])
+    model.generate = lambda *args, **kwargs: own(args[0], **kwargs)
+    with sc.wrapped(model, CONFIG):
+        found = model.generate(ids, max_new_tokens=3, logits_processor=[Warm()])
+    assert torch.equal(found, own(ids, max_new_tokens=3, logits_processor=[Warm()]))
+
+
+class Warm(LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores - torch.arange(2.0)[:, None] * torch.arange(scores.shape[-1]) / 9
+
+
 def test_a_loop_of_the_callers_own_is_called(loaded: tuple[Any, Any]) -> None:
     model, tokenizer = loaded
     given = batch(tokenizer)
@@ -233,6 +283,11 @@ def test_models_that_an_engine_refuses_equal_generate(prepared: Any, loaded: tup
     expected = model.generate(**given)
     with sc.wrapped(model, CONFIG):
         assert torch.equal(model.generate(**given), expected)
+        drawn = []
+        for generate in (model.generate, partial(type(model).generate, model)):
+            torch.manual_seed(7)
+            drawn.append(generate(**given, do_sample=True, temperature=3.0))
+        assert torch.equal(*drawn)
     with pytest.raises(ValueError, match="could not be proved|must hold its weights"):
         sc.generate(model, [[65, 66]], engine_config=CONFIG)
     with pytest.raises(ValueError, match="could not be proved|must hold its weights|weights are offloaded"):

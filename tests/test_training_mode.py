@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import OPTConfig, OPTForCausalLM
 
 import selective_compile as sc
 from selective_compile.generate_requests import ENGINES
@@ -65,6 +66,58 @@ def test_dropout_that_drops_is_that_of_the_models_own_generate(place: str) -> No
         sc.generate(model, ids.tolist(), max_new_tokens=6, engine_config=CONFIG)
 
 
+def test_dropout_is_there_whatever_other_threads_do_meanwhile() -> None:
+    model, ids = tiny(attention_dropout=0.5), random_ids(2, 6)
+    plain = model.generate(ids, max_new_tokens=6)
+    model.train()
+    found: list[Tensor] = []
+
+    def ask() -> None:
+        for _ in range(6):
+            found.append(sc.generate(model, ids, max_new_tokens=6, engine_config=CONFIG))
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 18 and not any(torch.equal(each, plain) for each in found) and all(modes(model))
+
+
+def test_layers_that_are_left_out_by_chance_are() -> None:
+    none = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
+    sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 32, "num_attention_heads": 2}
+    config = OPTConfig(vocab_size=199, num_hidden_layers=4, layerdrop=0.2, **sizes, **none)
+    model, ids = OPTForCausalLM(config).train(), random_ids(2, 6)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        expected = model.generate(ids, max_new_tokens=6, eos_token_id=None)
+        torch.manual_seed(seed)
+        assert torch.equal(sc.generate(model, ids, max_new_tokens=6, eos_token_id=None, engine_config=CONFIG), expected)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_module_in_training_mode_of_a_model_that_is_not_counts(dropout: float) -> None:
+    model, ids = tiny(attention_dropout=dropout), random_ids(2, 6)
+    model.model.layers[0].train()
+    before = modes(model)
+    torch.manual_seed(3)
+    expected = model.generate(ids, max_new_tokens=6)
+    torch.manual_seed(3)
+    assert torch.equal(sc.generate(model, ids, max_new_tokens=6, engine_config=CONFIG), expected)
+    assert modes(model) == before
+
+
+def test_models_that_share_modules_hold_them_together() -> None:
+    model = tiny().train()
+    around = nn.Sequential(model)
+    with evaluated(model):
+        with evaluated(around):
+            assert not any(modes(around)[1:])
+        assert not any(modes(model))
+    assert all(modes(model))
+
+
 class Counts(nn.Module):
     """Adds nothing, counts its runs, and draws."""
 
@@ -77,7 +130,7 @@ class Counts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.runs += 1
         self.seen += x.shape[1]
-        return x + self.noise * torch.randn_like(x) if self.training else x
+        return x + self.noise * torch.randn_like(x) if self.training and self.noise else x
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
