@@ -37,6 +37,7 @@ from selective_compile.runtime.grammar import GRAMMARS
 from selective_compile.training_mode import differs_in_training, in_training
 
 logger = logging.getLogger(__name__)
+NESTED = "it is a part of one that the model serves itself"
 NAMES = "adapter_names"  # of PEFT's generate, which puts them into hooks before layers
 OF_ARGUMENTS = {
     NAMES: "gives each row an adapter of its own",
@@ -61,7 +62,7 @@ _said: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionar
 def why_of_model(model: nn.Module, given: Mapping[str, Any]) -> str | None:
     """Why the model as it is, or what is ``given`` for it, makes a call one that the model serves itself; or None."""
     if id(model) in _serving.get():
-        return "it is a part of one that the model serves itself"
+        return NESTED
     for name, reason in OF_ARGUMENTS.items():
         if given.get(name) is not None:
             return f"{name} {reason}"
@@ -106,8 +107,10 @@ def self_served(
     ours: Iterable[tuple[str, Any]] = [*((name, asked[name]) for name in GRAMMARS if name in asked), ("seed", seed)]
     if foreign := next((name for name, value in ours if value is not None), None):
         raise ValueError(f"{foreign} must be None in a call that the model serves itself: {reason}")
+    if isinstance(asked.get("generation_config"), (list, tuple)):
+        raise ValueError(f"generation_config must be one for all rows of a tensor, got a list: {reason}")
     said = _said.setdefault(model, set())
-    if reason not in said:
+    if reason not in (*said, NESTED):
         said.add(reason)
         logger.warning("%s serves calls of generate itself, padded and no faster: %s", type(model).__name__, reason)
     arguments = {name: value for name, value in asked.items() if name not in GRAMMARS}

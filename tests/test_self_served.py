@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import (
     DynamicCache,
+    GenerationConfig,
     LogitsProcessor,
     MaxTimeCriteria,
     PrefixConstrainedLogitsProcessor,
@@ -180,6 +181,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "seed must be None in a call that the model serves itself: logits_processor has TokensOfEach",
     ),
     "regex": ({"regex": "a+"}, "regex must be None in a call"),
+    "several": (
+        {"generation_config": [GenerationConfig()] * 4, "custom_generate": len},
+        "must be one for all rows of a t",
+    ),
 }
 
 
@@ -213,7 +218,9 @@ class AsksTheModel(LogitsProcessor):
         )
 
 
-def test_what_such_a_call_asks_of_the_model_is_a_part_of_it(loaded: tuple[Any, Any]) -> None:
+def test_what_such_a_call_asks_of_the_model_is_a_part_of_it(
+    loaded: tuple[Any, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     """And a function around the wrapped generate does not end in itself."""
     model, tokenizer = loaded
     given = {**batch(tokenizer), "max_new_tokens": 3}
@@ -224,6 +231,7 @@ def test_what_such_a_call_asks_of_the_model_is_a_part_of_it(loaded: tuple[Any, A
         model.generate = lambda *args, **kwargs: wrapper(*args, **kwargs)
         assert torch.equal(model.generate(**given, logits_processor=[AsksTheModel(model)]), expected)
         model.generate = wrapper
+    assert not any("is a part of one" in text for text in said(caplog))
 
 
 def test_a_prompt_is_handed_on_by_its_place(loaded: tuple[Any, Any]) -> None:
