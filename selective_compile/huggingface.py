@@ -62,9 +62,9 @@ def generate(
         token_type_ids: [B, S] or [1, S], for a model whose forward takes them; new tokens have the type of their
             prompt's last one.
         logits_processor, stopping_criteria: with a list of prompts called for each by itself, [1, length] without
-            padding; of several each gets a copy of the objects, so that none sees the calls for another. With a
-            tensor of several rows, objects that are not of a class of transformers may tell these apart, and the
-            call is one that the model serves itself.
+            padding; of several each gets a copy of the objects, so that none sees the calls for another. For a
+            tensor of several rows, those of transformers' that look at one row alone are called likewise; with any
+            other, which may tell rows apart, the call is one that the model serves itself.
         assistant_model: a smaller model of the same vocabulary, which drafts; the tokens are those without it.
         prefix_allowed_tokens_fn: gets the prompt's number, or the row's where transformers numbers these, and the ids.
         streamer: gets the prompts and then a token of every row in turn; of a list it takes a single prompt.
