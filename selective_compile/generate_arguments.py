@@ -24,13 +24,12 @@ from selective_compile.token_types import UNIT
 NONE_OR_EMPTY = frozenset({"synced_gpus", "trust_remote_code"})
 
 # What to do instead, of arguments that are refused.
-FROM_CACHE = "give it all tokens: the engine finds the blocks of those that it has computed"
 OF_HUGGING_FACE = "leave it out, or call model.generate, of a model that is not wrapped"
 OF_ENGINE = "leave it out, or submit to an sc.Engine"
 INSTEAD: Mapping[str, str] = {
     **dict.fromkeys((*OWN_OPTIONS, "request_id", "priority", "deadline", "user", "cache_salt"), OF_ENGINE),
     "trust_remote_code": OF_HUGGING_FACE,
-    "cache": FROM_CACHE,
+    "cache": "give it all tokens: the engine finds the blocks of those that it has computed",
     "assistant_tokenizer": "prompt_lookup_num_tokens drafts without a model; an assistant needs the same vocabulary",
     "synced_gpus": "leave it out: a request does not wait for other processes",
 }

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -104,8 +104,8 @@ def self_served(
         raise ValueError(
             f"EngineConfig.fallback must be 'sequential' for a call that the model serves itself: {reason}"
         )
-    ours: Iterable[tuple[str, Any]] = [*((name, asked[name]) for name in GRAMMARS if name in asked), ("seed", seed)]
-    if foreign := next((name for name, value in ours if value is not None), None):
+    ours = {"seed": seed} | {name: asked.get(name) for name in GRAMMARS}
+    if foreign := next((name for name, value in ours.items() if value is not None), None):
         raise ValueError(f"{foreign} must be None in a call that the model serves itself: {reason}")
     if isinstance(asked.get("generation_config"), (list, tuple)):
         raise ValueError(f"generation_config must be one for all rows of a tensor, got a list: {reason}")
