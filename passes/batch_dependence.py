@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from selective_compile.grouped_ops import group_rows, take_rows
 from selective_compile.isolated_op import isolated_rows
@@ -60,6 +61,12 @@ def is_kernel(node: fx.Node) -> bool:
     """Whether it is a product or an operator of ours, for which Inductor makes no kernel and with which it fuses
     nothing."""
     return _name(node) in PRODUCTS or getattr(node.target, "namespace", "") == "selective"
+
+
+def product_types(flat: FlatGraph) -> frozenset[torch.dtype]:
+    """Of what such kernels give, which need not be the weights' where these are cast."""
+    values = tree_leaves([node.meta.get("val") for node in flat.module.graph.nodes if is_kernel(node)])
+    return frozenset(value.dtype for value in values if isinstance(value, torch.Tensor) and value.is_floating_point())
 
 
 def _dependent(flat: FlatGraph) -> list[fx.Node]:

@@ -167,7 +167,7 @@ def in_another_type(node: fx.Node) -> Refusal:
     return Refusal(
         node=name,
         operator="autocast",
-        reason="it chooses the types that operators compute in, which the graph does not hold",
+        reason="it is not known what it casts for this operator",
         source_line=source_line(node),
         module=module_path(node),
     )

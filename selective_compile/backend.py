@@ -25,6 +25,7 @@ from selective_compile.module_state import lock_of
 from selective_compile.options import BackendOptions, attention_window
 from selective_compile.padded_program import PaddedProgram
 from selective_compile.passes import Refusal, RefusedError, rewrite
+from selective_compile.passes.autocast_casts import write_casts
 from selective_compile.passes.normalise import is_float_input, place_of, source_name
 from selective_compile.programs import Program, compile_step_program
 from selective_compile.report import Report, refused_report, report_on
@@ -90,6 +91,7 @@ class SelectiveBackend:
             ragged_attention_cpu.build_beside()
         try:
             traces = KeptTraces() if options.keep_traces else None
+            write_casts(module)
             rewritten = rewrite(module, examples, paged=False, traces=traces)
         except RefusedError as error:
             self._note(refused_report("graph", "runs through Inductor as it came", error.refusals))

@@ -27,12 +27,14 @@ from selective_compile.live_settings import Read, names_read
 from selective_compile.model_call import CANNOT, logits_call
 from selective_compile.model_facts import check, declared_positions, device_of
 from selective_compile.module_state import same_buffers
+from selective_compile.passes.autocast_casts import write_casts
 from selective_compile.passes.lengths import ALL_LENGTHS, CAPTURE_TOKENS, SHORTEST, bounds_requests, ends_of
 from selective_compile.passes.normalise import keep_sources
 from selective_compile.passes.recurrence_match import Recognised
 from selective_compile.passes.traced_graph import Refusal, RefusedError
 from selective_compile.tensor_branches import Branches, nodes_behind
 from selective_compile.trace_conditions import conditions_of
+from selective_compile.unheard import unheard
 from selective_compile.where_refused import GuardsByModule, module_of_frames
 from selective_compile.whole_functions import Place, left_whole
 
@@ -119,6 +121,7 @@ def traced(model: nn.Module, functions: Mapping[Place, Recognised] | None, branc
 
     def keep(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
         keep_sources(module)
+        write_casts(module)
         found.append(
             Captured(
                 module=module,
@@ -168,17 +171,6 @@ def by_dynamo() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", CACHED_FUNCTION)
             yield
-
-
-@contextmanager
-def unheard(logger: logging.Logger) -> Iterator[None]:
-    """Each trace has a filter of its own, as several may go on at once."""
-    of_nobody = logging.Filter("nobody")
-    logger.addFilter(of_nobody)
-    try:
-        yield
-    finally:
-        logger.removeFilter(of_nobody)
 
 
 def telling_functions() -> set[Any]:

@@ -30,11 +30,13 @@ from selective_compile.module_state import lock_of, own_attributes, same_buffers
 from selective_compile.one_token import LONGER, Rows, Wanted, one_token_refusal
 from selective_compile.options import EngineConfig, Fallback
 from selective_compile.passes import Refusal, RefusedError, Rewrite
+from selective_compile.passes.batch_dependence import product_types
 from selective_compile.passes.position_limit import position_limit
 from selective_compile.passes.recurrence_match import Recognised
 from selective_compile.passes.traced_graph import module_path
 from selective_compile.prefix_trial import not_as_computed, prefix_refusal
 from selective_compile.rewriting import captured_and_rewritten, proved
+from selective_compile.rounding import products_in
 from selective_compile.skeleton import Results, others_in, results_of_modules, skeleton, stand_in
 from selective_compile.step_program import StepProgram
 from selective_compile.whole_functions import Place
@@ -150,17 +152,24 @@ def tried(model: nn.Module, found: Proved, max_window: int | None, *, keep: bool
 
 def departs_in_use(model: nn.Module, found: Proved, max_window: int | None) -> Refusal | None:
     """What to say of a model that `generate` does not use as its graph is computed, as far as trials tell."""
-    departure = None if max_window else cache_refusal(model, found.rewritten.traced.calls)
-    departure = departure or one_token_refusal(
-        model,
-        found.isolated,
-        prefix=prefix_of(found),
-        longest=found.short_positions(model),
-        rows=rows_wanted(model, found),
-        wanted=steps_wanted(model, found),
-        longer=LONGER_ALONE if found.mode == MODES[-1] and found.isolated else LONGER,
-    )
-    return departure or handed_refusal(model) or goes_on_otherwise(model, found)
+    if not max_window and (departure := cache_refusal(model, found.rewritten.traced.calls)):
+        return departure
+    with products_in(product_types_of(found)):
+        departure = one_token_refusal(
+            model,
+            found.isolated,
+            prefix=prefix_of(found),
+            longest=found.short_positions(model),
+            rows=rows_wanted(model, found),
+            wanted=steps_wanted(model, found),
+            longer=LONGER_ALONE if found.mode == MODES[-1] and found.isolated else LONGER,
+        )
+        return departure or handed_refusal(model) or goes_on_otherwise(model, found)
+
+
+def product_types_of(found: Proved) -> frozenset[torch.dtype]:
+    flat = found.rewritten.flat
+    return frozenset() if flat is None else product_types(flat)
 
 
 def prefix_of(found: Proved) -> int:
@@ -311,7 +320,8 @@ def isolated(model: nn.Module, error: RefusedError, *, refuse: bool = False, lat
             return None
         caches = caches_of(model, found.isolated) if found.isolated else None
         found = replace(found, caches=caches, written=written)
-        mode = mode_found(model, found)
+        with products_in(product_types_of(found)):
+            mode = mode_found(model, found)
         return None if mode is None else replace(found, mode=mode)
     return None
 

@@ -7,7 +7,9 @@ and no less may be made of that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.05}
 COARSE = 0.3
 # TensorFloat-32 has as many significant bits as float16.
 PRECISIONS = {"tf32": torch.float16, "bf16": torch.bfloat16}
+_products: ContextVar[frozenset[torch.dtype]] = ContextVar("products", default=frozenset())
 
 
 def rounded_as(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -35,8 +38,20 @@ def tolerance(dtype: torch.dtype, device: torch.device) -> float:
 def computed_in(model: nn.Module, result: Tensor) -> torch.dtype:
     """The dtype with the fewest bits that ``result`` has been through: a model may give what it computes in 16 bits as
     float32.  Tables and matrices count: of a vector, as the weight of a norm, a product has the bits of its other side.
+    So do products that are known to be of others (`products_in`).
     """
-    return coarsest([result.dtype, *{weight.dtype for weight in model.parameters() if weight.dim() > 1}])
+    weights = {weight.dtype for weight in model.parameters() if weight.dim() > 1}
+    return coarsest([result.dtype, *weights, *_products.get()])
+
+
+@contextmanager
+def products_in(dtypes: Iterable[torch.dtype]) -> Iterator[None]:
+    """Within, a model's products are known to be of these, as under autocast they are not of its weights'."""
+    before = _products.set(frozenset(dtypes))
+    try:
+        yield
+    finally:
+        _products.reset(before)
 
 
 def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:

@@ -36,6 +36,7 @@ BUILT_IN: Final = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorT
 OF_THE_INTERPRETER: Final = frozenset(
     {"__abstractmethods__", "_abc_impl", "__weakref__", "__dict__", "__doc__", "__slotnames__"}
 )
+OF_AUTOCAST: Final = ("device", "fast_dtype", "_enabled", "_cache_enabled")
 OF_TORCH: Final = frozenset({"is_torch_available", "get_torch_version", "version", "parse", "base_version"})
 PUT_BY_DYNAMO: Final = frozenset({"__init__", "__setstate__", "___needs_generation_tag_patch"})  # when it first traces
 
@@ -103,6 +104,8 @@ class Words:
             return f"{value.__module__}.{value.__qualname__} {self.of_code(value.__code__)} {defaults_of(value)}"
         if isinstance(value, CodeType):
             return self.of_code(value)
+        if type(value) is torch.autocast:  # around a forward, as accelerate puts it there
+            return f"autocast {[getattr(value, name) for name in OF_AUTOCAST]}"
         raise ValueError(f"conditions must be told alike in every process, got one of a {type(value).__name__}")
 
     def of_code(self, code: CodeType) -> str:

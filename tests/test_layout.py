@@ -36,6 +36,7 @@ LAYERS = (
         "options",
         "huge_pages",
         "rounding",
+        "unheard",
         "forks",
         "int8_rows",
         "fp8_rows",

@@ -11,7 +11,7 @@ import torch
 import selective_compile as sc
 from selective_compile.isolation_trial import alike
 from selective_compile.kept_captures import settings_of_process
-from selective_compile.rounding import coarsest, computed_in, rounded_as, tolerance
+from selective_compile.rounding import coarsest, computed_in, products_in, rounded_as, tolerance
 from tests.decoders import Decoder
 from tests.huggingface.models import CONFIG, left_padded, tiny
 
@@ -70,6 +70,13 @@ def test_captures_are_kept(less: str) -> None:
 
 def test_as_much_as_before_where_nothing_was_asked() -> None:
     assert rounded_as(torch.float32, CPU) is torch.float32 and tolerance(torch.float32, CPU) == 1e-3
+
+
+def test_products_may_be_known_to_be_of_other_types_than_weights() -> None:
+    model, logits = Decoder(layers=1), torch.zeros(3)
+    with products_in({torch.float32, torch.bfloat16}):
+        assert computed_in(model, logits) is torch.bfloat16
+    assert computed_in(model, logits) is torch.float32
 
 
 def test_a_result_is_rounded_as_what_it_was_computed_from() -> None:
