@@ -22,6 +22,8 @@ from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.proved_tensors import ProvedTensors
 from selective_compile.tensor_state import States, class_of, states, strides
 
+# The parameters or buffers of a module, the name among them, and the module's path.
+Owner = tuple[dict[str, Any], str, str]
 EVERY: Final = 1.0  # seconds between close looks while steps follow each other: they take a thousandth of that
 
 
@@ -39,7 +41,7 @@ class LiveWeights:
         self._settings = LiveSettings(model, captured.read if captured is not None else NOTHING)
         self._conditions = captured.holds_for(model) if captured is not None else None
         self._look_closely_at = 0.0
-        owners: dict[int, list[tuple[dict[str, Any], str, str]]] = {}  # and the path of the module
+        owners: dict[int, list[Owner]] = {}
         self._modules, self._slots, self._proved = Entries(), Entries(), Entries()
         for path, module in model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):  # what it has cannot be replaced
@@ -52,11 +54,11 @@ class LiveWeights:
                         owners.setdefault(id(tensor), []).append((tensors, name, path))
         constants: list[Any] = [given.example for given in flat.weights]
         # To the graph, a weight that the model has in several places is one input.
-        self._tied: list[tuple[dict[str, Any], str, dict[str, Any], str]] = []
+        self._tied: list[tuple[Owner, Owner]] = []
         for constant in constants:
             (owner, name, path), *others = owners.get(id(constant), [({"": constant}, "", "")])
             self._slots.add(owner, name, constant, path)
-            self._tied += [(owner, name, *other[:2]) for other in others]
+            self._tied += [((owner, name, path), other) for other in others]
         proved: list[Any] = [given.example for given in flat.proved_from]
         for tensor in proved:  # one that is no buffer stays in its place, or `change` tells
             owner, name, _ = owners.get(id(tensor), [({"": tensor}, "", "")])[0]
@@ -92,9 +94,10 @@ class LiveWeights:
     def _version(self) -> States:
         if change := self.change():
             raise ValueError(f"the model must stay as it was compiled: {change}; set it back, or make another Engine")
-        for own, name, others, other in self._tied:
-            if own.get(name) is not others.get(other):
-                raise ValueError(f"weights tied when the model was compiled must stay tied, got another {other!r}")
+        for one, other in self._tied:
+            if one[0].get(one[1]) is not other[0].get(other[1]):
+                names = " and ".join(repr(dotted(path, name)) for _, name, path in (one, other))
+                raise ValueError(f"{names} must stay the one weight that they were when compiled, got two")
         with self._lock:
             tensors, (_, known) = self._slots.found(), self.seen
             version = states(tensors, known)
@@ -162,6 +165,10 @@ class LiveWeights:
 def named_at(place: tuple[str, str, Any]) -> str:
     """The whole name of what is at a path by a name."""
     path, name, _ = place
+    return dotted(path, name)
+
+
+def dotted(path: str, name: str) -> str:
     return ".".join(filter(None, (path, name)))
 
 

@@ -52,8 +52,8 @@ def replace_a_module(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (untie_head, "must stay tied"),
-        (untie_embedding, "must stay tied"),
+        (untie_head, r"'model\.embed_tokens\.weight' and 'lm_head\.weight' must stay the one weight"),
+        (untie_embedding, "must stay the one weight"),
         (convert_a_norm, "must stay torch.float32"),
         (shorten_a_norm, r"must stay torch.float32 \[64\]"),
         (drop_a_weight, "must stay torch.float32"),
