@@ -40,9 +40,12 @@ class Casts:
 Known = dict[Hashable, Casts | None]  # of calls alike, as layers have the same
 
 
-def write_casts(module: fx.GraphModule) -> int:
-    """Returns how many calls have casts, or are told a type; the autocast that they had is gone."""
-    entered: dict[fx.Node, tuple[Any, ...]] = {}
+def write_casts(module: fx.GraphModule, around: Autocasts = ()) -> int:
+    """Returns how many calls have casts, or are told a type; the autocast that they had is gone.
+
+    ``around``: what all of the graph is under.
+    """
+    entered: dict[Any, tuple[Any, ...]] = dict(enumerate(around))
     known: Known = {}
     nodes, written = list(module.graph.nodes), 0
     for node in nodes:

@@ -27,9 +27,9 @@ from selective_compile.padded_program import PaddedProgram
 from selective_compile.passes import Refusal, RefusedError, rewrite
 from selective_compile.passes.autocast_casts import write_casts
 from selective_compile.passes.normalise import is_float_input, place_of, source_name
-from selective_compile.programs import Program, compile_step_program
+from selective_compile.programs import Program, compile_step_program, why_not_whole
 from selective_compile.report import Report, refused_report, report_on
-from selective_compile.sequential_program import SequentialProgram, why_not_run
+from selective_compile.sequential_program import SequentialProgram
 from selective_compile.step_program import CallSite, StateSite, StepProgram
 
 __all__ = [
@@ -212,7 +212,7 @@ def report_of(program: Program, model: nn.Module) -> Report:
 
 def unproved_report(model: nn.Module, refusals: Sequence[Refusal]) -> Report:
     """Of a model that can only run whole, or not even so."""
-    if reason := why_not_run(model):
+    if reason := why_not_whole(model):
         return refused_report(type(model).__name__, f"the engine refuses it: {reason}", tuple(refusals))
     try:
         return sequential_report(model, SequentialProgram(model, refusals).refusals)

@@ -19,6 +19,7 @@ from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from selective_compile.autocast import autocast_of
 from selective_compile.captured import Captured
 from selective_compile.graph_writes import GraphWrites
 from selective_compile.joined_graphs import ApartError, JoinedGraphs, Side
@@ -121,7 +122,7 @@ def traced(model: nn.Module, functions: Mapping[Place, Recognised] | None, branc
 
     def keep(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
         keep_sources(module)
-        write_casts(module)
+        write_casts(module, () if autocast is None else (autocast,))
         found.append(
             Captured(
                 module=module,
@@ -134,6 +135,7 @@ def traced(model: nn.Module, functions: Mapping[Place, Recognised] | None, branc
         )
         return leave
 
+    autocast = autocast_of(device_of(model))
     ids = torch.zeros(1, CAPTURE_TOKENS, dtype=torch.int64, device=device_of(model))
     call, arguments = logits_call(model, ids)
     for argument in arguments:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from selective_compile.autocast import autocast_of, own_calls_refusal
 from selective_compile.cache_reach import cache_refusal
 from selective_compile.capture import UNTRACEABLE
 from selective_compile.captured import Captured
@@ -116,7 +117,7 @@ def prove(
 
     `latents`: as in `rewrite`; `keep`: as in `proved`.  `max_window`: as in `rewrite`, for a model in which nothing has
     to be isolated.  Modules that cannot be captured, but treat tokens independently, are left as they are whatever
-    ``fallback`` is.
+    ``fallback`` is; under autocast there may be neither these nor isolated ones.
 
     Raises:
         RefusedError: what could not be proved, as it was found without isolating anything; or the model computes
@@ -127,9 +128,12 @@ def prove(
         if isinstance(model, nn.Module) and (hooks := hook_refusals(model)):
             raise RefusedError(hooks)  # not to be isolated: trials of a part would call them too
         check(model)
+        under_autocast = autocast_of(device_of(model)) is not None
         with lock_of(model), on_device_of(model), same_buffers(model), same_objects(model):  # for trials
-            found = ragged(model, fallback, max_window, latents=latents, keep=keep)
+            found = ragged(model, "refuse" if under_autocast else fallback, max_window, latents=latents, keep=keep)
             departure = tried(model, found, max_window, keep=keep)
+        if under_autocast and (calls := found.rewritten.traced.isolated):
+            raise RefusedError([own_calls_refusal(call.module for call in calls)])
         if departure is not None:  # not for isolated modules: `generate` has it in every step, and they see more tokens
             raise RefusedError([departure])
         return found

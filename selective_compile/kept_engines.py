@@ -14,9 +14,11 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from selective_compile.autocast import autocast_of
 from selective_compile.backend import Program, StepProgram, compile_step_program
 from selective_compile.forks import lock_of_any_process
 from selective_compile.given_rows import FIRST, GivenRows, check_ids_are_only_looked_up, own_ids
+from selective_compile.model_facts import device_of
 from selective_compile.module_state import lock_of
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.engine import Engine
@@ -41,6 +43,7 @@ class KeptEngine:
         self._config = config
         with lock_of(model):  # a run may have put other modules into it
             self._layout = layout_of(model)
+        self._autocast = autocast_of(device_of(model))
         self.program: Program = compile_step_program(model, config)
         self._lock = lock_of_any_process()
         self._engine: Engine | None = None
@@ -49,7 +52,8 @@ class KeptEngine:
     def fits(self, model: nn.Module, config: EngineConfig) -> bool:
         """Whether the program is still that of the model."""
         with lock_of(model):
-            return config == self._config and layout_of(model) == self._layout and self.program.is_of(model)
+            same = config == self._config and autocast_of(device_of(model)) == self._autocast
+            return same and layout_of(model) == self._layout and self.program.is_of(model)
 
     def engine_for(self, model: nn.Module, lengths: Sequence[int]) -> Engine:
         """An engine whose pools hold requests of these lengths, or as much as the configuration allows."""

@@ -11,15 +11,13 @@ from torch._dynamo.eval_frame import OptimizedModule
 
 
 def check(model: object) -> None:
-    """Raises ValueError for what is no model, or one without its weights or in training mode; and under autocast."""
+    """Raises ValueError for what is no model, or one without its weights or in training mode."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if (empty := next((name for name, weight in model.named_parameters() if weight.is_meta), None)) is not None:
         raise ValueError(f"model must hold its weights, got {empty!r} on the device meta; load them first")
     if model.training:
         raise ValueError("model must be in evaluation mode, got training mode; call model.eval()")
-    if torch.is_autocast_enabled(device_of(model).type):
-        raise ValueError("autocast must be off, got on: the engine computes in the dtype of the weights")
 
 
 def why_no_head(model: Any) -> str | None:

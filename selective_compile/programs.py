@@ -12,6 +12,7 @@ from torch._dynamo.convert_frame import compile_lock
 from transformers import GenerationMixin
 
 from selective_compile import beforehand
+from selective_compile.autocast import autocast_of, without_autocast
 from selective_compile.compiled_step import NATIVE_KERNELS, runs_native
 from selective_compile.compiling import can_compile
 from selective_compile.cores import IntraOpThreads
@@ -80,7 +81,7 @@ def _compiled(model: nn.Module, config: EngineConfig) -> Program:
     except RefusedError as error:
         if config.fallback != "sequential":
             raise
-        if reason := why_not_run(model):
+        if reason := why_not_whole(model):
             raise RefusedError(error.refusals, reason) from error
         if config.weights != "model":
             raise ValueError(f"weights must be 'model' for a model that runs whole, got {config.weights!r}") from error
@@ -95,14 +96,22 @@ def _compiled(model: nn.Module, config: EngineConfig) -> Program:
         logger.warning("%s", slow_modules(type(model).__name__, proved.isolated))
     if config.kv_dtype != "auto":
         check_kv_dtype(config, proved)
-    program = step_program(model, config, proved)
+    with without_autocast(device_of(model)):
+        program = step_program(model, config, proved)
+        if config.kv_dtype == "fp8":
+            program.measure_kv_scales(program.weights_version())
     if config.weights == "int8":
         logger.warning("%s", rounded(model, program))
     if config.kv_dtype != "auto":
-        if config.kv_dtype == "fp8":
-            program.measure_kv_scales(program.weights_version())
         logger.warning("%s", shortened(type(model).__name__, program))
     return program
+
+
+def why_not_whole(model: nn.Module) -> str | None:
+    """Why steps cannot run the whole model by its own `generate`."""
+    if autocast_of(device_of(model)) is not None:
+        return "autocast is on, which steps are not under"
+    return why_not_run(model)
 
 
 def begin_beside(model: object, config: EngineConfig) -> None:

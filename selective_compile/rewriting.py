@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from selective_compile.autocast import without_autocast
 from selective_compile.block_loops import beyond_one_block, is_of_one_block
 from selective_compile.capture import capture
 from selective_compile.captured import Captured
@@ -15,7 +16,7 @@ from selective_compile.first_call import set_for_good
 from selective_compile.kept_captures import capture_once
 from selective_compile.kept_traces import KeptTraces
 from selective_compile.model_call import ATTENTION_MASK
-from selective_compile.model_facts import declared_positions
+from selective_compile.model_facts import declared_positions, device_of
 from selective_compile.model_recurrences import recurrences_of
 from selective_compile.passes import RefusedError, Rewrite, rewrite
 from selective_compile.passes.isolated_call import WholeModules
@@ -68,20 +69,21 @@ def captured_and_rewritten(
     names = {str(place): known for place, known in functions.items()}
 
     def rewritten_of(given: Captured, *, long_form: bool = modules is None, blocks: bool = True) -> Rewrite:
-        return rewrite(
-            given.module,
-            given.examples,
-            paged=True,
-            ones=ATTENTION_MASK,
-            functions=names,
-            max_window=max_window,
-            modules=modules,
-            latents=latents,
-            traces=KeptTraces() if keep else None,
-            long_form=long_form,
-            blocks=blocks,
-            stores=given.sets,
-        )
+        with without_autocast(device_of(model)):  # values are computed, as those of constants and masks
+            return rewrite(
+                given.module,
+                given.examples,
+                paged=True,
+                ones=ATTENTION_MASK,
+                functions=names,
+                max_window=max_window,
+                modules=modules,
+                latents=latents,
+                traces=KeptTraces() if keep else None,
+                long_form=long_form,
+                blocks=blocks,
+                stores=given.sets,
+            )
 
     captured = captured_as_it_is(model, functions, keep=keep, ask=ask)
     rewritten = rewritten_of(captured)

@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from selective_compile.autocast import without_autocast
 from selective_compile.captured import Captured
 from selective_compile.graph_writes import GraphWrites
 from selective_compile.model_call import logits_call
@@ -37,7 +38,8 @@ def gives_logits_of(captured: Captured, model: nn.Module, written: Collection[in
         expected = call(*arguments)
     given = captured.inputs(arguments)
     given = [each.clone() if place in written else each for place, each in enumerate(given)]
-    results: Any = interpreter_of(captured.module).run(*given)
+    with without_autocast(device_of(model)):
+        results: Any = interpreter_of(captured.module).run(*given)
     found = [result for result in results if isinstance(result, Tensor) and result.shape == expected.shape]
     return len(found) == 1 and agree(found[0], expected)
 

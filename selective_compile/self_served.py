@@ -5,7 +5,7 @@ requests by themselves could not be right about.
 |---|---|
 | processors and criteria for a tensor of several rows, but some of transformers' | they may tell rows apart |
 | whatever a processor or a loop of such a call asks of the same model | it is a part of that call |
-| autocast | an engine computes in the dtype of the weights |
+| autocast around it, of a model with modules that run by themselves | steps, which call these, are not under it |
 | training mode that changes logits, as by dropout | an engine is traced in evaluation mode |
 | PEFT's `adapter_names` | each row has an adapter of its own |
 | `custom_generate` | it is a loop of its own |
@@ -25,13 +25,11 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from transformers.generation import logits_process as processors
 from transformers.generation import stopping_criteria as criteria
 
 from selective_compile.model_call import CANNOT
-from selective_compile.model_facts import device_of
 from selective_compile.module_state import lock_of
 from selective_compile.runtime.grammar import GRAMMARS
 from selective_compile.training_mode import differs_in_training, in_training
@@ -69,8 +67,6 @@ def why_of_model(model: nn.Module, given: Mapping[str, Any]) -> str | None:
     if any(weight.is_meta for weight in model.parameters()):
         offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
         return "weights are offloaded, and come and go with the modules that run" if offloaded else None
-    if torch.is_autocast_enabled(device_of(model).type):
-        return "autocast is on, and an engine computes in the dtype of the weights"
     if any(map(_has_names, model.modules())):
         return f"{NAMES} {OF_ARGUMENTS[NAMES]}"
     if in_training(model) and _differs(model):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from selective_compile import fp8_rows
+from selective_compile.autocast import autocast_of, without_autocast
 from selective_compile.captured import Captured
 from selective_compile.choices import KvDtype
 from selective_compile.compiled_step import CompiledStep, native_kernels_run, runs_native
@@ -259,6 +260,9 @@ class StepProgram:
         Writes this step's keys and values into ``pools``, and into ``states``, one ``[num_slots, ...]`` for each of
         `state_sites`, what the requests' recurrences have come to.
         """
+        if autocast_of(self.device) is not None:
+            with without_autocast(self.device):
+                return self._logits(inputs, pools, states, self.kv_scales)
         return self._logits(inputs, pools, states, self.kv_scales)
 
     def _logits(

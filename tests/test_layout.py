@@ -80,6 +80,7 @@ LAYERS = (
         "report",
         "capture",
         "captured",
+        "autocast",
         "model_call",
         "model_facts",
         "tensor_branches",

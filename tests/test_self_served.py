@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,8 @@ import selective_compile as sc
 from selective_compile import tiny_model
 from selective_compile.generate_requests import ENGINES
 from tests.decoders import Decoder
+from tests.huggingface.models import tiny
+from tests.test_module_program import Experts
 
 CONFIG = sc.EngineConfig(compile=False)
 TEXTS = ["12+7=", "count 3 to 9:", "letters c to j:", "after monday comes"]
@@ -197,15 +200,37 @@ def test_what_only_requests_have_is_refused_there(name: str, loaded: tuple[Any, 
         sc.generate(model, **batch(tokenizer), logits_processor=[TokensOfEach()], **options)
 
 
-def test_under_autocast_the_model_computes_as_it_does_there(loaded: tuple[Any, Any]) -> None:
+def test_under_autocast_a_ragged_model_is_served_in_steps(loaded: tuple[Any, Any], caplog: Any) -> None:
+    """And without it again, with the numbers that it has there."""
     model, tokenizer = loaded
     given = {**batch(tokenizer), "return_dict_in_generate": True, "output_logits": True}
+    for enabled in (True, False):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            expected = model.generate(**given)
+            found = sc.generate(model, **given, engine_config=CONFIG)
+        assert torch.equal(found.sequences, expected.sequences)
+        error = torch.stack(found.logits) - torch.stack(expected.logits)
+        worst = error[:, 1:].abs().max()  # the first row ends early, and has none then
+        assert worst < 0.5 and (worst > 1e-3) == enabled
+    assert not said(caplog)
+
+
+class ExpertsInFloat(Experts):
+    def compute(self, rows: Tensor, expert: int) -> Tensor:
+        return super().compute(rows, expert).float()
+
+
+def test_under_autocast_modules_that_run_by_themselves_are_called_by_the_model_alone(caplog: Any) -> None:
+    model = tiny("llama", num_hidden_layers=1)
+    model.model.layers[0].mlp = ExpertsInFloat()
+    assert sc.explain(model).called_once
+    given = {"inputs": torch.tensor([[5, 6, 7], [8, 9, 10]]), "max_new_tokens": 3, "do_sample": False}
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = model.generate(**given)
-        found = sc.generate(model, **given, engine_config=CONFIG)
-        assert all(map(torch.equal, found.logits, expected.logits))
-        with pytest.raises(ValueError, match="autocast must be off"):
-            sc.generate(model, [[65, 66]], engine_config=CONFIG)
+        assert sc.generate(model, **given, engine_config=CONFIG).tolist() == model.generate(**given).tolist()
+        (line,) = said(caplog)
+        assert re.search(r"autocast .* it is on, and the engine's steps, .* would call model\.layers\.0\.mlp", line)
+        with pytest.raises(sc.RefusedError, match="autocast"):
+            sc.generate(model, [[65, 66]], max_new_tokens=2, engine_config=CONFIG)
 
 
 class AsksTheModel(LogitsProcessor):
