@@ -11,7 +11,7 @@ keeps its autocast, by which `normalise` refuses it.  What only moves numbers ma
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,20 +109,12 @@ def casts_of(node: fx.Node, entered: Autocasts) -> Casts | None:
     if under is None:
         return None
     off = tuple((device, None, False, False) for device, *_ in entered)
-    told = (Casts(under.casts, torch.float32), Casts({}, torch.float32))
-    for casts in (Casts(), Casts(under.casts), *within(under), *told):
+    tried = [Casts(found) for found in under.casts()]
+    for casts in (Casts(), *tried, Casts(tried[0].of, torch.float32), Casts({}, torch.float32)):
         without = watched(node, casts, off)
-        written = {(under.given[number].dtype, dtype) for number, dtype in casts.of.items()}
-        if without is not None and without.calls() == under.calls(but=written):
+        if without is not None and without.calls() == under.calls(but=casts.of):
             return casts
     return None
-
-
-def within(under: Watch) -> Iterator[Casts]:
-    """All of a type to another, where what is cast is not what the call reads, but moved: as of an `einsum`."""
-    for source, dtype in sorted(under.cast_from_to(), key=str):
-        floats = {number: each for number, each in under.given.items() if isinstance(each, Tensor)}
-        yield Casts({number: dtype for number, each in floats.items() if each.dtype is source})
 
 
 def watched(node: fx.Node, casts: Casts, entered: Autocasts) -> Watch | None:
@@ -133,8 +125,9 @@ def watched(node: fx.Node, casts: Casts, entered: Autocasts) -> Watch | None:
         nonlocal number
         number += 1
         example, dtype = tree_map(alike, example_of(read)), casts.of.get(number)
-        watch.given[number] = example if dtype is None else example.to(dtype)
-        return watch.given[number]
+        value = example if dtype is None else example.to(dtype)
+        watch.give(number, value)
+        return value
 
     watch = Watch()
     try:

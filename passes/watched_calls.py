@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
@@ -21,47 +22,57 @@ aten = torch.ops.aten
 ATTEMPTS = logging.getLogger("torch._subclasses.fake_tensor")  # where an operator that cannot run is an error
 COPIES = (aten.clone.default, aten._unsafe_view.default)
 Autocasts = tuple[tuple[Any, ...], ...]  # the arguments of `torch.autocast`, of the outermost first
-Cast = tuple[torch.dtype, torch.dtype]
 
 
 @dataclass(frozen=True)
 class Call:
     """An operator with all that it is given and gives, tensors by their types, but for what only moves numbers; and if
-    it is nothing but a cast, from which type to which."""
+    it is nothing but a cast of what the watched call reads, of the how manieth and from which type to which."""
 
     told: str
-    cast: Cast | None
+    cast: tuple[int, torch.dtype, torch.dtype] | None
 
 
 class Watch(TorchDispatchMode):
-    """What runs while it is on: below autocast, where its casts are operators like others.
-
-    ``given``: what a call reads, by its number; ``casts``: the first type that each of these is cast to.
-    """
+    """What runs while it is on: below autocast, where its casts are operators like others."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.given: dict[int, Any] = {}
-        self.casts: dict[int, torch.dtype] = {}
         self._calls: list[Call] = []
+        self._sources: dict[int, tuple[Tensor, int]] = {}  # what is read, and what that is after moves: by its identity
+
+    def give(self, number: int, value: Any) -> None:
+        """The call is to read a value, by its number."""
+        for each in tree_leaves(value):
+            if isinstance(each, Tensor):
+                self._sources[id(each)] = each, number
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.prim.device.default:
             return result
-        cast = (args[0].dtype, result.dtype) if func is aten._to_copy.default and set(kwargs) == {"dtype"} else None
-        for number, each in self.given.items():
-            if cast is not None and each is args[0]:
-                self.casts.setdefault(number, result.dtype)
-        told = like if func.is_view or func in COPIES else typed
-        self._calls.append(Call(str((func, *(tree_map(told, each) for each in (args, kwargs, result)))), cast))
+        moves = func.is_view or func in COPIES
+        _, number = self._sources.get(id(args[0]), (None, None)) if args else (None, None)
+        cast = None
+        if number is not None and moves:
+            self.give(number, result)
+        if number is not None and func is aten._to_copy.default and set(kwargs) == {"dtype"}:
+            cast = number, args[0].dtype, result.dtype
+        told = (tree_map(like if moves else typed, each) for each in (args, kwargs, result))
+        self._calls.append(Call(str((func, *told)), cast))
         return result
 
-    def cast_from_to(self) -> set[Cast]:
-        return {call.cast for call in self._calls if call.cast is not None}
+    def calls(self, but: Mapping[int, torch.dtype] | None = None) -> list[str]:
+        """All, without the casts of some of what is read to some type."""
+        dropped = (but or {}).items()
+        return [each.told for each in self._calls if each.cast is None or (each.cast[0], each.cast[2]) not in dropped]
 
-    def calls(self, but: Container[Cast] = ()) -> list[str]:
-        return [call.told for call in self._calls if call.cast is None or call.cast not in but]
+    def casts(self) -> Iterator[dict[int, torch.dtype]]:
+        """Those of what is read: all of them, and all that are of one type to another."""
+        found = [each.cast for each in self._calls if each.cast is not None]
+        yield {number: dtype for number, _, dtype in found}
+        for pair in dict.fromkeys(each[1:] for each in found):
+            yield {number: dtype for number, source, dtype in found if (source, dtype) == pair}
 
 
 def typed(value: Any) -> Any:
@@ -77,7 +88,8 @@ def without_numbers(examples: Iterable[Any]) -> Iterator[None]:
     """Where tensors have no numbers, and sizes like those of ``examples``, which Dynamo made in several modes."""
     fakes = [each for each in tree_leaves(list(examples)) if isinstance(each, FakeTensor)]
     environment = fakes[0].fake_mode.shape_env if fakes else None
-    with unheard(ATTEMPTS), FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True):
+    fake = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
+    with unheard(ATTEMPTS), enable_python_dispatcher(), fake:  # without it some have no rule for symbolic sizes
         yield
 
 

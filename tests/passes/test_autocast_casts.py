@@ -45,6 +45,8 @@ CALLS: dict[str, tuple[Function, int]] = {
     "product": (lambda x, h: x @ W, 1),
     "products": (lambda x, h: torch.baddbmm(MASK, x, x.mT), 1),
     "sdpa": (lambda x, h: F.scaled_dot_product_attention(HEADS + x.sum(), HEADS, HEADS, attn_mask=MASK), 1),
+    "sdpa of other sizes": (lambda x, h: F.scaled_dot_product_attention(HEADS + x.sum(), HEADS, HEADS[..., :4]), 1),
+    "sdpa of two types": (lambda x, h: F.scaled_dot_product_attention(x, x, h[..., :4], is_causal=True), 1),
     "einsum": (lambda x, h: torch.einsum("bsd,de->bse", x, W), 1),
     "einsum of two types": (lambda x, h: torch.einsum("bsd,bed->bse", h, x), 1),
     "tensordot": (lambda x, h: torch.tensordot(x, W, 1), 1),
@@ -81,6 +83,25 @@ def test_the_same_to_the_bit(name: str, dtype: torch.dtype) -> None:
         result = torch.compile(run, backend=backend, fullgraph=True)(x.clone(), x.to(dtype))
     assert result.dtype is expected.dtype and torch.equal(result, expected)
     assert found == [count]
+
+
+def test_sizes_may_be_symbolic() -> None:
+    """PyTorch has no rule for them without numbers under autocast, but for its dispatcher in Python."""
+    found: list[int] = []
+
+    @torch.autocast("cpu", torch.bfloat16)
+    def run(x: Tensor) -> Tensor:
+        return torch.zeros(1, 1, 1).baddbmm(batch1=x, batch2=x.mT, beta=1.0, alpha=0.5)
+
+    def backend(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        found.append(write_casts(module))
+        return module.forward
+
+    x = drawn(2, 5, 8)
+    torch._dynamo.mark_dynamic(x, 1)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(run, backend=backend, fullgraph=True)(x), run(x))
+    assert found == [1]
 
 
 def graph_under(device: str, call: Callable[[fx.Graph, fx.Node, fx.Node], fx.Node]) -> tuple[fx.GraphModule, fx.Node]:
