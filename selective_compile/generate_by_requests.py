@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from selective_compile.generate_objects import CallObjects
 from selective_compile.generate_requests import finished_requests
 from selective_compile.generate_results import refuse_ends_without_padding, returned
 from selective_compile.generate_states import check_states, states_of
+from selective_compile.kept_refusals import KeptRefusals
 from selective_compile.model_facts import device_of
 from selective_compile.options import EngineConfig
 from selective_compile.passes import RefusedError
@@ -102,16 +103,24 @@ def by_requests(
         assistant_model=assistant_model,
         structure={name: kwargs[name] for name in GRAMMARS if name in kwargs},
     )
+    own = by_model if config.fallback == "sequential" else None
+    kind = inputs_embeds is not None, prompts.types is not None, id(assistant_model)
+    reason = None if own is None else REFUSALS.of(model, config, *kind)
     try:
-        results = finished_requests(model, config, prompts, fields, seeds, objects, streamer)
+        if reason is None:
+            results = finished_requests(model, config, prompts, fields, seeds, objects, streamer)
     except RefusedError as error:
-        if by_model is None or config.fallback != "sequential":
+        if own is None:
             raise
+        reason = str(error)
+        REFUSALS.keep(model, config, *kind, reason=reason)
+    if own is not None and reason is not None:
         torch.set_rng_state(before)  # what is drawn there is as if nothing had been drawn here
-        return by_model(str(error))
+        return own(reason)
     return returned(prompts, results, fields, device_of(model), states_of(model, prompts, results, fields))
 
 
+REFUSALS: Final = KeptRefusals()
 # All that a call may name, of which a name that is close to one is told.
 NAMES = TAKEN | {"engine_config", "custom_generate"} | inspect.signature(by_requests).parameters.keys()
 NAMES -= {"model", "config", "by_model", "kwargs"}

@@ -152,6 +152,7 @@ LAYERS = (
         "generate_states",
         "generate_results",
         "kept_engines",
+        "kept_refusals",
         "self_served",
         "generate_by_requests",
         "huggingface",

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import selective_compile as sc
-from selective_compile import tiny_model
+from selective_compile import kept_engines, tiny_model
 from selective_compile.generate_requests import ENGINES
 from tests.decoders import Decoder
 from tests.huggingface.models import tiny
@@ -231,6 +231,33 @@ def test_under_autocast_modules_that_run_by_themselves_are_called_by_the_model_a
         assert re.search(r"autocast .* it is on, and the engine's steps, .* would call model\.layers\.0\.mlp", line)
         with pytest.raises(sc.RefusedError, match="autocast"):
             sc.generate(model, [[65, 66]], max_new_tokens=2, engine_config=CONFIG)
+
+
+def test_a_model_that_was_refused_is_not_tried_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would take seconds; but one that looks otherwise is."""
+    tried: list[Any] = []
+    compiled = kept_engines.compile_step_program
+
+    def noted(model: Any, config: Any) -> Any:
+        tried.append(model)
+        return compiled(model, config)
+
+    monkeypatch.setattr(kept_engines, "compile_step_program", noted)
+    model: Any = tiny("llama", num_hidden_layers=1)
+    mlp = model.model.layers[0].mlp
+    model.model.layers[0].mlp = ExpertsInFloat()
+    given = {"inputs": torch.tensor([[5, 6, 7], [8, 9, 10]]), "max_new_tokens": 3, "do_sample": False}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(2):
+            sc.generate(model, **given, engine_config=CONFIG)
+        assert len(tried) == 1
+        for _ in range(2):  # who cannot be served by the model is told of it as it is now
+            with pytest.raises(sc.RefusedError):
+                sc.generate(model, [[5, 6, 7]], max_new_tokens=2, engine_config=CONFIG)
+        assert len(tried) == 3
+        model.model.layers[0].mlp = mlp
+        sc.generate(model, **given, engine_config=CONFIG)
+    assert len(tried) == 4
 
 
 class AsksTheModel(LogitsProcessor):
