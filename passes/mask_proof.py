@@ -54,6 +54,7 @@ from selective_compile.passes.traced_graph import AttentionCall, KeySelection, M
 aten = torch.ops.aten
 CHUNKS_PROBED = (1, 2, 3, 5, 8, 64, 1000)
 NOWHERE = 2**62  # beyond every distance
+FAINT = -100.0  # whose exponential is none of float32's normal numbers: a trial has to tell whether so little hides
 
 
 def prove_masks(traced: TracedGraph) -> int:
@@ -78,7 +79,7 @@ def prove_masks(traced: TracedGraph) -> int:
             if reads.limit is not None:
                 traced.bound(reads.limit)
         except Unproved as failure:
-            traced.refuse(failure.node, f"mask of {call.name}: {failure}")
+            traced.refuse(failure.node, f"mask of {call.name}: {failure}", failure.ahead)
     refuse_different_paddings(traced)
     return sum(call.family is not None for call in traced.calls)
 
@@ -122,6 +123,15 @@ def prove(traced: TracedGraph, call: Masked, reads: MaskReads) -> MaskFamily:
         else:
             probes += triangle_probes(traced, call, reads, heads)
             probes += scattered_probes(traced, call, reads, heads)
+    try:
+        return judged(traced, call, reads, probes)
+    except Unproved as failure:
+        failure.ahead = first_ahead(probes)
+        raise
+
+
+def judged(traced: TracedGraph, call: Masked, reads: MaskReads, probes: list[Probe]) -> MaskFamily:
+    """The family that the mask is on all ``probes``, and on those that this adds.  Raises `Unproved`."""
     chunk = chunk_of(probes)
     if chunk:
         multiples = [chunk * k for k in CHUNKS_PROBED]
@@ -152,6 +162,17 @@ def chunk_of(probes: list[Probe]) -> int:
         found += queries[cut & ~probe.allowed.diagonal(-1, 1, 2)].tolist()
     first = min(found, default=0)
     return 0 if first == 1 else first  # a window of 1 hides the token before from every token
+
+
+def first_ahead(probes: list[Probe]) -> int | None:
+    """The first position that sees a later one, but for what is added to its score; None if none does."""
+    found = []
+    for probe in probes:
+        seen = between_real(probe) & (probe.distance < 0) & probe.allowed
+        if probe.heads:
+            seen &= probe.bias.amax(1) > FAINT
+        found += probe.positions[seen.any(2)].tolist()
+    return min(found, default=None)
 
 
 def made_at(traced: TracedGraph, node: fx.Node) -> fx.Node:

@@ -16,11 +16,12 @@ aten = torch.ops.aten
 
 
 class Unproved(Exception):
-    """The mask equals no family; ``node`` is what to report."""
+    """The mask equals no family; ``node`` is what to report, and ``ahead`` as of `Refusal`."""
 
     def __init__(self, node: fx.Node, reason: str) -> None:
         super().__init__(reason)
         self.node = node
+        self.ahead: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

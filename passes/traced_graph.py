@@ -48,13 +48,17 @@ class Input:
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """Something that could not be proved, with the place in the user's code it comes from."""
+    """Something that could not be proved, with the place in the user's code it comes from.
+
+    ``ahead``: the first position that was found to see a later one there; None if none was.
+    """
 
     node: str
     operator: str
     reason: str
     source_line: str
     module: str
+    ahead: int | None = None
 
     def __str__(self) -> str:
         where = f" in {self.module}" if self.module else ""
@@ -337,7 +341,7 @@ class TracedGraph:
     def tensors(self) -> Iterator[fx.Node]:
         return (node for node in self.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor))
 
-    def refuse(self, node: fx.Node, reason: str) -> None:
+    def refuse(self, node: fx.Node, reason: str, ahead: int | None = None) -> None:
         self.refusals.append(
             Refusal(
                 node=node.name,
@@ -345,6 +349,7 @@ class TracedGraph:
                 reason=reason,
                 source_line=source_line(node),
                 module=module_path(node),
+                ahead=ahead,
             )
         )
 

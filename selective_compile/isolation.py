@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -307,7 +307,9 @@ def isolated(model: nn.Module, error: RefusedError, *, refuse: bool = False, lat
     except CANNOT:  # the model itself cannot be called so, as those that know only some lengths
         return None
     chosen: dict[str, Refusal] = {}
+    ahead: list[int] = []
     for _ in range(ATTEMPTS):
+        ahead += [refusal.ahead for refusal in error.refusals if refusal.ahead is not None]
         more = more_modules(model, results, chosen, error)
         if not more:
             return None
@@ -320,7 +322,7 @@ def isolated(model: nn.Module, error: RefusedError, *, refuse: bool = False, lat
                 return None
             error = another
             continue
-        if refuse and found.isolated:
+        if (refuse and found.isolated) or reaches_later(model, found, ahead):
             return None
         caches = caches_of(model, found.isolated) if found.isolated else None
         found = replace(found, caches=caches, written=written)
@@ -328,6 +330,12 @@ def isolated(model: nn.Module, error: RefusedError, *, refuse: bool = False, lat
             mode = mode_found(model, found)
         return None if mode is None else replace(found, mode=mode)
     return None
+
+
+def reaches_later(model: nn.Module, found: Proved, ahead: Sequence[int]) -> bool:
+    """Whether a request can be so long that it has a token that sees a later one: no trial is."""
+    longest = found.max_positions(model)
+    return any(longest is None or position + 1 < longest for position in ahead)
 
 
 def more_modules(

@@ -241,6 +241,22 @@ def test_what_sees_later_tokens_is_refused(make: Callable[[], nn.Module]) -> Non
         sc.Engine(make(), CONFIG)
 
 
+def opening(ids: Tensor, attention_mask: Any) -> Tensor:
+    """Causal, but that the tokens from 320 on see one another."""
+    places = torch.arange(ids.shape[1])
+    behind = places * 0.5 >= 160.0
+    return ((places[None, :] <= places[:, None]) | (behind[None, :] & behind[:, None]))[None, None]
+
+
+@pytest.mark.parametrize("rows", [321, 322])
+def test_what_sees_later_tokens_behind_the_lengths_that_are_tried_is_refused_where_requests_reach_it(rows: int) -> None:
+    """The proof has looked farther than a trial does, whose requests have 300 tokens."""
+    model = Decoder(mask=opening, layers=1)
+    model.places = nn.Embedding(rows, WIDTH)
+    with contextlib.nullcontext() if rows == 321 else pytest.raises(RefusedError, match="320 sees the one at 321"):
+        assert isinstance(compile_step_program(model, CONFIG), IsolatedProgram)
+
+
 def test_state_that_a_module_keeps_in_itself_is_not_shared() -> None:
     """The model as it was loaded has seen no token: neither what is run here nor another request may change that."""
     model, program = compiled(Keeping)
