@@ -6,14 +6,17 @@ import sys
 from typing import Any
 
 import torch
+from torch._subclasses import fake_impls
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-# Which strides are larger, and of dimensions with equal ones which is longer; whether they leave nothing out.
+# Which strides are larger, and of dimensions with equal ones which is longer; whether they leave nothing out; which of
+# its libraries is to convolve, which goes by how many elements there are, and in which order that leaves dimensions.
 OF_STRIDES = frozenset(
     asking.__code__
     for asking in (
         torch._prims_common.compute_elementwise_output_logical_to_physical_perm,
         torch._prims_common.check_contiguous_sizes_strides,
+        fake_impls.conv,
     )
 )
 FRAMES = 24  # from such a question to its answer there are 8
@@ -37,7 +40,7 @@ def answer_without_guards(env: ShapeEnv) -> None:
 
 
 def of_strides() -> bool:
-    """Whether the caller is asked by what looks at the strides of a tensor, or orders its dimensions by them."""
+    """Whether what asks looks at the strides of a tensor, orders its dimensions by them, or convolves."""
     frame = sys._getframe(2)
     for _ in range(FRAMES):
         if frame.f_code in OF_STRIDES:

@@ -123,6 +123,14 @@ def test_causal_convolutions_are_ragged_and_exact(name: str) -> None:
     assert report.ok and error < TOLERANCE
 
 
+@pytest.mark.parametrize("width", [768, 2048])
+def test_requests_are_not_bounded_by_where_pytorch_takes_another_library(width: int) -> None:
+    """It asks whether there are more than 20,480 elements, which 12 tokens of 2,048 channels are."""
+    convolution = nn.Conv1d(width, width, 2)
+    model = Residual(lambda: Mixer(behind_zeros(1), convolution), VOCABULARY, width).eval()
+    assert step_program(model).max_positions is None
+
+
 @pytest.mark.parametrize("name", NOT_RAGGED)
 def test_others_run_by_themselves_or_are_refused(name: str) -> None:
     model = model_of(*NOT_RAGGED[name])
