@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.variables import SymNodeVariable
+from torch._dynamo.variables import ConstDictVariable, SymNodeVariable
 from torch._dynamo.variables.nn_module import NNModuleVariable, UnspecializedNNModuleVariable
 from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -24,6 +24,7 @@ from selective_compile.captured import Captured
 from selective_compile.graph_writes import GraphWrites
 from selective_compile.joined_graphs import ApartError, JoinedGraphs, Side
 from selective_compile.known_conditions import known_conditions
+from selective_compile.live_conditions import STEP
 from selective_compile.live_settings import Read, names_read
 from selective_compile.model_call import CANNOT, logits_call
 from selective_compile.model_facts import check, declared_positions, device_of
@@ -243,13 +244,28 @@ def stores_of_trace(paths: Mapping[int, str]) -> dict[str, Any]:
     """What the trace would have a call set: attributes of modules, whose ``paths`` these are, and what is set."""
     tx: Any = InstructionTranslator.current_tx()
     sets, stored = [], set()
+    found = list(registered(tx.output.side_effects))
     for variable, written in tx.output.side_effects.store_attr_mutations.items():
         if isinstance(variable, (NNModuleVariable, UnspecializedNNModuleVariable)):
-            path = paths.get(id(getattr(variable, "value", None)), "")
-            sets += [f"{path}.{name}" if path else name for name in written]
-            stored |= {value.as_proxy().node.name for value in written.values() if value.is_tensor()}
-            stored |= {str(value.sym_num) for value in written.values() if isinstance(value, SymNodeVariable)}
+            found.append((paths.get(id(getattr(variable, "value", None)), ""), written))
+    for path, written in found:
+        sets += [f"{path}.{name}" if path else name for name in written]
+        stored |= {value.as_proxy().node.name for value in written.values() if value.is_tensor()}
+        stored |= {str(value.sym_num) for value in written.values() if isinstance(value, SymNodeVariable)}
     return {"sets": tuple(sets), "stored": frozenset(stored)}
+
+
+def registered(effects: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """By module, the buffers that the trace would have a call register, which Dynamo has as keys of a dictionary."""
+    for variable in effects.id_to_variable.values():
+        source = getattr(variable, "source", None)
+        if not isinstance(variable, ConstDictVariable) or source is None or not effects.is_modified(variable):
+            continue
+        path = STEP.sub(r".\1", source.name).removeprefix("L['model']").lstrip(".")
+        if path.rpartition(".")[2] == "_buffers":
+            values = {key.vt.as_python_constant(): value for key, value in variable.items.items()}
+            made = {name: value for name, value in values.items() if value.source is None and value.is_tensor()}
+            yield path.removesuffix("_buffers").rstrip("."), made
 
 
 def guards_of_trace() -> Iterator[Any]:

@@ -12,6 +12,7 @@ Declines where a table is made of tokens or of parameters, and where anything el
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -38,6 +39,7 @@ from selective_compile.unread_stores import asks, mentions
 COUNTS = (5, 7)  # tokens of the calls that are compared: numbers that few sizes of a model are
 IN_TURN = (5, 40, 9, 9, 3, 14)  # of those that follow one another
 FARTHEST = 4096  # tokens of a call behind which others are tried
+BUFFER = re.compile(r"\._buffers\['([^']*)'\]$")  # in Dynamo's way to one
 NO_CALL = -1  # tokens of the last call, where there was none
 
 
@@ -155,7 +157,7 @@ def names_beside(model: nn.Module, forgotten: Mapping[Place, Any]) -> set[str]:
 
 
 def is_of(condition: Condition, places: Collection[str]) -> bool:
-    place = STEP.sub(r".\1", condition.source).removeprefix("L['model'].")
+    place = BUFFER.sub(r".\1", STEP.sub(r".\1", condition.source)).removeprefix("L['model'].")
     asked = {f"{place.removesuffix('.__dict__')}.{name}" for name in map(str, condition.given)}
     return place in places or not asked.isdisjoint(places)
 

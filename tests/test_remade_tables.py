@@ -26,6 +26,7 @@ class Kept(nn.Module):
         super().__init__()
         self.scale = scale
         self.register_buffer("frequencies", torch.arange(1, WIDTH + 1) / 7, persistent=False)
+        self.register_buffer("rows", None, persistent=False)
         self.weight = nn.Parameter(torch.ones(WIDTH))
         for name, value in kept.items():
             setattr(self, name, value)
@@ -95,6 +96,13 @@ def in_a_row(module: Any, x: Tensor) -> Tensor:
     return one[: x.shape[1]] * other[: x.shape[1]]
 
 
+def registered(module: Any, x: Tensor) -> Tensor:
+    if module.rows is None or module.rows.shape[0] < x.shape[1]:
+        module.register_buffer("rows", module.made(x.shape[1]), persistent=False)
+    rows: Tensor = module.rows[: x.shape[1]]
+    return rows
+
+
 ANEW: dict[str, tuple[Scale, dict[str, Any]]] = {
     "of another length": (of_another_length, {"length": None, "table": None}),
     "of more tokens": (of_more, {"length": None, "table": None}),
@@ -102,6 +110,7 @@ ANEW: dict[str, tuple[Scale, dict[str, Any]]] = {
     "without a number": (without_a_number, {"table": None}),
     "in a row": (in_a_row, {"table": None}),
     "of two dimensions": (of_two_dimensions, {"table": None}),
+    "registered": (registered, {}),
 }
 
 
@@ -152,6 +161,14 @@ def of_weights(module: Any, x: Tensor) -> Tensor:
     return table
 
 
+def registered_of_tokens(module: Any, x: Tensor) -> Tensor:
+    """As `of_tokens`."""
+    if module.rows is None or module.rows.shape[0] != x.shape[1]:
+        module.register_buffer("rows", x[0].tanh(), persistent=False)
+    rows: Tensor = module.rows[None]
+    return rows
+
+
 def stretched(module: Any, x: Tensor) -> Tensor:
     """By the longest request so far."""
     if module.length is None or x.shape[1] > module.length:
@@ -192,6 +209,7 @@ def stretched_from_some_length_on(module: Any, x: Tensor) -> Tensor:
 LEFT: dict[str, tuple[Scale, dict[str, Any]]] = {
     "of tokens": (of_tokens, {}),
     "of weights": (of_weights, {}),
+    "registered, of tokens": (registered_of_tokens, {}),
     "stretched": (stretched, {}),
     "scaled too": (scaled_too, {"factor": 2.0}),
     "stretched from some length on": (stretched_from_some_length_on, {}),
