@@ -73,6 +73,11 @@ def chosen_put(
     return x.copy_(chosen) if in_place else chosen
 
 
+def of_type_of(x: Tensor, other: Tensor) -> Tensor:
+    """Of ``other`` nothing else is read: a mask that has the type of token ids is made of none of them."""
+    return x.to(other.dtype) if x.device == other.device else x.to(other.device, other.dtype)
+
+
 def triangle(decomposed: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda x, *diagonal: x.copy_(decomposed(x, *diagonal))
 
@@ -171,6 +176,7 @@ SPELT_OUT: dict[Any, Any] = {
     **composite(COMPOSITE),
     aten.mT.default: lambda x: x.transpose(-2, -1),
     aten.broadcast_to.default: lambda x, sizes: x.expand(sizes),
+    aten.type_as.default: of_type_of,
     aten.where.ScalarSelf: filled_where,
     aten.index_put.default: chosen_put,
     aten.index_put_.default: partial(chosen_put, in_place=True),

@@ -64,6 +64,13 @@ def test_a_scale_may_be_a_tensor_that_the_forward_makes(scale: Any) -> None:
     assert engine_error(Decoder(layers=1, attend=attend), vocabulary=VOCABULARY) < TOLERANCE
 
 
+def test_a_mask_of_the_type_of_token_ids_reads_none_of_them() -> None:
+    def lower(ids: Tensor, attention_mask: Any) -> Tensor:
+        return torch.ones(ids.shape[1], ids.shape[1]).tril().type_as(ids) == 1
+
+    assert engine_error(Decoder(layers=1, mask=lower), vocabulary=VOCABULARY) < TOLERANCE
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int16])
 def test_tokens_may_be_numbered_in_other_types(dtype: torch.dtype) -> None:
     def turned(x: Tensor) -> Tensor:

@@ -68,6 +68,7 @@ SPELLINGS: dict[str, tuple[Callable[..., Any], Any]] = {
     "prelu": (lambda x: F.prelu(x, x[0, :, 0]), aten._prelu_kernel),
     "a row in each place": (lambda x: overwritten(x.clone(), x[..., 0] > 0, x[0, 0]), aten.where),
     "a number in each place": (lambda x: overwritten(x.clone(), x > 0, torch.tensor(0.5)), aten.masked_fill),
+    "type of another": (lambda x: (x > 0).type_as(x), aten.to),
     "not in place": (lambda x: x.index_put((x > 0,), torch.tensor(0.5)), aten.masked_fill),
     "convolution of one token": (lambda x: F.conv1d(x, x.new_ones(2, 4, 1)), aten.matmul),
     "norm of groups": (lambda x: F.group_norm(x, 2, x[0, :, 0], x[0, :, 1]), aten.layer_norm),
