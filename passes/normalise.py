@@ -41,6 +41,7 @@ from selective_compile.passes.traced_graph import (
     source_line,
 )
 from selective_compile.passes.truth_ranges import drop_truth_ranges
+from selective_compile.passes.written_softmax import fold_softmaxes
 
 aten = torch.ops.aten
 SOURCE = "selective_source"
@@ -143,6 +144,7 @@ def normalise(module: fx.GraphModule, examples: Sequence[Any], traces: Traces | 
     ]
     make_functional(traced)  # before copies are removed: a copy may be there to be written to
     tidy(traced)
+    fold_softmaxes(traced)
     fold_nan_guards(traced)
     ends = ends_of(bounding(symbols))
     return TracedGraph(
