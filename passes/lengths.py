@@ -13,6 +13,7 @@ from torch.utils._sympy.printers import PythonPrinter
 DENSE = 4096  # every length up to here is tried
 LARGEST = 2**24
 ALL_LENGTHS = LARGEST
+STEPS = 8
 SHORTEST = 2  # fewer tokens in a step are filled up to so many
 CAPTURE_TOKENS = 12  # any length that no model treats specially: not 0 or 1, and shorter than every window in use
 
@@ -106,7 +107,10 @@ def tried(condition: sympy.Basic, shortest: int) -> list[int]:
 
 
 def lengths_around(constants: Iterable[int], shortest: int, *, dense: int = DENSE, largest: int = LARGEST) -> list[int]:
-    """Every length up to ``dense``, and those around ``constants`` and powers of two up to ``largest``."""
+    """Every length up to ``dense``; up to ``largest`` those around ``constants`` and powers of two, and some from each
+    of these powers to the next: a condition need not hold for all lengths behind the one from which it does."""
     near = {c + d for c in constants for d in (-2, -1, 0, 1, 2)}
-    powers = {2**k + d for k in range(dense.bit_length() - 1, largest.bit_length()) for d in (-1, 0, 1)}
-    return sorted(n for n in {*range(shortest, dense), *near, *powers} if shortest <= n <= largest)
+    powers = [2**k for k in range(dense.bit_length() - 1, largest.bit_length())]
+    between = {power + power * step // STEPS for power in powers for step in range(1, STEPS)}
+    around = {power + d for power in powers for d in (-1, 0, 1)}
+    return sorted(n for n in {*range(shortest, dense), *near, *around, *between} if shortest <= n <= largest)

@@ -77,6 +77,18 @@ def test_requests_are_bounded_where_longer_ones_are_not_all_alike() -> None:
     assert errors(model, program, [list(range(LAST)), [5, 7, 9]]) < TOLERANCE
 
 
+def of_lengths_between(x: Tensor) -> Tensor:
+    """From 1,101 to 1,900 tokens, which are neither numbers in it nor powers of two."""
+    length = length_of(x) * 0.01
+    return torch.where((length > 11) & (length <= 19), -x, x)
+
+
+def test_lengths_between_powers_of_two_are_tried_as_well() -> None:
+    program = step_program(Decoder(layers=1, mix=of_lengths_between, positions=first_ten))
+    assert program.long_form is None
+    assert program.max_positions == 1100
+
+
 def test_of_two_lengths_the_shorter_has_two_forms_and_the_other_bounds_requests() -> None:
     def mix(x: Tensor) -> Tensor:
         return torch.where(length_of(x) > LAST, -x, x) * torch.where(length_of(x) > 80, 2.0, 1.0)
