@@ -26,7 +26,9 @@ from selective_compile.passes.evaluate import ancestors, constants_in
 from selective_compile.passes.isolated_call import Argument, IsolatedCall, Whole
 from selective_compile.passes.traced_graph import TracedGraph, is_lost, is_mutable, source_line
 
-TRIED, LONGEST_TRIED = (2, 3, 5, 17, 40, 130), 1100
+# Up to more than the positions that bfloat16 and float16 tell apart, of which whoever compares them sees the next one.
+TRIED, LONGEST_TRIED = (2, 3, 5, 17, 40, 130, 300, 2100), 2100
+SHORT = 130  # what is wrong with longer requests alone may be behind the end of a table of positions
 HIDDEN = -1e4  # what is added to scores that shall not count is below; no bias is
 
 
@@ -148,24 +150,61 @@ def made_of_length(traced: TracedGraph, node: fx.Node) -> bool:
 
 
 def why_not_causal(traced: TracedGraph, node: fx.Node, whole: Whole) -> str | None:
-    """What is wrong with a value that must be the beginning of that of a longer request, and hide later tokens.
+    """What is wrong with a value that must be the beginning of that of a longer request, and hide later tokens; where
+    that is so of long requests alone, from which token on is noted.
 
-    Tried on short requests, and around the constants that it is computed with.
+    Tried on short requests, and around the constants that it is computed with, up to the end of tables that it reads.
     """
     token = traced.sizes.token
     if any(node.meta["val"].shape[dim].node.expr != token for dim in whole.token_dims):
         return f"has a size that is not the number of tokens: {list(node.meta['val'].shape)}"
     near = {c + d for c in constants_in(node) for d in (-1, 0, 1, 2)}
     lengths = sorted({*TRIED, *(n for n in near if 1 < n <= LONGEST_TRIED)})
-    before: torch.Tensor | None = None
+    held: torch.Tensor | None = None
     for length in lengths:
-        value = whole(length)
-        if before is not None and not torch.equal(before, beginning_of(value, whole.token_dims, before)):
-            return "changes for earlier tokens as a request grows"
-        if len(whole.token_dims) == 2 and not hides_later(value.movedim(whole.token_dims, (-2, -1))):
-            return "does not hide later tokens"
-        before = value
+        value = of_length(whole, length)
+        if value is None:
+            break
+        reason = wrong_with(value, held, whole.token_dims)
+        if reason is not None and (held is None or length <= SHORT):
+            return reason
+        if reason is not None:
+            traced.ahead.append(first_wrong(whole, held, length) - 2)
+            break
+        held = value
     return None
+
+
+def first_wrong(whole: Whole, held: torch.Tensor | None, wrong: int) -> int:
+    """The shortest request, of up to ``wrong`` tokens, with a token that is told of later ones; ``held``: the value of
+    one that has none."""
+    dims, last = whole.token_dims, 0 if held is None else held.shape[whole.token_dims[0]]
+    while wrong - last > 1:
+        middle = (last + wrong) // 2
+        value = of_length(whole, middle)
+        if value is None or wrong_with(value, held, dims) is None:
+            last = middle
+        else:
+            wrong = middle
+    return wrong
+
+
+def wrong_with(value: torch.Tensor, before: torch.Tensor | None, dims: tuple[int, ...]) -> str | None:
+    """``before``: the value of a shorter request."""
+    if before is not None and not torch.equal(before, beginning_of(value, dims, before)):
+        return "changes for earlier tokens as a request grows"
+    if len(dims) == 2 and not hides_later(value.movedim(dims, (-2, -1))):
+        return "does not hide later tokens"
+    return None
+
+
+def of_length(whole: Whole, length: int) -> torch.Tensor | None:
+    """The value for so many tokens; None where a table that it reads has no rows for them."""
+    try:
+        value = whole(length)
+    except (IndexError, RuntimeError):
+        return None
+    return value if all(value.shape[dim] == length for dim in whole.token_dims) else None
 
 
 def beginning_of(value: torch.Tensor, dims: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:

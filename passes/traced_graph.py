@@ -293,6 +293,7 @@ class TracedGraph:
     buffers of the model whose values a proof has read: it holds as long as they stay.  ``makes_constants``: the forward
     stores a tensor that no input of a call decides, as one does that makes a table when it is first called.
     ``left_out``: attributes of the model that its forward sets, and does not read, and the graph leaves as they are.
+    ``ahead``: positions from which on values that isolated modules are given tell of later ones.
     ``long_beyond``: of requests of more tokens the graph is told by marks on ``long_numbers`` (`long_form`); None: it
     knows of none.
     """
@@ -315,6 +316,7 @@ class TracedGraph:
     proved_from: list[Input] = field(default_factory=list)
     makes_constants: bool = False
     left_out: tuple[str, ...] = ()
+    ahead: list[int] = field(default_factory=list)
     long_beyond: int | None = None
     long_numbers: fx.Node | None = None
 

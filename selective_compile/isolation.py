@@ -322,7 +322,7 @@ def isolated(model: nn.Module, error: RefusedError, *, refuse: bool = False, lat
                 return None
             error = another
             continue
-        if (refuse and found.isolated) or reaches_later(model, found, ahead):
+        if (refuse and found.isolated) or reaches_later(model, found, [*ahead, *found.rewritten.traced.ahead]):
             return None
         caches = caches_of(model, found.isolated) if found.isolated else None
         found = replace(found, caches=caches, written=written)

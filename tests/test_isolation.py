@@ -31,6 +31,7 @@ from selective_compile.skeleton import skeleton
 from tests.decoders import MAX_POSITIONS, VOCABULARY, WIDTH, Decoder
 from tests.exactness import TOLERANCE, logits_in_chunks
 from tests.leaving import STAYS, served_while_one_leaves
+from tests.lengths import first_ten
 from tests.models import tiny
 from tests.oracle import assert_generated_alone, assert_same_tokens, reference_logits
 
@@ -142,6 +143,25 @@ def odd_distances(ids: Tensor, attention_mask: Any) -> Tensor:
     return distances(ids, attention_mask).masked_fill((torch.arange(ids.shape[1]) == 90)[None, :], 0)
 
 
+def rounded(ids: Tensor, attention_mask: Any) -> Tensor:
+    """Distances by positions in 16 bits, of which that at 257 is the one at 256."""
+    places = torch.arange(ids.shape[1]).bfloat16()
+    return (places[:, None] - places[None, :]).long()
+
+
+class Tabled(Decoder):
+    """Reads how far tokens are from one another in a table, of which a number in its code is beyond the end."""
+
+    def __init__(self) -> None:
+        super().__init__(attend=by_distance, mask=self.read, layers=1)
+        self.table = distances(torch.zeros(1, MAX_POSITIONS), None)
+        self.eval()
+
+    def read(self, ids: Tensor, attention_mask: Any) -> Tensor:
+        count = ids.shape[1]
+        return self.table[:count, :count].masked_fill((torch.arange(count) > 1000)[None, :], 0)
+
+
 def by_distance(query: Tensor, key: Tensor, value: Tensor, distance: Tensor) -> Tensor:
     """To near keys the query adds what it holds for their distance, which is no mask."""
     scores = torch.einsum("bqhd,bkhd->bhqk", query, key)
@@ -208,6 +228,11 @@ def test_a_module_may_be_told_how_far_tokens_are_from_each_other() -> None:
         assert_same_tokens(model, prompt, tokens)
 
 
+def test_a_table_is_tried_up_to_its_end() -> None:
+    program = compile_step_program(Tabled(), CONFIG)
+    assert isinstance(program, IsolatedProgram) and list(program.isolated) == ["blocks.0"]
+
+
 class Chosen(nn.Module):
     """The 70 tokens with the largest first feature pass: not causal in requests of more."""
 
@@ -233,6 +258,7 @@ def test_a_prompt_that_may_not_be_cut_must_fit_into_a_step() -> None:
         lambda: Mixed(Chosen),
         lambda: Decoder(mask=leaking, layers=1),
         lambda: Decoder(attend=by_distance, mask=odd_distances, layers=1),
+        lambda: Decoder(attend=by_distance, mask=rounded, positions=first_ten, layers=1),
     ],
 )
 def test_what_sees_later_tokens_is_refused(make: Callable[[], nn.Module]) -> None:
