@@ -20,9 +20,10 @@ from selective_compile.passes.isolated_call import IsolatedCall, WholeModules
 
 Place = Literal["weight", "tokens", "size", "other"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the rows that our kernels take
-# Where Dynamo finds an attribute of the module that is traced, or of one in it; one of numpy's, as a tensor.
+# Where Dynamo finds an attribute of the module that is traced, or of one in it, or what a file has by a name; one of
+# numpy's, as a tensor.
 OF_NUMPY = "___from_numpy("
-OF_MODULE = re.compile(rf"({re.escape(OF_NUMPY)})?L\['(self|model)'\]\.")
+OF_MODULE = re.compile(rf"({re.escape(OF_NUMPY)})?(L\['(self|model)'\]\.|G\[)")
 OWN_FOLDER = f'"{os.path.dirname(os.path.dirname(__file__))}{os.path.sep}'  # as a stack names files
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import selective_compile as sc
 from selective_compile.proved_tensors import ProvedTensors
 from tests.decoders import MAX_POSITIONS, Decoder, by_einsum
 from tests.exactness import engine_error, fast, padded_batch, padded_error, step_program
@@ -55,6 +56,34 @@ def test_engine_names_a_buffer_that_was_changed() -> None:
     buffer[0, 0, 7, 3] = False
     with pytest.raises(ValueError, match=r"a proof has read must keep their values, got others in bias"):
         program.weights_version()
+
+
+LOWER = torch.ones(100, 100, dtype=torch.int64).tril()
+
+
+class MaskInGlobal(Decoder):
+    """The triangle is a variable of the file, as in a notebook."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=1, mask=lambda ids, _: LOWER[: ids.shape[1], : ids.shape[1]] == 1)
+
+
+def test_model_with_its_mask_in_a_global_is_exact_and_held_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MaskInGlobal().eval()
+    assert engine_error(model, vocabulary=97) < 1e-4
+    assert padded_error(model, vocabulary=97, masked=False)[0] < 1e-4
+    program = step_program(model)
+    assert program.max_positions in (99, 100)
+    program.weights_version()
+    with monkeypatch.context() as changed:
+        changed.setitem(globals(), "LOWER", LOWER.clone())
+        engine = sc.Engine(model, sc.EngineConfig(compile=False), program=program)
+        assert "LOWER must stay" in str(engine.submit([3, 1, 4], max_new_tokens=1).result().error)
+    before = LOWER[7, 3].clone()
+    LOWER[7, 3] = 0
+    with pytest.raises(ValueError, match="a proof has read must keep their values"):
+        program.weights_version()
+    LOWER[7, 3] = before
 
 
 def test_padded_call_follows_a_buffer_that_was_changed() -> None:
