@@ -116,7 +116,7 @@ def step_back(traced: TracedGraph, chain: ScoreChain, node: fx.Node) -> Any:
     if packet is aten.add and node.kwargs.get("alpha", 1) == 1:
         return take_added_mask(traced, chain, node)
     if packet is aten.sub and node.kwargs.get("alpha", 1) == 1:
-        return take_maximum(traced, chain, node)
+        return take_off(traced, chain, node)
     if packet is aten.cat:
         return take_sinks(traced, chain, node)
     if packet in (aten.max, aten.maximum) and len(node.args) == 2 and carries_scores(traced, node.args[0]):
@@ -163,6 +163,15 @@ def add_mask(traced: TracedGraph, chain: ScoreChain, node: fx.Node, mask: Any, t
 def refuse_behind_factors(chain: ScoreChain, node: fx.Node) -> None:
     if any(term.kind == "times" for term in chain.masks):
         raise Unreadable(node, "a mask is applied before the scores are multiplied with another one")
+
+
+def take_off(traced: TracedGraph, chain: ScoreChain, node: fx.Node) -> Any:
+    """A mask, as ``scores * kept - 1e10 * (1 - kept)`` has one, or a bias; else the largest score."""
+    scores, taken = node.args[:2]
+    if not carries_scores(traced, scores) or not isinstance(taken, fx.Node) or carries_scores(traced, taken):
+        return take_maximum(traced, chain, node)
+    add_mask(traced, chain, node, taken, -1.0)
+    return scores
 
 
 def take_maximum(traced: TracedGraph, chain: ScoreChain, node: fx.Node) -> Any:

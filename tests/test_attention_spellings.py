@@ -64,6 +64,40 @@ def test_a_scale_may_be_a_tensor_that_the_forward_makes(scale: Any) -> None:
     assert engine_error(Decoder(layers=1, attend=attend), vocabulary=VOCABULARY) < TOLERANCE
 
 
+def less_distance(scores: Tensor) -> Tensor:
+    places = torch.arange(scores.shape[-1])
+    slopes = 0.5 ** torch.arange(1, HEADS + 1)
+    return (scores - slopes[:, None, None] * (places[:, None] - places)).masked_fill(places > places[:, None], -1e10)
+
+
+def less_hidden(scores: Tensor) -> Tensor:
+    """As GPT-2 had it first."""
+    kept = torch.ones(scores.shape[-1], scores.shape[-1]).tril()
+    return scores * kept - 1e10 * (1 - kept)
+
+
+def less_seen(scores: Tensor) -> Tensor:
+    return scores - 1e10 * (1 - torch.ones(scores.shape[-1], scores.shape[-1]).triu())
+
+
+def by_scores(less: Any) -> Any:
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        weights = less(torch.einsum("bqhd,bkhd->bhqk", query, repeated(key)) / 3).softmax(-1)
+        return torch.einsum("bhqk,bkhd->bqhd", weights, repeated(value)).flatten(2)
+
+    return attend
+
+
+@pytest.mark.parametrize("less", [less_distance, less_hidden])
+def test_a_mask_or_a_bias_may_be_taken_off(less: Any) -> None:
+    assert engine_error(Decoder(layers=1, attend=by_scores(less)), vocabulary=VOCABULARY) < TOLERANCE
+
+
+def test_what_is_taken_off_is_proved_as_what_is_added_is() -> None:
+    with pytest.raises(sc.RefusedError, match="no mask family"):
+        engine_error(Decoder(layers=1, attend=by_scores(less_seen)), vocabulary=VOCABULARY)
+
+
 def test_a_mask_of_the_type_of_token_ids_reads_none_of_them() -> None:
     def lower(ids: Tensor, attention_mask: Any) -> Tensor:
         return torch.ones(ids.shape[1], ids.shape[1]).tril().type_as(ids) == 1
