@@ -63,7 +63,9 @@ class StateGuard(Condition):
         listens = False
         for number in HEARD:
             handler = signal.getsignal(number)
-            if callable(handler) and not self._is_told_by(number, handler):  # else nothing of Python's happens
+            if handler == self._hear:  # an exception has left it in place
+                listens = True
+            elif callable(handler) and not self._is_told_by(number, handler):  # else nothing of Python's happens
                 self._handlers[number] = handler
                 signal.signal(number, self._hear)
                 listens = True

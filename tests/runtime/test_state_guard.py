@@ -193,6 +193,21 @@ def test_one_that_was_left_in_the_handlers_place_hands_on_what_it_hears() -> Non
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def test_one_that_was_left_in_the_handlers_place_gives_it_back_when_it_is_held_again() -> None:
+    """Others ask whether it is Python's own, as asyncio does before it cancels a task by it."""
+    guard = StateGuard()
+    guard._listen()
+    guard._listens = False
+    for listening in (guard, guard.listening()):
+        with listening:
+            assert signal.getsignal(signal.SIGINT) == guard._hear
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        guard._listen()
+        guard._listens = False
+    with guard:
+        pass
+
+
 class Interrupted:
     """Has a signal come at a line of the runtime's, or of other files, the so many'th from now on."""
 
