@@ -26,7 +26,9 @@ from selective_compile.runtime.background import BackgroundThread, weakly
 from selective_compile.runtime.device_stream import DeviceStream
 from selective_compile.runtime.drafting import Drafting
 from selective_compile.runtime.engine_parts import EngineParts
+from selective_compile.runtime.generation import GenerationParams
 from selective_compile.runtime.generation_fields import FIELDS
+from selective_compile.runtime.intake import Submission
 from selective_compile.runtime.outbox import Outbox
 from selective_compile.runtime.prompt import token_ids
 from selective_compile.runtime.request import Request
@@ -202,24 +204,42 @@ class Engine:
         """
         terms = {"priority": 0, "deadline": None, "user": None, "cache_salt": None, **terms}
         submission = self._intake.prompt(prompt_ids, arrival=self._log.now(), shown=shown, id_offset=id_offset, **terms)
-        with self._submitting:
-            with self._guard:
-                ids = self._requests.choose_ids(request_id, len(asked))
-            pairs = zip(ids, asked, strict=True)
-            every = [self._intake.params(submission, each, one.config, one.options) for each, one in pairs]
-            with self._guard:
-                requests = []
-                for chosen_id, params, one in zip(ids, every, asked, strict=True):
-                    state = submission.state(chosen_id, self._requests.next_number, params)
-                    if any(each.keeps_prompt for each in every):
-                        state.rows_from = rows_from or 0
-                        if rows_from is not None:  # behind it is what was generated, and is computed so
-                            state.generated_from = rows_from + 1
-                    requests.append(Request(state, params, self))
-                    self._requests.add(requests[-1])
-                    self._recording.submitted(state, submission, params, one.config, one.options)
-                self._roster.enter(requests, device=self._program.device)
-                self._guard.notify_all()
+        entered: tuple[Request, ...] = ()
+        try:
+            with self._submitting:
+                with self._guard:
+                    ids = self._requests.choose_ids(request_id, len(asked))
+                pairs = zip(ids, asked, strict=True)
+                every = [self._intake.params(submission, each, one.config, one.options) for each, one in pairs]
+                with self._guard:
+                    entered = self._entered(submission, ids, every, asked, rows_from)
+        except BaseException:  # a signal's, which has waited until they were in: nobody has them to cancel them
+            for request in entered:
+                self.cancel(request)
+            raise
+        return entered
+
+    def _entered(
+        self,
+        submission: Submission,
+        ids: Sequence[RequestId],
+        every: Sequence[GenerationParams],
+        asked: Sequence[Asked],
+        rows_from: int | None,
+    ) -> tuple[Request, ...]:
+        """The requests of `submit_samples`, which wait from now on; under the guard."""
+        requests = []
+        for chosen_id, params, one in zip(ids, every, asked, strict=True):
+            state = submission.state(chosen_id, self._requests.next_number, params)
+            if any(each.keeps_prompt for each in every):
+                state.rows_from = rows_from or 0
+                if rows_from is not None:  # behind it is what was generated, and is computed so
+                    state.generated_from = rows_from + 1
+            requests.append(Request(state, params, self))
+            self._requests.add(requests[-1])
+            self._recording.submitted(state, submission, params, one.config, one.options)
+        self._roster.enter(requests, device=self._program.device)
+        self._guard.notify_all()
         return tuple(requests)
 
     def score(self, prompt_ids: Any, continuation_ids: Any) -> tuple[float, ...]:

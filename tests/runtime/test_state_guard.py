@@ -283,6 +283,7 @@ def trial(act: str, seed: int, number: int) -> None:
     engine, submit, requests = busy_engine(moods)
     acts = {"step": engine.step, "submit": submit, "cancel": requests[0].cancel}
     interrupted(acts[act], moods.randint(1, 900 if act == "step" else 250), number)
+    assert set(engine._requests) <= set(requests), "nobody could cancel them"
     for _ in range(2):
         submit()
     while engine.step():
@@ -312,6 +313,22 @@ def test_wherever_it_comes_all_requests_end_and_the_engine_goes_on(
         trial(act, seed, number)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_one_that_comes_while_requests_enter_leaves_none_of_them(samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = simulated_engine()
+    enter = engine._roster.enter
+
+    def entering(*requests: Any, **device: Any) -> None:
+        ctrl_c()
+        enter(*requests, **device)
+
+    monkeypatch.setattr(engine._roster, "enter", entering)
+    with pytest.raises(KeyboardInterrupt):
+        engine.submit([1, 2], max_new_tokens=3, do_sample=True, num_return_sequences=samples)
+    assert_nothing_left(engine)
+    assert engine.stats().ended == {"cancelled": samples}
 
 
 def leave(number: int, frame: FrameType | None) -> None:
