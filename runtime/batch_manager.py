@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from threading import Event, Thread
@@ -20,6 +19,7 @@ from selective_compile.runtime.delivery import Delivery, SendResponse
 from selective_compile.runtime.engine import Engine
 from selective_compile.runtime.inference_request import InferenceRequest, requests_among, with_all_beams
 from selective_compile.runtime.iterations import Iteration, Iterations
+from selective_compile.runtime.one_thread import OneThread
 from selective_compile.runtime.own_code import Failed, Logged
 from selective_compile.runtime.prompt import check_request_id
 from selective_compile.runtime.request import Request
@@ -125,7 +125,7 @@ class BatchManager:
         self._iterations = Iterations(engine)
         self._unreported: deque[Iteration] = deque()
         # Calls the server during a step, where an engine overlaps.
-        self._caller = ThreadPoolExecutor(1, "selective-compile-callbacks") if self._iterations.overlaps else None
+        self._caller = OneThread("selective-compile-callbacks") if self._iterations.overlaps else None
         self._abandoning = Event()
         self._senders = CallbackThreads(senders, PATIENCE, name="selective-compile-responses")
         self._askers = CallbackThreads(3, PATIENCE, name="selective-compile-questions")
@@ -211,7 +211,7 @@ class BatchManager:
         self._asked_requests.give_up(self._refuse)
         self._asked_stops.give_up(lambda request_ids: None)
         if self._caller is not None:
-            self._caller.shutdown()
+            self._caller.close()
         self._askers.close()
         self._senders.close()
 
@@ -234,7 +234,7 @@ class BatchManager:
             self._wake.clear()
         return True
 
-    def _step_beside(self, caller: ThreadPoolExecutor) -> None:
+    def _step_beside(self, caller: OneThread) -> None:
         """A step, during which the server is called: for what follows the step before, and for new requests."""
         calls = [caller.submit(self._call_after), caller.submit(self._ask)]
         try:

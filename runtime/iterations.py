@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.engine import Engine
 from selective_compile.runtime.iteration_stats import iteration_json
+from selective_compile.runtime.one_thread import OneThread
 from selective_compile.runtime.request_processor import RequestProcessor
 from selective_compile.runtime.stats import EngineStats, StepFloor, StepObserver, StepRecord
 
@@ -42,15 +42,14 @@ class Iterations:
         self.overlaps = any(each.config.overlap for each in self._engines)
         self._records: list[list[StepRecord]] = [[] for _ in self._engines]
         self._observers: list[StepObserver] = [partial(self._observe, place) for place in range(len(self._engines))]
-        others = len(self._engines) - 1
-        self._others = ThreadPoolExecutor(others, "selective-compile-steps") if others else None
+        self._others = [OneThread("selective-compile-steps") for _ in self._engines[1:]]
         for each, observer in zip(self._engines, self._observers, strict=True):
             each.add_observer(observer)
 
     def run(self) -> list[Iteration]:
         """One iteration, whose tokens are with their requests; a step that failed counts. Raises what interrupts it."""
         first, *others = self._engines
-        running = [self._others.submit(each.drive) for each in others] if self._others is not None else []
+        running = [thread.submit(each.drive) for thread, each in zip(self._others, others, strict=True)]
         try:
             first.drive()
         finally:
@@ -62,8 +61,8 @@ class Iterations:
         for each, observer in zip(self._engines, self._observers, strict=False):
             each.remove_observer(observer)
         self._observers.clear()  # they lead back here, and so to the engines, whose memory is to be freed at once
-        if self._others is not None:
-            self._others.shutdown()
+        for thread in self._others:
+            thread.close()
 
     def _observe(self, place: int, record: StepRecord) -> None:
         self._records[place].append(record)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 from selective_compile.forks import ThisProcess
+from selective_compile.runtime.one_thread import OneThread
 
 Delivery = tuple[Callable[..., None], tuple[Any, ...]]
 
@@ -37,8 +38,8 @@ class Outbox:
         if self._thread is not None and self._process != ThisProcess.number:
             self._thread, self._sent, self._process = _thread(), None, ThisProcess.number
         if self._put and self._thread is not None:
-            deliveries, self._put = self._put, []
-            self._sent = self._thread.submit(_deliver, deliveries)
+            self._sent = self._thread.submit(_deliver, self._put)
+            self._put = []
 
     def flush(self) -> None:
         """Wait until all that was put is made."""
@@ -48,9 +49,8 @@ class Outbox:
             sent.result()
 
 
-def _thread() -> ThreadPoolExecutor:
-    """It starts with the first delivery, and ends when the engine is collected."""
-    return ThreadPoolExecutor(1, thread_name_prefix="selective-compile-tokens")
+def _thread() -> OneThread:
+    return OneThread("selective-compile-tokens")
 
 
 def _deliver(deliveries: list[Delivery]) -> None:

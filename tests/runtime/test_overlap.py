@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -261,3 +263,22 @@ def test_the_last_tokens_come_where_all_that_is_left_is_refused() -> None:
     while engine.step():
         pass
     assert len(first.tokens) == 4 and first.finished and second.error is not None
+
+
+READ_ON = """
+import threading
+from tests.runtime.simulated import simulated_engine
+
+def read() -> None:
+    threading.main_thread().join()
+    print(len(list(request)), flush=True)
+
+engine = simulated_engine(overlap=True)
+request = engine.submit([1, 2, 3], max_new_tokens=9)
+threading.Thread(target=read).start()
+"""
+
+
+def test_whoever_reads_when_the_main_thread_has_ended_gets_everything() -> None:
+    found = subprocess.run([sys.executable, "-c", READ_ON], capture_output=True, text=True, check=True)
+    assert found.stdout == "9\n", found.stderr
