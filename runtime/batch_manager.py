@@ -101,8 +101,10 @@ class BatchManager:
             senders: most threads that call `send_response` and `on_stats`.
 
         Raises:
-            ValueError: a limit is not a positive integer, or a callback cannot be called.
+            ValueError: a limit is not a positive integer, a callback cannot be called, or the engine is none.
         """
+        if not isinstance(engine, (Engine, RequestProcessor)):
+            raise ValueError(f"engine must be an Engine or a RequestProcessor, got {type(engine).__name__}")
         needed = {"get_requests": get_requests, "send_response": send_response}
         for name, callback in {**needed, "poll_stop": poll_stop, "on_stats": on_stats}.items():
             if not callable(callback) and (name in needed or callback is not None):

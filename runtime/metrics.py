@@ -79,10 +79,12 @@ class EngineMetrics(Collector):
                 None: neither is reported.
 
         Raises:
-            ValueError: the registry has metrics of engines already.
+            ValueError: the registry has metrics of engines already, or there is something else than engines.
         """
         self.registry = registry if registry is not None else CollectorRegistry()
         single = isinstance(engines, Engine)
+        if not single and not (isinstance(engines, Sequence) and all(isinstance(each, Engine) for each in engines)):
+            raise ValueError(f"engines must be an Engine or a list of them, got {type(engines).__name__}")
         self._engines = (engines,) if isinstance(engines, Engine) else tuple(engines)
         self._labels = () if single else ("engine",)
         self._values = [() if single else (str(place),) for place in range(len(self._engines))]

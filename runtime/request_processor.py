@@ -39,8 +39,13 @@ class RequestProcessor:
                 it has a lot more to do than the others.
 
         Raises:
-            ValueError: there is no engine, or one twice, or their vocabularies or block sizes differ.
+            ValueError: there is no engine, or one twice, or what is none; or their vocabularies or block sizes differ.
         """
+        wrong = (
+            [each for each in engines if not isinstance(each, Engine)] if isinstance(engines, Sequence) else [engines]
+        )
+        if wrong:
+            raise ValueError(f"engines must be a list of Engines, got {type(wrong[0]).__name__}")
         if not engines or len(set(map(id, engines))) != len(engines):
             raise ValueError(f"engines must be at least one, and each a different one, got {list(engines)}")
         if not isinstance(routing, str) or routing not in get_args(Routing):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client import generate_latest
 
-from selective_compile.runtime import Engine, EngineMetrics, RequestProcessor, StepRecord, TraceFile
+from selective_compile.runtime import BatchManager, Engine, EngineMetrics, RequestProcessor, StepRecord, TraceFile
 from selective_compile.runtime.stats import StepFloor
 from tests.runtime.simulated import SimulatedProgram, simulated_engine
 
@@ -237,3 +237,13 @@ def test_a_trace_is_whole_when_engines_run_in_threads_of_their_own(tmp_path: Pat
     events = json.loads((tmp_path / "trace.json").read_text())
     steps = [event for event in events if event["ph"] == "X" and event["tid"] == 0]
     assert len(steps) == sum(engine.stats().steps for engine in processor.engines)
+
+
+@pytest.mark.parametrize("wrong", [3, [3], SimulatedProgram()])
+def test_what_is_no_engine_is_named(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="engines must be an Engine or a list of them, got "):
+        EngineMetrics(wrong)
+    with pytest.raises(ValueError, match="engines must be a list of Engines, got "):
+        RequestProcessor(wrong)
+    with pytest.raises(ValueError, match="engine must be an Engine or a RequestProcessor, got "):
+        BatchManager(wrong, lambda room: [], lambda *_: None)
