@@ -108,13 +108,15 @@ class EngineMetrics(Collector):
 
     def close(self) -> None:
         """Follow them no more: all stays as it is now."""
-        self._closed = [engine.stats() for engine in self._engines]
+        self._closed = self._closed or [engine.stats() for engine in self._engines]
         for engine, observer in zip(self._engines, self._observers, strict=False):
             engine.remove_observer(observer)
         self._observers.clear()  # they lead back here, and so to the engines, whose memory is to be freed at once
+        self._engines = ()  # the registry leads back here, too
 
     def collect(self) -> Iterator[Metric]:
-        now = self._closed or [engine.stats() for engine in self._engines]
+        engines = self._engines  # first: another thread may close this
+        now = self._closed or [engine.stats() for engine in engines]
         for name, (title, text) in NOW.items():
             gauge = GaugeMetricFamily(f"selective_{title}", text, labels=self._labels)
             for values, stats in zip(self._values, now, strict=True):

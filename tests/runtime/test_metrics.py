@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,21 @@ def test_a_registry_has_one_engine_and_may_be_closed() -> None:
     metrics.close()
     engine.submit([1], max_new_tokens=2).result()
     assert metrics.registry.get_sample_value("selective_steps_total") == 0
+
+
+def test_what_is_closed_holds_no_engine() -> None:
+    engine = simulated_engine()
+    metrics = EngineMetrics(engine)
+    metrics.close()
+    known, still_there = weakref.ref(engine), metrics.registry.get_sample_value
+    gc.disable()
+    try:
+        del engine
+        assert known() is None and still_there("selective_steps_total") == 0
+    finally:
+        gc.enable()
+    metrics.close()
+    assert still_there("selective_steps_total") == 0
 
 
 def test_several_engines_have_a_label_each() -> None:
