@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from selective_compile.kept_weights import Weights, summed_weights
 from selective_compile.model_call import CANNOT, logits_call
 from selective_compile.model_facts import device_of
 from selective_compile.module_state import FLAGS, Place, attributes, lock_of, own_attributes, put, same_buffers
@@ -24,6 +25,22 @@ def set_for_good(model: nn.Module, kind: type[bool] | type[Tensor]) -> bool:
         with lock_of(model), same_buffers(model):
             return leave_for_good(model, kind)
     except CANNOT:  # the model cannot be called so, as those that know only some lengths
+        return False
+
+
+@torch.no_grad()
+def changes_weights(model: nn.Module) -> bool:
+    """Whether a call does, as one that takes adapters out of them: then what it leaves stays, as `own_attributes` and
+    `same_buffers` have it, and else nothing does."""
+    parts = list(model.modules())
+    try:
+        with lock_of(model), summed_weights(parts), same_buffers(model):
+            weights = Weights(parts)
+            call, arguments = logits_call(model, torch.zeros(1, 2, dtype=torch.int64, device=device_of(model)))
+            with own_attributes(model, {}):
+                call(*arguments)
+            return weights.are_others()
+    except CANNOT:
         return False
 
 

@@ -16,11 +16,13 @@ from selective_compile.cache_reach import cache_refusal
 from selective_compile.capture import UNTRACEABLE
 from selective_compile.captured import Captured
 from selective_compile.current_device import on_device_of
+from selective_compile.first_call import changes_weights
 from selective_compile.handed_inputs import handed_refusal
 from selective_compile.isolated_cache import Caches, caches_of
 from selective_compile.isolated_program import MODES, IsolatedProgram, Mode
 from selective_compile.isolation_trial import NEEDED, by_program, departure, rows_by_program
 from selective_compile.kept_trials import passed_once
+from selective_compile.kept_weights import Weights
 from selective_compile.live_settings import hook_refusals
 from selective_compile.model_call import CANNOT, logits_call
 from selective_compile.model_facts import check, declared_positions, device_of
@@ -218,13 +220,29 @@ def goes_on_otherwise(model: nn.Module, found: Proved) -> Refusal | None:
     return prefix_refusal(model, program_of(model, found))
 
 
+def as_a_whole(model: nn.Module, max_window: int | None, *, latents: bool, keep: bool) -> Proved:
+    captured, rewritten = proved(model, max_window, latents=latents, keep=keep)
+    if rewritten.flat is None:
+        raise UnprovedError(rewritten)
+    return Proved(captured=captured, rewritten=rewritten, isolated={})
+
+
+def as_calls_leave_it(model: nn.Module, max_window: int | None, *, latents: bool, keep: bool) -> Proved:
+    """As `as_a_whole`, once more where a call changes weights, which the next one may leave as they are."""
+    weights = Weights(list(model.modules()))
+    try:
+        return as_a_whole(model, max_window, latents=latents, keep=keep)
+    except RefusedError:
+        # A call of that, or one more.
+        if not (weights.are_others() or changes_weights(model)):
+            raise
+        return as_a_whole(model, max_window, latents=latents, keep=keep)
+
+
 def ragged(model: nn.Module, fallback: Fallback, max_window: int | None, *, latents: bool, keep: bool) -> Proved:
     """As `prove`, for two tokens and more.  Nothing is isolated where ``max_window`` is given."""
     try:
-        captured, rewritten = proved(model, max_window, latents=latents, keep=keep)
-        if rewritten.flat is None:
-            raise UnprovedError(rewritten)
-        return Proved(captured=captured, rewritten=rewritten, isolated={})
+        return as_calls_leave_it(model, max_window, latents=latents, keep=keep)
     except RefusedError as error:
         kept = fallback == "refuse" and not any(refusal.operator == UNTRACEABLE for refusal in error.refusals)
         if kept or max_window is not None:

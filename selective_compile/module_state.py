@@ -102,6 +102,8 @@ def stays(place: Place, value: Any, own: Mapping[Place, Any]) -> bool:
     if kind == "part":
         return True
     before = own.get(place, getattr(type(module), name, None))
+    if isinstance(value, list) and isinstance(before, list):  # of adapters that are in the weights, say
+        return all(isinstance(item, FLAGS) for item in (*value, *before)) and value != before
     return isinstance(value, bool) if before is None else isinstance(value, FLAGS) and isinstance(before, FLAGS)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from selective_compile.module_state import contents_of, own_attributes, same_buffers
 from selective_compile.skeleton import rebuilt, skeleton, structure_of
+from selective_compile.tensor_memory import as_it_is
 
 CONSTANTS = (int, float, str, bool, type(None))
 CONTAINERS = (dict, list, set, tuple)
@@ -30,8 +32,9 @@ class ModulesOf:
         module = skeleton(self._model.get_submodule(path), {})
         args, kwargs = rebuilt(structure, tensors)
         found: list[Tensor] = []
-        # What is assigned to `data` of a buffer has no memory where the tensors have none, and counts as no change.
-        with same_buffers(module) as written, own_attributes(module, {}):
+        # What is assigned to `data` of a weight or a buffer has no memory where the tensors have none, and counts as no
+        # change.
+        with same_buffers(module) as written, own_attributes(module, {}), same_memory(module):
             before, _alive = contents_of(module)  # so that no other object has the id of one of it
             structure_of(module(*args, **kwargs), found)
             if contents_of(module)[0] != before:
@@ -46,6 +49,19 @@ class ModulesOf:
             (name, type(part), attributes_of(part), shapes_of(part._parameters), shapes_of(part._buffers))
             for name, part in self._model.get_submodule(path).named_modules(remove_duplicate=False)
         )
+
+
+@contextmanager
+def same_memory(module: nn.Module) -> Iterator[None]:
+    """Weights that a run has given tensors without memory have theirs again."""
+    with as_it_is():
+        own = [(weight, weight.data) for weight in module.parameters()]
+    try:
+        yield
+    finally:
+        for weight, before in own:
+            if weight.is_meta:
+                weight.data = before
 
 
 def attributes_of(part: nn.Module) -> tuple[Any, ...]:

@@ -94,6 +94,21 @@ def test_merged_adapters_are_plain_linear_layers() -> None:
     assert ours(merged) == alone(merged) == theirs
 
 
+@pytest.mark.parametrize("fallback", ["refuse", "sequential"])
+def test_adapters_that_the_next_call_takes_out_of_the_weights_are_taken_out_once(fallback: Any) -> None:
+    """PEFT does so with those that were merged and are switched off since, and keeps a list of the merged ones."""
+    model = adapted("one")
+    with model.disable_adapter():
+        plain = alone(model)
+    theirs = alone(model)
+    config = sc.EngineConfig(compile=False, fallback=fallback)
+    for _ in range(2):
+        model.merge_adapter()
+        with model.disable_adapter():
+            assert ours(model, config) == plain == alone(model)
+        assert ours(model, config) == theirs == alone(model)
+
+
 def test_rows_with_adapters_of_their_own_equal_generate() -> None:
     """PEFT puts their names into hooks, for the whole batch."""
     model = adapted("one", "two")

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import selective_compile as sc
 from selective_compile.backend import compile_step_program, report_of
 from selective_compile.module_program import ModuleProgram
+from selective_compile.skeleton import structure_of
 from selective_compile.whole_modules import ModulesOf
 from tests.decoders import VOCABULARY, WIDTH, Decoder
 from tests.exactness import TOLERANCE, logits_in_chunks
@@ -275,6 +277,25 @@ def test_modules_are_alike_if_only_weights_differ() -> None:
     other.experts[0].extra = 3
     modules = ModulesOf(other)
     assert len({modules.likeness(path) for path in ("experts.0", "experts.1", "blocks.0")}) == 3
+
+
+class Folding(nn.Linear):
+    """Gives its weight other memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = self.weight.data - x.sum()
+        return x
+
+
+def test_a_weight_that_a_trace_has_given_no_memory_has_its_own_again() -> None:
+    model = Sparse()
+    model.router = Folding(2, 2)
+    before = model.router.weight.detach().clone()
+    structure = structure_of([(torch.ones(1, 2),), {}], [])
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        rows = mode.from_tensor(torch.ones(1, 2))
+        found = ModulesOf(model).run("router", structure, [rows])
+    assert len(found) == 1 and torch.equal(model.router.weight.detach(), before)
 
 
 class Doubled(Experts):

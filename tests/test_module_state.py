@@ -352,6 +352,31 @@ def test_a_model_that_a_first_run_sets_up_is_set_up_once() -> None:
     assert module.weight.item() == weight / 2 and module.done and module.past is None
 
 
+class Folded(nn.Linear):
+    """As PEFT's: the first run takes out of the weights what a list names."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.folded = ["one", "two"]
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        while self.folded:
+            self.folded.pop()
+            self.weight.data -= 1.0
+        self.seen.append(x)
+        return super().forward(x)
+
+
+def test_what_a_first_run_takes_out_of_the_weights_is_taken_out_once() -> None:
+    module = Folded()
+    weight = module.weight.item()
+    for _ in range(3):
+        with torch.no_grad(), unchanged(module):
+            module(torch.zeros(1, 1))
+    assert module.weight.item() == pytest.approx(weight - 2) and module.folded == [] and module.seen == []
+
+
 def test_buffers_written_in_place_are_named_and_put_back() -> None:
     model = nn.BatchNorm1d(2)
     values, version = model.running_mean.clone(), model.num_batches_tracked._version  # type: ignore[union-attr,operator]
