@@ -1,9 +1,10 @@
 """The custom operators that stand for a module that runs by itself, request after request.
 
-    selective::isolated       in a traced graph over [1, S]: the module called with these tensors; it is never run
+    selective::isolated       in a traced graph over [1, S]: the module called with these tensors; run in trials alone
     selective::isolated_rows  in a flat graph over [1, T]: the module run for each request on the request's own rows
 
-What runs is chosen by the program around the call of the graph, through `running`: the operators know no model.
+What runs is chosen around the call of the graph, by a program through `running` and by a trial through
+`running_whole`: the operators know no model.
 
     values    tensors; those over tokens have them in one dimension, of S or T
     outputs   one (dtype name, sizes) for each result as a Python literal, where the size "S" is that of the tokens
@@ -22,9 +23,11 @@ from torch import Tensor
 
 TOKENS = "S"
 Run = Callable[[int, list[Tensor]], list[Tensor]]
+RunWhole = Callable[[str, Any, list[Tensor]], list[Tensor]]
 OutputSizes = list[tuple[str, list[int | str]]]
 
 _running: ContextVar[Run] = ContextVar("selective_isolated")
+_running_whole: ContextVar[RunWhole | None] = ContextVar("selective_isolated_whole", default=None)
 
 
 @contextlib.contextmanager
@@ -37,8 +40,22 @@ def running(run: Run) -> Iterator[None]:
         _running.reset(token)
 
 
+@contextlib.contextmanager
+def running_whole(run: RunWhole | None) -> Iterator[None]:
+    """Within, ``selective::isolated`` calls ``run`` with its module's path, the structure of its arguments and its
+    values; None: it may not be run."""
+    token = _running_whole.set(run)
+    try:
+        yield
+    finally:
+        _running_whole.reset(token)
+
+
 def _isolated(values: Sequence[Tensor], module: str, arguments: str, outputs: str) -> list[Tensor]:
-    raise RuntimeError("selective::isolated must not be run: it stands for a module in a traced graph")
+    run = _running_whole.get()
+    if run is None:
+        raise RuntimeError("selective::isolated must not be run: it stands for a module in a traced graph")
+    return run(module, ast.literal_eval(arguments), list(values))
 
 
 def _fake_isolated(values: Sequence[Tensor], module: str, arguments: str, outputs: str) -> list[Tensor]:

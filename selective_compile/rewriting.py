@@ -13,6 +13,7 @@ from selective_compile.capture import capture
 from selective_compile.captured import Captured
 from selective_compile.dropped_cache import long_form_of, lost_beyond
 from selective_compile.first_call import set_for_good
+from selective_compile.isolated_op import running_whole
 from selective_compile.kept_captures import capture_once
 from selective_compile.kept_traces import KeptTraces
 from selective_compile.model_call import ATTENTION_MASK
@@ -93,7 +94,8 @@ def captured_and_rewritten(
     if not knows_long_form(model, rewritten):
         rewritten = rewritten_of(captured, long_form=False)
     if is_of_one_block(captured, rewritten):
-        beyond = beyond_one_block(model, captured, rewritten, names)
+        with running_whole(None if modules is None else modules.run):  # else neither the graph nor the model goes on
+            beyond = beyond_one_block(model, captured, rewritten, names)
         if beyond is None:
             rewritten = rewritten_of(captured, long_form=False, blocks=False)
         else:

@@ -8,9 +8,36 @@ import torch
 import selective_compile as sc
 from selective_compile.rewriting import proved
 from tests.exactness import TOLERANCE, engine_error
-from tests.lightning import BLOCK, VOCABULARY, Lightning, Mixer, geometric
+from tests.lightning import BLOCK, VOCABULARY, WIDTH, Lightning, Mixer, geometric
 
 EAGER = sc.EngineConfig(compile=False)
+
+
+class Mixture(Mixer):
+    """With a loop behind it over the experts that were hit, which cannot be captured."""
+
+    def __init__(self, kept: float = 1.0) -> None:
+        super().__init__(geometric, kept, BLOCK)
+        self.experts = Experts()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.experts(super().forward(hidden))
+
+
+class Experts(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.nn.Parameter(torch.randn(2, WIDTH, WIDTH) / WIDTH**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, WIDTH)
+        chosen, out = rows[:, :2].argmax(-1), torch.zeros_like(rows)
+        for expert in range(2):
+            if not (chosen == expert).any():
+                continue
+            (found,) = torch.where(chosen == expert)
+            out[found] += rows[found] @ self.weights[expert]
+        return out.view(x.shape)
 
 
 def test_requests_of_many_blocks_are_exact() -> None:
@@ -30,6 +57,15 @@ def test_a_loop_that_goes_on_otherwise_is_not_taken_for_the_recurrence(kept: flo
     captured, rewritten = proved(Lightning(kept=kept).eval())
     assert rewritten.flat is None and not rewritten.traced.recurrences
     assert captured.ends
+
+
+@pytest.mark.parametrize(("kept", "verdict"), [(1.0, "ragged"), (0.9, "isolated")])
+def test_blocks_are_tried_where_other_modules_cannot_be_captured(kept: float, verdict: str) -> None:
+    model = Lightning().eval()
+    model.layers = torch.nn.ModuleList(Mixture(kept) for _ in range(2))
+    assert sc.explain(model).verdict == verdict
+    if verdict == "ragged":
+        assert engine_error(model, vocabulary=VOCABULARY) < TOLERANCE
 
 
 def test_what_else_ends_a_graph_ends_it_still() -> None:
