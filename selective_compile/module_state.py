@@ -75,7 +75,7 @@ def own_attributes(module: nn.Module, state: State, written: Collection[Place] =
 
     Tensors and containers of the model's own are copies meanwhile, and so are buffers at ``written``: others must not
     be changed in place.  If a run changes weights it sets the model up, as some do when first called: then its flags
-    stay as the run has set them, and so do modules that it put in the place of others.
+    and buffers stay as the run has set them, and so do modules that it put in the place of others.
     """
     parts = list(module.modules())  # what is in those that a run puts in their places is that run's own
     own, weights = attributes(parts), Weights(parts)
@@ -97,9 +97,9 @@ def own_attributes(module: nn.Module, state: State, written: Collection[Place] =
 
 
 def stays(place: Place, value: Any, own: Mapping[Place, Any]) -> bool:
-    """Whether it says that the model is set up, or is a part of what was set up."""
+    """Whether it says that the model is set up, as a buffer may, or is a part of what was set up."""
     module, kind, name = place
-    if kind == "part":
+    if kind in ("part", "buffer"):
         return True
     before = own.get(place, getattr(type(module), name, None))
     if isinstance(value, list) and isinstance(before, list):  # of adapters that are in the weights, say
