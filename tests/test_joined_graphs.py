@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from selective_compile import joined_graphs
 from selective_compile.graph_writes import GraphWrites
 from selective_compile.joined_graphs import ApartError, JoinedGraphs
-from selective_compile.passes.normalise import keep_sources
+from selective_compile.passes.normalise import SOURCE, keep_sources
 
 LAST = 4
 Side = Callable[[Tensor, bool], Tensor]  # ids [3] of a request, and whether it is long
@@ -132,6 +132,6 @@ def test_what_cannot_be_joined_is_apart(side: Side) -> None:
 def test_tokens_that_only_long_requests_have_are_none() -> None:
     short, long = (side_of(inputs_of_one, long=long) for long in (False, True))
     other = next(node for node in reversed(long.module.graph.nodes) if node.op == "placeholder")
-    other.meta["example_value"] = torch.zeros(1, 3, dtype=torch.int64)
+    other.meta |= {"example_value": torch.zeros(1, 3, dtype=torch.int64), SOURCE: "L['more_ids']"}
     with pytest.raises(ApartError, match="an input for long requests alone"):
         JoinedGraphs(short, long, "large", holds=False)

@@ -59,9 +59,7 @@ def test_a_type_of_a_later_release_is_exact_and_its_attention_proved(form: str) 
     config = sc.EngineConfig(token_budget=7, block_size=4, compile=False)
     program = compile_step_program(model, config)
     report = report_of(program, model)
-    # What is taken off the scores, as the first form's bias is, is read only where it is their maximum: isolated.
-    known = {"windows": "ragged", "parallel": "isolated", "running_mean": "isolated"}
-    assert report.verdict == known.get(form, "ragged"), str(report)
+    assert report.verdict == ("isolated" if form == "running_mean" else "ragged"), str(report)
     engine = sc.Engine(model, config, program=program)
     requests = [engine.submit(prompt, max_new_tokens=NEW, do_sample=False) for prompt in PROMPTS]
     assert [[*prompt, *each.result().tokens] for prompt, each in zip(PROMPTS, requests, strict=True)] == alone(model)
