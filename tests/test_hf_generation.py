@@ -70,7 +70,8 @@ def test_what_is_counted_and_how(tmp_path: Path) -> None:
     rows = {row["test"]: row for row in json.loads(found.read_text())}
     outcomes = {"test_passes": "passed", "test_is_refused": "refused", "test_looks_inside": "failed"}
     assert {name: row["outcome"] for name, row in rows.items()} == outcomes
-    assert rows["test_is_refused"]["reason"] == "ValueError: argument 'past_key_values' of generate must be None"
+    assert rows["test_is_refused"]["reason"].startswith("ValueError: a call must be for a tensor, ")
+    assert "past_key_values is the model's own cache" in rows["test_is_refused"]["reason"]
     page = found.with_suffix(".md").read_text()
     assert "| llama | 1 | 1 | 1 |" in page and "| `test_is_refused` | llama | refused: " in page
     assert "A made-up one." in page
