@@ -20,10 +20,10 @@ from torch import Tensor, fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.utils._pytree import tree_leaves, tree_map
 
+from selective_compile.passes.packed_trace import OF_SOURCE
 from selective_compile.passes.repeats import spelled
 from selective_compile.passes.watched_calls import Autocasts, Watch, alike, autocasts, without_numbers
 
-OF_SOURCE = ("stack_trace", "nn_module_stack", "source_fn_stack")
 EXAMPLE = "example_value"
 # What operators raise where they cannot run so.
 CANNOT = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, NotImplementedError, AssertionError)

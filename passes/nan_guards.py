@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from selective_compile.passes.folded_calls import fold_calls
+
 aten = torch.ops.aten
 SOFTMAX = (aten.softmax.int, aten._softmax.default)
 CASTS = (aten.to.dtype, aten._to_copy.default, aten.clone.default)
@@ -22,19 +24,12 @@ ZEROS = (aten.zeros_like.default, aten.zeros.default)
 
 def fold_nan_guards(module: fx.GraphModule) -> int:
     """Returns how many there were."""
-    found = 0
-    for node in list(module.graph.nodes):
+
+    def read(node: fx.Node) -> tuple[Any, ...] | None:
         weights = guarded(node)
-        if weights is not None and is_softmax(weights):
-            with module.graph.inserting_before(node):
-                one = module.graph.call_function(aten.nan_to_num.default, (weights, 0.0))
-            one.meta.update(node.meta)
-            node.replace_all_uses_with(one)
-            found += 1
-    if found:
-        module.graph.eliminate_dead_code()
-        module.recompile()
-    return found
+        return (weights, 0.0) if weights is not None and is_softmax(weights) else None
+
+    return fold_calls(module, aten.nan_to_num.default, read)
 
 
 def guarded(node: fx.Node) -> fx.Node | None:

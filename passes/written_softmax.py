@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from selective_compile.passes.folded_calls import fold_calls
+from selective_compile.passes.gated_output import is_call
 from selective_compile.passes.traced_graph import arguments_of
 
 aten = torch.ops.aten
@@ -23,19 +25,7 @@ WIDE = (torch.float32, torch.float64)
 
 def fold_softmaxes(module: fx.GraphModule) -> int:
     """Returns how many there were."""
-    found = 0
-    for node in list(module.graph.nodes):
-        read = written_out(node)
-        if read is not None:
-            with module.graph.inserting_before(node):
-                one = module.graph.call_function(aten.softmax.int, read)
-            one.meta.update(node.meta)
-            node.replace_all_uses_with(one)
-            found += 1
-    if found:
-        module.graph.eliminate_dead_code()
-        module.recompile()
-    return found
+    return fold_calls(module, aten.softmax.int, written_out)
 
 
 def written_out(node: fx.Node) -> tuple[fx.Node, int] | None:
@@ -56,10 +46,6 @@ def written_out(node: fx.Node) -> tuple[fx.Node, int] | None:
         return None
     same = largest.args[0] is x and one_dimension(largest) == dim  # type: ignore[union-attr]
     return (x, dim) if same and node.meta["val"].dtype in WIDE else None  # type: ignore[return-value]
-
-
-def is_call(node: Any, target: Any) -> bool:
-    return isinstance(node, fx.Node) and node.target is target
 
 
 def one_dimension(node: Any) -> int | None:
