@@ -26,6 +26,13 @@ class Quantised(NamedTuple):
     by_columns: bool = False
 
 
+class Cast(NamedTuple):
+    """A weight that is read as another type; ``place``: among a graph's weights."""
+
+    place: int
+    dtype: torch.dtype
+
+
 @dataclass(kw_only=True)
 class FlatGraph:
     """The rewritten graph.  Placeholders in order: weights, token inputs ``[1, T]``, positions ``[T]`` if used,
@@ -50,6 +57,7 @@ class FlatGraph:
     outputs: tuple[Axes | int | sympy.Expr, ...]  # what each output is in the [B, S] graph
     proved_from: tuple[Input, ...] = ()  # buffers that a proof read; most leave the graph with the masks they made
     quantised: tuple[Quantised, ...] = ()  # of ``weights``: behind all placeholders, int8 numbers and scales for each
+    cast: tuple[Cast, ...] = ()  # of ``weights``: behind those, each in another type
     joined: tuple[tuple[int, ...], ...] = ()  # of ``weights``: behind those, a tensor over each group
 
     @property

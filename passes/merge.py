@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from selective_compile.passes.equal_values import first_of_equal
 from selective_compile.passes.flat_graph import FlatGraph
+from selective_compile.passes.lower_grouped import CASTS
 
 ops = torch.ops.selective
 
@@ -30,26 +32,32 @@ def merge(flat: FlatGraph) -> int:
     merged = readers_of_same_rows(graph, ops.linear.default)
     for layers in merged:
         become_one(graph, layers)
+    graph.eliminate_dead_code()  # rows that each layer had cast for itself
     flat.module.recompile()
     return sum(map(len, merged))
 
 
 def readers_of_same_rows(graph: fx.Graph, target: Any) -> list[list[fx.Node]]:
-    """Calls of ``target`` on the same rows, where several have weights and biases that are inputs."""
-    readers: dict[Any, list[fx.Node]] = defaultdict(list)
+    """Calls of ``target`` on the same rows, where several have weights and biases that are inputs, or are cast."""
+    first, readers = first_of_equal(graph), defaultdict[Any, list[fx.Node]](list)
     for node in graph.nodes:
         if node.target is target and all(map(given, node.args[1:])):
-            readers[node.args[0]].append(node)
+            readers[first[node.args[0]]].append(node)
     return [layers for layers in readers.values() if len(layers) > 1]
 
 
 def given(operand: fx.node.Argument) -> bool:
-    """Whether it is there from the graph's start, where the first of several layers may be."""
+    """Whether it is there from the graph's start, where the first of several layers may be, or can be made there."""
+    if isinstance(operand, fx.Node) and operand.target in CASTS:
+        operand = operand.args[0]
     return operand is None or (isinstance(operand, fx.Node) and operand.op == "placeholder")
 
 
 def become_one(graph: fx.Graph, layers: list[fx.Node]) -> None:
     first = layers[0]
+    for operand in [operand for layer in layers for operand in layer.args[1:]]:
+        if isinstance(operand, fx.Node) and operand.target in CASTS:
+            first.prepend(operand)
     with graph.inserting_before(first):
         weights, biases = ([layer.args[i] for layer in layers] for i in (1, 2))
         call = graph.call_function(ops.linears.default, (first.args[0], weights, biases))

@@ -22,7 +22,7 @@ from torch import fx
 from selective_compile.grouped_ops import grouped_linear
 from selective_compile.int8_ops import DTYPES, linears_int8
 from selective_compile.passes.flat_graph import FlatGraph, Quantised
-from selective_compile.passes.lower_grouped import TRANSPOSITIONS, alike
+from selective_compile.passes.lower_grouped import CASTS, TRANSPOSITIONS, alike
 
 ops = torch.ops.selective
 LAYERS = (ops.linear.default, ops.linears.default, grouped_linear)
@@ -44,6 +44,7 @@ def quantise(flat: FlatGraph) -> int:
     for node in layers:
         replace(graph, node, {weight: added[quantised] for weight, quantised in wanted.items()})
     flat.quantised = tuple(added)
+    graph.eliminate_dead_code()  # what they were cast to
     graph.lint()
     flat.module.recompile()
     return len(added)
@@ -56,6 +57,8 @@ def source(weight: fx.Node, weights: Mapping[fx.Node, int]) -> Quantised | None:
         return None
     if weight in weights:
         return Quantised(weights[weight])
+    if weight.target in CASTS and weight.args[0] in weights:
+        return Quantised(weights[weight.args[0]])  # type: ignore[index]
     given = weight.args[0] if weight.target in TRANSPOSITIONS else None
     if given not in weights or not alike(value, given.meta["val"].transpose(-2, -1)):  # type: ignore[union-attr]
         return None

@@ -151,8 +151,9 @@ class ModelRunner:
         self.program.look_closely()
 
     def forget_weights(self) -> None:
-        """Make anew, in the next step, what the program keeps of the weights' values."""
+        """Make anew what the program keeps of the weights' values; for when nothing is on its way."""
         self.program.forget_weights()
+        self.check_graphs()
 
     def forget(self, request: RequestState) -> None:
         """Let go of what the program keeps of a request that has left."""
@@ -308,7 +309,7 @@ class ModelRunner:
             if isinstance(self.program, StepProgram):
                 if self.program.gather_weights():
                     self._weights_version = self.program.weights_version()  # of the same values
-                addresses = read_by_graphs(self.program.weights.seen[0], self.program.device)
+                addresses = read_by_graphs(self.program.kept_tensors, self.program.device)
         finally:  # where weights could not be joined, some may have left what captured steps read
             if self._graphs is not None:
                 self._graphs.check(addresses)

@@ -25,6 +25,7 @@ from selective_compile.module_state import lock_of
 from selective_compile.options import EngineConfig
 from selective_compile.own_generation import unlike_transformers
 from selective_compile.passes import Refusal, RefusedError
+from selective_compile.passes.cast_once import cast_once
 from selective_compile.passes.fp8_pools import keep_as_fp8
 from selective_compile.passes.fuse_rotary import fuse_rotary
 from selective_compile.passes.int8_pools import keep_as_int8
@@ -182,6 +183,7 @@ def step_program(model: nn.Module, config: EngineConfig, proved: Proved) -> Step
         rewritten.timed("keep as int8", lambda: keep_as_int8(flat))
     if config.kv_dtype == "fp8":
         rewritten.timed("keep as fp8", lambda: keep_as_fp8(flat))
+    rewritten.timed("cast once", lambda: cast_once(flat))
     if config.join_weights and config.weights == "model":  # what rotates is found behind it, and not what it joins
         rewritten.timed("join", lambda: join(flat))
     if runs_triton(config, flat.device):  # behind what changes pools, of which it takes those of the model's dtype

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from selective_compile import fp8_rows
 from selective_compile.autocast import autocast_of, without_autocast
 from selective_compile.captured import Captured
+from selective_compile.cast_weights import CastWeights
 from selective_compile.choices import KvDtype
 from selective_compile.compiled_step import CompiledStep, native_kernels_run, runs_native
 from selective_compile.compiling import compiled
@@ -160,6 +161,7 @@ class StepProgram:
         self._flat = flat
         self.int8_weights = Int8Weights(flat.quantised)
         self.int8_weights.of(*self.weights.seen)  # at once: the memory for keys and values is what is left then
+        self.cast_weights = CastWeights(flat.cast, in_place=self.device.type != "cpu")
         self.joined_weights = JoinedWeights(flat.joined)
         self.gather_weights()
         self.config = config
@@ -197,15 +199,24 @@ class StepProgram:
         self.weights.look_closely()
 
     def forget_weights(self) -> None:
-        """Make anew, in the next step, what is kept of the weights' values: int8 numbers, and scales of e4m3."""
+        """Make anew what is kept of the weights' values: in the next step int8 numbers, and scales of e4m3; with the
+        next `gather_weights` what they are cast to."""
         self.int8_weights.drop()
+        self.cast_weights.drop()
         self._scales.drop()
 
+    @property
+    def kept_tensors(self) -> tuple[Any, ...]:
+        """What steps read of the weights that is where it was in the step before."""
+        return (*self.weights.seen[0], *self.cast_weights.operands)
+
     def gather_weights(self) -> bool:
-        """Join the weights that one product is to read where they lie apart; for when no step is on its way.
+        """Cast the weights that have changed, and join those that one product is to read where they lie apart; for when
+        no step is on its way.
 
         Returns whether any were moved: their version is another then, their values are the same.
         """
+        self.cast_weights.gather(*self.weights.seen)
         if not self._flat.joined:
             return False
         version = self.weights.version()
@@ -291,6 +302,8 @@ class StepProgram:
         if self._flat.quantised:
             arguments += self.int8_weights.of(tensors, seen)
         arguments += scales
+        if self._flat.cast:
+            arguments += self.cast_weights.of(tensors, seen)
         if self._flat.joined:
             arguments += self.joined_weights.of(tensors, seen)
         recording = torch.is_grad_enabled()

@@ -137,6 +137,7 @@ LAYERS = (
         "skeleton",
         "step_program",
         "int8_weights",
+        "cast_weights",
         "token_types",
         "known_conditions",
         "where_refused",

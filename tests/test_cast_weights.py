@@ -1,0 +1,213 @@
+"""Weights that are cast once, as under autocast: every change of the model's own is seen."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import selective_compile as sc
+from selective_compile.backend import compile_step_program
+from selective_compile.cast_weights import CastWeights
+from selective_compile.options import EngineConfig
+from selective_compile.passes.flat_graph import Cast
+from selective_compile.runtime.engine import Engine
+from selective_compile.step_program import StepProgram
+from selective_compile.tensor_state import states
+from tests.models import tiny
+from tests.runtime.played_stream import TapedStream
+
+CONFIG = EngineConfig(compile=False, max_kv_tokens=512, block_size=4, implementation="reference")
+PROMPT = [1, 5, 9, 3, 7]
+
+
+@pytest.fixture(autouse=True)
+def mixed_precision() -> Iterator[None]:
+    with torch.autocast("cpu", torch.bfloat16):
+        yield
+
+
+def small() -> Any:
+    """With tokens that change where a weight does."""
+    return tiny("llama", num_hidden_layers=1, initializer_range=0.3)
+
+
+def cast_program(model: nn.Module, config: EngineConfig = CONFIG) -> StepProgram:
+    program = compile_step_program(model, config)
+    assert isinstance(program, StepProgram) and program._flat.cast
+    return program
+
+
+def layer_of(model: Any) -> Any:
+    return model.model.layers[0].mlp.up_proj
+
+
+def tokens_of(engine: Engine) -> list[int]:
+    return list(engine.submit(PROMPT, max_new_tokens=8).result().tokens)
+
+
+def engine_of(model: Any, *, captured: bool = False) -> Engine:
+    stream = TapedStream(captures=True) if captured else None
+    return Engine(model, CONFIG, program=cast_program(model), stream=stream)
+
+
+def alone(model: Any, *, captured: bool = False) -> list[int]:
+    """By a program that has seen no other weights; sums of bfloat16 are others where steps are filled up."""
+    return tokens_of(engine_of(model, captured=captured))
+
+
+def add_in_place(model: Any) -> None:
+    with torch.no_grad():
+        layer_of(model).weight.add_(torch.randn_like(layer_of(model).weight))
+
+
+def load(model: Any) -> None:
+    model.load_state_dict(small().state_dict())
+
+
+def assign(model: Any) -> None:
+    other = small()
+    with torch.no_grad():
+        layer_of(other).weight.neg_()
+    model.load_state_dict(other.state_dict(), assign=True)
+
+
+def give_other_memory(model: Any) -> None:
+    layer_of(model).weight.data = torch.randn_like(layer_of(model).weight)
+
+
+def optimise(model: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model(torch.tensor([PROMPT]), labels=torch.tensor([PROMPT])).loss.backward()
+    optimizer.step()
+    assert layer_of(model).weight.grad is not None
+
+
+CHANGES = (add_in_place, load, assign, give_other_memory, optimise)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_change_is_seen_by_the_next_step(captured: bool) -> None:
+    """Of an engine on the CPU, and of one whose captured steps know nothing but memory."""
+    model = small()
+    stream = TapedStream(captures=True) if captured else None
+    program = cast_program(model)
+    if captured:
+        program.cast_weights = CastWeights(program._flat.cast, in_place=True)
+        program.gather_weights()
+    engine = Engine(model, CONFIG, program=program, stream=stream)
+    addresses = [tensor.data_ptr() for tensor in program.cast_weights.operands]
+    before = tokens_of(engine)
+    for change in CHANGES:
+        change(model)
+        after = tokens_of(engine)
+        assert after == alone(model, captured=captured) and after != before, change
+        before = after
+    assert ([tensor.data_ptr() for tensor in program.cast_weights.operands] == addresses) == captured
+    assert stream is None or stream.replayed > 3 * len(CHANGES)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_values_put_in_place_through_data_are_used_once_what_was_computed_is_dropped(captured: bool) -> None:
+    model = small()
+    engine = engine_of(model, captured=captured)
+    before = tokens_of(engine)
+    layer_of(model).weight.data.neg_()
+    assert tokens_of(engine) == before  # as docs/limits.md says: nothing tells of it
+    engine.drop_computed()
+    assert tokens_of(engine) == alone(model, captured=captured) != before
+
+
+def test_generate_sees_values_put_in_place_through_data() -> None:
+    model = small()
+
+    def generated() -> list[int]:
+        ids = torch.tensor([PROMPT])
+        return sc.generate(model, ids, max_new_tokens=8, do_sample=False, engine_config=CONFIG).tolist()[0][5:]  # type: ignore[no-any-return]
+
+    before = generated()
+    layer_of(model).weight.data.neg_()
+    assert generated() == alone(model) != before
+
+
+def test_steps_read_what_was_cast_and_the_log_says_what_it_takes(caplog: pytest.LogCaptureFixture) -> None:
+    model = small()
+    with caplog.at_level(logging.INFO, "selective_compile.cast_weights"):
+        program = cast_program(model)
+    assert "8 weights are cast once" in caplog.text
+    operands = program.cast_weights.operands
+    linear = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    assert sum(each.nbytes for each in operands) * 2 == sum(weight.nbytes for weight in linear)
+    engine = Engine(model, CONFIG, program=program)
+    tokens_of(engine)
+    assert all(a is b for a, b in zip(program.cast_weights.of(*program.weights.seen), operands, strict=True))
+
+
+def test_programs_without_autocast_cast_nothing() -> None:
+    with torch.autocast("cpu", enabled=False):
+        program = compile_step_program(small(), CONFIG)
+    assert isinstance(program, StepProgram) and program._flat.cast == ()
+
+
+def some_weights(*, in_place: bool = False) -> tuple[list[Tensor], CastWeights]:
+    cast = CastWeights([Cast(place, torch.bfloat16) for place in range(3)], in_place=in_place)
+    return [torch.randn(4, 5) for _ in range(3)], cast
+
+
+def test_a_step_reads_weights_that_are_others_than_at_the_last_look() -> None:
+    weights, cast = some_weights()
+    cast.gather(weights, states(weights))
+    weights[1] = torch.randn(4, 5)
+    found = cast.of(weights, states(weights))
+    assert torch.equal(found[1], weights[1].bfloat16()) and found[0] is not cast.operands[0]
+
+
+def test_the_old_ones_go_before_new_ones_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, cast = some_weights()
+    cast.gather(weights, states(weights))
+    old = [weakref.ref(tensor) for tensor in cast.operands]
+    alive: list[int] = []
+    make = CastWeights._cast
+    monkeypatch.setattr(
+        CastWeights, "_cast", lambda *given: (alive.append(sum(one() is not None for one in old)), make(*given))[1]
+    )
+    weights[2].mul_(2)
+    cast.gather(weights, states(weights))
+    assert alive == [0] and torch.equal(cast.operands[2], weights[2].bfloat16())
+
+
+def of_another_size(weights: list[Tensor]) -> None:
+    weights[1].data = torch.randn(3, 7)
+
+
+def test_a_cast_that_fails_leaves_nothing_that_is_half_made() -> None:
+    weights, cast = some_weights(in_place=True)
+    cast.gather(weights, states(weights))
+    of_another_size(weights)
+    with pytest.raises(RuntimeError):
+        cast.gather(weights, states(weights))
+    assert cast.operands == ()
+
+
+@pytest.mark.parametrize("change", [lambda weight: weight, Tensor.clone], ids=["from the start", "later"])
+def test_of_weights_in_inference_mode_none_are_kept(change: Callable[[Tensor], Tensor]) -> None:
+    weights, cast = some_weights()
+    with torch.inference_mode():
+        weights[1] = change(torch.randn(4, 5))
+        cast.gather(weights, states(weights))
+        assert cast.operands == ()
+        weights[1].neg_()
+        assert torch.equal(cast.of(weights, states(weights))[1], weights[1].bfloat16())
+
+
+def test_nothing_is_made_in_inference_mode() -> None:
+    model = small()
+    with torch.inference_mode():
+        program = cast_program(model)
+        tokens_of(Engine(model, CONFIG, program=program))
+    assert not any(tensor.is_inference() for tensor in program.cast_weights.operands)
