@@ -16,6 +16,7 @@ import selective_compile.selection_ops
 import selective_compile.state_ops  # noqa: F401  (all register the operators that the flat graph calls)
 from selective_compile.passes.all_ones import all_ones
 from selective_compile.passes.attention import recognise_attention
+from selective_compile.passes.attention_calls import AttentionCall
 from selective_compile.passes.axes import is_symbolic
 from selective_compile.passes.convolutions import whole_convolutions
 from selective_compile.passes.evaluate import MarkedError, ancestors
@@ -37,11 +38,12 @@ from selective_compile.passes.output_tails import Tail, take_off_tails
 from selective_compile.passes.overwritten import forget_overwritten
 from selective_compile.passes.packed_trace import Traces
 from selective_compile.passes.recurrences import recognise_recurrences
+from selective_compile.passes.refusals import Refusal, RefusedError
 from selective_compile.passes.sampled_rows import keep_sampled_rows
 from selective_compile.passes.selections import recognise_selections
 from selective_compile.passes.token_axes import mark_token_axes
 from selective_compile.passes.token_wise import call_once
-from selective_compile.passes.traced_graph import AttentionCall, Refusal, RefusedError, TracedGraph
+from selective_compile.passes.traced_graph import TracedGraph
 from selective_compile.passes.weight_classes import try_weight_classes
 from selective_compile.step import LongForm
 

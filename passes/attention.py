@@ -15,21 +15,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from selective_compile.passes.attention_calls import AttentionCall, MaskTerm, Operand
 from selective_compile.passes.axes import Axis, Extended
 from selective_compile.passes.contraction import Contraction, contraction_of
 from selective_compile.passes.equal_heads import equal_heads
 from selective_compile.passes.gated_output import gated_output
 from selective_compile.passes.heads import Unreadable, operand_of, plain_size, require_grouped, sinks_of
+from selective_compile.passes.refusals import module_path, source_line
 from selective_compile.passes.score_chain import ScoreChain, passes_through, read_scores, require_width
-from selective_compile.passes.traced_graph import (
-    DTYPES,
-    AttentionCall,
-    MaskTerm,
-    Operand,
-    TracedGraph,
-    module_path,
-    source_line,
-)
+from selective_compile.passes.traced_graph import DTYPES, TracedGraph
 
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 from selective_compile.grouped_ops import group_rows, take_rows
 from selective_compile.isolated_op import isolated_rows
 from selective_compile.passes.flat_graph import FlatGraph
-from selective_compile.passes.traced_graph import source_line
+from selective_compile.passes.refusals import source_line
 
 # Matrix products by libraries that choose how to sum by the number of rows.
 PRODUCTS = frozenset(

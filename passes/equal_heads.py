@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from selective_compile.passes.attention_calls import Operand
 from selective_compile.passes.elements import JOINS, MOVEMENTS, SPLITS
 from selective_compile.passes.evaluate import evaluate, leaves
 from selective_compile.passes.heads import CASTS, PROBE_TOKENS, Unreadable, sizes_of
 from selective_compile.passes.rules_pointwise import UNTAGGED
 from selective_compile.passes.token_axes import is_pointwise
-from selective_compile.passes.traced_graph import Operand, TracedGraph
+from selective_compile.passes.traced_graph import TracedGraph
 
 # Nodes in front of an attention among which heads are repeated, if they are; a rotary embedding and its tables have 25.
 NEAR = 100

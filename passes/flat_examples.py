@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from selective_compile.passes.attention_calls import AttentionCall, KeySelection, Operand
 from selective_compile.passes.flat_graph import reach_of
 from selective_compile.passes.normalise import Symbols
-from selective_compile.passes.traced_graph import AttentionCall, KeySelection, Operand, TracedGraph
+from selective_compile.passes.traced_graph import TracedGraph
 from selective_compile.step import Reach
 
 STATE_SLOTS = "state_slots"

@@ -9,9 +9,10 @@ import sympy
 import torch
 from torch import fx
 
+from selective_compile.passes.attention_calls import AttentionCall, KeySelection
 from selective_compile.passes.axes import Axes, Sizes
 from selective_compile.passes.normalise import Symbols
-from selective_compile.passes.traced_graph import AttentionCall, Input, KeySelection, RecurrentCall
+from selective_compile.passes.traced_graph import Input, RecurrentCall
 from selective_compile.step import Reach
 
 

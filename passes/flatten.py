@@ -17,6 +17,7 @@ import sympy
 import torch
 from torch import fx
 
+from selective_compile.passes.attention_calls import AttentionCall, KeySelection, Latent, Operand
 from selective_compile.passes.axes import Axes, Axis
 from selective_compile.passes.flat_examples import STATE_SLOTS, FlatExamples
 from selective_compile.passes.flat_graph import FlatGraph, reach_of
@@ -26,20 +27,11 @@ from selective_compile.passes.normalise import Symbols, retrace, tidy
 from selective_compile.passes.own_reads import replace_own_reads
 from selective_compile.passes.packed_trace import Traces
 from selective_compile.passes.positional import is_positional_root, straight_line
+from selective_compile.passes.refusals import RefusedError
 from selective_compile.passes.rules_order import is_inverse
 from selective_compile.passes.survivors import refuse_survivors
 from selective_compile.passes.table_rows import table_rows
-from selective_compile.passes.traced_graph import (
-    AttentionCall,
-    Input,
-    KeySelection,
-    Latent,
-    Operand,
-    RecurrentCall,
-    RefusedError,
-    TokenTensor,
-    TracedGraph,
-)
+from selective_compile.passes.traced_graph import Input, RecurrentCall, TokenTensor, TracedGraph
 from selective_compile.step import GENERATED, reaches
 
 aten = torch.ops.aten

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from selective_compile.passes.attention_calls import Operand
 from selective_compile.passes.axes import Axis
 from selective_compile.passes.evaluate import evaluate
-from selective_compile.passes.traced_graph import Operand, TracedGraph
+from selective_compile.passes.traced_graph import TracedGraph
 
 aten = torch.ops.aten
 MOVES = (

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from selective_compile.passes.flat_graph import FlatGraph
-from selective_compile.passes.traced_graph import source_line
+from selective_compile.passes.refusals import source_line
 
 # Whose operators are known; what another library's does on the host, only that knows.
 KNOWN = ("aten", "prim", "prims", "selective")

@@ -24,7 +24,8 @@ from selective_compile.isolated_op import TOKENS, isolated, isolated_rows, sizes
 from selective_compile.passes.axes import Axes, Axis
 from selective_compile.passes.evaluate import ancestors, constants_in
 from selective_compile.passes.isolated_call import Argument, IsolatedCall, Whole
-from selective_compile.passes.traced_graph import TracedGraph, is_lost, is_mutable, source_line
+from selective_compile.passes.refusals import source_line
+from selective_compile.passes.traced_graph import TracedGraph, is_lost, is_mutable
 
 # Up to more than the positions that bfloat16 and float16 tell apart, of which whoever compares them sees the next one.
 TRIED, LONGEST_TRIED = (2, 3, 5, 17, 40, 130, 300, 2100), 2100

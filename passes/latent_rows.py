@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from selective_compile.passes.attention_calls import Latent, PerHead
 from selective_compile.passes.latents import begin_of
-from selective_compile.passes.traced_graph import Latent, PerHead
 
 aten = torch.ops.aten
 

@@ -32,9 +32,10 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from selective_compile.passes.attention_calls import AttentionCall, Columns, Latent, Operand, PerHead
 from selective_compile.passes.evaluate import evaluate
 from selective_compile.passes.heads import MOVES, PROBE_TOKENS, Unreadable, leading_tokens, sizes_of
-from selective_compile.passes.traced_graph import AttentionCall, Columns, Latent, Operand, PerHead, TracedGraph
+from selective_compile.passes.traced_graph import TracedGraph
 
 aten = torch.ops.aten
 # They only put elements of tensors somewhere else.

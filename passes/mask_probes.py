@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from selective_compile.passes.attention_calls import AttentionCall, KeyMarks, KeySelection, MaskTerm
 from selective_compile.passes.axes import Axis, Dim
 from selective_compile.passes.evaluate import evaluate
 from selective_compile.passes.mask_reads import MaskReads, Unproved
@@ -18,7 +19,7 @@ from selective_compile.passes.mask_terms import MaskTerms
 from selective_compile.passes.positional import at_positions, is_positional_root
 from selective_compile.passes.rules_lookup import reads_own_index
 from selective_compile.passes.score_chain import REPLACED
-from selective_compile.passes.traced_graph import AttentionCall, KeyMarks, KeySelection, MaskTerm, TracedGraph
+from selective_compile.passes.traced_graph import TracedGraph
 
 aten = torch.ops.aten
 Masked = AttentionCall | KeySelection

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from selective_compile.passes.attention_calls import AttentionCall, KeySelection, MaskFamily
 from selective_compile.passes.evaluate import constants_in
 from selective_compile.passes.fingerprint import Fingerprints
 from selective_compile.passes.mask_probes import (
@@ -49,7 +50,7 @@ from selective_compile.passes.mask_probes import (
 from selective_compile.passes.mask_reads import MaskReads, Unproved, mask_reads, used_outside_masks
 from selective_compile.passes.mask_slopes import longest_held, slopes_of
 from selective_compile.passes.score_chain import REPLACED
-from selective_compile.passes.traced_graph import AttentionCall, KeySelection, MaskFamily, TracedGraph
+from selective_compile.passes.traced_graph import TracedGraph
 
 aten = torch.ops.aten
 CHUNKS_PROBED = (1, 2, 3, 5, 8, 64, 1000)

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from selective_compile.passes.attention_calls import AttentionCall, KeyMarks, KeySelection
 from selective_compile.passes.evaluate import ancestors
 from selective_compile.passes.rules_lookup import LOOKUPS
 from selective_compile.passes.table_rows import TableRows, table_rows
-from selective_compile.passes.traced_graph import AttentionCall, Input, KeyMarks, KeySelection, TracedGraph, is_lost
+from selective_compile.passes.traced_graph import Input, TracedGraph, is_lost
 
 aten = torch.ops.aten
 

@@ -7,9 +7,9 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, fx
 
+from selective_compile.passes.attention_calls import MaskTerm
 from selective_compile.passes.mask_reads import Unproved
 from selective_compile.passes.score_chain import REPLACED, hidden_from
-from selective_compile.passes.traced_graph import MaskTerm
 
 
 class MaskTerms:

@@ -26,20 +26,11 @@ from selective_compile.passes.functional import make_functional
 from selective_compile.passes.lengths import bounds_requests, ends_of
 from selective_compile.passes.nan_guards import fold_nan_guards
 from selective_compile.passes.packed_trace import Traces
+from selective_compile.passes.refusals import Refusal, RefusedError, module_path, source_line
 from selective_compile.passes.retrace import retraced
 from selective_compile.passes.spellings import SPELT_OUT
 from selective_compile.passes.strides import answer_without_guards
-from selective_compile.passes.traced_graph import (
-    OF_MODULE,
-    OF_NUMPY,
-    Input,
-    Place,
-    Refusal,
-    RefusedError,
-    TracedGraph,
-    module_path,
-    source_line,
-)
+from selective_compile.passes.traced_graph import OF_MODULE, OF_NUMPY, Input, Place, TracedGraph
 from selective_compile.passes.truth_ranges import drop_truth_ranges
 from selective_compile.passes.written_softmax import fold_softmaxes
 

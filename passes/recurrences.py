@@ -17,15 +17,8 @@ from selective_compile.passes.axes import Axis
 from selective_compile.passes.long_form import call
 from selective_compile.passes.recurrence_families import CAUSAL_CONV1D, LINEAR_ATTENTION, Family
 from selective_compile.passes.recurrence_match import Recognised, Signature, TensorArgument
-from selective_compile.passes.traced_graph import (
-    DTYPES,
-    RecurrentCall,
-    TokenTensor,
-    TracedGraph,
-    arguments_of,
-    module_path,
-    source_line,
-)
+from selective_compile.passes.refusals import module_path, source_line
+from selective_compile.passes.traced_graph import DTYPES, RecurrentCall, TokenTensor, TracedGraph, arguments_of
 
 aten = torch.ops.aten
 CONVOLUTION = CAUSAL_CONV1D.name

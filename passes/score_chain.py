@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from selective_compile.passes.attention_calls import MaskTerm
 from selective_compile.passes.contraction import Contraction, contraction_of
 from selective_compile.passes.evaluate import ancestors, evaluate, shaped_like
 from selective_compile.passes.heads import Unreadable
 from selective_compile.passes.rules_reduce import MAXIMA
-from selective_compile.passes.traced_graph import MaskTerm, TracedGraph
+from selective_compile.passes.traced_graph import TracedGraph
 
 aten = torch.ops.aten
 # Scores at or below this are taken as hidden: exp of the difference to any score of usable size is 0 in float32.

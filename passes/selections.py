@@ -21,19 +21,14 @@ import torch
 from torch import fx
 
 from selective_compile.passes.attention import letters_operand
+from selective_compile.passes.attention_calls import KeyMarks, KeySelection, Operand
 from selective_compile.passes.axes import Axis, Selected
 from selective_compile.passes.contraction import Contraction, contraction_of
 from selective_compile.passes.evaluate import SHAPED_LIKE, evaluate
 from selective_compile.passes.heads import Unreadable, plain_size
+from selective_compile.passes.refusals import module_path, source_line
 from selective_compile.passes.score_chain import ScoreChain, step_back
-from selective_compile.passes.traced_graph import (
-    KeyMarks,
-    KeySelection,
-    Operand,
-    TracedGraph,
-    module_path,
-    source_line,
-)
+from selective_compile.passes.traced_graph import TracedGraph
 
 aten = torch.ops.aten
 SELECT, MARK = aten.topk.default, aten.scatter.value

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from selective_compile.passes.axes import Axis
+from selective_compile.passes.refusals import RefusedError
 from selective_compile.passes.rules_lookup import reads_own_index
 from selective_compile.passes.table_rows import table_rows
-from selective_compile.passes.traced_graph import RefusedError, TracedGraph
+from selective_compile.passes.traced_graph import TracedGraph
 
 
 def refuse_survivors(traced: TracedGraph) -> None:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from selective_compile.passes.traced_graph import Refusal
+from selective_compile.passes.refusals import Refusal
 
 Autocast = tuple[str, torch.dtype, bool, bool]  # as `torch.autocast` takes it
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from selective_compile.passes import Refusal
-from selective_compile.passes.traced_graph import AttentionCall
+from selective_compile.passes.attention_calls import AttentionCall
 from selective_compile.where_refused import begin_of
 
 

@@ -33,7 +33,7 @@ from selective_compile.passes.autocast_casts import write_casts
 from selective_compile.passes.lengths import ALL_LENGTHS, CAPTURE_TOKENS, SHORTEST, bounds_requests, ends_of
 from selective_compile.passes.normalise import keep_sources
 from selective_compile.passes.recurrence_match import Recognised
-from selective_compile.passes.traced_graph import Refusal, RefusedError
+from selective_compile.passes.refusals import Refusal, RefusedError
 from selective_compile.tensor_branches import Branches, nodes_behind
 from selective_compile.trace_conditions import conditions_of
 from selective_compile.unheard import unheard

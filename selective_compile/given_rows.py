@@ -22,7 +22,7 @@ from selective_compile.model_facts import device_of
 from selective_compile.module_state import lock_of, same_buffers, unchanged
 from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.position_limit import id_limit
-from selective_compile.passes.traced_graph import source_line
+from selective_compile.passes.refusals import source_line
 from selective_compile.skeleton import LENGTHS, Forward, skeleton
 from selective_compile.token_types import (
     check_takes_types,

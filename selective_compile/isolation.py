@@ -36,7 +36,7 @@ from selective_compile.passes import Refusal, RefusedError, Rewrite
 from selective_compile.passes.batch_dependence import product_types
 from selective_compile.passes.position_limit import position_limit
 from selective_compile.passes.recurrence_match import Recognised
-from selective_compile.passes.traced_graph import module_path
+from selective_compile.passes.refusals import module_path
 from selective_compile.prefix_trial import not_as_computed, prefix_refusal
 from selective_compile.rewriting import captured_and_rewritten, proved
 from selective_compile.rounding import products_in

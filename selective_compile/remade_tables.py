@@ -31,7 +31,7 @@ from selective_compile.model_call import CANNOT, logits_call
 from selective_compile.model_facts import device_of
 from selective_compile.module_state import Place, attributes, lock_of, put, same_buffers, unchanged
 from selective_compile.passes.normalise import place_of, source_name
-from selective_compile.passes.traced_graph import RefusedError
+from selective_compile.passes.refusals import RefusedError
 from selective_compile.same_logits import agree
 from selective_compile.trace_conditions import Condition
 from selective_compile.unread_stores import asks, mentions

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from selective_compile.passes import PassRecord, Refusal, Rewrite
+from selective_compile.passes.attention_calls import AttentionCall
 from selective_compile.passes.batch_dependence import batch_dependent
-from selective_compile.passes.traced_graph import AttentionCall, RecurrentCall, listed
+from selective_compile.passes.refusals import listed
+from selective_compile.passes.traced_graph import RecurrentCall
 
 Verdict = Literal["ragged", "isolated", "sequential", "refused"]
 

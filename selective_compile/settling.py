@@ -11,7 +11,7 @@ from selective_compile.first_call import set_for_good
 from selective_compile.long_tables import made_long
 from selective_compile.model_call import CANNOT
 from selective_compile.module_state import lock_of
-from selective_compile.passes.traced_graph import Refusal, RefusedError
+from selective_compile.passes.refusals import Refusal, RefusedError
 from selective_compile.remade_tables import made_anew, same_in_turn
 from selective_compile.unread_stores import without_unread
 

@@ -29,10 +29,10 @@ from selective_compile.live_weights import LiveWeights
 from selective_compile.ops import forced_implementation
 from selective_compile.options import EngineConfig
 from selective_compile.passes import Refusal, Rewrite
+from selective_compile.passes.attention_calls import KeySelection
 from selective_compile.passes.flat_graph import FlatGraph, reach_of
 from selective_compile.passes.host_reads import host_read
 from selective_compile.passes.position_limit import id_limit
-from selective_compile.passes.traced_graph import KeySelection
 from selective_compile.step import Reach, StepInputs, reaches
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from transformers import GenerationMixin
 
-from selective_compile.passes.traced_graph import source_line
+from selective_compile.passes.refusals import source_line
 
 aten = torch.ops.aten
 # An id of the copy is that of the token, which is less, and behind that, by shifting, the token's type.

@@ -12,8 +12,8 @@ from torch import nn
 from torch._dynamo.comptime import ComptimeContext
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
+from selective_compile.passes.refusals import shortened_path
 from selective_compile.passes.strides import answer_without_guards
-from selective_compile.passes.traced_graph import shortened_path
 
 
 class GuardsByModule(list[Any]):

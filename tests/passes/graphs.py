@@ -18,10 +18,11 @@ from selective_compile.passes.functional import make_functional
 from selective_compile.passes.lengths import ends_of
 from selective_compile.passes.mask_proof import prove_masks
 from selective_compile.passes.normalise import Symbols, bounding, narrowings, tidy
+from selective_compile.passes.refusals import Refusal, RefusedError, module_path
 from selective_compile.passes.selections import recognise_selections
 from selective_compile.passes.spellings import SPELT_OUT
 from selective_compile.passes.token_axes import mark_token_axes
-from selective_compile.passes.traced_graph import Input, Place, Refusal, RefusedError, TracedGraph, module_path
+from selective_compile.passes.traced_graph import Input, Place, TracedGraph
 
 WIDTH = 8
 # The token inputs a function may name as parameters: trailing sizes and dtype.

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from selective_compile.passes import latent_rows, latents
+from selective_compile.passes.attention_calls import Latent
 from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.flatten import flatten
 from selective_compile.passes.latents import recognise_latents
 from selective_compile.passes.sampled_rows import keep_sampled_rows
-from selective_compile.passes.traced_graph import Latent
 from tests.passes.graphs import analysed, sample
 
 HEADS, NOPE, ROPE, VALUE, RANK = 4, 8, 4, 6, 8  # the query q [4, 8] is half of a query's own columns

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from selective_compile.passes.attention_calls import MaskTerm
 from selective_compile.passes.mask_reads import Unproved
 from selective_compile.passes.mask_terms import MaskTerms
-from selective_compile.passes.traced_graph import MaskTerm
 
 NODE = fx.Graph().placeholder("mask")
 FIRST = torch.tensor([[True, False], [True, True]])  # [L, L]: each token sees itself and those before

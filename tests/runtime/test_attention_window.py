@@ -13,8 +13,8 @@ from torch import Tensor
 
 import selective_compile as sc
 from selective_compile.backend import Program, compile_step_program
+from selective_compile.passes.attention_calls import MaskFamily
 from selective_compile.passes.narrow_windows import narrow_windows
-from selective_compile.passes.traced_graph import MaskFamily
 from tests.models import WINDOW, tiny
 from tests.oracle import assert_same_tokens
 from tests.test_isolation import Decay, Mixed

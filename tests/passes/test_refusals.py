@@ -11,7 +11,7 @@ from multiprocessing import get_context
 import pytest
 
 from selective_compile.passes import Refusal, RefusedError
-from selective_compile.passes.traced_graph import SHOWN
+from selective_compile.passes.refusals import SHOWN
 from selective_compile.report import refused_report
 
 REFUSAL = Refusal(node="cumsum", operator="aten.cumsum", reason="mixes tokens", source_line="m.py:3", module="layers.0")
