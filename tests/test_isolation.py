@@ -24,8 +24,9 @@ import selective_compile as sc
 from selective_compile import isolation_trial
 from selective_compile.backend import compile_step_program, report_of
 from selective_compile.coverage.random_model import random_model, vocabulary_of
+from selective_compile.isolated_paths import UnprovedError
 from selective_compile.isolated_program import TRIED, IsolatedProgram
-from selective_compile.isolation import UnprovedError, prove
+from selective_compile.isolation import prove
 from selective_compile.passes import RefusedError
 from selective_compile.skeleton import skeleton
 from tests.decoders import MAX_POSITIONS, VOCABULARY, WIDTH, Decoder

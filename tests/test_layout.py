@@ -138,6 +138,7 @@ LAYERS = (
         "step_program",
         "int8_weights",
         "cast_weights",
+        "isolated_paths",
         "token_types",
         "known_conditions",
         "where_refused",
