@@ -84,7 +84,9 @@ class LiveConditions:
             found = list(self._answers(model, self._asked).values())
         for known, now, question in zip(self._known, found, self._asked, strict=True):
             if not known.is_still(now):
-                return f"{spelled(question)} must stay {known}, as compiled, got {described(now)}"
+                got = described(now)
+                got = f"another {got}" if got == str(known) else got
+                return f"{spelled(question)} must stay {known}, as compiled, got {got}"
         return ""
 
     def _weights_that_are_none(self, model: nn.Module) -> dict[str, Any]:
