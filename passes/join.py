@@ -25,8 +25,8 @@ from torch import fx
 
 from selective_compile.joined_weights import ALIGNMENT, can_be_joined
 from selective_compile.passes.axes import size_expression
-from selective_compile.passes.evaluate import traced_value
 from selective_compile.passes.flat_graph import FlatGraph
+from selective_compile.passes.known_values import KnownValues
 from selective_compile.passes.merge import readers_of_same_rows
 
 aten = torch.ops.aten
@@ -35,12 +35,12 @@ aten = torch.ops.aten
 def join(flat: FlatGraph) -> int:
     """Returns how many layers went into products with others."""
     weights = dict(zip(flat.module.graph.nodes, range(len(flat.weights)), strict=False))
-    joined, parts = [], []
+    values, joined, parts = KnownValues(flat.symbols.mode), [], []
     for readers in readers_of_same_rows(flat.module.graph, aten.linear.default):
         for layers in joinable(flat, readers, weights):
             joined.append(layers)
-            parts += become_one(flat, layers, weights)
-    follow_strides(flat, parts)
+            parts += become_one(flat, layers, weights, values)
+    follow_strides(flat, parts, values)
     flat.module.graph.lint()
     flat.module.recompile()
     return sum(map(len, joined))
@@ -75,15 +75,17 @@ def operands(layer: fx.Node) -> list[Any]:
     return [operand for operand in layer.args[1:] if operand is not None]
 
 
-def become_one(flat: FlatGraph, layers: Sequence[fx.Node], weights: dict[fx.Node, int]) -> list[fx.Node]:
+def become_one(
+    flat: FlatGraph, layers: Sequence[fx.Node], weights: dict[fx.Node, int], values: KnownValues
+) -> list[fx.Node]:
     """The parts of the product in their places."""
     graph, first = flat.module.graph, layers[0]
     given = [add_input(flat, nodes, weights) for nodes in zip(*map(operands, layers), strict=True)]
     sizes = [layer.args[1].meta["val"].shape[0] for layer in layers]  # type: ignore[union-attr]
     with graph.inserting_before(first):
-        product = computed(flat, aten.linear.default, first.args[0], *given)
-        whole = computed(flat, aten.split_with_sizes.default, product, sizes, -1)
-        parts = [computed(flat, operator.getitem, whole, place) for place in range(len(layers))]
+        product = computed(graph, values, aten.linear.default, first.args[0], *given)
+        whole = computed(graph, values, aten.split_with_sizes.default, product, sizes, -1)
+        parts = [computed(graph, values, operator.getitem, whole, place) for place in range(len(layers))]
     product.meta = {**first.meta, **product.meta}
     for layer, part in zip(layers, parts, strict=True):
         part.meta = {**layer.meta, **part.meta}
@@ -106,13 +108,13 @@ def add_input(flat: FlatGraph, nodes: Sequence[fx.Node], weights: dict[fx.Node, 
     return given
 
 
-def follow_strides(flat: FlatGraph, parts: Sequence[fx.Node]) -> None:
+def follow_strides(flat: FlatGraph, parts: Sequence[fx.Node], values: KnownValues) -> None:
     """Parts have the strides of the whole, and so may what is computed of them, as later passes read."""
     others = set(parts)
     for node in flat.module.graph.nodes:
         if node.op != "call_function" or node in parts or others.isdisjoint(node.all_input_nodes):
             continue
-        value = value_of(flat, node)
+        value = values.of(node)
         if strides(value) != strides(node.meta.get("val")):
             node.meta["val"] = value
             others.add(node)
@@ -124,11 +126,7 @@ def strides(value: Any) -> Any:
     return [*map(size_expression, value.stride())] if isinstance(value, torch.Tensor) else None
 
 
-def computed(flat: FlatGraph, target: Any, *args: Any) -> fx.Node:
-    node = flat.module.graph.call_function(target, args)
-    node.meta["val"] = value_of(flat, node)
+def computed(graph: fx.Graph, values: KnownValues, target: Any, *args: Any) -> fx.Node:
+    node = graph.call_function(target, args)
+    node.meta["val"] = values.of(node)
     return node
-
-
-def value_of(flat: FlatGraph, node: fx.Node) -> Any:
-    return traced_value(node, flat.symbols.mode, lambda given: given.meta["val"])
