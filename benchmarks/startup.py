@@ -4,8 +4,9 @@
     python benchmarks/startup.py --wide --json benchmarks/results/startup_wide.json
 
 A Llama of 8 and of 32 layers of tiny width, so that weights and their arithmetic take no time, and the graph that an
-engine on a GPU compiles; each start is a process of its own, the first with no captures kept and nothing in Inductor's
-cache (cold), the others with what that one left: as engines start by default (warm), and tracing all the same (traced).
+engine on a GPU compiles, whose layers are joined and left to the library; each start is a process of its own, the first
+with no captures kept and nothing in Inductor's cache (cold), the others with what that one left: as engines start by
+default (warm), and tracing all the same (traced).
 Seconds of the processor and of the clock, without importing.  ``--wide``: one of 1.2 billion parameters, in bfloat16,
 whose trials take their time.
 
@@ -27,12 +28,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from selective_compile import compiling, isolation, rewriting, step_program
+from selective_compile import compiling, isolation, passes, programs, rewriting, step_program
 from selective_compile.bench.arguments import benchmark_parser, keep, parsed
 from selective_compile.bench.serving import random_decoder
 from selective_compile.bench.settings import DecoderShape
 from selective_compile.options import EngineConfig
 from selective_compile.passes import retrace
+from selective_compile.passes.lower import lower
+from selective_compile.passes.merge import merge
 from selective_compile.programs import compile_step_program
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a script knows its own folder alone
@@ -44,7 +47,7 @@ OF_A_BILLION: dict[str, Any] = {"hidden": 2048, "heads": 32, "kv_heads": 8, "mlp
 QUICK_STARTS = {False: ("cold", "warm", "traced"), True: ("cold",)}  # does it run?
 CALLED = {f"{rewriting.__name__}.{name}": "capture" for name in ("capture", "capture_once")}
 CALLED |= {f"{rewriting.__name__}.rewrite": "passes", f"{step_program.__name__}.compiled": "compiling"}
-CALLED |= {f"{isolation.__name__}.tried": "trials"}
+CALLED |= {f"{programs.__name__}.join": "joining", f"{isolation.__name__}.tried": "trials"}
 STARTS = {"cold": True, "warm": True, "traced": False}  # whether captures are kept, and taken
 PARTS = (*dict.fromkeys(CALLED.values()), "all")
 
@@ -90,6 +93,7 @@ def started(
     layers: int, *, wide: bool, each: bool, inductor: bool, keep_captures: bool
 ) -> dict[str, tuple[float, float]]:
     """Seconds of the processor and of the clock, by part."""
+    passes.REWRITES = tuple(each for each in passes.REWRITES if each[1] not in (lower, merge))
     model = random_decoder(DecoderShape(layers=layers, **(OF_A_BILLION if wide else TINY)))
     model = model.bfloat16() if wide else model
     config = EngineConfig(implementation="triton", compile=inductor, keep_captures=keep_captures)

@@ -97,8 +97,8 @@ class Recognised:
 
 
 def recognise_function(function: Callable[..., Any], signature: Signature) -> Recognised | None:
-    """What ``function`` computes when called as ``signature`` says; None if it is no known recurrence."""
-    with forced_implementation("reference"):
+    """What ``function`` computes, called as ``signature`` says, without autocast; None if it is no known recurrence."""
+    with forced_implementation("reference"), torch.autocast(signature.device.type, enabled=False):
         return next((found for found in readings(signature) if is_known(function, found)), None)
 
 
@@ -205,13 +205,14 @@ def gives(
     return got is not None and got.shape == expected.shape and bool((got - expected).abs().max() <= tolerance)
 
 
-def explains(found: Recognised, given: Mapping[str, Any], output: Tensor) -> bool:
-    """Whether the formula gives what the function gave in a call that the model itself made."""
+def explains(found: Recognised, given: Mapping[str, Any], output: Tensor, *others: torch.dtype) -> bool:
+    """Whether the formula gives what the function gave in a call that the model itself made, and in which it may have
+    computed in ``others``."""
     got = output.float()
     with forced_implementation("reference"):
         expected = applied(found, [given[tensor.name] for tensor in found.signature.tensors]).float()
     # What it gives may have more bits than what it was given, and computed with.
-    dtype = coarsest([output.dtype, *(tensor.dtype for tensor in found.signature.tensors)])
+    dtype = coarsest([output.dtype, *others, *(tensor.dtype for tensor in found.signature.tensors)])
     tolerance = with_rounding(TOLERANCE, dtype, found)
     return bool((got - expected).abs().max() <= tolerance * got.abs().max())
 

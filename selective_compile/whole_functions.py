@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from selective_compile import function_op
+from selective_compile.autocast import Autocast, autocast_of
 from selective_compile.passes.constant_arguments import as_given, is_constant, kept
 from selective_compile.passes.recurrence_match import (
     Recognised,
@@ -61,12 +62,14 @@ class Calls:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call in the trial: by which module, if it is a method, with what arguments, and what came back."""
+    """One call in the trial: by which module, if it is a method, with what arguments, and what came back; under which
+    autocast, if any."""
 
     signature: Signature
     owner: Any
     given: Mapping[str, Any]
     output: Tensor
+    autocast: Autocast | None
 
 
 def known_recurrences(model: nn.Module, call: Callable[..., Any]) -> dict[Place, Recognised]:
@@ -103,7 +106,12 @@ def common(place: Place, seen: Calls) -> Recognised | None:
     first = answers[0]
     if first is None or any(answer != first for answer in answers):
         return None
-    return first if all(explains(first, call.given, call.output) for call in seen.made) else None
+    return first if all(explained(first, call) for call in seen.made) else None
+
+
+def explained(known: Recognised, call: Call) -> bool:
+    types = () if call.autocast is None else (call.autocast[1],)
+    return explains(known, call.given, call.output, *types)
 
 
 def places_of(model: nn.Module) -> list[Place]:
@@ -153,7 +161,8 @@ def recorder(place: Place, calls: dict[Place, Calls], length: int) -> Callable[.
             seen.unclear = seen.unclear or signature is None or writes_into(signature, named)
             if signature is not None:
                 output = copied(result[0] if isinstance(result, tuple) else result)
-                seen.made.append(Call(signature=signature, owner=owner, given=given, output=output))
+                under = autocast_of(output.device)
+                seen.made.append(Call(signature=signature, owner=owner, given=given, output=output, autocast=under))
         return result
 
     return record

@@ -73,6 +73,7 @@ LAYERS = (
         "garbage",
     ),
     ("passes",),
+    ("autocast",),
     ("whole_functions", "live_settings"),
     (
         "backend",
@@ -80,7 +81,6 @@ LAYERS = (
         "report",
         "capture",
         "captured",
-        "autocast",
         "model_call",
         "model_facts",
         "tensor_branches",

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import selective_compile as sc
 from selective_compile.coverage.random_model import random_model
 from selective_compile.model_recurrences import recurrences_of
-from tests.exactness import TOLERANCE, engine_error
+from tests.exactness import TOLERANCE, engine_error, greatest
 
 # Heads of Mamba-2 models of 130 and 370 million parameters: of some numbers values grow to nearly the end of float32.
 HEADS = (16, 24, 32)
@@ -30,6 +30,17 @@ def test_recurrences_of_a_type_are_ragged_and_go_on_as_in_generate(model_type: s
     found = sc.generate(model, prompts, max_new_tokens=6, do_sample=False, engine_config=config)
     for prompt, row in zip(prompts, found, strict=True):
         assert row.tolist() == model.generate(prompt[None], max_new_tokens=6, do_sample=False)[0].tolist()
+
+
+@pytest.mark.parametrize("model_type", ["mamba2", "qwen3_next"])
+def test_under_autocast_they_are_ragged_too(model_type: str) -> None:
+    model: Any = random_model(model_type)
+    ids = torch.randint(1, 101, (1, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        plain = model(ids).logits
+        with torch.autocast("cpu", torch.bfloat16):
+            rounding = greatest(model(ids).logits - plain)
+            assert engine_error(model, vocabulary=101) < 2 * rounding
 
 
 @pytest.mark.parametrize("heads", HEADS)

@@ -16,7 +16,7 @@ from selective_compile.capture import capture
 from selective_compile.model_recurrences import recurrences_of
 from selective_compile.whole_functions import left_whole
 from tests.decoders import Residual
-from tests.exactness import TOLERANCE, engine_error
+from tests.exactness import TOLERANCE, engine_error, greatest, step_program
 
 VOCABULARY, WIDTH = 31, 8
 
@@ -85,6 +85,16 @@ def test_recurrences_of_a_model_of_ones_own_are_ragged() -> None:
     assert [call.family for call in report.recurrences].count("linear recurrence") == 2
     assert [call.family for call in report.recurrences].count("causal convolution") == 4  # two convolutions, two shifts
     assert engine_error(model, vocabulary=VOCABULARY) < TOLERANCE
+
+
+def test_under_autocast_they_are_ragged_too() -> None:
+    model, ids = Recurrent().eval(), torch.arange(30)[None]
+    plain = model(ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounding = greatest(model(ids) - plain)
+        assert 0 < engine_error(model, vocabulary=VOCABULARY) < 2 * rounding
+        with pytest.raises(sc.RefusedError):
+            step_program(Recurrent(peeks=True).eval())
 
 
 SHIFTS: dict[str, Callable[[Tensor], Tensor]] = {
