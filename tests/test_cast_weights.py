@@ -123,6 +123,24 @@ def test_values_put_in_place_through_data_are_used_once_what_was_computed_is_dro
     assert tokens_of(engine) == alone(model, captured=captured) != before
 
 
+@pytest.mark.gpu
+def test_captured_steps_of_a_gpu_read_what_was_cast_anew() -> None:
+    model, config = small().cuda(), EngineConfig(compile=False, max_kv_tokens=4096, max_requests=4)
+    with torch.autocast("cuda", torch.bfloat16):
+        program = cast_program(model, config)
+        engine = Engine(model, config, program=program)
+        engine.warm_up()
+        addresses = [tensor.data_ptr() for tensor in program.cast_weights.operands]
+        before = tokens_of(engine)
+        for change in (add_in_place, give_other_memory):
+            change(model)
+            after = tokens_of(engine)
+            assert after == tokens_of(Engine(model, config, program=cast_program(model, config))) != before, change
+            before = after
+        assert [tensor.data_ptr() for tensor in program.cast_weights.operands] == addresses
+    assert engine.stats().captured > 0
+
+
 def test_generate_sees_values_put_in_place_through_data() -> None:
     model = small()
 
