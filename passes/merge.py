@@ -56,7 +56,7 @@ def given(operand: fx.node.Argument) -> bool:
 def become_one(graph: fx.Graph, layers: list[fx.Node]) -> None:
     first = layers[0]
     for operand in [operand for layer in layers for operand in layer.args[1:]]:
-        if isinstance(operand, fx.Node) and operand.target in CASTS:
+        if isinstance(operand, fx.Node) and operand.target in CASTS and first < operand:
             first.prepend(operand)
     with graph.inserting_before(first):
         weights, biases = ([layer.args[i] for layer in layers] for i in (1, 2))

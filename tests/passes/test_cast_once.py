@@ -110,6 +110,21 @@ def test_layers_that_cast_the_same_rows_are_one_call_on_a_cpu() -> None:
     assert cast_once(flat) == 2 and torch.equal(results(flat), before)
 
 
+def test_what_a_weight_was_cast_to_stays_in_front_of_the_layers_that_read_it_before() -> None:
+    """As where a block is run twice, with a weight that its code casts once."""
+
+    def twice(x: Tensor, shared: Tensor, gate: Tensor) -> Tensor:
+        weight = shared.bfloat16()
+        once = F.silu(F.linear(x.bfloat16(), weight))
+        return F.linear(once, weight) * F.linear(once, gate.bfloat16())
+
+    flat = flat_of(twice, drawn(WIDTH, WIDTH), drawn(WIDTH, WIDTH))
+    before = results(flat)
+    assert lower(flat) == 3 and merge(flat) == 2
+    flat.module.graph.lint()
+    assert torch.equal(results(flat), before)
+
+
 def test_int8_numbers_stand_for_what_was_cast() -> None:
     flat = flat_of(mlp, drawn(8, WIDTH), drawn(8, WIDTH))
     before = results(flat)
