@@ -6,8 +6,9 @@ After::   selective.linears_int8(x, [wq_int8, wk_int8], [wq_scales, wk_scales], 
 The numbers and scales are inputs behind all others; `FlatGraph.quantised` says of which weights.  A tied weight is
 quantised for the head, and stays what it is for the embedding; experts ``[E, N, K]`` have a scale for each row, and so
 has what lies by columns, ``[K, N]`` or ``[E, K, N]``, for each of its columns: the numbers are ``[N, K]`` all the same.
-Declines on other devices, and for what is no linear layer on a weight; modules that run by themselves are called with
-the model's own weights.
+Declines on other devices, for what is no linear layer on a weight, and for weights of 8 bits, which a layer casts:
+numbers for them would take memory to be read less exactly.  Modules that run by themselves are called with the
+model's own weights.
 """
 
 from __future__ import annotations
@@ -57,12 +58,17 @@ def source(weight: fx.Node, weights: Mapping[fx.Node, int]) -> Quantised | None:
         return None
     if weight in weights:
         return Quantised(weights[weight])
-    if weight.target in CASTS and weight.args[0] in weights:
+    if weight.target in CASTS and weight.args[0] in weights and has_more_bits(weight.args[0]):
         return Quantised(weights[weight.args[0]])  # type: ignore[index]
     given = weight.args[0] if weight.target in TRANSPOSITIONS else None
     if given not in weights or not alike(value, given.meta["val"].transpose(-2, -1)):  # type: ignore[union-attr]
         return None
     return Quantised(weights[given], by_columns=True)  # type: ignore[index]
+
+
+def has_more_bits(weight: Any) -> bool:
+    dtype = weight.meta["val"].dtype
+    return bool(dtype.is_floating_point and dtype.itemsize > 1)
 
 
 def weights_of(node: fx.Node) -> list[Any]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from selective_compile.cast_weights import CastWeights
 from selective_compile.int8_weights import Int8Weights
 from selective_compile.passes.cast_once import cast_once
-from selective_compile.passes.flat_graph import Cast, FlatGraph
+from selective_compile.passes.flat_graph import Cast, FlatGraph, Quantised
 from selective_compile.passes.flatten import flatten
 from selective_compile.passes.lower import lower
 from selective_compile.passes.lower_grouped import CASTS
@@ -132,3 +132,17 @@ def test_int8_numbers_stand_for_what_was_cast() -> None:
     merge(flat)
     assert quantise(flat) == 2 and casts_of_weights(flat) == 0 and cast_once(flat) == 0
     assert (results(flat) - before).abs().max() < 0.05 * before.abs().max()  # small ones are what large ones leave
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_what_has_eight_bits_already_is_not_quantised(dtype: torch.dtype) -> None:
+    """As where a layer keeps numbers, which its code casts and scales."""
+
+    def scaled(x: Tensor, numbers: Tensor, scales: Tensor, head: Tensor) -> Tensor:
+        return F.linear(F.linear(x, numbers.float()) * scales, head)
+
+    numbers = torch.randint(-127, 127, (WIDTH, WIDTH)).to(dtype)
+    flat = flat_of(scaled, numbers, drawn(WIDTH), drawn(8, WIDTH))
+    before = results(flat)
+    assert lower(flat) == 2 and quantise(flat) == 1 and flat.quantised == (Quantised(2),)
+    assert (results(flat) - before).abs().max() < 0.05 * before.abs().max()
