@@ -128,6 +128,31 @@ def group_norm(
     return normed if bias is None else normed + bias.reshape(each)
 
 
+def norm_of_channels(
+    x: Tensor,  # [N, C, ...]
+    weight: Tensor | None,  # [C]
+    bias: Tensor | None,  # [C]
+    mean: Tensor | None,  # [C]
+    variance: Tensor | None,  # [C]
+    of_these: bool,
+    momentum: float,
+    eps: float,
+    *rest: Any,
+) -> Any:
+    """A norm by a mean and a variance that were kept is a factor and an addend for each channel.
+
+    ``of_these``: it is by those of the values it is given, as in training.
+    """
+    if of_these or mean is None or variance is None:
+        return NotImplemented
+    wide = torch.promote_types(x.dtype, torch.float32)
+    factor = (variance.to(wide) + eps).rsqrt()
+    factor = factor if weight is None else factor * weight.to(wide)
+    addend = -mean.to(wide) * factor if bias is None else bias.to(wide) - mean.to(wide) * factor
+    each = (-1, *(1,) * (x.dim() - 2))
+    return (x.to(wide) * factor.reshape(each) + addend.reshape(each)).to(x.dtype)
+
+
 def plain_einsum(equation: str, operands: Sequence[Tensor], *, path: Sequence[int] | None = None) -> Any:
     """Of two operands, with a letter for each dimension, no letter twice in one, and the result named."""
     inputs, out = named_dimensions(equation, [operand.dim() for operand in operands])
@@ -183,6 +208,7 @@ SPELT_OUT: dict[Any, Any] = {
     aten.conv1d.default: pointwise_conv1d,
     aten.conv1d.padding: unpadded_conv1d,
     aten.group_norm.default: group_norm,
+    **dict.fromkeys((aten.batch_norm.default, aten.instance_norm.default), norm_of_channels),
     aten.einsum.default: plain_einsum,
     aten._native_multi_head_attention.default: multi_head_attention,
     aten._transformer_encoder_layer_fwd.default: transformer_encoder_layer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch._meta_registrations
 from torch import Tensor, nn
 
 import selective_compile as sc
-from tests.decoders import VOCABULARY, WIDTH
+from tests.decoders import VOCABULARY, WIDTH, Residual
 from tests.exactness import TOLERANCE, engine_error, padded_error
 
 HEADS = 4
@@ -109,3 +110,33 @@ def test_slopes_that_the_fast_path_takes_for_a_mask_are_one() -> None:
 def test_a_mask_that_is_causal_for_short_requests_alone_is_refused_where_that_matters() -> None:
     with pytest.raises(sc.RefusedError, match="Could not guard on data-dependent expression"):
         engine_error(Tutorial(mask="window", bias=False), vocabulary=VOCABULARY)
+
+
+class Channels(nn.Module):
+    """A norm of channels between two transpositions, which goes by what training has kept."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+        with torch.no_grad():
+            for weight in (*norm.parameters(), *norm.buffers()):
+                if weight.is_floating_point():
+                    weight.uniform_(0.5, 2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.mT).mT
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm1d, partial(nn.InstanceNorm1d, affine=True, track_running_stats=True)], ids=["batch", "each"]
+)
+def test_a_norm_by_what_training_has_kept_is_ragged(norm: Any) -> None:
+    model = Residual(lambda: Channels(norm(WIDTH)), VOCABULARY, WIDTH).eval()
+    assert sc.explain(model).verdict == "ragged"
+    assert engine_error(model, vocabulary=VOCABULARY) < TOLERANCE
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.InstanceNorm1d], ids=["batch", "each"])
+def test_a_norm_by_a_request_s_own_tokens_is_not(norm: Any) -> None:
+    model = Residual(lambda: Channels(norm(WIDTH, track_running_stats=False)), VOCABULARY, WIDTH).eval()
+    assert sc.explain(model).verdict in ("sequential", "refused")

@@ -72,8 +72,20 @@ SPELLINGS: dict[str, tuple[Callable[..., Any], Any]] = {
     "not in place": (lambda x: x.index_put((x > 0,), torch.tensor(0.5)), aten.masked_fill),
     "convolution of one token": (lambda x: F.conv1d(x, x.new_ones(2, 4, 1)), aten.matmul),
     "norm of groups": (lambda x: F.group_norm(x, 2, x[0, :, 0], x[0, :, 1]), aten.layer_norm),
+    "norm of channels": (lambda x: F.batch_norm(x, x[0, :, 0], x[1, :, 0].abs(), x[0, :, 1], x[0, :, 2]), aten.rsqrt),
+    "norm of channels without weights": (lambda x: F.batch_norm(x, x[0, :, 0], x[1, :, 0].abs()), aten.rsqrt),
+    "norm of channels in 16 bits": (lambda x: of_channels(x.bfloat16(), x[0, :, 0], x[1, :, 0].abs()), aten.rsqrt),
+    "norm of channels of each": (lambda x: of_each(x, x[0, :, 0], x[1, :, 0].abs()), aten.rsqrt),
     "matrix norm": (lambda x: torch.linalg.matrix_norm(x), aten.linalg_vector_norm),
 }
+
+
+def of_channels(x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    return F.batch_norm(x, mean, variance, weight=mean, bias=variance)
+
+
+def of_each(x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    return F.instance_norm(x, mean, variance, weight=mean, bias=variance, use_input_stats=False)
 
 
 def overwritten(x: Tensor, mask: Tensor, values: Tensor) -> Tensor:
@@ -94,6 +106,12 @@ LEFT_ALONE: dict[str, tuple[Callable[..., Any], Any]] = {
     "convolution of several tokens": (lambda x: F.conv1d(x, x.new_ones(2, 4, 2)), aten.conv1d),
     "convolution of groups": (lambda x: F.conv1d(x, x[0, :, :1, None], groups=4), aten.conv1d),
     "convolution of padding": (lambda x: F.conv1d(x, x.new_ones(2, 4, 1), padding=1), aten.conv1d),
+    "norm of channels by these": (lambda x: F.batch_norm(x, None, None, training=True), aten.batch_norm),
+    "norm of channels of each by these": (lambda x: F.instance_norm(x), aten.instance_norm),
+    "norm of channels that it keeps": (
+        lambda x: F.batch_norm(x, x[0, :, 0].clone(), x[1, :, 0].abs(), training=True),
+        aten.batch_norm,
+    ),
     "rows in turn": (lambda x: x.index_put((x[..., 0] > 9,), x[0, :0]), aten.index_put),
     "sums": (lambda x: x.index_put((x > 0,), torch.tensor(0.5), accumulate=True), aten.index_put),
     "integers in place of others": (lambda x: torch.where(x > 0, 1, x.long()), aten.where),

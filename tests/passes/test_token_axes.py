@@ -120,6 +120,16 @@ TOKEN_WISE: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
     "slopes of channels": (lambda x, w: F.prelu(x.mT, w[0]).mT, (WEIGHT,)),
     "mean and spread": (lambda x: standardised(*torch.std_mean(x, -1, keepdim=True), x), ()),
     "norm of groups": (lambda x, w: F.group_norm(x.reshape(-1, 8), 2, w[0], w[1]).view(x.shape), (WEIGHT,)),
+    "norm of channels": (lambda x, w: F.batch_norm(x.mT, w[0], w[1].abs(), w[2], w[3]).mT, (WEIGHT,)),
+    "norm of channels of rows": (
+        lambda x, w: F.batch_norm(x.reshape(-1, 8), w[0], w[1].abs(), None, w[3]).reshape(x.shape),
+        (WEIGHT,),
+    ),
+    "norm of a channel": (lambda x, w: F.batch_norm(x[:, None], w[0, :1], w[1, :1].abs())[:, 0], (WEIGHT,)),
+    "norm of channels of requests": (
+        lambda x, w: F.instance_norm(x.mT, w[0], w[1].abs(), w[2], w[3], use_input_stats=False).mT,
+        (WEIGHT,),
+    ),
     "buckets": (lambda x, w: torch.bucketize(x, w[0].sort()[0]) + torch.searchsorted(w[1].sort()[0], x), (WEIGHT,)),
     "among ids": (lambda ids: torch.isin(ids, torch.tensor([1, 2]))[..., None].float(), ()),
     "median and more": (lambda x: x.median(-1)[0] + x.kthvalue(2)[0] + x.round().mode()[0] + x.nansum(-1), ()),
@@ -204,6 +214,8 @@ MIXING: dict[str, tuple[Function, str]] = {
         lambda x: F.batch_norm(x.reshape(-1, 8), None, None, training=True).reshape(x.shape),
         "no transfer",
     ),
+    "norm of channels by a request's tokens": (lambda x: F.instance_norm(x.mT).mT, "no transfer"),
+    "norm of channels by tokens": (lambda x: F.batch_norm(x.mT, x.mean((0, 1)), x.amax((0, 1))).mT, "requests"),
     "merged rows reversed": (lambda x: x.reshape(-1, 8).flip(0).reshape(x.shape), "enumerates requests and tokens"),
     "view cutting tokens": (lambda x: x.reshape(x.shape[0], 8, x.shape[1]).transpose(1, 2), "cuts across"),
     "view swapping requests and tokens": (
