@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from selective_compile.length_tables import nodes_in, table_of
 from selective_compile.model_call import ATTENTION_MASK
+from selective_compile.passes.axes import size_expression
 from selective_compile.passes.lengths import ALL_LENGTHS, CAPTURE_TOKENS, Answer, answer
 from selective_compile.passes.normalise import source_name
 
@@ -55,7 +56,10 @@ METHODS = {
     *("to", "long", "int", "float", "unsqueeze", "squeeze", "view", "reshape", "contiguous", "clone"),
 }
 # Of one tensor of ones and numbers: beside these, what does not grow with their count.
+COMPARED = {operator.eq, operator.ne, torch.eq, torch.ne, "eq", "ne", "__eq__", "__ne__"}
+SUMS = {torch.sum, "sum"}  # which grow with them, and are known where they are compared with their count
 OF_ONES = {
+    *SUMS,
     *(torch.all, torch.any, torch.min, torch.amin, torch.eq, torch.ne, torch.logical_not, torch.bitwise_not),
     *(operator.eq, operator.ne, operator.invert, operator.not_),
     *("all", "any", "min", "amin", "eq", "ne", "__eq__", "__ne__", "logical_not", "bitwise_not", "bool", "item"),
@@ -214,6 +218,10 @@ def chain_of(node: fx.Node) -> list[fx.Node] | None:
     """From the positions, as `capture` makes them, or the mask; None where ``node`` is made of anything else."""
     chain = [node]
     while not is_positions(node) and not is_mask(node):
+        total = sum_of_all(node)
+        if total is not None:
+            chain.append(total)
+            node = total
         if len(node.all_input_nodes) != 1 or node.kwargs.keys() & {"out", "dim", "axis"} or len(nodes_read(node)) != 1:
             return None
         if getattr(node.meta.get("example_value"), "dtype", torch.int64) not in WIDE:
@@ -222,7 +230,24 @@ def chain_of(node: fx.Node) -> list[fx.Node] | None:
         chain.append(node)
     beside = OF_ONES if is_mask(node) else set()
     known = {"call_function": FUNCTIONS | beside, "call_method": METHODS | beside}
-    return chain[::-1] if all(node.target in known.get(node.op, ()) for node in chain[:-1]) else None
+    counted = all(before in map(sum_of_all, chain) for before in chain if before.target in SUMS)
+    return chain[::-1] if counted and all(node.target in known.get(node.op, ()) for node in chain[:-1]) else None
+
+
+def sum_of_all(node: fx.Node) -> fx.Node | None:
+    """What ``node`` compares with how many numbers it is the sum of: of ones it is as many, however many there are."""
+    reads = nodes_read(node)
+    if node.target not in COMPARED or len(reads) != 2 or reads[0].target not in SUMS or len(reads[0].args) != 1:
+        return None
+    total, count = reads
+    summed = nodes_read(total)[0].meta.get("example_value")
+    if total.kwargs or not isinstance(summed, Tensor) or not is_size(count):
+        return None
+    return total if size_expression(summed.numel()) == size_expression(count.meta["example_value"]) else None
+
+
+def is_size(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), torch.SymInt)
 
 
 def is_mask(node: fx.Node) -> bool:
@@ -262,11 +287,17 @@ def is_number(node: fx.Node) -> bool:
 
 def follow(chain: Sequence[fx.Node], value: Tensor) -> Tensor:
     """What the last node gives where the first one gives ``value``."""
+    count = value.numel()  # of what a sum is over that is compared with it
     for node in chain[1:]:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _, value=value: value)  # type: ignore[misc]
+        given = partial(number_or_count, value, count)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), given)
         call: Any = getattr(type(value), str(node.target)) if node.op == "call_method" else node.target
-        value = call(*args, **kwargs)
+        count, value = value.numel(), call(*args, **kwargs)
     return value
+
+
+def number_or_count(value: Tensor, count: int, node: fx.Node) -> Any:
+    return count if is_size(node) else value
 
 
 def kinds_of(kind: Any) -> list[Any]:
