@@ -99,9 +99,12 @@ def used_outside_masks(traced: TracedGraph) -> set[fx.Node]:
 
 
 def reads_table(traced: TracedGraph, node: fx.Node) -> bool:
-    """A parameter, which training changes, or a look-up in a constant: what it holds elsewhere no probe may see."""
+    """A parameter, which training changes, or a look-up in a constant: what it holds elsewhere no probe may see, unless
+    all requests look up the same, as each head its slope."""
     if node.op == "placeholder":
         return isinstance(node.meta.get("val"), torch.Tensor)
+    if node in traced.axes and traced.axes[node].is_constant:
+        return False
     by_slice = node.target is aten.slice.Tensor and not traced.axes[node].is_constant
     if getattr(node.target, "overloadpacket", None) not in LOOKUPS and not by_slice:
         return False

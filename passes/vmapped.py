@@ -26,7 +26,8 @@ METHODS = frozenset(
     "le lt ge gt eq ne add sub mul div floor_divide remainder abs neg logical_and logical_or logical_not logical_xor "
     "bitwise_and bitwise_or bitwise_not bitwise_xor minimum maximum clamp where masked_fill "
     "__le__ __lt__ __ge__ __gt__ __eq__ __ne__ __and__ __or__ __xor__ __invert__ __add__ __sub__ __mul__ __floordiv__ "
-    "__mod__ __neg__ __rsub__ __radd__ __rmul__ __rand__ __ror__ to bool int long float".split()
+    "__mod__ __neg__ __rsub__ __radd__ __rmul__ __rand__ __ror__ __truediv__ __rtruediv__ __pow__ __rpow__ "
+    "div pow exp exp2 log log2 sqrt rsqrt tanh sigmoid floor round sign to bool int long float double".split()
 )
 FUNCTIONS = frozenset(
     (
@@ -37,10 +38,12 @@ FUNCTIONS = frozenset(
         *(torch.le, torch.lt, torch.ge, torch.gt, torch.eq, torch.ne, torch.logical_xor, torch.bitwise_xor),
         *(torch.add, torch.sub, torch.mul, torch.floor_divide, torch.remainder, torch.neg, torch.bitwise_not),
         *(torch.where, torch.minimum, torch.maximum, torch.abs, torch.clamp),
+        *(operator.truediv, operator.pow, torch.div, torch.pow, torch.exp, torch.exp2, torch.log, torch.log2),
+        *(torch.sqrt, torch.rsqrt, torch.tanh, torch.sigmoid, torch.floor, torch.round, torch.sign),
     )
 )
 NUMBERS = ("new_ones", "new_zeros")
-LOOKUPS = (torch.ops.aten.index, torch.ops.aten.index.Tensor)
+LOOKUPS = (torch.ops.aten.index, torch.ops.aten.index.Tensor, operator.getitem)
 
 
 def interpreter_of(module: fx.GraphModule) -> fx.Interpreter:
@@ -98,13 +101,14 @@ def depth(graph: fx.Graph) -> int:
 def takes_numbers(node: fx.Node, inside: set[fx.Node]) -> bool:
     """Whether a node under `vmap` computes a number of numbers, whatever their indices."""
     if node.op == "call_function" and node.target in LOOKUPS:
-        source, places = node.args
-        known = all(place in inside for place in places)  # type: ignore[union-attr]
-        return source not in inside and known and len(places) == dims_of(source)  # type: ignore[arg-type]
+        source, given = node.args
+        places = given if isinstance(given, (list, tuple)) else (given,)
+        known = all(place in inside for place in places)
+        return source not in inside and known and len(places) == dims_of(source)
     if any(dims_of(read) for read in node.all_input_nodes if read not in inside):
         return False
     if node.op == "call_method" and node.target in NUMBERS:
-        return node.args[1:] == ((),)
+        return (*node.args[1:], *(size for name, size in node.kwargs.items() if name == "size")) == ((),)
     return node.target in (METHODS if node.op == "call_method" else FUNCTIONS)
 
 

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from selective_compile.autocast import autocast_of
 from selective_compile.captured import Captured
+from selective_compile.flex_blocks import blocks_unread
 from selective_compile.graph_writes import GraphWrites
 from selective_compile.joined_graphs import ApartError, JoinedGraphs, Side
 from selective_compile.known_conditions import known_conditions
@@ -30,6 +31,7 @@ from selective_compile.model_call import CANNOT, logits_call
 from selective_compile.model_facts import check, declared_positions, device_of
 from selective_compile.module_state import same_buffers
 from selective_compile.passes.autocast_casts import write_casts
+from selective_compile.passes.flex_calls import write_out_flex
 from selective_compile.passes.lengths import ALL_LENGTHS, CAPTURE_TOKENS, SHORTEST, bounds_requests, ends_of
 from selective_compile.passes.normalise import keep_sources
 from selective_compile.passes.recurrence_match import Recognised
@@ -124,6 +126,7 @@ def traced(model: nn.Module, functions: Mapping[Place, Recognised] | None, branc
     def keep(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
         keep_sources(module)
         write_casts(module, () if autocast is None else (autocast,))
+        write_out_flex(module)
         found.append(
             Captured(
                 module=module,
@@ -143,7 +146,15 @@ def traced(model: nn.Module, functions: Mapping[Place, Recognised] | None, branc
         torch._dynamo.mark_dynamic(argument, 1)
     answered = nullcontext() if branches is None else branches.answered()
     # What is assigned to `data` of a buffer, Dynamo assigns as it traces: memory that there is none of.
-    with by_dynamo(), torch.no_grad(), left_whole(functions or {}), same_buffers(model), plain_buffers(model), answered:
+    with (
+        by_dynamo(),
+        blocks_unread(),
+        torch.no_grad(),
+        left_whole(functions or {}),
+        same_buffers(model),
+        plain_buffers(model),
+        answered,
+    ):
         try:
             torch.compile(call, backend=keep, fullgraph=True)(*arguments)
         except CaptureDone:

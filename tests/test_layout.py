@@ -52,6 +52,7 @@ LAYERS = (
         "grouped_ops",
         "latent_ops",
         "function_op",
+        "flex_blocks",
         "part_ops",
         "kernels",
         "step",
