@@ -119,15 +119,15 @@ class Declined(Exception):
 class Behind:
     """Goes from what was found to the outputs; the graph is changed when that went well.
 
-    ``values`` are those of nodes when all tokens go through them, ``restored`` those that only put back the dimension
-    that was dropped.
+    ``values`` are those of nodes when all tokens go through them, ``moved`` those that only drop the dimension of the
+    last token, or put back one that was dropped.
     """
 
     traced: TracedGraph
     found: list[LastToken]
     values: dict[fx.Node, Any] = field(default_factory=dict)
     dropped: set[fx.Node] = field(default_factory=set)
-    restored: list[fx.Node] = field(default_factory=list)
+    moved: list[fx.Node] = field(default_factory=list)
 
     def move(self) -> bool:
         before = len(self.guards)
@@ -156,8 +156,8 @@ class Behind:
             if node in self.values or node.op == "output" or self.values.keys().isdisjoint(node.all_input_nodes):
                 continue
             self.require_no_rows(node)
-            if self.is_restoring(node):
-                self.restored.append(node)
+            if self.is_restoring(node) or self.is_dropping(node):
+                self.moved.append(node)
                 self.values[node] = self.values[node.args[0]]
             else:
                 self.compute(node)
@@ -170,6 +170,16 @@ class Behind:
 
     def is_restoring(self, node: fx.Node) -> bool:
         return node.target is aten.unsqueeze.default and node.args[0] in self.dropped and node.args[1] in (1, -2)
+
+    def is_dropping(self, node: fx.Node) -> bool:
+        """As ``x[:, -1:].squeeze(1)``, behind which it is as selected."""
+        if node.target is not aten.squeeze.dim or node.args[0] in self.dropped or node.args[1] not in (1, -2):
+            return False
+        given: Any = node.args[0]
+        if given not in self.values or rank(given) != 3 or self.place_of(given, self.values[given]) != 1:
+            return False
+        self.dropped.add(node)
+        return True
 
     def compute(self, node: fx.Node) -> None:
         if not is_of_rows(node.target) or not isinstance(node.meta.get("val"), torch.Tensor):
@@ -221,7 +231,7 @@ class Behind:
             output.replace_input_with(result, cut)
         for node, value in self.values.items():
             node.meta["val"] = value
-        for node in (*(last.node for last in self.found), *self.restored):
+        for node in (*(last.node for last in self.found), *self.moved):
             node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
             graph.erase_node(node)
 

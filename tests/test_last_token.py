@@ -45,6 +45,9 @@ ALIKE: dict[str, Head] = {
     "of all, listed": lambda model, x: model.head(model.norm(x))[:, [-1]],
     "of all, selected": lambda model, x: model.head(model.norm(x))[:, -1].unsqueeze(-2),
     "normed, capped": lambda model, x: capped(model.head(model.norm(x[:, -1:]))).float(),
+    "one row": lambda model, x: model.head(model.norm(x)[:, -1, :]),
+    "one row of all": lambda model, x: model.head(model.norm(x))[:, -1],
+    "sliced, one row": lambda model, x: model.head(model.norm(x[:, -1:])).squeeze(1),
     "twice": lambda model, x: model.head(model.norm(x)[:, -1:]) + 0.5 * model.head(x[:, -1])[:, None],
 }
 
@@ -55,7 +58,7 @@ def test_every_prefix_has_the_logits_of_the_model(name: str) -> None:
     program = step_program(model)
     for chunk in (4, 13):
         for prompt, ours in zip(PROMPTS, logits_in_chunks(program, PROMPTS, chunk), strict=True):
-            theirs = [model(torch.tensor([prompt[:end]]))[0, 0] for end in range(1, len(prompt) + 1)]
+            theirs = [model(torch.tensor([prompt[:end]])).flatten() for end in range(1, len(prompt) + 1)]
             torch.testing.assert_close(ours, torch.stack(theirs), atol=TOLERANCE, rtol=0)
 
 
@@ -89,6 +92,10 @@ OTHERS: dict[str, Head] = {
     "attention": looking_back,
     "over heads": of_heads,
     "over tokens": lambda model, x: model.head(x[:, -1:].softmax(1)),
+    "one row, the last but one": lambda model, x: model.head(x[:, -2]),
+    "squeezed, of values": lambda model, x: model.head(x[:, -1:].squeeze(1).softmax(1)),
+    "squeezed, one of all": lambda model, x: model.head(x[:, :1].squeeze(1)),
+    "one row of means": lambda model, x: model.head(x.mean(1)),
     "beside the first": lambda model, x: model.head(x[:, -1] + x[:, 0]).unsqueeze(1),
     "beside the number of tokens": lambda model, x: model.head(x[:, -1:] / x.shape[1]),
     "the last but one": lambda model, x: model.head(x[:, [-2]]),
@@ -122,8 +129,18 @@ def test_a_padded_call_gives_one_row_for_each_request(name: str) -> None:
     torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
 
 
-def test_an_engine_gives_the_tokens_that_the_model_steps_to() -> None:
-    model = LastAlone(ALIKE["listed"])
+@pytest.mark.parametrize("name", ["one row", "sliced, one row"])
+def test_a_padded_call_gives_rows_without_a_dimension_of_tokens(name: str) -> None:
+    model, ids = LastAlone(ALIKE[name]), torch.randint(0, VOCABULARY, (3, 11))
+    with torch.no_grad():
+        ours, theirs = fast(model)(ids), model(ids)
+    assert ours.shape == theirs.shape == (3, VOCABULARY)
+    torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["listed", "one row"])
+def test_an_engine_gives_the_tokens_that_the_model_steps_to(name: str) -> None:
+    model = LastAlone(ALIKE[name])
     engine = sc.Engine(model, sc.EngineConfig(compile=False))
     assert engine.report.verdict == "ragged"
     with engine.running(), torch.no_grad():
@@ -131,5 +148,5 @@ def test_an_engine_gives_the_tokens_that_the_model_steps_to() -> None:
         for prompt, request in zip(PROMPTS, found, strict=True):
             tokens = list(prompt)
             for _ in range(6):
-                tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+                tokens.append(int(model(torch.tensor([tokens])).flatten().argmax()))
             assert list(request.result().tokens) == tokens[len(prompt) :]
