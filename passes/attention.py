@@ -216,11 +216,11 @@ def cuts_sinks(traced: TracedGraph, node: fx.Node) -> bool:
     if node.target is not aten.slice.Tensor:
         return False
     before, after = (traced.axes[x].dims[-1] for x in (node.args[0], node))  # type: ignore[index]
-    return isinstance(before[0], Extended) and after == (Axis.TOKEN,)
+    return bool(before) and isinstance(before[0], Extended) and after == (Axis.TOKEN,)
 
 
 def pair_letters(traced: TracedGraph, chain: ScoreChain) -> tuple[str, str]:
-    """The letters of the query and the key dimension of the scores: the softmax runs along the key's, which is last."""
+    """The letters of the query and the key dimension of the scores: the softmax runs along the key's."""
     scores = chain.product
     assert scores is not None
     dims = traced.axes[chain.product_node].holding(Axis.TOKEN)

@@ -28,13 +28,15 @@ class MaskTerm:
     """One mask of an attention call: a boolean to keep or drop, or floats to add, ``factor`` times, to the scores.
 
     Or numbers that scores are multiplied with ("times"): they must be 1 for every pair that is not hidden.  ``fill`` is
-    what a hidden score is replaced by, before anything nearer the softmax is added to it.
+    what a hidden score is replaced by, before anything nearer the softmax is added to it.  ``pair``: the dimensions of
+    queries and keys, from the last, which is -1.
     """
 
     node: fx.Node
     kind: Literal["keep", "drop", "add", "times"]
     factor: float = 1.0
     fill: float = -math.inf
+    pair: tuple[int, int] = (-2, -1)
 
 
 @dataclass(frozen=True, kw_only=True)

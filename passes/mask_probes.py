@@ -293,8 +293,8 @@ def combined(
 
 def heads_apart(traced: TracedGraph, term: MaskTerm, value: torch.Tensor, length: int) -> torch.Tensor:
     """``[batch or 1, heads or 1, length or 1, length or 1]`` of a mask ``[..., length, length]``, also of one whose
-    requests and heads are merged, with queries too."""
-    dims: list[Dim] = [(), (), *traced.axes[term.node].dims]
+    requests and heads are merged, with queries too, or whose heads are behind."""
+    value, dims = pair_last(term, value, traced.axes[term.node].dims)
     rows = dims[-2]
     factors = [f for dim in dims[:-2] for f in dim]
     if len(rows) > 1:
@@ -312,3 +312,12 @@ def heads_apart(traced: TracedGraph, term: MaskTerm, value: torch.Tensor, length
     sizes = [f if isinstance(f, int) else batch for f in factors]
     value = value.reshape(*sizes, *pair)
     return value.movedim(factors.index(Axis.BATCH), 0).reshape(batch, -1, *pair)
+
+
+def pair_last(term: MaskTerm, value: torch.Tensor, dims: tuple[Dim, ...]) -> tuple[torch.Tensor, list[Dim]]:
+    """With queries and keys as the last two dimensions, in front of which are two or more."""
+    front = max(0, -min(term.pair) - len(dims))
+    dims, value = ((),) * front + dims, value.reshape(*(1,) * front, *value.shape)
+    places = [dim % len(dims) for dim in term.pair]
+    others = [dim for dim in range(len(dims)) if dim not in places]
+    return value.permute(*others, *places), [(), (), *(dims[dim] for dim in (*others, *places))]

@@ -66,7 +66,11 @@ def prove_masks(traced: TracedGraph) -> int:
     masked: list[Masked] = [*traced.selections, *traced.calls]
     read_otherwise = used_outside_masks(traced)
     for call in masked:
-        key = (call.causal_flag, call.query.heads, *((alike.of(t.node), t.kind, t.factor, t.fill) for t in call.masks))
+        key = (
+            call.causal_flag,
+            call.query.heads,
+            *((alike.of(t.node), t.kind, t.factor, t.fill, t.pair) for t in call.masks),
+        )
         try:
             reads = mask_reads(traced, call, read_otherwise)
             if key not in proved:

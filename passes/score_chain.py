@@ -58,9 +58,8 @@ class ScoreChain:
 
 def read_scores(traced: TracedGraph, softmax: fx.Node) -> ScoreChain:
     """Raises `Unreadable` at the first operator that has no reading."""
-    last = len(traced.axes[softmax].dims) - 1
-    if softmax.args[1] not in (-1, last) or traced.axes[softmax].key_dims[-1] != last:
-        raise Unreadable(softmax, "its softmax must run along the last dimension")
+    if softmax.args[1] not in along_keys(traced, softmax):
+        raise Unreadable(softmax, "its softmax must run along the dimension of keys")
     chain, node = ScoreChain(), softmax.args[0]
     while True:
         assert isinstance(node, fx.Node)
@@ -68,6 +67,18 @@ def read_scores(traced: TracedGraph, softmax: fx.Node) -> ScoreChain:
         if product is not None:
             return finish(traced, chain, node, product)
         node = step_back(traced, chain, node)
+
+
+def along_keys(traced: TracedGraph, node: fx.Node) -> tuple[int, int]:
+    """Both names of the dimension of scores that keys have."""
+    keys, rank = traced.axes[node].key_dims[-1], len(traced.axes[node].dims)
+    return keys, keys - rank
+
+
+def pair_of(traced: TracedGraph, node: fx.Node) -> tuple[int, int]:
+    """The dimensions of scores that queries and keys have, from the last."""
+    query, key = (dim - len(traced.axes[node].dims) for dim in traced.axes[node].key_dims)
+    return query, key
 
 
 def finish(traced: TracedGraph, chain: ScoreChain, node: fx.Node, product: Contraction) -> ScoreChain:
@@ -138,7 +149,7 @@ def take_factors(traced: TracedGraph, chain: ScoreChain, node: fx.Node) -> Any:
     scores, mask = (first, second) if carries_scores(traced, first) else (second, first)
     if not carries_scores(traced, scores) or not isinstance(mask, fx.Node) or carries_scores(traced, mask):
         raise Unreadable(node, f"no reading for {node.target} of two scores or of a number that is not known")
-    chain.masks.append(MaskTerm(node=mask, kind="times"))
+    chain.masks.append(MaskTerm(node=mask, kind="times", pair=pair_of(traced, node)))
     return scores
 
 
@@ -158,7 +169,7 @@ def add_mask(traced: TracedGraph, chain: ScoreChain, node: fx.Node, mask: Any, t
     if chain._after_tanh is not None:
         raise Unreadable(node, "a mask is applied before the scores are capped")
     refuse_behind_factors(chain, node)
-    chain.masks.append(MaskTerm(node=mask, kind="add", factor=chain.scale * times))
+    chain.masks.append(MaskTerm(node=mask, kind="add", factor=chain.scale * times, pair=pair_of(traced, node)))
 
 
 def refuse_behind_factors(chain: ScoreChain, node: fx.Node) -> None:
@@ -184,8 +195,8 @@ def take_maximum(traced: TracedGraph, chain: ScoreChain, node: fx.Node) -> Any:
     if getattr(found, "target", None) not in MAXIMA or found.args[0] is not scores:  # type: ignore[union-attr]
         raise Unreadable(node, "what is taken off its scores is not their own maximum")
     assert isinstance(found, fx.Node)
-    last = len(traced.axes[node].dims) - 1
-    if found.args[1] not in (-1, last, [-1], [last]) or len(found.args) < 3 or not found.args[2]:
+    keys = along_keys(traced, node)
+    if found.args[1] not in (*keys, *([each] for each in keys)) or len(found.args) < 3 or not found.args[2]:
         raise Unreadable(node, "what is taken off its scores is not one number for each query")
     if chain._after_tanh is not None or chain.sinks is not None:
         raise Unreadable(node, "a number is taken off its scores before they are capped, or beside its sinks")
@@ -225,7 +236,7 @@ def take_filled(
     if chain._after_tanh is not None or chain.scale <= 0:
         raise Unreadable(node, "a mask is applied before the scores are capped or negated")
     refuse_behind_factors(chain, node)
-    chain.masks.append(MaskTerm(node=mask, kind=kind, fill=number * chain.scale))
+    chain.masks.append(MaskTerm(node=mask, kind=kind, fill=number * chain.scale, pair=pair_of(traced, node)))
     return scores
 
 

@@ -40,6 +40,35 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return weigh(hide_future(scores_of(q, k)).softmax(-1), v)
 
 
+def heads_behind(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    hide: Function,
+    dim: int = 1,
+) -> Tensor:
+    """As labml has it: tokens first, requests and heads behind queries and keys."""
+    scores = torch.einsum("ibhd,jbhd->ijbh", q.transpose(0, 1), k.transpose(0, 1)) * SCALE
+    return torch.einsum("ijbh,jbhd->ibhd", hide(scores).softmax(dim), v.transpose(0, 1)).transpose(0, 1)
+
+
+def hidden_behind(hidden: Function) -> Function:
+    """``hidden``: of positions of queries and keys."""
+
+    def hide(scores: Tensor) -> Tensor:
+        places = torch.arange(scores.shape[0])
+        return scores.masked_fill(hidden(places[:, None], places)[:, :, None, None], -math.inf)
+
+    return hide
+
+
+def slopes_behind(scores: Tensor) -> Tensor:
+    places = torch.arange(scores.shape[0])
+    bias = (places[None, :] - places[:, None])[:, :, None, None] * torch.tensor([0.5, 0.25, 0.1, 0.0])
+    return hidden_behind(torch.lt)(scores + bias)
+
+
 def swapped(x: Tensor) -> Tensor:
     return x.transpose(1, 2)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,13 +26,17 @@ from tests.passes.spellings import (
     expanded,
     grouped,
     grouped_by_broadcast,
+    heads_behind,
     heads_first_merge,
+    hidden_behind,
     hide_future,
     interleaved,
     keys_first,
+    less_largest,
     scores_of,
     sdpa,
     sinking,
+    slopes_behind,
     softcapped,
     stable,
     triangle_in_place,
@@ -50,6 +56,26 @@ EXACT: dict[str, tuple[Function, int]] = {
     "mT and where with a number": (by_other_names, 4),
     "heads and batch merged": (heads_first_merge, 4),
     "keys on the left": (keys_first, 4),
+    "heads behind": (lambda q, k, v: heads_behind(q, k, v, hide=hidden_behind(torch.lt)), 4),
+    "heads behind, the dimension by its other name": (
+        lambda q, k, v: heads_behind(q, k, v, hide=hidden_behind(torch.lt), dim=-3),
+        4,
+    ),
+    "heads behind a window": (
+        lambda q, k, v: heads_behind(q, k, v, hide=hidden_behind(lambda i, j: (i < j) | (i - j > 3))),
+        4,
+    ),
+    "heads behind slopes": (lambda q, k, v: heads_behind(q, k, v, hide=slopes_behind), 4),
+    "heads behind, the maximum taken off": (
+        lambda q, k, v: heads_behind(q, k, v, hide=lambda s: less_largest(hidden_behind(torch.lt)(s), 1)),
+        4,
+    ),
+    "heads behind, keys before padding": (
+        lambda mask, q, k, v: heads_behind(
+            q, k, v, hide=lambda s: hidden_behind(torch.lt)(s).masked_fill(mask.T[None, :, :, None] == 0, -math.inf)
+        ),
+        4,
+    ),
     "softcap": (softcapped, 4),
     "added mask": (added_mask, 4),
     "where": (where_mask, 4),

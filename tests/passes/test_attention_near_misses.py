@@ -15,6 +15,8 @@ from tests.passes.spellings import (
     alibi,
     attend,
     below,
+    heads_behind,
+    hidden_behind,
     hide_future,
     less_largest,
     merged,
@@ -74,6 +76,26 @@ def filled_with(fill: Function) -> Function:
 
 
 REFUSED: dict[str, tuple[Function, str]] = {
+    "heads behind, softmax over queries": (
+        lambda q, k, v: heads_behind(q, k, v, hide=hidden_behind(torch.lt), dim=0),
+        "enumerates tokens",
+    ),
+    "heads behind, softmax over requests": (
+        lambda q, k, v: heads_behind(q, k, v, hide=hidden_behind(torch.lt), dim=2),
+        "enumerates requests",
+    ),
+    "heads behind keys to come": (
+        lambda q, k, v: heads_behind(q, k, v, hide=hidden_behind(torch.gt)),
+        "no mask family",
+    ),
+    "heads behind and one token ahead": (
+        lambda q, k, v: heads_behind(q, k, v, hide=hidden_behind(lambda i, j: i + 1 < j)),
+        "no mask family",
+    ),
+    "heads behind, the maximum of queries taken off": (
+        lambda q, k, v: heads_behind(q, k, v, hide=lambda s: less_largest(hidden_behind(torch.lt)(s), 0)),
+        "",
+    ),
     "softmax over queries": (
         lambda q, k, v: weigh(hide_future(scores_of(q, k)).softmax(-2), v),
         "enumerates tokens",
