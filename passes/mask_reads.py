@@ -10,7 +10,7 @@ from torch import fx
 from selective_compile.passes.attention_calls import AttentionCall, KeyMarks, KeySelection
 from selective_compile.passes.evaluate import ancestors
 from selective_compile.passes.rules_lookup import LOOKUPS
-from selective_compile.passes.table_rows import TableRows, table_rows
+from selective_compile.passes.table_rows import TableRows, rows_at_positions, table_rows
 from selective_compile.passes.traced_graph import Input, TracedGraph, is_lost
 
 aten = torch.ops.aten
@@ -73,7 +73,7 @@ def mask_reads(traced: TracedGraph, call: AttentionCall | KeySelection, read_oth
                 raise Unproved(term.node, f"its mask reads a constant that the trace does not hold ({node.name})")
             elif node in kept:
                 buffers.append(kept[node])
-            elif (read := table_rows(node, traced.axes, traced.sizes)) is not None:
+            elif (read := rows_read(traced, node)) is not None:
                 rows[node] = read
             elif reads_table(traced, node):
                 raise Unproved(term.node, f"its mask reads a table or a weight ({node.name})")
@@ -89,6 +89,11 @@ def mask_reads(traced: TracedGraph, call: AttentionCall | KeySelection, read_oth
         buffers=tuple(dict.fromkeys(buffers)),
         marks=tuple(dict.fromkeys(marked)),
     )
+
+
+def rows_read(traced: TracedGraph, node: fx.Node) -> TableRows | None:
+    sliced = table_rows(node, traced.axes, traced.sizes)
+    return rows_at_positions(node, traced.axes) if sliced is None else sliced
 
 
 def used_outside_masks(traced: TracedGraph) -> set[fx.Node]:

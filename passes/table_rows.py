@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from selective_compile.passes.axes import Axes, Axis, Sizes, is_symbolic
+from selective_compile.passes.rules_lookup import indices_of
 from selective_compile.passes.rules_reduce import dim_along
 
 aten = torch.ops.aten
@@ -44,13 +45,31 @@ def table_rows(node: fx.Node, axes: dict[fx.Node, Axes], sizes: Sizes) -> TableR
     return rows_of(node, axes[source], sizes) if isinstance(source, fx.Node) and source in axes else None
 
 
+def rows_at_positions(node: fx.Node, axes: dict[fx.Node, Axes]) -> TableRows | None:
+    """What ``node`` reads, if it is ``table[positions]``, of such a table, at each token's own position from 0 on."""
+    indices, table = indices_of(node), node.args[0] if node.args else None
+    if indices is None or not isinstance(table, fx.Node) or table not in axes:
+        return None
+    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    dim, index = given[0]
+    own = index in axes and axes[index].numbers == (Axis.TOKEN,) and axes[index].dims == ((Axis.TOKEN,),)
+    rows = table.meta["val"].shape[dim]
+    if len(given) > 1 or not own or not isinstance(rows, int) or not is_of_positions(axes[table], dim):
+        return None
+    return TableRows(dim=dim, start=0, from_end=False, limit=rows)
+
+
+def is_of_positions(table: Axes, dim: int) -> bool:
+    """Whether it depends on no input, and its rows along ``dim`` are no tokens yet."""
+    return not table.inputs and not table.numbers and not table.labelled(dim) and not table.holding(Axis.BATCH)
+
+
 def rows_of(node: fx.Node, axes: Axes, sizes: Sizes) -> TableRows | None:
     """As `table_rows`, of a slice of a table with ``axes``."""
     dim = dim_along(node, 1, 0)
     start, _, step = slice_bounds(node)
     rows, taken = node.args[0].meta["val"].shape[dim], node.meta["val"].shape[dim]  # type: ignore[union-attr]
-    of_positions = not axes.inputs and not axes.numbers and not axes.labelled(dim) and not axes.holding(Axis.BATCH)
-    if not of_positions or step != 1 or not isinstance(rows, int) or not is_symbolic(taken):
+    if not is_of_positions(axes, dim) or step != 1 or not isinstance(rows, int) or not is_symbolic(taken):
         return None
     if sizes.monomial(taken) != (1, 0, 1):
         return None

@@ -46,6 +46,19 @@ def reading_the_end_for_keys(q: Tensor, k: Tensor, v: Tensor, buffer: Tensor) ->
     return weigh(torch.where(kept, scores_of(q, k), -1e30).softmax(-1), v)
 
 
+def reading_at(
+    read: Callable[[Tensor, Tensor], Tensor] = lambda buffer, places: buffer[:, :, places][..., : places.shape[0]],
+    places: Callable[[Tensor], Tensor] = lambda places: places,
+) -> Callable[..., Any]:
+    """As gpt-fast has it: rows at positions, which generation hands the model, of as many keys as there are tokens."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, buffer: Tensor) -> Tensor:
+        kept = read(buffer, places(torch.arange(q.shape[1])))
+        return weigh(torch.where(kept, scores_of(q, k), -1e30).softmax(-1), v)
+
+    return attend
+
+
 def table(kept: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """[1, 1, ROWS, ROWS], by the positions of query and key."""
     return kept(PLACES[:, None], PLACES[None])[None, None]
@@ -57,6 +70,19 @@ PROVED = {
     "triangle from 7 on": (reading(7, 7), TRIANGLE, 0, ROWS - 7),
     "triangle at its end": (reading_the_end, TRIANGLE, 0, ROWS),
     "triangle, its last rows": (reading_the_last, TRIANGLE, 0, ROWS),
+    "triangle at positions": (reading_at(), TRIANGLE, 0, ROWS),
+    "triangle, its columns at positions": (
+        reading_at(lambda buffer, places: buffer[..., : places.shape[0], :].index_select(3, places)),
+        TRIANGLE,
+        0,
+        ROWS,
+    ),
+    "triangle at positions twice": (
+        reading_at(lambda buffer, places: buffer.index_select(2, places)[..., places]),
+        TRIANGLE,
+        0,
+        ROWS,
+    ),
     "window": (reading(), table(lambda i, j: (j <= i) & (i - j < 4)), 4, ROWS),
     "window by shifting": (reading(1, 0), table(lambda i, j: (j < i) & (i - j < 9)), 8, ROWS - 1),
 }
@@ -86,6 +112,10 @@ REFUSED = {
     "one hidden token": (reading(), table(lambda i, j: (j <= i) & ((i != 299) | (j != 3)))),
     "window that grows": (reading(), table(lambda i, j: (j <= i) & (i - j < 50 + i // 200))),
     "keys at the end": (reading_the_end_for_keys, TRIANGLE),
+    "one future token at positions": (reading_at(), table(lambda i, j: (j <= i) | ((i == 298) & (j == 299)))),
+    "one hidden token at positions": (reading_at(), table(lambda i, j: (j <= i) & ((i != 299) | (j != 3)))),
+    "positions one ahead": (reading_at(places=lambda places: places + 1), TRIANGLE),
+    "positions backwards": (reading_at(places=lambda places: places.flip(0)), TRIANGLE),
     "growing in its last rows": (reading_the_last, table(lambda i, j: (j <= i) | ((i == 298) & (j == 299)))),
     "growing at the end": (reading_the_end, table(lambda i, j: (j <= i) | ((i == 298) & (j == 299)))),
 }
