@@ -10,7 +10,7 @@ the function hides anyway: the function says all.  What counts blocks bounds req
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -22,13 +22,24 @@ from torch.nn.attention.flex_attention import BlockMask
 
 @contextmanager
 def blocks_unread() -> Iterator[None]:
-    """For what Dynamo traces within."""
-    with (
-        mock.patch.object(flex_attention, "_convert_mask_to_block_mask", kept_whole),
-        mock.patch.object(flex_attention, "_create_sparse_block_from_block_mask", mask_of_function),
-        mock.patch.object(flex_attention, "_create_empty_block_mask", mask_of_nothing),
-    ):
+    """For what Dynamo traces within; what other threads run meanwhile has its blocks."""
+    instead: dict[str, Callable[..., Any]] = {
+        "_convert_mask_to_block_mask": kept_whole,
+        "_create_sparse_block_from_block_mask": mask_of_function,
+        "_create_empty_block_mask": mask_of_nothing,
+    }
+    with ExitStack() as stack:
+        for name, function in instead.items():
+            both = where_traced(function, getattr(flex_attention, name))
+            stack.enter_context(mock.patch.object(flex_attention, name, both))
         yield
+
+
+def where_traced(traced: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        return (traced if torch.compiler.is_dynamo_compiling() else run)(*args, **options)
+
+    return call
 
 
 def kept_whole(mask: Tensor, *sizes: Any, **options: Any) -> tuple[Tensor, None]:

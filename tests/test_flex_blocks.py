@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 import selective_compile as sc
+from selective_compile.flex_blocks import blocks_unread
 from tests.decoders import HEADS, VOCABULARY, Decoder, no_mask
 from tests.exactness import TOLERANCE, engine_error, step_program
 
@@ -76,3 +77,10 @@ def test_a_model_of_transformers_is_what_it_is_with_other_attention() -> None:
     assert report.verdict == "ragged"
     assert {call.mask for call in report.calls} == {"causal, window 5", "causal"}
     assert engine_error(model, vocabulary=99) < TOLERANCE
+
+
+def test_what_others_run_while_a_model_is_traced_has_its_blocks() -> None:
+    with blocks_unread():
+        blocks = create_block_mask(is_before, None, None, 300, 300, device="cpu", BLOCK_SIZE=100)
+    assert blocks.kv_num_blocks.flatten().tolist() == [1, 1, 1]
+    assert blocks.full_kv_num_blocks is not None and blocks.full_kv_num_blocks.flatten().tolist() == [0, 1, 2]
