@@ -43,7 +43,9 @@ def captured(function: Callable[..., Any], *arguments: Tensor) -> fx.GraphModule
     graphs: list[fx.GraphModule] = []
 
     def keep(module: fx.GraphModule, examples: Any) -> Any:
-        graphs.append(module)
+        copied = fx.Graph()  # Dynamo may empty its own behind an error
+        copied.output(copied.graph_copy(module.graph, {}))
+        graphs.append(fx.GraphModule(module, copied))
         raise Done
 
     torch._dynamo.reset()
