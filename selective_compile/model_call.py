@@ -74,7 +74,7 @@ def without_cache(model: nn.Module) -> dict[str, bool]:
 def logits_of(result: Any) -> torch.Tensor:
     """By their name, or the first that there is of several results: a loss is None without labels.
 
-    Those of the one request's last token alone, [1, V], are [1, 1, V]; [S, V] stays what it is.
+    Where they have no dimension of requests, [S, V], or none of tokens, [1, V], as of the last one, it is put there.
 
     Raises:
         TypeError: none of these is a tensor.
@@ -90,7 +90,9 @@ def logits_of(result: Any) -> torch.Tensor:
         raise TypeError(
             f"a forward must give logits: a tensor, the first of several, or by that name, got {type(found).__name__}"
         )
-    return found[:, None] if found.dim() == 2 and found.shape[0] == 1 else found
+    if found.dim() != 2:
+        return found
+    return found[:, None] if found.shape[0] == 1 else found[None]
 
 
 def own_code(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutput
 
 from selective_compile.model_call import logits_of, without_cache
+from selective_compile.passes.refusals import RefusedError
 from tests.decoders import Decoder
 from tests.exactness import TOLERANCE, logits_in_chunks, step_program
 
@@ -75,3 +76,40 @@ def test_a_model_may_return_a_dictionary() -> None:
     plain = Decoder(layers=1)
     for prompt, ours in zip(prompts, found, strict=True):
         torch.testing.assert_close(ours, plain(torch.tensor([prompt]))[0], atol=TOLERANCE, rtol=0)
+
+
+SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "as it is": ((1, 3, 7), (1, 3, 7)),
+    "no dimension of requests": ((3, 7), (1, 3, 7)),
+    "no dimension of tokens": ((1, 7), (1, 1, 7)),
+    "neither": ((7,), (7,)),
+}
+
+
+@pytest.mark.parametrize("given, read", SHAPES.values(), ids=SHAPES)
+def test_rows_of_logits_are_those_of_the_one_request(given: tuple[int, ...], read: tuple[int, ...]) -> None:
+    assert logits_of(torch.zeros(given)).shape == read
+
+
+class Rows(Decoder):
+    """Gives rows of logits, one for each token of its one request; those of a prompt of one token times ``alone``."""
+
+    def __init__(self, alone: float) -> None:
+        super().__init__(layers=1)
+        self.alone = alone
+
+    def forward(self, input_ids: Tensor) -> Any:
+        rows = super().forward(input_ids)[0]
+        return rows * self.alone if input_ids.shape[1] == 1 else rows
+
+
+def test_rows_are_ragged() -> None:
+    model, prompts = Rows(alone=1.0), [[5, 3, 9], [1]]
+    for prompt, ours in zip(prompts, logits_in_chunks(step_program(model), prompts, 2), strict=True):
+        torch.testing.assert_close(ours, model(torch.tensor([prompt])), atol=TOLERANCE, rtol=0)
+
+
+def test_rows_of_one_token_that_are_others_are_seen() -> None:
+    """They were compared as if the first row were a request, which has no spread to compare with."""
+    with pytest.raises(RefusedError, match="of a prompt of one token"):
+        step_program(Rows(alone=3.0))
