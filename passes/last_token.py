@@ -34,6 +34,8 @@ ROWS = (
     *(aten.view, aten.reshape, aten._unsafe_view, aten.unsqueeze, aten.squeeze, aten.transpose, aten.permute),
     *(aten.expand, aten.slice, aten.select, aten.cat, aten.index_select, aten.flatten, aten.unflatten),
 )
+# What may only drop a dimension of one token.
+DROPS = (aten.squeeze, aten.view, aten.reshape, aten._unsafe_view, aten.flatten)
 
 
 @dataclass(kw_only=True)
@@ -173,10 +175,13 @@ class Behind:
 
     def is_dropping(self, node: fx.Node) -> bool:
         """As ``x[:, -1:].squeeze(1)``, behind which it is as selected."""
-        if node.target is not aten.squeeze.dim or node.args[0] in self.dropped or node.args[1] not in (1, -2):
-            return False
         given: Any = node.args[0]
-        if given not in self.values or rank(given) != 3 or self.place_of(given, self.values[given]) != 1:
+        if getattr(node.target, "overloadpacket", None) not in DROPS or given in self.dropped or rank(given) != 3:
+            return False
+        requests, _, numbers = sizes(given.meta["val"])
+        if given not in self.values or self.place_of(given, self.values[given]) != 1:
+            return False
+        if sizes(node.meta["val"]) != [requests, numbers]:
             return False
         self.dropped.add(node)
         return True

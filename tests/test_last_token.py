@@ -48,6 +48,8 @@ ALIKE: dict[str, Head] = {
     "one row": lambda model, x: model.head(model.norm(x)[:, -1, :]),
     "one row of all": lambda model, x: model.head(model.norm(x))[:, -1],
     "sliced, one row": lambda model, x: model.head(model.norm(x[:, -1:])).squeeze(1),
+    "sliced, as one row": lambda model, x: model.head(model.norm(x[:, -1:]).view(x.shape[0], WIDTH)),
+    "of all, sliced, flat": lambda model, x: model.head(model.norm(x))[:, -1:].flatten(0, 1),
     "twice": lambda model, x: model.head(model.norm(x)[:, -1:]) + 0.5 * model.head(x[:, -1])[:, None],
 }
 
@@ -93,6 +95,7 @@ OTHERS: dict[str, Head] = {
     "over heads": of_heads,
     "over tokens": lambda model, x: model.head(x[:, -1:].softmax(1)),
     "one row, the last but one": lambda model, x: model.head(x[:, -2]),
+    "halves as rows": lambda model, x: model.head(x[:, -1:].view(2 * x.shape[0], WIDTH // 2).repeat(1, 2)),
     "squeezed, of values": lambda model, x: model.head(x[:, -1:].squeeze(1).softmax(1)),
     "squeezed, one of all": lambda model, x: model.head(x[:, :1].squeeze(1)),
     "one row of means": lambda model, x: model.head(x.mean(1)),
