@@ -1,6 +1,7 @@
 """Part of pass 1: a softmax that is written out is that operator.
 
 Before::  e = exp(x - amax(x, -1, keepdim)); e / sum(e, -1, keepdim)
+          exp(x - logsumexp(x, -1, keepdim)); exp(log_softmax(x, -1))
 After::   softmax(x, -1)
 
 As in courses that build it up from its formula.  Declines where nothing is taken off before the exponential, which
@@ -30,6 +31,8 @@ def fold_softmaxes(module: fx.GraphModule) -> int:
 
 def written_out(node: fx.Node) -> tuple[fx.Node, int] | None:
     """What ``node`` is the softmax of, and along which dimension; None if it is none."""
+    if node.target is aten.exp.default:
+        return of_logarithms(node.args[0])
     if node.target is not aten.div.Tensor or node.kwargs:
         return None
     raised, total = node.args
@@ -46,6 +49,18 @@ def written_out(node: fx.Node) -> tuple[fx.Node, int] | None:
         return None
     same = largest.args[0] is x and one_dimension(largest) == dim  # type: ignore[union-attr]
     return (x, dim) if same and node.meta["val"].dtype in WIDE else None  # type: ignore[return-value]
+
+
+def of_logarithms(node: Any) -> tuple[fx.Node, int] | None:
+    """What the exponentials of ``node`` are the softmax of."""
+    if is_call(node, aten.log_softmax.int):
+        x, dim, *dtype = arguments_of(node)
+        return (x, dim) if not any(dtype) and not node.kwargs and node.meta["val"].dtype in WIDE else None
+    if not is_call(node, aten.sub.Tensor) or node.kwargs or node.meta["val"].dtype not in WIDE:
+        return None
+    x, total = node.args
+    dim = one_dimension(total) if is_call(total, aten.logsumexp.default) else None
+    return (x, dim) if dim is not None and total.args[0] is x else None
 
 
 def one_dimension(node: Any) -> int | None:

@@ -37,7 +37,15 @@ def along_the_first(x: Tensor) -> Tensor:
     return raised / raised.sum(0, True)
 
 
-WRITTEN: dict[str, Function] = {"values": by_values, "amax": by_amax, "along the first": along_the_first}
+WRITTEN: dict[str, Function] = {
+    "values": by_values,
+    "amax": by_amax,
+    "along the first": along_the_first,
+    "by the logarithm of the sum": lambda x: (x - x.logsumexp(-1, True)).exp(),
+    "by the logarithm of the sum along the first": lambda x: torch.exp(x - torch.logsumexp(x, [0], keepdim=True)),
+    "by logarithms": lambda x: x.log_softmax(-1).exp(),
+    "by logarithms along the first": lambda x: torch.exp(torch.log_softmax(x, 0)),
+}
 OTHERS: dict[str, Function] = {
     "one more": lambda x: (e := (x - x.amax(-1, True)).exp()) / (1 + e.sum(-1, True)),
     "nothing taken off": lambda x: (e := x.exp()) / e.sum(-1, True),
@@ -48,6 +56,13 @@ OTHERS: dict[str, Function] = {
     "the sum of others": lambda x: (x - x.amax(-1, True)).exp() / (2 * x).exp().sum(-1, True),
     "a sum that is not kept": lambda x: (e := (x - x.amax(-1, True)).exp()) / e.sum(-1),
     "taken off twice": lambda x: (e := torch.sub(x, x.amax(-1, True), alpha=2).exp()) / e.sum(-1, True),
+    "the logarithm of the sum along another": lambda x: (x - x.logsumexp(-1)).exp(),
+    "the logarithm of the sum of others": lambda x: (x - (2 * x).logsumexp(-1, True)).exp(),
+    "the logarithm of the sum of all": lambda x: (x - x.logsumexp((0, 1), True)).exp(),
+    "the logarithm of the sum put in front": lambda x: (x.logsumexp(-1, True) - x).exp(),
+    "logarithms of another base": lambda x: x.log_softmax(-1).exp2(),
+    "logarithms in 16 bits": lambda x: x.bfloat16().log_softmax(-1).exp().float(),
+    "logarithms in more bits": lambda x: x.log_softmax(-1, dtype=torch.float64).exp(),
     "16 bits": lambda x: by_amax(x.bfloat16()).float(),
 }
 
@@ -75,10 +90,11 @@ def test_what_is_almost_so_stays(name: str) -> None:
     torch.testing.assert_close(module(SCORES), OTHERS[name](SCORES), equal_nan=True)
 
 
-def test_an_attention_with_it_is_ragged() -> None:
+@pytest.mark.parametrize("name", ["values", "by the logarithm of the sum", "by logarithms"])
+def test_an_attention_with_it_is_ragged(name: str) -> None:
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         scores = torch.einsum("bqhd,bkhd->bhqk", query / math.sqrt(HEAD_SIZE), repeated(key))
-        weights = by_values(scores.masked_fill(~mask, -math.inf))
+        weights = WRITTEN[name](scores.masked_fill(~mask, -math.inf))
         return torch.einsum("bhqk,bkhd->bqhd", weights, repeated(value)).flatten(2)
 
     assert engine_error(Decoder(layers=1, attend=attend), vocabulary=VOCABULARY) < TOLERANCE
