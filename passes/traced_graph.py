@@ -156,8 +156,11 @@ def arguments_of(node: fx.Node) -> list[Any]:
 
 
 def is_lost(traced: TracedGraph, node: fx.Node) -> bool:
-    """Whether it is a constant without values: what tracing did not follow, and took for a tensor from outside."""
-    return node.op == "get_attr" and isinstance(getattr(traced.module, str(node.target)), FakeTensor)
+    """Whether it is a constant without values: what tracing did not follow, and took for a tensor from outside, as what
+    is computed under `vmap`."""
+    value = getattr(traced.module, str(node.target)) if node.op == "get_attr" else None
+    under_vmap = isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
+    return isinstance(value, FakeTensor) or under_vmap
 
 
 def is_mutable(node: fx.Node) -> bool:

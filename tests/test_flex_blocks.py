@@ -66,6 +66,22 @@ def test_is_refused(name: str) -> None:
         engine_error(Decoder(layers=1, attend=attention(*REFUSED[name]), mask=no_mask), vocabulary=VOCABULARY)
 
 
+KEPT = create_block_mask(is_before, None, None, 256, 256, device="cpu")
+
+
+def of_kept_blocks(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
+    """That were made for one length, and are cut to this."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    blocks = KEPT._adjust(query.shape[1], query.shape[1])
+    return flex_attention(q, k, v, None, blocks).transpose(1, 2).flatten(2)
+
+
+def test_blocks_that_are_not_made_in_the_forward_are_refused() -> None:
+    """What is computed of them under `vmap`, and was lost in tracing, ended an engine with an error of PyTorch's."""
+    with pytest.raises(sc.RefusedError):
+        engine_error(Decoder(layers=1, attend=of_kept_blocks, mask=no_mask), vocabulary=VOCABULARY)
+
+
 def test_a_model_of_transformers_is_what_it_is_with_other_attention() -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
