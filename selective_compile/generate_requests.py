@@ -14,6 +14,7 @@ from transformers.generation import BaseStreamer
 from selective_compile.generate_arguments import Prompts
 from selective_compile.generate_fields import Fields
 from selective_compile.generate_objects import CallObjects
+from selective_compile.hole_trial import counts_holes
 from selective_compile.kept_engines import KeptEngines
 from selective_compile.model_facts import declared_positions
 from selective_compile.options import EngineConfig
@@ -61,7 +62,9 @@ def finished_requests(
         for _ in range(each.num_beams)
     ]
     if prompts.embeds is None and prompts.types is None:
-        return _served(ENGINES.engine_for(model, config, lengths), prompts, fields, counts, seeds, objects, streamer)
+        engine = ENGINES.engine_for(model, config, lengths)
+        refuse_holes(model, engine, prompts)
+        return _served(engine, prompts, fields, counts, seeds, objects, streamer)
     # Samples of a prompt share its rows.
     first = {id(row): number for number, row in reversed([*enumerate(prompts.rows)])}
     own = sorted(first.values())
@@ -71,8 +74,18 @@ def finished_requests(
         if prompts.types is not None:
             ids = {number: kept.typed(ids[number], prompts.types_of(number, kept.num_types)) for number in own}
         known = replace(prompts, rows=[ids[first[id(row)]] for row in prompts.rows])
-        salt = lent.salt if rows else None
-        return _served(kept.engine_for(lengths), known, fields, counts, seeds, objects, streamer, salt)
+        salt, engine = lent.salt if rows else None, kept.engine_for(lengths)
+        refuse_holes(model, engine, prompts)
+        return _served(engine, known, fields, counts, seeds, objects, streamer, salt)
+
+
+def refuse_holes(model: nn.Module, engine: Engine, prompts: Prompts) -> None:
+    """Raises ValueError for padding between tokens that would count to the model itself."""
+    if prompts.holes and (engine.counts_padding or counts_holes(model)):
+        raise ValueError(
+            "attention_mask must have its ones side by side in each row of a model with windows, recurrent layers, "
+            "modules that run by themselves or positions that count padding, got zeros between them"
+        )
 
 
 def _served(
@@ -87,11 +100,6 @@ def _served(
 ) -> list[RequestResult]:
     """`counts` of new tokens for each of the prompts; `salt`: under which they are known, with embeddings."""
     of_embeddings = prompts.embeds is not None
-    if prompts.holes and engine.counts_padding:
-        raise ValueError(
-            "attention_mask must have its ones side by side in each row of a model with windows, recurrent layers or "
-            "modules that run by themselves, got zeros between them"
-        )
     if engine.prefix and prompts.mask is not None and not bool(prompts.mask.all()):
         raise ValueError(
             f"attention_mask must be all ones for a model whose first {engine.prefix} tokens see one another, as "

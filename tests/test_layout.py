@@ -131,6 +131,7 @@ LAYERS = (
         "one_token",
         "own_generation",
         "prefix_trial",
+        "hole_trial",
         "padded_program",
         "programs",
         "sequential_program",

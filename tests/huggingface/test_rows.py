@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, pipeline
+from transformers import GenerationConfig, MptConfig, MptForCausalLM, pipeline
 from transformers.generation import GenerateDecoderOnlyOutput
 
 import selective_compile as sc
@@ -104,6 +106,36 @@ def test_padding_between_tokens_is_refused_with_recurrences(family: str) -> None
     ids[1, 2] = 0  # a pad id within, which generate takes for padding where no mask is given
     with pytest.raises(ValueError, match="attention_mask must have its ones side by side"):
         sc.generate(model, ids, engine_config=CONFIG, **options)
+
+
+def short_mpt() -> Any:
+    """With as few positions as leave no room for a wide hole."""
+    return MptForCausalLM(MptConfig(d_model=32, n_heads=4, n_layers=1, max_seq_len=12, vocab_size=97)).eval()
+
+
+COUNTING: dict[str, tuple[Callable[[], Any], bool]] = {
+    "mpt": (partial(random_model, "mpt"), True),
+    "mpt of 12 positions": (short_mpt, True),
+    "roformer": (partial(random_model, "roformer"), True),
+    "bloom": (partial(random_model, "bloom"), False),
+    "gpt2": (partial(random_model, "gpt2"), False),
+}
+
+
+@pytest.mark.parametrize(("make", "counts"), COUNTING.values(), ids=COUNTING)
+def test_padding_between_tokens_is_refused_where_positions_count_it(make: Callable[[], Any], counts: bool) -> None:
+    """Distances between columns, and rotations by them, go over it; what a mask numbers does not."""
+    model = make()
+    ids = torch.randint(1, 90, (2, 5), generator=torch.Generator().manual_seed(3))
+    options: dict[str, Any] = {"attention_mask": HOLES, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    if not counts:
+        assert torch.equal(sc.generate(model, ids, engine_config=CONFIG, **options), model.generate(ids, **options))
+        return
+    refused = "attention_mask must have its ones side by side"
+    with pytest.raises(ValueError, match=refused):
+        sc.generate(model, ids, engine_config=CONFIG, **options)
+    with sc.wrapped(model, CONFIG), pytest.raises(ValueError, match=refused):
+        model.generate(ids, **options)
 
 
 def test_list_of_prompts_with_a_configuration_each(model: Any) -> None:
