@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,24 +12,10 @@ from torch import Tensor
 
 from selective_compile.joined_weights import wait_for
 from selective_compile.passes.flat_graph import Cast
-from selective_compile.tensor_state import States, states
+from selective_compile.tensor_state import Made, States, states
 from selective_compile.whole_device import ALONE
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Made:
-    """What the weights were cast to, and their ``states`` before that.
-
-    ``seen``: the states of all the graph's tensors when the weights were last found to have those.  ``weights`` are
-    held so that nothing else can get the identity of one.
-    """
-
-    operands: tuple[Tensor, ...]
-    weights: tuple[Tensor, ...]
-    states: States
-    seen: States
 
 
 class CastWeights:

@@ -13,24 +13,16 @@ from torch import Tensor
 from selective_compile.forks import lock_of_any_process
 from selective_compile.int8_ops import as_int8, relative_error
 from selective_compile.passes.flat_graph import Quantised
-from selective_compile.tensor_state import States, states
+from selective_compile.tensor_state import Made, States, states
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Made:
-    """Numbers and scales in turn, and what they were made of.
+class MadeInt8(Made):
+    """Numbers and scales in turn, and of each weight the error that rounding made."""
 
-    ``seen``: the states of all the graph's tensors when the weights were last found to have those in ``states``.
-    ``weights`` are held so that nothing else can get the identity of one.
-    """
-
-    operands: tuple[Tensor, ...]
     errors: tuple[float, ...]
-    weights: tuple[Tensor, ...]
-    states: States
-    seen: States
 
 
 class Int8Weights:
@@ -42,7 +34,7 @@ class Int8Weights:
     def __init__(self, wanted: Sequence[Quantised]) -> None:
         self._wanted = tuple(wanted)
         self._lock = lock_of_any_process()  # for one maker at a time
-        self._made: Made | None = None
+        self._made: MadeInt8 | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -72,7 +64,7 @@ class Int8Weights:
         with self._lock:  # not while they are made, perhaps of what was there before
             self._made = None
 
-    def _made_of(self, weights: tuple[Tensor, ...], seen: States) -> Made:
+    def _made_of(self, weights: tuple[Tensor, ...], seen: States) -> MadeInt8:
         with self._lock:
             found = states(weights, None if self._made is None else self._made.states)
             if self._made is None or self._made.states is not found:
@@ -84,7 +76,7 @@ class Int8Weights:
 
 
 @torch.no_grad()
-def quantised(weights: tuple[Tensor, ...], by_columns: Sequence[bool], found: States, seen: States) -> Made:
+def quantised(weights: tuple[Tensor, ...], by_columns: Sequence[bool], found: States, seen: States) -> MadeInt8:
     by_rows = [weight.mT if turned else weight for weight, turned in zip(weights, by_columns, strict=True)]
     pairs = [as_int8(weight) for weight in by_rows]
     operands = tuple(tensor for pair in pairs for tensor in pair)
@@ -96,4 +88,4 @@ def quantised(weights: tuple[Tensor, ...], by_columns: Sequence[bool], found: St
             *(len(errors), sum(tensor.nbytes for tensor in operands) / 1e6),
             *(sum(weight.nbytes for weight in weights) / 1e6, 100 * sum(errors) / len(errors), 100 * max(errors)),
         )
-    return Made(operands=operands, errors=errors, weights=weights, states=found, seen=seen)
+    return MadeInt8(operands=operands, errors=errors, weights=weights, states=found, seen=seen)

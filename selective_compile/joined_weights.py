@@ -9,32 +9,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from selective_compile.tensor_state import States, class_of, states
+from selective_compile.tensor_state import Made, States, class_of, states
 from selective_compile.whole_device import ALONE
 
 logger = logging.getLogger(__name__)
 # Bytes: of addresses that are a multiple of it libraries and compiled code read and write more at once.
 ALIGNMENT = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class Made:
-    """What the groups were joined to, and the ``states`` of their weights then.
-
-    ``seen``: the states of all the graph's tensors when the weights were last found to have those.  ``weights`` are
-    held so that nothing else can get the identity of one.
-    """
-
-    operands: tuple[Tensor, ...]
-    weights: tuple[Tensor, ...]
-    states: States
-    seen: States
 
 
 class JoinedWeights:

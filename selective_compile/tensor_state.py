@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -33,6 +34,20 @@ class States:
         through ``.data``.  Tensors made in inference mode count no versions, and what is no tensor has neither.
         """
         return _told(tensors) == self._told and not any(map(torch.UntypedStorage._expired, self._references))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """What was made of some of a graph's weights, and the ``states`` of these then.
+
+    ``seen``: the states of all the graph's tensors when the weights were last found to have those.  ``weights`` are
+    held so that nothing else can get the identity of one.
+    """
+
+    operands: tuple[Tensor, ...]
+    weights: tuple[Tensor, ...]
+    states: States
+    seen: States
 
 
 def states(tensors: Sequence[Any], known: States | None = None) -> States:

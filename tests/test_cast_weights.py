@@ -21,9 +21,17 @@ from selective_compile.step_program import StepProgram
 from selective_compile.tensor_state import states
 from tests.models import tiny
 from tests.runtime.played_stream import TapedStream
-
-CONFIG = EngineConfig(compile=False, max_kv_tokens=512, block_size=4, implementation="reference")
-PROMPT = [1, 5, 9, 3, 7]
+from tests.test_joined_weights import (
+    CONFIG,
+    PROMPT,
+    add_in_place,
+    assign,
+    give_other_memory,
+    layer_of,
+    load,
+    optimise,
+    tokens_of,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -43,14 +51,6 @@ def cast_program(model: nn.Module, config: EngineConfig = CONFIG) -> StepProgram
     return program
 
 
-def layer_of(model: Any) -> Any:
-    return model.model.layers[0].mlp.up_proj
-
-
-def tokens_of(engine: Engine) -> list[int]:
-    return list(engine.submit(PROMPT, max_new_tokens=8).result().tokens)
-
-
 def engine_of(model: Any, *, captured: bool = False) -> Engine:
     stream = TapedStream(captures=True) if captured else None
     return Engine(model, CONFIG, program=cast_program(model), stream=stream)
@@ -59,33 +59,6 @@ def engine_of(model: Any, *, captured: bool = False) -> Engine:
 def alone(model: Any, *, captured: bool = False) -> list[int]:
     """By a program that has seen no other weights; sums of bfloat16 are others where steps are filled up."""
     return tokens_of(engine_of(model, captured=captured))
-
-
-def add_in_place(model: Any) -> None:
-    with torch.no_grad():
-        layer_of(model).weight.add_(torch.randn_like(layer_of(model).weight))
-
-
-def load(model: Any) -> None:
-    model.load_state_dict(small().state_dict())
-
-
-def assign(model: Any) -> None:
-    other = small()
-    with torch.no_grad():
-        layer_of(other).weight.neg_()
-    model.load_state_dict(other.state_dict(), assign=True)
-
-
-def give_other_memory(model: Any) -> None:
-    layer_of(model).weight.data = torch.randn_like(layer_of(model).weight)
-
-
-def optimise(model: Any) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    model(torch.tensor([PROMPT]), labels=torch.tensor([PROMPT])).loss.backward()
-    optimizer.step()
-    assert layer_of(model).weight.grad is not None
 
 
 CHANGES = (add_in_place, load, assign, give_other_memory, optimise)
