@@ -1,7 +1,7 @@
 """A hundred thousand short requests through the batch manager, with stops, errors and readers that fail: what is left?
 
     python benchmarks/soak.py --json soak.json            # or: make soak
-    python benchmarks/soak.py --type lfm2                 # states in slots; --type inkling_text: isolated modules
+    python benchmarks/soak.py --type lfm2                 # states in slots; --type qwen4_exp_text: isolated modules
 
 The model that ships, or a tiny one of a type of transformers, and four kinds of requests: a seventh is stopped at a
 random moment, a fiftieth brings a processor that raises, for a fiftieth `send_response` raises as if its reader had

@@ -22,7 +22,7 @@ from selective_compile.passes.equal_heads import equal_heads
 from selective_compile.passes.gated_output import gated_output
 from selective_compile.passes.heads import Unreadable, operand_of, plain_size, require_grouped, sinks_of
 from selective_compile.passes.refusals import module_path, source_line
-from selective_compile.passes.score_chain import ScoreChain, passes_through, read_scores, require_width
+from selective_compile.passes.score_chain import ScoreChain, pair_of, passes_through, read_scores, require_width
 from selective_compile.passes.traced_graph import DTYPES, TracedGraph
 
 aten = torch.ops.aten
@@ -164,8 +164,21 @@ def read_eager(traced: TracedGraph, softmax: fx.Node) -> AttentionCall:
         masks=tuple(chain.masks),
         source_line=source_line(softmax),
         covers=frozenset({softmax, mixing.node, *chain.covers, *(gated.covers if gated is not None else ())}),
-        sinks=None if sinks is None else sinks_of(traced, sinks, query.heads),
+        sinks=None if sinks is None else read_sinks(traced, softmax, sinks, query.heads),
     )
+
+
+def read_sinks(traced: TracedGraph, softmax: fx.Node, sinks: fx.Node, heads: int) -> fx.Node | Operand:
+    """One number for each head, or for each head of each token: as scores [..., heads, tokens, 1]."""
+    query, key = pair_of(traced, softmax)
+    axes, rank = traced.axes.get(sinks), len(traced.axes[softmax].dims)
+    if axes is None or axes.is_constant or len(axes.dims) != rank or axes.key_dims != (rank + query,):
+        return sinks_of(traced, sinks, heads)
+    others = tuple(dim for dim in range(rank) if dim not in (rank + query, rank + key))
+    found = operand_of(traced, sinks, rank + query, others, rank + key, shareable=False)
+    if found.heads != heads or found.head_size != 1:
+        raise Unreadable(sinks, "its sinks are not one number for each head of each token")
+    return found
 
 
 class ValuesProduct:

@@ -40,6 +40,23 @@ class MaskTerm:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BiasLookup:
+    """Numbers that are looked up for each pair of a query and a key, to be added to its score.
+
+    ``node`` is ``source`` at ``index``, whose dimensions of queries and keys are ``pair``, from the last.  Of the
+    source, ``order`` is the permutation to ([batch, tokens,] heads ..., rows): with tokens where it is ``per_query``.
+    """
+
+    node: fx.Node
+    source: fx.Node
+    index: fx.Node
+    pair: tuple[int, int]
+    order: tuple[int, ...]
+    rows: int
+    per_query: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class MaskFamily:
     """What a mask was proved to be: causal, and what else is not 0 or empty.
 
@@ -48,6 +65,8 @@ class MaskFamily:
         chunk: keys of the query's own chunk, where every ``chunk`` positions are one.
         prefix: keys of the first ``prefix`` positions are seen by queries in front of them too.
         slopes: for each query head, what is added to a score per position that the key is behind (ALiBi), negated.
+        distances: for each distance, the row of a `BiasLookup` that is added to a score, or -1 for nothing; the last
+            holds for all farther keys.
         padding: the [B, S] graph input whose zeros hide keys.
         narrowed: the window is not the model's, but was asked for.
     """
@@ -57,6 +76,7 @@ class MaskFamily:
     chunk: int = 0
     prefix: int = 0
     slopes: tuple[float, ...] = ()
+    distances: tuple[int, ...] = ()
     narrowed: bool = False
 
     def __str__(self) -> str:
@@ -66,6 +86,7 @@ class MaskFamily:
             f"chunks of {self.chunk}" if self.chunk else "",
             f"prefix {self.prefix}" if self.prefix else "",
             f"a linear bias for each of {len(self.slopes)} heads" if self.slopes else "",
+            f"a bias for each of {len(self.distances)} distances" if self.distances else "",
             "keys hidden by the attention mask" if self.padding is not None else "",
         ]
         return ", ".join(filter(None, named))
@@ -166,7 +187,9 @@ class AttentionCall:
     masks: tuple[MaskTerm, ...]
     source_line: str
     covers: frozenset[fx.Node]
-    sinks: fx.Node | None = None  # as many numbers as query heads, in their order
+    sinks: fx.Node | Operand | None = None  # as many numbers as query heads, in their order; or as many for each token
     family: MaskFamily | None = None
     selection: KeySelection | None = None  # of the keys that the family allows, only these
     latent: Latent | None = None  # kept in place of keys and values
+    lookup: BiasLookup | None = None  # what the family's distances are looked up in
+    lookup_factor: float = 1.0  # of what is looked up

@@ -17,6 +17,11 @@ Zeros may also stand in front of several, one behind the other, of which each ta
     before:  conv1d(conv1d(pad(x, [2, 0]), depthwise [C, 1, 2], inner), weight [O, C, 2], bias)
     after:   linear([first(x) a token before, first(x)], weight, bias)
 
+Or the tokens in sight of each are put side by side, to be weighed as it says itself::
+
+    before:  unfold(pad(x [B, C, S], [2, 0]), -1, 3, 1)
+    after:   stack([x two tokens before, x a token before, x], -1)
+
 where a first one of before is one of three tokens, the last of them weighed by 0: so the second has in front of a
 request what the first makes of zeros, its bias, as there.
 """
@@ -81,6 +86,9 @@ def whole_convolutions(traced: TracedGraph) -> int:
                 written = Written(traced, chain).delayed(len(chain.convolutions) - 1, 0)
         elif (shift := shift_of(node)) is not None:
             written, last = shifted(traced, shift), node
+        elif (windows := windows_of(node)) is not None:
+            with traced.graph.inserting_before(node):
+                written, last = side_by_side(traced, windows), node
         else:
             continue
         last.replace_all_uses_with(written)
@@ -151,6 +159,44 @@ def is_written(chain: Chain) -> bool:
     for other in others:
         taps *= other.width
     return taps <= MOST_TAPS and not any(other.is_depthwise for other in others)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Of each token of ``source``, ``[B, C, S]`` or ``[B, S, C]``, those in front of it and itself, ``size`` in all."""
+
+    node: fx.Node
+    source: fx.Node
+    size: int
+
+
+def windows_of(node: fx.Node) -> Windows | None:
+    """What an unfold along tokens reads, if as many zeros are in front of them as each looks back."""
+    if node.target is not aten.unfold.default or node.meta["val"].dim() != 4:
+        return None
+    rows, dim, size, step = arguments_of(node)
+    rows = all_of(rows)
+    padded = zeros_in_front(rows, dim % 3) if dim % 3 else None
+    if padded is None or step != 1 or not isinstance(size, int) or not 1 < size <= MOST_TAPS:
+        return None
+    source, front = padded
+    sizes = source.meta["val"].shape
+    tokens = not isinstance(sizes[dim % 3], int) and isinstance(sizes[3 - dim % 3], int)
+    return Windows(node, source, size) if tokens and front == size - 1 else None
+
+
+def all_of(rows: fx.Node) -> fx.Node:
+    """What a slice leaves nothing out of, as one for as many of the last tokens as there are."""
+    if rows.target is not aten.slice.Tensor:
+        return rows
+    source: fx.Node = arguments_of(rows)[0]
+    return source if str(source.meta["val"].shape) == str(rows.meta["val"].shape) else rows
+
+
+def side_by_side(traced: TracedGraph, windows: Windows) -> fx.Node:
+    source = windows.source
+    taps = [moved(traced, source, tokens) if tokens else source for tokens in reversed(range(windows.size))]
+    return call(aten.stack.default, taps, 3, like=windows.node)
 
 
 @dataclass

@@ -11,6 +11,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from selective_compile.passes.axes import is_symbolic
+from selective_compile.passes.bias_lookups import lookups_behind
 from selective_compile.passes.traced_graph import TracedGraph
 
 
@@ -21,7 +22,11 @@ class Fingerprints:
         self._traced = traced
         self._buffers = {given.node: given.example for given in traced.inputs if given.is_buffer}
         marks = {mark.node: mark for selection in traced.selections for mark in selection.marks}
-        self._marks = {node: (mark.marked, mark.unmarked, str(node.meta["val"])) for node, mark in marks.items()}
+        self._marks: dict[fx.Node, Hashable] = {
+            node: (mark.marked, mark.unmarked, str(node.meta["val"])) for node, mark in marks.items()
+        }
+        for lookup in lookups_behind(traced, [term.node for call in traced.calls for term in call.masks]):
+            self._marks[lookup.source] = "looked up", str(lookup.source.meta["val"])
         self._of: dict[fx.Node, int] = {}
         self._numbers: dict[Hashable, int] = {}
 

@@ -17,12 +17,13 @@ import sympy
 import torch
 from torch import fx
 
-from selective_compile.passes.attention_calls import AttentionCall, KeySelection, Latent, Operand
+from selective_compile.passes.attention_calls import AttentionCall, BiasLookup, KeySelection, Latent, Operand
 from selective_compile.passes.axes import Axes, Axis
 from selective_compile.passes.flat_examples import STATE_SLOTS, FlatExamples
 from selective_compile.passes.flat_graph import FlatGraph, reach_of
 from selective_compile.passes.isolate import replace_isolated
 from selective_compile.passes.latent_rows import latent_query, latent_row, latent_value
+from selective_compile.passes.mask_distances import NOTHING, heads_of
 from selective_compile.passes.normalise import Symbols, retrace, tidy
 from selective_compile.passes.own_reads import replace_own_reads
 from selective_compile.passes.packed_trace import Traces
@@ -224,11 +225,35 @@ class Flattener:
             slopes = torch.tensor(call.family.slopes, dtype=torch.float32, device=call.output.meta["val"].device)
             self.traced.module.register_buffer(name, slopes)
             others["slopes"] = self.graph.get_attr(name)
-        if call.sinks is not None:
+        if isinstance(call.sinks, Operand):
+            others["sinks"] = self.graph.call_function(aten.squeeze.dim, (self.arranged(call.sinks), 2))
+        elif call.sinks is not None:
             others["sinks"] = self.graph.call_function(aten.reshape.default, (call.sinks, [-1]))
+        if call.lookup is not None:
+            others["distance_bias"] = self.distance_bias(index, call, call.lookup)
         if call.selection is not None:
             others["selection"] = self.selected[call.selection.output]
         return others
+
+    def distance_bias(self, index: int, call: AttentionCall, lookup: BiasLookup) -> fx.Node:
+        """``[T, heads, distances]`` of what is looked up, or ``[1, heads, distances]``."""
+        assert call.family is not None
+        apply, rows = self.graph.call_function, call.family.distances
+        source = self.replaced.get(lookup.source, lookup.source)
+        heads = call.query.heads if heads_of(lookup) > 1 else 1
+        moved = apply(aten.permute.default, (source, list(lookup.order)))
+        bias = apply(aten.reshape.default, (moved, [-1 if lookup.per_query else 1, heads, lookup.rows]))
+        if call.lookup_factor != 1:
+            bias = apply(aten.mul.Tensor, (apply(aten.to.dtype, (bias, torch.float32)), call.lookup_factor))
+        if NOTHING in rows:
+            bias = apply(aten.constant_pad_nd.default, (bias, [0, 1], 0.0))
+        places = [lookup.rows if row == NOTHING else row for row in rows]
+        if places != list(range(lookup.rows + (NOTHING in rows))):
+            name = f"distances_{index}"
+            device = call.output.meta["val"].device
+            self.traced.module.register_buffer(name, torch.tensor(places, dtype=torch.int64, device=device))
+            bias = apply(aten.index_select.default, (bias, 2, self.graph.get_attr(name)))
+        return apply(aten.expand.default, (bias, [-1, call.query.heads, -1])) if heads == 1 else bias
 
     def arranged(self, operand: Operand) -> fx.Node:
         """``[T, heads, head size]``: a permutation and a reshape (a view wherever the strides allow it)."""

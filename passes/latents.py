@@ -77,6 +77,8 @@ def pays(call: AttentionCall, latent: Latent) -> bool:
 
 
 def latent_of(traced: TracedGraph, call: AttentionCall) -> Latent | None:
+    if call.lookup is not None or isinstance(call.sinks, Operand):  # which no kernel has beside a latent
+        return None
     if not call.query.heads == call.key.heads == call.value.heads:
         return None
     weights = {given.node for given in traced.inputs if given.place == "weight" and is_plain(given.example)}

@@ -117,9 +117,11 @@ def takes_layers(device: torch.device, weight: Any, *, batch_invariant: bool) ->
 
 
 def widen_per_head(node: fx.Node) -> bool:
-    """Whether sinks or slopes of an attention had fewer bits than float32, in which its kernel for CPUs reads them."""
+    """Whether sinks, slopes or biases by distance of an attention had fewer bits than float32, in which its kernel for
+    CPUs reads them."""
     names = [argument.name for argument in ops.ragged_attention.default._schema.arguments]
-    narrow = [place for place in map(names.index, ("sinks", "slopes")) if is_narrow(node.args[place : place + 1])]
+    places = map(names.index, ("sinks", "slopes", "distance_bias"))
+    narrow = [place for place in places if is_narrow(node.args[place : place + 1])]
     for place in narrow:
         given = node.args[place]
         with node.graph.inserting_before(node):

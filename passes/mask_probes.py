@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
@@ -11,8 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from selective_compile.passes.attention_calls import AttentionCall, KeyMarks, KeySelection, MaskTerm
+from selective_compile.passes.attention_calls import AttentionCall, BiasLookup, KeyMarks, KeySelection, MaskTerm
 from selective_compile.passes.axes import Axis, Dim
+from selective_compile.passes.bias_lookups import is_read_behind
 from selective_compile.passes.evaluate import evaluate
 from selective_compile.passes.mask_reads import MaskReads, Unproved
 from selective_compile.passes.mask_terms import MaskTerms
@@ -30,6 +32,7 @@ TILE, ALL_PAIRS = 1024, 2**31  # of a table, so many rows and columns at once, a
 TRIANGLE = 2048  # so many tokens see one another, whatever the mask is made of
 FARTHEST = 2**17
 ANCHORS, SCATTERED = 4, 2**14  # positions that are looked at with every other; groups of positions drawn at random
+GOLDEN = (5**0.5 - 1) / 2  # whose multiples are spread evenly
 SHORTER = (12, 130, 257, 1000)
 FAR_POSITIONS = tuple(range(12)) + tuple(2**k + d for k in range(4, 17) for d in (-1, 0, 1))
 
@@ -45,6 +48,8 @@ class Probe:
         bias: [G, heads, L, L] float64, what is added to the scores of allowed pairs; 1 for heads if it is the same for
             all of them, 0 if nothing is added.
         hidden_keys, real_queries: [G, L] booleans, by the padding input.
+        looked_up: [G, L, L], the rows of a `BiasLookup` that pairs look up; None without one.
+        table: [L or 1, heads, rows] float64, what they were looked up in, as a mask adds it; None without one.
     """
 
     positions: torch.Tensor
@@ -52,6 +57,8 @@ class Probe:
     bias: torch.Tensor
     hidden_keys: torch.Tensor
     real_queries: torch.Tensor
+    looked_up: torch.Tensor | None = None
+    table: torch.Tensor | None = None
 
     @cached_property
     def distance(self) -> torch.Tensor:
@@ -75,7 +82,7 @@ def dense_probes(traced: TracedGraph, call: Masked, reads: MaskReads) -> Iterato
                 real = torch.randint(0, 2, (batch, length), generator=generator, device="cpu")
                 real[:, length // 2] = 1
             value_of = partial(dense, traced, reads, real)
-            yield both(call, reads, torch.arange(length, device="cpu").expand(batch, -1), real != 0, value_of)
+            yield both(traced, call, reads, torch.arange(length, device="cpu").expand(batch, -1), real != 0, value_of)
 
 
 def dense(
@@ -83,7 +90,7 @@ def dense(
 ) -> torch.Tensor:
     """The mask of short requests, ``real [B, L]`` telling padding, by its own graph."""
     given = {} if reads.padding is None else {reads.padding: real.to(reads.padding.meta["val"].dtype)}
-    given |= selecting(traced, reads, chosen)
+    given |= stand_ins(traced, reads, chosen)
     value = evaluate(traced, term.node, batch=len(real), tokens=real.shape[1], given=given)
     return heads_apart(traced, term, value, real.shape[1])
 
@@ -100,7 +107,8 @@ def steps_of(traced: TracedGraph, call: Masked, reads: MaskReads) -> frozenset[f
     every = torch.ones(1, length, length, dtype=torch.bool, device="cpu")
 
     def is_step(term: MaskTerm) -> bool:
-        values = [dense(traced, reads, real, term, every) * term.factor for real in (torch.ones_like(some), some)]
+        with within_tables(term):
+            values = [dense(traced, reads, real, term, every) * term.factor for real in (torch.ones_like(some), some)]
         return all(bool(((value == 0) | (value <= REPLACED)).all()) for value in values)
 
     return frozenset(term.node for term in call.masks if term.kind == "add" and is_step(term))
@@ -203,13 +211,24 @@ def far_probe(
                 index = [i if i is None else places_of(traced.axes[n], i) for n, i in zip(nodes, args[1], strict=True)]
                 return aten.index.Tensor(args[0], index)
 
-            given: dict[fx.Node, Any] = {**known, **hides, **selecting(traced, reads, chosen[None])}
+            given: dict[fx.Node, Any] = {**known, **hides, **stand_ins(traced, reads, chosen[None])}
             value = evaluate(traced, term.node, batch=1, tokens=length, given=given, instead=at_places)
             return heads_apart(traced, term, value, length)[0]
 
         return torch.vmap(of_one)(positions, known, chosen)
 
-    return both(call, reads, positions, real.expand(len(positions), -1), value_of)
+    return both(traced, call, reads, positions, real.expand(len(positions), -1), value_of)
+
+
+@contextmanager
+def within_tables(term: MaskTerm) -> Iterator[None]:
+    """Raises `Unproved` where what is computed inside reads a table beyond its end."""
+    try:
+        yield
+    except (IndexError, RuntimeError) as error:  # which of them, is for the operator to say
+        if isinstance(error, RuntimeError) and "out of bounds" not in str(error):
+            raise
+        raise Unproved(term.node, "its mask reads a table beyond its end") from error
 
 
 def within(reads: MaskReads, positions: torch.Tensor) -> torch.Tensor:
@@ -228,7 +247,14 @@ def far_positions(constants: Iterable[int]) -> torch.Tensor:
     return torch.tensor(chosen, dtype=torch.int64, device="cpu")
 
 
-def both(call: Masked, reads: MaskReads, positions: torch.Tensor, real: torch.Tensor, value_of: Values) -> Probe:
+def both(
+    traced: TracedGraph,
+    call: Masked,
+    reads: MaskReads,
+    positions: torch.Tensor,
+    real: torch.Tensor,
+    value_of: Values,
+) -> Probe:
     """The masks at ``positions`` ``[G, L]`` with every key selected; those ``real`` ``[G, L]`` are no padding.
 
     Selecting some of the keys must hide the others from real queries, and do nothing else.
@@ -242,11 +268,39 @@ def both(call: Masked, reads: MaskReads, positions: torch.Tensor, real: torch.Te
         expected = (allowed & some)[real], bias.masked_fill(~(allowed & some)[:, None], 0).movedim(1, -1)[real]
         if not (torch.equal(left[real], expected[0]) and torch.equal(same.movedim(1, -1)[real], expected[1])):
             raise Unproved(reads.marks[0].node, "it does more or less than hide the keys that were not selected")
-    return Probe(positions=positions, allowed=allowed, bias=bias, hidden_keys=~real, real_queries=real)
+    looked_up = table = None
+    for lookup in reads.lookups:
+        factor = next(term.factor for term in call.masks if is_read_behind(reads.lookups, term.node))
+        looked_up = rows_looked_up(lookup, positions, value_of, every)
+        table = table_for(traced, lookup, positions.shape[1]) * factor
+    return Probe(
+        positions=positions,
+        allowed=allowed,
+        bias=bias,
+        hidden_keys=~real,
+        real_queries=real,
+        looked_up=looked_up,
+        table=table,
+    )
 
 
-def selecting(traced: TracedGraph, reads: MaskReads, chosen: torch.Tensor) -> dict[fx.Node, torch.Tensor]:
-    """The marks' tensors where those pairs ``[batch, length, length]`` are selected."""
+def rows_looked_up(lookup: BiasLookup, positions: torch.Tensor, value_of: Values, every: torch.Tensor) -> torch.Tensor:
+    """[G, L, L]: of each pair at ``positions`` [G, L]."""
+    index = value_of(MaskTerm(node=lookup.index, kind="keep", pair=lookup.pair), every)
+    if not bool((index == index[:, :1]).all()):
+        raise Unproved(lookup.node, "it looks biases up at other places for other heads")
+    return index[:, 0].expand(*positions.shape, positions.shape[1])
+
+
+def table_for(traced: TracedGraph, lookup: BiasLookup, length: int) -> torch.Tensor:
+    """[L or 1, heads, rows] float64: what proofs have in place of what is looked up in."""
+    numbers = numbers_for(traced, lookup, 1, length).permute(lookup.order)
+    return numbers.reshape(length if lookup.per_query else 1, -1, lookup.rows).double()
+
+
+def stand_ins(traced: TracedGraph, reads: MaskReads, chosen: torch.Tensor) -> dict[fx.Node, torch.Tensor]:
+    """The marks' tensors where those pairs ``[batch, length, length]`` are selected, and what biases are looked up in:
+    the same numbers for each request, and others for each of its tokens."""
     batch, length, _ = chosen.shape
     sizes: dict[Dim, int] = {(): 1, (Axis.BATCH,): batch, (Axis.TOKEN,): length}
 
@@ -256,7 +310,20 @@ def selecting(traced: TracedGraph, reads: MaskReads, chosen: torch.Tensor) -> di
         values = torch.full(shape, marks.unmarked, dtype=like.dtype, device="cpu")
         return values.masked_fill(chosen.reshape(shape), marks.marked)
 
-    return {marks.node: tensor(marks) for marks in reads.marks}
+    return {
+        **{marks.node: tensor(marks) for marks in reads.marks},
+        **{lookup.source: numbers_for(traced, lookup, batch, length) for lookup in reads.lookups},
+    }
+
+
+def numbers_for(traced: TracedGraph, lookup: BiasLookup, batch: int, length: int) -> torch.Tensor:
+    """Numbers in place of what biases are looked up in, which no two entries share and of which none is 0."""
+    sizes: dict[Dim, int] = {(Axis.BATCH,): 1, (Axis.TOKEN,): length}
+    shape = [sizes.get(dim, prod(f for f in dim if isinstance(f, int))) for dim in traced.axes[lookup.source].dims]
+    # As random ones, which are not drawn in a function of many requests at once.
+    numbers = 0.5 + torch.arange(prod(shape), dtype=torch.float64, device="cpu") * GOLDEN % 1
+    whole = [batch if dim == (Axis.BATCH,) else -1 for dim in traced.axes[lookup.source].dims]
+    return numbers.to(lookup.source.meta["val"].dtype).reshape(shape).expand(whole)
 
 
 def combined(
@@ -274,10 +341,8 @@ def combined(
         allowed &= positions[:, :, None] >= positions[:, None, :]
 
     def value(term: MaskTerm) -> torch.Tensor:
-        try:
+        with within_tables(term):
             return value_of(term, chosen)
-        except IndexError as error:
-            raise Unproved(term.node, "its mask reads a table beyond its end") from error
 
     factors = [term for term in call.masks if term.kind == "times"]
     masks = [term for term in call.masks if term.kind != "times"]

@@ -17,7 +17,8 @@ is evaluated on probes (`mask_probes`) and must equal a family on every one of t
   it must hide those that are not selected and do nothing else.
 
 Only real queries (padding input not 0) need to agree.  Families: causal, within a window, within chunks, both, or with
-a prefix, whose tokens all queries see, and with a linear bias for each head (`mask_slopes`).  Refused with its source
+a prefix, whose tokens all queries see, and with a linear bias for each head (`mask_slopes`) or a bias that is looked up
+by distance (`mask_distances`).  Refused with its source
 line: what depends on token content, on a weight, on a look-up in a table, on two paddings, or equals no family.  A
 proof from tables bounds requests by their rows, one of a bias that overflows by where it does, and one from buffers of
 the model holds as long as these stay (``traced.proved_from``).
@@ -31,9 +32,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from selective_compile.passes.attention_calls import AttentionCall, KeySelection, MaskFamily
+from selective_compile.passes.attention_calls import AttentionCall, KeySelection, MaskFamily, Operand
+from selective_compile.passes.bias_lookups import is_read_behind
 from selective_compile.passes.evaluate import constants_in
 from selective_compile.passes.fingerprint import Fingerprints
+from selective_compile.passes.mask_distances import distances_of
 from selective_compile.passes.mask_probes import (
     Masked,
     Probe,
@@ -80,6 +83,7 @@ def prove_masks(traced: TracedGraph) -> int:
                 require_whole(call, proved[key])
             if isinstance(call, AttentionCall):
                 call.selection = only_one(call, [selected_by[mark] for mark in reads.marks])
+                look_up(call, reads)
             traced.proved_from += [given for given in reads.buffers if given not in traced.proved_from]
             if reads.limit is not None:
                 traced.bound(reads.limit)
@@ -89,10 +93,20 @@ def prove_masks(traced: TracedGraph) -> int:
     return sum(call.family is not None for call in traced.calls)
 
 
+def look_up(call: AttentionCall, reads: MaskReads) -> None:
+    """Fill in what the call's biases by distance are looked up in."""
+    for lookup in reads.lookups:
+        call.lookup = lookup
+        call.lookup_factor = next(term.factor for term in call.masks if is_read_behind(reads.lookups, term.node))
+
+
 def require_whole(call: Masked, family: MaskFamily) -> None:
     """A query's selected keys are among all those in front of it, so all of these must be there to attend to."""
     node = call.masks[0].node if call.masks else call.output
-    if family.window or family.chunk or family.prefix or (family.slopes and isinstance(call, KeySelection)):
+    biased = family.distances or (family.slopes and isinstance(call, KeySelection))
+    if isinstance(call, AttentionCall) and isinstance(call.sinks, Operand):
+        raise Unproved(node, "no kernel has sinks of each token beside a selection of keys")
+    if family.window or family.chunk or family.prefix or biased:
         raise Unproved(node, f"what is selected among and what is attended to must be all keys, got {family}")
 
 
@@ -149,10 +163,14 @@ def judged(traced: TracedGraph, call: Masked, reads: MaskReads, probes: list[Pro
             node = made_at(traced, call.masks[0].node) if call.masks else call.output
             tried = "causal, windows, chunks and prefixes were tried"
             raise Unproved(node, f"no mask family reproduces it ({tried}); {first_difference(probes)}")
-    slopes, held = slopes_of(call, probes), longest_held(probes)
+    held = longest_held(probes)
     if held is not None:
         traced.bound(held)
-    found = MaskFamily(window=window, padding=reads.padding, chunk=chunk, prefix=prefix, slopes=slopes)
+    found = MaskFamily(window=window, padding=reads.padding, chunk=chunk, prefix=prefix)
+    if reads.lookups:
+        found = replace(found, distances=distances_of(call, reads, probes, found))
+    else:
+        found = replace(found, slopes=slopes_of(call, probes))
     if prefix and (window or chunk):
         raise Unproved(made_at(traced, call.masks[0].node), f"no kernel has a prefix beside windows or chunks: {found}")
     return found

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from selective_compile.passes.attention_calls import AttentionCall, KeyMarks, KeySelection
+from selective_compile.passes.attention_calls import AttentionCall, BiasLookup, KeyMarks, KeySelection
+from selective_compile.passes.bias_lookups import lookups_behind
 from selective_compile.passes.evaluate import ancestors
 from selective_compile.passes.rules_lookup import LOOKUPS
 from selective_compile.passes.table_rows import TableRows, rows_at_positions, table_rows
@@ -28,7 +29,7 @@ class Unproved(Exception):
 @dataclass(frozen=True, kw_only=True)
 class MaskReads:
     """The one token input that hides keys, if any; the slices of tables; the model's buffers; the marks of selected
-    keys, all of one call's masks.
+    keys; what biases are looked up in, of which there is one at most: all of one call's masks.
 
     ``limit``: the longest request that the tables have rows for; None without tables.  ``steps``: masks that add
     nothing, or numbers far below (`mask_probes.steps_of`).
@@ -38,6 +39,7 @@ class MaskReads:
     rows: dict[fx.Node, TableRows] = field(default_factory=dict)
     buffers: tuple[Input, ...] = ()
     marks: tuple[KeyMarks, ...] = ()
+    lookups: tuple[BiasLookup, ...] = ()
     steps: frozenset[fx.Node] = frozenset()
 
     @property
@@ -45,8 +47,13 @@ class MaskReads:
         return min((rows.limit for rows in self.rows.values()), default=None)
 
     def behind(self, node: fx.Node) -> list[fx.Node]:
-        """What a mask is computed from, not looking behind the marks of selected keys."""
-        return ancestors(node, frozenset(mark.node for mark in self.marks))
+        """What a mask is computed from, not looking behind the marks of selected keys and what biases are made of."""
+        return ancestors(node, self.stood_in_for)
+
+    @property
+    def stood_in_for(self) -> frozenset[fx.Node]:
+        """What proofs have values of their own for."""
+        return frozenset({*(mark.node for mark in self.marks), *(lookup.source for lookup in self.lookups)})
 
 
 def mask_reads(traced: TracedGraph, call: AttentionCall | KeySelection, read_otherwise: set[fx.Node]) -> MaskReads:
@@ -61,10 +68,17 @@ def mask_reads(traced: TracedGraph, call: AttentionCall | KeySelection, read_oth
     kept = {given.node: given for given in traced.inputs if given.is_buffer}
     marks = {mark.node: mark for selection in traced.selections for mark in selection.marks}
     marked: list[KeyMarks] = []
+    lookups = lookups_behind(traced, [term.node for term in call.masks])
+    if len(lookups) > 1 or (lookups and isinstance(call, KeySelection)):
+        raise Unproved(lookups[0].node, "its masks look biases up in several places, or those of a selection of keys")
+    looked_up_in = {lookup.source for lookup in lookups}
+    known = looked_up_in | {lookup.node for lookup in lookups}
     for term in call.masks:
         if term.node not in traced.axes:
             raise Unproved(term.node, "its mask could not be followed back to positions")
-        for node in ancestors(term.node, frozenset(marks)):
+        for node in ancestors(term.node, frozenset(marks) | looked_up_in):
+            if node in known:
+                continue
             if node in marks:
                 marked.append(marks[node])
             elif node in tokens:
@@ -88,6 +102,7 @@ def mask_reads(traced: TracedGraph, call: AttentionCall | KeySelection, read_oth
         rows=rows,
         buffers=tuple(dict.fromkeys(buffers)),
         marks=tuple(dict.fromkeys(marked)),
+        lookups=lookups,
     )
 
 

@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from selective_compile.passes.axes import Sizes, is_symbolic
 from selective_compile.passes.functional import make_functional
+from selective_compile.passes.late_lookups import look_up_late
 from selective_compile.passes.lengths import bounds_requests, ends_of
 from selective_compile.passes.nan_guards import fold_nan_guards
 from selective_compile.passes.packed_trace import Traces
@@ -137,6 +138,7 @@ def normalise(module: fx.GraphModule, examples: Sequence[Any], traces: Traces | 
     tidy(traced)
     fold_softmaxes(traced)
     fold_nan_guards(traced)
+    look_up_late(traced, symbols.mode)
     ends = ends_of(bounding(symbols))
     return TracedGraph(
         module=traced,

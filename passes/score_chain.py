@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from selective_compile.passes.attention_calls import MaskTerm
+from selective_compile.passes.bias_lookups import bias_lookup
 from selective_compile.passes.contraction import Contraction, contraction_of
 from selective_compile.passes.evaluate import ancestors, evaluate, shaped_like
 from selective_compile.passes.heads import Unreadable
@@ -281,7 +282,7 @@ def hidden_from(dtype: torch.dtype) -> float:
 
 def carries_scores(traced: TracedGraph, node: Any) -> bool:
     """Scores come out of a product of queries and keys; a mask of positions, or marks of keys, out of none, though it
-    may be made in the shape of scores."""
+    may be made in the shape of scores, and a bias be looked up in what is such a product."""
     if not isinstance(node, fx.Node) or node not in traced.axes:
         return False
     seen, stack = {mark.node for selection in traced.selections for mark in selection.marks}, [node]
@@ -292,6 +293,7 @@ def carries_scores(traced: TracedGraph, node: Any) -> bool:
         seen.add(current)
         if contraction_of(current) is not None:
             return True
-        shape_of = shaped_like(current)
-        stack.extend(parent for parent in current.all_input_nodes if parent is not shape_of)
+        lookup = bias_lookup(traced, current)
+        left_out = shaped_like(current) if lookup is None else lookup.source
+        stack.extend(parent for parent in current.all_input_nodes if parent is not left_out)
     return False

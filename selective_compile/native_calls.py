@@ -190,13 +190,17 @@ class _Run:
         limits = (given.pop("window"), given.pop("chunk", 0), given.pop("prefix", 0))
         scale, softcap = float(given.pop("scale")), float(given.pop("softcap"))
         per_head = [given.pop(name, None) for name in ("sinks", "slopes")]
+        distance_bias = given.pop("distance_bias", None)
         if others := [name for name, value in given.items() if value is not None]:
             raise NotFollowed(f"attention with {', '.join(others)}")
-        if any(each is not None and each.dtype is not torch.float32 for each in per_head):
-            raise NotFollowed("sinks or slopes that are not float32")
+        if any(each is not None and each.dtype is not torch.float32 for each in (*per_head, distance_bias)):
+            raise NotFollowed("sinks, slopes or biases by distance that are not float32")
         addresses = (0 if each is None else each.contiguous().data_ptr() for each in per_head)
         output = query.new_empty((*query.shape[:2], found["value"].shape[2]))
-        score = (*limits, *addresses, scale, softcap)
+        if distance_bias is not None:
+            distance_bias.contiguous()
+        by_row = ragged_attention_cpu.fields_by_row(distance_bias, per_head[0])
+        score = (*limits, *addresses, *by_row, scale, softcap)
         fields = ragged_attention_cpu.call_fields(output, **found, score=score, threads=THREADS)
         self._pack(ragged_attention_cpu.address_of("selective_attention"), fields, checked=True)
         return output

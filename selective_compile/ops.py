@@ -30,13 +30,16 @@ the last dimension of every tensor is contiguous):
     window        > 0: a row at position p sees the positions j with p - window < j <= p; 0: all j <= p
     chunk         > 0: of these, only the positions j with j // chunk == p // chunk; 0: all of them
     sinks         [H] of a floating dtype, or None: a logit per query head that takes part in the softmax as one
-                  more key whose value is 0; neither scaled nor softcapped
+                  more key whose value is 0; neither scaled nor softcapped. [T, H]: one of each row's own, with no
+                  selection only
     slopes        [H] float32, or None: slopes[h] * (j - p) is added to the score after scale and softcap (ALiBi)
     selection     [T, count] int32, or None: a row sees only these positions of its request, up to its own; each at
                   most once, and -1 behind them. With window 0 and chunk 0 only (`selective_compile.selection_ops`)
     key_scales    [K] float32, above 0, with pools of float8_e4m3fn, else None; value_scales likewise
     prefix        > 0: a row also sees the positions j < prefix that are behind it, as far as its request has them in
                   this step: j < context_lens[n]. With window 0, chunk 0 and no selection only
+    distance_bias [T, H, R] of a floating dtype, or [1, H, R] for all rows, or None: what it has for a row and head at
+                  min(p - j, R - 1) is added to the score after scale and softcap. With prefix 0 and no selection only
     result        [T, H, Dv], query's dtype; rows past cu_seqlens_q[N] are 0
 
 and of linear: x [..., K], weight [N, K], bias [N] or None, result [..., N], all of x's dtype; linears takes lists of
@@ -238,11 +241,13 @@ def fake_ragged_attention(
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
     prefix: int = 0,
+    distance_bias: Tensor | None = None,
 ) -> Tensor:
     check_rows(query, key, value)
     check_per_head(query, sinks, slopes)
-    check_selection(query, selection, window, chunk)
+    check_selection(query, selection, window, chunk, sinks)
     check_prefix(prefix, window, chunk, selection)
+    check_distance_bias(query, distance_bias, prefix, selection)
     check_scales(key_pool, key_scales=key_scales, value_scales=value_scales)
     for name, pool, rows in (("key_pool", key_pool, key), ("value_pool", value_pool, value)):
         stored = key_pool.dtype if key_pool.dtype in (torch.int8, fp8_rows.DTYPE) else query.dtype
@@ -266,11 +271,13 @@ def _fake_varlen_attention(
     slopes: Tensor | None = None,
     selection: Tensor | None = None,
     prefix: int = 0,
+    distance_bias: Tensor | None = None,
 ) -> Tensor:
     check_rows(query, key, value)
     check_per_head(query, sinks, slopes)
-    check_selection(query, selection, window, chunk)
+    check_selection(query, selection, window, chunk, sinks)
     check_prefix(prefix, window, chunk, selection)
+    check_distance_bias(query, distance_bias, prefix, selection)
     return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
 
 
@@ -287,10 +294,13 @@ def check_rows(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def check_per_head(query: Tensor, sinks: Tensor | None, slopes: Tensor | None) -> None:
     heads = query.shape[1]
-    for name, tensor in (("sinks", sinks), ("slopes", slopes)):
-        if tensor is not None:
-            require(tensor.shape == (heads,), f"{name} must be [{heads}], got {list(tensor.shape)}")
+    if slopes is not None:
+        require(slopes.shape == (heads,), f"slopes must be [{heads}], got {list(slopes.shape)}")
     if sinks is not None:
+        fits = sinks.dim() in (1, 2) and sinks.shape[-1] == heads
+        require(fits, f"sinks must be [{heads}] or [T, {heads}], got {list(sinks.shape)}")
+        if sinks.dim() == 2:
+            torch._check(sinks.shape[0] == query.shape[0])
         require(sinks.is_floating_point(), f"sinks must be of a floating dtype, got {sinks.dtype}")
     if slopes is not None:
         require(slopes.dtype == torch.float32, f"slopes must be torch.float32, got {slopes.dtype}")
@@ -305,13 +315,16 @@ def check_scales(key_pool: Tensor, **given: Tensor | None) -> None:
             raise ValueError(f"{name} must be [{key_pool.shape[1]}] torch.float32, got {found}")
 
 
-def check_selection(query: Tensor, selection: Tensor | None, window: int, chunk: int) -> None:
+def check_selection(
+    query: Tensor, selection: Tensor | None, window: int, chunk: int, sinks: Tensor | None = None
+) -> None:
     if selection is None:
         return
     fits = selection.dim() == 2 and selection.dtype == torch.int32
     require(fits, f"selection must be [T, count] torch.int32, got {list(selection.shape)} {selection.dtype}")
     torch._check(selection.shape[0] == query.shape[0])
     require(not window and not chunk, f"window and chunk must be 0 with a selection, got {window} and {chunk}")
+    require(sinks is None or sinks.dim() == 1, "sinks must be the same for all rows with a selection")
 
 
 def check_prefix(prefix: int, window: int, chunk: int, selection: Tensor | None) -> None:
@@ -321,6 +334,20 @@ def check_prefix(prefix: int, window: int, chunk: int, selection: Tensor | None)
     require(prefix > 0, f"prefix must be at least 0, got {prefix}")
     require(selection is None, f"selection must be None with a prefix, got one beside a prefix of {prefix}")
     require(not window and not chunk, f"window and chunk must be 0 with a prefix, got {window} and {chunk}")
+
+
+def check_distance_bias(query: Tensor, bias: Tensor | None, prefix: int, selection: Tensor | None) -> None:
+    """Of keys of a prefix that are behind a row no distance is told, and no kernel has a bias beside a selection."""
+    if bias is None:
+        return
+    heads = query.shape[1]
+    fits = bias.dim() == 3 and bias.shape[1] == heads and bias.shape[2] > 0 and bias.is_floating_point()
+    found = f"{list(bias.shape)} {bias.dtype}"
+    require(fits, f"distance_bias must be [T, {heads}, R] or [1, {heads}, R] of a floating dtype, got {found}")
+    if not (isinstance(bias.shape[0], int) and bias.shape[0] == 1):
+        torch._check(bias.shape[0] == query.shape[0])
+    require(not prefix, f"prefix must be 0 with a distance_bias, got {prefix}")
+    require(selection is None, "selection must be None with a distance_bias")
 
 
 def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -361,14 +388,15 @@ ragged_attention = register(
     "ragged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) key_pool, Tensor(b!) value_pool, "
     "Tensor cu_seqlens_q, Tensor context_lens, Tensor block_table, Tensor slot_mapping, "
     "float scale, int window, float softcap, int chunk=0, Tensor? sinks=None, Tensor? slopes=None, "
-    "Tensor? selection=None, Tensor? key_scales=None, Tensor? value_scales=None, int prefix=0) -> Tensor",
+    "Tensor? selection=None, Tensor? key_scales=None, Tensor? value_scales=None, int prefix=0, "
+    "Tensor? distance_bias=None) -> Tensor",
     _run_ragged_attention,
     fake_ragged_attention,
 )
 varlen_attention = register(
     "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, "
     "float scale, int window, float softcap, int chunk=0, Tensor? sinks=None, Tensor? slopes=None, "
-    "Tensor? selection=None, int prefix=0) -> Tensor",
+    "Tensor? selection=None, int prefix=0, Tensor? distance_bias=None) -> Tensor",
     _run_varlen_attention,
     _fake_varlen_attention,
 )

@@ -67,7 +67,7 @@ class PaddedProgram:
         padding = {call.family.padding for call in flat.calls if call.family is not None}
         self._mask = next((given.index for given in rewritten.traced.tokens() if given.node in padding), None)
         families = [call.family for call in flat.calls if call.family is not None]
-        self._by_distance = any(family.window or family.slopes for family in families)
+        self._by_distance = any(family.window or family.slopes or family.distances for family in families)
         # What the first column of a row must be a multiple of.  A recurrence goes over padding as over any token, and
         # padding takes places of a prefix, so that there must be none in front.
         self._aligned = {family.chunk for family in families if family.chunk}

@@ -35,6 +35,7 @@ def ragged_attention(
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
     prefix: int = 0,
+    distance_bias: Tensor | None = None,
 ) -> Tensor:
     """`selective::ragged_attention`: write this step's keys and values, then attend. Returns [T, H, Dv]."""
     written, block_size = slot_mapping >= 0, key_pool.shape[2]
@@ -52,7 +53,8 @@ def ragged_attention(
         keys = _as_rows(key_pool[blocks, :, offsets], query, key_scales)
         values = _as_rows(value_pool[blocks, :, offsets], value, value_scales)
         chosen = None if selection is None else selection[rows]
-        options = (scale, window, softcap, chunk, sinks, slopes, chosen, prefix)
+        own_sinks, bias = of_rows(sinks, 2, rows), of_rows(distance_bias, 3, rows)
+        options = (scale, window, softcap, chunk, own_sinks, slopes, chosen, prefix, bias)
         attended = _attend(query[rows], keys, values, positions, *options)
         output[rows] = attended.to(query.dtype)
     return output
@@ -107,6 +109,7 @@ def varlen_attention(
     slopes: Tensor | None = None,
     selection: Tensor | None = None,
     prefix: int = 0,
+    distance_bias: Tensor | None = None,
 ) -> Tensor:
     """`selective::varlen_attention`: each request attends to its own rows alone. Returns [T, H, Dv]."""
     output = query.new_zeros(*query.shape[:2], value.shape[-1])
@@ -115,7 +118,8 @@ def varlen_attention(
         positions = torch.arange(end - begin, device=query.device)
         q, k, v = (tensor[begin:end] for tensor in (query, key, value))
         chosen = None if selection is None else selection[begin:end]
-        options = (scale, window, softcap, chunk, sinks, slopes, chosen, prefix)
+        own_sinks, bias = of_rows(sinks, 2, slice(begin, end)), of_rows(distance_bias, 3, slice(begin, end))
+        options = (scale, window, softcap, chunk, own_sinks, slopes, chosen, prefix, bias)
         attended = _attend(q, k, v, positions, *options)
         output[begin:end] = attended.to(query.dtype)
     return output
@@ -227,6 +231,11 @@ def group_rows(choice: Tensor, groups: int, cu_seqlens_q: Tensor | None = None) 
     return order, order.argsort(), ends
 
 
+def of_rows(given: Tensor | None, dims: int, rows: slice) -> Tensor | None:
+    """Those of these rows, of what has so many dimensions where rows have their own, and more than one row."""
+    return given[rows] if given is not None and given.dim() == dims and len(given) > 1 else given
+
+
 def _attend(
     query: Tensor,
     key: Tensor,
@@ -240,6 +249,7 @@ def _attend(
     slopes: Tensor | None,
     selection: Tensor | None,
     prefix: int,
+    distance_bias: Tensor | None,
 ) -> Tensor:
     """Attention of a request's last positions [q, H, D] to its keys [c, K, D] at `positions`, c >= q: [q, H, Dv]."""
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -250,6 +260,10 @@ def _attend(
         score = softcap * torch.tanh(score / softcap)
     if slopes is not None:
         score = score + slopes.to(wide).reshape(per_head) * (j - i)
+    if distance_bias is not None:
+        biases = distance_bias.to(wide).expand(len(query), -1, -1).transpose(0, 1)  # [H, q, R]
+        distance = (i - j).clamp(0, biases.shape[2] - 1).expand(len(biases), -1, -1)
+        score = score + biases.gather(2, distance).unflatten(0, per_head[:2])
     hidden = (j > i) & (j >= prefix)
     if window > 0:
         hidden |= i - j >= window
@@ -262,7 +276,8 @@ def _attend(
         )[:, :-1]
     score = score.masked_fill(hidden, -torch.inf)
     if sinks is not None:
-        score = torch.cat([score, sinks.to(wide).reshape(per_head).expand(*score.shape[:-1], 1)], dim=-1)
+        own = sinks.to(wide).expand(len(query), -1).T.unflatten(0, per_head[:2])
+        score = torch.cat([score, own[..., None]], dim=-1)
     weights = score.softmax(-1)[..., : len(key)]
     return torch.einsum("kgqc,ckd->qkgd", weights, value.to(wide)).flatten(1, 2)
 

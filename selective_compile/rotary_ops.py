@@ -104,7 +104,7 @@ rotary_attention = register(
     "Tensor(a!) key_pool, Tensor(b!) value_pool, Tensor cu_seqlens_q, Tensor context_lens, Tensor block_table, "
     "Tensor slot_mapping, float scale, int window, float softcap, int chunk=0, Tensor? sinks=None, "
     "Tensor? slopes=None, Tensor? selection=None, Tensor? key_scales=None, Tensor? value_scales=None, "
-    "int prefix=0) -> Tensor",
+    "int prefix=0, Tensor? distance_bias=None) -> Tensor",
     _run_rotary_attention,
     _fake_rotary_attention,
 )

@@ -85,7 +85,7 @@ def test_soak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["preemptions"] > 0 and found["tokens reused"] > 0 and found["readers lost"] > 0
 
 
-@pytest.mark.parametrize(("model_type", "requests"), [("lfm2", 200), ("inkling_text", 50)], ids=["slots", "isolated"])
+@pytest.mark.parametrize(("model_type", "requests"), [("lfm2", 200), ("qwen4_exp_text", 50)], ids=["slots", "isolated"])
 def test_soak_of_models_that_keep_more_than_blocks(
     model_type: str, requests: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,21 @@ def too_early(convolutions: list[nn.Conv1d], linear: nn.Linear, x: Tensor) -> Te
     return convolutions[0](F.pad(x.mT, (1, 1))).mT
 
 
+def windows(convolutions: list[nn.Conv1d], linear: nn.Linear, x: Tensor) -> Tensor:
+    """As Inkling 2 has them: weights of each token's own for those in front of it."""
+    seen = F.pad(x.mT, (2, 0))[..., -(x.shape[1] + 2) :].unfold(-1, 3, 1)  # [B, C, S, 3]
+    return (seen.flip(-1) * linear(x).mT[:, :3].transpose(1, 2)[:, None]).sum(-1).mT
+
+
+def windows_of_rows(convolutions: list[nn.Conv1d], linear: nn.Linear, x: Tensor) -> Tensor:
+    return F.pad(x, (0, 0, 3, 0)).unfold(1, 4, 1).amax(-1) * linear(x)
+
+
+def windows_of_others(convolutions: list[nn.Conv1d], linear: nn.Linear, x: Tensor) -> Tensor:
+    """One token further than zeros in front reach, so that each sees the next."""
+    return F.pad(x, (0, 0, 1, 1)).unfold(1, 3, 1).sum(-1)
+
+
 RAGGED: dict[str, tuple[Mix, tuple[nn.Conv1d, ...]]] = {
     "depthwise": (behind_zeros(3), (convolution(4, WIDTH),)),
     "depthwise, padded in front of tokens": (turned, (convolution(3, WIDTH),)),
@@ -100,6 +115,8 @@ RAGGED: dict[str, tuple[Mix, tuple[nn.Conv1d, ...]]] = {
     "groups, then all channels": (behind_zeros(3), (convolution(2, 4), convolution(3))),
     "each behind zeros": (each_padded, (convolution(3, WIDTH), convolution(2))),
     "a linear layer of the token before": (delayed, ()),
+    "windows": (windows, ()),
+    "windows of rows": (windows_of_rows, ()),
 }
 NOT_RAGGED: dict[str, tuple[Mix, tuple[nn.Conv1d, ...]]] = {
     "dilated": (behind_zeros(4), (convolution(3, WIDTH, dilation=2),)),
@@ -108,6 +125,7 @@ NOT_RAGGED: dict[str, tuple[Mix, tuple[nn.Conv1d, ...]]] = {
     "two readers": (two_readers, (convolution(2, WIDTH), convolution(2, 4))),
     "two tokens of no zeros": (delayed_twice, ()),
     "sees the next token": (too_early, (convolution(3, 4),)),
+    "windows that see the next token": (windows_of_others, ()),
 }
 
 

@@ -98,7 +98,7 @@ def test_arguments_of_attention_that_are_none_are_followed_and_others_are_not() 
     """Generated code gives every argument that has a default, however many an operator comes to have."""
     schema = ops.ragged_attention._schema.arguments
     defaults = {each.name: each.default_value for each in schema if each.has_default_value()}
-    followed = {"chunk", "sinks", "slopes", "prefix"}
+    followed = {"chunk", "sinks", "slopes", "prefix", "distance_bias"}
     assert followed < set(defaults)
     given = ", ".join(f"{name}={value}" for name, value in defaults.items())
     assert len(calls_of(ATTENTION.format(given)).calls) == len(calls_of(ATTENTION.format("")).calls) == 1

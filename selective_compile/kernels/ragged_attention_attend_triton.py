@@ -13,7 +13,8 @@ Legend
                matrix units go on by themselves. The wait for the next scores is the wait for this product, too
     PREFIX     keys in front of it are seen by every row; what a tile sees ends there if it ends no later
     BLOCK_SIZE 0: no pool, the keys are the request's own rows of this step (varlen_attention)
-    sinks, slopes None: the code that reads them is not compiled
+    sinks, slopes, distance_bias None: the code that reads them is not compiled
+    DISTANCES  numbers that a distance_bias has for each head and row, or with ONE_BIAS for each head
     PDL        whether it begins before the kernel in front of it has ended: `dependent_launch`
     AHEAD      iterations for which the second-level cache is asked before that one has ended (`ask_ahead`); 0: none
     piece, split  a program's share of a tile's keys, and how they are cut: `split_plan_triton`
@@ -56,7 +57,13 @@ from selective_compile.kernels.dot_triton import widened_dot
 from selective_compile.kernels.fp8_triton import as_read
 from selective_compile.kernels.interpreter import on_device
 from selective_compile.kernels.ragged_attention_merge_triton import merge, new_parts
-from selective_compile.kernels.ragged_attention_reads_triton import ask_ahead, blocks_of_keys, elements, late_product
+from selective_compile.kernels.ragged_attention_reads_triton import (
+    added_by_distance,
+    ask_ahead,
+    blocks_of_keys,
+    elements,
+    late_product,
+)
 from selective_compile.kernels.ragged_attention_tiles import (
     TileConfig,
     asynchronous_products,
@@ -77,7 +84,8 @@ from selective_compile.kernels.split_plan_triton import first_key, last_key, pie
 @triton.jit(
     do_not_specialize=["num_rows", "num_requests", "table_stride", "num_pieces"],
     do_not_specialize_on_alignment=[
-        *("cu_seqlens_q", "context_lens", "block_table", "sinks", "slopes", "key_scales", "value_scales")
+        *("cu_seqlens_q", "context_lens", "block_table", "sinks", "slopes", "key_scales", "value_scales"),
+        "distance_bias",
     ],
 )
 def _attention_kernel(
@@ -94,10 +102,11 @@ def _attention_kernel(
     cu_seqlens_q,  # [N + 1]
     context_lens,  # [N]; without a pool not read
     block_table,  # [N, max_blocks]; without a pool not read
-    sinks,  # [H] or None
+    sinks,  # [H], with ROW_SINKS [T, H], or None
     slopes,  # [H] or None
     key_scales,  # [K] with pools of e4m3, else None
     value_scales,  # [K] or None
+    distance_bias,  # [T, H, DISTANCES] contiguous, [1, H, DISTANCES] or None
     num_rows,
     num_requests,
     num_pieces,
@@ -131,11 +140,14 @@ def _attention_kernel(
     PDL: tl.constexpr,
     AHEAD: tl.constexpr,
     LANES: tl.constexpr,
+    DISTANCES: tl.constexpr,
+    ONE_BIAS: tl.constexpr,
+    ROW_SINKS: tl.constexpr,
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     LOG2_E: tl.constexpr = 1.4426950408889634
     # Whether scores are multiplied behind the maximum over them, which is then one product a row.
-    FOLDED: tl.constexpr = (SCALE > 0) and SOFTCAP == 0 and slopes is None
+    FOLDED: tl.constexpr = (SCALE > 0) and SOFTCAP == 0 and slopes is None and distance_bias is None
     PROGRAMS: tl.constexpr = HEADS // GROUP  # of a piece
     BULK: tl.constexpr = key_tiles is not None
     # Of the few masked iterations the bulk copies of 128 rows begin early; of fewer rows a copy of values only beside
@@ -204,7 +216,10 @@ def _attention_kernel(
         total = tl.full([BLOCK_M], 0.0, tl.float32)
     else:
         # One more key of weight 1, which no value goes with.
-        maximum = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        if ROW_SINKS:
+            maximum = tl.load(sinks + row.to(tl.int64) * HEADS + head, row_mask, 0.0).to(tl.float32) * LOG2_E
+        else:
+            maximum = tl.load(sinks + head).to(tl.float32) * LOG2_E
         total = tl.full([BLOCK_M], 1.0, tl.float32)
         if SPLIT:
             maximum = tl.where(split == 0, maximum, float("-inf"))
@@ -214,6 +229,10 @@ def _attention_kernel(
         scale = scale * tl.load(key_scales + kv_head)
     if slopes is not None:
         slope = tl.load(slopes + head) * LOG2_E
+    if distance_bias is not None:
+        # Those of the tile's first row; where the others have theirs is told in 32 bits, which take fewer registers.
+        tile_bias = distance_bias + (0 if ONE_BIAS else first_row.to(tl.int64) * (HEADS * DISTANCES))
+        bias_offset = ((0 if ONE_BIAS else (m // GROUP) * HEADS) + head) * DISTANCES
     accumulator = tl.full([BLOCK_M, BLOCK_DV], 0.0, tl.float32)
 
     # Clear from where the last row's window and chunk begin up to the position of the first row, or the end of the
@@ -274,6 +293,8 @@ def _attention_kernel(
                 score = score * scale
             if slopes is not None:
                 score += slope[:, None] * (j[None, :] - position[:, None]).to(tl.float32)
+            if distance_bias is not None:
+                score += LOG2_E * added_by_distance(tile_bias, bias_offset, position, j, row_mask, DISTANCES)
             if MASKED:
                 seen = read[None, :] & (j[None, :] <= position[:, None])
                 if PREFIX > 0:
@@ -341,6 +362,7 @@ def attend(
     strides: tuple[int, ...],
     kv_heads_and_block_size: tuple[int, ...],
     score: tuple[float, int, float, int, int],
+    distance_bias: Tensor | None = None,
     *,
     written: Callable[[], Tensor],
     whole: bool = False,
@@ -361,6 +383,7 @@ def attend(
     num_requests, group = cu_seqlens_q.shape[0] - 1, heads // kv_heads
     assert all(tensor.stride(-1) == 1 for tensor in (query, keys, values)), "rows must be contiguous"
     assert all(tensor is None or tensor.is_contiguous() for tensor in per_head), "heads must be contiguous"
+    biases = None if distance_bias is None else distance_bias.contiguous()
     _, window, softcap, chunk, prefix = score
     tile = tile_config(
         num_rows=num_rows,
@@ -373,6 +396,7 @@ def attend(
         bulk=bulk_copies(query.device) and aligned(keys) and aligned(values),
         late=worth_late(window=window, chunk=chunk, prefix=prefix),
         slopes=per_head[1] is not None,
+        distances=biases is not None,
         narrow=keys.element_size() < query.element_size(),
         most=asynchronous_products(query.device) and softcap == 0 and chunk == 0,
         backend=backend(),
@@ -399,15 +423,22 @@ def attend(
     # fmt: off
     on_device(_attention_kernel, query)[(num_pieces * parts,)](
         output, *((None,) * 4 if split is None else (split.pieces, *partial)), query, keys, values,
-        *_tiles(keys, values, tile), *metadata, *per_head, num_rows, num_requests, num_pieces, *query.stride()[:2],
-        *strides, block_table.stride(0), *score, tile.heads, group // tile.heads, heads, key_size, value_size,
-        block_size, tile.block_m, tile.block_n, tile.block_d, tile.block_dv, widen, split is not None, tile.late, early,
-        ahead, 32 * tile.num_warps, enable_fp_fusion=True, **tile.options(backend()), **launch_options(early),
+        *_tiles(keys, values, tile), *metadata, *per_head, biases, num_rows, num_requests, num_pieces,
+        *query.stride()[:2], *strides, block_table.stride(0), *score, tile.heads, group // tile.heads, heads, key_size,
+        value_size, block_size, tile.block_m, tile.block_n, tile.block_d, tile.block_dv, widen, split is not None,
+        tile.late, early, ahead, 32 * tile.num_warps, *by_row(biases, per_head[0]), enable_fp_fusion=True,
+        **tile.options(backend()), **launch_options(early),
     )
     # fmt: on
     if split is not None:
         merge(output, partial, split, num_requests=num_requests)
     return output
+
+
+def by_row(biases: Tensor | None, sinks: Tensor | None) -> tuple[int, bool, bool]:
+    """How many distances there are, whether all rows have the same biases, and whether rows have sinks of their own."""
+    distances, one = (0, False) if biases is None else (biases.shape[2], biases.shape[0] == 1)
+    return distances, one, sinks is not None and sinks.dim() == 2
 
 
 def aligned(pool: Tensor) -> bool:

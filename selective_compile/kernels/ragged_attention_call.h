@@ -24,7 +24,9 @@ struct Call {
   int64_t query_row, query_head, key_row, key_head, value_row, value_head;
   int64_t key_block, key_block_head, key_slot, value_block, value_block_head, value_slot;
   int64_t window, chunk, prefix;
-  const float *sinks, *slopes;  // [query_heads], or null
+  const float *sinks, *slopes;  // [query_heads], or null; sinks [rows, query_heads] with a sink_row above 0
+  const float* distance_bias;   // [rows, query_heads, distances], with a distance_row of 0 the same for all rows; or null
+  int64_t distance_row, distances, sink_row;
   double scale, softcap;
 };
 

@@ -39,7 +39,7 @@ namespace {
 
 template <typename T, typename S> class Attention : Plan<T, S> {
   using Base = Plan<T, S>;
-  using Base::call_, Base::group_, Base::width_, Base::LOG2E, Base::rows, Base::head_of, Base::tensor,
+  using Base::call_, Base::group_, Base::width_, Base::LOG2E, Base::rows, Base::head_of, Base::row_of, Base::tensor,
       Base::partial_size, Base::state_at, Base::state_of, Base::of_head, Base::items_, Base::splits_, Base::splits_left_,
       Base::partials_size_, Base::work_, Base::check, Base::write_pool, Base::plan;
 
@@ -88,7 +88,7 @@ template <typename T, typename S> class Attention : Plan<T, S> {
     std::fill(state.weight, state.weight + padded(item.vectors), 0.f);
     if (call_.sinks && item.part == 0)  // one more key of weight 1, counted once
       for (int64_t m = 0; m < item.vectors; ++m) {
-        state.largest[m] = float(call_.sinks[head_of(item, m)] * LOG2E);
+        state.largest[m] = float(call_.sinks[row_of(item, m) * call_.sink_row + head_of(item, m)] * LOG2E);
         state.weight[m] = 1;
       }
   }
@@ -119,8 +119,7 @@ template <typename T, typename S> class Attention : Plan<T, S> {
 
   void finish(const Item& item, State state) const {
     for (int64_t m = 0; m < item.vectors; ++m) {
-      int64_t row = call_.cu_seqlens_q[item.request] + (item.vector + m) / group_;
-      T* to = tensor(call_.output) + (row * call_.query_heads + head_of(item, m)) * call_.value_size;
+      T* to = tensor(call_.output) + (row_of(item, m) * call_.query_heads + head_of(item, m)) * call_.value_size;
       const float* sums = state.sums + m * width_;
       float factor = 1 / state.weight[m];
       int64_t d = 0;

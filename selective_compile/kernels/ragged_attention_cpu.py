@@ -22,7 +22,7 @@ _functions = native.Functions(__file__)
 available, unavailable_reason, address_of = _functions.available, _functions.unavailable_reason, _functions.address
 build_beside = _functions.build_beside
 
-_pack = struct.Struct("=42q2d").pack
+_pack = struct.Struct("=46q2d").pack
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -46,6 +46,7 @@ def ragged_attention(
     key_scales: None = None,
     value_scales: None = None,
     prefix: int = 0,
+    distance_bias: Tensor | None = None,
 ) -> Tensor:
     """`selective::ragged_attention` (shapes: `selective_compile.ops`). Returns [T, H, Dv].
 
@@ -61,11 +62,14 @@ def ragged_attention(
     refuse_limits(prefix, window, chunk)
     check_rows(query, key, value)
     check_metadata(cu_seqlens_q, context_lens, block_table, slot_mapping, rows=query.shape[0])
-    sinks, slopes = per_head(sinks, query.shape[1], "sinks"), per_head(slopes, query.shape[1], "slopes")
+    sinks, slopes = per_head(sinks, query, "sinks", by_row=True), per_head(slopes, query, "slopes")
+    distance_bias = by_distance(distance_bias, query)
     check_pools(key, value, key_pool, value_pool)
     tensors = (query, key, value, key_pool, value_pool, cu_seqlens_q, context_lens, block_table, slot_mapping)
     output = query.new_empty((*query.shape[:2], value.shape[2]))
-    _launch(call_fields(output, *tensors, (window, chunk, prefix, address(sinks), address(slopes), scale, softcap)))
+    by_row = fields_by_row(distance_bias, sinks)
+    score = (window, chunk, prefix, address(sinks), address(slopes), *by_row, scale, softcap)
+    _launch(call_fields(output, *tensors, score))
     return output
 
 
@@ -115,6 +119,7 @@ def varlen_attention(
     slopes: Tensor | None = None,
     selection: Tensor | None = None,
     prefix: int = 0,
+    distance_bias: Tensor | None = None,
 ) -> Tensor:
     """`selective::varlen_attention` (shapes: `selective_compile.ops`). Returns [T, H, Dv].
 
@@ -132,7 +137,8 @@ def varlen_attention(
     check_rows(query, key, value)
     if not (cu_seqlens_q.dtype is torch.int32 and cu_seqlens_q.is_contiguous()):
         raise ValueError(f"cu_seqlens_q must be contiguous int32, got {cu_seqlens_q.dtype}")
-    sinks, slopes = per_head(sinks, query.shape[1], "sinks"), per_head(slopes, query.shape[1], "slopes")
+    sinks, slopes = per_head(sinks, query, "sinks", by_row=True), per_head(slopes, query, "slopes")
+    distance_bias = by_distance(distance_bias, query)
     key_row, key_head, _ = key.stride()
     value_row, value_head, _ = value.stride()
     output = query.new_empty((*query.shape[:2], value.shape[2]))
@@ -143,7 +149,7 @@ def varlen_attention(
         False,
         (cu_seqlens_q.numel() - 1, 0, 0, 0, 0),
         (0, key_head, key_row, 0, value_head, value_row),
-        (window, chunk, prefix, address(sinks), address(slopes), scale, softcap),
+        (window, chunk, prefix, address(sinks), address(slopes), *fields_by_row(distance_bias, sinks), scale, softcap),
         torch.get_num_threads(),
     )
     _launch(fields)
@@ -182,13 +188,13 @@ def call_fields(
     context_lens: Any,
     block_table: Any,
     slot_mapping: Any,
-    score: tuple[int, int, int, Any, Any, float, float],
+    score: tuple[Any, ...],
     threads: Any = None,
 ) -> tuple[Any, ...]:
     """The arguments of the kernel, of tensors or of what stands for them (`selective_compile.call_values`).
 
     Args:
-        score: window, chunk, prefix, the addresses of sinks and slopes or 0, scale and softcap.
+        score: window, chunk, prefix, the addresses of sinks and slopes or 0, `fields_by_row`, scale and softcap.
     """
     num_blocks, _, block_size, _ = key_pool.shape
     key_block, key_head, key_slot, _ = key_pool.stride()
@@ -242,13 +248,39 @@ def _launch(fields: tuple[Any, ...]) -> None:
         raise ValueError(REFUSALS[status])
 
 
-def per_head(values: Tensor | None, heads: int, name: str) -> Tensor | None:
+def per_head(values: Tensor | None, query: Tensor, name: str, *, by_row: bool = False) -> Tensor | None:
     """The values as the kernel reads them; the caller holds them until it has run, for they may be a copy."""
     if values is None:
         return None
-    if not (values.shape == (heads,) and values.is_floating_point()):
-        raise ValueError(f"{name} must be [{heads}] of a floating dtype, got {list(values.shape)} {values.dtype}")
+    rows, heads, _ = query.shape
+    fits = values.shape == (heads,) or (by_row and values.shape == (rows, heads))
+    if not (fits and values.is_floating_point()):
+        wanted = f"[{heads}]{f' or [{rows}, {heads}]' if by_row else ''}"
+        raise ValueError(f"{name} must be {wanted} of a floating dtype, got {list(values.shape)} {values.dtype}")
     return values.to(torch.float32).contiguous()
+
+
+def by_distance(values: Tensor | None, query: Tensor) -> Tensor | None:
+    """As `per_head`, of biases by distance [T or 1, H, R]."""
+    if values is None:
+        return None
+    rows, heads, _ = query.shape
+    if not (values.dim() == 3 and values.shape[0] in (1, rows) and values.shape[1] == heads and values.shape[2]):
+        raise ValueError(f"distance_bias must be [1, {heads}, R] or [{rows}, {heads}, R], got {list(values.shape)}")
+    if not values.is_floating_point():
+        raise ValueError(f"distance_bias must be of a floating dtype, got {values.dtype}")
+    return values.to(torch.float32).contiguous()
+
+
+def fields_by_row(distance_bias: Any, sinks: Any) -> tuple[Any, ...]:
+    """The address of biases by distance, numbers of a row, 0 if all rows have the same, and distances; numbers of a row
+    of sinks likewise.  Of None zeros."""
+    sink_row = 0 if sinks is None or len(sinks.shape) == 1 else sinks.shape[1]
+    if distance_bias is None:
+        return 0, 0, 0, sink_row
+    rows, heads, distances = distance_bias.shape
+    same = isinstance(rows, int) and rows == 1
+    return distance_bias.data_ptr(), 0 if same else heads * distances, distances, sink_row
 
 
 def address(values: Tensor | None) -> int:

@@ -14,7 +14,7 @@ namespace {
 template <typename T, typename S> class FewKernel : public Layout<T, S> {
   using Base = Layout<T, S>;
   using Base::call_, Base::depth_, Base::width_, Base::PAIRS, Base::INT8, Base::first_seen, Base::last_seen, Base::position,
-      Base::slope, Base::query_vector, Base::locate, Base::read_scales, Base::base2, Base::state_of, Base::of_head,
+      Base::biased, Base::slope, Base::distances_of, Base::at_distance, Base::query_vector, Base::locate, Base::read_scales, Base::base2, Base::state_of, Base::of_head,
       Base::value_row_size;
 
  public:
@@ -31,7 +31,8 @@ template <typename T, typename S> class FewKernel : public Layout<T, S> {
     float* zeros = copies + FEW_KEYS * std::max(depth_, width_);
     std::fill(zeros, zeros + width_, 0.f);
     for (int64_t k = 0; k < item.heads; ++k) read_query(of_head(item, k), queries + k * vectors * depth_);
-    alignas(64) float factor[W], slopes[W];
+    alignas(64) float factor[W];
+    Biases biases;
     Scales scales;
     alignas(64) int32_t bounds[3][W];  // the first and the last position that a vector sees, and its own
     for (int64_t m = 0; m < vectors; ++m) {
@@ -57,11 +58,14 @@ template <typename T, typename S> class FewKernel : public Layout<T, S> {
       score(query, keys[turn], values[turn], count, vectors, scores, copies);
       read_scales(scales.keys, keys[turn], count, call_.size);  // now that they are near
       read_scales(scales.values, values[turn], count, value_row_size());
-      if (call_.slopes) {
-        for (int64_t m = 0; m < vectors; ++m) slopes[m] = slope(of_head(item, run.head), m);
-        soften<true>(scores, scales, begin, count, vectors, bounds, slopes, state, factor);
+      if (biased()) {
+        for (int64_t m = 0; m < vectors; ++m) {
+          biases.slopes[m] = slope(of_head(item, run.head), m);
+          biases.distances[m] = distances_of(of_head(item, run.head), m);
+        }
+        soften<true>(scores, scales, begin, count, vectors, bounds, biases, state, factor);
       } else {
-        soften<false>(scores, scales, begin, count, vectors, bounds, slopes, state, factor);
+        soften<false>(scores, scales, begin, count, vectors, bounds, biases, state, factor);
       }
       weigh(scores, factor, values[turn], next_keys, count, vectors, state.sums, copies);
     }
@@ -69,6 +73,7 @@ template <typename T, typename S> class FewKernel : public Layout<T, S> {
 
  private:
   struct Run { int64_t head, begin, end; };  // the keys of one head, from the item's first on, in one iteration
+  struct Biases { float slopes[W]; const float* distances[W]; };  // of vectors
   struct Scales { alignas(64) float keys[FEW_KEYS], values[FEW_KEYS]; };  // of int8
 
   void read_query(const Item& item, float* to) const {
@@ -161,9 +166,9 @@ template <typename T, typename S> class FewKernel : public Layout<T, S> {
   }
 
   // Turns the dot products at positions begin, ... into weights; factor[m]: what the sums so far are multiplied by.
-  template <bool SLOPED>
+  template <bool BIASED>
   void soften(float* scores, const Scales& scales, int64_t begin, int64_t count, int64_t vectors,
-              const int32_t (*bounds)[W], const float* slopes, State state, float* factor) const {
+              const int32_t (*bounds)[W], const Biases& biases, State state, float* factor) const {
     alignas(64) float top[W], sum[W];
     store(top, splat(-INFINITY));
     for (int64_t m = 0; m < vectors; ++m) {
@@ -175,7 +180,10 @@ template <typename T, typename S> class FewKernel : public Layout<T, S> {
         vf product = load(score);
         if constexpr (INT8) product = product * load(scales.keys + i);
         vf biased = base2(product);
-        if constexpr (SLOPED) biased += slopes[m] * __builtin_convertvector(at - bounds[2][m], vf);
+        if constexpr (BIASED) {
+          biased += biases.slopes[m] * __builtin_convertvector(at - bounds[2][m], vf);
+          if (biases.distances[m]) biased += read_distances(biases.distances[m], bounds[2][m] - (begin + i));
+        }
         vf kept = select((at >= first) & (at <= last), biased, splat(-INFINITY));
         store(score, kept);
         best = larger(kept, best);
@@ -200,6 +208,13 @@ template <typename T, typename S> class FewKernel : public Layout<T, S> {
       sum[m] = total(weights);
     }
     store(state.weight, load(state.weight) * load(factor) + load(sum));
+  }
+
+  // What is added to the scores of W keys, of which the first is so far back.
+  vf read_distances(const float* distances, int64_t first) const {
+    alignas(64) float read[W];
+    for (int lane = 0; lane < W; ++lane) read[lane] = at_distance(distances, first - lane);
+    return load(read);
   }
 
   // sums[m] = sums[m] * factor[m] + sum over i of weights[m][i] * value i

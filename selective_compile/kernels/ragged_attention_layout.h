@@ -40,7 +40,22 @@ template <typename T, typename S> class Layout {
   }
   int64_t position(int64_t n, int64_t vector) const { return context(n) - rows(n) + vector / group_; }
   int64_t head_of(const Item& item, int64_t m) const { return item.head * group_ + (item.vector + m) % group_; }
-  float slope(const Item& item, int64_t m) const { return float(call_.slopes[head_of(item, m)] * LOG2E); }
+  int64_t row_of(const Item& item, int64_t m) const {
+    return call_.cu_seqlens_q[item.request] + (item.vector + m) / group_;
+  }
+  // Whether something that depends on how far back a key is is added to its score.
+  bool biased() const { return call_.slopes || call_.distance_bias; }
+  float slope(const Item& item, int64_t m) const {
+    return call_.slopes ? float(call_.slopes[head_of(item, m)] * LOG2E) : 0;
+  }
+  // What is added for each distance, or null.
+  const float* distances_of(const Item& item, int64_t m) const {
+    if (!call_.distance_bias) return nullptr;
+    return call_.distance_bias + row_of(item, m) * call_.distance_row + head_of(item, m) * call_.distances;
+  }
+  float at_distance(const float* distances, int64_t distance) const {
+    return float(distances[std::clamp<int64_t>(distance, 0, call_.distances - 1)] * LOG2E);
+  }
 
   int64_t partial_size(int64_t vectors) const { return padded(vectors) * (width_ + 2); }
   State state_at(float* at, int64_t vectors) const {
@@ -57,8 +72,7 @@ template <typename T, typename S> class Layout {
   }
 
   const T* query_vector(const Item& item, int64_t m) const {
-    int64_t row = call_.cu_seqlens_q[item.request] + (item.vector + m) / group_;
-    return tensor(call_.query) + row * call_.query_row + head_of(item, m) * call_.query_head;
+    return tensor(call_.query) + row_of(item, m) * call_.query_row + head_of(item, m) * call_.query_head;
   }
 
   // Where the keys and values of the item's first head at positions begin, ..., end - 1 lie.

@@ -36,6 +36,14 @@ def elements(pointers, wanted, SIZE: tl.constexpr, PADDED: tl.constexpr, MASKED:
 
 
 @triton.jit
+def added_by_distance(biases, offset, position, j, wanted, DISTANCES: tl.constexpr):
+    """What is added to the scores of rows at ``position`` with keys j, of biases from ``offset`` on for each row; a key
+    as far back as the last of them, or farther, has that one."""
+    distance = tl.minimum(tl.maximum(position[:, None] - j[None, :], 0), DISTANCES - 1)
+    return tl.load(biases + (offset[:, None] + distance), wanted[:, None], 0.0).to(tl.float32)
+
+
+@triton.jit
 def ask_ahead(
     keys,
     values,

@@ -16,14 +16,15 @@ namespace {
 
 template <typename T, typename S> class TileKernel : public Layout<T, S> {
   using Base = Layout<T, S>;
-  using Base::call_, Base::width_, Base::PAIRS, Base::INT8, Base::first_seen, Base::last_seen, Base::position, Base::slope,
+  using Base::call_, Base::width_, Base::PAIRS, Base::INT8, Base::first_seen, Base::last_seen, Base::position,
+      Base::biased, Base::slope, Base::distances_of, Base::at_distance,
       Base::query_vector, Base::locate, Base::read_scales, Base::base2, Base::value_row_size;
 
  public:
   explicit TileKernel(const Call& call) : Base(call), units_(PAIRS && call.matrix_unit && has_matrix_unit()) {}
 
   int64_t scratch(int64_t lanes) const {
-    return lanes * words() + TILE_KEYS * (lanes + words() + width_ + 2) + 5 * lanes;
+    return lanes * words() + TILE_KEYS * (lanes + words() + width_ + 2) + 7 * lanes;
   }
 
   void attend(const Item& item, State state, float* memory) const {
@@ -37,7 +38,8 @@ template <typename T, typename S> class TileKernel : public Layout<T, S> {
     tile.last = tile.first + tile.lanes;
     tile.own = tile.last + tile.lanes;
     tile.slopes = reinterpret_cast<float*>(tile.own + tile.lanes);
-    tile.key_scales = tile.slopes + tile.lanes;
+    tile.distances = reinterpret_cast<const float**>(tile.slopes + tile.lanes);
+    tile.key_scales = tile.slopes + 3 * tile.lanes;
     tile.value_scales = tile.key_scales + TILE_KEYS;
     tile.keys = tile.value_scales + TILE_KEYS;
     std::optional<MatrixUnit> unit;
@@ -48,7 +50,7 @@ template <typename T, typename S> class TileKernel : public Layout<T, S> {
       tile.first[m] = int32_t(first_seen(at));
       tile.last[m] = int32_t(last_seen(item.request, at));
       tile.own[m] = int32_t(at);
-      if (call_.slopes) tile.slopes[m] = slope(item, vector);
+      if (biased()) tile.slopes[m] = slope(item, vector), tile.distances[m] = distances_of(item, vector);
     }
     const int64_t last = item.last_key + 1;
     for (int64_t begin = item.first_key, end; begin < last; begin = end) {
@@ -60,7 +62,7 @@ template <typename T, typename S> class TileKernel : public Layout<T, S> {
       else score(end - begin, tile);
       read_scales(tile.key_scales, keys, end - begin, call_.size);
       read_scales(tile.value_scales, values, end - begin, value_row_size());
-      if (call_.slopes) soften<true>(begin, end - begin, tile, state);
+      if (biased()) soften<true>(begin, end - begin, tile, state);
       else soften<false>(begin, end - begin, tile, state);
       pack_values(values, end - begin, tile);
       if (units_) weigh_tiles(state.sums, tile.factor, tile.scores, tile.values, tile.lanes, width_, end - begin);
@@ -83,6 +85,7 @@ template <typename T, typename S> class TileKernel : public Layout<T, S> {
     float* factor;      // [lanes]
     int32_t *first, *last, *own;  // [lanes] positions that a vector sees, and its own
     float* slopes;      // [lanes]
+    const float** distances;  // [lanes]
     float *key_scales, *value_scales;  // [TILE_KEYS], of int8
     int64_t lanes;
   };
@@ -198,19 +201,22 @@ template <typename T, typename S> class TileKernel : public Layout<T, S> {
     }
   }
 
-  template <bool SLOPED> void soften(int64_t begin, int64_t count, const Tile& tile, State state) const {
+  template <bool BIASED> void soften(int64_t begin, int64_t count, const Tile& tile, State state) const {
     for (int64_t lane = 0; lane < tile.lanes; lane += W) {
       float* scores = tile.scores + lane;
       vi first = read<vi>(tile.first + lane), last = read<vi>(tile.last + lane);
       vf largest_score = load(state.largest + lane), top = largest_score, slopes{};
       vi own{};
-      if constexpr (SLOPED) slopes = load(tile.slopes + lane), own = read<vi>(tile.own + lane);
+      if constexpr (BIASED) slopes = load(tile.slopes + lane), own = read<vi>(tile.own + lane);
       for (int64_t i = 0; i < count; ++i) {
         vi at = splat(int32_t(begin + i));
         vf product = load(scores + i * tile.lanes);
         if constexpr (INT8) product = product * tile.key_scales[i];
         vf biased = base2(product);
-        if constexpr (SLOPED) biased += slopes * __builtin_convertvector(at - own, vf);
+        if constexpr (BIASED) {
+          biased += slopes * __builtin_convertvector(at - own, vf);
+          if (call_.distance_bias) biased += read_distances(tile, lane, begin + i);
+        }
         vf score = select((at >= first) & (at <= last), biased, splat(-INFINITY));
         store(scores + i * tile.lanes, score);
         top = larger(score, top);
@@ -236,6 +242,13 @@ template <typename T, typename S> class TileKernel : public Layout<T, S> {
       store(state.weight + lane, load(state.weight + lane) * factor + sum);
       store(tile.factor + lane, factor);
     }
+  }
+
+  // What is added to the scores of the key at a position, for the vectors from a lane on.
+  vf read_distances(const Tile& tile, int64_t lane, int64_t at) const {
+    alignas(64) float read[W];
+    for (int m = 0; m < W; ++m) read[m] = at_distance(tile.distances[lane + m], tile.own[lane + m] - at);
+    return load(read);
   }
 
   void weigh(int64_t count, const Tile& tile, State state) const {

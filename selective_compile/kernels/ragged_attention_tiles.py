@@ -140,6 +140,7 @@ def tile_config(
     bulk: bool,
     late: bool = False,
     slopes: bool = False,
+    distances: bool = False,
     narrow: bool = False,
     most: bool = False,
     backend: Backend = "cuda",
@@ -151,6 +152,7 @@ def tile_config(
         bulk: the device has `bulk_copies`, and the pools begin and go on at multiples of 16 bytes.
         late: `worth_late`.
         slopes: a bias is added to each score, whose distances take registers.
+        distances: one is read for each score, and where it lies takes as many again.
         narrow: pools are e4m3, whose numbers take registers on their way to the query's dtype.
         most: the device has `asynchronous_products`, scores are no more than scaled, and rows see keys without chunks.
         backend: what Triton compiles for.
@@ -164,13 +166,15 @@ def tile_config(
     # float32 is multiplied by vector units, which read registers: it would be copied once more.
     if bulk and not wide and max(block_d, block_dv) <= 256:
         whole = (key_size, value_size) == (block_d, block_dv) and not group & (group - 1)
-        most = most and whole and not (narrow or slopes or low) and max(block_d, block_dv, group) <= 128
+        most = most and whole and not (narrow or slopes or distances or low) and max(block_d, block_dv, group) <= 128
         most = most and block_size % MOST_KEYS == 0
-        tile = _bulk_tile(group, block_d, block_dv, low=low, slopes=slopes, most=most, late=late and most)
+        tile = _bulk_tile(
+            group, block_d, block_dv, low=low, slopes=slopes, distances=distances, most=most, late=late and most
+        )
         if block_size > 0 and block_size % tile.block_n == 0:
             return tile
     largest = max(block_d, block_dv)
-    short = wide or largest > (128 if slopes or group > 64 else 256)
+    short = wide or distances or largest > (128 if slopes or group > 64 else 256)
     widest = block_dv > 512
     rows = 16 if widest or (wide and largest > 128) else SHORT_TILE if short else 64
     if short:
@@ -209,20 +213,23 @@ def _warps(backend: Backend, *, many: bool, widest: bool) -> int:
 
 
 def _bulk_tile(
-    group: int, block_d: int, block_dv: int, *, low: bool, slopes: bool, most: bool, late: bool
+    group: int, block_d: int, block_dv: int, *, low: bool, slopes: bool, distances: bool, most: bool, late: bool
 ) -> TileConfig:
     """For sm_90 and sm_100, which have 227 KiB of shared memory; most: an iteration has MOST_KEYS."""
     # Two groups of four warps, with the 64 rows that an instruction of Hopper's matrix units has for each, and the 128
     # of Blackwell's together.
     # Distances take registers, and so do rows of a group that is no power of two: beside values of 256 numbers there
     # are enough for 64 rows.
-    tall = 64 if max(block_d, block_dv) > 128 and (slopes or group & (group - 1)) else 128
+    large_heads = max(block_d, block_dv) > 128
+    tall = 64 if distances or (large_heads and (slopes or group & (group - 1))) else 128
+    if distances and large_heads:
+        tall = SHORT_TILE  # biases by distance take more of them
     block_m = _block_m(1 if low else tall // group, group)
     return TileConfig(
         heads=group,
         block_m=block_m,
         # With 64 at head size 256, tall tiles spill registers on sm_90.
-        block_n=MOST_KEYS if most else 64 if max(block_d, block_dv) <= 128 else 32,
+        block_n=MOST_KEYS if most else 64 if not (large_heads or distances) else 32,
         block_d=block_d,
         block_dv=block_dv,
         num_warps=4 if block_m < tall else 8,

@@ -45,6 +45,7 @@ def ragged_attention(
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
     prefix: int = 0,
+    distance_bias: Tensor | None = None,
     *,
     batch_invariant: bool = False,
 ) -> Tensor:
@@ -65,7 +66,8 @@ def ragged_attention(
 
     metadata = (cu_seqlens_q, context_lens, block_table)
     pools, score, per_head = (key_pool, value_pool), (scale, window, softcap, chunk, prefix), (sinks, slopes, *scales)
-    return _attend_to_pools(query, written, pools, metadata, score, per_head, selection, whole=batch_invariant)
+    others = (selection, distance_bias)
+    return _attend_to_pools(query, written, pools, metadata, score, per_head, *others, whole=batch_invariant)
 
 
 def rotary_attention(
@@ -97,6 +99,7 @@ def rotary_attention(
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
     prefix: int = 0,
+    distance_bias: Tensor | None = None,
     *,
     batch_invariant: bool = False,
 ) -> Tensor:
@@ -109,7 +112,8 @@ def rotary_attention(
 
     metadata = (cu_seqlens_q, context_lens, block_table)
     score, per_head = (scale, window, softcap, chunk, prefix), (sinks, slopes, *scales)
-    return _attend_to_pools(query, written, pools, metadata, score, per_head, selection, whole=batch_invariant)
+    others = (selection, distance_bias)
+    return _attend_to_pools(query, written, pools, metadata, score, per_head, *others, whole=batch_invariant)
 
 
 def _attend_to_pools(
@@ -120,6 +124,7 @@ def _attend_to_pools(
     score: tuple[float, int, float, int, int],
     per_head: selection_triton.PerHead,
     selection: Tensor | None,
+    distance_bias: Tensor | None,
     *,
     whole: bool,
 ) -> Tensor:
@@ -131,7 +136,7 @@ def _attend_to_pools(
         options = ((scale, softcap), per_head, selection)
         return selection_triton.ragged_selected_attention(written(), key_pool, value_pool, metadata, *options)
     strides, sizes = (*key_pool.stride()[:3], *value_pool.stride()[:3]), key_pool.shape[1:3]
-    return attend(query, pools, metadata, per_head, strides, sizes, score, whole=whole, written=written)
+    return attend(query, pools, metadata, per_head, strides, sizes, score, distance_bias, whole=whole, written=written)
 
 
 def varlen_attention(
@@ -147,6 +152,7 @@ def varlen_attention(
     slopes: Tensor | None = None,
     selection: Tensor | None = None,
     prefix: int = 0,
+    distance_bias: Tensor | None = None,
 ) -> Tensor:
     """`selective::varlen_attention`: the rows of `key` and `value` are read where they are. [T, H, Dv]."""
     if selection is not None:
@@ -156,8 +162,8 @@ def varlen_attention(
     strides = (*key.stride()[:2], 0, *value.stride()[:2], 0)
     tensors, per_head = (cu_seqlens_q, cu_seqlens_q, cu_seqlens_q), (sinks, slopes, None, None)
     score = (scale, window, softcap, chunk, prefix)
-    sizes = (key.shape[1], 0)
-    return attend(query, (key, value), tensors, per_head, strides, sizes, score, written=lambda: query, whole=True)
+    tensors_and_sizes = ((key, value), tensors, per_head, strides, (key.shape[1], 0), score, distance_bias)
+    return attend(query, *tensors_and_sizes, written=lambda: query, whole=True)
 
 
 def _check_unmasked(window: int, chunk: int, prefix: int) -> None:

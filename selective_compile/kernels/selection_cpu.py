@@ -148,11 +148,8 @@ def _attend(
     rows, heads, _ = query.shape
     if not (selection.dtype is torch.int32 and selection.dim() == 2 and selection.shape[0] == rows):
         raise ValueError(f"selection must be [{rows}, count] int32, got {list(selection.shape)} {selection.dtype}")
-    sinks, slopes, selection = (
-        per_head(sinks, heads, "sinks"),
-        per_head(slopes, heads, "slopes"),
-        selection.contiguous(),
-    )
+    sinks, slopes = per_head(sinks, query, "sinks"), per_head(slopes, query, "slopes")
+    selection = selection.contiguous()
     output = query.new_empty((rows, heads, value.shape[2]))
     of_heads = (selection.shape[1], selection.data_ptr(), 0, address(sinks), address(slopes), scale, softcap)
     _launch("selective_selected_attention", output, tensors, pools, metadata, of_heads)

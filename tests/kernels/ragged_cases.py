@@ -31,7 +31,9 @@ class Case:
     chunk: int = 0
     prefix: int = 0
     sinks: float | None = None  # about where the sinks lie; the scores lie around 0
+    row_sinks: bool = False  # rows have their own
     slopes: bool = False
+    distances: int = 0  # that biases are given for, of each row, or below 0 of all rows
     scale: float = 0.3
     padding_rows: int = 0
     strided: bool = False
@@ -62,21 +64,27 @@ class Inputs:
     key_scales: Tensor | None = None
     value_scales: Tensor | None = None
     prefix: int = 0
+    distance_bias: Tensor | None = None
 
     def ragged(self) -> tuple:
-        arguments = [getattr(self, field.name) for field in dataclasses.fields(self)]
-        # In front of the scales, no selection. Kernels that have no scales are given none, unless a prefix follows.
-        others = (None, *arguments[-3:]) if self.prefix else (None, *arguments[-3:-1])
-        return (*arguments[:-3], *(() if self.key_scales is None and not self.prefix else others))
+        return self._given(skipped=(), rest=(self.key_scales, self.value_scales, self.prefix, self.distance_bias))
 
     def varlen(self) -> tuple:
-        skipped = ("key_pool", "value_pool", "context_lens", "block_table", "slot_mapping", *SCALES, "prefix")
-        given = tuple(getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in skipped)
-        return (*given, None, self.prefix) if self.prefix else given
+        skipped = ("key_pool", "value_pool", "context_lens", "block_table", "slot_mapping")
+        return self._given(skipped=skipped, rest=(self.prefix, self.distance_bias))
+
+    def _given(self, skipped: tuple[str, ...], rest: tuple) -> tuple:
+        """Without what is not there of the rest, in front of which is no selection."""
+        names = [field.name for field in dataclasses.fields(self) if field.name not in skipped]
+        given = tuple(getattr(self, name) for name in names[: names.index("slopes") + 1])
+        there = max((place for place, value in enumerate(rest, 1) if isinstance(value, Tensor) or value), default=0)
+        return (*given, None, *rest[:there]) if there else given
 
     def to(self, dtype: torch.dtype) -> Inputs:
         """A copy with its own pools; what is drawn in one dtype can be checked in another. Pools of 8 bits stay."""
         tensors = {name: getattr(self, name) for name in ("query", "key", "value", "key_pool", "value_pool")}
+        if self.distance_bias is not None:
+            tensors["distance_bias"] = self.distance_bias
         kinds = {name: tensor.dtype if tensor.dtype.itemsize == 1 else dtype for name, tensor in tensors.items()}
         return dataclasses.replace(
             self, **{name: tensor.to(kinds[name], copy=True) for name, tensor in tensors.items()}
@@ -132,9 +140,15 @@ CASES = (
     Case(name="sinks_far_above_the_scores", requests=MIXED, sinks=150.0, query_heads=6),
     Case(name="sinks_far_below_the_scores", requests=MIXED, sinks=-150.0),
     Case(name="sinks_window_and_softcap", requests=MIXED, sinks=0.5, window=9, softcap=2.0),
+    Case(name="sinks_of_rows", requests=MIXED, sinks=0.0, row_sinks=True, padding_rows=3, query_heads=6),
+    Case(name="sinks_of_rows_far_above", requests=CHUNK, sinks=90.0, row_sinks=True, window=9, block_size=8),
     Case(name="slopes", requests=MIXED, slopes=True, padding_rows=1),
     Case(name="slopes_of_7_heads", requests=CHUNK, slopes=True, query_heads=14, block_size=8),
-    Case(name="everything", requests=MIXED, chunk=24, window=17, softcap=3.0, sinks=0.0, slopes=True),
+    Case(name="distances", requests=MIXED, distances=11, padding_rows=2),
+    Case(name="distances_of_7_heads", requests=CHUNK, distances=64, query_heads=14, block_size=8),
+    Case(name="distances_of_all_rows", requests=MIXED, distances=-37, padding_rows=2),
+    Case(name="one_distance", requests=DECODE, distances=1, softcap=2.0, window=30),
+    Case(name="everything", requests=MIXED, chunk=24, window=17, softcap=3.0, sinks=0.0, slopes=True, distances=9),
     Case(name="prefix", requests=MIXED, prefix=19, padding_rows=2),
     Case(name="prefix_of_2", requests=CHUNK, prefix=2, block_size=8),
     Case(name="prefix_longer_than_most", requests=((5, 0), (37, 0), (1, 30), (3, 62), (0, 9)), prefix=64, block_size=5),
@@ -169,7 +183,8 @@ def cases() -> st.SearchStrategy[Case]:
     """Steps of any requests, sizes and features, small enough for a hundred of them."""
     heads = st.sampled_from(((4, 2), (3, 3), (14, 2), (5, 1), (20, 1)))
     sizes = st.sampled_from((5, 8, 16, 24, 64))
-    limits = st.builds(dict, window=st.just(0) | st.integers(1, 70), chunk=st.just(0) | st.integers(1, 70))
+    small = st.just(0) | st.integers(1, 70)
+    limits = st.builds(dict, window=small, chunk=small, distances=st.just(0) | st.integers(-200, 200))
     return st.builds(
         lambda heads, limits, **fields: Case(name="drawn", query_heads=heads[0], kv_heads=heads[1], **limits, **fields),
         heads=heads,
@@ -180,6 +195,7 @@ def cases() -> st.SearchStrategy[Case]:
         block_size=st.sampled_from((5, 8, 16, 32)),
         softcap=st.just(0.0) | st.floats(0.5, 20.0),
         sinks=st.none() | st.floats(-150.0, 150.0),
+        row_sinks=st.booleans(),
         slopes=st.booleans(),
         padding_rows=st.integers(0, 2),
         strided=st.booleans(),
@@ -229,10 +245,26 @@ def make_inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
         softcap=case.softcap,
         chunk=case.chunk,
         prefix=case.prefix,
-        sinks=None if case.sinks is None else case.sinks + torch.randn(case.query_heads, generator=generator),
+        sinks=None if case.sinks is None else draw_sinks(case, num_rows, used, generator),
         # As of models with ALiBi: from 1, next to nothing but the row itself, to 1 / 256.
         slopes=2 ** (-8 * torch.rand(case.query_heads, generator=generator)) if case.slopes else None,
+        distance_bias=draw_distance_bias(case, num_rows, used, generator).to(dtype) if case.distances else None,
     )
+
+
+def draw_sinks(case: Case, num_rows: int, used: int, generator: torch.Generator) -> Tensor:
+    drawn = case.sinks + torch.randn(*([num_rows] if case.row_sinks else []), case.query_heads, generator=generator)
+    if case.row_sinks:
+        drawn[used:] = torch.nan
+    return drawn
+
+
+def draw_distance_bias(case: Case, num_rows: int, used: int, generator: torch.Generator) -> Tensor:
+    rows = num_rows if case.distances > 0 else 1
+    drawn = 2 * torch.randn(rows, case.query_heads, abs(case.distances), generator=generator)
+    if rows > 1:
+        drawn[used:] = torch.nan
+    return drawn
 
 
 def exact_ragged(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:

@@ -282,7 +282,7 @@ def bad_arguments():
         "at most max_blocks": {"context_lens": good.context_lens + 500},
         "block_table must name blocks of the pool": {"block_table": table},
         "slot_mapping must name slots of the pool": {"slot_mapping": far},
-        "sinks must be [4] of a floating dtype, got [3] torch.float32": {"sinks": torch.zeros(3)},
+        "sinks must be [4] or [69, 4] of a floating dtype, got [3] torch.float32": {"sinks": torch.zeros(3)},
         "sinks must be [4] of a floating dtype, got [4] torch.int64": {"sinks": torch.zeros(4).long()},
         "slopes must be [4] of a floating dtype, got [4, 1] torch.float32": {"slopes": torch.zeros(4, 1)},
     }

@@ -172,7 +172,13 @@ def test_steps_of_every_shape_share_two_compiled_kernels(monkeypatch):
 
 TENSORS = ("output", "query", "keys", "values", "key", "value", "key_pool", "value_pool")
 METADATA = {"cu_seqlens_q": "*i32", "context_lens": "*i32", "block_table": "*i32", "slot_mapping": "*i64"}
-METADATA |= {"sinks": "*bf16", "slopes": "*fp32", "key_scales": "*fp32", "value_scales": "*fp32"}
+METADATA |= {
+    "sinks": "*bf16",
+    "slopes": "*fp32",
+    "distance_bias": "*bf16",
+    "key_scales": "*fp32",
+    "value_scales": "*fp32",
+}
 PARTS = ("pieces", "sums", "maxima", "totals")
 
 
@@ -181,12 +187,23 @@ def types(element: str) -> dict[str, str]:
 
 
 def compile_attention(
-    target, element: str, size: int, rows: int, *, given=(), split=False, group=4, value_size=None, fp8=False, **changes
+    target,
+    element: str,
+    size: int,
+    rows: int,
+    *,
+    given=(),
+    split=False,
+    group=4,
+    value_size=None,
+    fp8=False,
+    row_sinks=False,
+    **changes,
 ):
     """The kernel as the launcher would ask for it: 8 requests, 8 key/value heads with a group of query heads each.
 
-    given: which of sinks and slopes there are; split: whether keys are split; value_size: where it is not that of keys;
-    fp8: whether the pools are that.
+    given: which of sinks, slopes and biases by distance there are; split: whether keys are split; value_size: where it
+    is not that of keys; fp8: whether the pools are that; row_sinks: whether rows have sinks of their own.
     """
     block_size = changes.get("BLOCK_SIZE", 128)  # the engine's own
     width, bulk = 4 if element == "fp32" else 2, target.arch in (90, 100)
@@ -196,6 +213,7 @@ def compile_attention(
         "bulk": bulk,
         "late": late,
         "slopes": "slopes" in given,
+        "distances": "distance_bias" in given,
         "narrow": fp8,
         "most": target.arch == 90 and not (changes.get("SOFTCAP") or changes.get("CHUNK")),
         "backend": target.backend,
@@ -203,7 +221,9 @@ def compile_attention(
     tile = config(rows, 8, group, size, width, value_size=value_size, block_size=block_size, **others)
     constants = {"SCALE": 0.1, "WINDOW": 0, "SOFTCAP": 0.0, "CHUNK": 0, "PREFIX": 0}
     constants |= {"GROUP": tile.heads, "HEADS": 8 * group, "PARTS": group // tile.heads}
-    constants |= {name: None for name in ("sinks", "slopes") if name not in given}
+    constants |= {name: None for name in ("sinks", "slopes", "distance_bias") if name not in given}
+    constants |= {"DISTANCES": 512 if "distance_bias" in given else 0, "ONE_BIAS": False}
+    constants |= {"ROW_SINKS": row_sinks}
     constants |= {"KEY_SIZE": size, "VALUE_SIZE": value_size, "BLOCK_D": tile.block_d, "BLOCK_DV": tile.block_dv}
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "WIDEN": False, "SPLIT": split}
     constants |= {"BLOCK_SIZE": block_size, "LATE": tile.late, "AHEAD": tile.ahead, "LANES": 32 * tile.num_warps}
@@ -268,6 +288,9 @@ FEATURES = {
     "chunk": ((), {"CHUNK": 8192}, 512),
     "sinks_and_window": (("sinks",), {"WINDOW": 128}, 512),
     "slopes": (("slopes",), {}, 512),
+    "distances_decode": (("distance_bias",), {}, 8),
+    "distances": (("distance_bias",), {}, 512),
+    "distances_and_everything": (("sinks", "slopes", "distance_bias"), EVERYTHING, 512),
     "everything_with_a_prefix": (("sinks", "slopes"), {"PREFIX": 300, "SOFTCAP": 30.0}, 512),
     "everything_decode": (("sinks", "slopes"), EVERYTHING, 8),
     "everything": (("sinks", "slopes"), EVERYTHING, 512),
@@ -330,6 +353,11 @@ SIZES = {
     "192_group_of_7_slopes_float32": ("fp32", 192, 512, {"group": 7, "given": ("slopes",), "split": True}, (1,)),
     "33_group_of_64_float32": ("fp32", 33, 512, {"group": 64, "WINDOW": 4096, "SOFTCAP": 50.0, "split": True}, (2,)),
     "256_group_of_7_slopes": ("bf16", 256, 512, {"group": 7, "given": ("slopes",), "split": True}, (1, 2)),
+    "64_distances": ("bf16", 64, 512, {"given": ("distance_bias",), "split": True}, (0, 1, 2, 3)),
+    "128_distances_float32": ("fp32", 128, 512, {"given": ("distance_bias",), "split": True}, (0, 1, 2, 3)),
+    "256_distances": ("bf16", 256, 512, {"given": ("distance_bias",), "split": True, "WINDOW": 512}, (0, 1, 2, 3)),
+    "row_sinks": ("bf16", 128, 512, {"given": ("sinks", "distance_bias"), "row_sinks": True}, (0, 1, 2, 3)),
+    "192_group_of_7_distances": ("fp16", 192, 512, {"group": 7, "given": ("distance_bias",), "split": True}, (0, 2)),
     "192_group_of_5": ("fp16", 192, 512, {"group": 5, "given": ("sinks",), "WINDOW": 128}, (2,)),
     "160_group_of_16_slopes": ("fp16", 160, 512, {"group": 16, "given": ("slopes",), "split": True}, (2,)),
 }

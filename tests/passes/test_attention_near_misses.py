@@ -263,9 +263,9 @@ REFUSED: dict[str, tuple[Function, str]] = {
         ),
         "enumerates tokens",
     ),
-    "sinks of the queries": (
+    "two sinks of each query": (
         lambda q, k, v: weigh(
-            torch.cat([hide_future(scores_of(q, k)), q.transpose(1, 2)[..., :1]], -1).softmax(-1)[..., :-1], v
+            torch.cat([hide_future(scores_of(q, k)), q.transpose(1, 2)[..., :2]], -1).softmax(-1)[..., :-2], v
         ),
         "sinks",
     ),

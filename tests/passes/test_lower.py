@@ -219,12 +219,14 @@ def test_a_weight_that_is_converted_first_is_multiplied_by_our_kernel(how: str) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sinks_are_given_to_the_kernel_as_it_reads_them(dtype: torch.dtype) -> None:
+def test_sinks_and_biases_are_given_to_the_kernel_as_it_reads_them(dtype: torch.dtype) -> None:
     rows = torch.randn(4, 2, 8).to(dtype)
     metadata = [torch.zeros(2, dtype=torch.int32)] * 2 + [torch.zeros(1, 1, dtype=torch.int32), torch.zeros(4).long()]
     pools = [torch.zeros(1, 2, 16, 8, dtype=dtype)] * 2
     target = torch.ops.selective.ragged_attention.default
-    flat = flat_with(target, rows, rows, rows, *pools, *metadata, 0.5, 0, 0.0, 0, torch.randn(2).to(dtype))
+    sinks, biases = torch.randn(2).to(dtype), torch.randn(4, 2, 5).to(dtype)
+    options = (0.5, 0, 0.0, 0, sinks, None, None, None, None, 0, biases)
+    flat = flat_with(target, rows, rows, rows, *pools, *metadata, *options)
     assert lower(flat) == (dtype is not torch.float32)
     (node,) = (node for node in flat.module.graph.nodes if node.target is target)
-    assert node.args[13].meta["val"].dtype is torch.float32
+    assert [node.args[place].meta["val"].dtype for place in (13, 19)] == [torch.float32] * 2
