@@ -211,17 +211,20 @@ class StepProgram:
         return (*self.weights.seen[0], *self.cast_weights.operands)
 
     def gather_weights(self) -> bool:
-        """Cast the weights that have changed, and join those that one product is to read where they lie apart; for when
+        """Join the weights that one product is to read where they lie apart, and cast those that have changed; for when
         no step is on its way.
 
         Returns whether any were moved: their version is another then, their values are the same.
         """
-        self.cast_weights.gather(*self.weights.seen)
-        if not self._flat.joined:
-            return False
-        version = self.weights.version()
-        self.joined_weights.gather(*self.weights.seen)
-        return self.weights.version() is not version
+        moved = False
+        if self._flat.joined:
+            version = self.weights.version()
+            self.joined_weights.gather(*self.weights.seen)
+            moved = self.weights.version() is not version
+            if moved:  # or each step would look at where they lie
+                self.joined_weights.gather(*self.weights.seen)
+        self.cast_weights.gather(*self.weights.seen)  # of that version, or each step would cast them
+        return moved
 
     @property
     def kv_scales(self) -> tuple[Tensor, ...]:

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import selective_compile as sc
+from selective_compile import passes
 from selective_compile.backend import compile_step_program
 from selective_compile.cast_weights import CastWeights
 from selective_compile.options import EngineConfig
@@ -112,6 +114,39 @@ def test_captured_steps_of_a_gpu_read_what_was_cast_anew() -> None:
             before = after
         assert [tensor.data_ptr() for tensor in program.cast_weights.operands] == addresses
     assert engine.stats().captured > 0
+
+
+class Wide(nn.Module):
+    """A layer whose weight has more bits than its rows."""
+
+    def __init__(self, own: nn.Linear) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(own.weight.detach().float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+def test_no_step_casts_where_other_weights_were_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "REWRITES", passes.REWRITES[:2])  # linear layers stay what they are, as on a GPU
+    model: Any = tiny("llama").to(torch.bfloat16)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj = Wide(layer.self_attn.o_proj)
+    with torch.autocast("cpu", enabled=False):
+        program = cast_program(model)
+    assert program._flat.joined
+
+    def are_kept() -> bool:
+        seen = program.weights.seen
+        cast = zip(program.cast_weights.of(*seen), program.cast_weights.operands, strict=True)
+        joined = zip(program.joined_weights.of(*seen), program.joined_weights.of(*seen), strict=True)
+        return all(one is other for one, other in (*cast, *joined))
+
+    assert are_kept()
+    give_other_memory(model)
+    program.weights.version()
+    assert program.gather_weights()
+    assert are_kept()
 
 
 def test_generate_sees_values_put_in_place_through_data() -> None:
