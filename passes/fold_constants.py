@@ -4,12 +4,14 @@ Before::  mul(to(reciprocal(pow(10000.0, div(arange(0, 64, 2), 64))), "cuda"), p
 After::   mul(constant [32], positions)
 
 As PhiMoE does with its frequencies, in each forward and on the CPU: a step that copies them to a GPU is no CUDA graph.
-What no more than creates a tensor, as `zeros`, is left to the compiler, and so is what many numbers come of.
+So is one that reads rows at indices of the host's, which PyTorch copies without saying so: constant ones lie on the
+device from here on.  What no more than creates a tensor, as `zeros`, is left to the compiler, and so is what many
+numbers come of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,14 +21,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from selective_compile.passes.axes import is_symbolic
 from selective_compile.passes.flat_graph import FlatGraph
+from selective_compile.passes.host_reads import INDEXING
 
 MOST = 2**20  # numbers that a constant may have
-NAME = "folded_{}"
+NAME, SENT = "folded_{}", "sent_{}"
+WHOLE = (torch.int32, torch.int64)  # of booleans there is no index without a look at them
 
 
 def fold_constants(flat: FlatGraph) -> int:
-    """Returns how many values are constants of the graph that were computed in it."""
+    """Returns how many values are constants of the graph that were computed in it, or copied to the device."""
     graph, constants = flat.module.graph, dict(constants_of(flat.module))
+    sent = send_indices(flat, constants)
     folded = [node for node in constants if node.all_input_nodes and any(user not in constants for user in node.users)]
     for place, node in enumerate(folded):
         flat.module.register_buffer(NAME.format(place), constants[node], persistent=False)
@@ -34,10 +39,44 @@ def fold_constants(flat: FlatGraph) -> int:
             instead = graph.get_attr(NAME.format(place))
         instead.meta = dict(node.meta)
         node.replace_all_uses_with(instead)
-    if folded:
+    if folded or sent:
         graph.eliminate_dead_code()
         flat.module.recompile()
-    return len(folded)
+    return len(folded) + sent
+
+
+def send_indices(flat: FlatGraph, constants: Mapping[fx.Node, Tensor]) -> int:
+    """Returns how many constants of the host, that elements of a device's tensors are read or put at, lie there now."""
+    sent: dict[tuple[fx.Node, torch.device], fx.Node] = {}
+    for node in list(flat.module.graph.nodes):
+        if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.name not in INDEXING:
+            continue
+        rows, indices, *others = node.args
+        value = rows.meta.get("val") if isinstance(rows, fx.Node) else None
+        if not isinstance(value, Tensor) or value.device.type == "cpu":
+            continue
+        device = value.device
+
+        def there(index: Any, device: torch.device = device) -> Any:
+            known = constants.get(index)
+            if known is None or known.dtype not in WHOLE or known.device.type != "cpu":
+                return index
+            if (index, device) not in sent:
+                sent[index, device] = constant_on(device, flat, index, SENT.format(len(sent)), known)
+            return sent[index, device]
+
+        node.args = (rows, [there(index) for index in indices], *others)
+    return len(sent)
+
+
+def constant_on(device: torch.device, flat: FlatGraph, like: fx.Node, name: str, value: Tensor) -> fx.Node:
+    flat.module.register_buffer(name, value.to(device), persistent=False)
+    with flat.module.graph.inserting_before(like):
+        made = flat.module.graph.get_attr(name)
+    with flat.symbols.mode:
+        there = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    made.meta = {**like.meta, "val": there}
+    return made
 
 
 @torch.no_grad()

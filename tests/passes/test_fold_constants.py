@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from selective_compile.passes.fold_constants import MOST, may_fold
+from selective_compile.passes.fold_constants import MOST, constants_of, may_fold, send_indices
+from selective_compile.passes.host_reads import host_read
 from selective_compile.step_program import StepProgram
 from tests.decoders import WIDTH, Decoder
 from tests.exactness import TOLERANCE, step_program
 from tests.lengths import errors
 from tests.longrope import longrope
+from tests.passes.test_host_reads import flat_with
 
 aten = torch.ops.aten
 PROMPTS = [list(range(9)), [5, 7, 9]]
@@ -81,3 +83,26 @@ def test_what_may_give_something_else_each_time_is_none(target: Any) -> None:
     node = fx.Graph().call_function(target)
     node.meta["val"] = torch.zeros(3)
     assert not may_fold(node)
+
+
+@pytest.mark.parametrize("target", [aten.index.Tensor, aten.index_put.default])
+def test_constant_indices_of_the_host_lie_on_the_device(target: Any) -> None:
+    """Of a device that has no numbers, in the place of a GPU."""
+    rows, indices = torch.randn(6, 8).to("meta"), torch.tensor([3, 1])
+    flat = flat_with(target, rows, [None, indices], *([rows] if target is aten.index_put.default else []))
+    (node,) = flat.module.graph.find_nodes(op="call_function", target=target)
+    node.meta["val"] = rows
+    (output,) = flat.module.graph.find_nodes(op="output")
+    output.args = ((*output.args[0], node),)  # type: ignore[arg-type, misc]
+    copies, before = host_read(flat), node.args[1][1]  # type: ignore[index]
+    assert copies is not None and "copies between the host's memory and the device" in copies
+    assert send_indices(flat, dict(constants_of(flat.module))) == 1
+    assert host_read(flat) is None and node.args[1][1] is not before  # type: ignore[index]
+    sent = getattr(flat.module, str(node.args[1][1].target))  # type: ignore[index, union-attr]
+    assert (sent.device.type, sent.dtype, sent.shape) == ("meta", torch.int64, (2,))
+    assert send_indices(flat, dict(constants_of(flat.module))) == 0
+
+
+def test_indices_stay_where_rows_are_the_hosts_too() -> None:
+    flat = flat_with(aten.index.Tensor, torch.randn(6, 8), [torch.tensor([3, 1])])
+    assert send_indices(flat, dict(constants_of(flat.module))) == 0
