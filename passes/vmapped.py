@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -67,7 +67,8 @@ def same_nesting() -> Iterator[None]:
         yield
     finally:
         if functorch.get_dynamic_layer_stack_depth() > depth:
-            functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+            with suppress(RuntimeError):  # torch 2.11 ends all of them, too, and then looks for one that is left
+                functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
 
 
 def under_vmap(graph: fx.Graph) -> frozenset[fx.Node]:
