@@ -272,7 +272,7 @@ def both(
     for lookup in reads.lookups:
         factor = next(term.factor for term in call.masks if is_read_behind(reads.lookups, term.node))
         looked_up = rows_looked_up(lookup, positions, value_of, every)
-        table = table_for(traced, lookup, positions.shape[1]) * factor
+        table = table_for(traced, reads, lookup, positions.shape[1]) * factor
     return Probe(
         positions=positions,
         allowed=allowed,
@@ -292,9 +292,9 @@ def rows_looked_up(lookup: BiasLookup, positions: torch.Tensor, value_of: Values
     return index[:, 0].expand(*positions.shape, positions.shape[1])
 
 
-def table_for(traced: TracedGraph, lookup: BiasLookup, length: int) -> torch.Tensor:
+def table_for(traced: TracedGraph, reads: MaskReads, lookup: BiasLookup, length: int) -> torch.Tensor:
     """[L or 1, heads, rows] float64: what proofs have in place of what is looked up in."""
-    numbers = numbers_for(traced, lookup, 1, length).permute(lookup.order)
+    numbers = numbers_for(traced, reads, lookup, 1, length).permute(lookup.order)
     return numbers.reshape(length if lookup.per_query else 1, -1, lookup.rows).double()
 
 
@@ -312,18 +312,21 @@ def stand_ins(traced: TracedGraph, reads: MaskReads, chosen: torch.Tensor) -> di
 
     return {
         **{marks.node: tensor(marks) for marks in reads.marks},
-        **{lookup.source: numbers_for(traced, lookup, batch, length) for lookup in reads.lookups},
+        **{lookup.source: numbers_for(traced, reads, lookup, batch, length) for lookup in reads.lookups},
     }
 
 
-def numbers_for(traced: TracedGraph, lookup: BiasLookup, batch: int, length: int) -> torch.Tensor:
+def numbers_for(traced: TracedGraph, reads: MaskReads, lookup: BiasLookup, batch: int, length: int) -> torch.Tensor:
     """Numbers in place of what biases are looked up in, which no two entries share and of which none is 0."""
-    sizes: dict[Dim, int] = {(Axis.BATCH,): 1, (Axis.TOKEN,): length}
-    shape = [sizes.get(dim, prod(f for f in dim if isinstance(f, int))) for dim in traced.axes[lookup.source].dims]
-    # As random ones, which are not drawn in a function of many requests at once.
-    numbers = 0.5 + torch.arange(prod(shape), dtype=torch.float64, device="cpu") * GOLDEN % 1
-    whole = [batch if dim == (Axis.BATCH,) else -1 for dim in traced.axes[lookup.source].dims]
-    return numbers.to(lookup.source.meta["val"].dtype).reshape(shape).expand(whole)
+    dims = traced.axes[lookup.source].dims
+    if length not in reads.numbers:
+        sizes: dict[Dim, int] = {(Axis.BATCH,): 1, (Axis.TOKEN,): length}
+        shape = [sizes.get(dim, prod(f for f in dim if isinstance(f, int))) for dim in dims]
+        # As random ones, which are not drawn in a function of many requests at once.
+        numbers = 0.5 + torch.arange(prod(shape), dtype=torch.float64, device="cpu") * GOLDEN % 1
+        reads.numbers.clear()  # probes of one length follow one another
+        reads.numbers[length] = numbers.to(lookup.source.meta["val"].dtype).reshape(shape)
+    return reads.numbers[length].expand([batch if dim == (Axis.BATCH,) else -1 for dim in dims])
 
 
 def combined(
