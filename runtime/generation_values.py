@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -78,9 +79,12 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
     items = value.tolist() if hasattr(value, "tolist") else value
     items = items if isinstance(items, Iterable) else [items]
     try:
-        return tuple(operator.index(item) for item in items)
+        found = tuple(operator.index(item) for item in items)
     except TypeError:
         raise ValueError(f"{name} must be a token id, a list of them, or None, got {value!r}") from None
+    if any(not -(2**63) <= token < 2**63 for token in found):
+        raise ValueError(f"{name} must be token ids of at most 64 bits, got {value!r}")
+    return found
 
 
 def token_ids_to_force(name: str, value: Any) -> list[int]:
@@ -132,7 +136,9 @@ def watermark(name: str, value: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return value in (math.inf, -math.inf) or abs(value) <= sys.float_info.max  # NaN is neither
 
 
 # Greedy decoding looks at none of these, and `generate` takes any value for them then.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import math
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from threading import TIMEOUT_MAX, Condition
@@ -18,6 +18,8 @@ from selective_compile.runtime.own_code import cause_of
 from selective_compile.runtime.records import TokenRecord, joined_rows
 from selective_compile.runtime.request_result import FinishReason, RequestResult, RequestTiming
 from selective_compile.runtime.request_state import RequestState
+
+LONGEST = sys.float_info.max  # seconds
 
 
 class Ending:
@@ -157,9 +159,10 @@ class Request:
             TimeoutError: it has not ended within `timeout` seconds. It goes on; ask again or cancel it.
         """
         number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-        if timeout is not None and not (number and not math.isnan(timeout)):  # which would be waited for without an end
+        if timeout is not None and not (number and timeout == timeout):  # NaN would be waited for without an end
             raise ValueError(f"timeout must be seconds or None, got {timeout!r}")
-        deadline = None if timeout is None else time.perf_counter() + timeout
+        # Of an integer that no float can hold, the largest one.
+        deadline = None if timeout is None else time.perf_counter() + max(-LONGEST, min(timeout, LONGEST))
         if not self._wait_for(lambda: self.finished, deadline):
             raise TimeoutError(f"request {self.request_id!r} must finish within {timeout} seconds, has not yet")
         return self._result()

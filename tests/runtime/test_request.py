@@ -120,7 +120,9 @@ def test_result_times_out_with_and_without_a_background_thread() -> None:
         assert entered.wait(SECONDS)
         with pytest.raises(TimeoutError, match=r"must finish within 0.01 seconds"):
             request.result(timeout=0.01)
-    assert len(request.result().tokens) == 400
+    with pytest.raises(TimeoutError):
+        request.result(timeout=-(10**400))
+    assert len(request.result(timeout=10**400).tokens) == 400
 
 
 def test_submitting_from_many_threads_while_running() -> None:
