@@ -15,6 +15,8 @@ from selective_compile.runtime.assistants import PROBE, Assistant
 # What the next token tells of the share that is right, against all before it; over about the last ten.
 RECENT = 0.1
 UNKNOWN = 0.5
+# Tokens that are looked up at most: every n-gram of a prompt is kept, and one of so many is rarely there by chance.
+LONGEST_NGRAM = 16
 
 
 class Acceptance:
@@ -49,7 +51,7 @@ class PromptLookup:
     """
 
     def __init__(self, *, ngram_size: int) -> None:
-        self._size = ngram_size
+        self._size = min(ngram_size, LONGEST_NGRAM)
         self._ends: dict[tuple[int, ...], int] = {}  # of n-grams, where what follows them begins
         self._seen = 0
 

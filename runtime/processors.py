@@ -146,6 +146,8 @@ def _list_of_transformers(
     """As `generate` makes it for this request alone."""
     asked = SimpleNamespace(**{**dict.fromkeys(FIELDS), **{name: values.get(name) for name in FIELDS}})
     length = len(prompt)
+    if asked.encoder_no_repeat_ngram_size:  # the processor makes as many lists, and of more tokens there are no n-grams
+        asked.encoder_no_repeat_ngram_size = min(asked.encoder_no_repeat_ngram_size, length + 1)
     asked.max_length = length + values["max_new_tokens"]
     if asked.min_new_tokens is not None:
         asked.min_length = length + asked.min_new_tokens

@@ -62,6 +62,12 @@ def test_lookup_proposes_what_followed_the_latest_longest_match(tokens: list[int
     assert proposed == wanted
 
 
+def test_lookup_keeps_no_n_grams_of_any_length() -> None:
+    lookup = PromptLookup(ngram_size=10**12)
+    assert lookup.propose(array("q", [*range(900), *range(100)]), 2) == [100, 101]
+    assert sum(map(len, lookup._ends)) < 10**6
+
+
 def test_length_follows_what_was_right_and_drafts_that_do_not_pay_stop_and_come_back() -> None:
     acceptance = Acceptance()
     assert acceptance.length(0.2, 9) == 2  # a half, a quarter

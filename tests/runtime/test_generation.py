@@ -300,3 +300,8 @@ def test_a_token_must_be_left_where_one_is_forced(name: str, fields: dict[str, A
         resolve(config_with(**fields))
     less = {**fields, "suppress_tokens": [3]}
     assert resolve(config_with(**less))
+
+
+def test_n_grams_longer_than_the_prompt_take_no_memory() -> None:
+    processors = resolve(config_with(encoder_no_repeat_ngram_size=10**6)).processors
+    assert processors is not None and processors.processors[0].ngram_size == 6
