@@ -43,6 +43,7 @@ def by_requests(
     config: EngineConfig,
     by_model: Callable[[str], Any] | None,
     seed: int | Sequence[int] | None,
+    /,
     *,
     inputs: Any = None,
     generation_config: Any = None,

@@ -143,6 +143,8 @@ def test_an_unsupported_argument_is_refused_by_name(model: Any, name: str) -> No
         ("max_tokens", " where 'max_new_tokens' is one"),
         ("attention_masks", " where 'attention_mask' is one"),
         ("pixels", ""),
+        ("config", ".*"),
+        ("by_model", ".*"),
     ],
 )
 def test_a_name_that_nobody_knows_is_told_beside_the_one_that_is_meant(model: Any, name: str, near: str) -> None:
