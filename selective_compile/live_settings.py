@@ -109,7 +109,7 @@ class LiveSettings:
                 continue
             for name, value in vars(base).items():
                 plain = (name in read.names or name in read.keys) and is_plain(value)
-                if name not in found and (plain or not read.code.isdisjoint(codes_of(value))):
+                if name not in found and (plain or not read.code.isdisjoint(own_codes_of(value))):
                     found.add(name)
                     now = getattr(kind, name)
                     self._classes.append((kind, name, copy.deepcopy(now) if plain else now))
@@ -207,6 +207,21 @@ def codes_of(value: Any) -> set[CodeType]:
         if hasattr(part, "__wrapped__"):
             parts.append(part.__wrapped__)
     return found
+
+
+def own_codes_of(value: Any) -> set[CodeType]:
+    """Without that of decorators of PyTorch's and transformers', as `torch.no_grad`, which is the same around every
+    function: a trace that has run it for one has not run the others, as `generate`."""
+    part: Any = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    while hasattr(part, "__wrapped__") and is_of_libraries(part):
+        part = part.__wrapped__
+    return codes_of(part)
+
+
+def is_of_libraries(function: Any) -> bool:
+    """By the file that it was written in, which `functools.wraps` leaves as it was."""
+    package, _, _ = str(getattr(function, "__globals__", {}).get("__name__", "")).partition(".")
+    return package in ("torch", "transformers")
 
 
 def follow(own: nn.Module, copied: nn.Module) -> bool:

@@ -322,3 +322,12 @@ def test_a_layer_of_torchscript_runs_by_itself() -> None:
     expected = alone(model)
     model.model.layers[0].mlp = torch.jit.script(model.model.layers[0].mlp)
     assert ours(model, EAGER) == expected
+
+
+def test_an_engine_goes_on_where_somebody_wraps_its_model() -> None:
+    """`generate` has the decorator of functions that the forward calls, and is none of them."""
+    model = small()
+    engine = sc.Engine(model, EAGER)
+    with sc.wrapped(model, EAGER):
+        assert told(engine) is None
+    assert told(engine) is None
