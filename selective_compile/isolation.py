@@ -12,8 +12,9 @@ from torch import nn
 
 from selective_compile.autocast import autocast_of, own_calls_refusal
 from selective_compile.cache_reach import cache_refusal
-from selective_compile.capture import UNTRACEABLE
+from selective_compile.capture import UNTRACEABLE, capture
 from selective_compile.captured import Captured
+from selective_compile.counted_calls import counting_refusal
 from selective_compile.current_device import on_device_of
 from selective_compile.first_call import changes_weights
 from selective_compile.handed_inputs import handed_refusal
@@ -128,6 +129,8 @@ def tried(model: nn.Module, found: Proved, max_window: int | None, *, keep: bool
 
 def departs_in_use(model: nn.Module, found: Proved, max_window: int | None) -> Refusal | None:
     """What to say of a model that `generate` does not use as its graph is computed, as far as trials tell."""
+    if departure := goes_by_calls(model, found):
+        return departure
     if not max_window and (departure := cache_refusal(model, found.rewritten.traced.calls)):
         return departure
     with products_in(product_types_of(found)):
@@ -141,6 +144,13 @@ def departs_in_use(model: nn.Module, found: Proved, max_window: int | None) -> R
             longer=LONGER_ALONE if found.mode == MODES[-1] and found.isolated else LONGER,
         )
         return departure or handed_refusal(model) or goes_on_otherwise(model, found)
+
+
+def goes_by_calls(model: nn.Module, found: Proved) -> Refusal | None:
+    """What to say of a model whose calls depend on how many there were before."""
+    whole = dict.fromkeys(call.module for call in found.rewritten.traced.isolated)
+    again = None if whole else lambda: capture(model, recurrences_of(model))
+    return counting_refusal(model, found.captured, again, whole)
 
 
 def product_types_of(found: Proved) -> frozenset[torch.dtype]:

@@ -11,7 +11,7 @@ import copy
 import hashlib
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -75,19 +75,27 @@ class LiveConditions:
 
     def change(self) -> str:
         """What is not as it was, in words; empty if all is, or the model is not there any more."""
+        for question, known, now in self._others():
+            got = described(now)
+            got = f"another {got}" if got == str(known) else got
+            return f"{spelled(question)} must stay {known}, as compiled, got {got}"
+        return ""
+
+    def others(self) -> list[str]:
+        """What is not as it was, as questions of `asked_of`."""
+        return [question for question, _, _ in self._others()]
+
+    def _others(self) -> Iterator[tuple[str, Known, Any]]:
         model = self._model()
         if model is None:
-            return ""
+            return
         try:
             found = eval(self._code, {**self._namespace, "L": {"model": model}})
         except (AttributeError, LookupError, TypeError):  # something on the way is not there, or another
             found = list(self._answers(model, self._asked).values())
         for known, now, question in zip(self._known, found, self._asked, strict=True):
             if not known.is_still(now):
-                got = described(now)
-                got = f"another {got}" if got == str(known) else got
-                return f"{spelled(question)} must stay {known}, as compiled, got {got}"
-        return ""
+                yield question, known, now
 
     def _weights_that_are_none(self, model: nn.Module) -> dict[str, Any]:
         """A weight may become another one, but what was none has no place in the graph."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from io import IOBase
 from threading import RLock
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, Final, Literal
 from weakref import ProxyTypes, WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -269,4 +272,35 @@ def contents(value: Any, within: dict[int, Any], seen: dict[int, Any]) -> Any:
         return [(contents(key, within, seen), contents(item, within, seen)) for key, item in value.items()]
     if isinstance(value, (list, tuple, deque)):
         return [contents(item, within, seen) for item in value]
+    if isinstance(value, np.ndarray):
+        return id(value), value.tobytes()
+    if is_iterator(value):
+        return contents(place_of(value), within, seen)
     return id(value), contents(getattr(value, "__dict__", None), within, seen)
+
+
+def is_iterator(value: Any) -> bool:
+    """Of which calls may take one thing after another; files and the like are of no concern."""
+    return isinstance(value, Iterator) and not isinstance(value, IOBase)
+
+
+def place_of(iterator: Any) -> Any:
+    """How far it has come, as a copy of it would be told; `Unlike` anything where that is not known."""
+    if isinstance(iterator, GeneratorType):
+        frame = iterator.gi_frame
+        return None if frame is None else (frame.f_lasti, dict(frame.f_locals))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of what later Pythons cannot copy
+        try:
+            return iterator.__reduce_ex__(2)
+        except (TypeError, AttributeError):
+            return Unlike()
+
+
+class Unlike:
+    """Equal to nothing."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return False

@@ -12,7 +12,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,9 @@ from selective_compile.passes import Refusal, RefusedError
 from selective_compile.step import StepInputs
 from selective_compile.tensor_state import States, states
 from selective_compile.watched_buffers import WatchedBuffers
+
+# Stands as the operator of what calls change, and read, that no request can have of its own.
+OUTSIDE: Final = "state outside of the modules"
 
 
 @dataclass(kw_only=True)
@@ -85,8 +88,11 @@ class SequentialProgram:
     not_captured = "the whole model runs as it is, one request after another"
 
     def __init__(self, model: Any, refusals: Sequence[Refusal]) -> None:
-        """Raises `RefusedError` if a run changes an object in the model that cannot be kept for each request."""
+        """Raises `RefusedError` if a run changes an object in the model, or anything outside of it that it reads, that
+        cannot be kept for each request."""
         self.refusals = tuple(refusals)
+        if any(refusal.operator == OUTSIDE for refusal in refusals):  # of which requests beside one another have one
+            raise RefusedError(refusals)
         self._model_alive = weakref.ref(itself(model))  # engines hold theirs; those of `generate` must not
         self.device = next(model.parameters()).device
         self.max_positions = declared_positions(model)

@@ -126,6 +126,7 @@ LAYERS = (
         "packed_graph",
         "given_rows",
         "handed_inputs",
+        "counted_calls",
         "isolation_trial",
         "module_program",
         "one_token",
