@@ -32,8 +32,8 @@ class MaskReads:
     keys; what biases are looked up in, of which there is one at most: all of one call's masks.
 
     ``limit``: the longest request that the tables have rows for; None without tables.  ``steps``: masks that add
-    nothing, or numbers far below (`mask_probes.steps_of`).  ``numbers``: what proofs have made in place of what is looked
-    up in, for requests of that length.
+    nothing, or numbers far below (`mask_probes.steps_of`).  ``numbers``: what proofs have made in
+    place of what is looked up in, for requests of that length.
     """
 
     padding: fx.Node | None = None
