@@ -172,8 +172,11 @@ def read_sinks(traced: TracedGraph, softmax: fx.Node, sinks: fx.Node, heads: int
     """One number for each head, or for each head of each token: as scores [..., heads, tokens, 1]."""
     query, key = pair_of(traced, softmax)
     axes, rank = traced.axes.get(sinks), len(traced.axes[softmax].dims)
-    if axes is None or axes.is_constant or len(axes.dims) != rank or axes.key_dims != (rank + query,):
-        return sinks_of(traced, sinks, heads)
+    try:
+        return sinks_of(traced, sinks, heads)  # also where they are repeated for each token
+    except Unreadable:
+        if axes is None or len(axes.dims) != rank or axes.key_dims != (rank + query,):
+            raise
     others = tuple(dim for dim in range(rank) if dim not in (rank + query, rank + key))
     found = operand_of(traced, sinks, rank + query, others, rank + key, shareable=False)
     if found.heads != heads or found.head_size != 1:

@@ -196,6 +196,17 @@ def one_sink_for_all_heads(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> T
     return weigh(scores.softmax(-1)[..., :-1], v)
 
 
+def repeated_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    """``sinks``: [H], as gpt-oss repeats them for each token."""
+    each = sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[1], -1)
+    return weigh(torch.cat([hide_future(scores_of(q, k)), each], dim=-1).softmax(-1)[..., :-1], v)
+
+
+def test_sinks_that_are_repeated_for_each_token_are_those_of_heads() -> None:
+    (call,) = analysed(repeated_sinks, TABLE[0].contiguous()).calls
+    assert call.sinks is not None and not isinstance(call.sinks, Operand)
+
+
 @pytest.mark.parametrize("function", [own_sinks, one_sink_for_all_heads])
 def test_sinks_of_each_query(function: Callable[..., Tensor]) -> None:
     weight = PROFILES[:, :1].contiguous()
