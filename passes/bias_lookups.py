@@ -10,17 +10,24 @@ and that is what `mask_distances` proves to be told by the distance.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import fx
 
 from selective_compile.passes.attention_calls import BiasLookup
 from selective_compile.passes.axes import Axis
-from selective_compile.passes.evaluate import ancestors
+from selective_compile.passes.evaluate import ancestors, leaves
+from selective_compile.passes.heads import CASTS, MOVES
 from selective_compile.passes.rules_reduce import dim_along
 from selective_compile.passes.traced_graph import TracedGraph
 
 aten = torch.ops.aten
+# What a number may go through on its way to a score: each leaves it as it is, or multiplies it with or adds to it what
+# does not depend on it, whatever the number is.  Of each operator the arguments that it may be.
+CARRIED: dict[Any, tuple[int, ...]] = dict.fromkeys((*MOVES, *CASTS), (0,))
+CARRIED |= {aten.masked_fill: (0,), aten.where: (1, 2), aten.div: (0,)}
+CARRIED |= dict.fromkeys((aten.add, aten.sub, aten.mul), (0, 1))
 
 
 def lookups_behind(traced: TracedGraph, masks: Iterable[fx.Node]) -> tuple[BiasLookup, ...]:
@@ -95,6 +102,28 @@ def places_of_pair(traced: TracedGraph, index: object) -> tuple[int, int] | None
     axes = traced.axes[index]
     query, key = (dim - len(axes.dims) for dim in axes.key_dims)
     return query, key
+
+
+def reads_otherwise(lookup: BiasLookup, mask: fx.Node) -> fx.Node | None:
+    """A node behind ``mask`` that does more with what is looked up, or what it is looked up in, than to carry it on: as
+    a condition on it does, an index that is made of it, or an absolute value.  None if there is none.
+
+    A proof has other numbers in their place, and would hold for these alone.
+    """
+    carrying = {lookup.source}
+    for node in ancestors(mask, frozenset(carrying)):
+        if node is lookup.source or carrying.isdisjoint(node.all_input_nodes):
+            continue
+        read = [given for given in leaves((node.args, node.kwargs)) if isinstance(given, fx.Node) and given in carrying]
+        places: tuple[int, ...] = CARRIED.get(getattr(node.target, "overloadpacket", None), ())
+        if node is lookup.node:
+            places = (0,)
+        elif lookup.source in read:
+            return node
+        if len(read) != 1 or read[0] not in [given for place, given in enumerate(node.args) if place in places]:
+            return node
+        carrying.add(node)
+    return None
 
 
 def is_read_behind(lookups: Iterable[BiasLookup], mask: fx.Node) -> bool:

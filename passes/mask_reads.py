@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from selective_compile.passes.attention_calls import AttentionCall, BiasLookup, KeyMarks, KeySelection
-from selective_compile.passes.bias_lookups import lookups_behind
+from selective_compile.passes.bias_lookups import lookups_behind, reads_otherwise
 from selective_compile.passes.evaluate import ancestors
 from selective_compile.passes.rules_lookup import LOOKUPS
 from selective_compile.passes.table_rows import TableRows, rows_at_positions, table_rows
@@ -73,6 +73,10 @@ def mask_reads(traced: TracedGraph, call: AttentionCall | KeySelection, read_oth
     lookups = lookups_behind(traced, [term.node for term in call.masks])
     if len(lookups) > 1 or (lookups and isinstance(call, KeySelection)):
         raise Unproved(lookups[0].node, "its masks look biases up in several places, or those of a selection of keys")
+    for lookup in lookups:
+        others = (reads_otherwise(lookup, term.node) for term in call.masks)
+        if (other := next(filter(None, others), None)) is not None:
+            raise Unproved(other, "it does more with a bias that is looked up, or what it is looked up in, than add it")
     looked_up_in = {lookup.source for lookup in lookups}
     known = looked_up_in | {lookup.node for lookup in lookups}
     for term in call.masks:
