@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import selective_compile as sc
-from tests.decoders import Residual
+from tests.decoders import VOCABULARY as WORDS
+from tests.decoders import Decoder, Residual
 from tests.exactness import TOLERANCE, engine_error, padded_error, step_program
 
 VOCABULARY, HEADS, SIZE = 31, 4, 8
@@ -95,3 +96,29 @@ def test_a_compiled_step_with_8_bit_keys_gives_the_tokens_of_one_that_is_not_com
             requests = [engine.submit(list(range(1, n)), max_new_tokens=8) for n in (3, 9, 21)]
             found.append([request.result().tokens for request in requests])
     assert found[0] == found[1] and all(len(tokens) == 8 for tokens in found[0])
+
+
+def of_the_query(query: Tensor, key: Tensor, value: Tensor, distance: Tensor) -> Tensor:
+    scores = torch.einsum("bqhd,bkhd->bhqk", query, key)
+    near = query.transpose(1, 2).gather(-1, distance.clamp(0, 3).expand(*scores.shape))
+    weights = (scores + near).masked_fill(distance < 0, torch.finfo(scores.dtype).min).softmax(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, value).flatten(2)
+
+
+class Tabled(Decoder):
+    """Reads how far tokens are from one another in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__(attend=of_the_query, mask=self.read, layers=1)
+        places = torch.arange(64)
+        self.table = places[:, None] - places[None, :]
+
+    def read(self, ids: Tensor, attention_mask: object) -> Tensor:
+        return self.table[: ids.shape[1], : ids.shape[1]]
+
+
+def test_distances_may_be_read_in_a_table_which_bounds_requests() -> None:
+    model = Tabled().eval()
+    program = step_program(model)
+    assert program.max_positions == 64
+    assert engine_error(model, vocabulary=WORDS, program=program) < TOLERANCE

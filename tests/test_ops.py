@@ -99,13 +99,13 @@ def test_a_pool_of_another_dtype_is_refused_when_traced():
 @pytest.mark.parametrize(
     ("sinks", "slopes", "message"),
     [
-        (torch.empty(3), None, "sinks must be [4], got [3]"),
-        (torch.empty(1, 4), None, "sinks must be [4], got [1, 4]"),
+        (torch.empty(3), None, "sinks must be [4] or [T, 4], got [3]"),
+        (torch.empty(5, 4, 1), None, "sinks must be [4] or [T, 4], got [5, 4, 1]"),
         (torch.empty(4, dtype=torch.int32), None, "sinks must be of a floating dtype, got torch.int32"),
         (None, torch.empty(2), "slopes must be [4], got [2]"),
         (None, torch.empty(4, dtype=torch.bfloat16), "slopes must be torch.float32, got torch.bfloat16"),
     ],
-    ids=("too_few", "two_dimensions", "integers", "one_per_group", "half_precision"),
+    ids=("too_few", "three_dimensions", "integers", "one_per_group", "half_precision"),
 )
 def test_wrong_sinks_and_slopes_are_refused_when_traced(sinks, slopes, message):
     rows = [torch.empty(5, heads, 16, device="meta") for heads in (4, 2, 2)]

@@ -283,7 +283,7 @@ def bad_arguments():
         "block_table must name blocks of the pool": {"block_table": table},
         "slot_mapping must name slots of the pool": {"slot_mapping": far},
         "sinks must be [4] or [69, 4] of a floating dtype, got [3] torch.float32": {"sinks": torch.zeros(3)},
-        "sinks must be [4] of a floating dtype, got [4] torch.int64": {"sinks": torch.zeros(4).long()},
+        "sinks must be [4] or [69, 4] of a floating dtype, got [4] torch.int64": {"sinks": torch.zeros(4).long()},
         "slopes must be [4] of a floating dtype, got [4, 1] torch.float32": {"slopes": torch.zeros(4, 1)},
     }
 
