@@ -14,7 +14,6 @@ from torch import fx
 
 from selective_compile.passes.attention_calls import AttentionCall, BiasLookup, KeyMarks, KeySelection, MaskTerm
 from selective_compile.passes.axes import Axis, Dim
-from selective_compile.passes.bias_lookups import is_read_behind
 from selective_compile.passes.evaluate import evaluate
 from selective_compile.passes.mask_reads import MaskReads, Unproved
 from selective_compile.passes.mask_terms import MaskTerms
@@ -270,9 +269,8 @@ def both(
             raise Unproved(reads.marks[0].node, "it does more or less than hide the keys that were not selected")
     looked_up = table = None
     for lookup in reads.lookups:
-        factor = next(term.factor for term in call.masks if is_read_behind(reads.lookups, term.node))
         looked_up = rows_looked_up(lookup, positions, value_of, every)
-        table = table_for(traced, reads, lookup, positions.shape[1]) * factor
+        table = table_for(traced, reads, lookup, positions.shape[1]) * reads.lookup_factor
     return Probe(
         positions=positions,
         allowed=allowed,

@@ -33,7 +33,6 @@ import torch
 from torch import fx
 
 from selective_compile.passes.attention_calls import AttentionCall, KeySelection, MaskFamily, Operand
-from selective_compile.passes.bias_lookups import is_read_behind
 from selective_compile.passes.evaluate import constants_in
 from selective_compile.passes.fingerprint import Fingerprints
 from selective_compile.passes.mask_distances import distances_of
@@ -96,8 +95,7 @@ def prove_masks(traced: TracedGraph) -> int:
 def look_up(call: AttentionCall, reads: MaskReads) -> None:
     """Fill in what the call's biases by distance are looked up in."""
     for lookup in reads.lookups:
-        call.lookup = lookup
-        call.lookup_factor = next(term.factor for term in call.masks if is_read_behind(reads.lookups, term.node))
+        call.lookup, call.lookup_factor = lookup, reads.lookup_factor
 
 
 def require_whole(call: Masked, family: MaskFamily) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from selective_compile.passes.attention_calls import AttentionCall, BiasLookup, KeyMarks, KeySelection
-from selective_compile.passes.bias_lookups import lookups_behind, reads_otherwise
+from selective_compile.passes.bias_lookups import is_read_behind, lookups_behind, reads_otherwise
 from selective_compile.passes.evaluate import ancestors
 from selective_compile.passes.rules_lookup import LOOKUPS
 from selective_compile.passes.table_rows import TableRows, rows_at_positions, table_rows
@@ -29,11 +29,12 @@ class Unproved(Exception):
 @dataclass(frozen=True, kw_only=True)
 class MaskReads:
     """The one token input that hides keys, if any; the slices of tables; the model's buffers; the marks of selected
-    keys; what biases are looked up in, of which there is one at most: all of one call's masks.
+    keys; what biases are looked up in, of which there is one at most, and what their mask is multiplied by: all of one
+    call's masks.
 
     ``limit``: the longest request that the tables have rows for; None without tables.  ``steps``: masks that add
-    nothing, or numbers far below (`mask_probes.steps_of`).  ``numbers``: what proofs have made in
-    place of what is looked up in, for requests of that length.
+    nothing, or numbers far below (`mask_probes.steps_of`).  ``numbers``: what proofs look biases up in, for requests
+    of that length.
     """
 
     padding: fx.Node | None = None
@@ -41,6 +42,7 @@ class MaskReads:
     buffers: tuple[Input, ...] = ()
     marks: tuple[KeyMarks, ...] = ()
     lookups: tuple[BiasLookup, ...] = ()
+    lookup_factor: float = 1.0
     steps: frozenset[fx.Node] = frozenset()
     numbers: dict[int, torch.Tensor] = field(default_factory=dict, compare=False)
 
@@ -109,6 +111,7 @@ def mask_reads(traced: TracedGraph, call: AttentionCall | KeySelection, read_oth
         buffers=tuple(dict.fromkeys(buffers)),
         marks=tuple(dict.fromkeys(marked)),
         lookups=lookups,
+        lookup_factor=next((term.factor for term in call.masks if is_read_behind(lookups, term.node)), 1.0),
     )
 
 
