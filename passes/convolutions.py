@@ -17,13 +17,13 @@ Zeros may also stand in front of several, one behind the other, of which each ta
     before:  conv1d(conv1d(pad(x, [2, 0]), depthwise [C, 1, 2], inner), weight [O, C, 2], bias)
     after:   linear([first(x) a token before, first(x)], weight, bias)
 
-Or the tokens in sight of each are put side by side, to be weighed as it says itself::
+where a first one of before is one of three tokens, the last of them weighed by 0: so the second has in front of a
+request what the first makes of zeros, its bias, as there.
+
+Or the tokens that each looks back on are put side by side, to be weighed as it says itself::
 
     before:  unfold(pad(x [B, C, S], [2, 0]), -1, 3, 1)
     after:   stack([x two tokens before, x a token before, x], -1)
-
-where a first one of before is one of three tokens, the last of them weighed by 0: so the second has in front of a
-request what the first makes of zeros, its bias, as there.
 """
 
 from __future__ import annotations
