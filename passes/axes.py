@@ -180,6 +180,12 @@ class Axes:
     def labelled(self, index: int) -> bool:
         return not all(isinstance(f, int) for f in self.dims[index])
 
+    @property
+    def flat_sizes(self) -> list[int]:
+        """In a flat graph, -1 for the tokens; a batch, alone or merged with heads, counts 1."""
+        plain = ([factor for factor in dim if isinstance(factor, int)] for dim in self.dims)
+        return [-1 if Axis.TOKEN in dim else prod(sizes) for dim, sizes in zip(self.dims, plain, strict=True)]
+
     def plain(self) -> Axes:
         return replace(self, numbers=(), probed=False)
 
