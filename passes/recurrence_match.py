@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selective_compile.ops import forced_implementation
+from selective_compile.implementations import forced_implementation
 from selective_compile.passes.constant_arguments import as_given, number_pair
 from selective_compile.passes.recurrence_families import FAMILIES, Family, Role
 from selective_compile.rounding import coarsest, rounded_as

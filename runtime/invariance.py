@@ -6,7 +6,7 @@ import torch
 
 from selective_compile.backend import Program, StepProgram
 from selective_compile.grouped_ops import grouped_linear
-from selective_compile.ops import forced_implementation, implementation_on
+from selective_compile.implementations import forced_implementation, implementation_on
 from selective_compile.passes.batch_dependence import foreign_products
 
 # Of the attention calls, by the kernels that run them: of others nobody has looked at the order of the sums.

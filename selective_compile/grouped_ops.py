@@ -38,9 +38,11 @@ import torch
 from torch import Tensor
 
 from selective_compile import reference
+from selective_compile.attention_checks import require
+from selective_compile.implementations import implementation_on
 from selective_compile.int8_ops import DTYPES
 from selective_compile.kernels.linear_call import check_grouped
-from selective_compile.ops import implementation_on, refuse_gradients, register, require
+from selective_compile.ops import refuse_gradients, register
 
 
 def _run(

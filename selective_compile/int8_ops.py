@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from selective_compile import reference
-from selective_compile.ops import implementation_on, refuse_gradients, register, require
+from selective_compile.attention_checks import require
+from selective_compile.implementations import implementation_on
+from selective_compile.ops import refuse_gradients, register
 
 DTYPES = (torch.float32, torch.bfloat16)
 BLOCK = 2**18  # 1 MB as float32

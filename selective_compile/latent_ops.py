@@ -31,19 +31,17 @@ import torch
 from torch import Tensor
 
 from selective_compile import fp8_rows, reference
-from selective_compile.int8_rows import row_bytes
-from selective_compile.ops import (
+from selective_compile.attention_checks import (
     check_per_head,
     check_prefix,
     check_rows,
     check_scales,
     check_selection,
-    implementation_on,
-    reference_stands_in,
-    refuse_gradients,
-    register,
     require,
 )
+from selective_compile.implementations import implementation_on
+from selective_compile.int8_rows import row_bytes
+from selective_compile.ops import reference_stands_in, refuse_gradients, register
 
 
 def _kernel(device_type: str) -> Callable[..., Tensor]:

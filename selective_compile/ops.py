@@ -1,4 +1,4 @@
-"""The custom operators: schemas, fakes, and the choice of implementation for a device.
+"""The custom operators: schemas, fakes, and the kernels that run them.
 
     selective::ragged_attention   write this step's keys and values into a paged KV pool, then attend
     selective::varlen_attention   the same without a pool: a request's context is its own rows
@@ -52,89 +52,31 @@ either: they may have been freed.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
-from contextvars import ContextVar
 from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selective_compile import fp8_rows, reference
+from selective_compile import fp8_rows, implementations, reference
+from selective_compile.attention_checks import (
+    check_distance_bias,
+    check_per_head,
+    check_prefix,
+    check_rows,
+    check_scales,
+    check_selection,
+    require,
+)
+from selective_compile.implementations import Implementation
 from selective_compile.int8_rows import row_bytes
-
-Implementation = Literal["auto", "reference", "cpu", "triton"]
-IMPLEMENTATIONS = get_args(Implementation)
-
-_logger = logging.getLogger(__name__)
-# The name, and whether for a batch-invariant engine.
-_forced: ContextVar[tuple[Implementation, bool]] = ContextVar("selective_implementation", default=("auto", False))
-
-
-class forced_implementation:
-    """Run the ops called inside with the implementation `name`; "auto" lets the device decide again.
-
-    Holds for the current thread (or asyncio task) only: a thread started inside enters it for itself. The
-    choice is made when an op runs, not when it is traced, so that one compiled graph serves every
-    implementation. "triton" on CPU tensors runs in Triton's interpreter, which is for tests.
-
-    batch_invariant: attention runs as a batch-invariant engine has it, with a request for each row: the result of a
-        row is then the same bits whatever the others are. The other implementations give them so by themselves, or
-        not at all (`runtime.invariance`).
-
-    Raises:
-        ValueError: the name is not one of `Implementation`.
-    """
-
-    def __init__(self, name: Implementation, *, batch_invariant: bool = False) -> None:
-        if name not in IMPLEMENTATIONS:
-            raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {name!r}")
-        self._forced = (name, batch_invariant)
-
-    def __enter__(self) -> None:
-        self._token = _forced.set(self._forced)
-
-    def __exit__(self, *_: object) -> None:
-        _forced.reset(self._token)
-
-
-def implementation_on(device_type: str) -> str:
-    """The name of the implementation that an op called here and now on "cpu" or "cuda" tensors would run.
-
-    Raises:
-        ValueError: the forced implementation does not run on this device, or no implementation does.
-        RuntimeError: the native CPU kernel was forced and cannot be built.
-    """
-    return _resolve(_forced.get()[0], device_type)
-
-
-@functools.cache
-def _resolve(name: Implementation, device_type: str) -> str:
-    if device_type not in ("cpu", "cuda"):
-        raise ValueError(f"the tensors' device must be cpu or cuda, got {device_type}")
-    if device_type == "cuda":
-        if name == "cpu":
-            raise ValueError("implementation must be auto, reference or triton on cuda tensors, got 'cpu'")
-        return "triton" if name == "auto" else name
-    if name in ("reference", "triton") or _native_cpu_available():
-        return "cpu" if name == "auto" else name
-    if name == "cpu":
-        raise RuntimeError("the native CPU kernels cannot be built here; the log has the compiler's message")
-    _logger.warning("no native CPU kernel can be built here: attention runs in the slow eager reference")
-    return "reference"
-
-
-def _native_cpu_available() -> bool:
-    from selective_compile.kernels import ragged_attention_cpu
-
-    return ragged_attention_cpu.available()
 
 
 @functools.cache
 def _kernel(op: str, name: Implementation, batch_invariant: bool, device_type: str) -> Callable[..., Any]:
-    resolved = _resolve(name, device_type)
+    resolved = implementations.resolved_name(name, device_type)
     linear = {"linear": _linear, "linears": _linears}.get(op)
     kernel = linear(name, resolved) if linear else getattr(_module(resolved), op)
     if batch_invariant and resolved == "triton" and op in ("ragged_attention", "rotary_attention"):
@@ -144,7 +86,7 @@ def _kernel(op: str, name: Implementation, batch_invariant: bool, device_type: s
 
 def attention_kernel(op: str, device_type: str) -> Callable[..., Tensor]:
     """What runs the attention `op` here and now on "cpu" or "cuda" tensors; raises as `implementation_on`."""
-    return _kernel(op, *_forced.get(), device_type)
+    return _kernel(op, *implementations.forced.get(), device_type)
 
 
 def _linear(name: Implementation, resolved: str) -> Callable[..., Tensor]:
@@ -190,27 +132,27 @@ def _run_ragged_attention(query: Tensor, *args: Any) -> Tensor:
     refuse_gradients(query, *args)
     if reference_stands_in(args[2]):
         return reference.ragged_attention(query, *args)
-    return _kernel("ragged_attention", *_forced.get(), query.device.type)(query, *args)
+    return _kernel("ragged_attention", *implementations.forced.get(), query.device.type)(query, *args)
 
 
 def reference_stands_in(pool: Tensor) -> bool:
     """Whether no kernel but an interpreted one reads such a pool on its device."""
-    return pool.dtype is fp8_rows.DTYPE and pool.device.type == "cpu" and _forced.get()[0] != "triton"
+    return pool.dtype is fp8_rows.DTYPE and pool.device.type == "cpu" and implementations.forced.get()[0] != "triton"
 
 
 def _run_varlen_attention(query: Tensor, *args: Any) -> Tensor:
     refuse_gradients(query, *args)
-    return _kernel("varlen_attention", *_forced.get(), query.device.type)(query, *args)
+    return _kernel("varlen_attention", *implementations.forced.get(), query.device.type)(query, *args)
 
 
 def _run_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     refuse_gradients(x, weight, bias)
-    return _kernel("linear", *_forced.get(), x.device.type)(x, weight, bias)
+    return _kernel("linear", *implementations.forced.get(), x.device.type)(x, weight, bias)
 
 
 def _run_linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
     refuse_gradients(x, *weights, *biases)
-    return _kernel("linears", *_forced.get(), x.device.type)(x, weights, biases)
+    return _kernel("linears", *implementations.forced.get(), x.device.type)(x, weights, biases)
 
 
 def refuse_gradients(*args: Any) -> None:
@@ -281,75 +223,6 @@ def _fake_varlen_attention(
     return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
 
 
-def check_rows(query: Tensor, key: Tensor, value: Tensor) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        require(tensor.dim() == 3, f"{name} must be [T, heads, size], got {list(tensor.shape)}")
-        require(tensor.dtype == query.dtype, f"{name} must be {query.dtype}, got {tensor.dtype}")
-        torch._check(tensor.shape[0] == query.shape[0])
-    heads, kv_heads = query.shape[1], key.shape[1]
-    require(query.shape[2] == key.shape[2], f"key must have head size {query.shape[2]}, got {key.shape[2]}")
-    require(kv_heads == value.shape[1], f"value must have {kv_heads} heads, got {value.shape[1]}")
-    require(heads % kv_heads == 0, f"query must have a multiple of {kv_heads} heads, got {heads}")
-
-
-def check_per_head(query: Tensor, sinks: Tensor | None, slopes: Tensor | None) -> None:
-    heads = query.shape[1]
-    if slopes is not None:
-        require(slopes.shape == (heads,), f"slopes must be [{heads}], got {list(slopes.shape)}")
-    if sinks is not None:
-        fits = sinks.dim() in (1, 2) and sinks.shape[-1] == heads
-        require(fits, f"sinks must be [{heads}] or [T, {heads}], got {list(sinks.shape)}")
-        if sinks.dim() == 2:
-            torch._check(sinks.shape[0] == query.shape[0])
-        require(sinks.is_floating_point(), f"sinks must be of a floating dtype, got {sinks.dtype}")
-    if slopes is not None:
-        require(slopes.dtype == torch.float32, f"slopes must be torch.float32, got {slopes.dtype}")
-
-
-def check_scales(key_pool: Tensor, **given: Tensor | None) -> None:
-    for name, scales in given.items():
-        if key_pool.dtype != fp8_rows.DTYPE:
-            require(scales is None, f"{name} must be None with pools of {key_pool.dtype}")
-        elif scales is None or scales.shape != (key_pool.shape[1],) or scales.dtype != torch.float32:
-            found = None if scales is None else f"{list(scales.shape)} {scales.dtype}"
-            raise ValueError(f"{name} must be [{key_pool.shape[1]}] torch.float32, got {found}")
-
-
-def check_selection(
-    query: Tensor, selection: Tensor | None, window: int, chunk: int, sinks: Tensor | None = None
-) -> None:
-    if selection is None:
-        return
-    fits = selection.dim() == 2 and selection.dtype == torch.int32
-    require(fits, f"selection must be [T, count] torch.int32, got {list(selection.shape)} {selection.dtype}")
-    torch._check(selection.shape[0] == query.shape[0])
-    require(not window and not chunk, f"window and chunk must be 0 with a selection, got {window} and {chunk}")
-    require(sinks is None or sinks.dim() == 1, "sinks must be the same for all rows with a selection")
-
-
-def check_prefix(prefix: int, window: int, chunk: int, selection: Tensor | None) -> None:
-    """No kernel has the keys of a prefix beside those of a window or a chunk, or of a selection."""
-    if not prefix:
-        return
-    require(prefix > 0, f"prefix must be at least 0, got {prefix}")
-    require(selection is None, f"selection must be None with a prefix, got one beside a prefix of {prefix}")
-    require(not window and not chunk, f"window and chunk must be 0 with a prefix, got {window} and {chunk}")
-
-
-def check_distance_bias(query: Tensor, bias: Tensor | None, prefix: int, selection: Tensor | None) -> None:
-    """Of keys of a prefix that are behind a row no distance is told, and no kernel has a bias beside a selection."""
-    if bias is None:
-        return
-    heads = query.shape[1]
-    fits = bias.dim() == 3 and bias.shape[1] == heads and bias.shape[2] > 0 and bias.is_floating_point()
-    found = f"{list(bias.shape)} {bias.dtype}"
-    require(fits, f"distance_bias must be [T, {heads}, R] or [1, {heads}, R] of a floating dtype, got {found}")
-    if not (isinstance(bias.shape[0], int) and bias.shape[0] == 1):
-        torch._check(bias.shape[0] == query.shape[0])
-    require(not prefix, f"prefix must be 0 with a distance_bias, got {prefix}")
-    require(selection is None, "selection must be None with a distance_bias")
-
-
 def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     require(weight.dim() == 2, f"weight must be [N, K], got {list(weight.shape)}")
     torch._check(x.shape[-1] == weight.shape[1])
@@ -363,12 +236,6 @@ def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 def _fake_linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
     require(len(weights) == len(biases), f"biases must be {len(weights)}, got {len(biases)}")
     return [_fake_linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise ValueError with `message` unless the condition holds."""
-    if not condition:
-        raise ValueError(message)
 
 
 _library = torch.library.Library("selective", "DEF")

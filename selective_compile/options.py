@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, get_args
 import torch
 
 from selective_compile.choices import MOST_THREADS, KvDtype, Weights
-from selective_compile.ops import Implementation
+from selective_compile.implementations import Implementation
 
 Fallback = Literal["sequential", "isolated", "refuse"]
 SchedulerPolicy = Literal["max_utilization", "guaranteed_no_evict"]

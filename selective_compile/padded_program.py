@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from selective_compile.compiling import compiled
 from selective_compile.current_device import on
-from selective_compile.ops import forced_implementation
+from selective_compile.implementations import forced_implementation
 from selective_compile.options import BackendOptions
 from selective_compile.passes import Rewrite
 from selective_compile.passes.axes import Axes, Axis

@@ -37,15 +37,9 @@ import torch
 from torch import Tensor
 
 from selective_compile import fp8_rows, reference
-from selective_compile.ops import (
-    attention_kernel,
-    fake_ragged_attention,
-    implementation_on,
-    ragged_attention,
-    refuse_gradients,
-    register,
-    require,
-)
+from selective_compile.attention_checks import require
+from selective_compile.implementations import implementation_on
+from selective_compile.ops import attention_kernel, fake_ragged_attention, ragged_attention, refuse_gradients, register
 
 
 def _kernel(device_type: str) -> Callable[..., Tensor]:

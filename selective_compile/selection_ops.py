@@ -32,7 +32,9 @@ import torch
 from torch import Tensor
 
 from selective_compile import reference
-from selective_compile.ops import implementation_on, refuse_gradients, register, require
+from selective_compile.attention_checks import require
+from selective_compile.implementations import implementation_on
+from selective_compile.ops import refuse_gradients, register
 
 
 def _kernel(op: str, device_type: str) -> Callable[..., Tensor]:

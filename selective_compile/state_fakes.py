@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selective_compile.ops import require
+from selective_compile.attention_checks import require
 
 
 def _check_requests(

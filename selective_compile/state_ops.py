@@ -89,7 +89,8 @@ import torch
 from torch import Tensor
 
 from selective_compile import state_fakes, state_reference
-from selective_compile.ops import implementation_on, refuse_gradients, register
+from selective_compile.implementations import implementation_on
+from selective_compile.ops import refuse_gradients, register
 
 
 def _runner(op: str) -> Callable[..., Tensor]:

@@ -21,12 +21,12 @@ from selective_compile.compiling import compiled
 from selective_compile.current_device import on
 from selective_compile.first_steps import may_be_followed, run_first_steps
 from selective_compile.fp8_scales import BLOCK, SLOTS, KvScales, measure_scales, spread_ids
+from selective_compile.implementations import forced_implementation
 from selective_compile.int8_rows import row_bytes
 from selective_compile.int8_weights import Int8Weights
 from selective_compile.joined_weights import JoinedWeights
 from selective_compile.kernels.one_step import one_step
 from selective_compile.live_weights import LiveWeights
-from selective_compile.ops import forced_implementation
 from selective_compile.options import EngineConfig
 from selective_compile.passes import Refusal, Rewrite
 from selective_compile.passes.attention_calls import KeySelection

@@ -42,6 +42,8 @@ LAYERS = (
         "fp8_rows",
         "reference",
         "state_reference",
+        "implementations",
+        "attention_checks",
         "ops",
         "isolated_op",
         "state_fakes",

@@ -12,7 +12,8 @@ import torch
 from torch._inductor.utils import run_and_get_code
 from torch.library import opcheck
 
-from selective_compile import ops, reference
+from selective_compile import implementations, ops, reference
+from selective_compile.implementations import forced_implementation, implementation_on
 from tests.kernels.ragged_cases import CASES, Case, make_inputs
 
 NAMES = ("prefill", "decode", "mixed", "no_request", "window_and_softcap", "chunk_and_window", "sinks", "everything")
@@ -24,11 +25,11 @@ FEATURES = Case(name="features", requests=STEP.requests, padding_rows=1, chunk=4
 @pytest.fixture
 def no_compiler(monkeypatch):
     """A machine on which the native CPU kernels cannot be built."""
-    monkeypatch.setattr(ops, "_native_cpu_available", lambda: False)
-    ops._resolve.cache_clear()
+    monkeypatch.setattr(implementations, "native_cpu_available", lambda: False)
+    implementations.resolved_name.cache_clear()
     ops._kernel.cache_clear()
     yield
-    ops._resolve.cache_clear()
+    implementations.resolved_name.cache_clear()
     ops._kernel.cache_clear()
 
 
@@ -42,7 +43,7 @@ def finite(case: Case):
 
 @pytest.mark.parametrize("case", SELECTED, ids=str)
 def test_opcheck(case):
-    with ops.forced_implementation("reference"):
+    with forced_implementation("reference"):
         opcheck(ops.ragged_attention, finite(case).ragged())
         opcheck(ops.ragged_attention, finite(case).with_int8_pools().ragged())
         # The others compare tensors by operators that torch does not have for e4m3.
@@ -140,7 +141,7 @@ def two_layers_arguments(case: Case, seed: int):
 def test_compiled_graph_writes_the_pools_in_place_without_copying_them():
     """Functionalisation makes the op pure; if Inductor did not undo that, each call would copy the pools."""
     torch._dynamo.reset()
-    with torch.no_grad(), ops.forced_implementation("reference"):
+    with torch.no_grad(), forced_implementation("reference"):
         expected_arguments = two_layers_arguments(STEP, seed=0)
         expected = two_layers(*expected_arguments)
         arguments = two_layers_arguments(STEP, seed=0)
@@ -165,7 +166,7 @@ def test_one_graph_serves_every_number_of_tokens_and_requests():
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(two_layers, fullgraph=True, backend=counter)
     steps = ((3, 5), (1, 20)), ((2, 0), (4, 1), (1, 60)), ((30, 2), (0, 0), (1, 1), (5, 5))
-    with torch.no_grad(), ops.forced_implementation("reference"):
+    with torch.no_grad(), forced_implementation("reference"):
         for seed, requests in enumerate(steps):
             case = Case(name="step", requests=requests, padding_rows=seed)
             expected_arguments = two_layers_arguments(case, seed)
@@ -181,28 +182,28 @@ def test_forced_implementation_runs(name, case):
         pytest.importorskip("triton")
     inputs = make_inputs(case, torch.float32)
     expected = reference.ragged_attention(*inputs.to(torch.float32).ragged())
-    with ops.forced_implementation(name):
-        assert ops.implementation_on("cpu") == name
+    with forced_implementation(name):
+        assert implementation_on("cpu") == name
         torch.testing.assert_close(ops.ragged_attention(*inputs.ragged()), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_forcing_nests_and_ends():
-    before = ops.implementation_on("cuda")
-    with ops.forced_implementation("reference"):
-        with ops.forced_implementation("triton"):
-            assert ops.implementation_on("cuda") == "triton"
-        assert ops.implementation_on("cuda") == "reference"
-        with ops.forced_implementation("auto"):
-            assert ops.implementation_on("cuda") == before
-    assert ops.implementation_on("cuda") == before == "triton"
+    before = implementation_on("cuda")
+    with forced_implementation("reference"):
+        with forced_implementation("triton"):
+            assert implementation_on("cuda") == "triton"
+        assert implementation_on("cuda") == "reference"
+        with forced_implementation("auto"):
+            assert implementation_on("cuda") == before
+    assert implementation_on("cuda") == before == "triton"
 
 
 def test_forcing_holds_for_one_thread_and_travels_with_a_copied_context():
     seen = []
-    with ops.forced_implementation("reference"):
+    with forced_implementation("reference"):
         copied = contextvars.copy_context()
         for run in (lambda task: task(), copied.run):
-            thread = threading.Thread(target=run, args=(lambda: seen.append(ops.implementation_on("cuda")),))
+            thread = threading.Thread(target=run, args=(lambda: seen.append(implementation_on("cuda")),))
             thread.start()
             thread.join()
     assert seen == ["triton", "reference"]
@@ -210,18 +211,18 @@ def test_forcing_holds_for_one_thread_and_travels_with_a_copied_context():
 
 def test_unknown_implementation_is_refused():
     with pytest.raises(ValueError, match="must be one of auto, reference, cpu, triton, got 'cuda'"):
-        with ops.forced_implementation("cuda"):
+        with forced_implementation("cuda"):
             pass
 
 
 def test_impossible_combinations_are_refused():
     with (
-        ops.forced_implementation("cpu"),
+        forced_implementation("cpu"),
         pytest.raises(ValueError, match="must be auto, reference or triton"),
     ):
-        ops.implementation_on("cuda")
+        implementation_on("cuda")
     with pytest.raises(ValueError, match="must be cpu or cuda, got mps"):
-        ops.implementation_on("mps")
+        implementation_on("mps")
 
 
 def test_without_a_compiler_the_reference_runs_and_one_warning_is_logged(no_compiler, caplog):
@@ -231,14 +232,14 @@ def test_without_a_compiler_the_reference_runs_and_one_warning_is_logged(no_comp
         for _ in range(3):
             assert torch.equal(ops.ragged_attention(*inputs.to(torch.float32).ragged()), expected)
             ops.varlen_attention(*inputs.varlen())
-    assert ops.implementation_on("cpu") == "reference"
+    assert implementation_on("cpu") == "reference"
     assert [record.message for record in caplog.records] == [
         "no native CPU kernel can be built here: attention runs in the slow eager reference"
     ]
 
 
 def test_without_a_compiler_the_native_kernel_cannot_be_forced(no_compiler):
-    with ops.forced_implementation("cpu"), pytest.raises(RuntimeError, match="cannot be built here"):
+    with forced_implementation("cpu"), pytest.raises(RuntimeError, match="cannot be built here"):
         ops.ragged_attention(*make_inputs(STEP, torch.float32).ragged())
 
 
@@ -246,14 +247,14 @@ def test_with_a_compiler_the_native_kernel_is_the_default_on_the_cpu():
     cpu = pytest.importorskip("selective_compile.kernels.ragged_attention_cpu")
     if not cpu.available():
         pytest.skip("no C++ compiler")
-    assert ops.implementation_on("cpu") == "cpu"
+    assert implementation_on("cpu") == "cpu"
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value", "sinks", "slopes"])
 def test_gradients_are_refused_and_not_lost(name):
     inputs = make_inputs(FEATURES, torch.float32)
     getattr(inputs, name).requires_grad_()
-    with ops.forced_implementation("reference"):
+    with forced_implementation("reference"):
         for op, arguments in (
             (ops.ragged_attention, inputs.ragged()),
             (ops.varlen_attention, inputs.varlen()),

@@ -10,7 +10,8 @@ import torch
 from torch._inductor.utils import run_and_get_code
 from torch.library import opcheck
 
-from selective_compile import ops, reference
+from selective_compile import implementations, ops, reference
+from selective_compile.implementations import forced_implementation
 from selective_compile.rotary_ops import rotary_attention
 from tests.kernels.ragged_cases import Case, make_inputs
 from tests.kernels.rotary_cases import TURNS, Turn, rotary
@@ -29,7 +30,7 @@ def finite(case: Case, turn: Turn, dtype: torch.dtype = torch.float32) -> tuple[
 
 @pytest.mark.parametrize("turn", (TURNS[0], TURNS[9]), ids=str)
 def test_opcheck(turn: Turn) -> None:
-    with ops.forced_implementation("reference"):
+    with forced_implementation("reference"):
         opcheck(rotary_attention, finite(STEP, turn))
 
 
@@ -45,10 +46,10 @@ def test_the_schema_declares_what_is_changed_in_place() -> None:
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_the_native_kernel_attends_to_what_the_reference_rotates(dtype: torch.dtype) -> None:
-    if not ops._native_cpu_available():
+    if not implementations.native_cpu_available():
         pytest.skip("no C++ compiler")
     ours, theirs = finite(STEP, TURNS[9], dtype), finite(STEP, TURNS[9], dtype)
-    with ops.forced_implementation("cpu"):
+    with forced_implementation("cpu"):
         found = rotary_attention(*ours)
     near = 1e-5 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(found, reference.rotary_attention(*theirs), rtol=near, atol=near)
@@ -61,7 +62,7 @@ def test_a_batch_invariant_engine_has_its_keys_whole(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(launcher, "attend", lambda *args, whole, written: seen.append(whole) or args[0])
     for invariant in (False, True):
         ops._kernel.cache_clear()
-        with ops.forced_implementation("triton", batch_invariant=invariant):
+        with forced_implementation("triton", batch_invariant=invariant):
             rotary_attention(*finite(STEP, TURNS[0]))
     assert seen == [False, True]
 
@@ -123,7 +124,7 @@ def test_compiled_graph_writes_the_pools_in_place_without_copying_them() -> None
         arguments = finite(STEP, TURNS[9])
         return arguments, *(torch.zeros_like(arguments[place]) for place in (12, 13))
 
-    with torch.no_grad(), ops.forced_implementation("reference"):
+    with torch.no_grad(), forced_implementation("reference"):
         theirs, ours = given(), given()
         expected = two_layers(*theirs)
         addresses = [pool.data_ptr() for pool in (*ours[0][12:14], *ours[1:])]

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from torch.library import opcheck
 
-from selective_compile import ops, state_ops, state_reference
+from selective_compile import state_ops, state_reference
+from selective_compile.implementations import forced_implementation
 from tests.kernels.state_cases import OPS, SIZES, Call, StateCase, make_call
 
 STEP = ((3, 5), (1, 0), (0, 0), (1, 20))
@@ -31,7 +32,7 @@ def finite(op: str, requests: tuple[tuple[int, int], ...] = STEP, padding_rows: 
 
 @pytest.mark.parametrize("op", OPS)
 def test_opcheck(op):
-    with ops.forced_implementation("reference"):
+    with forced_implementation("reference"):
         opcheck(getattr(state_ops, op), finite(op).positional())
         opcheck(getattr(state_ops, f"varlen_{op}"), finite(op).varlen())
 
@@ -39,7 +40,7 @@ def test_opcheck(op):
 @pytest.mark.parametrize("op", OPS)
 def test_the_varlen_op_is_the_op_with_fresh_requests(op):
     call = finite(op)
-    with ops.forced_implementation("reference"):
+    with forced_implementation("reference"):
         output = getattr(state_ops, f"varlen_{op}")(*call.varlen())
         assert torch.equal(output, call.fresh().run(state_reference))
         assert torch.equal(getattr(state_ops, op)(*call.positional()), finite(op).run(state_reference))
@@ -63,7 +64,7 @@ def test_a_compiled_graph_writes_the_pools_in_place_without_copying_them(op):
     def step(pools, *arguments):
         return two_layers(op, pools, call.replaced(**dict(zip(names, arguments, strict=True))))
 
-    with torch.no_grad(), ops.forced_implementation("reference"):
+    with torch.no_grad(), forced_implementation("reference"):
         expected = two_layers(op, expected_pools, call)
         result, (code,) = run_and_get_code(torch.compile(step, fullgraph=True), pools, *call.positional())
     torch.testing.assert_close(result, expected)
@@ -89,7 +90,7 @@ def test_one_graph_serves_every_number_of_tokens_and_requests(op):
         return getattr(state_ops, op)(*call.positional()) + getattr(state_ops, f"varlen_{op}")(*call.varlen())
 
     steps = (STEP, ((2, 0), (4, 1), (1, 60)), ((9, 2), (0, 0), (1, 1), (5, 5), (2, 2)))
-    with torch.no_grad(), ops.forced_implementation("reference"):
+    with torch.no_grad(), forced_implementation("reference"):
         for padding, requests in enumerate(steps):
             call, expected = finite(op, requests, padding), finite(op, requests, padding)
             for name in DYNAMIC:
@@ -211,7 +212,7 @@ def test_gradients_are_refused_and_not_lost(op):
         if not isinstance(value, Tensor) or not value.is_floating_point():
             continue
         call = finite(op).replaced(**{name: value.clone().requires_grad_()})
-        with ops.forced_implementation("reference"):
+        with forced_implementation("reference"):
             with pytest.raises(RuntimeError, match="no derivative"):
                 getattr(state_ops, op)(*call.positional())
             with torch.no_grad():
@@ -226,7 +227,7 @@ def test_forced_implementation_runs(name, op, monkeypatch):
         pytest.importorskip("triton")
     call = finite(op)
     expected = finite(op).run(state_reference)
-    with ops.forced_implementation(name):
+    with forced_implementation(name):
         try:
             output = getattr(state_ops, op)(*call.positional())
         except RuntimeError as error:
@@ -234,7 +235,7 @@ def test_forced_implementation_runs(name, op, monkeypatch):
         module = state_ops._kernel(op, name).__module__.rpartition(".")[2]
     assert module == {"reference": "state_reference", "cpu": "state_cpu", "triton": f"{op}_triton"}[name]
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
-    with ops.forced_implementation(name):
+    with forced_implementation(name):
         torch.testing.assert_close(
             getattr(state_ops, f"varlen_{op}")(*call.varlen()), call.fresh().run(state_reference), rtol=1e-4, atol=1e-4
         )

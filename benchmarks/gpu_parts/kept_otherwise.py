@@ -17,7 +17,8 @@ from benchmarks.gpu_parts.floors import share
 from benchmarks.gpu_parts.jobs import Context
 from benchmarks.gpu_parts.ragged_step import AttentionShape, RaggedStep, in_eight_bits, make_step, ragged
 from benchmarks.gpu_parts.timing import Timer
-from selective_compile import latent_ops, ops
+from selective_compile import latent_ops
+from selective_compile.implementations import forced_implementation
 
 HEADS = (128, 16)  # of DeepSeek-V3, and of V2-Lite
 LATENT, REST = 512, 64
@@ -42,7 +43,7 @@ class LatentStep(RaggedStep):
         return super().flops * (size + self.value_size) // (2 * size)
 
     def __call__(self) -> Tensor:
-        with ops.forced_implementation("auto" if self.query.is_cuda else "triton"):
+        with forced_implementation("auto" if self.query.is_cuda else "triton"):
             return latent_ops.latent_attention(
                 self.query,
                 self.key,

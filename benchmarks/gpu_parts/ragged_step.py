@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_parts.floors import attention_flops, kv_bytes
-from selective_compile import fp8_rows, ops
+from selective_compile import fp8_rows
+from selective_compile.implementations import Implementation, forced_implementation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +76,8 @@ class RaggedStep:
 
     def __call__(self) -> Tensor:
         """[T, H, D]; on a CPU, in a dry run, the Triton kernel is interpreted."""
-        implementation: ops.Implementation = "auto" if self.query.is_cuda else "triton"
-        with ops.forced_implementation(implementation):
+        implementation: Implementation = "auto" if self.query.is_cuda else "triton"
+        with forced_implementation(implementation):
             result: Tensor = torch.ops.selective.ragged_attention(
                 self.query,
                 self.key,

@@ -14,7 +14,8 @@ from benchmarks.gpu_parts.jobs import Context
 from benchmarks.gpu_parts.ragged_step import RaggedStep, ragged
 from benchmarks.gpu_parts.step_check import check, nan_filled_outputs
 from benchmarks.gpu_parts.timing import Timer, beside
-from selective_compile import ops, reference, rotary_ops
+from selective_compile import reference, rotary_ops
+from selective_compile.implementations import forced_implementation
 
 # Of a key: an element that two kernels round to either side is a last bit of bfloat16 apart.
 WRITTEN = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
@@ -65,7 +66,7 @@ def fused(step: RaggedStep, tables: tuple[Tensor, Tensor]) -> Callable[[], Tenso
     rest = (*tables, *plain(step), *pools, *metadata, step.scale, 0, 0.0)
 
     def call() -> Tensor:
-        with ops.forced_implementation("auto" if step.query.is_cuda else "triton"):
+        with forced_implementation("auto" if step.query.is_cuda else "triton"):
             return rotary_ops.rotary_attention(step.query, step.key, step.value, *rest)
 
     return call

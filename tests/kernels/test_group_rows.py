@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from selective_compile import ops, reference
+from selective_compile import reference
 from selective_compile.grouped_ops import group_rows, take_rows
+from selective_compile.implementations import forced_implementation
 from selective_compile.kernels import group_rows_cpu
 from tests.kernels.test_linear_triton import compiling, triton_cache  # noqa: F401
 
@@ -74,7 +75,7 @@ def test_no_rows(run: Any) -> None:
 @pytest.mark.parametrize("implementation", ["cpu", "triton", "reference"])
 def test_the_operators(implementation: Any) -> None:
     choice = choices(20, 3, 5).t().contiguous().t()
-    with ops.forced_implementation(implementation), torch.no_grad():
+    with forced_implementation(implementation), torch.no_grad():
         order, places, ends = group_rows(choice, 5)
         assert_same((order, places, ends), choice, 5, None)
         bounds = torch.tensor([0, 9, 4, 1, 11], dtype=torch.int32)[::2]

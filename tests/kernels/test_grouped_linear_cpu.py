@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from selective_compile import ops, reference
+from selective_compile import reference
 from selective_compile.grouped_ops import grouped_linear as operator
 from selective_compile.grouped_ops import take_rows
+from selective_compile.implementations import forced_implementation
 from selective_compile.int8_ops import as_int8
 from selective_compile.kernels import linear_cpu, native
 from selective_compile.kernels.linear_cpu import grouped_linear, linear
@@ -185,7 +186,7 @@ def test_what_does_not_fit_together_is_refused(given, told):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_operator(dtype, implementation):
     x, weight, ends = inputs((3, 0, 22), 16, 32, dtype)
-    with ops.forced_implementation(implementation), torch.no_grad():
+    with forced_implementation(implementation), torch.no_grad():
         opcheck(operator, (x, weight, ends), test_utils=("test_schema", "test_faketensor"))
         torch.testing.assert_close(operator(x, weight, ends), reference.grouped_linear(x, weight, ends))
 

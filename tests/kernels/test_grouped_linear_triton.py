@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from selective_compile import ops, reference
+from selective_compile import reference
 from selective_compile.grouped_ops import grouped_linear as operator
+from selective_compile.implementations import forced_implementation
 from tests.kernels.test_grouped_linear_cpu import assert_near, inputs
 from tests.kernels.test_linear_triton import CUT_OFF, DTYPES, ELEMENTS, compiling, triton_cache  # noqa: F401
 
@@ -79,7 +80,7 @@ def test_ends_that_are_none_reach_nothing_else(ends: tuple[int, ...], monkeypatc
 
 def test_the_operator_runs_it() -> None:
     x, weight, ends = inputs((3, 0, 22), 16, 32, torch.float32)
-    with ops.forced_implementation("triton"), torch.no_grad():
+    with forced_implementation("triton"), torch.no_grad():
         torch.testing.assert_close(operator(x, weight, ends), reference.grouped_linear(x, weight, ends))
         with pytest.raises(ValueError, match="weight must not be int8"):
             launcher.grouped_linear(x, weight.to(torch.int8), ends, torch.ones(3, 16))

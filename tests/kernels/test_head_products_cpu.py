@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from selective_compile import latent_ops, reference
+from selective_compile.implementations import forced_implementation
 from selective_compile.kernels import head_products_cpu as launcher
-from selective_compile.ops import forced_implementation
 
 pytestmark = pytest.mark.skipif(not launcher.available(), reason=str(launcher.unavailable_reason()))
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from selective_compile import ops, reference
+from selective_compile.implementations import forced_implementation
 from selective_compile.int8_rows import quantised, row_bytes
 from selective_compile.kernels import ragged_attention_cpu as launcher
 from tests.kernels.ragged_cases import CASES, Case, make_inputs
@@ -119,7 +120,10 @@ def test_they_are_refused_when_traced_too() -> None:
 def test_triton_refuses_them() -> None:
     pytest.importorskip("triton")
     inputs = make_inputs(CASES[0], torch.float32).with_int8_pools()
-    with ops.forced_implementation("triton"), pytest.raises(ValueError, match="for Triton's kernels, got torch.int8"):
+    with (
+        forced_implementation("triton"),
+        pytest.raises(ValueError, match="for Triton's kernels, got torch.int8"),
+    ):
         ops.ragged_attention(*inputs.ragged())
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from selective_compile import latent_ops, reference
+from selective_compile.implementations import forced_implementation
 from selective_compile.kernels import ragged_attention_cpu
-from selective_compile.ops import forced_implementation
 from tests.kernels.ragged_cases import CHUNK, DECODE, MIXED, PREFILL, Case, Inputs, make_inputs
 
 triton = pytest.importorskip("triton")

@@ -7,7 +7,8 @@ import torch
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from selective_compile import int8_ops, ops, reference
+from selective_compile import int8_ops, reference
+from selective_compile.implementations import forced_implementation
 from selective_compile.int8_ops import as_int8, linears_int8
 from selective_compile.kernels import linear_cpu
 from tests.kernels.linear_cases import assert_near_float64, inputs
@@ -133,7 +134,7 @@ def test_the_op_runs_the_kernel_unless_told_otherwise(dtype):
     opcheck(linears_int8, (x, [numbers, numbers[:4]], [scales, scales[:4]], [bias, None]))
     (result,) = linears_int8(x, [numbers], [scales], [bias])
     assert torch.equal(result, linear_cpu.linears_int8(x, [numbers], [scales], [bias])[0])
-    with ops.forced_implementation("reference"):
+    with forced_implementation("reference"):
         (result,) = linears_int8(x, [numbers], [scales], [bias])
     assert torch.equal(result, reference.linear_int8(x, numbers, scales, bias))
     assert_near_float64(result, x, meant(numbers, scales), bias, roundings=2)

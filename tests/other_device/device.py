@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils import cpp_extension
 
-from selective_compile import isolated_op, latent_ops, ops, rotary_ops, selection_ops, state_ops  # noqa: F401
+from selective_compile import implementations, isolated_op, latent_ops, ops, rotary_ops, selection_ops, state_ops  # noqa: F401
 from selective_compile.kernels import native
 
 NAME = "other"
@@ -42,8 +42,10 @@ def add(folder: Path) -> torch.library.Library:
     torch.utils.generate_methods_for_privateuse1_backend()
     torch.accelerator.synchronize = lambda *_, **__: None  # type: ignore[assignment]
     torch.accelerator.empty_cache = lambda *_, **__: None  # type: ignore[assignment]
-    resolve = ops._resolve.__wrapped__
-    ops._resolve = functools.cache(lambda name, kind: "reference" if kind == NAME else resolve(name, kind))
+    resolve = implementations.resolved_name.__wrapped__
+    implementations.resolved_name = functools.cache(
+        lambda name, kind: "reference" if kind == NAME else resolve(name, kind)
+    )
     return operators()
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from selective_compile import ops
+from selective_compile.implementations import forced_implementation
 from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.flatten import flatten
 from selective_compile.passes.fp8_pools import keep_as_fp8
@@ -154,7 +154,7 @@ def results(flat: FlatGraph, steps: Sequence[Sequence[int]]) -> list[Tensor]:
         tokens = [sample(name, 1, sum(rows), seed=sum(begun) + i) for i, name in enumerate(names)]
         weights = [given.example for given in flat.weights]
         given = [*weights, *tokens, *([positions] if flat.uses_positions else [])]
-        with torch.no_grad(), ops.forced_implementation("reference"):
+        with torch.no_grad(), forced_implementation("reference"):
             metadata = (bounds, torch.tensor(begun, dtype=torch.int32), table, slots)
             found.append(flat.module(*given, *metadata, *pools)[0])
     return [*found, *pools]
