@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,13 +41,24 @@ from selective_compile.passes.recurrences import recognise_recurrences
 from selective_compile.passes.refusals import Refusal, RefusedError
 from selective_compile.passes.sampled_rows import keep_sampled_rows
 from selective_compile.passes.selections import recognise_selections
+from selective_compile.passes.summaries import Summary, behind_layers, take_off_summary
 from selective_compile.passes.token_axes import mark_token_axes
 from selective_compile.passes.token_wise import call_once
 from selective_compile.passes.traced_graph import TracedGraph
 from selective_compile.passes.weight_classes import try_weight_classes
 from selective_compile.step import LongForm
 
-__all__ = ["PIPELINE", "AttentionCall", "FlatGraph", "PassRecord", "RefusedError", "Refusal", "Rewrite", "rewrite"]
+__all__ = [
+    "PIPELINE",
+    "AttentionCall",
+    "FlatGraph",
+    "PassRecord",
+    "RefusedError",
+    "Refusal",
+    "Rewrite",
+    "rewrite",
+    "rewrite_padded",
+]
 
 ANALYSES: tuple[tuple[str, Callable[[TracedGraph], int]], ...] = (
     ("whole convolutions", whole_convolutions),  # before the marks: a convolution reads over a request's bounds
@@ -86,11 +97,13 @@ class Rewrite:
     """The pipeline's result: what was proved and, unless something was refused, the flat graph.
 
     ``long_form``: how requests go on beyond `TracedGraph.long_beyond`, which is for who asked for it to find out.
+    ``summary``: what was taken off a padded call, whose outputs are then those of ``traced`` and rows that it reads.
     """
 
     traced: TracedGraph
     flat: FlatGraph | None = None
     tails: tuple[Tail, ...] = ()
+    summary: Summary | None = None
     records: list[PassRecord] = field(default_factory=list)
     long_form: LongForm | None = None
 
@@ -123,6 +136,7 @@ def rewrite(
     long_form: bool = False,
     blocks: bool = True,
     stores: Sequence[str] = (),
+    refused: Collection[str] = (),
 ) -> Rewrite:
     """Run the pipeline on Dynamo's graph.
 
@@ -133,7 +147,8 @@ def rewrite(
     ``latents``: pools keep what keys and values are made of, where that pays.  ``traces`` has graphs that were traced
     to ATen before, and gets others.  ``long_form``: positions may tell which tokens are of long requests, for a model
     that computes these otherwise.  ``blocks``: a linear attention that is one block of some is taken for a recurrence.
-    ``stores``: attributes that the call sets, to be named where that is refused.
+    ``stores``: attributes that the call sets, to be named where that is refused.  ``refused``: nodes to be taken off
+    the graph's end, with all that is computed of them; the result tells whether they were.
     What cannot be proved stands in ``refusals`` and leaves ``flat`` None.  Raises
     `RefusedError` when the graph's inputs are not those of a decoder at all.
     """
@@ -145,8 +160,9 @@ def rewrite(
         drop_stored_weights(traced, stores)
         forget_overwritten(traced)
         settle_lengths(traced, long_form=long_form)
-    take_last_behind(traced)
-    result = Rewrite(traced=traced, tails=take_off_tails(traced.module))
+        take_last_behind(traced)  # in a padded call a head of last tokens is a summary, and stays one
+    summary = take_off_summary(traced, refused)
+    result = Rewrite(traced=traced, tails=take_off_tails(traced.module), summary=summary)
     if paged and not all(tail.keeps_last for tail in result.tails):
         traced.refuse(traced.output_node, "it cuts off the logits of the last token")
     for name, analysis in ANALYSES:
@@ -176,6 +192,20 @@ def rewrite(
         if paged or transform is not keep_sampled_rows:
             result.timed(name, lambda transform=transform: transform(flat))  # type: ignore[misc]
     return result
+
+
+def rewrite_padded(module: fx.GraphModule, examples: Sequence[Any], traces: Traces | None = None) -> Rewrite:
+    """`rewrite` for a padded call; where something behind the last layer is refused, as a loss is, without that, which
+    is then the ``summary``.  Raises `RefusedError` as `rewrite`.
+    """
+    first = result = rewrite(module, examples, paged=False, traces=traces)
+    refused: set[str] = set()
+    while result.refusals and (found := behind_layers(first.traced, result.refusals) - refused):
+        refused |= found
+        result = rewrite(module, examples, paged=False, traces=traces, refused=refused)
+        if result.flat is not None:
+            return result
+    return first
 
 
 def drop_stored_weights(traced: TracedGraph, stores: Sequence[str]) -> int:

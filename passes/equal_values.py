@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from selective_compile.passes.traced_graph import is_mutable
+from selective_compile.passes.traced_graph import is_mutable, is_random
 
 
 def first_of_equal(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
@@ -25,4 +25,4 @@ def first_of_equal(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 def is_pure(node: fx.Node) -> bool:
     """Whether a call gives the same for the same, and changes nothing."""
-    return not is_mutable(node) and torch.Tag.nondeterministic_seeded not in node.target.tags  # type: ignore[union-attr]
+    return not is_mutable(node) and not is_random(node)

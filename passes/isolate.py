@@ -25,7 +25,7 @@ from selective_compile.passes.axes import Axes, Axis
 from selective_compile.passes.evaluate import ancestors, constants_in
 from selective_compile.passes.isolated_call import Argument, IsolatedCall, Whole
 from selective_compile.passes.refusals import source_line
-from selective_compile.passes.traced_graph import TracedGraph, is_lost, is_mutable
+from selective_compile.passes.traced_graph import TracedGraph, is_lost, is_mutable, is_random
 
 # Up to more than the positions that bfloat16 and float16 tell apart, of which whoever compares them sees the next one.
 TRIED, LONGEST_TRIED = (2, 3, 5, 17, 40, 130, 300, 2100), 2100
@@ -144,8 +144,7 @@ def made_of_length(traced: TracedGraph, node: fx.Node) -> bool:
             weight = given[current].place == "weight" and not isinstance(given[current].example, torch.nn.Parameter)
             if not weight:
                 return False
-        random = torch.Tag.nondeterministic_seeded in getattr(current.target, "tags", ())
-        if random or is_mutable(current) or is_isolated(current):
+        if is_random(current) or is_mutable(current) or is_isolated(current):
             return False
     return True
 

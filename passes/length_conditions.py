@@ -22,7 +22,7 @@ from selective_compile.passes.axes import is_symbolic, size_expression
 from selective_compile.passes.evaluate import ancestors, constants_in, evaluate
 from selective_compile.passes.lengths import ALL_LENGTHS, CAPTURE_TOKENS, SHORTEST, Answer, answer, lengths_around
 from selective_compile.passes.long_form import chosen_by, has_forms, keep_both, known_as
-from selective_compile.passes.traced_graph import TracedGraph, is_lost, is_mutable
+from selective_compile.passes.traced_graph import TracedGraph, is_lost, is_mutable, is_random
 
 DENSE, LARGEST = 512, 2**20
 NUMBERS = 2**24  # in a tensor that is made to try a length: a mask of all pairs of 4,096 tokens
@@ -80,9 +80,7 @@ def is_condition(traced: TracedGraph, node: fx.Node) -> bool:
             if size.node.expr.free_symbols - {traced.sizes.token}:
                 return False  # another number, as of values that are not 0
             counted = True
-        elif current.op == "placeholder" or is_lost(traced, current) or is_mutable(current):
-            return False
-        elif torch.Tag.nondeterministic_seeded in getattr(current.target, "tags", ()):
+        elif current.op == "placeholder" or is_lost(traced, current) or is_mutable(current) or is_random(current):
             return False
     return counted
 

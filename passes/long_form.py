@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from selective_compile.passes.axes import is_symbolic, size_expression
-from selective_compile.passes.traced_graph import TracedGraph, is_mutable
+from selective_compile.passes.traced_graph import TracedGraph, is_mutable, is_random
 from selective_compile.step import LONG
 
 aten = torch.ops.aten
@@ -31,9 +31,7 @@ def has_forms(traced: TracedGraph, conditions: Sequence[fx.Node]) -> bool:
         if node in twofold or twofold.isdisjoint(node.all_input_nodes):
             continue
         value = node.meta.get("val")
-        if node.op != "call_function" or not isinstance(value, torch.Tensor) or is_mutable(node):
-            return False
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if node.op != "call_function" or not isinstance(value, torch.Tensor) or is_mutable(node) or is_random(node):
             return False
         if has_tokens(traced, value):
             if token_dim(traced, value) is None:

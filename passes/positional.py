@@ -16,7 +16,7 @@ from torch import fx
 
 from selective_compile.passes.axes import Axes, Axis, Dim, Mixes
 from selective_compile.passes.evaluate import ancestors, concrete, constants_in, evaluate
-from selective_compile.passes.traced_graph import TracedGraph, is_mutable
+from selective_compile.passes.traced_graph import TracedGraph, is_mutable, is_random
 
 aten = torch.ops.aten
 LENGTHS = (2, 3, 5, 17, 40, 130)
@@ -79,9 +79,9 @@ def made_of_sizes(traced: TracedGraph, node: fx.Node) -> bool:
     sources = {given.node for given in traced.inputs if given.place != "size"}
     if traced.long_numbers is not None:  # whose marks no size tells
         sources.add(traced.long_numbers)
-    found = ancestors(node)
-    return not any(current in sources or current.name in refused or is_mutable(current) for current in found) and all(
-        torch.Tag.nondeterministic_seeded not in getattr(current.target, "tags", ()) for current in found
+    return not any(
+        current in sources or current.name in refused or is_mutable(current) or is_random(current)
+        for current in ancestors(node)
     )
 
 

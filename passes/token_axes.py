@@ -36,7 +36,7 @@ from selective_compile.passes.rules_parts import PARTS
 from selective_compile.passes.rules_pointwise import UNTAGGED, pointwise
 from selective_compile.passes.rules_reduce import REDUCTIONS
 from selective_compile.passes.rules_views import VIEWS
-from selective_compile.passes.traced_graph import Input, TracedGraph, is_lost, is_mutable
+from selective_compile.passes.traced_graph import Input, TracedGraph, is_lost, is_mutable, is_random
 
 Rule = Callable[[fx.Node, Callable[[Any], Axes], Sizes], Axes]
 aten = torch.ops.aten
@@ -151,8 +151,7 @@ def has_tensor(value: Any) -> bool:
 
 def transfer(node: fx.Node, axes_of: Callable[[Any], Axes], sizes: Sizes) -> Axes:
     """The rule for ``node``'s operator applied.  Raises `Mixes`, `Unknown` or `SequenceNode`."""
-    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    if random and node.target not in HELD_TO_NO_DROPOUT:
+    if is_random(node) and node.target not in HELD_TO_NO_DROPOUT:
         raise Mixes("draws random numbers (is the model in training mode?)")
     if is_mutable(node):
         raise Mixes("changes a tensor in place, and who else reads that tensor is not followed")

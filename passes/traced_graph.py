@@ -167,3 +167,7 @@ def is_mutable(node: fx.Node) -> bool:
     """Whether the node's operator changes one of its inputs in place."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.is_mutable
+
+
+def is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

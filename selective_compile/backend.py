@@ -24,7 +24,7 @@ from selective_compile.model_facts import uncompiled, undeclared_end, why_no_hea
 from selective_compile.module_state import lock_of
 from selective_compile.options import BackendOptions, attention_window
 from selective_compile.padded_program import PaddedProgram
-from selective_compile.passes import Refusal, RefusedError, rewrite
+from selective_compile.passes import Refusal, RefusedError, Rewrite, rewrite_padded
 from selective_compile.passes.autocast_casts import write_casts
 from selective_compile.passes.normalise import is_float_input, place_of, source_name
 from selective_compile.programs import Program, compile_step_program, why_not_whole
@@ -92,12 +92,11 @@ class SelectiveBackend:
         try:
             traces = KeptTraces() if options.keep_traces else None
             write_casts(module)
-            rewritten = rewrite(module, examples, paged=False, traces=traces)
+            rewritten = rewrite_padded(module, examples, traces)
         except RefusedError as error:
             self._note(refused_report("graph", "runs through Inductor as it came", error.refusals))
             return None
-        note = "padding removed" if rewritten.flat is not None else "runs through Inductor as it came"
-        self._note(report_on(rewritten, "graph", note))
+        self._note(report_on(rewritten, "graph", note_on(rewritten)))
         if rewritten.flat is None:
             return None
         return PaddedProgram(rewritten, module, options)
@@ -105,6 +104,14 @@ class SelectiveBackend:
     def _note(self, report: Report) -> None:
         self.reports.append(report)
         logger.log(logging.INFO if report.ok else logging.WARNING, "%s", report)
+
+
+def note_on(rewritten: Rewrite) -> str:
+    if rewritten.flat is None:
+        return "runs through Inductor as it came"
+    if rewritten.summary is None:
+        return "padding removed"
+    return f"padding removed, but for {rewritten.summary.num_operations} operations at the end, which are of whole rows"
 
 
 def warn_of_last_graph() -> None:

@@ -12,6 +12,7 @@ from selective_compile.compiling import compiled
 from selective_compile.current_device import on
 from selective_compile.implementations import forced_implementation
 from selective_compile.options import BackendOptions
+from selective_compile.padding_reads import Fill, SummaryProgram
 from selective_compile.passes import Rewrite
 from selective_compile.passes.axes import Axes, Axis
 from selective_compile.proved_tensors import ProvedTensors
@@ -47,7 +48,8 @@ class PaddedProgram:
 
     Some calls run Dynamo's own graph, uncompiled: a length that the trace does not hold for, a mask of other numbers
     than 0 and 1, a window or a bias by distance over rows with holes, chunks, a prefix or recurrences over rows that
-    padding shifts, fewer than two real tokens, and other values in the tensors that a proof has read.
+    padding shifts, fewer than two real tokens, other values in the tensors that a proof has read, and a summary of
+    whole rows that reads their padding.
     """
 
     def __init__(self, rewritten: Rewrite, module: fx.GraphModule, options: BackendOptions) -> None:
@@ -73,28 +75,49 @@ class PaddedProgram:
         self._aligned = {family.chunk for family in families if family.chunk}
         self._aligned |= {NEVER} if flat.recurrences or flat.prefix else set()
         self._run = compiled(flat, inductor=options.inductor)
+        self._summary = None if rewritten.summary is None else SummaryProgram(rewritten.summary)
+        self._as_it_came = torch.compile(module, dynamic=True) if options.inductor else module
 
     def __call__(self, *arguments: Any) -> Any:
-        if self._mask is not None and not zeros_and_ones(arguments[self._mask]):
-            return self._module(*arguments)  # what the masks are for other numbers was not proved
-        if not self._values.hold([arguments[index] for index in self._proved]):
-            return self._module(*arguments)
+        if self._summary is not None and self._summary.given_up:
+            return self._as_it_came(*arguments)
         batch, length = self._batch_shape(arguments)
         symbols = {self._sizes.token: length, self._sizes.batch: batch}
-        if not all(holds(condition, symbols) for condition in self._conditions):
+        real = self._real(arguments, batch, length) if self._holds_for(arguments, symbols) else None
+        if real is None:
             return self._module(*arguments)
-        mask = self._real(arguments, batch, length)
-        real = RealTokens(mask)
-        if not self._keeps_columns(real):
-            return self._module(*arguments)
-        if len(real.flat) < 2:
-            return self._module(*arguments)  # T of 0 or 1 would be a graph of its own
         with on(self._device), forced_implementation(self._options.implementation):
             results = self._run(*self._flat_arguments(arguments, real, batch, length))
-        return tuple(
-            tail(padded(value, kind, real, batch, length)) if isinstance(kind, Axes) else size_value(kind, symbols)
-            for value, (kind, tail) in zip(results, self._outputs, strict=True)
-        )
+
+        def put_back(place: int, fill: Fill = torch.zero_) -> Any:
+            kind, tail = self._outputs[place]
+            if not isinstance(kind, Axes):
+                return size_value(kind, symbols)
+            return tail(padded(results[place], kind, real, batch, length, fill))
+
+        if self._summary is None:
+            return tuple(map(put_back, range(len(self._outputs))))
+        is_padded = len(real.flat) < batch * length
+        found = self._summary(arguments, put_back, len(self._outputs), is_padded=is_padded)
+        return self._module(*arguments) if found is None else found
+
+    def _holds_for(self, arguments: tuple[Any, ...], symbols: dict[Any, int]) -> bool:
+        """Whether what was proved is of such a call."""
+        if self._mask is not None and not zeros_and_ones(arguments[self._mask]):
+            return False  # what the masks are for other numbers was not proved
+        if not self._values.hold([arguments[index] for index in self._proved]):
+            return False
+        return all(holds(condition, symbols) for condition in self._conditions)
+
+    def _real(self, arguments: tuple[Any, ...], batch: int, length: int) -> RealTokens | None:
+        """The real tokens; None where the model itself has to compute them."""
+        if self._mask is None:
+            mask = torch.ones(batch, length, dtype=torch.bool, device=self._device)
+        else:
+            mask = (arguments[self._mask] != 0).expand(batch, length)
+        real = RealTokens(mask)
+        # T of 0 or 1 would be a graph of its own.
+        return real if len(real.flat) > 1 and self._keeps_columns(real) else None
 
     def _keeps_columns(self, real: RealTokens) -> bool:
         """Whether the model sees its columns as they are without padding, as far as it counts them."""
@@ -105,11 +128,6 @@ class PaddedProgram:
     def _batch_shape(self, arguments: tuple[Any, ...]) -> tuple[int, int]:
         shapes = [arguments[index].shape[:2] for index in self._inputs]
         return max(int(batch) for batch, _ in shapes), int(shapes[0][1])
-
-    def _real(self, arguments: tuple[Any, ...], batch: int, length: int) -> Tensor:
-        if self._mask is None:
-            return torch.ones(batch, length, dtype=torch.bool, device=self._device)
-        return (arguments[self._mask] != 0).expand(batch, length)
 
     def _flat_arguments(self, arguments: tuple[Any, ...], real: RealTokens, batch: int, length: int) -> list[Any]:
         chosen: list[Any] = [arguments[index] for index in self._weights]
@@ -129,8 +147,8 @@ def gathered(value: Tensor, real: RealTokens, batch: int, length: int) -> Tensor
     return value.reshape(batch * length, *value.shape[2:])[real.flat][None]
 
 
-def padded(value: Tensor, axes: Axes, real: RealTokens, batch: int, length: int) -> Tensor:
-    """An output over ``[1, T]`` put back over ``[B, S]``; zeros where there is no token.
+def padded(value: Tensor, axes: Axes, real: RealTokens, batch: int, length: int, fill: Fill = torch.zero_) -> Tensor:
+    """An output over ``[1, T]`` put back over ``[B, S]``; what ``fill`` writes where there is no token.
 
     ``axes`` are those of the output in the ``[B, S]`` graph; a dimension may be batch, tokens, or both merged.
     """
@@ -139,7 +157,7 @@ def padded(value: Tensor, axes: Axes, real: RealTokens, batch: int, length: int)
     token = axes.holding(Axis.TOKEN)[0]
     rows = value.movedim(token, 0)
     merged = Axis.BATCH in axes.dims[token]
-    full = rows.new_zeros(batch * length, *rows.shape[1:]).index_copy_(0, real.flat, rows)
+    full = fill(rows.new_empty(batch * length, *rows.shape[1:])).index_copy_(0, real.flat, rows)
     if merged:
         return full.movedim(0, token)
     full = full.reshape(batch, length, *rows.shape[1:])

@@ -135,6 +135,7 @@ LAYERS = (
         "own_generation",
         "prefix_trial",
         "hole_trial",
+        "padding_reads",
         "padded_program",
         "programs",
         "sequential_program",
