@@ -28,7 +28,6 @@ from selective_compile.runtime.drafting import Drafting
 from selective_compile.runtime.engine_parts import EngineParts
 from selective_compile.runtime.generation import GenerationParams
 from selective_compile.runtime.generation_fields import FIELDS
-from selective_compile.runtime.intake import Submission
 from selective_compile.runtime.outbox import Outbox
 from selective_compile.runtime.prompt import token_ids
 from selective_compile.runtime.request import Request
@@ -41,6 +40,7 @@ from selective_compile.runtime.stats import EngineStats, StepObserver
 from selective_compile.runtime.step_lock import StepLock
 from selective_compile.runtime.step_log import StepLog
 from selective_compile.runtime.step_loop import StepError, StepLoop
+from selective_compile.runtime.submitted_prompt import Submission
 
 logger = logging.getLogger(__name__)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -20,66 +18,14 @@ from selective_compile.runtime.generation import GenerationParams, Served
 from selective_compile.runtime.grammar import Grammars
 from selective_compile.runtime.merged_fields import merged, samples_asked
 from selective_compile.runtime.prompt import check_length, check_terms, token_ids
-from selective_compile.runtime.request_state import RequestId, RequestState, Terms
+from selective_compile.runtime.prompt_checks import CHECKS, Wish
+from selective_compile.runtime.request_state import RequestId
 from selective_compile.runtime.samples import Asked, options_of_samples
-from selective_compile.step import LongForm
+from selective_compile.runtime.submitted_prompt import Submission
 
 # Samples of one request, all of which are made before the first of them runs, while nobody else is taken in. They may
 # be more than run at a time: the others wait.
 MOST_SAMPLES = 1024
-
-
-@dataclass(frozen=True, kw_only=True)
-class Submission:
-    """A prompt on its terms.
-
-    Attributes:
-        block_names: of its full blocks, if blocks are reused.
-        deadline: as given.
-        shown: what stands for the prompt where others than the model look at it; None: the prompt does.
-        id_offset: what is added to the ids of generated tokens where the model looks at them.
-        known_ids: it can go on from generated tokens less than this.
-        long_form: of the model.
-        cut_up_to: of requests of at most so many tokens the prompt may be computed in parts; None: of all.
-        prefix: of any prompt, so many first tokens may not.
-    """
-
-    prompt: array[int]
-    terms: Terms
-    block_names: list[bytes]
-    deadline: float | None
-    cut_up_to: int | None
-    prefix: int
-    known_ids: int
-    shown: array[int] | None = None
-    id_offset: int = 0
-    long_form: LongForm | None = None
-
-    def is_whole(self, max_new_tokens: int) -> bool:
-        """Whether its prompt must be computed in one step."""
-        return self.cut_up_to is not None and len(self.prompt) + max_new_tokens - 1 > self.cut_up_to
-
-    def max_positions(self, of_model: int | None) -> int | None:
-        """How many tokens it may come to have: as many as the model's requests, or as those of its form."""
-        own = None if self.long_form is None else self.long_form.bound(len(self.prompt))
-        return min((bound for bound in (of_model, own) if bound is not None), default=None)
-
-    def state(self, request_id: RequestId, number: int, params: GenerationParams) -> RequestState:
-        return RequestState(
-            request_id,
-            number,
-            self.prompt,
-            max_new_tokens=params.max_new_tokens,
-            terms=self.terms,
-            block_names=list(self.block_names),
-            whole=self.is_whole(params.max_new_tokens),
-            prefix=self.prefix,
-            shown=self.shown,
-            id_offset=self.id_offset,
-            known_ids=self.known_ids,
-            use_cache=params.use_cache,
-            long_form=self.long_form,
-        )
 
 
 class Intake:
@@ -176,55 +122,15 @@ class Intake:
             max_positions=max_positions,
             pool_tokens=self._pool_tokens,
         )
-        if submission.is_whole(params.max_new_tokens) and len(submission.prompt) > self._config.token_budget:
-            modules = ", ".join(self._program.isolated)
-            raise ValueError(
-                f"a prompt must have at most EngineConfig.token_budget = {self._config.token_budget} tokens, if it and "
-                f"what it generates are more than {submission.cut_up_to}: it is not known that modules which run for "
-                f"one request after another ({modules}) may be given longer ones in parts; got {len(submission.prompt)}"
-            )
-        together = min(submission.prefix, len(submission.prompt))
-        if together > self._config.token_budget:
-            raise ValueError(
-                f"EngineConfig.token_budget must be at least {together} for a prompt of {len(submission.prompt)}: the "
-                f"first {submission.prefix} tokens see one another and are computed in one step; got "
-                f"{self._config.token_budget}"
-            )
-        asked = merged(config, options, served.config)
-        if len(submission.prompt) < submission.prefix and asked["use_cache"] is False:
-            raise ValueError(
-                f"use_cache must not be False for a prompt of {len(submission.prompt)} tokens: the first "
-                f"{submission.prefix} see one another, and those that are generated would be seen as well"
-            )
-        parts = asked.get("prefill_chunk_size")
-        if parts is not None and parts < together:
-            raise ValueError(
-                f"prefill_chunk_size must be None or at least {together} for a prompt of {len(submission.prompt)}: the "
-                f"first {submission.prefix} tokens see one another, and in parts the first ones would not see the "
-                f"others; got {parts}"
-            )
-        guidance = asked.get("guidance_scale")
-        if self._config.max_attention_window is not None and guidance not in (None, 1):
-            raise ValueError(
-                f"guidance_scale must be None with EngineConfig.max_attention_window, got {guidance!r}: "
-                "transformers' own pass over the model sees all of a prompt"
-            )
-        form, longest = submission.long_form, len(submission.prompt)
-        last = 0 if parts is None or longest <= parts else longest % parts if parts > 1 else 1
-        if last == 1 and self._program.unlimited_steps:
-            raise ValueError(
-                f"prefill_chunk_size must leave more than one token for the last part of a prompt of {longest}: "
-                f"generate would compute it without the limits of the time step that a prompt has; got {parts}"
-            )
-        if parts is not None and form is not None and form.has(longest) and parts < longest:
-            raise ValueError(
-                f"prefill_chunk_size must be None or at least {longest} for a prompt of {longest}: requests of more "
-                f"than {form.beyond} tokens are computed otherwise, and generate would compute the first parts of this "
-                f"one as it does short ones; got {parts}"
-            )
-        if params.keeps_prompt and not self._program.gives_every_row:
-            name = "prompt_logprobs" if params.prompt_logprobs else "prompt_logits"
-            raise ValueError(f"{name} must be False for a model that runs whole, got True")
+        wish = Wish(
+            submission=submission,
+            params=params,
+            asked=merged(config, options, served.config),
+            program=self._program,
+            config=self._config,
+        )
+        for check in CHECKS:
+            check(wish)
         if params.assistant is not None:
             self._assistants.of(params.assistant, self._program.vocab_size).check()
         if params.beams is not None:

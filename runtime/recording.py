@@ -36,10 +36,10 @@ from transformers import GenerationConfig
 from selective_compile.forks import ThisProcess
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.generation import GenerationParams
-from selective_compile.runtime.intake import Submission
 from selective_compile.runtime.merged_fields import DEFAULTS, merged
 from selective_compile.runtime.plan import StepPlan
 from selective_compile.runtime.request_state import RequestState
+from selective_compile.runtime.submitted_prompt import Submission
 
 logger = logging.getLogger(__name__)
 VERSION = 2
