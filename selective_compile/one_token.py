@@ -22,6 +22,7 @@ from selective_compile.passes import Refusal
 from selective_compile.rounding import computed_in, rounded_as, tolerance
 from selective_compile.sequential_program import OneRequest, stepped, why_not_run
 from selective_compile.skeleton import Forward, skeleton, structure_of
+from selective_compile.unused_cache import leaves_cache_unused
 from selective_compile.where_refused import begin_of
 
 TOKENS, PROMPT = 7, 4
@@ -71,6 +72,8 @@ def one_token_refusal(
             return refusal(model, departing_module(model, ids[:2]), "a prompt of one token")
         if rows and departs(model, pairs(lambda: of_last_alone(model, ids, given))):
             return refusal(model, "", "the last token of a prompt")
+        if leaves_cache_unused(model):  # nobody steps it so
+            return None
         if departs_in_generate(model, ids, PROMPT, wanted) or departs_later(model, longest, wanted, longer):
             return refusal(model, "", "one token and a cache, as in steps of generate")
     return None

@@ -35,6 +35,7 @@ from selective_compile.passes.quantise import quantise
 from selective_compile.passes.traced_graph import DTYPES
 from selective_compile.sequential_program import SequentialProgram, why_not_run
 from selective_compile.step_program import StepProgram
+from selective_compile.unused_cache import leaves_cache_unused
 
 logger = logging.getLogger(__name__)
 NOT_RAGGED = "kv_dtype must be 'auto' for a model in which not every attention is ragged"
@@ -60,7 +61,7 @@ def compile_step_program(model: nn.Module, config: EngineConfig) -> Program:
 def run_whole(model: nn.Module, refused: RefusedError) -> SequentialProgram:
     """Raises `RefusedError` where not even that is possible."""
     try:
-        return SequentialProgram(model, refused.refusals)
+        return SequentialProgram(model, refused.refusals, use_cache=False if leaves_cache_unused(model) else None)
     except RefusedError:
         raise
     except CANNOT as error:

@@ -87,10 +87,12 @@ class SequentialProgram:
     isolated: Mapping[str, Refusal] = MappingProxyType({})
     not_captured = "the whole model runs as it is, one request after another"
 
-    def __init__(self, model: Any, refusals: Sequence[Refusal]) -> None:
-        """Raises `RefusedError` if a run changes an object in the model, or anything outside of it that it reads, that
+    def __init__(self, model: Any, refusals: Sequence[Refusal], *, use_cache: bool | None = None) -> None:
+        """``use_cache``: of all requests, as in `OneRequest`; None: each may say it itself.
+
+        Raises `RefusedError` if a run changes an object in the model, or anything outside of it that it reads, that
         cannot be kept for each request."""
-        self.refusals = tuple(refusals)
+        self.refusals, self._use_cache = tuple(refusals), use_cache
         if any(refusal.operator == OUTSIDE for refusal in refusals):  # of which requests beside one another have one
             raise RefusedError(refusals)
         self._model_alive = weakref.ref(itself(model))  # engines hold theirs; those of `generate` must not
@@ -127,7 +129,7 @@ class SequentialProgram:
         nor what buffers mostly hold at first: what a run leaves of them in a buffer is another value, also where
         PyTorch does not count it."""
         for ids in (torch.arange(1, 7, device=self.device) % (known_ids(model) or 7)).view(2, 1, 3):
-            one = OneRequest(tokens=ids[:, :2])
+            one = OneRequest(tokens=ids[:, :2], use_cache=self._use_cache)
             self._logits(model, one)
             one.tokens = ids
             found = len(self._logits(model, one))
@@ -205,7 +207,8 @@ class SequentialProgram:
         """None: it was cancelled since the step was put together."""
         one = self._requests.get(request)
         if position == 0:
-            begun, use_cache = 0 if one is None else one.begun, getattr(request, "use_cache", None)
+            begun, use_cache = 0 if one is None else one.begun, self._use_cache
+            use_cache = getattr(request, "use_cache", None) if use_cache is None else use_cache
             # A copy, for the next step's ids take their place.
             one = self._requests[request] = OneRequest(tokens=ids[None].clone(), begun=begun, use_cache=use_cache)
         elif one is not None:

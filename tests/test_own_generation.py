@@ -63,6 +63,18 @@ class Asking(Another):
         return super().forward(input_ids, **kwargs)
 
 
+class Dropping(Another):
+    """That knows no cache of transformers', as where a loop of its own keeps keys and values in another form."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids)
+
+
+class AskingAndDropping(Dropping):
+    def forward(self, input_ids: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids + ((input_ids == 5).sum() > 1000 and 1))
+
+
 class Older(Asking):
     """Prepares its inputs by a function that does not know what transformers hands it today."""
 
@@ -176,7 +188,13 @@ def test_masks_are_of_0_and_1(value: float) -> None:
         sc.generate(of_class(LlamaForCausalLM), IDS, attention_mask=mask, engine_config=CONFIG)
 
 
-@pytest.mark.parametrize(("kind", "verdict"), [(Another, "ragged"), (Ignoring, "ragged"), (Asking, "sequential")])
+@pytest.mark.parametrize(
+    ("kind", "verdict"),
+    [
+        *[(Another, "ragged"), (Ignoring, "ragged"), (Asking, "sequential")],
+        *[(Dropping, "ragged"), (AskingAndDropping, "sequential")],
+    ],
+)
 def test_an_engine_serves_a_model_with_a_loop_of_its_own(kind: type, verdict: str) -> None:
     wanted = generated(of_class(LlamaForCausalLM))[0, IDS.shape[1] :].tolist()
     model = of_class(kind)
