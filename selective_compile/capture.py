@@ -73,7 +73,7 @@ def capture(model: nn.Module, functions: Mapping[Place, Recognised] | None = Non
         RefusedError: the model branches on the number of tokens, or Dynamo cannot trace it to one graph.
     """
     check(model)
-    branches = Branches(SHORTEST)
+    branches = Branches(SHORTEST, [*model.buffers()])
     captured = traced(model, functions, branches if ask else None)
     if not branches.asked:
         return captured
@@ -92,7 +92,7 @@ def of_each_length(
     if branches.turning is None:
         return captured
     captured = replace(captured, asked=True)
-    (condition, answer), beyond = branches.turning, Branches(branches.longest + 1)
+    (condition, answer), beyond = branches.turning, Branches(branches.longest + 1, branches.buffers)
     try:
         other = traced(model, functions, beyond)
         long = side_of(other, model, beyond)
@@ -111,6 +111,7 @@ def side_of(captured: Captured, model: nn.Module, branches: Branches) -> Side:
     asked = {name for name, _ in branches.asked}
     for node in captured.module.graph.nodes:
         behind = nodes_behind(node) if node.name in asked else ()
+        behind = [*behind, node] if node.name in branches.behind else behind
         if any(side.writes.is_written(each, but=behind) for each in behind):
             raise ApartError(f"{node.name} is of something that is written to")
     return side
@@ -165,7 +166,8 @@ def traced(model: nn.Module, functions: Mapping[Place, Recognised] | None, branc
             raise RefusedError([untraceable(model, failure)]) from failure
     if not found:
         raise ValueError("Dynamo must be on to trace the model, got TORCHDYNAMO_DISABLE=1")
-    return found.pop()  # the list outlives this call in Dynamo's record of the backend
+    captured = found.pop()  # the list outlives this call in Dynamo's record of the backend
+    return captured if branches is None else replace(captured, answered_by=tuple(branches.read))
 
 
 @contextmanager

@@ -30,6 +30,7 @@ class Captured:
     ``read``: the attributes that the trace depends on, and the code.
     ``conditions``: what it holds for.
     ``asked``: whether its code has asked a tensor how long a request is, of which the answer is not always the same.
+    ``answered_by``: buffers that its code has asked for their values, for which alone it holds.
     """
 
     module: fx.GraphModule
@@ -41,6 +42,7 @@ class Captured:
     read: Read = Read()
     conditions: tuple[Condition, ...] = ()
     asked: bool = False
+    answered_by: tuple[torch.Tensor, ...] = ()
 
     def inputs(self, arguments: Sequence[torch.Tensor]) -> list[Any]:
         """``arguments`` as the token inputs, of `CAPTURE_TOKENS` tokens, and what else the graph was traced with."""
@@ -81,4 +83,5 @@ class Captured:
             ends=(*self.ends, *other.ends),
             read=read,
             conditions=(*self.conditions, *other.conditions),
+            answered_by=(*self.answered_by, *other.answered_by),
         )

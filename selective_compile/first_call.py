@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,15 +16,15 @@ from selective_compile.tensor_memory import same_bytes
 
 
 @torch.no_grad()
-def set_for_good(model: nn.Module, kind: type[bool] | type[Tensor]) -> bool:
-    """Gives ``model`` the flags, with all else that it sets beside them, or the tensors where there are none, that its
-    first call sets and a second, with other tokens, leaves as they are.
+def set_for_good(model: nn.Module, kind: type[bool] | type[Tensor], *, instead_of: Sequence[Tensor] = ()) -> bool:
+    """Gives ``model`` the flags, with all else that it sets beside them, or the tensors where there are none, or in the
+    place of some, ``instead_of``, that its first call sets and a second, with other tokens, leaves as they are.
 
     Any call of the user's would: they are not taken back. Returns whether anything is set.
     """
     try:
         with lock_of(model), same_buffers(model):
-            return leave_for_good(model, kind)
+            return leave_for_good(model, kind, instead_of)
     except CANNOT:  # the model cannot be called so, as those that know only some lengths
         return False
 
@@ -44,12 +45,12 @@ def changes_weights(model: nn.Module) -> bool:
         return False
 
 
-def leave_for_good(model: nn.Module, kind: type[bool] | type[Tensor]) -> bool:
+def leave_for_good(model: nn.Module, kind: type[bool] | type[Tensor], instead_of: Sequence[Tensor] = ()) -> bool:
     """A buffer that is written in place becomes another, as who watches buffers would take back what is written."""
     before = attributes(model.modules())
     left = left_by_call(model, 2)
     own = attributes(model.modules())  # where that changes weights, its flags have stayed
-    found = {place: value for place, value in left.items() if is_set(place, value, before, kind)}
+    found = {place: value for place, value in left.items() if is_set(place, value, before, kind, instead_of)}
     flags = set(found) if kind is bool else set()
     if flags:  # which say that all the rest is there
         found = {place: value for place, value in left.items() if not same(value, own.get(place))}
@@ -75,14 +76,22 @@ def left_by_call(model: nn.Module, count: int) -> dict[Place, Any]:
     return left
 
 
-def is_set(place: Place, value: Any, before: dict[Place, Any], kind: type[bool] | type[Tensor]) -> bool:
-    """Whether it is a tensor, or some in a row, where there was none; or a flag that was another."""
+def is_set(
+    place: Place,
+    value: Any,
+    before: dict[Place, Any],
+    kind: type[bool] | type[Tensor],
+    instead_of: Sequence[Tensor],
+) -> bool:
+    """Whether it is a tensor, or some in a row, where there was none or one of ``instead_of``; or a flag that was
+    another."""
     module, _, name = place
     was = before.get(place, getattr(type(module), name, None))
     if kind is bool:
         return isinstance(value, bool) and was is not value
     parts = value if isinstance(value, (tuple, list)) else (value,)
-    return was is None and len(parts) > 0 and all(isinstance(part, Tensor) for part in parts)
+    free = was is None or any(was is each for each in instead_of)
+    return free and len(parts) > 0 and all(isinstance(part, Tensor) for part in parts)
 
 
 def same(one: Any, other: Any) -> bool:

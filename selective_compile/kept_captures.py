@@ -102,6 +102,8 @@ def loaded(file: Path, model: nn.Module) -> Captured | None:
 
 def save(captured: Captured, model: nn.Module, folder: Path, parts: str) -> None:
     """Raises ValueError for what cannot be told, writes to weights, or gives other logits than the model."""
+    if captured.answered_by:
+        raise ValueError("a capture must not go by the values of buffers")
     written, buffers = written_inputs(captured, model), set(map(id, model.buffers()))
     if not all(id(captured.examples[place]) in buffers for place in written):
         raise ValueError("a capture must write to nothing of the model's but buffers")

@@ -60,6 +60,7 @@ class LiveWeights:
             self._slots.add(owner, name, constant, path)
             self._tied += [((owner, name, path), other) for other in others]
         proved: list[Any] = [given.example for given in flat.proved_from]
+        proved += captured.answered_by if captured is not None else ()
         for tensor in proved:  # one that is no buffer stays in its place, or `change` tells
             owner, name, _ = owners.get(id(tensor), [({"": tensor}, "", "")])[0]
             self._proved.add(owner, name, tensor)

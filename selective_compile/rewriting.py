@@ -88,7 +88,7 @@ def captured_and_rewritten(
 
     captured = captured_as_it_is(model, functions, keep=keep, ask=ask)
     rewritten = rewritten_of(captured)
-    if rewritten.traced.makes_constants and set_for_good(model, Tensor):
+    if rewritten.traced.makes_constants and set_for_good(model, Tensor, instead_of=captured.answered_by):
         captured = captured_as_it_is(model, functions, keep=keep, ask=ask)
         rewritten = rewritten_of(captured)
     if not knows_long_form(model, rewritten):

@@ -10,7 +10,8 @@ most, and where is looked for.  It must be the same of a request's last tokens a
 
 It does not end there either where what is asked is made of the attention mask, which an engine hands a model as ones
 and nothing else, by functions of which the result is the same for as many ones as there may be; or where it is asked of
-all of a table that the request's length alone makes, and is the same for all lengths (`length_tables`).
+all of a table that the request's length alone makes, and is the same for all lengths (`length_tables`); or of the
+model's own buffers, which are to keep their values then (`buffer_questions`).
 
 Whether what is asked was written to meanwhile is seen when the trace is done (`graph_writes`).
 """
@@ -20,7 +21,7 @@ from __future__ import annotations
 import dis
 import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
@@ -31,6 +32,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TensorVariable
 from torch.utils._python_dispatch import _disable_current_modes
 
+from selective_compile.buffer_questions import question_of
 from selective_compile.length_tables import nodes_in, table_of
 from selective_compile.model_call import ATTENTION_MASK
 from selective_compile.passes.axes import size_expression
@@ -82,12 +84,16 @@ ASKING: Final[list[Branches]] = []
 class Branches:
     """The answers of one trace, for requests of ``shortest`` tokens and more.
 
-    ``asked`` has, in order, nodes of Dynamo's graph, by name, and what is known of them.
+    ``asked`` has, in order, nodes of Dynamo's graph, by name, and what is known of them; ``read``: the buffers that
+    answers were read from, and ``behind`` the names of what was made of these and then asked.
     """
 
-    def __init__(self, shortest: int) -> None:
+    def __init__(self, shortest: int, buffers: Collection[Tensor] = ()) -> None:
+        """``buffers``: those of the model, which may be asked for their values."""
         self.asked: list[tuple[str, Answer]] = []
-        self._shortest = shortest
+        self.read: list[Tensor] = []
+        self.behind: set[str] = set()
+        self._shortest, self.buffers = shortest, tuple(buffers)
 
     @property
     def longest(self) -> int:
@@ -119,12 +125,25 @@ class Branches:
             powers = (2**power for power in range(24) if 2**power > self._shortest)
             return answer(partial(value_at, chain), sorted({self._shortest, *powers, ALL_LENGTHS}))
         if table is None:
-            return None
+            return self._of_buffers(node)
         try:  # of more places, all and any turn once at most
             found = answer(table.holds, [self._shortest, ALL_LENGTHS])
         except CANNOT_BE_MADE as error:
             raise UnknownError(str(error)) from error
         return found if found.longest == ALL_LENGTHS else None
+
+    def _of_buffers(self, node: fx.Node) -> Answer | None:
+        """Raises `UnknownError`."""
+        question = question_of(node, {id(buffer) for buffer in self.buffers})
+        if question is None:
+            return None
+        try:
+            holds = question.holds()
+        except CANNOT_BE_MADE as error:
+            raise UnknownError(str(error)) from error
+        self.read += question.buffers.values()
+        self.behind |= {each.name for each in question.nodes}
+        return Answer(holds=holds, longest=ALL_LENGTHS, once=False)
 
     @contextmanager
     def answered(self) -> Iterator[None]:
