@@ -22,11 +22,22 @@ def check(model: object) -> None:
 
 def why_no_head(model: Any) -> str | None:
     """Why nothing can be generated with it, as with what `AutoModel` makes; of another class than transformers',
-    nothing tells."""
-    if getattr(model, "can_generate", lambda: True)():
+    nothing tells.
+
+    Code for versions before 4.50 has a head and no `GenerationMixin`, which `PreTrainedModel` was then; the auto
+    classes put it there, and who makes the model by its class is without.
+    """
+    if getattr(model, "can_generate", lambda: True)() or has_head(model):
         return None
     got = type(model).__name__
     return f"model must have a language model's head, as AutoModelForCausalLM gives it, got {got}"
+
+
+def has_head(model: Any) -> bool:
+    """Whether it says which of its layers gives logits of token ids."""
+    with suppress(AttributeError, NotImplementedError):
+        return model.get_output_embeddings() is not None
+    return False
 
 
 def known_ids(model: Any) -> int | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import GenerationMixin
 
 from selective_compile.model_call import CANNOT
 from selective_compile.model_facts import device_of, known_ids
@@ -24,7 +25,7 @@ PROMPT = 3  # tokens of each of two requests that share no token, and go on with
 def leaves_cache_unused(model: Any) -> bool:
     """Whether the step behind a prompt, with the cache that this left, gives the same logits whatever the prompt was;
     of a model whose `generate` is transformers' that is what it does, and not asked."""
-    own = own_function(model, "generate") if hasattr(model, "prepare_inputs_for_generation") else None
+    own = own_function(model, "generate") if isinstance(model, GenerationMixin) else None
     if own is None or is_of_transformers(own) or why_not_run(model):
         return False
     ids = torch.arange(1, 2 * PROMPT + 2, device=device_of(model)) % (known_ids(model) or 2 * PROMPT + 2)
