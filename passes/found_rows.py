@@ -4,6 +4,12 @@ Traced::  x[chosen == 3]; y[chosen == 3] = rows; if not (chosen == 3).any(): ...
 As::      found = where(chosen == 3); x[found]; y[found] = rows; if found[0].shape[0] == 0: ...
 
 So a rule or a proof is written for what `where` finds alone, and for sizes.
+
+Traced::  mask = scores.topk(2).indices == 3; x[mask.any(-1)]; weights[mask]
+As::      found = where(mask); x[found[0]]; weights[found]
+
+A token chooses an expert once at most, as `topk` gives no index of a row twice: the tokens that choose it at all are
+those of its choices, in the same order.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from selective_compile.passes.distinct_choices import DistinctChoices
 from selective_compile.passes.made_once import MadeOnce
 
 COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -48,6 +55,7 @@ class FoundRows:
 
     def __init__(self, length_of: Callable[[Any], int]) -> None:
         self.once = MadeOnce()
+        self._distinct = DistinctChoices()
         self._length_of = length_of
         self._numbers: dict[int, HowMany] = {}
 
@@ -79,6 +87,8 @@ class FoundRows:
 
     def places(self, mask: Tensor) -> tuple[Tensor, ...]:
         """For each dimension of ``mask``, where it is not 0."""
+        if (choices := self._distinct.mask_behind(mask)) is not None:
+            return self.places(choices)[:1]
         return tuple(self.once.of("where", (mask,), {}, lambda: torch.where(mask)))
 
     def spelt(self, index: Any) -> tuple[Any, ...]:
@@ -95,7 +105,8 @@ class FoundRows:
         return answer if func in (Tensor.item, Tensor.tolist) else self._length_of(answer)
 
     def note(self, name: str, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        """Remember a number that says how many tokens a mask chooses."""
+        """Remember a number that says how many tokens a mask chooses, and which masks choose each token once."""
+        self._distinct.note(name, args, kwargs, result)
         if not isinstance(result, Tensor) or result.dim() or kwargs or not args:
             return
         before = self._numbers.get(id(args[0]))
