@@ -5,13 +5,16 @@ many as the model declares.
         self.max_seq_len_cached, self.cos_cached = seq_len, cosines(seq_len)
     return self.cos_cached[:seq_len]
 
-A trace of such a forward would have to leave tables in the model.  A call that has so many tokens leaves nothing to be
-made in later ones; it is enough to call those modules so.  Declines where a table's first rows depend on its length, as
-they do where frequencies are stretched for long requests, and where a module leaves anything else.
+The number of tokens is given to the module that makes them, or read off a tensor that it is given, as by the rotary
+embeddings of flash-attn.  A trace of such a forward would have to leave tables in the model.  A call that has so many
+tokens leaves nothing to be made in later ones; it is enough to call those modules so.  Declines where a table's first
+rows depend on its length, as they do where frequencies are stretched for long requests, and where a module leaves
+anything else.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -72,7 +75,9 @@ def long_tables(model: nn.Module, counts: tuple[int, int], longest: int) -> dict
     found: dict[Place, Any] = {}
     tables: list[Tensor] = []
     for module in makers(left, counts):
-        args, kwargs = (lengthened(part, counts[0], longest) for part in calls[0][module])
+        one, other = (each[module] for each in calls)
+        of = int if has_number(one, counts[0]) else Tensor  # which takes no memory, where it is told
+        args, kwargs = lengthened(one, other, counts, longest, of)
         buffers = [place for place in attributes([module]) if place[1] == "buffer"]
         with own_attributes(module, {}, buffers) as long:
             module(*args, **kwargs)
@@ -108,13 +113,26 @@ def watched(model: nn.Module) -> Iterator[dict[nn.Module, Call]]:
         yield found
 
 
-def lengthened(given: Any, count: int, longest: int) -> Any:
-    """``given`` with ``longest`` for each ``count``."""
-    if type(given) is int and given == count:
-        return longest
+def lengthened(given: Any, other: Any, counts: tuple[int, int], longest: int, of: type = int) -> Any:
+    """``given`` with ``longest`` for each number, or each size of a tensor, that is the first of ``counts`` in it and
+    the second in ``other``; such a tensor is of zeros.  ``of``: int, or Tensor."""
     if isinstance(given, dict):
-        return {name: lengthened(value, count, longest) for name, value in given.items()}
-    return tuple(lengthened(value, count, longest) for value in given) if isinstance(given, tuple) else given
+        return {name: lengthened(value, other[name], counts, longest, of) for name, value in given.items()}
+    if isinstance(given, tuple):
+        parts = zip(given, other, strict=True)
+        return tuple(lengthened(one, another, counts, longest, of) for one, another in parts)
+    if of is int or not isinstance(given, Tensor) or given.shape == other.shape:
+        return longest if type(given) is of is int and (given, other) == counts else given
+    sizes = [longest if pair == counts else pair[0] for pair in zip(given.shape, other.shape, strict=True)]
+    if math.prod(sizes) * given.element_size() > LARGEST:
+        raise ValueError(f"a call must not be given more than {LARGEST} bytes")
+    return given.new_zeros(sizes)
+
+
+def has_number(given: Any, count: int) -> bool:
+    if isinstance(given, (dict, tuple)):
+        return any(has_number(each, count) for each in (given.values() if isinstance(given, dict) else given))
+    return type(given) is int and given == count
 
 
 def begins(long: Any, short: Any, count: int, longest: int) -> bool:

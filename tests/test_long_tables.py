@@ -72,6 +72,31 @@ def test_a_model_that_nobody_has_called_is_ragged_for_all_its_positions() -> Non
     assert engine_error(model, vocabulary=VOCABULARY) < 1e-4
 
 
+class ByShape(Table):
+    """As flash-attn's rotary embedding, which is told no number."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x * super().forward(x, x.shape[1])
+
+
+class DecodersByShape(Decoders):
+    def __init__(self, **how: bool) -> None:
+        super().__init__()
+        self.scales = nn.ModuleList([ByShape(**how) for _ in self.blocks])
+
+
+@pytest.mark.parametrize("called", [0, 41])
+def test_a_table_that_is_as_long_as_a_tensor_is_made_too(called: int) -> None:
+    model: Any = DecodersByShape()
+    if called:
+        model(torch.arange(called)[None])
+    assert sc.explain(model).verdict == "ragged"
+    assert [scale.longest for scale in model.scales] == [POSITIONS] * 2
+    assert engine_error(model, vocabulary=VOCABULARY) < 1e-4
+    other: Any = DecodersByShape(stretched=True)
+    assert not made_long(other) and other.scales[0].longest is None
+
+
 def test_tables_are_those_of_a_long_call_and_one_for_all_layers() -> None:
     model: Any = Decoders()
     reference: Any = Decoders()
