@@ -25,6 +25,13 @@ class WholeModules(Protocol):
     def run(self, path: str, structure: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that a copy of the module returns, called with ``structure`` (`IsolatedCall`) of ``tensors``."""
 
+    def let_store(self, path: str) -> bool:
+        """Whether runs of the module have raised for attributes that it sets, and will not as long as it does not read
+        them before: what it sets is then left nowhere."""
+
+    def stored(self, path: str) -> Sequence[str]:
+        """The names of such attributes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Whole:

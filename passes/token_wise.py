@@ -50,6 +50,8 @@ def call_once(traced: TracedGraph) -> int:
             run = partial(traced.modules.run, call.module, call.structure)
             dims = dict(zip(call.results, call.token_dims, strict=True))
             known[alike] = why_not_token_wise(run, given, dims) is None
+            if not known[alike] and traced.modules.let_store(call.module):
+                known[alike] = why_not_token_wise(run, given, dims) is None
         traced.isolated[place] = replace(call, token_wise=known[alike])
     return sum(call.token_wise for call in traced.isolated)
 

@@ -104,6 +104,9 @@ def captured_and_rewritten(
         return captured_and_rewritten(model, functions, max_window, modules, latents=latents, ask=False)
     bound_where_lost(model, rewritten)
     rewritten.traced.left_out = captured.left_out
+    if modules is not None:
+        once = dict.fromkeys(call.module for call in rewritten.traced.isolated if call.token_wise)
+        rewritten.traced.left_out += tuple(name for path in once for name in modules.stored(path))
     return captured, rewritten
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from selective_compile.module_state import contents_of, own_attributes, same_buffers
+from selective_compile.own_stores import Store, set_before_read, stores_of
 from selective_compile.skeleton import rebuilt, skeleton, structure_of
 from selective_compile.tensor_memory import as_it_is
 
@@ -21,6 +22,23 @@ class ModulesOf:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        # Of modules that are alike: attributes that a call may set, and those that one has set where it may not.
+        self._stores: dict[Hashable, frozenset[Store]] = {}
+        self._seen: dict[Hashable, frozenset[Store]] = {}
+
+    def let_store(self, path: str) -> bool:
+        """Whether runs of the module have raised for attributes that it sets; from now on it may, if it reads none of
+        them before."""
+        alike = self.likeness(path)
+        found = self._seen.pop(alike, None)
+        if found is None or alike in self._stores:
+            return False
+        self._stores[alike] = found
+        return True
+
+    def stored(self, path: str) -> list[str]:
+        """The attributes that runs of the module may set, and nothing reads."""
+        return sorted(".".join(filter(None, (path, *store))) for store in self._stores.get(self.likeness(path), ()))
 
     def run(self, path: str, structure: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that the module returns, in the order of `structure_of`.
@@ -29,15 +47,20 @@ class ModulesOf:
             RuntimeError: it keeps something of the call, so that the next may be another.
             What the module raises.
         """
-        module = skeleton(self._model.get_submodule(path), {})
+        module, alike = skeleton(self._model.get_submodule(path), {}), self.likeness(path)
         args, kwargs = rebuilt(structure, tensors)
         found: list[Tensor] = []
         # What is assigned to `data` of a weight or a buffer has no memory where the tensors have none, and counts as no
         # change.
         with same_buffers(module) as written, own_attributes(module, {}), same_memory(module):
             before, _alive = contents_of(module)  # so that no other object has the id of one of it
-            structure_of(module(*args, **kwargs), found)
-            if contents_of(module)[0] != before:
+            with set_before_read(module, self._stores.get(alike, ())) as given:
+                structure_of(module(*args, **kwargs), found)
+            after = contents_of(module)[0]
+            stores = frozenset() if after == before else stores_of(module, before, after)
+            if stores is None or not stores <= given:
+                if stores is not None:
+                    self._seen[alike] = stores | self._seen.get(alike, frozenset())
                 raise RuntimeError("it keeps something of its call in its attributes")
         if written:
             raise RuntimeError("it keeps something of its call in its buffers")

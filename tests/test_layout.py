@@ -146,6 +146,7 @@ LAYERS = (
         "cast_weights",
         "isolated_paths",
         "token_types",
+        "own_stores",
         "buffer_questions",
         "unused_cache",
         "known_conditions",

@@ -105,6 +105,21 @@ class Counting(Experts):
         return super().forward(x) / self.calls
 
 
+class Balanced(Experts):
+    """Leaves how the tokens are spread for who trains it, and asks in a call what it has left there itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        probabilities = self.router(x).softmax(-1)
+        self.loads, self.loss = probabilities.flatten(0, -2).mean(0), 0.0
+        if self.loads is not None:
+            self.loss = self.loads.square().sum()
+        return super().forward(x)
+
+
 class Sparse(Decoder):
     def __init__(self, kind: type[nn.Module] = Experts) -> None:
         super().__init__(layers=2)
@@ -260,6 +275,21 @@ def test_what_leaks_or_counts_is_refused(kind: type[nn.Module], fallback: Any) -
 def test_what_counts_is_not_called_for_all_requests_at_once() -> None:
     program = compile_step_program(Sparse(Counting), sc.EngineConfig(compile=False, fallback="isolated"))
     assert list(program.isolated) == ["experts.0", "experts.1"]
+
+
+@torch.no_grad()
+def test_what_is_set_before_it_is_read_is_left_nowhere() -> None:
+    torch.manual_seed(0)
+    model = Sparse(Balanced)
+    for _ in ("not called yet", "called"):
+        left = model.experts[0].loads
+        program = compile_step_program(model, sc.EngineConfig(compile=False, fallback="refuse"))
+        assert type(program) is ModuleProgram
+        found = logits_in_chunks(program, prompts(), 5)
+        assert model.experts[0].loads is left
+        assert "4 attributes that the forward sets and never reads" in str(report_of(program, model))
+        for prompt, logits in zip(prompts(), found, strict=True):
+            assert torch.allclose(logits, model(torch.tensor([prompt]))[0], atol=1e-4)
 
 
 def test_its_products_depend_on_the_batch() -> None:
