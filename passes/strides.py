@@ -6,17 +6,21 @@ import sys
 from typing import Any
 
 import torch
-from torch._subclasses import fake_impls
+from torch._subclasses import FakeTensorMode, fake_impls
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-# Which strides are larger, and of dimensions with equal ones which is longer; whether they leave nothing out; which of
-# its libraries is to convolve, which goes by how many elements there are, and in which order that leaves dimensions.
+# Which strides are larger, and of dimensions with equal ones which is longer; whether they leave nothing out, also of a
+# result that is known from a call before; which of its libraries is to convolve, which goes by how many elements there
+# are, and in which order that leaves dimensions.
 OF_STRIDES = frozenset(
     asking.__code__
     for asking in (
         torch._prims_common.compute_elementwise_output_logical_to_physical_perm,
         torch._prims_common.check_contiguous_sizes_strides,
+        torch._prims_common.is_channels_last_contiguous_2d,
+        torch._prims_common.is_channels_last_contiguous_3d,
         fake_impls.conv,
+        FakeTensorMode._get_output_tensor_from_cache_entry,
     )
 )
 FRAMES = 24  # from such a question to its answer there are 8
