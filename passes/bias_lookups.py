@@ -120,7 +120,8 @@ def reads_otherwise(lookup: BiasLookup, mask: fx.Node) -> fx.Node | None:
             places = (0,)
         elif lookup.source in read:
             return node
-        if len(read) != 1 or read[0] not in [given for place, given in enumerate(node.args) if place in places]:
+        one = len(read) == 1 and read[0] in [given for place, given in enumerate(node.args) if place in places]
+        if not one or not node.meta["val"].dtype.is_floating_point:  # a cast to others asks whether it is 0
             return node
         carrying.add(node)
     return None

@@ -164,6 +164,14 @@ def test_so_are_conditions_on_numbers_of_each_query() -> None:
     assert any(MORE in reason for reason in reasons(function, PROFILES))
 
 
+def test_so_is_what_asks_which_of_them_are_0() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, buffer_kept: Tensor) -> Tensor:
+        kept = buffer_kept[distances(q.shape[1]).clamp(0, 8)].bool()
+        return weigh(hide_future(torch.where(kept, scores_of(q, k), -math.inf)).softmax(-1), v)
+
+    assert any(MORE in reason for reason in reasons(function, (TABLE[:, 0] > 0).float()))
+
+
 REFUSED: dict[str, tuple[Callable[..., Tensor], Tensor, str]] = {
     "by the key's position": (
         of_all(lambda d, table: table[(torch.arange(d.shape[0])[None, :] + 0 * d).clamp(0, 8)].permute(2, 0, 1)),
