@@ -30,6 +30,7 @@ STRIP, STRIPS_END = 256, 4096
 TILE, ALL_PAIRS = 1024, 2**31  # of a table, so many rows and columns at once, and so many numbers in all
 TRIANGLE = 2048  # so many tokens see one another, whatever the mask is made of
 FARTHEST = 2**17
+NO_REQUEST = 2**24  # has so many tokens: as floats, positions are numbers of their own up to here
 ANCHORS, SCATTERED = 4, 2**14  # positions that are looked at with every other; groups of positions drawn at random
 GOLDEN = (5**0.5 - 1) / 2  # whose multiples are spread evenly
 SHORTER = (12, 130, 257, 1000)
@@ -242,7 +243,7 @@ def places_of(axes: Any, index: torch.Tensor) -> torch.Tensor:
 
 def far_positions(constants: Iterable[int]) -> torch.Tensor:
     near = [c * k + d for c in constants for k in (1, 2) for d in (-2, -1, 0, 1, 2)]
-    chosen = sorted({p for p in (*FAR_POSITIONS, *near) if p >= 0})
+    chosen = sorted({p for p in (*FAR_POSITIONS, *near) if 0 <= p < NO_REQUEST})
     return torch.tensor(chosen, dtype=torch.int64, device="cpu")
 
 

@@ -37,6 +37,7 @@ from selective_compile.passes.evaluate import constants_in
 from selective_compile.passes.fingerprint import Fingerprints
 from selective_compile.passes.mask_distances import distances_of
 from selective_compile.passes.mask_probes import (
+    NO_REQUEST,
     Masked,
     Probe,
     dense_probes,
@@ -132,6 +133,8 @@ def prove(traced: TracedGraph, call: Masked, reads: MaskReads) -> MaskFamily:
     if call.masks:
         values: Any = {given.node: given.example for given in reads.buffers}
         constants = {c for term in call.masks for c in constants_in(term.node, values, reads.behind(term.node))}
+        if max(constants, default=0) >= NO_REQUEST:  # as a number that hides is, or a window that hides nothing
+            traced.bound(NO_REQUEST)
         probes += strip_probes(traced, call, reads)
         probes.append(far_probe(traced, call, reads, within(reads, far_positions(constants))))
         heads = max(probe.heads for probe in probes) or 1

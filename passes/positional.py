@@ -106,6 +106,8 @@ def is_positional_root(axes: Axes, node: fx.Node) -> bool:
 
 def at_positions(traced: TracedGraph, node: fx.Node, positions: torch.Tensor) -> torch.Tensor:
     """The entries of a positional root at ``positions`` ``[G, L]``: ``[G, ...]``, with L in its one token dimension."""
+    if not traced.axes[node].probed:  # it counts from 0, and far positions, as a number that hides is one, take memory
+        return positions.to(node.meta["val"].dtype)
     (dim,) = traced.axes[node].holding(Axis.TOKEN)
     longest = int(positions.max()) + 1
     value = evaluate(traced, node, batch=1, tokens=longest, given={})

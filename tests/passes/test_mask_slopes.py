@@ -59,3 +59,19 @@ def test_a_bias_of_fewer_bits_than_it_is_added_with_is_refused(dtype: torch.dtyp
 def test_a_bias_that_is_no_number_anywhere_is_no_line() -> None:
     traced = analysed(biased(lambda places: SLOPES[:, None, None] * places / 0.0))
     assert traced.refusals or traced.max_tokens is not None and traced.max_tokens <= 1
+
+
+@pytest.mark.parametrize("numbered", [torch.int64, torch.float32])
+def test_a_number_that_hides_is_no_position_of_a_request(numbered: torch.dtype) -> None:
+    """Of tokens so far back a bias would hide some by itself, and floats would not tell them apart."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        places = torch.arange(q.shape[1], dtype=numbered)
+        distance = (places[:, None] - places[None, :]).float()
+        scores = scores_of(q, k) - SLOPES[:, None, None] * distance + (distance < 0).float() * -1e9
+        return weigh(scores.softmax(-1), v)
+
+    traced = analysed(attend)
+    assert not traced.refusals and traced.calls[0].family is not None
+    assert traced.calls[0].family.slopes == pytest.approx(SLOPES.tolist()) and traced.max_tokens == 2**24
+    assert ragged_error(attend) < 1e-5
