@@ -15,6 +15,7 @@ from selective_compile.passes.attention import recognise_attention
 from selective_compile.passes.flat_graph import FlatGraph
 from selective_compile.passes.flatten import flatten
 from selective_compile.passes.functional import make_functional
+from selective_compile.passes.late_lookups import look_up_late
 from selective_compile.passes.lengths import ends_of
 from selective_compile.passes.mask_proof import prove_masks
 from selective_compile.passes.normalise import Symbols, bounding, narrowings, tidy
@@ -70,6 +71,7 @@ def trace(function: Callable[..., Any], *weights: Tensor) -> TracedGraph:
     ]
     make_functional(module)
     tidy(module)
+    look_up_late(module, symbols.mode)
     ends = ends_of(bounding(symbols))
     return TracedGraph(
         module=module,

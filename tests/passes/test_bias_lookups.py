@@ -68,6 +68,11 @@ OF_ALL: dict[str, Callable[..., Tensor]] = {
     "heads in front": of_all(lambda d, table: table.T[:, bucket(d)]),
     "one for all heads": of_all(lambda d, table: table[:, 0][bucket(d)]),
     "a table with the farthest first": of_all(lambda d, table: table[(8 - d).clamp(0, 8)].permute(2, 0, 1)),
+    "its magnitude": of_all(lambda d, table: table[d.clamp(0, 8)].permute(2, 0, 1).abs()),
+    "bounds": of_all(lambda d, table: table[d.clamp(0, 8)].clamp(-0.4, 5).permute(2, 0, 1).square()),
+    "as of Swin V2": of_all(lambda d, table: 16 * F.embedding(bucket(d), table).permute(2, 0, 1)[None].sigmoid()),
+    "in fewer bits": of_all(lambda d, table: table.T[:, bucket(d)].bfloat16().float() / 2 - 1),
+    "none beyond, scaled": of_all(lambda d, table: -0.3 * table.T[:, bucket(d)].masked_fill(d > 6, 0.0)),
     "none beyond": of_all(lambda d, table: table[d.clamp(0, 8)].permute(2, 0, 1).masked_fill(d > 6, 0.0)),
     "scaled with scores": scaled_with_scores,
     "within a window": within_a_window,
@@ -137,9 +142,6 @@ def capped(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
 MORE = "does more with a bias that is looked up"
 # What a proof on numbers of its own does not see: it depends on which numbers they are.
 BY_THE_NUMBERS: dict[str, Bias] = {
-    "its magnitude": lambda d, table: table[d.clamp(0, 8)].permute(2, 0, 1).abs(),
-    "its positive part": lambda d, table: table[d.clamp(0, 8)].permute(2, 0, 1).relu(),
-    "bounds": lambda d, table: table[d.clamp(0, 8)].permute(2, 0, 1).clamp(-0.4, 5),
     "the lesser of it and 0": lambda d, table: torch.minimum(table[d.clamp(0, 8)], torch.zeros(())).permute(2, 0, 1),
     "a condition on it": lambda d, table: (b := table[d.clamp(0, 8)].permute(2, 0, 1)).masked_fill(b < -0.3, 0.0),
     "hidden by it": lambda d, table: (b := table[d.clamp(0, 8)].permute(2, 0, 1)).masked_fill(b < -0.3, -math.inf),
@@ -172,19 +174,29 @@ def test_so_is_what_asks_which_of_them_are_0() -> None:
     assert any(MORE in reason for reason in reasons(function, (TABLE[:, 0] > 0).float()))
 
 
+@pytest.mark.parametrize("kept", [lambda x: x > 0, lambda x: x.round().long()])
+def test_so_are_numbers_of_each_query_that_are_no_floats(kept: Callable[[Tensor], Tensor]) -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, profiles: Tensor) -> Tensor:
+        index = distances(q.shape[1]).clamp(0, 5).expand(q.shape[0], HEADS, -1, -1)
+        bias = kept((q @ profiles).transpose(1, 2)).gather(-1, index)
+        return weigh(hide_future(scores_of(q, k) + bias.float()).softmax(-1), v)
+
+    assert any(MORE in reason for reason in reasons(function, PROFILES))
+
+
 REFUSED: dict[str, tuple[Callable[..., Tensor], Tensor, str]] = {
     "by the key's position": (
         of_all(lambda d, table: table[(torch.arange(d.shape[0])[None, :] + 0 * d).clamp(0, 8)].permute(2, 0, 1)),
         TABLE,
         "differs between pairs of the same distance",
     ),
-    "heads in another order": (
-        of_all(lambda d, table: table[d.clamp(0, 8)].permute(2, 0, 1)[[1, 0, 2, 3]]),
+    "a number with the same": (
+        of_all(lambda d, table: (bias := table[d.clamp(0, 8)].permute(2, 0, 1)) * bias),
         TABLE,
         MORE,
     ),
-    "squared": (
-        of_all(lambda d, table: table[d.clamp(0, 8)].permute(2, 0, 1).square()),
+    "heads in another order": (
+        of_all(lambda d, table: table[d.clamp(0, 8)].permute(2, 0, 1)[[1, 0, 2, 3]]),
         TABLE,
         MORE,
     ),

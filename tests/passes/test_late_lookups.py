@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -43,6 +44,7 @@ LEFT: dict[str, Function] = {
     "read elsewhere": lambda x, factor: (found := looked_up(x)) * factor + found,
     "no lookup": lambda x, factor: x * factor,
     "a lookup by rows": lambda x, factor: x.gather(2, torch.zeros(2, 3, 5, 4, dtype=torch.int64)) * 2.0,
+    "a table of words": lambda x, factor: F.embedding(torch.zeros(2, 5, dtype=torch.int64), x[0, 0]) * 2.0,
 }
 
 
