@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import fx
 
 
@@ -54,6 +55,11 @@ class BiasLookup:
     order: tuple[int, ...]
     rows: int
     per_query: bool
+
+    @property
+    def counts_from_end(self) -> bool:
+        """Whether an index of -1 is that of the last row."""
+        return self.node.target is torch.ops.aten.index.Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from selective_compile.passes.attention_calls import BiasLookup, MaskFamily
-from selective_compile.passes.mask_probes import Masked, Probe
+from selective_compile.passes.evaluate import evaluate
+from selective_compile.passes.mask_probes import STRIPS_END, Masked, Probe
 from selective_compile.passes.mask_reads import MaskReads, Unproved
 from selective_compile.passes.mask_slopes import counted
+from selective_compile.passes.traced_graph import TracedGraph
 
 NOTHING, UNSEEN = -1, -2
 
@@ -40,6 +42,33 @@ def distances_of(call: Masked, reads: MaskReads, probes: Sequence[Probe], family
         if not torch.equal(found[distance], entry):
             raise Unproved(node, "what it adds to scores differs between pairs of the same distance")
     return closed(reads, found, bounded=bool(family.window or family.chunk or reads.limit))
+
+
+def longest_looked_up(traced: TracedGraph, reads: MaskReads) -> int | None:
+    """The longest request for all pairs of which there is something to be looked up.
+
+    None if there is none, or it is longer than `STRIPS_END`, up to where a proof looks at all distances.
+    """
+
+    def is_within(tokens: int) -> bool:
+        real = torch.ones(1, tokens, dtype=torch.int64, device="cpu")
+        given = {} if reads.padding is None else {reads.padding: real.to(reads.padding.meta["val"].dtype)}
+        index = evaluate(traced, lookup.index, batch=1, tokens=tokens, given=given)
+        least = -lookup.rows if lookup.counts_from_end else 0
+        return bool(((index >= least) & (index < lookup.rows)).all())
+
+    if not reads.lookups:
+        return None
+    (lookup,) = reads.lookups
+    within, beyond = 1, 2
+    while is_within(beyond):
+        within, beyond = beyond, beyond * 2
+        if beyond > STRIPS_END:
+            return None
+    while beyond - within > 1:
+        middle = (within + beyond) // 2
+        within, beyond = (middle, beyond) if is_within(middle) else (within, middle)
+    return within if within > 1 else None
 
 
 def heads_of(lookup: BiasLookup) -> int:

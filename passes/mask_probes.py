@@ -15,7 +15,7 @@ from torch import fx
 from selective_compile.passes.attention_calls import AttentionCall, BiasLookup, KeyMarks, KeySelection, MaskTerm
 from selective_compile.passes.axes import Axis, Dim
 from selective_compile.passes.evaluate import evaluate
-from selective_compile.passes.mask_reads import MaskReads, Unproved
+from selective_compile.passes.mask_reads import BeyondTable, MaskReads, Unproved
 from selective_compile.passes.mask_terms import MaskTerms
 from selective_compile.passes.positional import at_positions, is_positional_root
 from selective_compile.passes.rules_lookup import reads_own_index
@@ -126,7 +126,12 @@ def strip_probes(traced: TracedGraph, call: Masked, reads: MaskReads) -> Iterato
 
 def triangle_probes(traced: TracedGraph, call: Masked, reads: MaskReads, heads: int) -> Iterator[Probe]:
     """Every pair of the first positions: fewer of them where each head has numbers of its own."""
-    yield from tiles(traced, call, reads, int(TRIANGLE / heads**0.5), heads)
+    yield from tiles(traced, call, reads, triangle_of(reads, heads), heads)
+
+
+def triangle_of(reads: MaskReads, heads: int) -> int:
+    most = int(TRIANGLE / heads**0.5)
+    return most if reads.limit is None else min(most, reads.limit)
 
 
 def scattered_probes(traced: TracedGraph, call: Masked, reads: MaskReads, heads: int) -> Iterator[Probe]:
@@ -134,16 +139,20 @@ def scattered_probes(traced: TracedGraph, call: Masked, reads: MaskReads, heads:
 
     What a mask does at some distance, or at some key, it need not do because of a number in its graph.
     """
+    end = FARTHEST if reads.limit is None else min(FARTHEST, reads.limit)
+    if end <= triangle_of(reads, heads):  # all pairs have been looked at
+        return
     generator = torch.Generator().manual_seed(2)
-    drawn = torch.randint(FARTHEST, (ANCHORS - 2,), generator=generator, device="cpu")
-    anchors = torch.tensor([0, TRIANGLE // 3, *drawn.tolist()], device="cpu")
-    others = torch.randperm(FARTHEST, generator=generator, device="cpu")
-    others = others[: FARTHEST // heads // ANCHORS * ANCHORS].view(-1, ANCHORS)
+    drawn = torch.randint(end, (ANCHORS - 2,), generator=generator, device="cpu")
+    anchors = torch.tensor([0, min(TRIANGLE // 3, end - 1), *drawn.tolist()], device="cpu")
+    others = torch.randperm(end, generator=generator, device="cpu")
+    others = others[: max(1, end // heads // ANCHORS) * ANCHORS].view(-1, ANCHORS)
     yield far_probe(traced, call, reads, torch.cat([anchors.expand(len(others), -1), others], 1).sort().values)
-    first = torch.randint(FARTHEST, (SCATTERED // heads, 1), generator=generator, device="cpu")
+    first = torch.randint(end, (SCATTERED // heads, 1), generator=generator, device="cpu")
     share = torch.rand(len(first), 2 * ANCHORS - 1, generator=generator, dtype=torch.float32, device="cpu")
-    apart = (FARTHEST**share).long()
-    yield far_probe(traced, call, reads, torch.cat([first, first + apart], 1).sort().values)
+    apart = (end**share).long()
+    behind = first + apart if reads.limit is None else (first + apart).clamp(max=end - 1)
+    yield far_probe(traced, call, reads, torch.cat([first, behind], 1).sort().values)
 
 
 def tile_probes(traced: TracedGraph, call: Masked, reads: MaskReads, heads: int) -> Iterator[Probe]:
@@ -222,13 +231,13 @@ def far_probe(
 
 @contextmanager
 def within_tables(term: MaskTerm) -> Iterator[None]:
-    """Raises `Unproved` where what is computed inside reads a table beyond its end."""
+    """Raises `BeyondTable` where what is computed inside reads a table beyond its end."""
     try:
         yield
     except (IndexError, RuntimeError) as error:  # which of them, is for the operator to say
         if isinstance(error, RuntimeError) and "out of bounds" not in str(error):
             raise
-        raise Unproved(term.node, "its mask reads a table beyond its end") from error
+        raise BeyondTable(term.node, "its mask reads a table beyond its end") from error
 
 
 def within(reads: MaskReads, positions: torch.Tensor) -> torch.Tensor:
@@ -286,6 +295,8 @@ def both(
 def rows_looked_up(lookup: BiasLookup, positions: torch.Tensor, value_of: Values, every: torch.Tensor) -> torch.Tensor:
     """[G, L, L]: of each pair at ``positions`` [G, L]."""
     index = value_of(MaskTerm(node=lookup.index, kind="keep", pair=lookup.pair), every)
+    if lookup.counts_from_end:
+        index = torch.where(index < 0, index + lookup.rows, index)
     if not bool((index == index[:, :1]).all()):
         raise Unproved(lookup.node, "it looks biases up at other places for other heads")
     return index[:, 0].expand(*positions.shape, positions.shape[1])

@@ -35,7 +35,7 @@ from torch import fx
 from selective_compile.passes.attention_calls import AttentionCall, KeySelection, MaskFamily, Operand
 from selective_compile.passes.evaluate import constants_in
 from selective_compile.passes.fingerprint import Fingerprints
-from selective_compile.passes.mask_distances import distances_of
+from selective_compile.passes.mask_distances import distances_of, longest_looked_up
 from selective_compile.passes.mask_probes import (
     NO_REQUEST,
     Masked,
@@ -50,7 +50,7 @@ from selective_compile.passes.mask_probes import (
     triangle_probes,
     within,
 )
-from selective_compile.passes.mask_reads import MaskReads, Unproved, mask_reads, used_outside_masks
+from selective_compile.passes.mask_reads import BeyondTable, MaskReads, Unproved, mask_reads, used_outside_masks
 from selective_compile.passes.mask_slopes import longest_held, slopes_of
 from selective_compile.passes.score_chain import REPLACED
 from selective_compile.passes.traced_graph import TracedGraph
@@ -128,6 +128,18 @@ def refuse_different_paddings(traced: TracedGraph) -> None:
 
 
 def prove(traced: TracedGraph, call: Masked, reads: MaskReads) -> MaskFamily:
+    """Raises `Unproved`."""
+    try:
+        return proved_on_probes(traced, call, reads)
+    except BeyondTable:
+        end = longest_looked_up(traced, reads)
+        if end is None:
+            raise
+    traced.bound(end)
+    return proved_on_probes(traced, call, replace(reads, end=end))
+
+
+def proved_on_probes(traced: TracedGraph, call: Masked, reads: MaskReads) -> MaskFamily:
     reads = replace(reads, steps=steps_of(traced, call, reads))
     probes = list(dense_probes(traced, call, reads))
     if call.masks:

@@ -26,15 +26,19 @@ class Unproved(Exception):
         self.ahead: int | None = None
 
 
+class BeyondTable(Unproved):
+    """A table has no rows for some of the positions that a proof looks at."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MaskReads:
     """The one token input that hides keys, if any; the slices of tables; the model's buffers; the marks of selected
     keys; what biases are looked up in, of which there is one at most, and what their mask is multiplied by: all of one
     call's masks.
 
-    ``limit``: the longest request that the tables have rows for; None without tables.  ``steps``: masks that add
-    nothing, or numbers far below (`mask_probes.steps_of`).  ``numbers``: what proofs look biases up in, for requests
-    of that length.
+    ``limit``: the longest request that the tables have rows for; None without tables.  ``end``: the longest that biases
+    can be looked up for, if there is one.  ``steps``: masks that add nothing, or numbers far below
+    (`mask_probes.steps_of`).  ``numbers``: what proofs look biases up in, for requests of that length.
     """
 
     padding: fx.Node | None = None
@@ -43,12 +47,14 @@ class MaskReads:
     marks: tuple[KeyMarks, ...] = ()
     lookups: tuple[BiasLookup, ...] = ()
     lookup_factor: float = 1.0
+    end: int | None = None
     steps: frozenset[fx.Node] = frozenset()
     numbers: dict[int, torch.Tensor] = field(default_factory=dict, compare=False)
 
     @property
     def limit(self) -> int | None:
-        return min((rows.limit for rows in self.rows.values()), default=None)
+        ends = () if self.end is None else (self.end,)
+        return min((*ends, *(rows.limit for rows in self.rows.values())), default=None)
 
     def behind(self, node: fx.Node) -> list[fx.Node]:
         """What a mask is computed from, not looking behind the marks of selected keys and what biases are made of."""

@@ -210,11 +210,6 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], Tensor, str]] = {
         TABLE,
         "look biases up in several places",
     ),
-    "a table that ends": (
-        of_all(lambda d, table: table[d.clamp(min=0)].permute(2, 0, 1)),
-        TABLE,
-        "reads a table beyond its end",
-    ),
     "of keys": (of_keys, PROFILES, "adds more to scores than what it looks up"),
     "with a prefix": (with_a_prefix, TABLE, "behind their query"),
     "capped": (capped, TABLE, "before the scores are capped"),
@@ -225,6 +220,40 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], Tensor, str]] = {
 def test_others_are_refused(name: str) -> None:
     function, weight, reason = REFUSED[name]
     assert any(reason in found for found in reasons(function, weight)), reasons(function, weight)
+
+
+# With a row for each distance that a model was trained with: of how many rows, and for requests of how many tokens.
+ENDING: dict[str, tuple[Bias, int, int]] = {
+    "a row for each distance": (lambda d, table: table[d.clamp(min=0)].permute(2, 0, 1), 41, 41),
+    "also for later keys": (lambda d, table: F.embedding(d + 40, table).permute(2, 0, 1), 81, 41),
+    "the nearest last": (lambda d, table: table.T[:, -1 - d], 41, 41),
+    "a row for two distances": (lambda d, table: table[d.abs() // 2].permute(2, 0, 1), 41, 82),
+    "more rows than a triangle of pairs": (lambda d, table: table[d.clamp(min=0)].permute(2, 0, 1), 1500, 1500),
+}
+
+
+@pytest.mark.parametrize("name", ENDING)
+def test_a_table_that_ends_bounds_requests(name: str) -> None:
+    bias, rows, longest = ENDING[name]
+    table = torch.randn(rows, HEADS, generator=torch.Generator().manual_seed(4))
+    traced = analysed(of_all(bias), table)
+    assert not traced.refusals and traced.max_tokens == longest
+    assert ragged_error(of_all(bias), table, lengths=(5, 1, 41, 3)) < 1e-5
+
+
+def test_so_do_numbers_of_each_query_that_end() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, profiles: Tensor) -> Tensor:
+        bias = own_bias(q, k, profiles, index=lambda distance: distance.abs())
+        return weigh(hide_future(scores_of(q, k) + bias).softmax(-1), v)
+
+    traced = analysed(function, PROFILES)
+    assert not traced.refusals and traced.max_tokens == 6
+    assert ragged_error(function, PROFILES, lengths=(5, 1, 6, 3)) < 1e-5
+
+
+def test_a_table_by_position_that_ends_is_refused() -> None:
+    function = of_all(lambda d, table: table[torch.arange(d.shape[0]) + 0 * d].permute(2, 0, 1))
+    assert any("differs between pairs of the same distance" in reason for reason in reasons(function, TABLE))
 
 
 def test_a_bias_that_changes_as_far_as_it_was_looked_at_is_refused() -> None:
