@@ -16,7 +16,6 @@ from selective_compile.passes.attention_calls import BiasLookup, MaskFamily
 from selective_compile.passes.evaluate import evaluate
 from selective_compile.passes.mask_probes import STRIPS_END, Masked, Probe
 from selective_compile.passes.mask_reads import MaskReads, Unproved
-from selective_compile.passes.mask_slopes import counted
 from selective_compile.passes.traced_graph import TracedGraph
 
 NOTHING, UNSEEN = -1, -2
@@ -34,7 +33,7 @@ def distances_of(call: Masked, reads: MaskReads, probes: Sequence[Probe], family
         raise Unproved(node, f"it adds {heads} biases by distance to the scores of {call.query.heads} heads")
     found = torch.full((1 + max(int(probe.distance.max()) for probe in probes),), UNSEEN, device="cpu")
     for probe in probes:
-        seen = counted(probe)
+        seen = probe.counted
         distance, entry = probe.distance[seen], entries(reads, probe)[seen]
         if bool((distance < 0).any()):
             raise Unproved(node, "it adds a bias by distance to scores of keys that are behind their query")
@@ -83,13 +82,14 @@ def entries(reads: MaskReads, probe: Probe) -> Tensor:
     """[G, L, L]: the entry whose number is added to the scores of a pair, `NOTHING` where none is."""
     assert probe.looked_up is not None and probe.table is not None
     (lookup,) = reads.lookups
-    index, seen = probe.looked_up, counted(probe)
+    index, seen = probe.looked_up, probe.counted
     if bool(((index < 0) | (index >= lookup.rows))[seen].any()):
         raise Unproved(lookup.node, "it looks a bias up beyond the end of its table")
     groups, length, _ = index.shape
     index = index.clamp(0, lookup.rows - 1)
     table = probe.table.transpose(0, 1).expand(-1, length, -1)
-    number = table.expand(groups, *table.shape).gather(3, index[:, None].expand(-1, len(table), -1, -1))
+    number = table.expand(groups, *table.shape).gather(3, index[:, None].expand(-1, len(table), -1, -1)).double()
+    number *= reads.lookup_factor
     added = probe.bias if probe.heads else torch.zeros_like(number)
     is_entry, is_nothing = (added == number).all(1), (added == 0).all(1)
     if bool((seen & ~(is_entry | is_nothing)).any()):

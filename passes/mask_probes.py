@@ -49,7 +49,7 @@ class Probe:
             all of them, 0 if nothing is added.
         hidden_keys, real_queries: [G, L] booleans, by the padding input.
         looked_up: [G, L, L], the rows of a `BiasLookup` that pairs look up; None without one.
-        table: [L or 1, heads, rows] float64, what they were looked up in, as a mask adds it; None without one.
+        table: [L or 1, heads, rows], what they were looked up in; None without one.
     """
 
     positions: torch.Tensor
@@ -64,6 +64,16 @@ class Probe:
     def distance(self) -> torch.Tensor:
         """[G, L, L]: how far back the key is."""
         return self.positions[:, :, None] - self.positions[:, None, :]
+
+    @cached_property
+    def overflows(self) -> torch.Tensor:
+        """[G, L]: real queries that a bias is added for which is infinite, or no number."""
+        return (~self.bias.isfinite()).any(3).any(1) & self.real_queries
+
+    @cached_property
+    def counted(self) -> torch.Tensor:
+        """[G, L, L]: pairs whose scores matter, of queries whose biases are numbers."""
+        return self.allowed & (self.real_queries & ~self.overflows)[:, :, None]
 
     @property
     def heads(self) -> int:
@@ -114,10 +124,11 @@ def steps_of(traced: TracedGraph, call: Masked, reads: MaskReads) -> frozenset[f
     return frozenset(term.node for term in call.masks if term.kind == "add" and is_step(term))
 
 
-def strip_probes(traced: TracedGraph, call: Masked, reads: MaskReads) -> Iterator[Probe]:
-    generator = torch.Generator().manual_seed(1)
-    for start in range(0, STRIPS_END, STRIP):
-        first, strip = (torch.arange(*ends, device="cpu") for ends in ((0, min(start, 4)), (start, start + STRIP)))
+def strip_probes(traced: TracedGraph, call: Masked, reads: MaskReads, heads: int) -> Iterator[Probe]:
+    """Every position up to `STRIPS_END`, with its neighbours, fewer of them for many heads, and the first positions."""
+    generator, width = torch.Generator().manual_seed(1), max(64, int(STRIP / heads**0.5))
+    for start in range(0, STRIPS_END, width):
+        first, strip = (torch.arange(*ends, device="cpu") for ends in ((0, min(start, 4)), (start, start + width)))
         positions = within(reads, torch.cat([first, strip]))
         if len(positions) > 1:
             real = torch.rand(len(positions), generator=generator, dtype=torch.float32, device="cpu") < 0.9
@@ -280,7 +291,7 @@ def both(
     looked_up = table = None
     for lookup in reads.lookups:
         looked_up = rows_looked_up(lookup, positions, value_of, every)
-        table = table_for(traced, reads, lookup, positions.shape[1]) * reads.lookup_factor
+        table = table_for(traced, reads, lookup, positions.shape[1])
     return Probe(
         positions=positions,
         allowed=allowed,
@@ -303,9 +314,9 @@ def rows_looked_up(lookup: BiasLookup, positions: torch.Tensor, value_of: Values
 
 
 def table_for(traced: TracedGraph, reads: MaskReads, lookup: BiasLookup, length: int) -> torch.Tensor:
-    """[L or 1, heads, rows] float64: what proofs have in place of what is looked up in."""
+    """[L or 1, heads, rows]: what proofs have in place of what is looked up in."""
     numbers = numbers_for(traced, reads, lookup, 1, length).permute(lookup.order)
-    return numbers.reshape(length if lookup.per_query else 1, -1, lookup.rows).double()
+    return numbers.reshape(length if lookup.per_query else 1, -1, lookup.rows)
 
 
 def stand_ins(traced: TracedGraph, reads: MaskReads, chosen: torch.Tensor) -> dict[fx.Node, torch.Tensor]:

@@ -147,7 +147,7 @@ def proved_on_probes(traced: TracedGraph, call: Masked, reads: MaskReads) -> Mas
         constants = {c for term in call.masks for c in constants_in(term.node, values, reads.behind(term.node))}
         if max(constants, default=0) >= NO_REQUEST:  # as a number that hides is, or a window that hides nothing
             traced.bound(NO_REQUEST)
-        probes += strip_probes(traced, call, reads)
+        probes += strip_probes(traced, call, reads, max(probe.heads for probe in probes) or 1)
         probes.append(far_probe(traced, call, reads, within(reads, far_positions(constants))))
         heads = max(probe.heads for probe in probes) or 1
         if reads.rows:

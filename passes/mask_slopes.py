@@ -30,7 +30,7 @@ def slopes_of(call: Masked, probes: list[Probe]) -> tuple[float, ...]:
     for probe in probes:
         line = -slopes[:, None, None] * probe.distance[:, None]
         bias = probe.bias if probe.heads else torch.zeros_like(line)
-        left_out = ~counted(probe)[:, None]
+        left_out = ~probe.counted[:, None]
         apart = (bias - bias.diagonal(dim1=2, dim2=3)[..., None] - line).masked_fill(left_out, 0)
         most = ROUNDINGS * rounding * bias.masked_fill(left_out, 0).abs().amax((1, 2, 3)).clamp(min=1e-30)
         if not bool((apart.abs().amax((1, 2, 3)) <= most).all()):
@@ -42,26 +42,16 @@ def slopes_of(call: Masked, probes: list[Probe]) -> tuple[float, ...]:
 
 def slope_on(probe: Probe) -> tuple[int, torch.Tensor]:
     """The distance of the furthest pair of a probe, and the slope of each head between its ends."""
-    distance = probe.distance.masked_fill(~counted(probe), 0)
+    distance = probe.distance.masked_fill(~probe.counted, 0)
     g, i, j = (int(place) for place in torch.unravel_index(distance.argmax(), distance.shape))
     far = int(distance[g, i, j])
     return far, (probe.bias[g, :, i, j] - probe.bias[g, :, i, i]) / -max(far, 1)
 
 
-def counted(probe: Probe) -> torch.Tensor:
-    """[G, L, L]: pairs whose scores matter, of queries whose biases are numbers."""
-    return probe.allowed & (probe.real_queries & ~overflows(probe))[:, :, None]
-
-
-def overflows(probe: Probe) -> torch.Tensor:
-    """[G, L]: real queries that a bias is added for which is infinite, or no number."""
-    return (~probe.bias.isfinite()).any(3).any(1) & probe.real_queries
-
-
 def longest_held(probes: list[Probe]) -> int | None:
     """As many tokens as there are up to the last position looked at in front of the first that overflows; None if none
     does."""
-    first = min((int(p.positions[overflows(p)].min()) for p in probes if bool(overflows(p).any())), default=None)
+    first = min((int(p.positions[p.overflows].min()) for p in probes if bool(p.overflows.any())), default=None)
     if first is None:
         return None
     return 1 + max(int(p.positions.masked_fill(p.positions >= first, -1).max()) for p in probes)

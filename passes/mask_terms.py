@@ -73,5 +73,5 @@ class MaskTerms:
         seen = value.masked_fill(~kept, 0)
         if not bool(seen.any()):
             return
-        more, bias = seen.double() * term.factor, self._bias
-        self._bias = more.expand(bias.shape[0], -1, *bias.shape[2:]) + (bias if bias.shape[1] else 0)
+        more, bias = seen.double() if term.factor == 1 else seen.double() * term.factor, self._bias
+        self._bias = bias + more if bias.shape[1] else more.expand(bias.shape[0], -1, *bias.shape[2:])
