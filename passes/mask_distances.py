@@ -61,9 +61,9 @@ def longest_looked_up(traced: TracedGraph, reads: MaskReads) -> int | None:
     (lookup,) = reads.lookups
     within, beyond = 1, 2
     while is_within(beyond):
-        within, beyond = beyond, beyond * 2
         if beyond > STRIPS_END:
             return None
+        within, beyond = beyond, min(beyond * 2, STRIPS_END + 1)
     while beyond - within > 1:
         middle = (within + beyond) // 2
         within, beyond = (middle, beyond) if is_within(middle) else (within, middle)

@@ -305,7 +305,7 @@ def both(
 
 def rows_looked_up(lookup: BiasLookup, positions: torch.Tensor, value_of: Values, every: torch.Tensor) -> torch.Tensor:
     """[G, L, L]: of each pair at ``positions`` [G, L]."""
-    index = value_of(MaskTerm(node=lookup.index, kind="keep", pair=lookup.pair), every)
+    index = value_of(MaskTerm(node=lookup.index, kind="keep", pair=lookup.pair), every).long()
     if lookup.counts_from_end:
         index = torch.where(index < 0, index + lookup.rows, index)
     if not bool((index == index[:, :1]).all()):

@@ -64,6 +64,7 @@ def behind_padding(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, table: Tensor)
 OF_ALL: dict[str, Callable[..., Tensor]] = {
     "clamped": of_all(lambda d, table: F.embedding(d.clamp(0, 8), table).permute(2, 0, 1)),
     "buckets": of_all(lambda d, table: F.embedding(bucket(d), table).permute(2, 0, 1)[None]),
+    "by index of 32 bits": of_all(lambda d, table: table[bucket(d).int()].permute(2, 0, 1)),
     "by index": of_all(lambda d, table: table[bucket(d)].permute(2, 0, 1)),
     "heads in front": of_all(lambda d, table: table.T[:, bucket(d)]),
     "one for all heads": of_all(lambda d, table: table[:, 0][bucket(d)]),
@@ -228,7 +229,7 @@ ENDING: dict[str, tuple[Bias, int, int]] = {
     "also for later keys": (lambda d, table: F.embedding(d + 40, table).permute(2, 0, 1), 81, 41),
     "the nearest last": (lambda d, table: table.T[:, -1 - d], 41, 41),
     "a row for two distances": (lambda d, table: table[d.abs() // 2].permute(2, 0, 1), 41, 82),
-    "more rows than a triangle of pairs": (lambda d, table: table[d.clamp(min=0)].permute(2, 0, 1), 1500, 1500),
+    "more rows than a triangle of pairs": (lambda d, table: table[d.clamp(min=0)].permute(2, 0, 1), 4096, 4096),
 }
 
 
@@ -241,7 +242,13 @@ def test_a_table_that_ends_bounds_requests(name: str) -> None:
     assert ragged_error(of_all(bias), table, lengths=(5, 1, 41, 3)) < 1e-5
 
 
-def test_so_do_numbers_of_each_query_that_end() -> None:
+def test_a_table_that_is_too_long_to_be_looked_at_is_refused() -> None:
+    table = torch.randn(4097, HEADS, generator=torch.Generator().manual_seed(4))
+    function = of_all(lambda d, table: table[d.clamp(min=0)].permute(2, 0, 1))
+    assert any("reads a table beyond its end" in reason for reason in reasons(function, table))
+
+
+def test_numbers_of_each_query_that_end_bound_requests_too() -> None:
     def function(q: Tensor, k: Tensor, v: Tensor, profiles: Tensor) -> Tensor:
         bias = own_bias(q, k, profiles, index=lambda distance: distance.abs())
         return weigh(hide_future(scores_of(q, k) + bias).softmax(-1), v)
