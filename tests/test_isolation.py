@@ -164,10 +164,10 @@ class Tabled(Decoder):
 
 
 def by_distance(query: Tensor, key: Tensor, value: Tensor, distance: Tensor) -> Tensor:
-    """To near keys the query adds a bound one of what it holds for their distance, which is no mask, and no lookup."""
+    """To near keys the query adds the square of what it holds for their distance, which is no mask, and no lookup."""
     scores = torch.einsum("bqhd,bkhd->bhqk", query, key)
-    near = query.transpose(1, 2).gather(-1, distance.clamp(0, 3).expand(*scores.shape)).tanh()
-    weights = (scores + near).masked_fill(distance < 0, torch.finfo(scores.dtype).min).softmax(-1)
+    near = query.transpose(1, 2).gather(-1, distance.clamp(0, 3).expand(*scores.shape))
+    weights = (scores + near * near).masked_fill(distance < 0, torch.finfo(scores.dtype).min).softmax(-1)
     return torch.einsum("bhqk,bkhd->bqhd", weights, value).flatten(2)
 
 
