@@ -87,6 +87,12 @@ def of_all_rows(logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
     return mean(logits, ids, mask).softmax(0)
 
 
+def directions(logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+    """Of rows of zeros it is not a number, and not hidden by a weight of 0."""
+    rows = logits[:, 1:]
+    return (rows / rows.norm(dim=-1, keepdim=True) * mask[:, 1:, None]).sum(1)
+
+
 READ_NO_PADDING = [
     loss,
     loss_and_logits,
@@ -98,6 +104,7 @@ READ_NO_PADDING = [
     greatest_of_row,
     pooled_by_scores,
     of_all_rows,
+    directions,
 ]
 
 
@@ -126,7 +133,19 @@ def saturated(logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
     return logits.clamp(-0.1, 0.1).sum(1)
 
 
-READ_PADDING = [labels_at_padding, last_column, mean_of_all, greatest_of_all, bells, saturated]
+def waves(logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+    """Of large numbers nothing is left, nor of 0; the columns that are taken stand in front of all that."""
+    rows = logits[:, 1:]
+    return (rows * (-(rows**2)).exp()).sum(1)
+
+
+READ_PADDING = [labels_at_padding, last_column, mean_of_all, greatest_of_all, bells, saturated, waves]
+
+
+def over_squares(logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+    """In float16 the square of a large number is infinite."""
+    rows = logits[:, 1:]
+    return (rows * (rows.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()).sum(1)
 
 
 def counted(logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
@@ -199,6 +218,12 @@ def test_what_reads_padding_is_the_models_own(end: End, tried: list[bool]) -> No
     assert tried == [False, True]
 
 
+def test_large_numbers_that_overflow_hide_no_read(tried: list[bool]) -> None:
+    model = Ends(over_squares).half()
+    assert error_of(fast(model), model, IDS % VOCABULARY, MASK) == 0
+    assert tried == [False]
+
+
 @pytest.mark.parametrize("end", NOT_TAKEN_OFF)
 def test_what_could_hide_what_it_reads_runs_as_it_came(end: End, tried: list[bool]) -> None:
     model = Ends(end)
@@ -228,11 +253,30 @@ def test_what_reads_padding_again_and_again_is_not_tried_any_more(
     assert len([each for each in caplog.records if each.name == "selective_compile.padding_reads"]) == 1
 
 
+def test_calls_without_padding_tell_nothing_of_what_is_read(tried: list[bool]) -> None:
+    compiled = fast(Ends(mean_of_all))
+    with torch.no_grad():
+        for _ in range(padding_reads.IN_A_ROW + 1):
+            compiled(IDS % VOCABULARY, MASK)
+            compiled(IDS % VOCABULARY, torch.ones_like(MASK))
+    assert tried == [False, True] * (padding_reads.IN_A_ROW - 1) + [False]
+
+
 def test_what_was_given_up_runs_through_inductor() -> None:
     model = Ends(mean_of_all)
     compiled = fast(model, inductor=True)
     for _ in range(padding_reads.IN_A_ROW + 1):
         assert error_of(compiled, model, IDS % VOCABULARY, MASK) < TOLERANCE
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (2, padding_reads.DRAWN + 1), (2, 2, padding_reads.DRAWN - 1), (2, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_numbers_in_padding(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """All in their bounds, and rows that are not one another's."""
+    for fill, (least, most) in zip(padding_reads.fills(), padding_reads.NUMBERS, strict=True):
+        filled = fill(torch.full(shape, torch.nan, dtype=dtype))
+        assert filled.shape == shape and bool(((filled >= least) & (filled <= most)).all())
+        assert not filled.numel() or not torch.equal(filled[0], filled[1])
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2"])
