@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -76,11 +78,10 @@ class PaddedProgram:
         self._aligned |= {NEVER} if flat.recurrences or flat.prefix else set()
         self._run = compiled(flat, inductor=options.inductor)
         self._summary = None if rewritten.summary is None else SummaryProgram(rewritten.summary)
-        self._as_it_came = torch.compile(module, dynamic=True) if options.inductor else module
 
     def __call__(self, *arguments: Any) -> Any:
         if self._summary is not None and self._summary.given_up:
-            return self._as_it_came(*arguments)
+            return self._as_it_came(*arguments)  # from now on: it is worth compiling
         batch, length = self._batch_shape(arguments)
         symbols = {self._sizes.token: length, self._sizes.batch: batch}
         real = self._real(arguments, batch, length) if self._holds_for(arguments, symbols) else None
@@ -100,6 +101,10 @@ class PaddedProgram:
         is_padded = len(real.flat) < batch * length
         found = self._summary(arguments, put_back, len(self._outputs), is_padded=is_padded)
         return self._module(*arguments) if found is None else found
+
+    @cached_property
+    def _as_it_came(self) -> Callable[..., Any]:
+        return torch.compile(self._module, dynamic=True) if self._options.inductor else self._module
 
     def _holds_for(self, arguments: tuple[Any, ...], symbols: dict[Any, int]) -> bool:
         """Whether what was proved is of such a call."""
