@@ -26,6 +26,7 @@ from selective_compile.passes.evaluate import leaves, traced_value
 from selective_compile.passes.heads import CASTS, MOVES
 from selective_compile.passes.nan_guards import is_zero
 from selective_compile.passes.rules_pointwise import UNTAGGED
+from selective_compile.passes.traced_graph import is_random
 
 aten = torch.ops.aten
 PRODUCTS: tuple[OpOverload, ...] = (aten.mul.Tensor, aten.mul.Scalar)
@@ -64,7 +65,7 @@ def is_of_each_number(node: fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
     pointwise = torch.Tag.pointwise in tags or getattr(node.target, "overloadpacket", None) in (*UNTAGGED, *CASTS)
     nodes = [given for given in leaves((node.args, node.kwargs)) if isinstance(given, fx.Node)]
-    if not pointwise or torch.Tag.nondeterministic_seeded in tags or len(nodes) != 1 or nodes[0] not in node.args:
+    if not pointwise or is_random(node) or len(nodes) != 1 or nodes[0] not in node.args:
         return False
     values = (node.meta.get("val"), nodes[0].meta.get("val"))
     return all(isinstance(value, torch.Tensor) and value.dtype.is_floating_point for value in values)
