@@ -14,8 +14,9 @@ from torch import Tensor
 
 from selective_compile.passes.attention_calls import BiasLookup, MaskFamily
 from selective_compile.passes.evaluate import evaluate
-from selective_compile.passes.mask_probes import STRIPS_END, Masked, Probe
+from selective_compile.passes.mask_probes import STRIPS_END, Masked
 from selective_compile.passes.mask_reads import MaskReads, Unproved
+from selective_compile.passes.probe import Probe
 from selective_compile.passes.traced_graph import TracedGraph
 
 NOTHING, UNSEEN = -1, -2

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -18,6 +17,7 @@ from selective_compile.passes.evaluate import evaluate
 from selective_compile.passes.mask_reads import BeyondTable, MaskReads, Unproved
 from selective_compile.passes.mask_terms import MaskTerms
 from selective_compile.passes.positional import at_positions, is_positional_root
+from selective_compile.passes.probe import Probe
 from selective_compile.passes.rules_lookup import reads_own_index
 from selective_compile.passes.score_chain import REPLACED
 from selective_compile.passes.traced_graph import TracedGraph
@@ -35,49 +35,6 @@ ANCHORS, SCATTERED = 4, 2**14  # positions that are looked at with every other; 
 GOLDEN = (5**0.5 - 1) / 2  # whose multiples are spread evenly
 SHORTER = (12, 130, 257, 1000)
 FAR_POSITIONS = tuple(range(12)) + tuple(2**k + d for k in range(4, 17) for d in (-1, 0, 1))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Probe:
-    """Masks of G requests: entry ``[g, ..., i, j]`` is for the query at ``positions[g, i]``, the key at
-    ``positions[g, j]``.
-
-    Attributes:
-        positions: [G, L], ascending.
-        allowed: [G, L, L] booleans.
-        bias: [G, heads, L, L] float64, what is added to the scores of allowed pairs; 1 for heads if it is the same for
-            all of them, 0 if nothing is added.
-        hidden_keys, real_queries: [G, L] booleans, by the padding input.
-        looked_up: [G, L, L], the rows of a `BiasLookup` that pairs look up; None without one.
-        table: [L or 1, heads, rows], what they were looked up in; None without one.
-    """
-
-    positions: torch.Tensor
-    allowed: torch.Tensor
-    bias: torch.Tensor
-    hidden_keys: torch.Tensor
-    real_queries: torch.Tensor
-    looked_up: torch.Tensor | None = None
-    table: torch.Tensor | None = None
-
-    @cached_property
-    def distance(self) -> torch.Tensor:
-        """[G, L, L]: how far back the key is."""
-        return self.positions[:, :, None] - self.positions[:, None, :]
-
-    @cached_property
-    def overflows(self) -> torch.Tensor:
-        """[G, L]: real queries that a bias is added for which is infinite, or no number."""
-        return (~self.bias.isfinite()).any(3).any(1) & self.real_queries
-
-    @cached_property
-    def counted(self) -> torch.Tensor:
-        """[G, L, L]: pairs whose scores matter, of queries whose biases are numbers."""
-        return self.allowed & (self.real_queries & ~self.overflows)[:, :, None]
-
-    @property
-    def heads(self) -> int:
-        return self.bias.shape[1]
 
 
 def dense_probes(traced: TracedGraph, call: Masked, reads: MaskReads) -> Iterator[Probe]:

@@ -39,7 +39,6 @@ from selective_compile.passes.mask_distances import distances_of, longest_looked
 from selective_compile.passes.mask_probes import (
     NO_REQUEST,
     Masked,
-    Probe,
     dense_probes,
     far_positions,
     far_probe,
@@ -52,6 +51,7 @@ from selective_compile.passes.mask_probes import (
 )
 from selective_compile.passes.mask_reads import BeyondTable, MaskReads, Unproved, mask_reads, used_outside_masks
 from selective_compile.passes.mask_slopes import longest_held, slopes_of
+from selective_compile.passes.probe import Probe
 from selective_compile.passes.score_chain import REPLACED
 from selective_compile.passes.traced_graph import TracedGraph
 

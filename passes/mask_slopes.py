@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from selective_compile.passes.mask_probes import Masked, Probe
+from selective_compile.passes.mask_probes import Masked
 from selective_compile.passes.mask_reads import Unproved
+from selective_compile.passes.probe import Probe
 
 # By how much a bias may depart from a straight line, in units of the rounding of its largest value.
 ROUNDINGS = 4
