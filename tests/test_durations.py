@@ -11,13 +11,14 @@ from tests.durations import DurationRecorder, recorded
 
 pytest_plugins = ["pytester"]
 CONFTEST = """
-    from tests.durations import SHARE, left_to_a_long_run, long_files_first
+    from tests.durations import ONE_CASE, SHARE, left_to_a_long_run, long_files_first
 
     SECONDS = {
         "test_b.py::test_some": 0.4 * SHARE,
-        "test_b.py::test_one": 1.4 * SHARE,
-        "test_b.py::test_none": 2.1 * SHARE,
-        "test_c.py::test_x": 2.1 * SHARE,
+        "test_b.py::test_one": 1.9 * ONE_CASE,
+        "test_b.py::test_none": 2.1 * ONE_CASE,
+        "test_c.py::test_x": 1.1 * ONE_CASE,
+        "test_c.py::test_z": 0.9 * ONE_CASE,
     }
 
     def pytest_addoption(parser):
@@ -51,7 +52,7 @@ SUITE = """
 @pytest.fixture
 def suite(pytester: pytest.Pytester) -> pytest.Pytester:
     pytester.makeconftest(CONFTEST)
-    pytester.makepyfile(test_a="def test_y(): pass", test_b=SUITE, test_c="def test_x(): pass")
+    pytester.makepyfile(test_a="def test_y(): pass", test_b=SUITE, test_c="def test_x(): pass\ndef test_z(): pass")
     return pytester
 
 
@@ -64,7 +65,7 @@ def test_a_short_run_has_as_many_of_each_as_there_is_room_for(suite: pytest.Pyte
     assert names == [
         *("test_b.py::test_some[0]", "test_b.py::test_some[2]", "test_b.py::test_one[0]"),
         *(f"test_b.py::test_of_no_record[{n}]" for n in range(5)),
-        "test_a.py::test_y",
+        *("test_c.py::test_z", "test_a.py::test_y"),
     ]
 
 
@@ -75,7 +76,7 @@ def test_others_have_all_and_what_takes_long_comes_first(suite: pytest.Pytester)
         *["test_b.py::test_one"] * 5,
         *["test_b.py::test_none"] * 5,
         *["test_b.py::test_of_no_record"] * 5,
-        *("test_c.py::test_x", "test_a.py::test_y"),
+        *("test_c.py::test_x", "test_c.py::test_z", "test_a.py::test_y"),
     ]
 
 
