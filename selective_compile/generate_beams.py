@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers.generation import GenerateBeamDecoderOnlyOutput
 
-from selective_compile.generate_arguments import Prompts
 from selective_compile.generate_fields import Fields
+from selective_compile.generate_prompts import Prompts
 from selective_compile.runtime.request_result import RequestResult
 
 

@@ -10,9 +10,14 @@ from typing import Any
 from torch import Tensor
 from transformers import MaxLengthCriteria
 
+from selective_compile.runtime.grammar import GRAMMARS
 from selective_compile.runtime.own_code import copied
 
 NEGATIVE = ("negative_prompt_ids", "negative_prompt_attention_mask")
+OBJECTS = (
+    *("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "tokenizer", "assistant_model"),
+    *NEGATIVE,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +32,12 @@ class CallObjects:
     negative_prompt_attention_mask: Any
     assistant_model: Any
     structure: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> CallObjects:
+        """Of all that is given by name."""
+        structure = {name: given[name] for name in GRAMMARS if name in given}
+        return cls(**{name: given.get(name) for name in OBJECTS}, structure=structure)
 
     def options(self, row: int, rows: int, padding: int, beams: int, *, told: int) -> dict[str, Any]:
         """For one of the rows, which has so much `padding`, as options of `Engine.submit`; `told`: the number that

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 from transformers.generation import BaseStreamer
 
-from selective_compile.generate_arguments import Prompts
-from selective_compile.generate_fields import Fields
-from selective_compile.generate_objects import CallObjects
+from selective_compile.generate_call import GenerateCall
+from selective_compile.generate_prompts import Prompts
 from selective_compile.hole_trial import counts_holes
 from selective_compile.kept_engines import KeptEngines
 from selective_compile.model_facts import declared_positions
@@ -39,11 +38,8 @@ OF_PROMPT_IDS = ("encoder_repetition_penalty", "encoder_no_repeat_ngram_size")
 def finished_requests(
     model: nn.Module,
     config: EngineConfig,
-    prompts: Prompts,
-    fields: Sequence[Fields],
+    call: GenerateCall,
     seeds: Sequence[int],
-    objects: CallObjects,
-    streamer: BaseStreamer | None,
 ) -> list[RequestResult]:
     """The result of each prompt, from the engine that is kept for the model.
 
@@ -51,20 +47,20 @@ def finished_requests(
         ValueError: one of the prompts or its fields is wrong; none of them is served then.
         RuntimeError: a step failed, or the call's own processors or criteria did.
     """
-    max_positions = declared_positions(model)
+    prompts, max_positions = call.prompts, declared_positions(model)
     counts = [
         each.new_tokens(prompts.width_of(number, counted=each["max_length"] is not None), max_positions)
-        for number, each in enumerate(fields)
+        for number, each in enumerate(call.fields)
     ]
     lengths = [
         len(row) + count
-        for row, count, each in zip(prompts.rows, counts, fields, strict=True)
+        for row, count, each in zip(prompts.rows, counts, call.fields, strict=True)
         for _ in range(each.num_beams)
     ]
     if prompts.embeds is None and prompts.types is None:
         engine = ENGINES.engine_for(model, config, lengths)
         refuse_holes(model, engine, prompts)
-        return _served(engine, prompts, fields, counts, seeds, objects, streamer)
+        return _served(engine, call, counts, seeds)
     # Samples of a prompt share its rows.
     first = {id(row): number for number, row in reversed([*enumerate(prompts.rows)])}
     own = sorted(first.values())
@@ -73,10 +69,10 @@ def finished_requests(
         ids = dict(zip(own, lent.ids if rows else [prompts.rows[number] for number in own], strict=True))
         if prompts.types is not None:
             ids = {number: kept.typed(ids[number], prompts.types_of(number, kept.num_types)) for number in own}
-        known = replace(prompts, rows=[ids[first[id(row)]] for row in prompts.rows])
+        known = replace(call, prompts=replace(prompts, rows=[ids[first[id(row)]] for row in prompts.rows]))
         salt, engine = lent.salt if rows else None, kept.engine_for(lengths)
         refuse_holes(model, engine, prompts)
-        return _served(engine, known, fields, counts, seeds, objects, streamer, salt)
+        return _served(engine, known, counts, seeds, salt)
 
 
 def refuse_holes(model: nn.Module, engine: Engine, prompts: Prompts) -> None:
@@ -89,17 +85,10 @@ def refuse_holes(model: nn.Module, engine: Engine, prompts: Prompts) -> None:
 
 
 def _served(
-    engine: Engine,
-    prompts: Prompts,
-    fields: Sequence[Fields],
-    counts: Sequence[int],
-    seeds: Sequence[int],
-    objects: CallObjects,
-    streamer: BaseStreamer | None,
-    salt: str | None = None,
+    engine: Engine, call: GenerateCall, counts: Sequence[int], seeds: Sequence[int], salt: str | None = None
 ) -> list[RequestResult]:
     """`counts` of new tokens for each of the prompts; `salt`: under which they are known, with embeddings."""
-    of_embeddings = prompts.embeds is not None
+    prompts = call.prompts
     if engine.prefix and prompts.mask is not None and not bool(prompts.mask.all()):
         raise ValueError(
             f"attention_mask must be all ones for a model whose first {engine.prefix} tokens see one another, as "
@@ -108,32 +97,36 @@ def _served(
     requests: list[Request] = []
     try:
         for row, numbers in _samples(prompts, engine.config.max_requests):
-            asked, first = [], numbers[0]
-            for number in numbers:
-                seen = len(prompts.seen(number))
-                options = fields[number].options(prompts.width_of(number) - seen, of_embeddings=of_embeddings)
-                padding = prompts.width_of(number, counted=False) - seen
-                told = prompts.numbers[number] if prompts.numbers and samples_have_one_number() else number
-                options |= objects.options(number, len(fields), padding, fields[number].num_beams, told=told)
-                options |= {"max_new_tokens": counts[number], "seed": seeds[number]}
-                if of_embeddings:
-                    options |= dict.fromkeys(OF_PROMPT_IDS)
-                asked.append(Asked(config=fields[number].config, options=options))
+            asked, first = [_asked(call, number, counts[number], seeds[number]) for number in numbers], numbers[0]
             known: dict[str, Any] = {"cache_salt": salt}
-            if of_embeddings or prompts.types is not None:
+            if prompts.embeds is not None or prompts.types is not None:
                 known |= {"shown": prompts.seen(first), "id_offset": prompts.id_offset(first)}
             try:
                 requests += engine.submit_samples(row, asked, **known)
             except ValueError as error:
-                if len(fields) == 1:
+                if len(call.fields) == 1:
                     raise
                 raise ValueError(f"prompt {prompts.numbers[first] if prompts.numbers else first}: {error}") from error
-        if streamer is not None:
-            stream(requests, prompts, streamer, fields[0].pad_token_id)
+        if call.streamer is not None:
+            stream(requests, prompts, call.streamer, call.fields[0].pad_token_id)
         return [_result(request) for request in requests]
     finally:
         for request in requests:
             request.cancel()
+
+
+def _asked(call: GenerateCall, number: int, count: int, seed: int) -> Asked:
+    """The row of that number, of so many new tokens."""
+    prompts, fields = call.prompts, call.fields[number]
+    seen, of_embeddings = len(prompts.seen(number)), prompts.embeds is not None
+    options = fields.options(prompts.width_of(number) - seen, of_embeddings=of_embeddings)
+    padding = prompts.width_of(number, counted=False) - seen
+    told = prompts.numbers[number] if prompts.numbers and samples_have_one_number() else number
+    options |= call.objects.options(number, len(call.fields), padding, fields.num_beams, told=told)
+    options |= {"max_new_tokens": count, "seed": seed}
+    if of_embeddings:
+        options |= dict.fromkeys(OF_PROMPT_IDS)
+    return Asked(config=fields.config, options=options)
 
 
 def _samples(prompts: Prompts, most: int) -> Iterator[tuple[Any, list[int]]]:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from selective_compile.generate_arguments import Prompts
 from selective_compile.generate_beams import output_of_beams, sequences_of_beams
 from selective_compile.generate_fields import Fields
+from selective_compile.generate_prompts import Prompts
 from selective_compile.runtime.request_result import RequestResult
 
 

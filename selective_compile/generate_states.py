@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from selective_compile.generate_arguments import Prompts
 from selective_compile.generate_fields import STATES, Fields
+from selective_compile.generate_prompts import Prompts
 from selective_compile.module_state import lock_of
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.request_result import RequestResult

@@ -129,7 +129,7 @@ def generate(
         raise ValueError(f"a call must be for a tensor, of a model that has a generate method: {reason}")
     with evaluated(model):
         check(model)
-        return by_requests(model, config, by_model, seed, **given)
+        return by_requests(model, config, by_model, seed, given)
 
 
 class BatchedGenerate:

@@ -155,8 +155,9 @@ LAYERS = (
     ),
     ("runtime",),
     (
-        "generate_arguments",
         "generate_fields",
+        "generate_prompts",
+        "generate_arguments",
         "generate_beams",
         "generate_objects",
         "generate_requests",
@@ -165,6 +166,7 @@ LAYERS = (
         "kept_engines",
         "kept_refusals",
         "self_served",
+        "generate_call",
         "generate_by_requests",
         "huggingface",
     ),
