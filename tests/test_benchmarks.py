@@ -50,6 +50,13 @@ def test_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(row[f"{who} {how}"] > 0 for who in ("engine", "generate") for how in ("alone", "together"))
 
 
+def test_padded_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = run("padded_calls", tmp_path, monkeypatch, "--quick", "--kinds", "last", "score")["rows"]
+    assert [row["call"] for row in rows] == ["last"] * 4 + ["score"] * 4
+    assert [row["real"] for row in rows[:4]] == pytest.approx([1, 0.75, 0.5, 0.25], abs=0.05)
+    assert all(0 < row["selective_ms"] and 0 < row["inductor_ms"] for row in rows)
+
+
 def test_step_overhead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = run("step_overhead", tmp_path, monkeypatch, "--quick", "--steps", "6")["rows"]
     assert [row["requests"] for row in rows] == [16, 64]
