@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 
 from selective_compile.passes.axes import is_symbolic, size_expression
 from selective_compile.passes.traced_graph import TracedGraph, is_mutable, is_random
@@ -131,6 +132,7 @@ def call(target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
     node = like.graph.call_function(target, args, kwargs)
     values = fx.node.map_arg((args, kwargs), lambda given: given.meta["val"])
     node.meta = dict(like.meta)
-    with like.meta["val"].fake_mode:
+    # Without the dispatcher torch 2.11 asks for numbers where it computes a product of symbolic sizes.
+    with enable_python_dispatcher(), like.meta["val"].fake_mode:
         node.meta["val"] = target(*values[0], **values[1])
     return node

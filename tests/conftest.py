@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ import torch
 from hypothesis import settings
 
 from selective_compile import kept_files
-from selective_compile.garbage import only_new_garbage
 from tests.durations import DurationRecorder, left_to_a_long_run, long_files_first, recorded
 from tests.kernels.compiled_before import COMPILED_BEFORE, Recorder
 from tests.sampled import take_turns
@@ -77,21 +75,14 @@ def own_graphs() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-FROZEN = ExitStack()
-
-
 def pytest_collection_finish() -> None:
-    """Each collection would look at a million objects of torch and transformers: a sixth of the time.
-
-    By the package's own context: whether somebody else has frozen them each engine asked again, and that counts them
-    one by one.
-    """
-    FROZEN.enter_context(only_new_garbage())
+    """Each collection would look at a million objects of torch and transformers: a sixth of the time."""
+    gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_unconfigure() -> None:
-    FROZEN.close()  # native modules count what is left of theirs at exit
+    gc.unfreeze()  # native modules count what is left of theirs at exit
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

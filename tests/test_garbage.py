@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 import selective_compile as sc
-from selective_compile import garbage, programs
+from selective_compile import programs
 from selective_compile.garbage import only_new_garbage
 from tests.models import tiny
 
@@ -22,11 +22,10 @@ class Loop:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(garbage, "_WITHIN", [])  # all tests together are within
-    gc.unfreeze()
+def _nothing_is_frozen() -> Iterator[None]:
+    gc.unfreeze()  # all tests together keep what was there before them
     yield
-    assert gc.get_freeze_count() == 0 and not garbage._WITHIN
+    assert gc.get_freeze_count() == 0
     gc.freeze()
 
 
