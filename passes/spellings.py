@@ -47,6 +47,8 @@ COMPOSITE = (
     *("linalg_norm", "linalg_matrix_norm", "frobenius_norm", "pairwise_distance"),
     # Products.
     *("linalg_matmul", "linalg_vecdot", "tensordot", "inner", "outer", "ger", "kron"),
+    # A softmax of each token and what is picked of it, of which the first needs no other token.
+    *("cross_entropy_loss", "nll_loss_nd"),
 )
 
 

@@ -37,6 +37,14 @@ def headed(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(F.linear(x, weight).sum(1), weight)
 
 
+def loss(x: Tensor, mask: Tensor, weight: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(x, weight).flatten(0, 1), mask.long().flatten())
+
+
+def smoothed_loss(x: Tensor, mask: Tensor, weight: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(x, weight).flatten(0, 1), mask.long().flatten(), label_smoothing=0.1)
+
+
 def layer_behind(x: Tensor, weight: Tensor) -> Tensor:
     rows = F.linear(x, weight)
     return F.linear(rows - rows.mean(1, keepdim=True), weight)
@@ -65,7 +73,7 @@ def taken(function: Callable[..., Any], *weights: Tensor) -> tuple[Any, Summary 
     return traced, take_off_summary(traced, behind_layers(first, first.refusals))
 
 
-@pytest.mark.parametrize("function", [mean, rows_and_mean, two_of_one, headed])
+@pytest.mark.parametrize("function", [mean, rows_and_mean, two_of_one, headed, loss, smoothed_loss])
 def test_what_is_left_and_what_was_taken_off_give_the_results(function: Callable[..., Any]) -> None:
     traced, summary = taken(function, WEIGHT)
     assert summary is not None
@@ -76,6 +84,14 @@ def test_what_is_left_and_what_was_taken_off_give_the_results(function: Callable
     wanted = function(*arguments[2:])
     for ours, theirs in zip(results, wanted if isinstance(wanted, tuple) else (wanted,), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_of_a_loss_what_is_of_one_token_alone_stays() -> None:
+    """A softmax of each takes long, and what was taken off is run several times."""
+    traced, summary = taken(loss, WEIGHT)
+    assert summary is not None
+    left, made = (str(module.graph) for module in (traced.module, summary.module))
+    assert "log_softmax" in left and "log_softmax" not in made
 
 
 def test_rows_that_are_a_result_too_are_left_once() -> None:
