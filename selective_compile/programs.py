@@ -252,6 +252,9 @@ def some(names: Collection[str], most: int = 8) -> str:
 
 
 def slow_modules(name: str, isolated: Mapping[str, Refusal]) -> str:
-    """What to say of a model that has isolated modules."""
-    listed = "\n  ".join(f"{path}: {refusal}" for path, refusal in isolated.items())
+    """What to say of a model that has isolated modules: those of several layers for one reason are told together."""
+    alike: dict[Refusal, list[str]] = {}
+    for path, refusal in isolated.items():
+        alike.setdefault(refusal, []).append(path)
+    listed = "\n  ".join(f"{some(paths)}: {refusal}" for refusal, paths in alike.items())
     return f"{len(isolated)} modules of {name} run for one request after another, and share no prefixes:\n  {listed}"

@@ -14,6 +14,7 @@ from selective_compile import backend, programs
 from selective_compile.compiled_step import NATIVE_KERNELS
 from selective_compile.kernels import ragged_attention_cpu
 from selective_compile.module_state import lock_of
+from selective_compile.passes import Refusal
 from tests.models import tiny
 
 
@@ -81,3 +82,15 @@ def test_who_runs_the_model_may_trace_while_others_wait_to_prove_it() -> None:
 def test_what_is_no_model_is_told_as_ever() -> None:
     with pytest.raises(ValueError, match="model must be a torch.nn.Module, got str"):
         programs.compile_step_program("gpt2", sc.EngineConfig())  # type: ignore[arg-type]
+
+
+def test_modules_of_layers_that_are_alike_are_told_together() -> None:
+    first, second = (
+        Refusal(node=node, operator="aten.cummax", reason="mixes", source_line="model.py:3", module=f"layers.0.{node}")
+        for node in ("mixer", "gate")
+    )
+    apart = {f"layers.{layer}.mixer": first for layer in range(3)} | {"layers.0.gate": second}
+    lines = programs.slow_modules("Model", apart).splitlines()
+    assert lines[0].startswith("4 modules of Model run for one request after another")
+    assert lines[1] == "  layers.0.mixer, layers.1.mixer, layers.2.mixer: aten.cummax (mixer) in layers.0.mixer: mixes"
+    assert lines[3] == "  layers.0.gate: aten.cummax (gate) in layers.0.gate: mixes" and len(lines) == 5
