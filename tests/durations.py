@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 FILE = Path(__file__).with_name("durations.json")
-SHARE = 2.0  # recorded seconds that each test function has in a short run
-ONE_CASE = 3.0  # what takes no longer runs all the same; of a function with several combinations one of twice as long
-LEAST = 2.0  # of all combinations of a function together; what takes less is not written down
+SHARE = 3.0  # recorded seconds that each test function has in a short run
+ONE_CASE = 6.0  # what takes no longer runs all the same
+LEAST = 3.0  # of all combinations of a function together; what takes less is not written down
 
 Durations = Mapping[str, float]  # mean seconds of a combination, by the function's node id
 
@@ -37,7 +37,7 @@ def left_to_a_long_run(items: Sequence[pytest.Item], durations: Durations) -> se
     for function, combinations in functions.items():
         mean, count = durations.get(function, 0.0), len(combinations)
         room = int(SHARE // mean) if mean else count
-        if not room and mean <= ONE_CASE * (2 if count > 1 else 1):
+        if not room and mean <= ONE_CASE:
             room = 1
         if room < count:
             left |= set(combinations) - {combinations[i * count // room] for i in range(room)}

@@ -15,8 +15,8 @@ CONFTEST = """
 
     SECONDS = {
         "test_b.py::test_some": 0.4 * SHARE,
-        "test_b.py::test_one": 1.9 * ONE_CASE,
-        "test_b.py::test_none": 2.1 * ONE_CASE,
+        "test_b.py::test_one": 0.9 * ONE_CASE,
+        "test_b.py::test_none": 1.1 * ONE_CASE,
         "test_c.py::test_x": 1.1 * ONE_CASE,
         "test_c.py::test_z": 0.9 * ONE_CASE,
     }
