@@ -138,7 +138,7 @@ def test_kernels_of_some_cells_are_told_apart(monkeypatch: pytest.MonkeyPatch) -
         before = len(calls)
         run()
         assert calls[before:] == [False]
-        return [Ran("_write_kernel", 0.0, 2.0), Ran("_attention_kernel", 3.0, 10.0)], 1.0
+        return [Ran("_write_kernel", 0.0, 2.0), Ran("attention_kernel", 3.0, 10.0)], 1.0
 
     monkeypatch.setattr(kernel_times, "make_step", lambda *what: Step())
     monkeypatch.setattr(kernel_times, "on_device", on_device)
@@ -146,7 +146,7 @@ def test_kernels_of_some_cells_are_told_apart(monkeypatch: pytest.MonkeyPatch) -
     job = a_job(part="attention", name="decode")
     kernel_times.tell_kernels(jobs.Context(job, rows.append), [("3 x 40", STEP)])
     assert [row.name for row in rows] == ["decode: all timed", "decode: kernels"]
-    assert rows[1].figures == {"microseconds": {"3 x 40": {"_write_kernel": 2.0, "_attention_kernel": 7.0}}}
+    assert rows[1].figures == {"microseconds": {"3 x 40": {"_write_kernel": 2.0, "attention_kernel": 7.0}}}
     assert rows[1].text == "3 x 40: write 2.0, attention 7.0 us"
     kernel_times.tell_kernels(jobs.Context(replace(job, seconds=1.0), rows.append), [("3 x 40", STEP)])
     kernel_times.tell_kernels(jobs.Context(replace(job, done=("decode: kernels",)), rows.append), [("3 x 40", STEP)])

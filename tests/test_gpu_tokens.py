@@ -214,7 +214,7 @@ def test_a_process_goes_on_where_another_lost_its_device(monkeypatch: pytest.Mon
 def test_what_a_profiler_sees_has_figures_of_its_own(seen: bool, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[Row] = []
     idle = steps_profiled.Idle(share=0.03, by_host=0.05, resolution=0.02) if seen else None
-    ran = [Ran("_attention_kernel", 0.0, 3.0), Ran("_attention_kernel", 4.0, 5.0)] if seen else []
+    ran = [Ran("attention_kernel", 0.0, 3.0), Ran("attention_kernel", 4.0, 5.0)] if seen else []
     monkeypatch.setattr(steps_profiled, "on_device", lambda run: (ran, 1.0))
     monkeypatch.setattr(steps_profiled, "idle_of", lambda spans, wall: idle)
     context = Context(Job(part="steps", name="llama-3.1-8b", seconds=60.0, ceilings=None, tiny=True), rows.append)
@@ -222,5 +222,5 @@ def test_what_a_profiler_sees_has_figures_of_its_own(seen: bool, state: str, mon
     assert [row.state for row in rows] == [state] and "idle" not in rows[0].figures
     figures = {"strict_idle": 0.03, "strict_idle_by_host": 0.05, "resolution": 0.02}
     figures |= {"launches": 1.0, "kernel_microseconds": 2.0}  # of each of two steps
-    kernels = [{"name": "_attention_kernel", "launches": 1.0, "microseconds": 2.0}]
+    kernels = [{"name": "attention_kernel", "launches": 1.0, "microseconds": 2.0}]
     assert not seen or rows[0].figures == {**figures, "kernels": kernels}

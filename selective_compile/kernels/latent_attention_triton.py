@@ -6,7 +6,7 @@ Legend
     BLOCK_M    rows of the query matrix, BLOCK_Q * BLOCK_H: row m is row m // BLOCK_H of the tile, head m % BLOCK_H
     BLOCK_N    keys of one iteration, BLOCK_SIZE slots of a block; any relation between them is allowed
     BLOCK_R, BLOCK_E  the latent and the rest, padded to powers of two
-    split, sums, maxima, totals, SPLIT, PDL, and the grid: as in `ragged_attention_attend_triton`
+    split, sums, maxima, totals, SPLIT, PDL, and the grid: as in `ragged_attention_kernel_triton`
 
 A latent is loaded once for both products, and the rest of the row is a product of its own: as one vector, 576 numbers
 would be padded to 1024. Which steps have which tile is said in `latent_attention_tiles`.
@@ -41,9 +41,10 @@ from selective_compile.kernels.interpreter import on_device
 from selective_compile.kernels.key_write_triton import write_keys
 from selective_compile.kernels.latent_attention_tiles import LEAST, LatentTile, latent_tile
 from selective_compile.kernels.ragged_attention_attend_triton import aligned, attend, described
-from selective_compile.kernels.ragged_attention_merge_triton import merge, new_parts
+from selective_compile.kernels.ragged_attention_cut_triton import Cut
 from selective_compile.kernels.ragged_attention_reads_triton import blocks_of_keys, elements
 from selective_compile.kernels.ragged_attention_tiles import (
+    WHOLE,
     bulk_copies,
     most_keys,
     processors,
@@ -52,7 +53,7 @@ from selective_compile.kernels.ragged_attention_tiles import (
 )
 from selective_compile.kernels.registers import backend
 from selective_compile.kernels.request_rows_triton import tile_rows
-from selective_compile.kernels.split_plan_triton import first_key, piece_keys, piece_of, plan
+from selective_compile.kernels.split_plan_triton import first_key, piece_keys, piece_of
 
 
 @triton.jit(
@@ -177,7 +178,7 @@ def _latent_kernel(
     masked_steps = steps_in_front + (end - clear_end + BLOCK_N - 1) // BLOCK_N
     for MASKED in tl.static_range(1, -1 if APART else 0, -1):
         steps = masked_steps if MASKED else (clear_end - clear_begin) // BLOCK_N
-        # Of the few masked iterations no load is begun early, as in `ragged_attention_attend_triton`.
+        # Of the few masked iterations no load is begun early, as in `ragged_attention_kernel_triton`.
         for step in tl.range(0, steps, num_stages=1 if MASKED and APART else None):
             if MASKED:
                 start = begin + step * BLOCK_N + tl.where(step < steps_in_front, 0, clear_end - clear_begin)
@@ -308,8 +309,7 @@ def _attend(
 ) -> Tensor:
     (num_rows, heads, size), block_size = query.shape, pool.shape[2]
     sinks, selection, key_scales = given
-    cu_seqlens_q, context_lens, block_table = metadata
-    num_requests = context_lens.shape[0]
+    block_table, num_requests = metadata[2], metadata[1].shape[0]
     assert query.stride(-1) == pool.stride(-1) == 1, "rows must be contiguous"
     assert sinks is None or sinks.is_contiguous(), "heads must be contiguous"
     block_r, block_e = (max(LEAST, triton.next_power_of_2(each)) for each in (value_size, size - value_size))
@@ -332,28 +332,24 @@ def _attend(
     blocks_of_heads = triton.cdiv(heads, block_h)
     keys = most_keys(rows=block_q, window=window, chunk=0, block_n=block_n)
     splits = split_config(parts=blocks_of_heads, keys=keys, large=tile.large, processors=processors(query.device))
-    output, split = query.new_empty(num_rows, heads, value_size), None
-    num_pieces = num_rows // block_q + num_requests + 1
-    if selection is None and splits.slots:
-        lengths, sizes = (cu_seqlens_q, context_lens), (block_q, block_n)
-        split = plan(*lengths, splits, num_rows=num_rows, rows_and_keys=sizes, window=window, chunk=0)
-        parts, num_pieces = new_parts(query, value_size, places=split.places, rows=block_q), split.pieces.shape[1]
+    splits, sizes = splits if selection is None else WHOLE, (block_q, block_n)
+    cut = Cut.of(query, metadata[:2], splits, value_size=value_size, rows_and_keys=sizes, window=window)
+    output = query.new_empty(num_rows, heads, value_size)
     early = begins_early(query.device)
     # fmt: off
-    on_device(_latent_kernel, query)[(num_pieces * blocks_of_heads,)](
-        output, *((None,) * 4 if split is None else (split.pieces, *parts)), query, pool,
+    on_device(_latent_kernel, query)[(cut.num_pieces * blocks_of_heads,)](
+        output, *cut.given, query, pool,
         *_tiles(pool, tile, block_r, block_e, rest=size > value_size), *metadata, sinks, selection, key_scales,
-        num_rows, num_requests, num_pieces, *query.stride()[:2],
+        num_rows, num_requests, cut.num_pieces, *query.stride()[:2],
         pool.stride(0), pool.stride(2), block_table.stride(0), scale, window,
         0 if selection is None else selection.shape[1], heads, value_size, size - value_size, block_size,
         block_q, block_h, block_n, block_r, block_e,
         # The interpreter would multiply the bit patterns of bfloat16.
-        not query.is_cuda, split is not None, early, enable_fp_fusion=True,
+        not query.is_cuda, cut.split is not None, early, enable_fp_fusion=True,
         **tile.options(backend()), **launch_options(early),
     )
     # fmt: on
-    if split is not None:
-        merge(output, parts, split, num_requests=num_requests)
+    cut.merge(output, num_requests=num_requests)
     return output
 
 

@@ -1,5 +1,5 @@
 """How the attention kernel in Triton asks for keys and values, reads them, and multiplies values that are late;
-`ragged_attention_attend_triton` has the legend."""
+`ragged_attention_kernel_triton` has the legend."""
 
 from __future__ import annotations
 

@@ -128,6 +128,9 @@ class SplitConfig:
     at_once: int = 0
 
 
+WHOLE = SplitConfig(slots=0, shortest=0)  # every program takes all keys of its tile
+
+
 def tile_config(
     *,
     num_rows: int,

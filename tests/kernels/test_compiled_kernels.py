@@ -160,7 +160,7 @@ def test_what_is_left_out_is_found(left_out, hopper):
     """Not each is needed: of some two are one behind the other."""
     inputs = make_inputs(dataclasses.replace(LONG, requests=((40, 90),), name=""), torch.bfloat16)
     expected = bulk.launcher.ragged_attention(*inputs.ragged())
-    (ptx,) = {each.asm["ptx"] for each in hopper.launched if each.metadata.name == "_attention_kernel"}
+    (ptx,) = {each.asm["ptx"] for each in hopper.launched if each.metadata.name == "attention_kernel"}
     missed = 0
     places = list(re.finditer(LEFT_OUT[left_out], ptx))
     for place in places[:8]:

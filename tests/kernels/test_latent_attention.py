@@ -17,6 +17,7 @@ from tests.kernels.ragged_cases import CHUNK, DECODE, MIXED, PREFILL, Case, Inpu
 triton = pytest.importorskip("triton")
 latents = pytest.importorskip("selective_compile.kernels.latent_attention_triton")
 attends = pytest.importorskip("selective_compile.kernels.ragged_attention_attend_triton")
+cuts = pytest.importorskip("selective_compile.kernels.ragged_attention_cut_triton")
 tiles = pytest.importorskip("selective_compile.kernels.ragged_attention_tiles")
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -162,8 +163,8 @@ SPLIT = {
 def test_keys_are_split_and_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (latents, attends):
         monkeypatch.setattr(module, "split_config", lambda **sizes: tiles.SplitConfig(slots=24, shortest=16))
-        merges = Counted(module.merge)
-        monkeypatch.setattr(module, "merge", merges)
+        merges = Counted(cuts.merge)
+        monkeypatch.setattr(cuts, "merge", merges)
         for each in SPLIT[module]:
             check("triton", make_inputs(each, torch.float32))
             check("triton", make_inputs(each, torch.float32).with_fp8_pools())

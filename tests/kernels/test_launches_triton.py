@@ -14,6 +14,7 @@ from tests.kernels.test_ragged_attention_triton import Recorder, compile_attenti
 triton = pytest.importorskip("triton")
 launcher = pytest.importorskip("selective_compile.kernels.ragged_attention_triton")
 attends = pytest.importorskip("selective_compile.kernels.ragged_attention_attend_triton")
+cuts = pytest.importorskip("selective_compile.kernels.ragged_attention_cut_triton")
 merges = pytest.importorskip("selective_compile.kernels.ragged_attention_merge_triton")
 writes = pytest.importorskip("selective_compile.kernels.ragged_attention_write_triton")
 launches = pytest.importorskip("selective_compile.kernels.dependent_launch")
@@ -44,18 +45,18 @@ def test_keys_are_split_whatever_the_number_of_requests(
 ) -> None:
     """Into as many pieces as the device has use for, so that a long request among many is not walked by one program."""
     slots: list[int] = []
-    plan = attends.plan
+    plan = cuts.plan
 
     def noted(*lengths: Any, **options: Any) -> Any:
         slots.append(lengths[2].slots)
         return plan(*lengths, **options)
 
-    monkeypatch.setattr(attends, "plan", noted)
+    monkeypatch.setattr(cuts, "plan", noted)
     launcher.ragged_attention(*step_of(requests, 600))
     names = [name for name, _, _ in launched]
     assert slots == [attends.split_config(parts=2, keys=None, large=False, processors=132).slots] and slots[0] > 132
-    assert "_attention_kernel" in names and "_merge_kernel" in names
-    grid = next(grid for name, grid, _ in launched if name == "_attention_kernel")
+    assert "attention_kernel" in names and "_merge_kernel" in names
+    grid = next(grid for name, grid, _ in launched if name == "attention_kernel")
     assert grid[0] // 2 >= slots[0]  # a program for each of the two heads
 
 
@@ -67,7 +68,7 @@ def test_launches_ask_to_begin_early_where_the_device_can(
         monkeypatch.setattr(module, "begins_early", lambda device: early)
     launcher.ragged_attention(*step_of(3, 600))
     asked = {name: options.get("launch_pdl", False) for name, _, options in launched}
-    assert asked == dict.fromkeys(("_write_kernel", "_attention_kernel", "_merge_kernel"), early)
+    assert asked == dict.fromkeys(("_write_kernel", "attention_kernel", "_merge_kernel"), early)
 
 
 @pytest.mark.parametrize(

@@ -45,14 +45,14 @@ def launches(monkeypatch) -> list:
     monkeypatch.setattr(attends, "bulk_copies", lambda device: True)
     monkeypatch.setattr(attends, "asynchronous_products", lambda device: True)
     monkeypatch.setattr(tiles, "LATE_KEYS", 1)
-    made, described = [], attends._tiles
+    made, described = [], attends._descriptors
 
     def noted(*args):
         found = described(*args)
         made.append(all(each is not None for each in found))
         return found
 
-    monkeypatch.setattr(attends, "_tiles", noted)
+    monkeypatch.setattr(attends, "_descriptors", noted)
     return made
 
 

@@ -23,6 +23,7 @@ from tests.kernels.test_ragged_attention_triton import (
 triton = pytest.importorskip("triton")
 launcher = pytest.importorskip("selective_compile.kernels.ragged_attention_triton")
 attends = pytest.importorskip("selective_compile.kernels.ragged_attention_attend_triton")
+cuts = pytest.importorskip("selective_compile.kernels.ragged_attention_cut_triton")
 merges = pytest.importorskip("selective_compile.kernels.ragged_attention_merge_triton")
 writes = pytest.importorskip("selective_compile.kernels.ragged_attention_write_triton")
 plans = pytest.importorskip("selective_compile.kernels.split_plan_triton")
@@ -138,7 +139,7 @@ def test_the_choice_splits_a_long_context_by_itself(processors, pieces, nan_fill
         divided.append(int((~parts[1][:, 0, 0].isnan()).sum()))
         merges.merge(output, parts, *rest, **options)
 
-    monkeypatch.setattr(attends, "merge", noted)
+    monkeypatch.setattr(cuts, "merge", noted)
     output = launcher.ragged_attention(*inputs.ragged())
     torch.testing.assert_close(output.double(), exact_ragged(inputs)[0], rtol=0, atol=2e-5)
     assert divided == [pieces]
@@ -195,7 +196,7 @@ def test_steps_of_every_shape_share_two_compiled_kernels_and_three_merges(monkey
         inputs = with_wide_table(make_inputs(case, torch.bfloat16), blocks)
         compiled |= set(recorded(lambda inputs=inputs: launcher.ragged_attention(*inputs.ragged()), launch))
     kinds = [kernel for kernel, _ in compiled]
-    kernels = (attends._attention_kernel, merges._merge_kernel, plans._plan_kernel, writes._write_kernel)
+    kernels = (attends.attention_kernel, merges._merge_kernel, plans._plan_kernel, writes._write_kernel)
     assert [kinds.count(each) for each in kernels] == [2, 3, 2, 1]
 
 

@@ -26,7 +26,7 @@ writes = pytest.importorskip("selective_compile.kernels.ragged_attention_write_t
 ahead = pytest.importorskip("tests.kernels.ahead_of_time")
 TARGETS, compile_ahead, assert_ships = ahead.TARGETS, ahead.compile_ahead, ahead.assert_ships
 compiling = pytest.mark.skipif(
-    not isinstance(attends._attention_kernel, triton.JITFunction),
+    not isinstance(attends.attention_kernel, triton.JITFunction),
     reason="TRITON_INTERPRET is set: kernels cannot be compiled",
 )
 
@@ -166,7 +166,7 @@ def test_steps_of_every_shape_share_two_compiled_kernels(monkeypatch):
             arguments[index] = torch.cat([tensor.flatten()[:1], tensor.flatten()])[1:].view(tensor.shape)
         launcher.ragged_attention(*arguments)
     compiled = {(kernel, variant.hash) for kernel, variant in recorder.seen}
-    attention = [variant for kernel, variant in compiled if kernel is attends._attention_kernel]
+    attention = [variant for kernel, variant in compiled if kernel is attends.attention_kernel]
     assert (len(attention), len(compiled)) == (2, 3)
 
 
@@ -235,7 +235,7 @@ def compile_attention(
     for name, padded in (("key_tiles", tile.block_d), ("value_tiles", tile.block_dv)):
         kinds[name] = f"tensordesc<{stored}[1, 1, {tile.block_n}, {padded}]>"
     options = tile.options(target.backend)
-    return compile_ahead(attends._attention_kernel, target, kinds, constants | changes, **options)
+    return compile_ahead(attends.attention_kernel, target, kinds, constants | changes, **options)
 
 
 @pytest.fixture(autouse=True)

@@ -98,10 +98,10 @@ def test_random_batches_give_the_same_bits_in_the_interpreter(
 @pytest.mark.parametrize("invariant", (True, False), ids=("invariant", "ordinary"))
 def test_keys_are_split_but_for_a_batch_invariant_engine(invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """How many splits there are would depend on the other requests. Both layers of a step have one plan."""
-    attends = pytest.importorskip("selective_compile.kernels.ragged_attention_attend_triton")
+    cuts = pytest.importorskip("selective_compile.kernels.ragged_attention_cut_triton")
     plans = pytest.importorskip("selective_compile.kernels.split_plan_triton")
-    asked, plan, found, find = [], attends.plan, [], plans._plan
-    monkeypatch.setattr(attends, "plan", lambda *args, **sizes: asked.append(sizes) or plan(*args, **sizes))
+    asked, plan, found, find = [], cuts.plan, [], plans._plan
+    monkeypatch.setattr(cuts, "plan", lambda *args, **sizes: asked.append(sizes) or plan(*args, **sizes))
     monkeypatch.setattr(plans, "_plan", lambda *args: found.append(args) or find(*args))
     config = replace(INTERPRETED, batch_invariant=invariant)
     model, program = compiled("llama", torch.float32, config, num_hidden_layers=2)
