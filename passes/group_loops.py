@@ -32,6 +32,7 @@ from selective_compile.passes.lengths import CAPTURE_TOKENS
 from selective_compile.passes.normalise import Symbols, tidy
 from selective_compile.passes.scattered_rows import add_rows
 from selective_compile.passes.spellings import SPELT_OUT
+from selective_compile.passes.unique_choices import UniqueChoices
 
 UNBINDS = (Tensor.unbind, torch.unbind)
 NONZEROS = (Tensor.nonzero, torch.nonzero)
@@ -99,6 +100,7 @@ class GroupLoops(TorchFunctionMode):
         self.groups = 0
         self.rows = FoundRows(self.length_of)
         self.sizes = GroupSizes(self.was_told_empty, self.is_told_empty)
+        self.unique = UniqueChoices(self.sizes.groups_of, self.has_none)
         self.told_length = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -108,9 +110,12 @@ class GroupLoops(TorchFunctionMode):
                 if hits is args[0]:
                     self.looped.append(hits)
                     return self.rounds(groups, hits.device)
-        result = self.sizes.call(func, args, kwargs)
+        args = self.unique.with_numbers(func, args)
+        result = self.unique.call(func, args, kwargs)
+        result = self.sizes.call(func, args, kwargs) if result is None else result
         result = self.rows.call(func, args, kwargs) if result is None else result
         self.sizes.note(func, args, kwargs, result)
+        self.unique.note(func, args, result)
         if func in NONZEROS and isinstance(result, Tensor) and args[0].dim() == 1 and isinstance(args[0].shape[0], int):
             self.found.append((result, args[0].shape[0]))
         return result
@@ -123,6 +128,11 @@ class GroupLoops(TorchFunctionMode):
                 self.current = group
                 yield torch.tensor([group], device=device)
         self.current = None
+
+    def has_none(self, chosen: Tensor, group: int) -> bool:
+        """Whether the code is told that no token chose the group."""
+        mask = self.rows.call(Tensor.__eq__, (chosen, group), {})
+        return bool(self.rows.places(mask)[0].shape[0] == 0)
 
     def length_of(self, size: torch.SymInt) -> int:
         if size == 0:

@@ -75,6 +75,15 @@ class Element:
         return self.vector._version == self.version
 
 
+@dataclass(frozen=True)
+class Classes:
+    """``indices`` are those of ``count`` classes, as they were at this version."""
+
+    indices: Tensor
+    count: int
+    version: int
+
+
 class GroupSizes:
     """The sizes that were read in one trace.
 
@@ -85,7 +94,7 @@ class GroupSizes:
 
     def __init__(self, is_told_empty: Callable[[Any], bool], ask: Callable[[Any], bool]) -> None:
         self._is_told_empty, self._ask = is_told_empty, ask
-        self._classes: dict[int, tuple[Tensor, int]] = {}  # among how many indices are, by identity
+        self._classes: dict[int, Classes] = {}  # by the identity of indices
         self._ending: dict[int, Tensor] = {}  # counts that end with the last group that has any, by identity
         self._elements: dict[int, Element] = {}  # by identity
         self.read: list[Read] = []
@@ -121,19 +130,24 @@ class GroupSizes:
             dim = args[INDEX_MAKERS[name]] if len(args) > INDEX_MAKERS[name] else kwargs.get("dim", LAST.get(name))
             indices = result if isinstance(result, Tensor) else result[1]
             if type(dim) is int and dim in (-1, given.dim() - 1) and type(given.shape[-1]) is int:
-                self._classes[id(indices)] = indices, given.shape[-1]
+                self._classes[id(indices)] = Classes(indices, given.shape[-1], indices._version)
         elif name in KEEPING and isinstance(result, Tensor):
-            if id(given) in self._classes:
-                self._classes[id(result)] = result, self._classes[id(given)][1]
+            if (count := self.groups_of(given)) is not None:
+                self._classes[id(result)] = Classes(result, count, result._version)
             if id(given) in self._ending:
                 self._ending[id(result)] = result
 
+    def groups_of(self, indices: Tensor) -> int | None:
+        """Among how many classes they are; None: that is not known."""
+        known = self._classes.get(id(indices))
+        return None if known is None or indices._version != known.version else known.count
+
     def counted(self, groups: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:
-        known = self._classes.get(id(groups))
+        known = self.groups_of(groups)
         if weights is not None or known is None:
             return None
-        counts = torch.nn.functional.one_hot(groups, max(known[1], minlength)).sum(0)
-        if known[1] > minlength:
+        counts = torch.nn.functional.one_hot(groups, max(known, minlength)).sum(0)
+        if known > minlength:
             self._ending[id(counts)] = counts
         return counts
 

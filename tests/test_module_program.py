@@ -88,6 +88,19 @@ class Added(Experts):
         return out.view(x.shape)
 
 
+class Unique(Experts):
+    """Of the experts that some token chose, as courses have it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, WIDTH)
+        weights, chosen = self.router(rows).softmax(-1).topk(CHOSEN)
+        out = torch.zeros_like(rows)
+        for expert in torch.unique(chosen):
+            found, places = torch.where(chosen == expert)
+            out.index_add_(0, found, self.compute(rows[found], int(expert)) * weights[found, places, None])
+        return out.view(x.shape)
+
+
 class Normalised(Experts):
     """An expert that sees which other tokens chose it."""
 
@@ -174,7 +187,7 @@ def test_logits_are_the_models_own() -> None:
             assert float((model(torch.tensor([prompt]))[0] - logits).abs().max()) < TOLERANCE
 
 
-@pytest.mark.parametrize("kind", [PutBack, Added])
+@pytest.mark.parametrize("kind", [PutBack, Added, Unique])
 def test_other_loops_run_once_too(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model = Sparse(kind)

@@ -1,0 +1,101 @@
+"""Within `group_loops`: a loop over the groups that ``unique`` finds among what tokens chose, as one over all groups
+that asks of each whether some token chose it.
+
+Traced::  for group in torch.unique(chosen): ...                        # chosen = scores.topk(2).indices, of E groups
+As::      for group in range(E):
+              if not (chosen == group).any(): continue
+              ...
+
+It finds them in this order, and a group without tokens is none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+UNIQUES = (torch.unique, Tensor.unique)
+UNBINDS = (Tensor.unbind, torch.unbind)
+# What it may be asked for beside the groups, or in their place; whether they are sorted changes no group.
+OTHERS = ("return_inverse", "return_counts", "dim")
+FLAT = ("view", "reshape", "flatten", "ravel")
+KEEPING = ("cpu", "to", "long", "int", "detach", "clone", "contiguous")
+EQUALS = ("eq", "__eq__", "ne", "__ne__", "not_equal")
+
+
+@dataclass(frozen=True)
+class Found:
+    """``groups`` are those among ``groups_of`` many that are in ``chosen``, as that was at this version."""
+
+    groups: Tensor
+    chosen: Tensor
+    version: int
+    groups_of: int
+
+
+class UniqueChoices:
+    """Of one trace.
+
+    Args:
+        groups_of: among how many groups the numbers of a tensor are; None: that is not known.
+        is_told_empty: what the code is told where it asks whether no entry of a tensor is a number.
+    """
+
+    def __init__(self, groups_of: Callable[[Tensor], int | None], is_told_empty: Callable[[Tensor, int], bool]) -> None:
+        self._groups_of, self._is_told_empty = groups_of, is_told_empty
+        self._flat: dict[int, tuple[Tensor, Tensor]] = {}  # by identity, with what it is a row of
+        self._found: dict[int, Found] = {}
+        self._numbers: dict[int, tuple[Tensor, int]] = {}
+
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What ``func`` gives, if it is about what ``unique`` found; else None."""
+        given = args[0] if args else None
+        if not isinstance(given, Tensor):
+            return None
+        if func in UNIQUES and len(args) == 1 and not any(kwargs.get(name) for name in OTHERS):
+            return self._unique(given)
+        found = self._found.get(id(given))
+        if found is None or found.chosen._version != found.version:
+            return None
+        if func in UNBINDS:  # as iterating and `tolist` do
+            return [self._number(group, given) for group in self._groups(found)]
+        return numpy.array(self._groups(found)) if func is Tensor.numpy else None
+
+    def with_numbers(self, func: Any, args: Any) -> Any:
+        """The arguments, of a comparison with a group's number with that itself."""
+        if getattr(func, "__name__", "") in EQUALS and len(args) == 2 and id(args[1]) in self._numbers:
+            return args[0], self._numbers[id(args[1])][1]
+        return args
+
+    def note(self, func: Any, args: Any, result: Any) -> None:
+        """Remember what is the same as what was found, and of what numbers are one row."""
+        name, given = getattr(func, "__name__", ""), args[0] if args else None
+        if not isinstance(given, Tensor) or not isinstance(result, Tensor):
+            return
+        if name in KEEPING and id(given) in self._found:
+            found = self._found[id(given)]
+            self._found[id(result)] = Found(result, found.chosen, found.version, found.groups_of)
+        elif name in FLAT and result.dim() == 1 and given.dim() > 1:
+            self._flat[id(result)] = result, given
+
+    def _unique(self, given: Tensor) -> Tensor | None:
+        groups_of = self._groups_of(given)
+        if groups_of is None:
+            return None
+        groups = torch.unique(given)
+        _, chosen = self._flat.get(id(given), (given, given))  # of which masks of groups are made, mostly
+        self._found[id(groups)] = Found(groups, chosen, chosen._version, groups_of)
+        return groups
+
+    def _groups(self, found: Found) -> list[int]:
+        return [group for group in range(found.groups_of) if not self._is_told_empty(found.chosen, group)]
+
+    def _number(self, group: int, like: Tensor) -> Tensor:
+        number = torch.tensor(group, dtype=like.dtype, device=like.device)
+        self._numbers[id(number)] = number, group
+        return number
