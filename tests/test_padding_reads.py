@@ -87,6 +87,19 @@ def of_all_rows(logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
     return mean(logits, ids, mask).softmax(0)
 
 
+def contrastive(logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+    """Each row against all others, as embeddings are trained."""
+    rows = F.normalize(mean(logits, ids, mask), dim=-1)
+    return F.cross_entropy(rows @ rows.T * 20, torch.arange(rows.shape[0], device="cpu"))
+
+
+def preference(logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+    """Of the first half of the rows over the second, as in preference tuning."""
+    found = log_probabilities(logits, ids, mask)
+    half = found.shape[0] // 2
+    return -F.logsigmoid(0.1 * (found[:half] - found[half : 2 * half])).mean()
+
+
 def directions(logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
     """Of rows of zeros it is not a number, and not hidden by a weight of 0."""
     rows = logits[:, 1:]
@@ -104,6 +117,8 @@ READ_NO_PADDING = [
     greatest_of_row,
     pooled_by_scores,
     of_all_rows,
+    contrastive,
+    preference,
     directions,
 ]
 
