@@ -25,6 +25,7 @@ UNBINDS = (Tensor.unbind, torch.unbind)
 OTHERS = ("return_inverse", "return_counts", "dim")
 FLAT = ("view", "reshape", "flatten", "ravel")
 KEEPING = ("cpu", "to", "long", "int", "detach", "clone", "contiguous")
+WIDE = (torch.int64, torch.int32)  # which hold the number of any group
 EQUALS = ("eq", "__eq__", "ne", "__ne__", "not_equal")
 
 
@@ -48,9 +49,9 @@ class UniqueChoices:
 
     def __init__(self, groups_of: Callable[[Tensor], int | None], is_told_empty: Callable[[Tensor, int], bool]) -> None:
         self._groups_of, self._is_told_empty = groups_of, is_told_empty
-        self._flat: dict[int, tuple[Tensor, Tensor]] = {}  # by identity, with what it is a row of
+        self._flat: dict[int, tuple[Tensor, Tensor, int]] = {}  # by identity, with what it is a row of, and its version
         self._found: dict[int, Found] = {}
-        self._numbers: dict[int, tuple[Tensor, int]] = {}
+        self._numbers: dict[int, tuple[Tensor, int, int]] = {}  # by identity, with its group and its version
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What ``func`` gives, if it is about what ``unique`` found; else None."""
@@ -68,27 +69,29 @@ class UniqueChoices:
 
     def with_numbers(self, func: Any, args: Any) -> Any:
         """The arguments, of a comparison with a group's number with that itself."""
-        if getattr(func, "__name__", "") in EQUALS and len(args) == 2 and id(args[1]) in self._numbers:
-            return args[0], self._numbers[id(args[1])][1]
-        return args
+        if getattr(func, "__name__", "") not in EQUALS or len(args) != 2 or id(args[1]) not in self._numbers:
+            return args
+        number, group, version = self._numbers[id(args[1])]
+        return (args[0], group) if number._version == version else args
 
     def note(self, func: Any, args: Any, result: Any) -> None:
         """Remember what is the same as what was found, and of what numbers are one row."""
         name, given = getattr(func, "__name__", ""), args[0] if args else None
         if not isinstance(given, Tensor) or not isinstance(result, Tensor):
             return
-        if name in KEEPING and id(given) in self._found:
+        if name in KEEPING and id(given) in self._found and result.dtype in WIDE:
             found = self._found[id(given)]
             self._found[id(result)] = Found(result, found.chosen, found.version, found.groups_of)
         elif name in FLAT and result.dim() == 1 and given.dim() > 1:
-            self._flat[id(result)] = result, given
+            self._flat[id(result)] = result, given, given._version
 
     def _unique(self, given: Tensor) -> Tensor | None:
         groups_of = self._groups_of(given)
-        if groups_of is None:
+        # Masks of groups are made of what is not flat, mostly.
+        _, chosen, version = self._flat.get(id(given), (given, given, given._version))
+        if groups_of is None or given.dtype not in WIDE or chosen._version != version:
             return None
         groups = torch.unique(given)
-        _, chosen = self._flat.get(id(given), (given, given))  # of which masks of groups are made, mostly
         self._found[id(groups)] = Found(groups, chosen, chosen._version, groups_of)
         return groups
 
@@ -97,5 +100,5 @@ class UniqueChoices:
 
     def _number(self, group: int, like: Tensor) -> Tensor:
         number = torch.tensor(group, dtype=like.dtype, device=like.device)
-        self._numbers[id(number)] = number, group
+        self._numbers[id(number)] = number, group, number._version
         return number

@@ -98,7 +98,33 @@ def by_count(x: Tensor) -> Tensor:
     return looping(torch.unique)(x) / len(chosen.unique())
 
 
+def copied_before(x: Tensor) -> Tensor:
+    """Whether a group has a round is said by other numbers than those of which it finds its tokens."""
+    weights, chosen = chosen_of(x)
+    out, flat = torch.zeros_like(x), chosen.t().reshape(-1)
+    chosen.copy_(chosen.flip(1) * 0)
+    for group in torch.unique(flat):
+        rows, places = torch.where(chosen == group)
+        out[rows] += (x[rows] @ WEIGHTS[int(group)]) * weights[rows, places, None]
+    return out
+
+
+def counted_on(x: Tensor) -> Tensor:
+    """A group's tokens are those of the next one."""
+    weights, chosen = chosen_of(x)
+    out = torch.zeros_like(x)
+    for group in torch.unique(chosen):
+        group.remainder_(EXPERTS - 1).add_(1)
+        rows, places = torch.where(chosen == group)
+        out[rows] += (x[rows] @ WEIGHTS[0]) * weights[rows, places, None]
+    return out
+
+
 MIXING = {
+    "copied before": copied_before,
+    "counted on": counted_on,
+    "as truth": looping(lambda chosen: chosen.unique().to(torch.bool)),
+    "of truth": looping(lambda chosen: chosen.to(torch.bool).unique()),
     "the mean of an expert's tokens": looping(torch.unique, lambda rows, group: rows - rows.mean(0)),
     "by rank": by_rank,
     "by how many": by_count,
