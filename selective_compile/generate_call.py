@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from torch import nn
 from transformers.generation import BaseStreamer
 
+from selective_compile.batch_criteria import BatchCriteria
 from selective_compile.generate_arguments import (
     FORWARD_ARGUMENTS,
     check_configuration,
@@ -25,9 +26,11 @@ from selective_compile.generate_states import check_states
 from selective_compile.model_facts import device_of
 from selective_compile.options import EngineConfig
 from selective_compile.runtime.grammar import GRAMMARS
-from selective_compile.self_served import why_of_objects
+from selective_compile.self_served import of_batches, why_of_objects
 
 OF_PROMPTS = ("inputs", "input_ids", "attention_mask", "inputs_embeds", "token_type_ids")
+# What is kept of each token, of which a row may have more than criteria end it at.
+KEPT = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
 READ: Final = (
     GENERATION_FIELDS | FORWARD_ARGUMENTS | {*OF_PROMPTS, *OBJECTS, *GRAMMARS, "generation_config", "streamer"}
 )
@@ -78,8 +81,31 @@ class GenerateCall:
 
     def why_the_models_own(self) -> str | None:
         """Why its objects make it one that the model serves itself; or None."""
-        objects = {name: getattr(self.objects, name) for name in ("logits_processor", "stopping_criteria")}
+        objects = {"logits_processor": self.objects.logits_processor}
+        if self._padding is None:
+            objects["stopping_criteria"] = self.objects.stopping_criteria
         return why_of_objects(objects, len(self.fields))
+
+    def criteria_apart(self) -> tuple[GenerateCall, BatchCriteria | None]:
+        """The call without those of its criteria that are to be asked about all rows, and these, if there are any."""
+        found, columns = of_batches(self.objects.stopping_criteria), self.prompts.columns
+        if not found or columns is None or self._padding is None:
+            return self, None
+        others = [each for each in self.objects.stopping_criteria if not any(each is one for one in found)]
+        call = replace(self, objects=replace(self.objects, stopping_criteria=others))
+        return call, BatchCriteria(found, columns, self._padding)
+
+    @property
+    def _padding(self) -> int | None:
+        """What rows of a tensor that have ended are filled up with where criteria can be asked about all rows."""
+        columns, embeds, first = self.prompts.columns, self.prompts.embeds, self.fields[0]
+        if columns is None or embeds is not None or len(columns) != len(self.fields) or len(columns) < 2:
+            return None
+        if self.streamer is not None or first.num_beams > 1 or any(first[name] for name in KEPT):
+            return None
+        given = self.objects.stopping_criteria or ()
+        pads = first.eos_token_ids or any(hasattr(each, "eos_token_id") for each in given)
+        return first.pad_token_id if pads else None  # as there; without, ended rows go on among the others
 
     def check(self, model: nn.Module, config: EngineConfig) -> None:
         """Refuse what does not go together.

@@ -95,6 +95,7 @@ def _served(
             "generate counts padding among them, got zeros: prompts of different lengths may come as lists"
         )
     requests: list[Request] = []
+    call, criteria = call.criteria_apart()
     try:
         for row, numbers in _samples(prompts, engine.config.max_requests):
             asked, first = [_asked(call, number, counts[number], seeds[number]) for number in numbers], numbers[0]
@@ -109,7 +110,10 @@ def _served(
                 raise ValueError(f"prompt {prompts.numbers[first] if prompts.numbers else first}: {error}") from error
         if call.streamer is not None:
             stream(requests, prompts, call.streamer, call.fields[0].pad_token_id)
-        return [_result(request) for request in requests]
+        if criteria is None:
+            return [_result(request) for request in requests]
+        criteria.read(requests, [_tokens(request) for request in requests])
+        return [criteria.result_of(row, _result(request)) for row, request in enumerate(requests)]
     finally:
         for request in requests:
             request.cancel()

@@ -3,7 +3,8 @@ requests by themselves could not be right about.
 
 | what | why |
 |---|---|
-| processors and criteria for a tensor of several rows, but some of transformers' | they may tell rows apart |
+| processors for a tensor of several rows, but some of transformers' | they may tell rows apart |
+| criteria for one, where `batch_criteria` cannot ask them | they may, too |
 | whatever a processor or a loop of such a call asks of the same model | it is a part of that call |
 | autocast around it, of a model with modules that run by themselves | steps, which call these, are not under it |
 | training mode that changes logits, as by dropout | an engine is traced in evaluation mode |
@@ -76,16 +77,20 @@ def why_of_model(model: nn.Module, given: Mapping[str, Any]) -> str | None:
 
 def why_of_objects(objects: Mapping[str, Any], rows: int) -> str | None:
     """The same of processors and criteria, by the name of their argument, for a tensor of so many rows."""
-    if rows < 2:
-        return None
-    for name, given in objects.items():
-        for each in given if isinstance(given, (list, tuple)) else ():
-            if type(each) not in ROW_WISE:  # compared exactly: a class derived from one of these does something else
-                return (
-                    f"{name} has {type(each).__name__}, which may tell the rows of a batch apart (prompts given as a "
-                    "list are asked for by themselves, without padding)"
-                )
+    for name, given in objects.items() if rows > 1 else ():
+        if found := of_batches(given):
+            return (
+                f"{name} has {type(found[0]).__name__}, which may tell the rows of a batch apart (prompts given as a "
+                "list are asked for by themselves, without padding)"
+            )
     return None
+
+
+def of_batches(given: Any) -> list[Any]:
+    """Those of processors or criteria that may tell rows apart."""
+    found = given if isinstance(given, (list, tuple)) else ()
+    # Compared exactly: a class derived from one of these does something else.
+    return [each for each in found if type(each) not in ROW_WISE]
 
 
 def self_served(

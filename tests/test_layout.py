@@ -157,6 +157,7 @@ LAYERS = (
     (
         "generate_fields",
         "generate_prompts",
+        "batch_criteria",
         "generate_arguments",
         "generate_beams",
         "generate_objects",
