@@ -30,6 +30,7 @@ from selective_compile.passes.traced_graph import TracedGraph, is_lost, is_mutab
 # Up to more than the positions that bfloat16 and float16 tell apart, of which whoever compares them sees the next one.
 TRIED, LONGEST_TRIED = (2, 3, 5, 17, 40, 130, 300, 2100), 2100
 SHORT = 130  # what is wrong with longer requests alone may be behind the end of a table of positions
+WHERE = ("stack_trace", "nn_module_stack")  # a node is told to have been made
 HIDDEN = -1e4  # what is added to scores that shall not count is below; no bias is
 
 
@@ -258,6 +259,7 @@ def replace_isolated(traced: TracedGraph) -> int:
         with traced.graph.inserting_before(call.node):
             arguments = (call.node.args[0], number, first.value, first.dim, sizes)
             rows = traced.graph.call_function(isolated_rows, arguments)
+        rows.meta.update({name: call.node.meta[name] for name in WHERE if name in call.node.meta})
         for user in list(call.node.users):
             assert user.target is operator.getitem
             user.args = (rows, call.results.index(user.args[1]))

@@ -169,6 +169,7 @@ def test_the_verdict_is_ragged_and_names_the_modules() -> None:
     assert report.called_once == ("experts.0", "experts.1") and len(report.calls) == 2
     assert "2 modules run as they are, once over the tokens of all requests" in str(report)
     assert json.loads(report.to_json())["called_once"] == ["experts.0", "experts.1"]
+    assert "x = x + experts(block(x, mask))" in str(report) and "source line unknown" not in str(report)
 
 
 def test_its_steps_are_not_captured_and_the_modules_are_named() -> None:
