@@ -36,9 +36,13 @@ INSTEAD: Mapping[str, str] = {
 # Arguments of a model's forward that may be given as long as they say what holds in any case.
 FORWARD_ARGUMENTS = frozenset({"position_ids", "logits_to_keep", "output_router_logits"})
 
+# Of a model's forward that transformers' loop never hands on (`GenerationMixin.prepare_inputs_for_generation`): batches
+# of a data set for training have them beside the ids.
+LEFT_OUT = frozenset({"labels"})
+
 
 def refuse_unsupported(arguments: Mapping[str, Any], model: nn.Module, taken: Collection[str]) -> None:
-    """Refuse every argument but those that ask for nothing.
+    """Refuse every argument but those that ask for nothing, and those that `generate` itself leaves out.
 
     Args:
         taken: the names that are known beside these, one of which may be meant.
@@ -48,7 +52,10 @@ def refuse_unsupported(arguments: Mapping[str, Any], model: nn.Module, taken: Co
     """
     for name, value in arguments.items():
         if value is not None and not (name in NONE_OR_EMPTY and not value):
-            if name not in INSTEAD and name not in arguments_of(model):
+            known = name in INSTEAD or name in arguments_of(model)
+            if known and name in LEFT_OUT:
+                continue
+            if not known:
                 raise ValueError(unknown("argument of generate", name, taken))
             raise ValueError(
                 f"argument {name!r} of generate must be None, got {described(value)}: not supported; "

@@ -76,7 +76,7 @@ def generate(
         kwargs: single fields of a GenerationConfig, which come first, and `tokenizer`, which stop strings need;
             and `json_schema`, `regex` or `grammar`, which the text of every row must follow, with `tokenizer`.
             `position_ids` [B, S] must number the tokens of each row from 0, which is what the engine does;
-            `logits_to_keep` and `output_router_logits` change nothing.
+            `logits_to_keep`, `output_router_logits` and `labels` change nothing.
             All other arguments of `model.generate` must be None.
 
     Returns:

@@ -123,7 +123,6 @@ UNSUPPORTED: dict[str, Any] = {
     "cache": "a cache",
     "logprobs": True,
     "cache_implementation": "paged",
-    "labels": torch.zeros(1, 6),
     "cu_seq_lens_q": torch.zeros(2),
 }
 
@@ -133,6 +132,26 @@ def test_an_unsupported_argument_is_refused_by_name(model: Any, name: str) -> No
     with pytest.raises(ValueError, match=f"'{name}'.*must be .*got .*; .*(leave it out|give it|drafts without)"):
         sc.generate(model, random_ids(1, 6), engine_config=CONFIG, **{name: UNSUPPORTED[name]})
     assert_idle(model)
+
+
+def test_labels_beside_a_batch_are_left_out_as_generate_does(model: Any) -> None:
+    ids, mask = left_padded()
+    arguments = {"attention_mask": mask, "labels": ids, "max_new_tokens": 3, "pad_token_id": 0}
+    wanted = model.generate(ids, **arguments)
+    assert torch.equal(sc.generate(model, ids, engine_config=CONFIG, **arguments), wanted)
+    with sc.wrapped(model, CONFIG):
+        assert torch.equal(model.generate(ids, **arguments), wanted)
+
+
+def test_labels_of_a_model_that_takes_none_are_an_unknown_argument(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = type(model).forward
+
+    def without_labels(self: Any, input_ids: Any = None, attention_mask: Any = None) -> Any:
+        return forward(self, input_ids=input_ids, attention_mask=attention_mask)
+
+    monkeypatch.setattr(type(model), "forward", without_labels)
+    with pytest.raises(ValueError, match="argument of generate must be a known one, got 'labels'"):
+        sc.generate(model, random_ids(1, 6), engine_config=CONFIG, labels=random_ids(1, 6))
 
 
 @pytest.mark.parametrize(
