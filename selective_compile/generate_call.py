@@ -98,14 +98,14 @@ class GenerateCall:
     @property
     def _padding(self) -> int | None:
         """What rows of a tensor that have ended are filled up with where criteria can be asked about all rows."""
-        columns, embeds, first = self.prompts.columns, self.prompts.embeds, self.fields[0]
-        if columns is None or embeds is not None or len(columns) != len(self.fields) or len(columns) < 2:
+        columns, given = self.prompts.columns, self.objects.stopping_criteria
+        more = self.prompts.embeds is not None or self.streamer is not None or any(map(keeps_more, self.fields))
+        if more or columns is None or not 1 < len(columns) == len(self.fields):
             return None
-        if self.streamer is not None or first.num_beams > 1 or any(first[name] for name in KEPT):
-            return None
-        given = self.objects.stopping_criteria or ()
-        pads = first.eos_token_ids or any(hasattr(each, "eos_token_id") for each in given)
-        return first.pad_token_id if pads else None  # as there; without, ended rows go on among the others
+        named = isinstance(given, (list, tuple)) and any(hasattr(each, "eos_token_id") for each in given)
+        # As there; without an end, rows that have ended go on among the others.
+        found = {each.pad_token_id if named or each.eos_token_ids else None for each in self.fields}
+        return found.pop() if len(found) == 1 else None
 
     def check(self, model: nn.Module, config: EngineConfig) -> None:
         """Refuse what does not go together.
@@ -120,6 +120,11 @@ class GenerateCall:
         check_states(model, self.prompts, self.fields, config)
         criteria = self.objects.stopping_criteria or ()
         refuse_ends_without_padding(self.fields, criteria=criteria, rows=0 if listed else rows)
+
+
+def keeps_more(fields: Fields) -> bool:
+    """Than one sequence of tokens."""
+    return fields.num_beams > 1 or any(fields[name] for name in KEPT)
 
 
 def _inputs_of(given: Mapping[str, Any]) -> Any:

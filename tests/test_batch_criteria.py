@@ -70,6 +70,14 @@ def test_what_they_raise_is_raised_and_nothing_is_left_running(loaded: tuple[Any
     assert stats.running == stats.waiting == stats.blocks_used == 0
 
 
+def test_one_that_is_in_no_list_is_refused(loaded: tuple[Any, dict[str, Tensor]]) -> None:
+    model, batch = loaded
+    for ends in ([], [258]):
+        with pytest.raises(ValueError, match="stopping_criteria must be a list, got Asked"):
+            criteria: Any = Asked(1, together=False)
+            sc.generate(model, **batch, eos_token_id=ends, stopping_criteria=criteria, engine_config=CONFIG)
+
+
 MODELS_OWN: dict[str, dict[str, Any]] = {
     "no end": {"eos_token_id": []},
     "scores": {"return_dict_in_generate": True, "output_scores": True},
